@@ -1,1 +1,1 @@
-"""Runs the whole stack on one machine: `grpo-demo`, `grpo-run`, `grpo-compare`."""
+"""Runs the whole stack on one machine: `grpo-demo`, `grpo-run`, `grpo-compare`, `grpo-eval`."""

@@ -1,7 +1,7 @@
 """Entry points: each command parses its options, then imports the rest.
 
-`python -m grpo_local` is `grpo-demo`, `python -m grpo_local run` is `grpo-run` and
-`python -m grpo_local compare` is `grpo-compare`.
+`python -m grpo_local` is `grpo-demo`, `python -m grpo_local run` is `grpo-run`,
+`python -m grpo_local compare` is `grpo-compare` and `python -m grpo_local evaluate` is `grpo-eval`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from grpo_core.settings import EXIT_USAGE, load_settings
 from grpo_local.run_directory import RunDirectory
-from grpo_local.settings import CompareSettings, DemoSettings, RunSettings
+from grpo_local.settings import CompareSettings, DemoSettings, EvalSettings, RunSettings
 
 
 def main() -> None:
@@ -49,6 +49,16 @@ def compare() -> None:
     from grpo_local.screen import Screen
 
     raise SystemExit(compare_modes(settings, Screen()))
+
+
+def evaluate() -> None:
+    """`grpo-eval`"""
+    settings = load_settings(EvalSettings, sys.argv[1:], at_start=True)
+
+    from grpo_local.commands.evaluate import evaluate_models
+    from grpo_local.screen import Screen
+
+    raise SystemExit(evaluate_models(settings, Screen()))
 
 
 def command_lines_of_services(settings: DemoSettings) -> Iterator[str]:
@@ -92,6 +102,6 @@ def _refuse(message: str) -> None:
 
 
 if __name__ == "__main__":
-    if named := {"run": run, "compare": compare}.get("".join(sys.argv[1:2])):
+    if named := {"run": run, "compare": compare, "evaluate": evaluate}.get("".join(sys.argv[1:2])):
         del sys.argv[1]
     (named or main)()

@@ -6,6 +6,12 @@ import json
 from pathlib import Path
 
 _LIMITS = ("max_position_embeddings", "n_positions")
+MAX_MODEL_LEN = 4096
+"""The default of --max-model-len, unless the model allows less."""
+
+
+def default_max_model_len(model: str) -> int:
+    return min(MAX_MODEL_LEN, longest_sequence(model) or MAX_MODEL_LEN)
 
 
 def longest_sequence(model: str) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from grpo_local.run_directory import RUNS, RunDirectory
 from grpo_local.service_options import ENV, MODULES, SERVER, TRAINER, service_words
 from grpo_local.settings import DemoSettings
 from grpo_local.settings.demo import TINY_MODEL
+from grpo_local.settings.server import ServerOptions
 
 HOST = "127.0.0.1"
 MAX_NUM_SEQS = 256
@@ -83,43 +85,8 @@ class ServiceFactory:
         )
 
     def vllm_server(self, port: int, model: str, hand_off: HandOff) -> Service:
-        settings, sizes = self.settings, self.settings.sizes
-        return Service(
-            name="vllm-server",
-            role="samples completions from the policy",
-            command=module(
-                MODULES[SERVER],
-                *("--model", model),
-                *("--host", HOST),
-                *("--port", port),
-                *("--health-port", free_port()),
-                *hand_off.server_flags(),
-                *("--log-level", settings.log_level),
-                *("--dtype", settings.weights_dtype),
-                *("--max-model-len", sizes.max_model_len),
-                *("--max-num-seqs", MAX_NUM_SEQS),
-                *(["--enforce-eager"] if settings.starts_eager else []),
-                # vLLM would take nearly all of a GPU, and the trainer needs the rest.
-                *(
-                    ("--gpu-memory-utilization", settings.gpu_memory_utilization)
-                    if settings.on_gpu
-                    else ()
-                ),
-                *(
-                    ("--kv-cache-memory-bytes", sizes.kv_cache_mib * 2**20)
-                    if sizes.kv_cache_mib
-                    else ()
-                ),
-                *("--seed", settings.seed),
-                *service_words(settings.options_of(SERVER)),
-            ),
-            healthy=lambda: self.probe.answers(url(port)),
-            deadline_s=sizes.server_deadline_s,
-            environment=child_environment(settings.compute_threads, model)
-            | (NO_COMPILER if settings.starts_eager else {})
-            | hand_off.environment()
-            | self._token(),
-        )
+        flags, variables = hand_off.server_flags(), hand_off.environment() | self._token()
+        return inference_server(self.settings, self.probe, port, model, flags, variables)
 
     def trainer(self, model: str, run_api_port: int, vllm_port: int, hand_off: HandOff) -> Service:
         settings, sizes = self.settings, self.settings.sizes
@@ -201,6 +168,49 @@ class ServiceFactory:
     def _data_is_on_the_hub(self, task: TaskName) -> bool:
         data = self.settings.data
         return task == "gsm8k" and data is not None and not Path(data).expanduser().is_dir()
+
+
+def inference_server(
+    settings: ServerOptions,
+    probe: HealthProbe,
+    port: int,
+    model: str,
+    flags: Sequence[str],
+    variables: dict[str, str],
+) -> Service:
+    """Args: flags, variables: those of the command that starts the server"""
+    sizes = settings.server_sizes
+    return Service(
+        name="vllm-server",
+        role="samples completions from the policy",
+        command=module(
+            MODULES[SERVER],
+            *("--model", model),
+            *("--host", HOST),
+            *("--port", port),
+            *("--health-port", free_port()),
+            *flags,
+            *("--log-level", settings.log_level),
+            *("--dtype", settings.weights_dtype),
+            *("--max-model-len", sizes.max_model_len),
+            *("--max-num-seqs", MAX_NUM_SEQS),
+            *(["--enforce-eager"] if settings.starts_eager else []),
+            # vLLM would take nearly all of a GPU, and the trainer needs the rest.
+            *(
+                ("--gpu-memory-utilization", settings.gpu_memory_utilization)
+                if settings.on_gpu
+                else ()
+            ),
+            *(("--kv-cache-memory-bytes", sizes.kv_cache_mib * 2**20) if sizes.kv_cache_mib else ()),
+            *("--seed", settings.seed),
+            *service_words(settings.options_of(SERVER)),
+        ),
+        healthy=lambda: probe.answers(url(port)),
+        deadline_s=sizes.server_deadline_s,
+        environment=child_environment(settings.compute_threads, model)
+        | (NO_COMPILER if settings.starts_eager else {})
+        | variables,
+    )
 
 
 def command_lines(settings: DemoSettings) -> list[str]:

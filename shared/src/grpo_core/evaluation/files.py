@@ -58,6 +58,11 @@ def read_result(path: Path) -> EvalResult:
     return _parsed(EvalResult, _text(path), str(path))
 
 
+def read_results(output: Path) -> list[EvalResult]:
+    """All results that `save` wrote for this `output`, by name. Raises `ResultsUnusable`."""
+    return [read_result(path) for path in sorted(output.with_suffix("").glob("*.json"))]
+
+
 def read_summaries(path: Path) -> list[EvalSummary]:
     """The complete lines of `eval.jsonl`. Raises `ResultsUnusable`, which names the line."""
     lines = _text(path).split("\n")[:-1]

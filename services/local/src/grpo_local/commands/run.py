@@ -11,7 +11,7 @@ from grpo_core.process.managed import ManagedProcess, ProcessFailed
 from grpo_core.redis.server import LocalRedis
 from grpo_core.settings.machine import state_directory
 from grpo_core.weights import bridge_config
-from grpo_local.model_config import longest_sequence
+from grpo_local.model_config import default_max_model_len
 from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.signals import StopRequest, StopRequested
@@ -23,8 +23,6 @@ from grpo_local.services import module, weights_socket_path
 from grpo_local.settings import RunSettings
 
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
-MAX_MODEL_LEN = 4096
-"""The default of --max-model-len, unless the model allows less."""
 
 
 def run_together(settings: RunSettings, screen: Screen) -> int:
@@ -89,7 +87,7 @@ def server_of(settings: RunSettings, hand_off: HandOff, probe: HealthProbe) -> S
             *("--log-level", settings.log_level),
             *_dtype(settings),
             *("--gpu-memory-utilization", settings.gpu_memory_utilization),
-            *("--max-model-len", settings.max_model_len or _longest(settings.model)),
+            *("--max-model-len", settings.max_model_len or default_max_model_len(settings.model)),
             *settings.server_words,
             *service_words(settings.options_of(SERVER)),
         ),
@@ -102,10 +100,6 @@ def server_of(settings: RunSettings, hand_off: HandOff, probe: HealthProbe) -> S
 def _dtype(settings: RunSettings) -> list[str]:
     """Empty by default, because GRPO_DTYPE may hold another one."""
     return [] if settings.dtype == "auto" else ["--dtype", settings.dtype]
-
-
-def _longest(model: str) -> int:
-    return min(MAX_MODEL_LEN, longest_sequence(model) or MAX_MODEL_LEN)
 
 
 def trainer_of(settings: RunSettings, hand_off: HandOff) -> Service:

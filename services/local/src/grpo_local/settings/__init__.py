@@ -1,7 +1,8 @@
-"""Options of `grpo-demo`, `grpo-run` and `grpo-compare`, and checks of them before a start."""
+"""Options of `grpo-demo`, `grpo-run`, `grpo-compare` and `grpo-eval`, and checks of them before a start."""
 
 from grpo_local.settings.compare import CompareSettings
 from grpo_local.settings.demo import DemoSettings
+from grpo_local.settings.evaluate import EvalSettings
 from grpo_local.settings.run import RunSettings
 
-__all__ = ["CompareSettings", "DemoSettings", "RunSettings"]
+__all__ = ["CompareSettings", "DemoSettings", "EvalSettings", "RunSettings"]

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, SecretStr, field_validator
 
 from grpo_core.redis.keys import is_run_id
 from grpo_core.security.bearer_token import usable_token
-from grpo_core.settings import Command, CommaSeparated, LogLevel, Mistake, Shown
+from grpo_core.settings import Command, CommaSeparated, Mistake, Shown
 from grpo_core.settings.machine import missing_directory, missing_model, not_writable
 from grpo_core.weights import bridge_config
 from grpo_local.defaults import SIZE_NAMES, Sizes, TaskName, sizes_for
@@ -20,13 +20,11 @@ from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
 from grpo_local.run_directory import RUNS, RunDirectory, unusable
 from grpo_local.service_options import ENV, SERVER, SERVICES, TRAINER
 from grpo_local.settings.fields import each_once
-from grpo_local.settings.with_services import WithServiceOptions
+from grpo_local.settings.server import ServerOptions
 
 TINY_MODEL = "tiny-model"
 _PLACEHOLDER_URL = "redis://127.0.0.1:6379/0"
 """Options are checked before the tiny model is made and before Redis has a port."""
-GPU_CONTROL = Path("/dev/nvidiactl")
-"""Exists if the NVIDIA driver is loaded."""
 _HIDDEN = re.compile(r"^# (?:(trainer|server|env): )?([\w.-]+):? \*\*\*$", re.MULTILINE)
 """A line of config.yaml for an option with a secret: its service, if any, and its name."""
 """The line in the config.yaml of a run that had a token."""
@@ -37,7 +35,7 @@ def half_the_cores() -> int:
     return max(1, (os.cpu_count() or 1) // 2)
 
 
-class DemoSettings(WithServiceOptions, ModeOptions):
+class DemoSettings(ServerOptions, ModeOptions):
     """Trains a model with GRPO on this machine and shows the progress: starts Redis, run-api, the
     inference server, the trainer and environments as local processes. grpo-demo needs no GPU, no
     container and no model hub.
@@ -152,21 +150,6 @@ class DemoSettings(WithServiceOptions, ModeOptions):
     kv_cache_mib: Annotated[
         int | None, Shown(default="64; gsm8k: 256; on a GPU what --gpu-memory-utilization leaves")
     ] = Field(None, ge=1, description="Size of the server's KV cache, in MiB")
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        Shown(default="float32; on a GPU bfloat16"),
-    ] = Field(None, description="Data type of the weights in the server and in the trainer")
-    device: str = Field(
-        "auto",
-        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="Device to train on: cpu, cuda or cuda:N. auto: a GPU if there is one, "
-        "otherwise cpu",
-    )
-    eager: Annotated[bool | None, Shown(default="on; on a GPU off")] = Field(
-        None,
-        description="Start the server sooner, without compilation and CUDA graphs. With --no-eager,"
-        " the server starts later but samples faster, which saves time in long runs",
-    )
     gpu_memory_utilization: float = Field(
         0.4,
         gt=0,
@@ -215,9 +198,6 @@ class DemoSettings(WithServiceOptions, ModeOptions):
         None,
         description="Access token that clients must send to run-api and to the inference server",
     )
-    log_level: LogLevel = Field(
-        "INFO", description="Least severe level of the messages in the services' log files"
-    )
 
     _usable_token = field_validator("run_api_token")(usable_token)
 
@@ -234,17 +214,8 @@ class DemoSettings(WithServiceOptions, ModeOptions):
         )
 
     @property
-    def on_gpu(self) -> bool:
-        """Server and trainer use the same device."""
-        return GPU_CONTROL.exists() if self.device == "auto" else self.device.startswith("cuda")
-
-    @property
-    def weights_dtype(self) -> str:
-        return self.dtype or ("bfloat16" if self.on_gpu else "float32")
-
-    @property
-    def starts_eager(self) -> bool:
-        return self.eager if self.eager is not None else not self.on_gpu
+    def server_sizes(self) -> Sizes:
+        return self.sizes
 
     def resolved(self) -> dict[str, Any]:
         """Without the directories: this configuration can be used for another run."""

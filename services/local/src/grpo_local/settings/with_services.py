@@ -107,8 +107,11 @@ class WithServiceOptions(CommandSettings):
             return f"{word!r}: unexpected; every option begins with --"
         typed = word.partition("=")[0]
         name = typed.removeprefix("--").replace("_", "-")
-        if name in SET_BY_RUNNER[TRAINER] | self.sets_too.get(TRAINER, frozenset()):
-            return f"{typed}: {self.command.prog} sets this option itself; omit it"
-        if owner := SERVER if name in SIZES_OF_SERVER else TRAINER if trainer_has(name) else None:
+        owner = None
+        if TRAINER in self.services:
+            if name in SET_BY_RUNNER[TRAINER] | self.sets_too.get(TRAINER, frozenset()):
+                return f"{typed}: {self.command.prog} sets this option itself; omit it"
+            owner = SERVER if name in SIZES_OF_SERVER else TRAINER if trainer_has(name) else None
+        if owner:
             return f"{typed}: an option of the {owner}; write --{owner}.{name}"
         return f"{typed}: {Names(self.command, options_of(type(self))).unknown(name)}"

@@ -1,0 +1,284 @@
+"""`grpo-eval` as a user runs it, with small programs that replace the server and env-server."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from grpo_core.evaluation.files import read_result, read_summaries
+from grpo_core.settings import EXIT_USAGE, load_settings, resolved_yaml
+from grpo_local.__main__ import evaluate
+from grpo_local.commands.evaluate import evaluate_models
+from grpo_local.settings import EvalSettings
+from tests.support.process_table import is_alive
+from tests.unit.local.shown import Shown
+
+SERVER = """
+import json, os, pathlib, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+def option(name):
+    return sys.argv[sys.argv.index(name) + 1]
+
+if "--dry-run" in sys.argv:
+    sys.exit(0)
+print(*sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+pathlib.Path(f"pid-{os.getpid()}").touch()
+served = [option("--model")]
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply(200, {"served": served[0]})
+
+    def do_POST(self):
+        path = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["adapter_path"]
+        if self.headers.get("Authorization") != "Bearer a-secret":
+            return self.reply(401, {"detail": "no key"})
+        if "--enable-lora" not in sys.argv:
+            return self.reply(404, {"detail": "no adapters"})
+        served[0] = path
+        self.reply(200, {})
+
+    def reply(self, status, body):
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+ThreadingHTTPServer((option("--host"), int(option("--port"))), Handler).serve_forever()
+"""
+ENVIRONMENT = """
+import json, os, pathlib, sys, urllib.request
+from grpo_core.evaluation.files import save
+from grpo_core.evaluation.results import EvalItem, EvalResult
+
+def option(name):
+    return sys.argv[sys.argv.index(name) + 1]
+
+task = sys.argv[1]
+if task == "gsm9k":
+    sys.exit("env-server: TASK: expected one of arithmetic, gsm8k; got 'gsm9k'")
+if "--dry-run" in sys.argv:
+    sys.exit(0)
+print(*sys.argv[1:], flush=True)
+if task == "broken":
+    sys.exit("env-server: DataUnusable: rows.jsonl line 3: the row is not JSON")
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+served = json.load(opener.open(option("--inference-url") + "/which"))["served"]
+assert os.environ["VLLM_API_KEY"] == "a-secret"
+right = 36 if "trained" in served else 12  # of 40
+k = int(option("--eval-samples"))
+items = [
+    EvalItem.graded(task, str(n), [float(n < right)] * k, [{}] * k, [3] * k, [False] * k)
+    for n in range(40)
+]
+temperature = float(option("--eval-temperature"))
+result = EvalResult.of(items, task=task, temperature=temperature, duration_s=1.0)
+if task != "silent":
+    save(result, pathlib.Path(option("--eval-output")))
+"""
+
+
+@dataclass
+class Evaluation:
+    folder: Path
+    shown: Shown
+
+    def run(self, *words: str) -> int:
+        """Returns the exit status after every server has ended."""
+        status = evaluate_models(settings(*words), self.shown)
+        pids = [int(path.name.removeprefix("pid-")) for path in self.folder.glob("pid-*")]
+        assert not any(is_alive(pid) for pid in pids)
+        return status
+
+    def log(self, name: str) -> list[str]:
+        return (self.folder / "eval/logs" / f"{name}.log").read_text().splitlines()
+
+
+def settings(*words: str) -> EvalSettings:
+    key = {"VLLM_API_KEY": "a-secret"}
+    return load_settings(EvalSettings, words, key, at_start=True)
+
+
+def make_model(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text('{"max_position_embeddings": 512}')
+    return path
+
+
+def make_adapter(path: Path, base: Path | None, rank: int = 12) -> Path:
+    path.mkdir(parents=True)
+    config = {"r": rank} | ({"base_model_name_or_path": str(base)} if base else {})
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    (path / "adapter_model.safetensors").touch()
+    return path
+
+
+@pytest.fixture
+def evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluation:
+    for name, code in (("grpo_vllm", SERVER), ("grpo_env", ENVIRONMENT)):
+        package = tmp_path / "stand-ins" / name
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "__main__.py").write_text(code)
+    path = os.pathsep.join([str(tmp_path / "stand-ins"), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("VLLM_API_KEY", "another")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "plain")
+    return Evaluation(tmp_path, Shown())
+
+
+def test_two_models_are_evaluated_on_the_same_items_and_the_lift_is_printed(
+    evaluation: Evaluation,
+) -> None:
+    make_model(Path("trained"))
+    words = ["--model", "./trained", "--baseline", "./plain", "--task", "arithmetic,gsm8k"]
+    words += ["--samples", "4", "--ks", "1,2", "--server.swap-space=2", "--env.weight=3"]
+    assert (evaluation.run(*words), evaluation.shown.err) == (0, "")
+
+    out = evaluation.shown.out
+    assert "gsm8k ./trained: 40 items, 4 answers each, temperature 1" in out
+    assert out.count("  pass@1        0.300    0.900   +0.600") == 2  # one lift per task
+    assert "pass@2" in out
+    assert "pass@4" not in out
+    lines = read_summaries(Path("eval.jsonl"))
+    assert [(line.model, line.task, line.metrics["pass@1"]) for line in lines] == [
+        ("./plain", "arithmetic", 0.3),
+        ("./plain", "gsm8k", 0.3),
+        ("./trained", "arithmetic", 0.9),
+        ("./trained", "gsm8k", 0.9),
+    ]
+    assert sorted(path.name for path in Path("eval").glob("*.json")) == [
+        *("arithmetic-baseline.json", "arithmetic.json"),
+        *("gsm8k-baseline.json", "gsm8k.json"),
+    ]
+    assert len(read_result(Path("eval/gsm8k.json")).items) == 40
+    served = evaluation.log("vllm-server")
+    assert [line.split()[1] for line in served if "--model" in line] == ["./plain", "./trained"]
+    assert "--redis-url none --no-share-weights" in served[0]
+    assert "--max-model-len 512" in served[0]
+    assert "--swap-space=2" in served[0]
+    asked = evaluation.log("evaluate")
+    expected = "--eval-items 200 --eval-samples 4 --eval-temperature 1 --seq-len 512 --seed 0"
+    assert asked[0].startswith(f"arithmetic evaluate --model ./plain {expected}")
+    assert asked[0].endswith("--weight=3")
+
+
+def test_an_adapter_and_its_base_model_share_one_server(evaluation: Evaluation) -> None:
+    adapter = make_adapter(Path("run/trained"), Path("plain").resolve())
+    words = ["--model", str(adapter), "--baseline", "base", "--task", "arithmetic", "--greedy"]
+    assert (evaluation.run(*words, "--device", "cuda:1"), evaluation.shown.err) == (0, "")
+
+    (served,) = [line for line in evaluation.log("vllm-server") if "--model" in line]
+    weights_dir = adapter.parent.resolve()
+    assert f"--enable-lora --max-lora-rank 16 --weights-dir {weights_dir}" in served
+    assert served.endswith(" 1")  # the GPU
+    assert "pass@1        0.300    0.900   +0.600" in evaluation.shown.out
+    base, trained = read_summaries(Path("eval.jsonl"))
+    assert base.model == f"{Path('plain').resolve()} (base)"
+    assert (trained.model, trained.samples, trained.temperature) == ("run/trained", 1, 0.0)
+
+
+def test_without_a_task_the_options_of_the_run_apply(
+    evaluation: Evaluation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(Path("run/checkpoints/trained"))
+    Path("run/config.yaml").write_text(
+        "task: [gsm8k]\ndata: rows\nmax-completion-tokens: 32\nsteps: 3\n"
+        "trainer: {lr: 1}\nenv: {format-reward: 0.1, temperature: 0.5}\n"
+    )
+    Path("latest").symlink_to("run")
+    assert evaluation.run("--model", "latest/checkpoints/trained", "--env.weight", "2") == 0
+    (asked,) = evaluation.log("evaluate")
+    assert asked.startswith("gsm8k evaluate --model latest/checkpoints/trained --data rows")
+    assert "--max-completion-tokens 32" in asked
+    assert asked.endswith("--format-reward=0.1 --weight=2")
+    told = "task and options of the environment: those of latest/config.yaml\n"
+    assert capsys.readouterr().err == f"grpo-eval: {told}"
+    assert settings("--model", "latest/checkpoints/trained", "--task", "t").data is None
+
+
+@pytest.mark.parametrize(
+    ("task", "told"),
+    [
+        ("broken", "env-server: DataUnusable: rows.jsonl line 3: the row is not JSON; see eval/l"),
+        ("silent", "env-server silent evaluate wrote no results; see eval/logs/evaluate.log"),
+    ],
+)
+def test_a_failure_is_named_in_one_line(evaluation: Evaluation, task: str, told: str) -> None:
+    assert evaluation.run("--model", "plain", "--task", task) == 1
+    assert evaluation.shown.err.startswith(f"failed (EvaluationFailed): {told}")
+    assert evaluation.shown.err.count("\n") == 1
+
+
+def test_results_of_models_that_were_evaluated_before_a_failure_are_kept(
+    evaluation: Evaluation,
+) -> None:
+    assert evaluation.run("--model", "plain", "--task", "arithmetic,broken") == 1
+    assert [line.task for line in read_summaries(Path("eval.jsonl"))] == ["arithmetic"]
+
+
+def test_the_resolved_configuration_can_be_read_again(
+    evaluation: Evaluation, tmp_path: Path
+) -> None:
+    first = settings("--model", "plain", "--task", "a,b", "--greedy", "--env.weight", "3")
+    config = tmp_path / "eval.yaml"
+    config.write_text(resolved_yaml(first.command, first.resolved()))
+    again = settings("--config", str(config))
+    assert again.resolved() == first.resolved()
+    assert evaluation.folder == tmp_path
+
+
+MISTAKES = {
+    "--model plain": "--task: name the task, for example --task gsm8k",
+    "--model ./none --task t": "--model: no such directory: ./none",
+    "--model plain --task t --baseline base": "--baseline: plain is no adapter, so it has no base",
+    "--model plain --task t --baseline ./none": "--baseline: no such directory: ./none",
+    "--model plain --task t --base-model plain": "--base-model: plain is no adapter; omit",
+    "--model plain --task t --greedy --samples 4": "--samples: --greedy samples one answer to",
+    "--model plain --task t --greedy --temperature 1": "--temperature: --greedy samples",
+    "--model plain --task t --samples 4 --ks 1,8": "--ks: expected at most 4, the number of answers",
+    "--model plain --task t --ks 0,1": "--ks: expected whole numbers, at least 1",
+    "--model plain --task t --output results": "--output: expected a suffix, as in results.jsonl",
+    "--model plain --task t --output /proc/1/e.jsonl": "cannot write to /proc",
+    "--model plain --task arithmetic,gsm9k": "--task gsm9k: expected one of arithmetic, gsm8k; got",
+    "--model plain --task t --server.port 3": "--server.port: grpo-eval sets this option itself",
+    "--model plain --task t --env.eval-items 3": "--env.eval-items: grpo-eval sets this option it",
+    "--model plain --task t --trainer.lr 3": "--trainer.lr: grpo-eval starts no such service",
+    "--model plain --task t --lr 3": "--lr: no such option",
+    "--model no-base --task t": "--model: no-base/adapter_config.json names no base_model_name_or_",
+    "--model lost-base --task t": "the base model of lost-base: no such directory: /none/model",
+    "--model large --task t --base-model plain": "the adapter has rank 1024, and vLLM serves at mo",
+}
+
+
+@pytest.mark.usefixtures("evaluation")
+def test_a_mistake_ends_with_status_2_before_a_server_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_adapter(Path("no-base"), None)
+    make_adapter(Path("lost-base"), Path("/none/model"))
+    make_adapter(Path("large"), None, rank=1024)
+    for arguments, problem in MISTAKES.items():
+        assert problem in refused(arguments.split(), monkeypatch, capsys), arguments
+
+
+def refused(
+    words: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """The one line that the command writes."""
+    monkeypatch.setattr(sys, "argv", ["grpo-eval", *words])
+    with pytest.raises(SystemExit) as ended:
+        evaluate()
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out, said.err.count("\n")) == (EXIT_USAGE, "", 1), said.err
+    return said.err
