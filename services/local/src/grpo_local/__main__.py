@@ -1,11 +1,13 @@
 """Entry points: each command parses its options, then imports the rest.
 
-`python -m grpo_local` is `grpo-demo`, `python -m grpo_local run` is `grpo-run` and
-`python -m grpo_local compare` is `grpo-compare`.
+`python -m grpo_local` is `grpo-demo`, `python -m grpo_local run` is `grpo-run`,
+`python -m grpo_local compare` is `grpo-compare` and `python -m grpo_local rollouts` is
+`grpo-rollouts`.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +15,7 @@ from pathlib import Path
 
 from grpo_core.settings import EXIT_USAGE, load_settings
 from grpo_local.run_directory import RunDirectory
-from grpo_local.settings import CompareSettings, DemoSettings, RunSettings
+from grpo_local.settings import CompareSettings, DemoSettings, RolloutsSettings, RunSettings
 
 
 def main() -> None:
@@ -49,6 +51,19 @@ def compare() -> None:
     from grpo_local.screen import Screen
 
     raise SystemExit(compare_modes(settings, Screen()))
+
+
+def rollouts() -> None:
+    """`grpo-rollouts`"""
+    settings = load_settings(RolloutsSettings, sys.argv[1:], at_start=True)
+
+    from grpo_local.commands.rollouts import show_rollouts
+    from grpo_local.screen import Screen
+
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a policy says what not every locale can show
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+    raise SystemExit(show_rollouts(settings, Screen()))
 
 
 def command_lines_of_services(settings: DemoSettings) -> Iterator[str]:
@@ -92,6 +107,6 @@ def _refuse(message: str) -> None:
 
 
 if __name__ == "__main__":
-    if named := {"run": run, "compare": compare}.get("".join(sys.argv[1:2])):
+    if named := {"run": run, "compare": compare, "rollouts": rollouts}.get("".join(sys.argv[1:2])):
         del sys.argv[1]
     (named or main)()

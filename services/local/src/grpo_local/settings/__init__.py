@@ -1,7 +1,9 @@
-"""Options of `grpo-demo`, `grpo-run` and `grpo-compare`, and checks of them before a start."""
+"""Options of `grpo-demo`, `grpo-run`, `grpo-compare` and `grpo-rollouts`, and checks of them before
+a start."""
 
 from grpo_local.settings.compare import CompareSettings
 from grpo_local.settings.demo import DemoSettings
+from grpo_local.settings.rollouts import RolloutsSettings
 from grpo_local.settings.run import RunSettings
 
-__all__ = ["CompareSettings", "DemoSettings", "RunSettings"]
+__all__ = ["CompareSettings", "DemoSettings", "RolloutsSettings", "RunSettings"]
