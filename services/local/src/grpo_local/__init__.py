@@ -1,1 +1,1 @@
-"""Runs the whole stack on one machine: `grpo-demo`, `grpo-run`, `grpo-compare`, `grpo-eval`."""
+"""Runs the whole stack on one machine, evaluates models and shows what a run has recorded."""

@@ -1,11 +1,13 @@
 """Entry points: each command parses its options, then imports the rest.
 
-`python -m grpo_local` is `grpo-demo`, `python -m grpo_local run` is `grpo-run`,
-`python -m grpo_local compare` is `grpo-compare` and `python -m grpo_local evaluate` is `grpo-eval`.
+`python -m grpo_local` is `grpo-demo`, and `python -m grpo_local run` is `grpo-run`. The words
+`compare`, `evaluate`, `rollouts` and `report` after `python -m grpo_local` are `grpo-compare`,
+`grpo-eval`, `grpo-rollouts` and `grpo-report`.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +15,13 @@ from pathlib import Path
 
 from grpo_core.settings import EXIT_USAGE, load_settings
 from grpo_local.run_directory import RunDirectory
-from grpo_local.settings import CompareSettings, DemoSettings, EvalSettings, RunSettings
+from grpo_local.settings import (
+    CompareSettings,
+    DemoSettings,
+    EvalSettings,
+    RolloutsSettings,
+    RunSettings,
+)
 
 
 def main() -> None:
@@ -61,6 +69,19 @@ def evaluate() -> None:
     raise SystemExit(evaluate_models(settings, Screen()))
 
 
+def rollouts() -> None:
+    """`grpo-rollouts`"""
+    settings = load_settings(RolloutsSettings, sys.argv[1:], at_start=True)
+
+    from grpo_local.commands.rollouts import show_rollouts
+    from grpo_local.screen import Screen
+
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a policy says what not every locale can show
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+    raise SystemExit(show_rollouts(settings, Screen()))
+
+
 def command_lines_of_services(settings: DemoSettings) -> Iterator[str]:
     from grpo_local.services import command_lines
 
@@ -102,6 +123,7 @@ def _refuse(message: str) -> None:
 
 
 if __name__ == "__main__":
-    if named := {"run": run, "compare": compare, "evaluate": evaluate}.get("".join(sys.argv[1:2])):
+    commands = {"run": run, "compare": compare, "evaluate": evaluate, "rollouts": rollouts}
+    if named := commands.get("".join(sys.argv[1:2])):
         del sys.argv[1]
     (named or main)()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 from grpo_local.modes import Mode
-
-TaskName = Literal["arithmetic", "gsm8k"]
 
 EVERY_LINEAR_LAYER = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 """With an adapter on two layers the tiny model learns little."""
@@ -41,7 +40,7 @@ class Sizes:
     lora_target_modules: Sequence[str] = EVERY_LINEAR_LAYER
 
 
-BY_TASK: Mapping[TaskName, Sizes] = {
+BY_TASK: Mapping[str, Sizes] = {
     "arithmetic": Sizes(
         steps=250,
         batch_size=64,
@@ -67,12 +66,33 @@ BY_TASK: Mapping[TaskName, Sizes] = {
 }
 """For the tiny model."""
 
-REASONING_TOKENS: Mapping[TaskName, int] = {"arithmetic": 8, "gsm8k": 256}
-"""Longest completion of a model that can reason."""
+OTHER_TASK = Sizes(
+    steps=250,
+    batch_size=64,
+    gradient_accumulation_steps=2,
+    max_completion_tokens=16,
+    seq_len=256,
+    max_model_len=512,
+    kv_cache_mib=128,
+)
+"""For the tiny model and any other task."""
+
+REASONING_TOKENS: Mapping[str, int] = {"arithmetic": 8}
+OTHER_REASONING_TOKENS = 256
+"""Longest completion of a model that can reason, and its longest sequence."""
+REASONING_SEQ_LEN = 1152
+
+
+def name_of_task(task: str) -> str:
+    """`examples/my.py:reward` → `my`, `package.module:MyTask` → `module`."""
+    source, _, attribute = task.partition(":")
+    if source.endswith(".py"):
+        return Path(source).stem
+    return attribute if source == "verifiers" else source.rpartition(".")[2]
 
 
 def sizes_for(
-    tasks: Sequence[TaskName],
+    tasks: Sequence[str],
     mode: Mode,
     *,
     is_tiny: bool,
@@ -86,7 +106,7 @@ def sizes_for(
         on_gpu: server and trainer use a GPU
         given: values by field of `Sizes`
     """
-    sizes = max((BY_TASK[task] for task in tasks), key=lambda sizes: sizes.seq_len)
+    sizes = max((BY_TASK.get(task, OTHER_TASK) for task in tasks), key=lambda sizes: sizes.seq_len)
     if not is_tiny:
         sizes = _for_a_pretrained_model(sizes, tasks)
     if on_gpu:
@@ -100,11 +120,16 @@ def sizes_for(
 SIZE_NAMES = tuple(field.name for field in fields(Sizes))
 
 
-def _for_a_pretrained_model(sizes: Sizes, tasks: Sequence[TaskName]) -> Sizes:
+def _for_a_pretrained_model(sizes: Sizes, tasks: Sequence[str]) -> Sizes:
     """A high learning rate would destroy its abilities, and each step takes longer."""
+    reasons = any(task not in REASONING_TOKENS for task in tasks)
+    if reasons:
+        sizes = replace(sizes, seq_len=REASONING_SEQ_LEN, kv_cache_mib=256)
     return replace(
         sizes,
-        max_completion_tokens=max(REASONING_TOKENS[task] for task in tasks),
+        max_completion_tokens=max(
+            REASONING_TOKENS.get(task, OTHER_REASONING_TOKENS) for task in tasks
+        ),
         lr=1e-5,
         lora_target_modules=(),  # the trainer's default
         step_deadline_s=1800.0,

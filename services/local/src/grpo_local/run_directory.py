@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
+from grpo_core.rollouts.files import ROLLOUTS, steps_in
 
 RUNS = Path("runs")
 LATEST = "latest"
@@ -59,8 +60,23 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        return self.path / "eval.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def rollouts(self) -> Path | None:
+        """Directory with the rollouts of a run, of a trainer's save path, or this directory itself;
+        None if no rollouts were recorded."""
+        places = (self.path / ROLLOUTS, self.checkpoints / ROLLOUTS, self.path)
+        return next((at for at in places if at.is_dir() and steps_in(at)), None)
 
     @property
     def summary(self) -> Path:

@@ -18,6 +18,11 @@ class Screen:
         self._out = out or Console()
         self._err = err or Console(stderr=True)
 
+    @property
+    def width(self) -> int:
+        """Columns of the terminal; 80 in a pipe or file."""
+        return self._out.width
+
     def line(self, text: str, style: str | None = None) -> None:
         _write(self._out, text, style)
 

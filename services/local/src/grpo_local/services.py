@@ -11,10 +11,11 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, redis_command
+from grpo_core.rollouts.files import ROLLOUTS
 from grpo_core.security.bearer_token import plain
 from grpo_core.settings import without_secrets
 from grpo_core.settings.machine import does_not_answer
-from grpo_local.defaults import TaskName
+from grpo_local.defaults import name_of_task
 from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
@@ -111,6 +112,7 @@ class ServiceFactory:
                 *("--seq-len", sizes.seq_len),
                 *("--seed", settings.seed),
                 *("--metrics-file", self.run.metrics),
+                *("--rollouts-dir", self.run.path / ROLLOUTS),
                 "--benchmark",
                 *("--log-level", settings.log_level),
                 # Steps take a second, and a model for each would fill the disk.
@@ -129,11 +131,11 @@ class ServiceFactory:
             may_start=lambda: _accept_connections(run_api_port, vllm_port),
         )
 
-    def environment(self, task: TaskName, model: str, run_api_port: int, vllm_port: int) -> Service:
-        settings, sizes = self.settings, self.settings.sizes
+    def environment(self, task: str, model: str, run_api_port: int, vllm_port: int) -> Service:
+        settings, sizes, name = self.settings, self.settings.sizes, name_of_task(task)
         return Service(
-            name="environment" if len(settings.task) == 1 else f"environment-{task}",
-            role=f"asks for completions of {task} and grades them",
+            name=self.environment_name(task),
+            role=f"asks for completions of {name} and grades them",
             command=module(
                 MODULES[ENV],
                 *(task, "serve"),
@@ -146,13 +148,19 @@ class ServiceFactory:
                 *("--max-batches-offpolicy", settings.max_batches_offpolicy),
                 *("--seed", settings.seed),
                 *(("--data", settings.data) if settings.data else ()),
+                *("--wandb-name", name),
+                *(
+                    ("--eval-every", every, "--eval-output", self.run.evaluations)
+                    if (every := settings.evaluates_every)
+                    else ()
+                ),
                 *("--start-deadline-s", sizes.server_deadline_s),
                 *("--log-level", settings.log_level),
                 # run-api reports the complete run until the trainer of the resumed run registers.
                 *(("--next-run-deadline-s", sizes.server_deadline_s) if settings.resume else ()),
                 *service_words(settings.options_of(ENV)),
             ),
-            healthy=lambda: self.probe.has_environment(url(run_api_port), task),
+            healthy=lambda: self.probe.has_environment(url(run_api_port), name),
             deadline_s=sizes.start_deadline_s,
             environment=child_environment(1, model, offline=not self._data_is_on_the_hub(task))
             | self._token(),
@@ -165,9 +173,12 @@ class ServiceFactory:
         token = plain(self.settings.run_api_token)
         return {} if token is None else {"RUN_API_TOKEN": token, "VLLM_API_KEY": token}
 
-    def _data_is_on_the_hub(self, task: TaskName) -> bool:
+    def environment_name(self, task: str) -> str:
+        return "environment" if len(self.settings.task) == 1 else f"environment-{name_of_task(task)}"
+
+    def _data_is_on_the_hub(self, task: str) -> bool:
         data = self.settings.data
-        return task == "gsm8k" and data is not None and not Path(data).expanduser().is_dir()
+        return task != "arithmetic" and data is not None and not Path(data).expanduser().exists()
 
 
 def inference_server(

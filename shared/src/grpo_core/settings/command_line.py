@@ -124,7 +124,8 @@ class _Reader:
             return first
         values = [first]
         # A command with positional arguments could not tell them from further values.
-        while inline is None and not self._command.positional and self._next_is_value():
+        most = option.width or (1 if self._command.positional else None)
+        while inline is None and self._next_is_value() and (most is None or len(values) < most):
             values.append(self._words.popleft())
         return values
 

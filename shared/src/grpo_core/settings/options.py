@@ -65,6 +65,11 @@ class Option:
     def is_list(self) -> bool:
         return _item(self.info.annotation)[1]
 
+    @cached_property
+    def width(self) -> int | None:
+        """Number of values of a tuple of fixed length, which an option takes as so many words."""
+        return _width(self.info.annotation)
+
     @property
     def is_secret(self) -> bool:
         return self.kind is SecretStr
@@ -146,6 +151,13 @@ def _item(annotation: Any) -> tuple[Any, bool]:
     if get_origin(annotation) in (list, tuple):
         return _item(get_args(annotation)[0])[0], True
     return annotation, False
+
+
+def _width(annotation: Any) -> int | None:
+    if get_origin(annotation) in (Union, UnionType):
+        return _width(next(_without_none(annotation)))
+    items = get_args(annotation)
+    return len(items) if get_origin(annotation) is tuple and Ellipsis not in items else None
 
 
 def _without_none(annotation: Any) -> Iterator[Any]:

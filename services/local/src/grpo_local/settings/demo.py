@@ -15,10 +15,10 @@ from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import Command, CommaSeparated, Mistake, Shown
 from grpo_core.settings.machine import missing_directory, missing_model, not_writable
 from grpo_core.weights import bridge_config
-from grpo_local.defaults import SIZE_NAMES, Sizes, TaskName, sizes_for
+from grpo_local.defaults import BY_TASK, SIZE_NAMES, Sizes, name_of_task, sizes_for
 from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
 from grpo_local.run_directory import RUNS, RunDirectory, unusable
-from grpo_local.service_options import ENV, SERVER, SERVICES, TRAINER
+from grpo_local.service_options import ENV, SERVER, SERVICES, TRAINER, mistakes_in
 from grpo_local.settings.fields import each_once
 from grpo_local.settings.server import ServerOptions
 
@@ -49,7 +49,7 @@ class DemoSettings(ServerOptions, ModeOptions):
         env_prefix="GRPO_DEMO_",
         groups={
             "Run": ("steps", "seed", "run_dir", "resume"),
-            "Task": ("task", "data", "group_size", "max_completion_tokens"),
+            "Task": ("task", "data", "group_size", "max_completion_tokens", "eval_every"),
             "Model": ("model", "dtype", "device", "seq_len"),
             "Weights": ("mode", "vllm_restart_interval", "adapter_sync_interval"),
             "Adapter in lora_only and lora_restart": ADAPTER_OPTIONS,
@@ -73,10 +73,11 @@ class DemoSettings(ServerOptions, ModeOptions):
                 "start_deadline_s",
                 "model_deadline_s",
             ),
-            "Logging": ("log_level",),
+            "Logging": ("report", "log_level"),
         },
         examples=(
             "grpo-demo --steps 20",
+            "grpo-demo --task my.py:reward --data rows.jsonl",
             "grpo-demo --model ./model --task gsm8k --data ./gsm8k --dry-run",
             "grpo-demo --resume runs/latest --steps 500",
         ),
@@ -90,8 +91,8 @@ class DemoSettings(ServerOptions, ModeOptions):
     services: ClassVar[tuple[str, ...]] = SERVICES
     sets_too: ClassVar[Mapping[str, frozenset[str]]] = {
         # It reads this file, and looks for environments by these names.
-        TRAINER: frozenset({"metrics-file"}),
-        ENV: frozenset({"wandb-name", "env.wandb-name"}),
+        TRAINER: frozenset({"metrics-file", "rollouts-dir"}),
+        ENV: frozenset({"wandb-name", "env.wandb-name", "eval-output", "env.eval-output"}),
     }
 
     model: Annotated[str | None, Shown(default="a tiny model, made on first use")] = Field(
@@ -106,17 +107,27 @@ class DemoSettings(ServerOptions, ModeOptions):
         "options override the directory's config.yaml. To continue a run that has finished, "
         "raise --steps",
     )
-    task: Annotated[CommaSeparated[TaskName], AfterValidator(each_once)] = Field(
+    task: Annotated[CommaSeparated[str], AfterValidator(each_once)] = Field(
         ("arithmetic",),
         min_length=1,
-        description="Task: arithmetic (one-digit sums), gsm8k (word problems, needs --data), or "
-        "arithmetic,gsm8k. Each task gets its own environment",
+        description="Task: arithmetic (one-digit sums), gsm8k or math (both need --data), your own "
+        "reward (my.py:reward) or task (my.py:MyTask), or several of them, separated by commas. "
+        "Each task gets its own environment",
     )
     data: str | None = Field(
         None,
         min_length=1,
-        description="Data set of gsm8k: a directory that contains train.jsonl, or an id on the "
-        "Hugging Face hub",
+        description="Data set: a file such as rows.jsonl, a directory that contains train.jsonl, "
+        "or an id on the Hugging Face hub",
+    )
+    eval_every: Annotated[int | None, Shown(default="before and after the run")] = Field(
+        None,
+        ge=0,
+        description="Evaluate the policy on held-out items after this number of steps, and before "
+        "and after the run. 0: never",
+    )
+    report: bool = Field(
+        True, description="Write report.html, a page to read the rollouts of the run"
     )
     seed: int = Field(
         0, ge=0, description="Random seed of the sampling, the order of the data and the training"
@@ -202,6 +213,11 @@ class DemoSettings(ServerOptions, ModeOptions):
     _usable_token = field_validator("run_api_token")(usable_token)
 
     @property
+    def evaluates_every(self) -> int:
+        """Steps between evaluations; 0: none."""
+        return self.sizes.steps if self.eval_every is None else self.eval_every
+
+    @property
     def sizes(self) -> Sizes:
         """The options whose default depends on others."""
         given = {name: getattr(self, name) for name in SIZE_NAMES}
@@ -232,6 +248,12 @@ class DemoSettings(ServerOptions, ModeOptions):
                 "gsm8k needs --data (with make: DATA=): a directory with train.jsonl, one object "
                 "with question and answer per line, or a data set on the hub such as openai/gsm8k",
             )
+        for task in self.task:
+            if len(self.task) > 1 and [name_of_task(t) for t in self.task].count(
+                name_of_task(task)
+            ) > 1:
+                yield Mistake("task", f"two tasks have the name {name_of_task(task)}")
+                break
 
         yield from self._mistakes_of_sizes()
         if self.resume is not None and self.run_dir is not None:
@@ -265,8 +287,11 @@ class DemoSettings(ServerOptions, ModeOptions):
     def _machine_mistakes(self) -> Iterator[Mistake]:
         if self.model is not None and (problem := missing_model(self.model)):
             yield Mistake("model", problem)
-        if self.data is not None and (problem := missing_directory(self.data)):
-            yield Mistake("data", problem)
+        if self.data is not None and not Path(self.data).expanduser().is_file():
+            if problem := missing_directory(self.data):
+                yield Mistake("data", problem)
+        for task in self.task:
+            yield from self._mistakes_of_task(task)
         if self.resume is None:
             if problem := not_writable(self.run_dir or RUNS):
                 yield Mistake("run_dir", problem)
@@ -294,6 +319,14 @@ class DemoSettings(ServerOptions, ModeOptions):
                 f"--resume {self.resume}: all {step} steps are done; pass a larger --steps, for "
                 f"example --steps {2 * step}",
             )
+
+    def _mistakes_of_task(self, task: str) -> Iterator[Mistake]:
+        """The environment checks the name and the file itself, which takes half a second."""
+        if task in BY_TASK:
+            return
+        words = [task, "serve", "--model", TINY_MODEL]
+        for message in mistakes_in(ENV, {}, words):
+            yield Mistake("task", message.removeprefix(f"{ENV}: env-server: TASK: "))
 
     def _lacking_secrets(self, run: RunDirectory) -> Iterator[Mistake]:
         """Options of the resumed run whose values its config.yaml does not contain."""
