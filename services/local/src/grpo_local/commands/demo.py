@@ -6,6 +6,7 @@ import contextlib
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_core.clients.supervisor import SupervisorClient
@@ -20,6 +21,7 @@ from grpo_local.process.peak_memory import MemoryPeaks
 from grpo_local.process.ports import free_port
 from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Stack, start_on_screen
+from grpo_local.report.evaluations import EvaluationsFile, evaluation_line, lift_text
 from grpo_local.report.metrics_file import MetricsFile, StepRecord, trim_records
 from grpo_local.report.step_table import (
     HEADER_EVERY_STEPS,
@@ -116,10 +118,16 @@ def _train_and_report(
             if settings.resume:  # not earlier, so that a failed start leaves the old one
                 run.write_config(resolved_yaml(settings.command, settings.resolved()))
             training_started = time.monotonic()
+            evaluations = EvaluationsFile(run.evaluations)
+            evaluations.read_new()  # those of the run that is resumed
             records += follow_training(
-                stack, run, settings.sizes, settings.weight_mode, screen, len(records)
+                stack, run, settings.sizes, settings.weight_mode, screen, len(records), evaluations
             )
             training_s = time.monotonic() - training_started
+            if settings.evaluates_every:
+                names = [factory.environment_name(task) for task in settings.task]
+                wait_for_evaluations(stack, names, settings.sizes, screen)
+                show_evaluations(evaluations, screen)
             with SupervisorClient(
                 hand_off.redis_url, hand_off.run_id, REDIS_DEADLINE_S
             ) as supervisor:
@@ -132,6 +140,11 @@ def _train_and_report(
 
         title = f"GRPO on {' and '.join(settings.task)}, seed {settings.seed}"
         draw_reward_curve(records, title, run.reward_plot)
+    if settings.report:
+        with screen.activity("writing the page with the rollouts"):
+            from grpo_local.report.page import write_report
+
+            write_report(run)
     benchmark = run.checkpoints / "benchmark.json"
     facts = RunFacts(
         mode=settings.mode,
@@ -143,9 +156,10 @@ def _train_and_report(
     )
     run.summary.write_text(facts.model_dump_json(indent=2) + "\n")
     screen.line("")
-    screen.lines(summary_lines(facts.summary, facts.publication), "bold")
+    lifts = [lift_text(*lift) for lift in evaluations.lifts()]
+    screen.lines(summary_lines(facts.summary, facts.publication, lifts), "bold")
     more = f"{_command()} --resume {run.path} --steps {2 * settings.sizes.steps}"
-    screen.lines(closing_lines(run, settings.weight_mode, more))
+    screen.lines(closing_lines(run, settings.weight_mode, more, settings.report))
 
 
 def opening_lines(settings: DemoSettings, run: RunDirectory, done: int) -> list[str]:
@@ -198,7 +212,13 @@ def start_services(
 
 
 def follow_training(
-    stack: Stack, run: RunDirectory, sizes: Sizes, mode: Mode, screen: Screen, done: int = 0
+    stack: Stack,
+    run: RunDirectory,
+    sizes: Sizes,
+    mode: Mode,
+    screen: Screen,
+    done: int = 0,
+    evaluations: EvaluationsFile | None = None,
 ) -> list[StepRecord]:
     """Show every step until the trainer has ended; returns the records of the steps shown.
 
@@ -217,6 +237,8 @@ def follow_training(
     screen.lines(legend_lines(), style="dim")
     while True:
         finished = trainer.exit_code == 0  # read before the file, which is then complete
+        if evaluations is not None and show_evaluations(evaluations, screen):
+            last_step_at = time.monotonic()
         for record in metrics.read_new():
             if record.step <= done:
                 continue
@@ -237,6 +259,26 @@ def follow_training(
         if time.monotonic() - last_step_at > sizes.step_deadline_s:
             raise NoTrainingStep(_no_step_message(sizes, done + len(records), trainer))
         stack.sleep(FOLLOW_POLL_S)
+
+
+def show_evaluations(evaluations: EvaluationsFile, screen: Screen) -> bool:
+    """Show evaluations that are new; returns whether there were any."""
+    new = evaluations.read_new()
+    screen.lines([INDENT + evaluation_line(summary) for summary in new], "bold")
+    return bool(new)
+
+
+def wait_for_evaluations(
+    stack: Stack, environments: Sequence[str], sizes: Sizes, screen: Screen
+) -> None:
+    """Wait until the environments have evaluated the policy of the last step and ended. They may
+    take as long as a step; a run whose last evaluation takes longer ends without it."""
+    started = time.monotonic()
+    with screen.activity("evaluating the trained policy"):
+        while any(stack.process(name).exit_code is None for name in environments):
+            if time.monotonic() - started > sizes.step_deadline_s:
+                return
+            stack.sleep(FOLLOW_POLL_S)
 
 
 def _no_step_message(sizes: Sizes, done: int, trainer: ManagedProcess) -> str:

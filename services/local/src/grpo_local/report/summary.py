@@ -121,13 +121,18 @@ def read_record(kind: type[Model], path: Path) -> Model:
         raise ProtocolViolation(f"{path} has missing or invalid fields: {keys}") from None
 
 
-def summary_lines(summary: Summary, publication: str) -> list[str]:
-    """Args: publication: how often weights were published, and what that cost"""
+def summary_lines(summary: Summary, publication: str, lifts: Sequence[str] = ()) -> list[str]:
+    """
+    Args:
+        publication: how often weights were published, and what that cost
+        lifts: of each task on held-out items
+    """
     steps = "step" if summary.tenth_steps == 1 else f"{summary.tenth_steps} steps"
     return _table(
         {
             "reward": f"{summary.first_reward:.3f} in the first {steps}, "
             f"{summary.last_reward:.3f} in the last {steps} (mean)",
+            **({"held out": "; ".join(lifts)} if lifts else {}),
             "time": f"{summary.training_s:.1f} s of training, "
             f"{summary.total_s:.1f} s with start and stop",
             "per step": f"{summary.step_s:.2f} s: wait {summary.fetch_s:.2f}, "
@@ -137,10 +142,11 @@ def summary_lines(summary: Summary, publication: str) -> list[str]:
     )
 
 
-def closing_lines(run: RunDirectory, mode: Mode, more: str) -> list[str]:
+def closing_lines(run: RunDirectory, mode: Mode, more: str, has_report: bool) -> list[str]:
     """The files of a finished run. `more`: the command that continues it."""
     return _table(
         {
+            **({"rollouts": str(run.report)} if has_report else {}),
             "plot": str(run.reward_plot),
             "model": str(run.checkpoints / mode.final_directory),
             "metrics": str(run.metrics),

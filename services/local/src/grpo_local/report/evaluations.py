@@ -1,0 +1,73 @@
+"""Shows evaluations of a run: each one as it arrives, and the change from the first to the last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from grpo_core.evaluation.comparison import Lift, NotComparable, compare
+from grpo_core.evaluation.files import ResultsUnusable, details_path, read_result
+from grpo_core.evaluation.results import EvalSummary
+from grpo_local.report.metrics_file import GrowingFile
+
+SHOWN = "pass@1"
+
+
+class EvaluationsFile:
+    """The evaluations of a run, in the order in which they were finished.
+
+    Args: path: `eval.jsonl`. It may not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = GrowingFile(path)
+        self.found: list[EvalSummary] = []
+
+    def read_new(self) -> list[EvalSummary]:
+        """Those since the last call."""
+        new = [EvalSummary.model_validate_json(line) for line in self._file.new_lines()]
+        self.found += new
+        return new
+
+    def lifts(self) -> Iterator[tuple[str, Lift, int]]:
+        """Task, change of `SHOWN` from the first to the last evaluation, and number of items."""
+        for task in dict.fromkeys(summary.task for summary in self.found):
+            of_task = [summary for summary in self.found if summary.task == task]
+            try:
+                first, last = (
+                    read_result(details_path(summary, self._path))
+                    for summary in (of_task[0], of_task[-1])
+                )
+                comparison = compare(first, last)
+            except (ResultsUnusable, NotComparable):
+                continue  # a file was removed, or the options changed when the run was resumed
+            if len(of_task) > 1:
+                yield from (
+                    (task, lift, comparison.items)
+                    for lift in comparison.lifts
+                    if lift.metric == SHOWN
+                )
+
+
+def evaluation_line(summary: EvalSummary) -> str:
+    """`evaluation of arithmetic after 0 steps: pass@1 0.312 (0.250 to 0.375), 20 items x 8`."""
+    after = "" if summary.step is None else f" after {summary.step} steps"
+    value = summary.metrics.get(SHOWN)
+    shown = "" if value is None else f"{SHOWN} {value:.3f}"
+    interval = summary.intervals.get(SHOWN)
+    between = f" ({interval.low:.3f} to {interval.high:.3f})" if interval else ""
+    return (
+        f"evaluation of {summary.task}{after}: {shown}{between}, "
+        f"{summary.item_count} held-out items x {summary.samples}, {summary.duration_s:.1f} s"
+    )
+
+
+def lift_text(task: str, lift: Lift, items: int) -> str:
+    """`arithmetic: pass@1 0.312 -> 0.744 on 20 held-out items, +0.432 (0.355 to 0.510)`."""
+    interval = lift.interval
+    between = f" ({interval.low:+.3f} to {interval.high:+.3f})" if interval else ""
+    return (
+        f"{task}: {lift.metric} {lift.before:.3f} to {lift.after:.3f} on {items} held-out items, "
+        f"{lift.change:+.3f}{between}"
+    )
