@@ -101,10 +101,10 @@ def _variables(settings: EvalSettings) -> dict[str, str]:
     token = plain(settings.vllm_api_key)
     _, colon, number = settings.device.partition(":")
     variables = {} if token is None else {"VLLM_API_KEY": token}
-    return variables | ({"CUDA_VISIBLE_DEVICES": _visible(int(number))} if colon else {})
+    return variables | ({"CUDA_VISIBLE_DEVICES": visible_gpu(int(number))} if colon else {})
 
 
-def _visible(number: int, environment: Mapping[str, str] = os.environ) -> str:
+def visible_gpu(number: int, environment: Mapping[str, str] = os.environ) -> str:
     """The GPU `cuda:<number>` among those that this process may use."""
     visible = list(filter(None, environment.get("CUDA_VISIBLE_DEVICES", "").split(",")))
     return visible[number] if number < len(visible) else str(number)

@@ -1,4 +1,4 @@
-"""Options of `grpo-demo`, `grpo-run`, `grpo-compare` and `grpo-eval`, and checks of them before a start."""
+"""Options of the commands, and checks of them before a start."""
 
 from grpo_local.settings.compare import CompareSettings
 from grpo_local.settings.demo import DemoSettings
