@@ -149,8 +149,10 @@ def test_two_models_are_evaluated_on_the_same_items_and_the_lift_is_printed(
     assert (evaluation.run(*words), evaluation.shown.err) == (0, "")
 
     out = evaluation.shown.out
-    assert "gsm8k ./trained: 40 items, 4 answers each, temperature 1" in out
-    assert out.count("  pass@1        0.300    0.900   +0.600") == 2  # one lift per task
+    assert "gsm8k: ./trained\n  40 items, 4 answers each, temperature 1" in out
+    for task in ("arithmetic", "gsm8k"):
+        lift = out.partition(f"{task}: lift, paired by item (40 items in both)")[2]
+        assert "  pass@1        0.300    0.900   +0.600" in lift
     assert "pass@2" in out
     assert "pass@4" not in out
     lines = read_summaries(Path("eval.jsonl"))
