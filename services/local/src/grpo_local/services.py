@@ -212,7 +212,11 @@ def inference_server(
                 if settings.on_gpu
                 else ()
             ),
-            *(("--kv-cache-memory-bytes", sizes.kv_cache_mib * 2**20) if sizes.kv_cache_mib else ()),
+            *(
+                ("--kv-cache-memory-bytes", sizes.kv_cache_mib * 2**20)
+                if sizes.kv_cache_mib
+                else ()
+            ),
             *("--seed", settings.seed),
             *service_words(settings.options_of(SERVER)),
         ),

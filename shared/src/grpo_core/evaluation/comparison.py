@@ -38,6 +38,7 @@ class Lift:
 class Comparison:
     """Lifts on the items that both evaluations have. `unpaired`: items that only one has."""
 
+    task: str
     lifts: tuple[Lift, ...]
     items: int
     unpaired: int
@@ -63,6 +64,7 @@ def compare(before: EvalResult, after: EvalResult, seed: int = 0) -> Comparison:
         )
     names = [name for name in after.metrics if "@" in name and name in before.metrics]
     return Comparison(
+        task=after.task,
         lifts=tuple(_lift(name, pairs, seed) for name in names),
         items=len(pairs),
         unpaired=len(before.items) + len(after.items) - 2 * len(pairs),

@@ -15,13 +15,15 @@ _LARGE = 100.0
 
 
 def table_lines(result: EvalSummary) -> list[str]:
-    """A heading, one line per metric, and what was left out."""
+    """What was evaluated, one line per metric, and what was left out. Only the path of a model may
+    be longer than a line."""
     rows = [
         _row(name, _number(value), _between(result.intervals.get(name)), _meaning(name))
         for name, value in result.metrics.items()
     ]
     return [
-        *_wrapped(_heading(result), COLUMNS),
+        result.task + (f": {result.model}" if result.model else ""),
+        *_wrapped(f"  {_facts(result)}"),
         _row("metric", "value", "95 % interval", "meaning"),
         *rows,
         *_left_out(result),
@@ -33,13 +35,13 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     items = f"{comparison.items} items in both"
     unpaired = f", {comparison.unpaired} in only one" if comparison.unpaired else ""
     return [
-        f"lift, paired by item ({items}{unpaired})",
+        f"{comparison.task}: lift, paired by item ({items}{unpaired})",
         _lift_row("metric", "before", "after", "change", "95 % interval", ""),
         *(_lift_line(lift) for lift in comparison.lifts),
     ]
 
 
-def _heading(result: EvalSummary) -> str:
+def _facts(result: EvalSummary) -> str:
     answers = "1 answer" if result.samples == 1 else f"{result.samples} answers"
     facts = [
         f"{result.item_count} items",
@@ -49,8 +51,7 @@ def _heading(result: EvalSummary) -> str:
         *([_weights(result)] if result.versions else []),
         f"{result.duration_s:.1f} s",
     ]
-    model = f" {result.model}" if result.model else ""
-    return f"{result.task}{model}: {', '.join(facts)}"
+    return ", ".join(facts)
 
 
 def _weights(result: EvalSummary) -> str:
@@ -61,14 +62,11 @@ def _weights(result: EvalSummary) -> str:
 
 def _left_out(result: EvalSummary) -> list[str]:
     reasons = ", ".join(f"{count} {reason}" for reason, count in result.left_out.items())
-    return _wrapped(f"items left out: {reasons}", COLUMNS) if reasons else []
+    return _wrapped(f"  items left out: {reasons}") if reasons else []
 
 
-def _wrapped(text: str, width: int) -> list[str]:
-    """At spaces only: a long path stays whole, so that it can be copied."""
-    return textwrap.wrap(
-        text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _row(name: str, value: str, interval: str, meaning: str) -> str:

@@ -32,6 +32,21 @@ from grpo_core.wire.fields import (
 from grpo_core.wire.policy_version import PolicyVersion
 
 _MAX_PROBLEMS = 20
+PADDING = "padding"
+"""The `finish_reason` in `overrides` of a sequence that only fills a group up to its size, because
+run-api queues groups of one size. Nothing of it is trained on."""
+_PER_SEQUENCE = (
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "messages",
+    "inference_logprobs",
+    "overrides",
+    "distill_token_ids",
+    "distill_logprobs",
+)
 
 
 class FreeFormFields(WireModel):
@@ -114,6 +129,34 @@ class ScoredGroup(FreeFormFields):
     def size(self) -> int:
         """Number of sequences."""
         return len(self.tokens)
+
+    def without_padding(self) -> ScoredGroup:
+        """The group without sequences that only fill it up to its size, see `PADDING`."""
+        kept = [
+            i
+            for i, override in enumerate(self.overrides or ())
+            if override.get("finish_reason") != PADDING
+        ]
+        if self.overrides is None or len(kept) in (0, self.size):
+            return self
+        changes: dict[str, Any] = {
+            name: [rows[i] for i in kept]
+            for name in _PER_SEQUENCE
+            if (rows := getattr(self, name))
+        }
+        facts = dict(self.group_overrides or {})
+        versions = facts.get("policy_version")
+        if isinstance(versions, list) and len(versions) == self.size:
+            facts["policy_version"] = [versions[i] for i in kept]
+        return self.model_copy(update=changes | {"group_overrides": facts})
+
+    @property
+    def rollouts(self) -> list[int]:
+        """For each sequence, the number of the rollout that it belongs to. Without such numbers,
+        every sequence is a rollout."""
+        found = [override.get("rollout") for override in self.overrides or ()]
+        numbers = [number for number in found if isinstance(number, int)]
+        return numbers if len(numbers) == self.size else [*range(self.size)]
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:

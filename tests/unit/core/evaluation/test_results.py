@@ -155,7 +155,8 @@ def test_the_table_fits_a_terminal_and_explains_its_names() -> None:
     assert all(len(line) <= COLUMNS for line in lines), lines
     text = "\n".join(lines)
     assert (
-        "2 items, 2 answers each,\n  temperature 0.7, step 120, weights 1.118 to 1.120, 12.5 s\n"
+        "gsm8k: runs/20250131T235959Z-0/checkpoints/final_model\n"
+        "  2 items, 2 answers each, temperature 0.7, step 120, weights 1.118 to 1.120,\n  12.5 s\n"
     ) in text
     assert "pass@1              0.250  " in text
     assert "items with a right answer in 2" in text

@@ -14,7 +14,7 @@ import pytest
 from grpo_core.evaluation.files import read_result, read_summaries
 from grpo_core.settings import EXIT_USAGE, load_settings, resolved_yaml
 from grpo_local.__main__ import evaluate
-from grpo_local.commands.evaluate import evaluate_models
+from grpo_local.commands.evaluate import evaluate_models, visible_gpu
 from grpo_local.settings import EvalSettings
 from tests.support.process_table import is_alive
 from tests.unit.local.shown import Shown
@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
 ThreadingHTTPServer((option("--host"), int(option("--port"))), Handler).serve_forever()
 """
 ENVIRONMENT = """
-import json, os, pathlib, sys, urllib.request
+import json, os, pathlib, signal, sys, time, urllib.request
 from grpo_core.evaluation.files import save
 from grpo_core.evaluation.results import EvalItem, EvalResult
 
@@ -70,6 +70,9 @@ if "--dry-run" in sys.argv:
 print(*sys.argv[1:], flush=True)
 if task == "broken":
     sys.exit("env-server: DataUnusable: rows.jsonl line 3: the row is not JSON")
+if task == "stopped":
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(600)
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 served = json.load(opener.open(option("--inference-url") + "/which"))["served"]
 assert os.environ["VLLM_API_KEY"] == "a-secret"
@@ -146,8 +149,10 @@ def test_two_models_are_evaluated_on_the_same_items_and_the_lift_is_printed(
     assert (evaluation.run(*words), evaluation.shown.err) == (0, "")
 
     out = evaluation.shown.out
-    assert "gsm8k ./trained: 40 items, 4 answers each, temperature 1" in out
-    assert out.count("  pass@1        0.300    0.900   +0.600") == 2  # one lift per task
+    assert "gsm8k: ./trained\n  40 items, 4 answers each, temperature 1" in out
+    for task in ("arithmetic", "gsm8k"):
+        lift = out.partition(f"{task}: lift, paired by item (40 items in both)")[2]
+        assert "  pass@1        0.300    0.900   +0.600" in lift
     assert "pass@2" in out
     assert "pass@4" not in out
     lines = read_summaries(Path("eval.jsonl"))
@@ -227,6 +232,16 @@ def test_results_of_models_that_were_evaluated_before_a_failure_are_kept(
     assert [line.task for line in read_summaries(Path("eval.jsonl"))] == ["arithmetic"]
 
 
+def test_a_signal_ends_every_process(evaluation: Evaluation) -> None:
+    assert evaluation.run("--model", "plain", "--task", "stopped") == 130
+    assert "stopped by SIGINT; every process of this evaluation has ended" in evaluation.shown.err
+
+
+def test_a_device_is_counted_among_the_visible_ones() -> None:
+    assert visible_gpu(1, {"CUDA_VISIBLE_DEVICES": "4,7"}) == "7"
+    assert visible_gpu(1, {}) == "1"
+
+
 def test_the_resolved_configuration_can_be_read_again(
     evaluation: Evaluation, tmp_path: Path
 ) -> None:
@@ -246,7 +261,7 @@ MISTAKES = {
     "--model plain --task t --base-model plain": "--base-model: plain is no adapter; omit",
     "--model plain --task t --greedy --samples 4": "--samples: --greedy samples one answer to",
     "--model plain --task t --greedy --temperature 1": "--temperature: --greedy samples",
-    "--model plain --task t --samples 4 --ks 1,8": "--ks: expected at most 4, the number of answers",
+    "--model plain --task t --samples 4 --ks 1,8": "--ks: expected at most 4, the number",
     "--model plain --task t --ks 0,1": "--ks: expected whole numbers, at least 1",
     "--model plain --task t --output results": "--output: expected a suffix, as in results.jsonl",
     "--model plain --task t --output /proc/1/e.jsonl": "cannot write to /proc",

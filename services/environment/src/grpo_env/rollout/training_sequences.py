@@ -19,6 +19,7 @@ from grpo_core.clients.inference import Completion
 from grpo_core.errors import GrpoError
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.scored_group import PADDING
 
 LOGPROB_SLACK = 1e-6
 """Rounding may report a probability of 1 as a logprob this far above 0."""
@@ -66,7 +67,7 @@ class TrainingSequence:
         """A short sequence on which nothing is trained. It fills up a group whose rollouts have
         different numbers of sequences, because run-api queues groups of one size."""
         padding = TrainingSequence(
-            first_version=self.first_version, last_version=self.last_version, finish_reason="padding"
+            first_version=self.first_version, last_version=self.last_version, finish_reason=PADDING
         )
         return padding.add_prompt(self.tokens[:PADDING_TOKENS])
 

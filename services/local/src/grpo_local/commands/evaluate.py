@@ -20,6 +20,7 @@ from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
 from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Service, Stack, start_on_screen
+from grpo_local.report.summary import counted
 from grpo_local.screen import Screen
 from grpo_local.service_options import ENV, MODULES, service_words
 from grpo_local.services import child_environment, inference_server, module, url
@@ -101,10 +102,10 @@ def _variables(settings: EvalSettings) -> dict[str, str]:
     token = plain(settings.vllm_api_key)
     _, colon, number = settings.device.partition(":")
     variables = {} if token is None else {"VLLM_API_KEY": token}
-    return variables | ({"CUDA_VISIBLE_DEVICES": _visible(int(number))} if colon else {})
+    return variables | ({"CUDA_VISIBLE_DEVICES": visible_gpu(int(number))} if colon else {})
 
 
-def _visible(number: int, environment: Mapping[str, str] = os.environ) -> str:
+def visible_gpu(number: int, environment: Mapping[str, str] = os.environ) -> str:
     """The GPU `cuda:<number>` among those that this process may use."""
     visible = list(filter(None, environment.get("CUDA_VISIBLE_DEVICES", "").split(",")))
     return visible[number] if number < len(visible) else str(number)
@@ -173,7 +174,8 @@ def _needs_no_hub(task: str, data: str | None) -> bool:
 
 def _plan(settings: EvalSettings) -> str:
     how = "greedy" if settings.greedy else f"temperature {settings.sampling_temperature:g}"
-    return f"at most {settings.items} items, {settings.answers} answers each, {how}"
+    items, answers = counted(settings.items, "item"), counted(settings.answers, "answer")
+    return f"at most {items}, {answers} each, {how}"
 
 
 def _why(log: Path, written: int, status: int) -> str:

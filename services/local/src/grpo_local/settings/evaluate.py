@@ -116,7 +116,9 @@ class EvalSettings(ServerOptions):
         description="Data set, as env-server accepts it: its test items are evaluated",
     )
     items: int = Field(
-        200, ge=1, description="Largest number of test items. Fewer items are evaluated if the "
+        200,
+        ge=1,
+        description="Largest number of test items. Fewer items are evaluated if the "
         "data set has fewer",
     )
     seed: int = Field(0, ge=0, description="Random seed: chooses the test items, if there are more")
@@ -206,9 +208,7 @@ class EvalSettings(ServerOptions):
         return evaluated_model(self.baseline, self.base_model) if self.baseline else None
 
     @classmethod
-    def drop_unused(
-        cls, given: dict[str, Given], environment: Mapping[str, str]
-    ) -> Iterator[str]:
+    def drop_unused(cls, given: dict[str, Given], environment: Mapping[str, str]) -> Iterator[str]:
         """Without --task, take the options of the run that the model belongs to."""
         yield from super().drop_unused(given, environment)
         model = given.get("model")
@@ -290,6 +290,7 @@ class EvalSettings(ServerOptions):
             for message in mistakes_in(SERVER, given, *self._words_for(SERVER)):
                 yield Mistake(None, message)
         for task in self.task:
-            for message in mistakes_in(ENV, self.options_of(ENV), self.env_words(task, self._served)):
+            words = self.env_words(task, self._served)
+            for message in mistakes_in(ENV, self.options_of(ENV), words):
                 own = message.removeprefix(_OF_ENV_SERVER).replace("TASK:", f"--task {task}:", 1)
                 yield Mistake(None, own)

@@ -204,9 +204,21 @@ def _advantages(
     if lost is not None:
         scores = [kept - lost[i] for kept, i in zip(scores, open_ones, strict=True)]
     if scores:
-        for i, advantages in zip(open_ones, ADVANTAGES[objective.advantage](scores), strict=True):
-            found[i] = advantages
+        rollouts = [torch.tensor(groups[i].group.rollouts) for i in open_ones]
+        computed = ADVANTAGES[objective.advantage](
+            [_of_rollouts(*pair) for pair in zip(scores, rollouts, strict=True)]
+        )
+        for i, advantages, numbers in zip(open_ones, computed, rollouts, strict=True):
+            found[i] = advantages[numbers.unique(return_inverse=True)[1]]
     return found
+
+
+def _of_rollouts(scores: Tensor, rollouts: Tensor) -> Tensor:
+    """[n] scores of sequences → the mean score of each rollout, so that a rollout with several
+    sequences counts once in the group's mean and deviation."""
+    numbers, of_sequence = rollouts.unique(return_inverse=True)
+    sums = torch.zeros(len(numbers), dtype=scores.dtype).index_add_(0, of_sequence, scores)
+    return sums / of_sequence.bincount(minlength=len(numbers))
 
 
 def _shaped_scores(usable: UsableGroup, overlong_buffer: float) -> Tensor:

@@ -73,6 +73,7 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
             token is trained on, tokens after an end token are, or a token is outside the policy's
             vocabulary.
     """
+    group = group.without_padding()
     problem = _why_not_logged(index, group)
     if problem is not None and not limits.recomputes:
         raise problem
