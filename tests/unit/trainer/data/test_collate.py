@@ -131,6 +131,31 @@ def test_advantages_of_the_environment_have_priority_over_its_scores() -> None:
     assert whole.advantages.tolist() == [[7.0], [8.0]]
 
 
+def test_a_rollout_with_several_sequences_counts_once_and_padding_not_at_all() -> None:
+    """Two rollouts with scores 1 and 0 have the advantages 1 and -1. As three sequences with scores
+    1, 1 and 0, they would have 0.71 and -1.41."""
+    rows = [[5, 6, 7], [5, 8, 9], [5, 6, 10], [5, 6]]
+    three = group(
+        tokens=rows,
+        masks=[[MASKED, *row[1:]] for row in rows[:3]] + [[MASKED, MASKED]],
+        inference_logprobs=[[P, -0.1, -0.1]] * 3 + [[P, P]],
+        scores=[1.0, 1.0, 0.0, 0.0],
+        overrides=[
+            {"rollout": 0},
+            {"rollout": 0},
+            {"rollout": 1},
+            {"rollout": 1, "finish_reason": "padding"},
+        ],
+        group_overrides={"policy_version": [[[0, 0], [0, 0]]] * 4},
+    )
+    batch = collated(three)
+    found = [advantage for m in batch.micro_batches for advantage in m.advantages.flatten().tolist()]
+    assert dict(zip(batch.order, found, strict=True)) == pytest.approx({0: 1.0, 1: 1.0, 2: -1.0})
+    weights = torch.cat([micro.token_weight.sum(-1) for micro in batch.micro_batches])
+    assert weights.tolist() == pytest.approx([1 / 3] * 3)
+    assert len(batch.stats.first_versions) == 3
+
+
 def test_a_long_completion_loses_part_of_its_score() -> None:
     """3 of 4 allowed tokens, and a buffer of 2 tokens: half a point. Then 1 and -0.5 are compared
     with their mean."""

@@ -204,21 +204,28 @@ def _advantages(
     if lost is not None:
         scores = [kept - lost[i] for kept, i in zip(scores, open_ones, strict=True)]
     if scores:
-        rollouts = [torch.tensor(groups[i].group.rollouts) for i in open_ones]
-        computed = ADVANTAGES[objective.advantage](
-            [_of_rollouts(*pair) for pair in zip(scores, rollouts, strict=True)]
-        )
-        for i, advantages, numbers in zip(open_ones, computed, rollouts, strict=True):
-            found[i] = advantages[numbers.unique(return_inverse=True)[1]]
+        rollouts = [_places(groups[i].group.rollouts) for i in open_ones]
+        of_rollouts = [_mean_by(*pair) for pair in zip(scores, rollouts, strict=True)]
+        computed = ADVANTAGES[objective.advantage](of_rollouts)
+        for i, advantages, places in zip(open_ones, computed, rollouts, strict=True):
+            found[i] = advantages[places]
     return found
 
 
-def _of_rollouts(scores: Tensor, rollouts: Tensor) -> Tensor:
+def _places(rollouts: Sequence[int]) -> list[int]:
+    """For each sequence, the place of its rollout among the rollouts of its group."""
+    order = {number: place for place, number in enumerate(dict.fromkeys(rollouts))}
+    return [order[number] for number in rollouts]
+
+
+def _mean_by(scores: Tensor, places: Sequence[int]) -> Tensor:
     """[n] scores of sequences → the mean score of each rollout, so that a rollout with several
     sequences counts once in the group's mean and deviation."""
-    numbers, of_sequence = rollouts.unique(return_inverse=True)
-    sums = torch.zeros(len(numbers), dtype=scores.dtype).index_add_(0, of_sequence, scores)
-    return sums / of_sequence.bincount(minlength=len(numbers))
+    if max(places) + 1 == len(places):
+        return scores
+    index = torch.tensor(places)
+    sums = torch.zeros(max(places) + 1, dtype=scores.dtype).index_add_(0, index, scores)
+    return sums / index.bincount()
 
 
 def _shaped_scores(usable: UsableGroup, overlong_buffer: float) -> Tensor:
