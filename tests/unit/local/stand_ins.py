@@ -118,12 +118,26 @@ if "STAND_IN_TRAINER_LINGERS" in os.environ:
     time.sleep(600)
 """
 
-ENVIRONMENT = """
+EVALUATION = {
+    "task": "arithmetic",
+    "temperature": 1.0,
+    "samples": 8,
+    "item_count": 20,
+    "intervals": {"pass@1": [0.2, 0.4]},
+    "duration_s": 0.5,
+}
+ENVIRONMENT = f"""
 from stand_in_common import *
 note_pid("environment")
 print(*sys.argv[1:], flush=True)
 post(option("--run-api-url") + "/environment/" + sys.argv[1])
-time.sleep(600)
+if "STAND_IN_TRAINER_LINGERS" in os.environ:
+    time.sleep(600)
+if sys.argv[1] == "arithmetic":
+    with open(option("--eval-output"), "a") as file:
+        for step, rate in ((0, 0.3), (25, 0.75)):
+            line = {EVALUATION!r} | {{"step": step, "metrics": {{"pass@1": rate}}}}
+            file.write(json.dumps(line) + "\\n")
 """
 
 TINY_MODEL = """

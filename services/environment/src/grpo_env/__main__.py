@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
@@ -47,11 +45,10 @@ def _run(settings: EnvServerSettings) -> None:
         if settings.action == "check":
             from grpo_env.actions.check import check
 
-            with _torch_hidden():
-                check(settings, tasks)
+            check(settings, tasks)
             return
-        with _torch_hidden():
-            from grpo_env.rollout.chat_template import load_template
+        from grpo_env.rollout.chat_template import load_template
+
         template = load_template(settings.tokenizer_name)
         asyncio.run(_until_signal(_work(settings, tasks, template)))
 
@@ -70,21 +67,6 @@ def _work(
     from grpo_env.worker import serve
 
     return serve(settings, tasks, template)
-
-
-@contextmanager
-def _torch_hidden() -> Iterator[None]:
-    """While transformers is imported, which otherwise imports torch wherever it is installed: 5 s
-    of a core and 340 MB for each environment, whose tokenizer needs none."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # which says that it is missing
-    if "torch" in sys.modules:
-        yield
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's sign for "not to be found"
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]  # what looks for it later, as datasets does, may find it
 
 
 async def _until_signal(coroutine: Coroutine[Any, Any, None]) -> None:

@@ -139,6 +139,16 @@ def test_every_step_is_shown_and_summed_up(finished: Finished) -> None:
     assert (finished.run.path / "reward.png").stat().st_size > 5_000
 
 
+def test_evaluations_are_shown(finished: Finished) -> None:
+    lines = [line.strip() for line in finished.out.splitlines()]
+    shown = [line for line in lines if line.startswith("evaluation of arithmetic")]
+    between = "(0.200 to 0.400), 20 held-out items x 8, 0.5 s"
+    assert shown == [
+        f"evaluation of arithmetic after 0 steps: pass@1 0.300 {between}",
+        f"evaluation of arithmetic after 25 steps: pass@1 0.750 {between}",
+    ]
+
+
 def test_other_programs_can_read_what_the_run_took(finished: Finished) -> None:
     facts = read_record(RunFacts, finished.run.summary)
     assert (facts.mode, facts.seed, facts.summary.steps) == ("shared_vllm", 4, 25)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from transformers import AutoTokenizer
-
 from grpo_core.errors import GrpoError
+from grpo_env.hidden_torch import hidden_torch
 from grpo_env.tasks import Message
 
 _PLACEHOLDER = "\x02answer\x03"
@@ -98,6 +97,8 @@ def load_template(tokenizer_name: str) -> TokenizerTemplate:
     Raises:
         TokenizerUnusable: the tokenizer is missing or has no chat template.
     """
+    with hidden_torch():
+        from transformers import AutoTokenizer
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_name)
     except (OSError, ValueError) as error:
