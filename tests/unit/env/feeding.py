@@ -28,6 +28,9 @@ class CannedTemplate:
     def turn_ids(self, _messages: Sequence[Message], _last_id: int) -> list[int]:
         return [50]
 
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        return [str(token_id) for token_id in token_ids]
+
 
 class Sevens(Task):
     """Always 3+4, so that canned answers have known scores."""

@@ -65,6 +65,10 @@ class TokenizerTemplate:
         token_ids = self._encode(behind)
         return token_ids[1:] if token_ids[:1] == [last_id] else token_ids
 
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself."""
+        return [self._tokenizer.decode([token_id]) for token_id in token_ids]
+
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> str:

@@ -21,7 +21,7 @@ from grpo_local.process.peak_memory import MemoryPeaks
 from grpo_local.process.ports import free_port
 from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Stack, start_on_screen
-from grpo_local.report.evaluations import EvaluationsFile, evaluation_line, lift_text
+from grpo_local.report.evaluation_lines import EvaluationsFile, evaluation_line, lift_text
 from grpo_local.report.metrics_file import MetricsFile, StepRecord, trim_records
 from grpo_local.report.step_table import (
     HEADER_EVERY_STEPS,
