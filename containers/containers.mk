@@ -13,7 +13,7 @@ TRAINER = trainer-$(subst _,-,$(MODE:shared_vllm=shared))
 # A directory is mounted. Any other value is an id on the Hugging Face hub.
 STACK_SETTINGS = $(if $(MODEL),$(if $(wildcard $(MODEL)/.),MODEL=/model MODEL_DIR='$(abspath $(MODEL))',MODEL='$(MODEL)') LR=$(or $(LR),1e-5)) \
   $(if $(filter command line environment,$(origin TASK)),TASK=$(TASK)) $(if $(STEPS),STEPS=$(STEPS)) \
-  $(if $(DATA),DATA='$(abspath $(DATA))') \
+  $(if $(DATA),DATA='$(abspath $(DATA))') $(if $(TASKS),TASKS='$(abspath $(TASKS))') \
   $(if $(filter command line environment,$(origin SEED)),SEED=$(SEED)) \
   $(if $(CHECKPOINTS),CHECKPOINTS='$(if $(findstring /,$(CHECKPOINTS)),$(abspath $(CHECKPOINTS)),$(CHECKPOINTS))')
 
@@ -24,7 +24,7 @@ stack-ready:
 	@bash containers/check_host.sh '$(MODE)' $(STACK_MODES)
 	@test -e .env || bash containers/write_env.sh .env
 
-up: stack-ready ## Start a run in containers: MODE= [MODEL= TASK= STEPS= DATA= CHECKPOINTS=]
+up: stack-ready ## Start a run in containers: MODE= [MODEL= TASK= TASKS= STEPS= DATA= CHECKPOINTS=]
 	@$(STACK_SETTINGS) $(COMPOSE) up --detach || { \
 	  bash containers/explain.sh $(COMPOSE); \
 	  echo "the other services still run. Remove the cause and run make up again, or stop them: make down MODE=$(MODE)"; exit 1; }
