@@ -19,7 +19,7 @@ from grpo_env.rollout.grading import Grade, Grader, Ungraded
 from grpo_env.rollout.outcome import GroupLost
 from grpo_env.rollout.user_code import TaskCode
 from grpo_env.tasks import Answer
-from grpo_env.tasks.items import Item, training_items
+from grpo_env.tasks.items import Item, all_items
 
 ANSWERS = 8
 _ITEMS = 2
@@ -52,7 +52,7 @@ def check(settings: EnvServerSettings, tasks: TaskSet) -> None:
         RewardWrong: an answer could not be graded. The table names the problem.
         GrpoError: the task, its data or the server is unusable.
     """
-    items = training_items(tasks.tasks[0])
+    items = all_items(tasks.tasks[0])
     if settings.answers is None:
         checked = asyncio.run(_sampled(settings, tasks, items[:_ITEMS]))
     else:

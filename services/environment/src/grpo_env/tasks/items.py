@@ -53,13 +53,18 @@ class Item:
         return list(self.prompt)
 
 
+def all_items(task: Task) -> list[Item]:
+    """Every row of the split `train`, in its order. Raises `DataUnusable`."""
+    return _items(task, task.rows("train") or (), "training")
+
+
 def training_items(task: Task) -> list[Item]:
     """All items of the split `train`, without those that are held out for evaluation.
 
     Raises:
         DataUnusable: the data is invalid, or nothing is left.
     """
-    items = _items(task, task.rows("train") or (), "training")
+    items = all_items(task)
     if task.rows("test") is not None:
         return items
     kept = [item for item in items if not is_held_out(item.key, task.held_out)]
@@ -80,7 +85,7 @@ def evaluation_items(task: Task) -> list[Item]:
     Raises:
         DataUnusable: the data is invalid, or no item is left.
     """
-    training = _items(task, task.rows("train") or (), "training")
+    training = all_items(task)
     rows = task.rows("test")
     if rows is None:
         found = [item for item in training if is_held_out(item.key, task.held_out)]
