@@ -1,0 +1,169 @@
+"""Turns the records of a group into what the page shows of it, as small as possible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise, takewhile
+from typing import Any
+
+from grpo_core.errors import BrokenRollouts
+from grpo_core.rollouts.record import Message, RolloutRecord
+from grpo_core.rollouts.text import content_of, split_conversation, text_of
+
+Json = dict[str, Any]
+Pieces = Callable[[Sequence[int]], list[str]]
+"""Returns the text of each token of a sequence."""
+
+LOGPROB_STEPS = 10_000
+"""Logprobs are integers in units of 1e-4 nats."""
+DIFFERENCE_STEPS = 100_000
+"""Trainer's logprob - server's logprob: integers in units of 1e-5 nats."""
+SNIPPET_CHARACTERS = 80
+
+
+class GroupEncoder:
+    """Encodes groups, and collects the text of every token id that they contain.
+
+    Args:
+        pieces: None if the texts of tokens are not known; then the page shows messages
+        special: ids of special tokens, which are left out of a group's short description
+    """
+
+    def __init__(self, pieces: Pieces | None, special: Iterable[int] = ()) -> None:
+        self.texts: dict[int, str] = {}
+        self.has_server = False
+        """Whether a sequence has the server's logprobs."""
+        self.has_trainer = False
+        self._pieces = pieces
+        self._special = frozenset(special)
+
+    def summary(self, group: Sequence[RolloutRecord]) -> Json:
+        """What the page needs of a group to list, filter and sort it."""
+        return {
+            "group": group[0].group,
+            "task": group[0].task or "",
+            "snippet": self._snippet(group[0]),
+            "sequences": [
+                [rounded(one.score), rounded(one.advantage), one.completion_tokens] for one in group
+            ],
+        }
+
+    def details(self, group: Sequence[RolloutRecord]) -> Json:
+        """All that the page shows of a group.
+
+        Raises:
+            BrokenRollouts: the lists of a sequence do not have the same length.
+        """
+        shared = _shared_prompt(group)
+        return {
+            "item": group[0].item,
+            "prompt": self._part(group[0], 0, shared) | self._text(group[0], _asked(group[0])),
+            "sequences": [self._sequence(record, shared) for record in group],
+        }
+
+    def _sequence(self, record: RolloutRecord, shared: int) -> Json:
+        self.has_server |= bool(record.behaviour_logprobs)
+        self.has_trainer |= bool(record.logprobs)
+        return {
+            "index": record.index,
+            "score": rounded(record.score),
+            "parts": {name: rounded(value) for name, value in record.parts.items()},
+            "reason": record.reason,
+            "advantage": rounded(record.advantage),
+            "length": record.completion_tokens,
+            "finish_reason": record.finish_reason,
+            "versions": record.versions,
+            "staleness": record.staleness,
+            "temperature": rounded(record.temperature),
+            "env_id": record.env_id,
+            **self._part(record, shared, len(record.tokens)),
+            **_logprobs(record, shared),
+            **self._text(record, split_conversation(record)[1]),
+        }
+
+    def _part(self, record: RolloutRecord, first: int, end: int) -> Json:
+        """The tokens from first to end, and by position: texts other than those of `texts`, such
+        as those of parts of a character."""
+        tokens = record.tokens[first:end]
+        if self._pieces is None:
+            return {"tokens": tokens, "texts": {}}
+        others: dict[int, str] = {}
+        pieces = self._pieces(record.tokens)[first:end]
+        for at, (token, text) in enumerate(zip(tokens, pieces, strict=True)):
+            if self.texts.setdefault(token, text) != text:
+                others[at] = text
+        return {"tokens": tokens, "texts": others}
+
+    def _text(self, record: RolloutRecord, messages: Sequence[Message]) -> Json:
+        """The text of messages, if no tokens show it."""
+        has_texts = self._pieces is not None and record.tokens
+        return {} if has_texts else {"text": text_of(messages)}
+
+    def _snippet(self, record: RolloutRecord) -> str:
+        """The beginning of the prompt's last message, in one line."""
+        prompt = record.tokens[: _first_trained(record)]
+        if asked := _asked(record):
+            text = content_of(asked[-1])
+        elif self._pieces is not None:
+            pieces = zip(prompt, self._pieces(prompt), strict=True)
+            text = "".join(text for token, text in pieces if token not in self._special)
+        else:
+            text = ""
+        line = " ".join(text[: 10 * SNIPPET_CHARACTERS].split())
+        return line if len(line) <= SNIPPET_CHARACTERS else f"{line[: SNIPPET_CHARACTERS - 1]}…"
+
+
+def rounded(value: float | None) -> float | None:
+    """With six digits; None if it is no number."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def _asked(record: RolloutRecord) -> Sequence[Message]:
+    return split_conversation(record)[0]
+
+
+def _first_trained(record: RolloutRecord) -> int:
+    return record.mask.index(1) if 1 in record.mask else len(record.mask)
+
+
+def _shared_prompt(group: Sequence[RolloutRecord]) -> int:
+    """Number of tokens with which every sequence begins and which none is trained on."""
+    prompts = [record.tokens[: _first_trained(record)] for record in group]
+    columns = zip(*prompts, strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+
+
+def _logprobs(record: RolloutRecord, shared: int) -> Json:
+    """`runs`: lengths of alternating runs of tokens, the first of which is trained on."""
+    trained, server, trainer = sum(record.mask), record.behaviour_logprobs, record.logprobs
+    for name, values in (("behaviour_logprobs", server), ("logprobs", trainer)):
+        if values and len(values) != trained:
+            raise _broken(record, f"{len(values)} {name} for {trained} trained tokens")
+    if len(record.mask) != len(record.tokens):
+        raise _broken(record, f"mask of {len(record.mask)} for {len(record.tokens)} tokens")
+    found: Json = {"runs": _runs(record.mask[shared:])}
+    if server:
+        found["server"] = [_scaled(value, LOGPROB_STEPS) for value in server]
+    if trainer and server:
+        pairs = zip(trainer, server, strict=True)
+        found["difference"] = [_scaled(a - b, DIFFERENCE_STEPS) for a, b in pairs]
+    elif trainer:
+        found["trainer"] = [_scaled(value, LOGPROB_STEPS) for value in trainer]
+    return found
+
+
+def _runs(mask: Sequence[int]) -> list[int]:
+    starts = [at for at, (left, right) in enumerate(pairwise([1, *mask])) if left != right]
+    return [end - start for start, end in pairwise([0, *starts, len(mask)])]
+
+
+def _scaled(value: float, steps: int) -> int | None:
+    return round(value * steps) if math.isfinite(value) else None
+
+
+def _broken(record: RolloutRecord, problem: str) -> BrokenRollouts:
+    return BrokenRollouts(
+        f"step {record.step}, group {record.group}, sequence {record.index}: {problem}; the record "
+        "was not written as grpo_core.rollouts.record describes it"
+    )

@@ -1,0 +1,111 @@
+"""Writes the page: data, HTML, CSS and JavaScript in one file, which asks no network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from importlib import resources
+from itertools import groupby
+from pathlib import Path
+
+from grpo_core.rollouts.page.curves import Interval, MeansOfSteps, Point, encoded
+from grpo_core.rollouts.page.encode import GroupEncoder, Json, Pieces
+from grpo_core.rollouts.page.selection import EncodedStep, StepSelection, packed
+from grpo_core.rollouts.record import RolloutRecord
+
+LIMIT = 20_000_000
+"""Characters of the rollouts in a page."""
+_SCRIPTS = ("data.js", "charts.js", "tokens.js", "filters.js", "groups.js", "main.js")
+_STATIC = resources.files("grpo_core.rollouts.page") / "static"
+
+
+def write_page(
+    path: Path,
+    title: str,
+    records: Iterable[RolloutRecord],
+    curves: Mapping[str, Sequence[Point]],
+    pieces: Pieces | None,
+    facts: Mapping[str, str],
+    *,
+    intervals: Mapping[str, Sequence[Interval]] | None = None,
+    special: Collection[int] = (),
+    limit: int = LIMIT,
+) -> None:
+    """Write the page completely or not at all. Memory is bounded by `limit` and one step.
+
+    Args:
+        records: in order of steps, and in a step of groups
+        curves: by the name of the metric. Curves that the rollouts give, such as `reward/mean`,
+            are added if they are missing.
+        pieces: returns the text of each token; None if no tokenizer is known
+        facts: what the head of the page lists
+        intervals: confidence intervals of curves, by their name
+        special: ids of special tokens
+        limit: size of the rollouts in the page, in characters. If they exceed it, the page holds
+            evenly chosen steps, with the first and the last one, and says so.
+
+    Raises:
+        BrokenRollouts: the lists of a sequence do not have the same length.
+        OSError: the file could not be written.
+    """
+    encoder, means = GroupEncoder(pieces, special), MeansOfSteps()
+    selection = StepSelection(encoder, limit)
+    for step, of_step in groupby(records, key=lambda record: record.step):
+        in_step = list(of_step)
+        means.add(step, in_step)
+        selection.add(step, [list(group) for _, group in groupby(in_step, key=_group)])
+    steps = selection.finish()
+    content: Json = {
+        "title": title,
+        "facts": [*facts.items()],
+        "curves": encoded(means.curves | dict(curves), intervals or {}),
+        "texts": encoder.texts,
+        "has_server": encoder.has_server,
+        "has_trainer": encoder.has_trainer,
+        "special": sorted(special),
+        "steps": [
+            {"step": one.step, "groups": one.groups, "all_groups": one.all_groups} for one in steps
+        ],
+        "all_steps": selection.seen,
+    }
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(_document(title, content, steps))
+    part.replace(path)
+
+
+def _group(record: RolloutRecord) -> int:
+    return record.group
+
+
+def _document(title: str, content: Json, steps: Sequence[EncodedStep]) -> bytes:
+    style = _static("page.css")
+    script = "\n".join(_static(name) for name in _SCRIPTS)
+    # The policy forbids the browser every request, and scripts and styles other than these two.
+    policy = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}"
+    data = [f'<script type="text/plain" id="content">{packed(content)}</script>']
+    data += [
+        f'<script type="text/plain" id="step-{at}">{step.data}</script>'
+        for at, step in enumerate(steps)
+    ]
+    values = {
+        "{{policy}}": html.escape(policy),
+        "{{style}}": style,
+        "{{data}}": "\n".join(data),
+        "{{script}}": script,
+        "{{title}}": html.escape(title),  # the last: a title may be one of these names
+    }
+    page = _static("page.html")
+    for name, value in values.items():
+        before, after = page.split(name)
+        page = before + value + after
+    return page.encode("utf-8", "xmlcharrefreplace")
+
+
+def _static(name: str) -> str:
+    return (_STATIC / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
