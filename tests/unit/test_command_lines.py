@@ -14,11 +14,18 @@ from grpo_core.settings.command_line import read_command_line
 from grpo_core.settings.options import options_of
 from grpo_env.config.settings import EnvServerSettings
 from grpo_local.process.ports import free_port
-from grpo_local.settings import CompareSettings, DemoSettings, EvalSettings, RunSettings
+from grpo_local.settings import (
+    CompareSettings,
+    DemoSettings,
+    EvalSettings,
+    ReportSettings,
+    RunSettings,
+)
 from grpo_trainer.config.cli import CommandLine, config_yaml
 from grpo_vllm.settings import ServerSettings
 
 PORTS = f"--port {free_port()} --health-port {free_port()}"
+DIRECTORY = Path(__file__).parent
 REDIS = "--redis-url redis://127.0.0.1:6379"
 COMMANDS: dict[type[CommandSettings], list[str]] = {
     RunApiSettings: [f"--port {free_port()}"],
@@ -34,6 +41,7 @@ COMMANDS: dict[type[CommandSettings], list[str]] = {
     RunSettings: [f"--model m {REDIS}"],
     CompareSettings: [""],
     EvalSettings: [],  # a dry run needs env-server: tests/unit/local/commands/test_evaluate.py
+    ReportSettings: [f"{DIRECTORY}", f"{DIRECTORY} --output page.html --open"],
 }
 EVERY_COMMAND = pytest.mark.parametrize(
     "kind", COMMANDS, ids=[kind.command.prog for kind in COMMANDS]

@@ -19,6 +19,7 @@ from grpo_local.settings import (
     CompareSettings,
     DemoSettings,
     EvalSettings,
+    ReportSettings,
     RolloutsSettings,
     RunSettings,
 )
@@ -67,6 +68,16 @@ def evaluate() -> None:
     from grpo_local.screen import Screen
 
     raise SystemExit(evaluate_models(settings, Screen()))
+
+
+def report() -> None:
+    """`grpo-report`"""
+    settings = load_settings(ReportSettings, sys.argv[1:], at_start=True)
+
+    from grpo_local.commands.report import report
+    from grpo_local.screen import Screen
+
+    raise SystemExit(report(settings, Screen()))
 
 
 def rollouts() -> None:
@@ -123,7 +134,13 @@ def _refuse(message: str) -> None:
 
 
 if __name__ == "__main__":
-    commands = {"run": run, "compare": compare, "evaluate": evaluate, "rollouts": rollouts}
+    commands = {
+        "run": run,
+        "compare": compare,
+        "evaluate": evaluate,
+        "report": report,
+        "rollouts": rollouts,
+    }
     if named := commands.get("".join(sys.argv[1:2])):
         del sys.argv[1]
     (named or main)()

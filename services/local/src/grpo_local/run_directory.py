@@ -86,6 +86,14 @@ class RunDirectory:
     def reward_plot(self) -> Path:
         return self.path / "reward.png"
 
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "eval.jsonl"
+
     def write_config(self, text: str) -> None:
         temporary = self.config.with_suffix(".part")
         temporary.write_text(text)

@@ -1,4 +1,4 @@
-"""Mistakes on the command lines of `grpo-demo`, `grpo-compare` and `grpo-run`, and their YAML."""
+"""Mistakes on the command lines of `grpo-demo` and its siblings, and their YAML."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.settings import load_settings, resolved_yaml
-from grpo_local.__main__ import compare, run, with_config_of_resumed_run
+from grpo_local.__main__ import compare, report, run, with_config_of_resumed_run
 from grpo_local.__main__ import main as demo
 from grpo_local.process.ports import free_port
 from grpo_local.run_directory import RunDirectory, create_run_directory
@@ -65,10 +65,16 @@ MISTAKES = {
         f"--health-port {PORT}": f"--port and --health-port are both {PORT}",
     },
 }
+MISTAKES[report] = {
+    "": "RUN is required. Directory of the run",
+    "none": "RUN: no such directory: none; name the directory of a run",
+    "/dev --output /tmp": "--output: /tmp is a directory; name a file",
+    "/dev --output /dev/null/page": "--output: /dev/null is not a directory; choose another path",
+}
 REQUIRED = {run: ["--model", "m", "--redis-url", "redis://127.0.0.1:1/0", "--port", PORT]}
 
 
-@pytest.mark.parametrize("command", MISTAKES, ids=["demo", "compare", "run"])
+@pytest.mark.parametrize("command", MISTAKES, ids=["demo", "compare", "run", "report"])
 def test_a_mistake_ends_with_status_2_and_names_the_option(
     command: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

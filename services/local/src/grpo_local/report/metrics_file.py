@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -82,6 +83,31 @@ class GrowingFile:
         end = data.rfind(b"\n") + 1
         self._offset += end
         return data[:end].decode(errors="replace").splitlines()
+
+
+def metric_curves(path: Path) -> dict[str, list[tuple[float, float]]]:
+    """Steps and values of every metric, in order of steps; of a repeated step, the last values.
+    Empty if there is no file.
+
+    Raises:
+        ProtocolViolation: a complete line is not the record of a step.
+    """
+    records: dict[int, dict[str, float]] = {}
+    for number, line in enumerate(GrowingFile(path).new_lines(), start=1):
+        try:
+            record = json.loads(line)
+            records[int(record["step"])] = record
+        except (ValueError, TypeError, KeyError):
+            raise ProtocolViolation(
+                f"{path} line {number}: expected the record of a training step, a JSON object with "
+                "the key step"
+            ) from None
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for step, record in sorted(records.items()):
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                curves.setdefault(name, []).append((step, value))
+    return curves
 
 
 def trim_records(path: Path, steps: int) -> list[StepRecord]:

@@ -37,9 +37,14 @@ class Summary:
     step_s: float
 
 
+def tenth_of(steps: int) -> int:
+    """Rounded down, but at least one step."""
+    return max(1, steps // 10)
+
+
 def summarise(records: Sequence[StepRecord], total_s: float, training_s: float) -> Summary:
-    """Needs at least one record. A tenth is rounded down, and has at least one step."""
-    tenth = max(1, len(records) // 10)
+    """Needs at least one record."""
+    tenth = tenth_of(len(records))
 
     def mean(value: Callable[[StepRecord], float]) -> float:
         return fmean(value(record) for record in records)
