@@ -17,6 +17,7 @@ _MODULES = {
     "grpo-compare": "grpo_local.settings",
     "grpo-demo": "grpo_local.settings",
     "grpo-eval": "grpo_local.settings",
+    "grpo-report": "grpo_local.settings",
     "grpo-rollouts": "grpo_local.settings",
     "grpo-run": "grpo_local.settings",
     "run-api": "grpo_api.settings",
