@@ -1,4 +1,4 @@
-"""atroposlib 0.4.0 from the package index, unmodified, in a Python environment of its own."""
+"""Packages from the index, unmodified, each in a Python environment of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,12 @@ class Upstream:
 
 
 def ensure_upstream(cache: Path | None = None, pins: Path = PINS) -> Upstream:
-    """Return the cached installation of `pins`, making it on first use.
+    """Return the cached installation of atroposlib's `pins`. See `ensure_python`."""
+    return _at(_ensured(pins, _install_with_wheel, cache))
+
+
+def ensure_python(pins: Path, cache: Path | None = None) -> Path:
+    """Return the interpreter of the cached installation of `pins`, making it on first use.
 
     Safe to call from several processes at once: it is made beside its final place and renamed,
     and whoever comes second finds it there.
@@ -44,19 +50,23 @@ def ensure_upstream(cache: Path | None = None, pins: Path = PINS) -> Upstream:
     Raises:
         InstallFailed, NoPackageIndex: nothing was left behind.
     """
-    target = (cache or default_cache_directory()) / f"atroposlib-{_digest(pins)}"
+    return _at(_ensured(pins, _install, cache)).python
+
+
+def _ensured(pins: Path, install: Callable[[Path, Path], None], cache: Path | None) -> Path:
+    target = (cache or default_cache_directory()) / f"{pins.stem}-{_digest(pins)}"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
-            _install(staging, pins)
+            install(staging, pins)
             staging.rename(target)
         except OSError:
             if not target.exists():
                 raise
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-    return _at(target)
+    return target
 
 
 def _at(directory: Path) -> Upstream:
@@ -74,8 +84,12 @@ def _install(directory: Path, pins: Path) -> None:
     # Only `bin/python -m` is used later: scripts in bin/ would name the place before the rename.
     venv.create(directory / "venv", symlinks=True)
     _pip("--python", str(made.python), "install", "--requirement", str(pins))
+
+
+def _install_with_wheel(directory: Path, pins: Path) -> None:
+    _install(directory, pins)
     (wheel,) = (line for line in pins.read_text().splitlines() if line.startswith("atroposlib=="))
-    _pip("install", "--target", str(made.wheel), wheel)
+    _pip("install", "--target", str(_at(directory).wheel), wheel)
 
 
 def _pip(*arguments: str) -> None:

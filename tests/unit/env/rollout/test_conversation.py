@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from grpo_env.rollout.chat_template import TokenizerTemplate, load_template
 from grpo_env.rollout.outcome import FailureReason, Rollout, RolloutFailure
 from grpo_env.rollout.rollout import TooManySequences
-from grpo_env.tasks import Answer, Message, Row, State
+from grpo_env.tasks import Answer, Graded, Message, Row, State
 from grpo_env.tasks.dialogue import Dialogue
 from tests.unit.env.canned import generate_answer
 from tests.unit.env.http_stub import Answer as HttpAnswer
@@ -73,9 +75,7 @@ async def test_the_second_turn_continues_the_very_tokens_that_were_sampled(
     prompt = encode("<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n")
     between = encode("\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n")
 
-    outcome, server = await sample(
-        scripted("3+4", "3+4"), Talk(twice), ONE, template=template
-    )
+    outcome, server = await sample(scripted("3+4", "3+4"), Talk(twice), ONE, template=template)
 
     first, second = server.bodies("POST /generate")
     assert (first["n"], first["prompt"]["prompt_token_ids"]) == (1, prompt)
@@ -97,9 +97,7 @@ async def test_the_second_turn_continues_the_very_tokens_that_were_sampled(
 async def test_an_answer_that_ends_in_another_token_gets_the_whole_end_of_the_turn(
     template: TokenizerTemplate,
 ) -> None:
-    _, server = await sample(
-        scripted("3+4", ids=[300, 301]), Talk(twice), ONE, template=template
-    )
+    _, server = await sample(scripted("3+4", ids=[300, 301]), Talk(twice), ONE, template=template)
     ids = server.bodies("POST /generate")[1]["prompt"]["prompt_token_ids"]
     first = server.bodies("POST /generate")[0]["prompt"]["prompt_token_ids"]
     assert ids[len(first) : len(first) + 3] == [300, 301, END]
@@ -153,9 +151,7 @@ async def test_a_conversation_that_is_replaced_makes_a_second_sequence(
     with pytest.raises(TooManySequences, match="2 sequences"):
         await sample(scripted("7"), task, ONE, template=template)
 
-    outcome, _ = await sample(
-        scripted("7"), task, replace(ONE, max_sequences=3), template=template
-    )
+    outcome, _ = await sample(scripted("7"), task, replace(ONE, max_sequences=3), template=template)
 
     assert isinstance(outcome, Rollout)
     group = outcome.group
@@ -201,6 +197,69 @@ async def test_a_task_may_conduct_the_rollout_itself(template: TokenizerTemplate
         first["prompt"]["prompt_token_ids"] + SAID
     )
     assert outcome.group.size == 1
+
+
+class Branching(SelfDriven):
+    """Asks the same question twice at the same time, then goes on with the first answer."""
+
+    async def run(self, row: Row, dialogue: Dialogue) -> float:
+        question: Message = {"role": "user", "content": row["prompt"]}
+        first, _ = await asyncio.gather(dialogue.say([question]), dialogue.say([question]))
+        await dialogue.say([*first.messages, {"role": "user", "content": "sure?"}])
+        return 1.0
+
+
+async def test_equal_requests_at_the_same_time_are_sequences_of_their_own(
+    template: TokenizerTemplate,
+) -> None:
+    plan = replace(ONE, max_sequences=2)
+    outcome, server = await sample(scripted("7", "8"), Branching(), plan, template=template)
+    assert isinstance(outcome, Rollout)
+    prompt = server.bodies("POST /generate")[0]["prompt"]["prompt_token_ids"]
+    longer, shorter = outcome.group.tokens
+    assert shorter == prompt + SAID
+    assert longer[: len(shorter)] == shorter
+    assert [mask.count(SAID[0]) for mask in outcome.group.masks] == [2, 1]
+
+
+class Ranked(SelfDriven):
+    """Only the first rollout of a group gets a reward."""
+
+    rates_groups = True
+
+    async def run_group(self, row: Row, dialogues: Sequence[Dialogue]) -> list[Graded]:
+        question: Message = {"role": "user", "content": row["prompt"]}
+        # In another order than that of the rollouts
+        answers = {i: await dialogues[i].say([question]) for i in (1, 0)}
+        return [Graded({"rank": i}, score=float(i == 0)) for i in range(len(answers))]
+
+
+async def test_a_task_may_rate_the_rollouts_of_a_group_together(
+    template: TokenizerTemplate,
+) -> None:
+    plan = replace(ONE, group_size=2)
+    outcome, _ = await sample(
+        scripted("said second", "said first"), Ranked(), plan, template=template
+    )
+    assert isinstance(outcome, Rollout)
+    assert [grade.score for grade in outcome.grades] == [1.0, 0.0]
+    assert outcome.group.messages
+    assert [m[-1]["content"] for m in outcome.group.messages] == ["said first", "said second"]
+
+    # A score of the task contains its parts; weights of the user add to it.
+    weighted, _ = await sample(
+        scripted("7"), Ranked(), plan, template=template, weights={"rank": 0.5}
+    )
+    assert [grade.score for grade in weighted.grades] == [1.0, 0.5]
+
+
+async def test_a_score_that_is_no_number_quarantines_the_group(
+    template: TokenizerTemplate,
+) -> None:
+    task = Rewarded(lambda _answer, _row: Graded({"a": 1.0}, score=math.nan))
+    outcome, _ = await sample(scripted("7"), task, ONE, template=template)
+    assert isinstance(outcome, RolloutFailure)
+    assert outcome.reason is FailureReason.QUARANTINED_REWARD
 
 
 async def test_a_text_is_continued_without_template(template: TokenizerTemplate) -> None:

@@ -24,14 +24,18 @@ from grpo_env.tasks.dialogue import ContextFull
 
 @dataclass
 class _Conversation:
-    """One sequence and the messages that it stands for, the policy's answers included."""
+    """One sequence and the messages that it stands for, the policy's answers included.
+
+    is_answered: whether its last message is an answer of the policy, so that it can go on.
+    """
 
     prompt: str | list[Message]
     messages: list[Message]
     sequence: TrainingSequence = field(default_factory=TrainingSequence)
+    is_answered: bool = False
 
     def is_continued_by(self, messages: str | Sequence[Message]) -> bool:
-        if isinstance(messages, str) or isinstance(self.prompt, str):
+        if not self.is_answered or isinstance(messages, str) or isinstance(self.prompt, str):
             return False
         return list(messages[: len(self.messages)]) == self.messages
 
@@ -58,6 +62,7 @@ class RecordedDialogue:
         stop: Sequence[str] = (),
     ) -> Answer:
         conversation = self._conversation_for(messages, tools)
+        conversation.is_answered = False  # until then, equal requests begin sequences of their own
         sequence = conversation.sequence
         room = self._plan.max_token_length - len(sequence.tokens)
         limit = min(max_tokens or self._plan.completion_limit(self._task, room), room)
@@ -65,6 +70,7 @@ class RecordedDialogue:
         sequence.add_completion(completion)
         answer: Message = {"role": "assistant", "content": completion.text}
         conversation.messages.append(answer)
+        conversation.is_answered = True
         self._state.messages = [*conversation.messages]
         self._state.turn += 1
         self.last_answer = Answer(
@@ -90,15 +96,10 @@ class RecordedDialogue:
     def _conversation_for(
         self, messages: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> _Conversation:
-        newest = self._conversations[-1] if self._conversations else None
-        if newest is not None and newest.is_continued_by(messages):
-            new = [*messages[len(newest.messages) :]]
-            last = newest.sequence.tokens[-1]
-            turn_ids = self._template.turn_ids(new, last)  # type: ignore[arg-type]
-            self._check_room(len(newest.sequence.tokens) + len(turn_ids))
-            newest.sequence.add_prompt(turn_ids)
-            newest.messages += new  # type: ignore[arg-type]
-            return newest
+        for known in reversed(self._conversations):
+            if known.is_continued_by(messages):
+                self._continue(known, messages[len(known.messages) :])  # type: ignore[arg-type]
+                return known
         prompt = messages if isinstance(messages, str) else [*messages]
         shown: list[Message] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
@@ -108,6 +109,13 @@ class RecordedDialogue:
         self._check_room(len(begun.sequence.tokens))
         self._conversations.append(begun)
         return begun
+
+    def _continue(self, conversation: _Conversation, new: Sequence[Message]) -> None:
+        sequence = conversation.sequence
+        turn_ids = self._template.turn_ids(new, sequence.tokens[-1])
+        self._check_room(len(sequence.tokens) + len(turn_ids))
+        sequence.add_prompt(turn_ids)
+        conversation.messages += new
 
     def _check_room(self, tokens: int) -> None:
         if tokens >= self._plan.max_token_length:

@@ -115,7 +115,11 @@ class Grader:
         parts = dict(graded.parts)
         for name in weights.keys() & SHAPING.keys() - parts.keys():
             parts[name] = SHAPING[name](answer)
-        return Grade(weighted(parts, weights), parts, graded.reason)
+        if graded.score is None:
+            return Grade(weighted(parts, weights), parts, graded.reason)
+        # The task's own score already contains its parts; weights of the user add to it.
+        weights = {**dict.fromkeys(parts, 0.0), **weights}
+        return Grade(graded.score + weighted(parts, weights), parts, graded.reason)
 
 
 def graded_of(value: Any) -> Graded:
@@ -125,7 +129,10 @@ def graded_of(value: Any) -> Graded:
         RewardInvalid: see `Grader.checked`.
     """
     if isinstance(value, Graded):
-        return Graded(_numbers(value.parts), str(value.reason))
+        score = value.score
+        if score is not None:
+            score = _numbers({SINGLE: score})[SINGLE]
+        return Graded(_numbers(value.parts), str(value.reason), score)
     if isinstance(value, Mapping):
         return Graded(_numbers(value))
     return Graded(_numbers({SINGLE: value}))

@@ -85,8 +85,7 @@ class RolloutEngine:
             GroupLost: the group could not be sampled.
         """
         if item.task.drives_itself:
-            pairs = await _all(self._self_driven(item, plan) for _ in range(plan.group_size))
-            return [sample for sample, _ in pairs], [grade for _, grade in pairs]
+            return await self._self_driven(item, plan)
         if item.task.is_conversation:
             samples = await _all(self._conversation(item, plan) for _ in range(plan.group_size))
         else:
@@ -118,9 +117,7 @@ class RolloutEngine:
         task, state = item.task, State(item.row, item.messages)
         tools = self._tools_of(task)
         _room(plan, len(self._template.prompt_ids(item.prompt, tools)))
-        dialogue = RecordedDialogue(
-            self._generation.session(), self._template, plan, task, state
-        )
+        dialogue = RecordedDialogue(self._generation.session(), self._template, plan, task, state)
         messages: str | Sequence[Message] = item.prompt
         while True:
             try:
@@ -147,13 +144,39 @@ class RolloutEngine:
             raise GroupLost(FailureReason.QUARANTINED_REWARD, failed.problem) from error
         return more
 
-    async def _self_driven(self, item: Item, plan: SamplingPlan) -> tuple[Sample, Grade | Ungraded]:
-        task, state = item.task, State(item.row, item.messages)
-        dialogue = RecordedDialogue(
-            self._generation.session(), self._template, plan, task, state
-        )
+    async def _self_driven(
+        self, item: Item, plan: SamplingPlan
+    ) -> tuple[list[Sample], list[Grade | Ungraded]]:
+        """Let the task conduct and rate the rollouts."""
+        task = item.task
+        dialogues = [
+            RecordedDialogue(
+                self._generation.session(),
+                self._template,
+                plan,
+                task,
+                State(item.row, item.messages),
+            )
+            for _ in range(plan.group_size)
+        ]
+        values = await self._driven(item, dialogues)
+        if not all(dialogue.sequences for dialogue in dialogues):
+            raise GroupLost(FailureReason.QUARANTINED_REWARD, "the policy was asked for no answer")
+        samples = [_recorded(dialogue, dialogue.last_answer) for dialogue in dialogues]
+        return samples, [
+            self._checked(task, value, sample.answer)
+            for value, sample in zip(values, samples, strict=True)
+        ]
+
+    async def _driven(self, item: Item, dialogues: Sequence[RecordedDialogue]) -> list[Any]:
+        task, row = item.task, item.row
         try:
-            value = await task.run(item.row, dialogue)
+            if not task.rates_groups:
+                return await _all(task.run(row, dialogue) for dialogue in dialogues)
+            values = [*await task.run_group(row, dialogues)]
+            if len(values) != len(dialogues):
+                raise ValueError(f"{len(values)} rewards for {len(dialogues)} rollouts")
+            return values
         except ContextFull as error:
             raise GroupLost(FailureReason.TOO_LONG, str(error)) from error
         except (GrpoError, GroupLost):
@@ -161,13 +184,12 @@ class RolloutEngine:
         except Exception as error:  # noqa: BLE001 - code of a user
             failed = self._grader.failed(task, error)
             raise GroupLost(FailureReason.QUARANTINED_REWARD, failed.problem) from error
-        if not dialogue.sequences:
-            raise GroupLost(FailureReason.QUARANTINED_REWARD, "the policy was asked for no answer")
-        sample = _recorded(dialogue, dialogue.last_answer)
+
+    def _checked(self, task: Task, value: Any, answer: Answer) -> Grade | Ungraded:
         try:
-            return sample, self._grader.checked(task, value, sample.answer)
+            return self._grader.checked(task, value, answer)
         except ValueError as error:
-            return sample, self._grader.failed(task, error)
+            return self._grader.failed(task, error)
 
     def _tools_of(self, task: Task) -> list[dict[str, Any]]:
         if id(task) not in self._schemas:
@@ -198,9 +220,7 @@ def _room(plan: SamplingPlan, prompt_tokens: int) -> int:
     return room
 
 
-def _checked(
-    answer: GenerateAnswer, prompt_ids: list[int], plan: SamplingPlan
-) -> list[Completion]:
+def _checked(answer: GenerateAnswer, prompt_ids: list[int], plan: SamplingPlan) -> list[Completion]:
     completions = answer.completions()
     problems = []
     if len(completions) != plan.group_size:
@@ -279,5 +299,3 @@ def _reason_to_drop(
     if plan.drop_equal_scores and len({grade.score for grade in grades}) == 1:
         return FailureReason.EQUAL_SCORES, f"all {grades[0].score}"
     return None
-
-

@@ -80,10 +80,14 @@ class Answer(str):
 
 @dataclass(frozen=True)
 class Graded:
-    """The named parts of a reward, and why they are what they are, for the reader of rollouts."""
+    """The named parts of a reward, and why they are what they are, for the reader of rollouts.
+
+    score: if the task computes it itself. None: the weighted sum of the parts.
+    """
 
     parts: Mapping[str, float]
     reason: str = ""
+    score: float | None = None
 
 
 Reward = float | Mapping[str, float] | Graded
@@ -140,6 +144,8 @@ class Task:
     blocks: bool = True
     drives_itself: ClassVar[bool] = False
     """True: `run` conducts the whole rollout."""
+    rates_groups: bool = False
+    """True: `run_group` takes the place of `run`."""
 
     def __init__(self, options: TaskOptions) -> None:
         self.options = options
@@ -184,6 +190,10 @@ class Task:
 
     async def run(self, row: Row, dialogue: Dialogue) -> Reward:
         """Conduct one rollout and rate it, if `drives_itself`."""
+        raise NotImplementedError
+
+    async def run_group(self, row: Row, dialogues: Sequence[Dialogue]) -> Sequence[Reward]:
+        """Conduct all rollouts of a group and rate them together, if `rates_groups`."""
         raise NotImplementedError
 
     def close(self) -> None:

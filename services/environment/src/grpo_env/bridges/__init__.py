@@ -1,0 +1,1 @@
+"""Runs environments that were written for other libraries as tasks."""

@@ -1,0 +1,154 @@
+"""Environments of the library verifiers as tasks.
+
+https://github.com/PrimeIntellect-ai/verifiers
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from grpo_env.bridges.errors import EnvironmentUnusable
+from grpo_env.tasks import Graded, Message, Row, Split, Task, TaskOptions
+
+if TYPE_CHECKING:
+    from grpo_env.bridges.verifiers_classic import ClassicEnvironment
+    from grpo_env.bridges.verifiers_v1 import V1Environment
+    from grpo_env.tasks.dialogue import Dialogue
+
+_INSTALL = "docs/how-to/verifiers.md shows how to install it"
+_FIRST_V1 = (0, 4)
+_OLDEST = (0, 2)
+_MAX_SEQUENCES = "max_sequences"
+"""The only argument of `--task-args` that the environment does not get."""
+
+
+class VerifiersTask(Task):
+    """Lets verifiers conduct and rate the rollouts of an environment.
+
+    The parts of the reward are verifiers' reward functions and metrics; the score is verifiers'
+    reward.
+
+    Args:
+        env_id: as verifiers names the environment: `my-env`, or `owner/my-env` of its hub
+
+    Raises:
+        EnvironmentUnusable: verifiers or the environment is not installed, or cannot be used.
+    """
+
+    drives_itself = True
+    blocks = False
+
+    def __init__(self, env_id: str, options: TaskOptions) -> None:
+        self.name = env_id
+        super().__init__(options)
+        _refuse_data_options(env_id, options)
+        arguments = dict(options.args)
+        self.max_sequences = int(arguments.pop(_MAX_SEQUENCES, self.max_sequences))
+        self._environment = _environment(env_id, arguments)
+        self.tools = self._environment.tools
+        self.rates_groups = self._environment.rates_groups
+
+    def rows(self, split: Split) -> Sequence[Row] | None:
+        return self._environment.rows(split)
+
+    def prompt(self, row: Row) -> list[Message]:
+        return self._environment.prompt(row)
+
+    async def run(self, row: Row, dialogue: Dialogue) -> Graded:
+        return await self._environment.run(row, dialogue)
+
+    async def run_group(self, row: Row, dialogues: Sequence[Dialogue]) -> list[Graded]:
+        """Conduct the rollouts of a group and rate them together, if `rates_groups`."""
+        return await self._environment.run_group(row, dialogues)
+
+    def close(self) -> None:
+        self._environment.close()
+
+
+def _environment(env_id: str, arguments: Mapping[str, Any]) -> ClassicEnvironment | V1Environment:
+    installed = _installed()
+    is_classic = hasattr(_imported(env_id), "load_environment")
+    if is_classic and installed >= _FIRST_V1:
+        raise EnvironmentUnusable(
+            f"the environment {env_id} defines load_environment, which verifiers {_version()} no "
+            "longer supports; install 'verifiers<0.4' instead"
+        )
+    if not is_classic and installed < _FIRST_V1:
+        raise EnvironmentUnusable(
+            f"the environment {env_id} defines no load_environment; if it exports a Taskset, "
+            f"install 'verifiers>=0.4' instead of verifiers {_version()}"
+        )
+    if is_classic:
+        from grpo_env.bridges.verifiers_classic import ClassicEnvironment
+
+        return ClassicEnvironment(env_id, arguments)
+    from grpo_env.bridges.verifiers_v1 import V1Environment
+
+    return V1Environment(env_id, arguments)
+
+
+def _installed() -> tuple[int, ...]:
+    """The first two numbers of the version."""
+    try:
+        found = tuple(int(number) for number in _version().split(".")[:2])
+    except PackageNotFoundError as error:
+        raise EnvironmentUnusable(
+            f"the package verifiers is not installed beside env-server; {_INSTALL}"
+        ) from error
+    if found < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise EnvironmentUnusable(
+            f"verifiers {_version()} is too old; install {oldest} or newer: {_INSTALL}"
+        )
+    return found
+
+
+def _version() -> str:
+    return version("verifiers")
+
+
+def _imported(env_id: str) -> ModuleType:
+    """The environment's module, by verifiers' rules: `owner/my-env@1.0` is the module `my_env`."""
+    name = env_id.rpartition("/")[2].partition("@")[0].replace("-", "_")
+    os.environ.setdefault("VF_LOG_LEVEL", "WARNING")  # verifiers logs every rollout at INFO
+    sys.path.insert(0, "")  # an environment may be a file in the directory of the command
+    try:
+        own = f"verifiers.v1.tasksets.{name}"
+        return import_module(own if find_spec("verifiers.v1.tasksets") and find_spec(own) else name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise EnvironmentUnusable(
+                f"the environment {env_id} needs the module {error.name}, which is not installed"
+            ) from error
+        raise EnvironmentUnusable(
+            f"there is no verifiers environment {env_id}: no module {name}; install the "
+            f"environment's package beside env-server, or start env-server beside {name}.py"
+        ) from error
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise EnvironmentUnusable(
+            f"the environment {env_id} cannot be imported: {place.filename} line {place.lineno}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _refuse_data_options(env_id: str, options: TaskOptions) -> None:
+    given = [
+        name
+        for name in ("data", "data_config", "eval_data", "columns", "system_prompt")
+        if getattr(options, name)
+    ]
+    if given:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise EnvironmentUnusable(
+            f"the environment {env_id} has prompts of its own, so {names} cannot be used; change "
+            "the environment's arguments with --task-args"
+        )

@@ -1,0 +1,193 @@
+"""Environments of verifiers from 0.4: a package that exports a `Taskset`.
+
+verifiers conducts the rollout and rates it. It takes the address of a server, so the policy answers
+through an endpoint in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import verifiers.v1 as vf
+from pydantic import ValidationError
+from verifiers.v1.clients.client import SESSION_ID_HEADER
+
+from grpo_env.bridges import verifiers_harness
+from grpo_env.bridges.chat import Chat, plain_message
+from grpo_env.bridges.errors import EnvironmentUnusable, RolloutFailed
+from grpo_env.bridges.openai_endpoint import MODEL, ChatEndpoint, Session
+from grpo_env.tasks import Graded, Message, Row, Split
+from grpo_env.tasks.dialogue import Dialogue
+
+_DEFAULT_HARNESS = "bash"
+"""The one that verifiers takes if neither environment nor user names one."""
+_SELECT = "select"
+"""Argument with the options that choose among the tasks, as `vf-eval --select.*`."""
+
+
+class V1Environment:
+    """An environment that `verifiers.v1.load_environment` loads.
+
+    Args:
+        arguments: the environment's configuration, as the table `[env]` of verifiers' TOML files,
+            and `select`.
+
+    Raises:
+        EnvironmentUnusable: see there.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    rates_groups = False
+
+    def __init__(self, env_id: str, arguments: Mapping[str, Any]) -> None:
+        verifiers_harness.register()
+        self._id = env_id
+        try:
+            self._env = vf.load_environment(_config(env_id, arguments))
+            select = vf.SelectConfig(**arguments.get(_SELECT, {}))
+            self._taskset = self._env.taskset.select(select)
+        except (ValidationError, ValueError, TypeError, ImportError) as error:
+            raise EnvironmentUnusable(
+                f"verifiers cannot load the environment {env_id} with the arguments "
+                f"{dict(arguments)}: {error}"
+            ) from error
+        _refuse_retries(env_id, self._env.config)
+        self._tasks: dict[int, vf.Task] = {}
+        self._endpoint = ChatEndpoint(SESSION_ID_HEADER)
+        self._server: asyncio.Task[None] | None = None
+        self._serving = asyncio.Event()
+
+    def rows(self, split: Split) -> Sequence[Row] | None:
+        """The tasks, as their data; None for evaluation, because a taskset has no splits.
+
+        Raises:
+            EnvironmentUnusable: there is no end of tasks.
+        """
+        if split == "test":
+            return None
+        if not self._taskset.bounded:
+            raise EnvironmentUnusable(
+                f"the environment {self._id} makes tasks without end; choose a number of them with "
+                f"""--task-args '{{"{_SELECT}": {{"limit": 1000}}}}'"""
+            )
+        if not self._tasks:
+            self._tasks = {task.data.idx: task for task in self._taskset}
+        tasks = self._tasks.values()
+        return [task.data.model_dump(mode="json", exclude_defaults=True) for task in tasks]
+
+    def prompt(self, row: Row) -> list[Message]:
+        """Raises ValueError if the prompt holds images.
+
+        If a simulated user opens the conversation, this is what names the task.
+        """
+        data = self._tasks[row["idx"]].data
+        opening: list[Message] = []
+        if data.system_prompt:
+            opening = [{"role": "system", "content": data.system_prompt}]
+        if isinstance(data.prompt, str):
+            return [*opening, {"role": "user", "content": data.prompt}]
+        if data.prompt is None:
+            return [*opening, {"role": "user", "content": self._tasks[row["idx"]].key}]
+        return [*opening, *(plain_message(message.model_dump()) for message in data.prompt)]
+
+    async def run(self, row: Row, dialogue: Dialogue) -> Graded:
+        """Conduct one rollout and rate it.
+
+        Raises:
+            RolloutFailed: the environment ended the rollout with an error.
+            Exception: of the dialogue.
+        """
+        await self._started()
+        session, opened = Session(Chat(dialogue)), list[str]()
+
+        def open_session(trace: vf.Trace) -> None:
+            self._endpoint.sessions[trace.id] = session
+            opened.append(trace.id)
+
+        (slot,) = self._env.slots(self._tasks[row["idx"]])
+        client = vf.EvalClientConfig(base_url=self._endpoint.url, api_key_var="GRPO_NO_KEY")
+        try:
+            episode = await self._env.run_slot(
+                slot, vf.ModelContext(model=MODEL, client=client), on_trace=open_session
+            )
+        finally:
+            for trace_id in opened:
+                del self._endpoint.sessions[trace_id]
+        if session.error is not None:
+            raise session.error
+        session.chat.raise_if_silent()
+        return _graded(self._id, episode)
+
+    async def run_group(self, row: Row, dialogues: Sequence[Dialogue]) -> list[Graded]:
+        """verifiers rates every rollout alone."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends the servers, as soon as their event loop runs again."""
+        if self._server is not None:
+            self._server.cancel()
+
+    async def _started(self) -> None:
+        if self._server is None:
+            self._server = asyncio.create_task(self._serve())
+        waiting = asyncio.create_task(self._serving.wait())
+        await asyncio.wait({self._server, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._server.done():
+            self._server.result()
+
+    async def _serve(self) -> None:
+        """Hold the servers in one task: some must be closed by the task that opened them."""
+        async with self._endpoint, self._env.serving():
+            self._serving.set()
+            await asyncio.Event().wait()
+
+
+def _config(env_id: str, arguments: Mapping[str, Any]) -> vf.EnvConfig:
+    """The configuration, with our choice where neither environment nor user made one: agents
+    converse in this process, and need neither a sandbox nor an account for it."""
+    config = {name: value for name, value in arguments.items() if name != _SELECT}
+    config["taskset"] = {**config.get("taskset", {}), "id": env_id}
+    bundles_harness = vf.default_harness_id(env_id) != _DEFAULT_HARNESS
+    for name, field in vf.env_config_type(env_id, config.get("id", "")).model_fields.items():
+        default = field.default
+        if not isinstance(default, vf.AgentConfig):
+            continue
+        chosen: dict[str, Any] = {}
+        if default.harness is None and not bundles_harness:
+            chosen["harness"] = {"id": verifiers_harness.HARNESS_ID}
+        if "runtime" not in default.model_fields_set:
+            chosen["runtime"] = {"type": "subprocess"}
+        config[name] = {**chosen, **config.get(name, {})}
+    return vf.resolve_env_config(config)
+
+
+def _refuse_retries(env_id: str, config: vf.EnvConfig) -> None:
+    agents = (value for _, value in config if isinstance(value, vf.AgentConfig))
+    if any(part.retries != vf.RetryConfig() for part in (config, *agents)):
+        raise EnvironmentUnusable(
+            f"the environment {env_id} repeats failed rollouts (`retries`), but the answers of a "
+            "failed one are recorded too; set max_retries to 0 and remove the rules"
+        )
+
+
+def _graded(env_id: str, episode: vf.Episode) -> Graded:
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        listed = (f"{error.type}: {error.message}\n{error.traceback or ''}" for error in errors)
+        raise RolloutFailed("\n".join(listed))
+    trained = [trace for trace in episode.traces if trace.agent.trainable]
+    if len(trained) != 1 or len(episode.traces) != 1:
+        names = ", ".join(trace.agent.name for trace in episode.traces)
+        raise EnvironmentUnusable(
+            f"the environment {env_id} has several agents in one rollout ({names}); only "
+            "environments with one agent can be trained"
+        )
+    (trace,) = trained
+    scores = {name: reward and reward.score for name, reward in trace.rewards.items()}
+    parts = {**trace.metrics, **scores}
+    if missing := sorted(name for name, value in parts.items() if value is None):
+        raise RolloutFailed(f"not rated: {', '.join(missing)} ({trace.stop_condition})")
+    return Graded(parts, trace.stop_condition or "", score=trace.reward)

@@ -1,0 +1,293 @@
+"""Checks with verifiers before 0.4. Run by test_verifiers.py in an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import verifiers as vf
+from datasets import Dataset
+from openai import AsyncOpenAI
+from verifiers.clients import OpenAIChatCompletionsClient
+
+from grpo_env.bridges.chat import ImagesUnsupported
+from grpo_env.bridges.errors import EnvironmentUnusable, RolloutFailed
+from grpo_env.bridges.verifiers import VerifiersTask
+from grpo_env.tasks import Graded, TaskOptions
+from grpo_env.tasks.dialogue import ContextFull
+from tests.unit.env.bridges.scripted import ScriptedDialogue
+
+ROWS = [{"question": "3+4=", "answer": "7"}]
+CALL = 'I add. <tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
+
+
+@pytest.fixture(autouse=True)
+def _environments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(Path(__file__).parent / "classic_environments")
+    yield
+    for name in ("one_digit_sums", "calculator", "made"):
+        sys.modules.pop(name, None)
+
+
+def task_of(load: Callable[..., Any], **arguments: Any) -> VerifiersTask:
+    """Of a module `made` with this function as load_environment."""
+    module = ModuleType("made")
+    module.load_environment = load  # type: ignore[attr-defined]
+    sys.modules["made"] = module
+    return VerifiersTask("made", TaskOptions(args=arguments))
+
+
+def single_turn(*functions: Any, **how: Any) -> Callable[..., Any]:
+    return lambda: vf.SingleTurnEnv(
+        dataset=Dataset.from_list(ROWS), rubric=vf.Rubric(funcs=[*functions]), **how
+    )
+
+
+def row_of(task: VerifiersTask, index: int = 0) -> Any:
+    rows = task.rows("train")
+    assert rows is not None
+    return rows[index]
+
+
+def scripted_client(*texts: str) -> OpenAIChatCompletionsClient:
+    """verifiers' own client, on a server that sends these texts or calls `add` with 1 and 1."""
+    left = [*texts]
+
+    def answer(_request: httpx.Request) -> httpx.Response:
+        text = left.pop(0)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if text == CALL:
+            function = {"name": "add", "arguments": json.dumps({"a": 1, "b": 1})}
+            call = {"id": "1", "type": "function", "function": function}
+            message = {"role": "assistant", "content": "I add.", "tool_calls": [call]}
+        choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
+        head = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
+        return httpx.Response(200, json={**head, "choices": [choice]})
+
+    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    return OpenAIChatCompletionsClient(
+        AsyncOpenAI(base_url="http://model/v1", api_key="none", http_client=http)
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "texts"),
+    [
+        ("one_digit_sums", [" 4"]),
+        ("one_digit_sums", ["four"]),
+        ("one_digit_sums", ["5"]),
+        ("calculator", [CALL, "4"]),
+        ("calculator", [CALL, CALL, "5"]),
+        ("calculator", ["4"]),
+    ],
+)
+async def test_reward_and_metrics_equal_those_of_verifiers_itself(
+    environment: str, texts: list[str]
+) -> None:
+    row = row_of(VerifiersTask(environment, TaskOptions()), index=4 if "sums" in environment else 8)
+    assert row["answer"] == "4"
+    env = vf.load_environment(environment)
+    (expected,) = (await env.generate([row], scripted_client(*texts), "m"))["outputs"]
+
+    graded = await VerifiersTask(environment, TaskOptions()).run(row, ScriptedDialogue(*texts))
+    assert (graded.score, graded.parts) == (expected["reward"], expected["metrics"])
+    assert graded.reason == expected["stop_condition"]
+
+
+async def test_one_turn() -> None:
+    task = VerifiersTask("one-digit-sums", TaskOptions(args={"largest": 3}))
+    rows = task.rows("train")
+    assert rows is not None
+    assert (len(rows), rows[6]["answer"], task.rows("test")) == (16, "3", None)
+    opening = [
+        {"role": "system", "content": "Answer with the number."},
+        {"role": "user", "content": "1+2="},
+    ]
+    assert task.prompt(rows[6]) == opening
+
+    dialogue = ScriptedDialogue("3")
+    graded = await task.run(rows[6], dialogue)
+    # 1.0 for the result and 0.25 for a short answer
+    assert graded == Graded(
+        {"correct": 1.0, "is_short": 1.0, "num_turns": 1.0}, "max_turns_reached", 1.25
+    )
+    assert dialogue.requests == [opening]
+    evaluated = VerifiersTask("one_digit_sums", TaskOptions(args={"with_evaluation": True}))
+    held_out = evaluated.rows("test")
+    assert held_out is not None
+    assert len(held_out) == 3
+
+
+async def test_a_tool_conversation_repeats_what_the_policy_said_to_the_letter() -> None:
+    task = VerifiersTask("calculator", TaskOptions())
+    dialogue = ScriptedDialogue(CALL, "2")
+    graded = await task.run(row_of(task, index=4), dialogue)
+
+    assert graded.parts == {
+        "correct": 1.0, "num_turns": 2.0, "total_tool_calls": 1.0, "add_calls": 1.0
+    }  # fmt: skip
+    question = {"role": "user", "content": "What is 1+1?"}
+    assert dialogue.requests == [
+        [question],
+        [question, {"role": "assistant", "content": CALL}, {"role": "tool", "content": "2"}],
+    ]
+    (schema,) = task.tools
+    assert dialogue.options[0]["tools"] == [schema]
+    assert schema["function"]["name"] == "add"
+
+
+def broken() -> float:
+    raise ZeroDivisionError("in the reward")
+
+
+async def broken_later() -> float:
+    raise ZeroDivisionError("in the reward")
+
+
+def no_number() -> Any:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [(broken, ZeroDivisionError), (broken_later, ZeroDivisionError), (no_number, TypeError)],
+)
+async def test_a_reward_that_fails_is_an_error_and_no_reward_of_0(
+    function: Any, error: type[Exception]
+) -> None:
+    task = task_of(single_turn(function))
+    with pytest.raises(error):
+        await task.run(row_of(task), ScriptedDialogue("7"))
+
+    children = [single_turn(function)(), single_turn(function)()]
+    group = task_of(lambda: vf.EnvGroup(children))
+    with pytest.raises(error):
+        await group.run(row_of(group), ScriptedDialogue("7"))
+
+
+async def test_an_error_of_the_environment_ends_the_rollout_by_name() -> None:
+    class Unreachable(vf.MultiTurnEnv):
+        async def env_response(self, *_: Any, **__: Any) -> Any:
+            raise vf.InfraError("the sandbox is gone")
+
+    task = task_of(
+        lambda: Unreachable(dataset=Dataset.from_list(ROWS), rubric=vf.Rubric(funcs=[lambda: 1.0]))
+    )
+    with pytest.raises(RolloutFailed, match="InfraError: the sandbox is gone"):
+        await task.run(row_of(task), ScriptedDialogue("7"))
+
+
+def ranks(completions: Any) -> list[float]:
+    """The longest answer of the group gets 1."""
+    lengths = [len(completion[-1]["content"]) for completion in completions]
+    return [float(length == max(lengths)) for length in lengths]
+
+
+async def test_a_group_is_rated_together_and_every_answer_gets_its_own_reward() -> None:
+    task = task_of(single_turn(ranks))
+    assert task.rates_groups
+    # The first one answers last.
+    late = ScriptedDialogue("777", delay_s=0.05)
+    dialogues = [late, ScriptedDialogue("7"), ScriptedDialogue("7")]
+    graded = await task.run_group(row_of(task), dialogues)
+    assert [(g.score, g.parts["ranks"]) for g in graded] == [(1.0, 1.0), (0.0, 0.0), (0.0, 0.0)]
+    with pytest.raises(EnvironmentUnusable, match="reward functions for whole groups"):
+        await task.run(row_of(task), ScriptedDialogue("7"))
+
+    in_a_group = task_of(lambda: vf.EnvGroup([single_turn(ranks)(), single_turn(ranks)()]))
+    assert in_a_group.rates_groups
+    assert not task_of(single_turn(broken)).rates_groups
+
+
+async def test_an_error_in_one_rollout_of_a_group_is_the_groups_error() -> None:
+    task = task_of(single_turn(ranks))
+    with pytest.raises(ContextFull):
+        await task.run_group(row_of(task), [ScriptedDialogue("7"), ScriptedDialogue()])
+
+
+async def test_a_conversation_that_becomes_too_long_is_rated_as_far_as_it_went() -> None:
+    task = VerifiersTask("calculator", TaskOptions())
+    graded = await task.run(row_of(task), ScriptedDialogue(CALL))
+    assert (graded.reason, graded.parts["num_turns"]) == ("prompt_too_long", 1.0)
+
+
+async def test_images_are_refused_at_the_start_and_in_a_rollout() -> None:
+    image = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]
+    content = [{"role": "user", "content": image}]
+    rows = [{"prompt": content, "answer": "7"}]
+    task = task_of(
+        lambda: vf.SingleTurnEnv(
+            dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[lambda: 1.0])
+        )
+    )
+    with pytest.raises(ImagesUnsupported, match="image_url"):
+        task.prompt(row_of(task))
+    with pytest.raises(ImagesUnsupported, match="image_url"):
+        await task.run(row_of(task), ScriptedDialogue("7"))
+
+
+async def test_limits_of_the_environment_count_and_its_temperature_does_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sampling = {"max_tokens": 5, "stop": ["\n"], "temperature": 0.1}
+    task = task_of(single_turn(lambda: 1.0, sampling_args=sampling))
+    dialogue = ScriptedDialogue("7")
+    await task.run(row_of(task), dialogue)
+    assert dialogue.options == [{"tools": [], "max_tokens": 5, "stop": ("\n",)}]
+    printed = capsys.readouterr().out
+    assert "verifiers.sampling_ignored" in printed
+    assert "['temperature']" in printed
+
+
+def test_loading_keeps_the_signal_handlers_of_the_process() -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    VerifiersTask("one_digit_sums", TaskOptions())
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+class OwnAdvantages(vf.Rubric):
+    has_advantages = True
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "load", "problem"),
+    [
+        ("absent-env", {}, None, "no module absent_env"),
+        ("one_digit_sums", {"args": {"level": 2}}, None, "unexpected keyword argument 'level'"),
+        ("one_digit_sums", {"data": "rows.jsonl", "system_prompt": "x"}, None,
+         "--data, --system-prompt cannot be used"),
+        ("made", {}, lambda: SimpleNamespace(env_id="x", env_args={"a": 1}),
+         "returned SimpleNamespace; expected a verifiers.Environment"),
+        ("made", {}, lambda: vf.SingleTurnEnv(
+            dataset=Dataset.from_list(ROWS), rubric=OwnAdvantages(funcs=[broken])),
+         "computes advantages itself"),
+        ("made", {}, None, r"defines no load_environment.*'verifiers>=0.4'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused_by_name(
+    name: str, options: dict[str, Any], load: Any, problem: str
+) -> None:
+    if name == "made":
+        module = sys.modules["made"] = ModuleType("made")
+        if load is not None:
+            module.load_environment = load  # type: ignore[attr-defined]
+    with pytest.raises(EnvironmentUnusable, match=problem):
+        VerifiersTask(name, TaskOptions(**options))
+
+
+def test_an_environment_for_evaluation_alone_cannot_be_trained() -> None:
+    task = task_of(
+        lambda: vf.SingleTurnEnv(
+            eval_dataset=Dataset.from_list(ROWS), rubric=vf.Rubric(funcs=[broken])
+        )
+    )
+    with pytest.raises(EnvironmentUnusable, match="no data set for training"):
+        task.rows("train")

@@ -1,0 +1,235 @@
+"""Checks with verifiers from 0.4. Run by test_verifiers.py in an environment of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import verifiers.v1 as vf
+
+from grpo_core.errors import ServiceUnavailable
+from grpo_env.bridges.chat import ImagesUnsupported
+from grpo_env.bridges.errors import EnvironmentUnusable, RolloutFailed
+from grpo_env.bridges.verifiers import VerifiersTask
+from grpo_env.bridges.verifiers_harness import HARNESS_ID
+from grpo_env.bridges.verifiers_v1 import _config
+from grpo_env.tasks import Graded, TaskOptions
+from grpo_env.tasks.dialogue import ContextFull
+from tests.unit.env.bridges.scripted import ScriptedDialogue
+
+ENVIRONMENTS = Path(__file__).parent / "current_environments"
+CALL = 'I add. <tool_call>{"name": "calculator_add", "arguments": {"a": 1, "b": 1}}</tool_call>'
+
+
+@pytest.fixture(autouse=True)
+def _environments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(ENVIRONMENTS)
+    # verifiers starts the calculator as a process.
+    monkeypatch.setenv("PYTHONPATH", f"{ENVIRONMENTS}{os.pathsep}{os.environ['PYTHONPATH']}")
+    yield
+    for name in ("one_digit_sums", "calculator", "made"):
+        sys.modules.pop(name, None)
+
+
+class Fine:
+    @vf.reward
+    async def fine(self) -> float:
+        return 1.0
+
+
+class Broken:
+    @vf.reward
+    async def broken(self) -> float:
+        raise ZeroDivisionError("in the reward")
+
+
+class Slow:
+    @vf.reward
+    async def slow(self) -> float:
+        await asyncio.sleep(60.0)
+        return 1.0
+
+
+def made(*rewards: type) -> type[vf.Taskset]:
+    """A module `made` with one task, "3+4=", and these rewards."""
+
+    class MadeTask(*rewards, vf.Task[vf.TaskData]):  # type: ignore[misc]
+        pass
+
+    class MadeTaskset(vf.Taskset[MadeTask, vf.TasksetConfig]):
+        def load(self) -> Any:
+            return [MadeTask(vf.TaskData(prompt="3+4="), self.config.task)]
+
+    module = sys.modules["made"] = ModuleType("made")
+    module.MadeTaskset = MadeTaskset  # type: ignore[attr-defined]
+    module.__all__ = ["MadeTaskset"]  # type: ignore[attr-defined]
+    return MadeTaskset
+
+
+def task_of(name: str = "made", **arguments: Any) -> VerifiersTask:
+    return VerifiersTask(name, TaskOptions(args=arguments))
+
+
+def row_of(task: VerifiersTask, index: int = 0) -> Any:
+    rows = task.rows("train")
+    assert rows is not None
+    return rows[index]
+
+
+async def test_one_turn() -> None:
+    task = task_of("one-digit-sums", taskset={"largest": 3})
+    rows = task.rows("train")
+    assert rows is not None
+    assert (len(rows), rows[6]["answer"], task.rows("test")) == (16, "3", None)
+    opening = [
+        {"role": "system", "content": "Answer with the number."},
+        {"role": "user", "content": "1+2="},
+    ]
+    assert task.prompt(rows[6]) == opening
+
+    right, wrong = ScriptedDialogue("3"), ScriptedDialogue("thirteen")
+    # 1.0 for the result and 0.25 for a short answer
+    assert await task.run(rows[6], right) == Graded(
+        {"correct": 1.0, "is_short": 1.0, "characters": 1.0}, "agent_completed", 1.25
+    )
+    assert await task.run(rows[6], wrong) == Graded(
+        {"correct": 0.0, "is_short": 0.0, "characters": 8.0}, "agent_completed", 0.0
+    )
+    assert right.requests == wrong.requests == [opening]
+    task.close()
+
+
+async def test_rollouts_side_by_side_are_answered_by_their_own_dialogues() -> None:
+    task = task_of("one_digit_sums")
+    row = row_of(task, index=4)
+    texts = ["4", "5", "4", "four"]
+    dialogues = [ScriptedDialogue(text, delay_s=0.05 / (i + 1)) for i, text in enumerate(texts)]
+    graded = await asyncio.gather(*(task.run(row, dialogue) for dialogue in dialogues))
+    assert [g.score for g in graded] == [1.25, 0.25, 1.25, 0.0]
+    task.close()
+
+
+async def test_a_tool_conversation_repeats_what_the_policy_said_to_the_letter() -> None:
+    task = task_of("calculator")
+    dialogue = ScriptedDialogue(CALL, "2")
+    graded = await task.run(row_of(task, index=4), dialogue)
+
+    assert graded == Graded({"correct": 1.0, "results": 1.0}, "agent_completed", 1.0)
+    question = {"role": "user", "content": "What is 1+1?"}
+    assert dialogue.requests == [
+        [question],
+        [question, {"role": "assistant", "content": CALL}, {"role": "tool", "content": "2"}],
+    ]
+    assert dialogue.options[0]["tools"][0]["function"]["name"] == "calculator_add"
+
+    unknown = CALL.replace("calculator_add", "divide")
+    listed = CALL.replace('{"a": 1, "b": 1}', "[1, 1]")
+    mistaken = ScriptedDialogue(unknown, listed, "2")
+    assert (await task.run(row_of(task, index=4), mistaken)).parts["results"] == 2.0
+    results = [message["content"] for message in mistaken.requests[-1] if message["role"] == "tool"]
+    assert results[0] == "error: unknown tool 'divide'"
+    assert results[1].startswith("error: tool arguments must be a JSON object, got list")
+
+    # A conversation that becomes too long is rated as far as it went.
+    too_long = await task.run(row_of(task, index=4), ScriptedDialogue(CALL))
+    assert too_long.parts == {"correct": 0.0, "results": 0.0}
+    task.close()
+
+
+def test_the_users_configuration_counts_and_ours_fills_the_gaps() -> None:
+    ours = _config("one_digit_sums", {"agent": {"max_turns": 3}}).agent
+    assert (ours.harness.id, ours.runtime.type, ours.max_turns) == (HARNESS_ID, "subprocess", 3)
+    docker = {"harness": {"id": "null"}, "runtime": {"type": "docker"}}
+    theirs = _config("one_digit_sums", {"agent": docker, "taskset": {"largest": 2}})
+    assert (theirs.agent.harness.id, theirs.agent.runtime.type) == ("null", "docker")
+    assert theirs.taskset.largest == 2
+
+
+async def test_a_reward_that_fails_is_an_error_and_no_reward_of_0() -> None:
+    made(Broken, Fine)
+    task = task_of()
+    with pytest.raises(RolloutFailed, match="ZeroDivisionError: in the reward"):
+        await task.run(row_of(task), ScriptedDialogue("7"))
+    task.close()
+
+
+async def test_a_reward_that_has_no_time_is_an_error_and_no_reward_of_0() -> None:
+    made(Slow, Fine)
+    task = task_of(agent={"timeout": {"scoring": 0.05}})
+    with pytest.raises(RolloutFailed, match=r"not rated: .*slow"):
+        await task.run(row_of(task), ScriptedDialogue("7"))
+    task.close()
+
+
+async def test_errors_of_the_dialogue_stay_what_they_are() -> None:
+    class Gone(ScriptedDialogue):
+        async def say(self, *_: Any, **__: Any) -> Any:
+            raise ServiceUnavailable("the inference server is gone")
+
+    task = task_of("one_digit_sums")
+    with pytest.raises(ServiceUnavailable, match="is gone"):
+        await task.run(row_of(task), Gone())
+    with pytest.raises(ContextFull):
+        await task.run(row_of(task), ScriptedDialogue())
+    task.close()
+
+
+async def test_several_agents_in_one_rollout_are_refused_by_name() -> None:
+    made(Fine)
+    task = task_of(id="best-of-n", n=2)
+    with pytest.raises(EnvironmentUnusable, match="several agents in one rollout"):
+        await task.run(row_of(task), ScriptedDialogue("7", "8"))
+    task.close()
+
+
+def test_images_are_refused_by_name() -> None:
+    image = vf.ImageUrlContentPart(image_url=vf.ImageUrlSource(url="data:image/png;base64,"))
+    taskset = made(Fine)
+
+    def load(self: Any) -> Any:
+        data = vf.TaskData(prompt=[vf.UserMessage(content=[image])])
+        return [taskset.task_type()(data, self.config.task)]
+
+    taskset.load = load
+    task = task_of()
+    with pytest.raises(ImagesUnsupported, match="image_url"):
+        task.prompt(row_of(task))
+
+
+def test_tasks_without_end_need_a_limit() -> None:
+    taskset = made(Fine)
+    taskset.INFINITE = True
+    with pytest.raises(EnvironmentUnusable, match=r'"select": {"limit": 1000}'):
+        task_of().rows("train")
+    assert len(task_of(select={"limit": 1}).rows("train") or ()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("absent-env", {}, "no module absent_env"),
+        ("one_digit_sums", {"args": {"taskset": {"smallest": 2}}}, "(?s)smallest"),
+        ("one_digit_sums", {"args": {"retries": {"max_retries": 1}}}, "repeats failed rollouts"),
+        (
+            "one_digit_sums",
+            {"args": {"agent": {"retries": {"max_retries": 1}}}},
+            "repeats failed rollouts",
+        ),
+        ("one_digit_sums", {"eval_data": "rows.jsonl"}, "--eval-data cannot be used"),
+        ("classic", {}, "load_environment, which verifiers .* no longer supports.*'verifiers<0.4'"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_name(
+    name: str, options: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classic = ModuleType("classic")
+    classic.load_environment = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "classic", classic)
+    with pytest.raises(EnvironmentUnusable, match=problem):
+        VerifiersTask(name, TaskOptions(**options))

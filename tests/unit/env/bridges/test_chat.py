@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpo_env.bridges.chat import Chat, ImagesUnsupported, plain_message
+from grpo_env.tasks.dialogue import ContextFull
+from tests.unit.env.bridges.scripted import ScriptedDialogue
+
+QUESTION = {"role": "user", "content": "What is 2+3?"}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = 'I add. <tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+
+async def test_answers_that_come_back_parsed_continue_with_their_exact_text() -> None:
+    dialogue = ScriptedDialogue(CALL, "5")
+    chat = Chat(dialogue)
+
+    first = await chat.complete([QUESTION], [ADD])
+    (call,) = first.tool_calls
+    assert (first.content, first.finish_reason) == ("I add.", "tool_calls")
+    assert call["function"] == {"name": "add", "arguments": '{"a": 2, "b": 3}'}
+    assert first.completion_tokens == len(CALL)
+
+    sent_back = {"role": "assistant", "content": first.content, "tool_calls": first.tool_calls}
+    result = {"role": "tool", "content": "5", "tool_call_id": call["id"]}
+    last = await chat.complete([QUESTION, sent_back, result], [ADD])
+    assert dialogue.requests[1] == [
+        QUESTION,
+        {"role": "assistant", "content": CALL},
+        {"role": "tool", "content": "5"},
+    ]
+    assert (last.content, last.tool_calls, last.finish_reason) == ("5", [], "stop")
+    assert last.completion_tokens == 1
+
+
+async def test_an_answer_that_the_environment_changed_is_not_taken_for_the_policys() -> None:
+    dialogue = ScriptedDialogue(CALL, "5")
+    chat = Chat(dialogue)
+    first = await chat.complete([QUESTION], [ADD])
+
+    changed = {"role": "assistant", "content": "I multiply.", "tool_calls": first.tool_calls}
+    await chat.complete([QUESTION, changed], [ADD])
+    assert dialogue.requests[1][1] == {
+        "role": "assistant",
+        "content": "I multiply.",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+        ],
+    }
+
+
+async def test_several_calls_of_one_answer_get_ids_of_their_own() -> None:
+    chat = Chat(ScriptedDialogue(CALL + CALL, CALL))
+    ids = [
+        call["id"]
+        for answer in (await chat.complete([QUESTION], [ADD]), await chat.complete([], [ADD]))
+        for call in answer.tool_calls
+    ]
+    assert ids == ["call_1", "call_2", "call_3"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>{add 2 and 3}</tool_call>",
+        '<tool_call>{"arguments": {}}</tool_call>',
+        "<tool_call>[1]</tool_call>",
+        CALL + "<tool_call>{</tool_call>",
+        "<tool_call>",
+    ],
+)
+async def test_text_that_is_no_valid_call_is_content(text: str) -> None:
+    answer = await Chat(ScriptedDialogue(text)).complete([QUESTION], [ADD])
+    assert (answer.content, answer.tool_calls, answer.finish_reason) == (text, [], "stop")
+
+
+async def test_without_tools_nothing_is_a_call() -> None:
+    answer = await Chat(ScriptedDialogue(CALL)).complete([QUESTION])
+    assert (answer.content, answer.tool_calls) == (CALL, [])
+
+
+async def test_limits_and_stop_texts_of_a_request_reach_the_dialogue() -> None:
+    dialogue = ScriptedDialogue("1", "2", "3", cut_off=True)
+    chat = Chat(dialogue)
+    for sampling in ({"max_tokens": 7, "stop": "\n"}, {"max_completion_tokens": 8}, {}):
+        answer = await chat.complete([QUESTION], sampling={**sampling, "temperature": 0.1})
+        assert answer.finish_reason == "length"
+    assert [(o["max_tokens"], o["stop"]) for o in dialogue.options] == [
+        (7, ("\n",)),
+        (8, ()),
+        (None, ()),
+    ]
+
+
+async def test_a_prompt_that_is_too_long_is_told_from_a_conversation_that_became_too_long() -> None:
+    silent, talked = Chat(ScriptedDialogue()), Chat(ScriptedDialogue("5"))
+    await talked.complete([QUESTION])
+    for chat in (silent, talked):
+        with pytest.raises(ContextFull):
+            await chat.complete([QUESTION])
+    talked.raise_if_silent()
+    with pytest.raises(ContextFull, match="513 tokens"):
+        silent.raise_if_silent()
+
+
+@pytest.mark.parametrize(
+    ("message", "plain"),
+    [
+        ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
+        (
+            {"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]},
+            {"role": "user", "content": "a\nb"},
+        ),
+        (
+            {"role": "tool", "content": "5", "tool_call_id": "call_1", "name": "add"},
+            {"role": "tool", "content": "5", "name": "add"},
+        ),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": "2"}]},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": 2}}],
+            },
+        ),
+        ({"role": "user", "content": "a", "tool_calls": None}, {"role": "user", "content": "a"}),
+    ],
+)
+def test_messages_in_the_form_of_chat_templates(message: Any, plain: Any) -> None:
+    assert plain_message(message) == plain
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio"])
+def test_images_and_sounds_are_refused_by_name(kind: str) -> None:
+    content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {}}]
+    with pytest.raises(ImagesUnsupported, match=f"role user holds a part of the type '{kind}'"):
+        plain_message({"role": "user", "content": content})
