@@ -66,7 +66,9 @@ MISTAKES = {
         (("NUM_INFERENCE_NODES", "2"),),
     ),
     "unknown task": Mistake(
-        env_server, "gsm8x serve --model m", "TASK: no task 'gsm8x'; expected one of arithmetic, gsm8k"
+        env_server,
+        "gsm8x serve --model m",
+        "TASK: no task 'gsm8x'; expected one of arithmetic, gsm8k",
     ),
     "missing data": Mistake(
         env_server, "gsm8k serve --model m --data {tmp}/gone", "--data: no such directory"

@@ -82,7 +82,7 @@ def test_an_installed_package_may_offer_tasks(
     monkeypatch.syspath_prepend(directory)
     point = EntryPoint("loud", "shouting:Shout", loading.ENTRY_POINTS)
     for module in (loading, task_names):
-        monkeypatch.setattr(module, "entry_points", lambda group: [point])
+        monkeypatch.setattr(module, "entry_points", lambda **_group: [point])
     assert problem_of("loud") is None
     assert make_task("loud", find_task("loud"), options(directory)).name == "shout"
 
@@ -96,7 +96,7 @@ BROKEN_WHEN_RUN = {
     "x = 1 / 0\ndef reward(a, r): ...": "broken.py line 1: ZeroDivisionError",
     "def reward(answer): return 1": r"line 1: reward cannot be called as reward\(answer, row\)",
     "reward = 3": "reward is int; expected a function",
-    "class reward: ...": "is a class, but no subclass of grpo_env.Task",
+    "class reward: ...": "is a class, but no subclass of grpo_env.tasks.Task",
 }
 
 
@@ -111,7 +111,8 @@ def test_a_mistake_in_a_file_is_named_with_its_line(
     assert (without_running is not None) == (code in BROKEN)
 
 
-def test_names_that_cannot_be_tasks_are_known_without_running_code(directory: Path) -> None:
+@pytest.mark.usefixtures("directory")
+def test_names_that_cannot_be_tasks_are_known_without_running_code() -> None:
     assert "no task 'chess'; expected one of arithmetic, gsm8k" in str(problem_of("chess"))
     assert "cannot read no.py: No such file" in str(problem_of("no.py:reward"))
     assert problem_of("gsm8k") is problem_of("any.module:Task") is problem_of("mine.py") is None

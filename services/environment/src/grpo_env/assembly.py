@@ -11,6 +11,7 @@ from grpo_core.security.bearer_token import plain
 from grpo_env.config.mappings import MixturePart
 from grpo_env.config.settings import EnvServerSettings
 from grpo_env.inference.pool import InferencePool
+from grpo_env.loading import find_task, make_task
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.grading import Grader
 from grpo_env.rollout.outcome import SamplingPlan
@@ -18,7 +19,6 @@ from grpo_env.rollout.rollout import RolloutEngine
 from grpo_env.rollout.user_code import TaskCode
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.items import ItemStream, training_items
-from grpo_env.loading import find_task, make_task
 
 
 @dataclass(frozen=True)
@@ -113,5 +113,3 @@ def sampling_plan(
         max_sequences=tasks.max_sequences,
         mask_cut_off=settings.mask_too_long_completions,
     )
-
-

@@ -79,7 +79,7 @@ def make_task(name: str, make: Make, options: TaskOptions) -> Task:
         raise
     except ValueError as error:
         raise TaskUnusable(str(error)) from error
-    except Exception as error:  # noqa: BLE001 - code of a user
+    except Exception as error:
         raise TaskUnusable(f"task {name}: cannot be created: {_where(error)}") from error
 
 
@@ -98,12 +98,15 @@ def _task_of(module: ModuleType, attribute: str, stem: str, source: str) -> Make
         )
     if inspect.isclass(found):
         if not issubclass(found, Task):
-            raise TaskUnusable(f"{source}: {attribute} is a class, but no subclass of grpo_env.Task")
+            raise TaskUnusable(
+                f"{source}: {attribute} is a class, but no subclass of grpo_env.Task"
+            )
         return found
     if not callable(found):
         raise TaskUnusable(
-            f"{source}: {attribute} is {type(found).__name__}; expected a function (answer, row) or "
-            "a subclass of grpo_env.Task"
+            f"{source}: {attribute} is a class, but no subclass of "
+            "grpo_env.tasks.Task"
+            "a subclass of grpo_env.tasks.Task"
         )
     _check_signature(found, attribute, source)
     return lambda options: FunctionTask(stem, found, options)
@@ -132,7 +135,7 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # as import does; dataclasses look there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001 - code of a user
+    except Exception as error:
         raise TaskUnusable(f"{path} cannot be loaded: {_where(error)}") from error
     return module
 
@@ -141,7 +144,7 @@ def _load_module(name: str) -> ModuleType:
     sys.path.insert(0, "")  # the directory that the command is started in
     try:
         return importlib.import_module(name)
-    except Exception as error:  # noqa: BLE001 - code of a user
+    except Exception as error:
         raise TaskUnusable(f"the module {name} cannot be imported: {_where(error)}") from error
 
 
@@ -155,7 +158,7 @@ def _installed(name: str) -> Make:
         )
     try:
         loaded = found[name].load()
-    except Exception as error:  # noqa: BLE001 - code of a user
+    except Exception as error:
         raise TaskUnusable(f"the task {name} cannot be loaded: {_where(error)}") from error
     holder = ModuleType(name)
     setattr(holder, name, loaded)

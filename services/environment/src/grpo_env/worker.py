@@ -210,9 +210,9 @@ class Worker:
         self._trainer = await self._api.info()
         if 0 < self._trainer.batch_size < self._in_sequences.group_size:
             raise GroupLargerThanBatch(
-                f"a group of {self._in_sequences.group_size} sequences is larger than the trainer's batch of "
-                f"{self._trainer.batch_size} sequences; use a smaller --group-size, or start "
-                "the trainer with a larger batch"
+                f"a group of {self._in_sequences.group_size} sequences is larger than the "
+                f"trainer's batch of {self._trainer.batch_size} sequences; use a smaller "
+                "--group-size, or start the trainer with a larger batch"
             )
 
     async def _skip_long_prompts(self) -> None:

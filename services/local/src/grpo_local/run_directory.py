@@ -60,14 +60,6 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
-    def evaluations(self) -> Path:
-        return self.path / "eval.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -174,7 +174,9 @@ class ServiceFactory:
         return {} if token is None else {"RUN_API_TOKEN": token, "VLLM_API_KEY": token}
 
     def environment_name(self, task: str) -> str:
-        return "environment" if len(self.settings.task) == 1 else f"environment-{name_of_task(task)}"
+        return (
+            "environment" if len(self.settings.task) == 1 else f"environment-{name_of_task(task)}"
+        )
 
     def _data_is_on_the_hub(self, task: str) -> bool:
         data = self.settings.data

@@ -140,9 +140,7 @@ class ScoredGroup(FreeFormFields):
         if self.overrides is None or len(kept) in (0, self.size):
             return self
         changes: dict[str, Any] = {
-            name: [rows[i] for i in kept]
-            for name in _PER_SEQUENCE
-            if (rows := getattr(self, name))
+            name: [rows[i] for i in kept] for name in _PER_SEQUENCE if (rows := getattr(self, name))
         }
         facts = dict(self.group_overrides or {})
         versions = facts.get("policy_version")

@@ -95,4 +95,6 @@ def test_a_mistake_ends_with_status_2_and_names_the_option(
     for option, problem in MISTAKES.items():
         assert problem in refused([*BASE, option], capsys)
     assert "--model is required" in refused(["arithmetic", "serve"], capsys)
-    assert "TASK: no task 'chess'; expected one of arithmetic, gsm8k" in refused(["chess", *BASE[1:]], capsys)
+    assert "TASK: no task 'chess'; expected one of arithmetic, gsm8k" in refused(
+        ["chess", *BASE[1:]], capsys
+    )

@@ -133,5 +133,3 @@ async def test_process_that_can_use_no_group_says_why(tmp_path: Path) -> None:
         await act(
             process, aborted, "--group-size=2", "--steps=2", f"--output={tmp_path / 'groups.jsonl'}"
         )
-
-

@@ -149,7 +149,9 @@ def test_a_rollout_with_several_sequences_counts_once_and_padding_not_at_all() -
         group_overrides={"policy_version": [[[0, 0], [0, 0]]] * 4},
     )
     batch = collated(three)
-    found = [advantage for m in batch.micro_batches for advantage in m.advantages.flatten().tolist()]
+    found = [
+        advantage for m in batch.micro_batches for advantage in m.advantages.flatten().tolist()
+    ]
     assert dict(zip(batch.order, found, strict=True)) == pytest.approx({0: 1.0, 1: 1.0, 2: -1.0})
     weights = torch.cat([micro.token_weight.sum(-1) for micro in batch.micro_batches])
     assert weights.tolist() == pytest.approx([1 / 3] * 3)

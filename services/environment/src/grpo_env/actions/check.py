@@ -151,4 +151,3 @@ def _entry(entry: Checked) -> list[str]:
 def _short(text: str, width: int) -> str:
     shown = repr(text)
     return shown if len(shown) <= width else shown[: width - 3] + "..."
-

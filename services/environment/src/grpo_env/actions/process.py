@@ -33,9 +33,7 @@ class NothingProcessed(GrpoError):
     """No group could be sampled and graded."""
 
 
-async def process(
-    settings: EnvServerSettings, tasks: TaskSet, template: TokenizerTemplate
-) -> None:
+async def process(settings: EnvServerSettings, tasks: TaskSet, template: TokenizerTemplate) -> None:
     """Write `--steps` groups to `--output`, one JSON object per line, and a page beside it.
 
     Groups of equal scores are written too, because they show why nothing would be learned.

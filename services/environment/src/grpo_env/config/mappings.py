@@ -102,7 +102,7 @@ SECTIONS = ("columns", "task-args", "reward-weights")
 
 def with_sections(content: dict[str, Any]) -> dict[str, Any]:
     """The sections as single values, also those in the section `env`."""
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in content.items():
         is_section = str(key).replace("_", "-") in SECTIONS
         if isinstance(value, dict) and is_section:

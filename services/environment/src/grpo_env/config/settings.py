@@ -416,9 +416,9 @@ class EnvServerSettings(CommandSettings):
                 yield Mistake("task", problem)
         for name in ("tokenizer" if self.tokenizer else "model", "data", "eval_data"):
             path = getattr(self, name)
-            if path and not Path(path).expanduser().is_file():
-                if problem := missing_directory(path):
-                    yield Mistake(name, problem)
+            is_file = path and Path(path).expanduser().is_file()
+            if path and not is_file and (problem := missing_directory(path)):
+                yield Mistake(name, problem)
         if self.answers and not self.answers.is_file():
             yield Mistake("answers", f"{self.answers}: no such file")
         if self.use_wandb and find_spec("wandb") is None:
@@ -458,4 +458,3 @@ def _task_first(argv: Sequence[str]) -> list[str]:
     if len(words) > 1 and words[0] in ACTIONS and not words[1].startswith("-"):
         words[:2] = [words[1], words[0]]
     return words
-

@@ -68,7 +68,9 @@ class TrainingEvaluation:
     def start_if_due(self, step: int, plan: SamplingPlan) -> None:
         """Start an evaluation at the first step seen, and at each multiple of `--eval-every`."""
         every = self._settings.eval_every
-        is_due = self._done_up_to < 0 or step // every > self._done_up_to // every if every else False
+        is_due = (
+            self._done_up_to < 0 or step // every > self._done_up_to // every if every else False
+        )
         if is_due and not self.is_running:
             self._start(step, plan)
 

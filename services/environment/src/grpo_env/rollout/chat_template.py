@@ -69,9 +69,7 @@ class TokenizerTemplate:
         """The text of each token by itself."""
         return [self._tokenizer.decode([token_id]) for token_id in token_ids]
 
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> str:
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         from jinja2 import TemplateError
 
         try:

@@ -8,8 +8,8 @@ from typing import Any
 
 from grpo_core.clients.inference import Completion
 from grpo_core.errors import ProtocolViolation, RequestRefused
-from grpo_env.rollout.generation import Session
 from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.generation import Session
 from grpo_env.rollout.outcome import (
     STOPPED,
     FailureReason,

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from grpo_core.clients.inference import Completion, GenerateAnswer
 from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused
-from grpo_env.rollout.generation import Generation
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.dialogue import RecordedDialogue
+from grpo_env.rollout.generation import Generation
 from grpo_env.rollout.grading import Grade, Grader, Ungraded
 from grpo_env.rollout.outcome import (
     STOPPED,
@@ -139,7 +139,7 @@ class RolloutEngine:
             more: Sequence[Message] | None = await call("the step", task.step, state, answer)
         except GrpoError:
             raise
-        except Exception as error:  # noqa: BLE001 - code of a user
+        except Exception as error:
             failed = self._grader.failed(task, error)
             raise GroupLost(FailureReason.QUARANTINED_REWARD, failed.problem) from error
         return more
@@ -181,7 +181,7 @@ class RolloutEngine:
             raise GroupLost(FailureReason.TOO_LONG, str(error)) from error
         except (GrpoError, GroupLost):
             raise
-        except Exception as error:  # noqa: BLE001 - code of a user
+        except Exception as error:
             failed = self._grader.failed(task, error)
             raise GroupLost(FailureReason.QUARANTINED_REWARD, failed.problem) from error
 

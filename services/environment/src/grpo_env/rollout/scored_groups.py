@@ -29,7 +29,7 @@ def scored_group(
     """
     rows = [*_rows(samples, grades, plan)]
     facts = RolloutFacts(
-        policy_version=[(s.first_version, s.last_version) for s, *_ in rows],  # type: ignore[misc]
+        policy_version=[(s.first_version, s.last_version) for s, *_ in rows],
         generation_seconds=seconds,
     )
     params: dict[str, Any] = {"temperature": plan.temperature}

@@ -45,9 +45,7 @@ class TaskCode(ClosesOnExit):
             async with asyncio.timeout(self._deadline_s):
                 if inspect.iscoroutinefunction(function):
                     return await self._in_loop(function(*arguments))
-                value = await asyncio.wrap_future(
-                    self._threads.schedule(function, args=arguments)  # type: ignore[no-untyped-call]
-                )
+                value = await asyncio.wrap_future(self._threads.schedule(function, args=arguments))
                 return await self._in_loop(value) if inspect.isawaitable(value) else value
         except TimeoutError as error:
             raise TooSlow(
@@ -79,7 +77,7 @@ class TaskCode(ClosesOnExit):
     def close(self) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
-        self._threads.close()
+        self._threads.close()  # type: ignore[no-untyped-call]
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

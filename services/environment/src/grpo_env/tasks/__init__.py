@@ -139,7 +139,7 @@ class Task:
     max_turns: int = 8
     tools: Sequence[Callable[..., Any] | Mapping[str, Any]] = ()
     stop: Sequence[str] = ()
-    weights: Mapping[str, float] = {}  # noqa: RUF012 - nothing changes it
+    weights: Mapping[str, float] = {}
     held_out: float = 0.1
     blocks: bool = True
     drives_itself: ClassVar[bool] = False

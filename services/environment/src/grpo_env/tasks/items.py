@@ -74,7 +74,9 @@ def training_items(task: Task) -> list[Item]:
             "or pass --held-out 0 or --eval-data"
         )
     if len(kept) < len(items):
-        log.info("data.divided", task=task.name, training=len(kept), held_out=len(items) - len(kept))
+        log.info(
+            "data.divided", task=task.name, training=len(kept), held_out=len(items) - len(kept)
+        )
     return kept
 
 
@@ -103,8 +105,8 @@ def evaluation_items(task: Task) -> list[Item]:
     found = [*{item.key: item for item in found}.values()]  # each prompt once
     if not found:
         raise DataUnusable(
-            f"task {task.name}: no item for evaluation that training does not use; pass --eval-data "
-            "with other rows, or raise --held-out"
+            f"task {task.name}: no item for evaluation that training does not use; pass "
+            "--eval-data with other rows, or raise --held-out"
         )
     return found
 

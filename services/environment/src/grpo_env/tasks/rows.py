@@ -93,16 +93,14 @@ def read_records(data: str, config: str | None, split: Split) -> tuple[Iterator[
         path.suffix in (*_LINES, *_OTHER_FILES) or not _HUB_ID.fullmatch(data)
     ):
         raise DataUnusable(
-            f"{data}: no such file or directory; set --data to a file of JSON lines, to a directory "
-            f"with {lines.name}, or to a Hugging Face id such as openai/gsm8k"
+            f"{data}: no such file or directory; set --data to a file of JSON lines, to a "
+            f"directory with {lines.name}, or to a Hugging Face id such as openai/gsm8k"
         )
     source = str(path) if path.is_dir() else data
     return _dataset_records(source, config, split), f"{source} ({config or 'default'}, {split})"
 
 
-def checked_rows(
-    records: Iterable[Record], source: str, columns: Any = None
-) -> list[Row]:
+def checked_rows(records: Iterable[Record], source: str, columns: Any = None) -> list[Row]:
     """Records as rows, with the columns renamed.
 
     Raises:
@@ -170,7 +168,8 @@ def _as_messages(column: str, value: Any) -> list[Message]:
             )
         if not isinstance(content, str):
             raise ValueError(f"the column {column!r}: message {number} has no text as its content")
-    return [Message(**message) for message in value]
+    messages: list[Message] = [*value]
+    return messages
 
 
 def renamed(row: Row, columns: Any) -> dict[str, Any]:

@@ -249,9 +249,10 @@ class DemoSettings(ServerOptions, ModeOptions):
                 "with question and answer per line, or a data set on the hub such as openai/gsm8k",
             )
         for task in self.task:
-            if len(self.task) > 1 and [name_of_task(t) for t in self.task].count(
-                name_of_task(task)
-            ) > 1:
+            if (
+                len(self.task) > 1
+                and [name_of_task(t) for t in self.task].count(name_of_task(task)) > 1
+            ):
                 yield Mistake("task", f"two tasks have the name {name_of_task(task)}")
                 break
 
@@ -287,9 +288,9 @@ class DemoSettings(ServerOptions, ModeOptions):
     def _machine_mistakes(self) -> Iterator[Mistake]:
         if self.model is not None and (problem := missing_model(self.model)):
             yield Mistake("model", problem)
-        if self.data is not None and not Path(self.data).expanduser().is_file():
-            if problem := missing_directory(self.data):
-                yield Mistake("data", problem)
+        is_file = self.data is not None and Path(self.data).expanduser().is_file()
+        if self.data and not is_file and (problem := missing_directory(self.data)):
+            yield Mistake("data", problem)
         for task in self.task:
             yield from self._mistakes_of_task(task)
         if self.resume is None:

@@ -1,0 +1,116 @@
+"""Tools that the model may call: their schemas, and the answers to calls in a message.
+
+A call is a block as the chat templates of Hermes and Qwen ask for it:
+`<tool_call>{"name": "calculator", "arguments": {"expression": "3+4"}}</tool_call>`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from grpo_core.errors import GrpoError
+from grpo_env.hidden_torch import hidden_torch
+
+if TYPE_CHECKING:
+    from grpo_env.tasks import Message
+
+Tool = Callable[..., Any] | Mapping[str, Any]
+
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+
+
+class ToolUnusable(GrpoError):
+    """A tool has no docstring or no types, so no schema can be made of it."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call in a message. `error`: why it is no valid call; None if it is one."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+def tool_calls(text: str) -> list[ToolCall]:
+    """The calls in a message, in their order. An invalid one has an error."""
+    return [_call(content) for content in _CALL.findall(text)]
+
+
+def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """JSON schemas for the chat template. A function's schema is made of its types and of its
+    docstring in Google's style; a mapping is a schema already.
+
+    Raises:
+        ToolUnusable: a function lacks a docstring, or the type or description of an argument.
+    """
+    return [dict(tool) if isinstance(tool, Mapping) else _schema(tool) for tool in tools]
+
+
+async def answer_calls(text: str, tools: Sequence[Tool]) -> list[Message] | None:
+    """Call the tools that a message calls; None if it calls none.
+
+    Returns one message of the role `tool` for each call. An error of a tool becomes its content, so
+    that the model can learn from it. Functions run in threads; coroutines are awaited.
+    """
+    calls = tool_calls(text)
+    functions = {tool.__name__: tool for tool in tools if not isinstance(tool, Mapping)}
+    answers = await asyncio.gather(*(_answer(call, functions) for call in calls))
+    messages: list[Message] = [
+        {"role": "tool", "name": call.name, "content": answer}
+        for call, answer in zip(calls, answers, strict=True)
+    ]
+    return messages or None
+
+
+def _call(content: str) -> ToolCall:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return ToolCall(error="the call is not JSON")
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return ToolCall(error="the call has no name")
+    arguments = found.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return ToolCall(found["name"], error="the arguments are not an object")
+    return ToolCall(found["name"], arguments)
+
+
+async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -> str:
+    if call.error is not None:
+        return f"error: {call.error}"
+    tool = functions.get(call.name)
+    if tool is None:
+        return f"error: no tool {call.name!r}; the tools are {', '.join(functions)}"
+    try:
+        inspect.signature(tool).bind(**call.arguments)
+        if inspect.iscoroutinefunction(tool):
+            return str(await tool(**call.arguments))
+        return str(await asyncio.to_thread(tool, **call.arguments))
+    except Exception as error:  # noqa: BLE001 - code of a user, and arguments of a model
+        return f"error: {error or type(error).__name__}"
+
+
+def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
+    with hidden_torch():
+        from transformers.utils.chat_template_utils import (
+            DocstringParsingException,
+            TypeHintParsingException,
+            get_json_schema,
+        )
+    try:
+        schema: dict[str, Any] = get_json_schema(tool)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        code = getattr(tool, "__code__", None)
+        place = f" ({code.co_filename} line {code.co_firstlineno})" if code else ""
+        raise ToolUnusable(
+            f"the tool {getattr(tool, '__name__', tool)}{place} has no schema: {error}; give each "
+            "argument a type, and describe it in the docstring below 'Args:'"
+        ) from error
+    return schema
