@@ -13,7 +13,8 @@ def hidden_torch() -> Iterator[None]:
     """While transformers is imported, which otherwise imports torch wherever it is installed: 5 s
     of a core and 340 MB for each environment, whose tokenizer needs none."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # which says that it is missing
-    if "torch" in sys.modules:
+    # A transformers that was imported with torch cannot go on without it.
+    if "torch" in sys.modules or "transformers" in sys.modules:
         yield
         return
     sys.modules["torch"] = None  # type: ignore[assignment]  # Python's sign for "not to be found"

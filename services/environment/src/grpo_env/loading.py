@@ -99,14 +99,13 @@ def _task_of(module: ModuleType, attribute: str, stem: str, source: str) -> Make
     if inspect.isclass(found):
         if not issubclass(found, Task):
             raise TaskUnusable(
-                f"{source}: {attribute} is a class, but no subclass of grpo_env.Task"
+                f"{source}: {attribute} is a class, but no subclass of grpo_env.tasks.Task"
             )
         return found
     if not callable(found):
         raise TaskUnusable(
-            f"{source}: {attribute} is a class, but no subclass of "
-            "grpo_env.tasks.Task"
-            "a subclass of grpo_env.tasks.Task"
+            f"{source}: {attribute} is {type(found).__name__}; expected a function "
+            "(answer, row) or a subclass of grpo_env.tasks.Task"
         )
     _check_signature(found, attribute, source)
     return lambda options: FunctionTask(stem, found, options)
