@@ -88,25 +88,19 @@ def _sampled_logprobs(token_ids: list[int], logprobs: list[list[dict[int, float]
 
 
 class GenerationClient(AsyncServiceClient):
-    """An environment's client of the inference server.
+    """An environment's client of one inference server. Repeats nothing: `InferencePool` does.
 
     Args:
         base_url: with or without a trailing /v1, for example http://127.0.0.1:9001/v1
-        deadline_s: how long one call may retry
         answer_s: how long the completions of one call may take
+        max_connections: limit on concurrent requests; further ones wait
         api_key: if the server needs one (VLLM_API_KEY)
     """
 
     def __init__(
-        self,
-        base_url: str,
-        deadline_s: float,
-        answer_s: float,
-        max_connections: int,
-        api_key: str | None = None,
+        self, base_url: str, answer_s: float, max_connections: int, api_key: str | None = None
     ) -> None:
-        super().__init__(SERVICE, base_url, deadline_s, answer_s, max_connections, api_key)
-        self._answer_s = answer_s
+        super().__init__(SERVICE, base_url, answer_s, answer_s, max_connections, api_key)
 
     async def generate(
         self, prompt_token_ids: list[int], within_s: float | None = None, **sampling: Any
@@ -120,13 +114,12 @@ class GenerationClient(AsyncServiceClient):
 
         Raises:
             RequestRefused: a parameter is wrong.
-            ServiceUnavailable: the server did not answer within the deadline.
+            ServiceUnavailable: the server answered with status 5xx; a repeat is useless.
+            httpx.TransportError, TransientAnswer: the request failed; a repeat may succeed.
             ProtocolViolation: the answer breaks the protocol.
         """
         body = {"prompt": {"prompt_token_ids": prompt_token_ids}, "logprobs": 0, **sampling}
-        answer_s = self._answer_s if within_s is None else within_s
-        answer = await self.send("POST", "/generate", answer_s=answer_s, json=body)
-        return _parse_generate(answer)
+        return _parse_generate(await self.send_once("POST", "/generate", within_s, json=body))
 
 
 class BridgeInfo(BaseModel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -169,29 +168,35 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         path: str,
         repeat_lost_answers: bool = True,
         deadline_s: float | None = None,
-        answer_s: float | None = None,
         **request: Any,
     ) -> httpx.Response:
-        """As `ServiceClient.send`. `answer_s`: limit on all attempts together.
-
-        Without it, the client's limit applies to each attempt.
-        """
+        """As `ServiceClient.send`."""
         deadline_s = deadline_s or self._deadline_s
-        started = time.monotonic()
         try:
             rule, note = _rule(repeat_lost_answers), self._reachability.failed
             async for attempt in async_retrying(deadline_s, rule, note):
                 with attempt:
-                    if answer_s is not None:
-                        left_s = answer_s - (time.monotonic() - started)
-                        request["timeout"] = _timeout(max(left_s, _LEAST_S))
-                    response = await self._http.request(method, path, **request)
-                    check_answer(response, self._service)
+                    response = await self.send_once(method, path, **request)
         except (httpx.TransportError, TransientAnswer) as error:
             raise _failure(
                 self._service, self.base_url, deadline_s, error, repeat_lost_answers
             ) from error
         self._reachability.answered()
+        return response
+
+    async def send_once(
+        self, method: str, path: str, answer_s: float | None = None, **request: Any
+    ) -> httpx.Response:
+        """Send a request once. `answer_s`: replaces the client's limit.
+
+        Raises:
+            httpx.TransportError, TransientAnswer: a repeat may succeed.
+            RequestRefused, ServiceUnavailable: as `check_answer`.
+        """
+        if answer_s is not None:
+            request["timeout"] = _timeout(max(answer_s, _LEAST_S))
+        response = await self._http.request(method, path, **request)
+        check_answer(response, self._service)
         return response
 
 

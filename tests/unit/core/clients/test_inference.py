@@ -31,7 +31,7 @@ async def test_every_request_carries_the_key(monkeypatch: pytest.MonkeyPatch) ->
         bridge.pause("session", 1.0, PolicyVersion(1, 1))
         bridge.resume("session", written=True)
         bridge.sample(PROMPT)
-    async with GenerationClient("http://server", 1.0, 1.0, 1, api_key="a-key") as client:
+    async with GenerationClient("http://server", 1.0, 1, api_key="a-key") as client:
         await client.generate(PROMPT)
     paths = ["/bridge/info", "/bridge/pause", "/bridge/resume", "/generate", "/generate"]
     assert seen == [(path, "Bearer a-key") for path in paths]

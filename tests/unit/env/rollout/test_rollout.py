@@ -36,7 +36,7 @@ async def sample(
     **changes: Any,
 ) -> tuple[Rollout | RolloutFailure, StubServer]:
     with stub_server({"POST /generate": lambda _body: (status, answer)}) as server:
-        async with GenerationClient(server.url + "/v1", 60.0, 60.0, max_connections=8) as client:
+        async with GenerationClient(server.url + "/v1", 60.0, max_connections=8) as client:
             return await roll_out(client, item, PROMPT, replace(PLAN, **changes)), server
 
 

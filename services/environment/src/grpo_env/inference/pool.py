@@ -1,49 +1,45 @@
-"""Sends each request to the least busy inference server that works."""
+"""Sends each request to the least loaded inference server that is healthy.
+
+A server that restarts is waited for, a server that is gone is skipped; `availability` tells them
+apart. One task per server probes `GET /health`. Requests that find no server wait until a server's
+standing changes.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AsyncExitStack, suppress
+from typing import Any, Self
 
-import structlog
+import httpx
 
 from grpo_core.clients.inference import SERVICE, GenerateAnswer, GenerationClient
+from grpo_core.clients.retry import TransientAnswer, unavailable
 from grpo_core.deadline import Deadline
-from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
+from grpo_core.errors import ServiceUnavailable
 from grpo_core.process.closing import ClosesOnAsyncExit
-from grpo_env.pacing.failure_budget import FailureBudget
+from grpo_env.inference.availability import Standing
+from grpo_env.inference.health import HealthClient
+from grpo_env.inference.server import Server
 
-log = structlog.get_logger()
-
-_FAILOVER_DEADLINE_S = 2.0
-"""If there are several servers, a request moves to the next one after so many seconds."""
-_NOT_FOUND = 404
-
-
-class NoGenerateRoute(GrpoError):
-    """The server at `--inference-url` has no route `POST /generate`."""
-
-
-@dataclass
-class _Server:
-    client: GenerationClient
-    budget: FailureBudget
-    busy: int = 0
+_GONE_AFTER_S = 120.0
+"""A server that has not served for so long is gone. A restart takes less: a drain of up to 60 s and
+the start of an engine."""
+_FIRST_PROBES_S = 1.0
+"""Limit on waiting for the first probes, so that the first requests use all healthy servers."""
 
 
 class InferencePool(ClosesOnAsyncExit):
-    """Samples completions on one or several servers.
+    """Samples completions on one or several servers. Use it in `async with`.
 
     Args:
         urls: with or without a trailing /v1.
-        deadline_s: how long completions may take, and how long a single server may be
-            unreachable. If there are several, a request moves to the next server much earlier.
+        deadline_s: how long completions may take, including repeats and the wait for a server.
         max_requests: the largest number of requests in flight at one server.
         api_key: the servers' API key; None if they need none.
-        clock: in seconds; measures how long a failed server gets no requests.
+        clock: in seconds; measures deadlines and how long a server has not served.
     """
 
     def __init__(
@@ -54,58 +50,147 @@ class InferencePool(ClosesOnAsyncExit):
         api_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        attempt_s = deadline_s if len(urls) == 1 else min(deadline_s, _FAILOVER_DEADLINE_S)
         self._deadline_s = deadline_s
+        self._clock = clock
         self._servers = [
-            _Server(
-                GenerationClient(url, attempt_s, deadline_s, max_requests, api_key),
-                FailureBudget(f"{SERVICE} at {url}", float("inf"), clock),
+            Server(
+                GenerationClient(url, deadline_s, max_requests, api_key),
+                HealthClient(url, others=len(urls) - 1, api_key=api_key),
+                # Half of the deadline remains for another server.
+                min(_GONE_AFTER_S, deadline_s / 2),
+                self._standing_changed,
+                clock,
             )
             for url in urls
         ]
+        self._picks = 0
+        self._changed = asyncio.Event()
+        self._watches: list[asyncio.Task[None]] = []
+        self._unusable: BaseException | None = None
+
+    async def __aenter__(self) -> Self:
+        for server in self._servers:
+            watch = asyncio.create_task(server.watch())
+            watch.add_done_callback(self._watch_ended)
+            self._watches.append(watch)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_PROBES_S):
+                for server in self._servers:
+                    await server.probed.wait()
+        return self
+
+    def session(self) -> Session:
+        """For the requests of one conversation."""
+        return Session(self)
 
     async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
-        """As `GenerationClient.generate`, on the first server that works.
+        """As `GenerationClient.generate`, repeated until a server answers.
 
         Raises:
-            ServiceUnavailable: every server failed; the message is that of the last one.
+            ServiceUnavailable: no server answered within the deadline; or all that are healthy
+                answered with a status 5xx that a repeat would not change.
             NoGenerateRoute: the server has no such route.
+            SharedWeightsHaveOneServer: one of several servers shares its weights with a trainer.
         """
-        failure: ServiceUnavailable | None = None
-        deadline = Deadline(self._deadline_s)
-        # Servers that failed recently come last, so they are tried only if all others fail.
-        for server in sorted(self._servers, key=lambda s: (s.budget.delay_s > 0, s.busy)):
-            try:
-                return await _generate(server, prompt_token_ids, deadline.left_s, sampling)
-            except ServiceUnavailable as error:
-                failure = error
-                server.budget.failed(error)
-                if len(self._servers) > 1:
-                    log.warning("server.failed", url=server.client.base_url, reason=str(error))
-        assert failure is not None
-        raise failure
+        return await self.session().generate(prompt_token_ids, **sampling)
 
     async def close(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
         async with AsyncExitStack() as stack:
             for server in self._servers:
-                stack.push_async_callback(server.client.close)
+                stack.push_async_callback(server.close)
+
+    async def sample(
+        self, home: Server | None, prompt_token_ids: list[int], sampling: dict[str, Any]
+    ) -> tuple[Server, GenerateAnswer]:
+        """Returns the answer and the server that sent it. For `Session`.
+
+        Args:
+            home: the only server to use, unless it is gone; None for any
+        """
+        assert self._watches, "enter the pool with `async with` first"
+        deadline = Deadline(self._deadline_s, self._clock)
+        broken: set[Server] = set()
+        while True:
+            server = await self._next_server(home, broken, deadline)
+            try:
+                return server, await server.generate(prompt_token_ids, deadline.left_s, sampling)
+            except TimeoutError:
+                continue  # the server is gone, and another one serves
+            except httpx.ReadTimeout as error:
+                server.failed(error)
+                raise unavailable(SERVICE, server.url, self._deadline_s, error) from error
+            except (httpx.TransportError, TransientAnswer) as error:
+                server.failed(error)
+            except ServiceUnavailable as error:
+                server.failed(error)
+                broken.add(server)
+                if not self._candidates(home, broken):
+                    raise
+
+    async def _next_server(
+        self, home: Server | None, broken: set[Server], deadline: Deadline
+    ) -> Server:
+        """The least loaded candidate. Waits until there is one."""
+        while not deadline.has_passed:
+            if self._unusable is not None:
+                raise self._unusable
+            if candidates := self._candidates(home, broken):
+                server = min(candidates, key=lambda s: (s.load, s.picked_at))
+                self._picks += 1
+                server.picked_at = self._picks  # servers with equal loads take turns
+                return server
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline.left_s):
+                    await self._changed.wait()
+        reasons = "; ".join(f"{server.url}: {server.reason}" for server in self._servers)
+        raise ServiceUnavailable(
+            f"{SERVICE}: no server answered within {self._deadline_s:g} s ({reasons}); check that "
+            "the servers run, and --inference-url"
+        )
+
+    def _candidates(self, home: Server | None, broken: set[Server]) -> list[Server]:
+        """The servers to which a request may go now.
+
+        Args:
+            broken: the servers that answered the request with an error that a repeat would meet
+        """
+        servers = [home] if home and home.standing is not Standing.GONE else self._servers
+        serving = [s for s in servers if s.standing is Standing.SERVING and s not in broken]
+        on_trial = [s for s in servers if s.standing is Standing.ON_TRIAL and s not in broken]
+        # A server that fails at once is always the least loaded, so it is tried by one request.
+        return [s for s in on_trial if not s.load] or serving or on_trial
+
+    def _standing_changed(self) -> None:
+        """Wake the requests that wait for a server, and those that a server holds that is gone."""
+        self._changed.set()
+        self._changed.clear()
+        if any(server.standing is Standing.SERVING for server in self._servers):
+            for server in self._servers:
+                if server.standing is Standing.GONE:
+                    server.let_go()
+
+    def _watch_ended(self, watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled():
+            self._unusable = watch.exception()
+            self._standing_changed()
 
 
-async def _generate(
-    server: _Server, prompt_token_ids: list[int], within_s: float, sampling: dict[str, Any]
-) -> GenerateAnswer:
-    server.busy += 1
-    try:
-        answer = await server.client.generate(prompt_token_ids, within_s, **sampling)
-    except RequestRefused as error:
-        if error.status == _NOT_FOUND:
-            raise NoGenerateRoute(
-                f"404 Not Found on /generate at {server.client.base_url}: this server is "
-                "not vllm-api-server (stock vLLM has no /generate); start vllm-api-server, or "
-                "check --inference-url"
-            ) from error
-        raise
-    finally:
-        server.busy -= 1
-    server.budget.succeeded()
-    return answer
+class Session:
+    """The requests of one conversation, all at one server.
+
+    So every turn finds its prefix in that server's cache, and only an update of the server changes
+    the policy. The server that answers first is kept, even while it restarts. Another server takes
+    over only if it is gone.
+    """
+
+    def __init__(self, pool: InferencePool) -> None:
+        self._pool = pool
+        self._home: Server | None = None
+
+    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
+        """As `InferencePool.generate`."""
+        self._home, answer = await self._pool.sample(self._home, prompt_token_ids, sampling)
+        return answer
