@@ -143,7 +143,7 @@ WITNESSES = {
     TRAINER: [Witness(ENVIRONMENT, ("--trainer-deadline-s", "10"), "the trainer took no batch")],
     SERVER: [
         Witness(TRAINER, ("--server-return-deadline-s", "10"), "did not come back within"),
-        Witness(ENVIRONMENT, ("--request-deadline-s", "10"), "vllm-server failed"),
+        Witness(ENVIRONMENT, ("--request-deadline-s", "10"), "vllm-server answered no request"),
     ],
 }
 

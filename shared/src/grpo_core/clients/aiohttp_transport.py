@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
@@ -63,11 +65,17 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, ssl=httpx.create_ssl_context()),
+                connector=aiohttp.TCPConnector(limit=0, ssl=_tls()),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,  # httpx does
             )
         return self._session
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """As httpx makes it, but one for all clients: it takes 50 ms, and each server has two."""
+    return httpx.create_ssl_context()
 
 
 def _proxy_for(url: httpx.URL) -> str | None:

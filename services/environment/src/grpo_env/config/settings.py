@@ -336,7 +336,7 @@ class EnvServerSettings(CommandSettings):
         ("http://localhost:9001",),
         min_length=1,
         description="URL of the inference server. Several URLs, separated by commas, share the "
-        "requests. Mode shared_vllm allows only one URL",
+        "requests, and a server that is gone is skipped. Mode shared_vllm allows only one URL",
     )
     model: Annotated[str | None, Shown(default="required, except by check")] = Field(
         None,
@@ -358,7 +358,7 @@ class EnvServerSettings(CommandSettings):
         description="Seconds to wait for all completions of one prompt, retries included",
     )
     start_deadline_s: float = Field(
-        1800.0, gt=0.0, description="Seconds to wait for the inference server to become healthy"
+        1800.0, gt=0.0, description="Seconds to wait for an inference server to become healthy"
     )
     log_level: LogLevel = Field(
         "INFO", description="Least severe level of the messages that are logged"

@@ -11,7 +11,6 @@ gone ─▶ serving, on trial   as from away
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from enum import Enum, auto
 
@@ -52,7 +51,7 @@ class Availability:
         url: str,
         gone_after_s: float,
         on_change: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self.standing = Standing.AWAY
         self.reason = "not probed yet"
@@ -101,6 +100,7 @@ class Availability:
             self._change(Standing.ON_TRIAL)
 
     def _serve(self) -> None:
+        self.reason = "healthy"
         self._change(Standing.SERVING)
         if self._logged is not Standing.SERVING:
             seconds = round(self._clock() - self._not_serving_since, 1)

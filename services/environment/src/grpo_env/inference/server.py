@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -35,7 +34,7 @@ class Server(ClosesOnAsyncExit):
         health: HealthClient,
         gone_after_s: float,
         on_change: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self.url = generation.base_url
         self.load = self.picked_at = 0

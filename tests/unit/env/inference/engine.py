@@ -1,0 +1,103 @@
+"""An inference server on a real socket in the test's event loop, which can restart or be gone.
+
+As with vllm-api-server, the listening socket outlives an engine that ends: the kernel accepts
+connections, and the next engine answers them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from tests.unit.env.canned import generate_answer
+
+
+class Engine:
+    """`received`: the bodies of requests to /generate; `probes`: who sent those to /health.
+
+    `open`: requests wait for it before they are answered; `status`, `health`: of the answers;
+    `is_silent`: no probe is answered.
+    """
+
+    def __init__(self) -> None:
+        self._reserved = _bound(0)  # nobody else gets the port while nothing listens
+        self._port = self._reserved.getsockname()[1]
+        self._listening: socket.socket | None = None
+        self._runner: web.AppRunner | None = None
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.received: list[dict[str, Any]] = []
+        self.probes: list[Any] = []
+        self.open = asyncio.Event()
+        self.open.set()
+        self.status = self.health = 200
+        self.is_silent = self.shares_weights = False
+
+    async def start(self) -> None:
+        if self._listening is None:
+            self._listening = _bound(self._port)
+            self._listening.listen(1000)
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/bridge/info", self._info)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.001)
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._listening.dup()).start()
+
+    async def crash(self) -> None:
+        """End the engine: requests in flight lose their connections, new ones wait for `start`."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def vanish(self) -> None:
+        """End the whole server: connections are refused."""
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+        await self.crash()
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.received.append(body)
+        await self.open.wait()
+        if self.status != 200:
+            return web.json_response({"detail": "not now"}, status=self.status)
+        return web.json_response(generate_answer(["7"], text=[self.url]))
+
+    async def _health(self, request: web.Request) -> web.Response:
+        self.probes.append(request.transport and request.transport.get_extra_info("peername"))
+        if self.is_silent:
+            await asyncio.Event().wait()
+        return web.Response(status=self.health)
+
+    async def _info(self, _request: web.Request) -> web.Response:
+        return web.json_response({"shared_weights": self.shares_weights})
+
+
+@contextlib.asynccontextmanager
+async def engines(count: int) -> AsyncIterator[list[Engine]]:
+    """Started servers. `text` of their answers is their URL."""
+    started = [Engine() for _ in range(count)]
+    try:
+        for engine in started:
+            await engine.start()
+        yield started
+    finally:
+        for engine in started:
+            engine.open.set()
+            await engine.vanish()
+            engine._reserved.close()
+
+
+def _bound(port: int) -> socket.socket:
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    bound.bind(("127.0.0.1", port))
+    bound.setblocking(False)
+    return bound
