@@ -14,7 +14,7 @@ from grpo_core.settings.command_line import read_command_line
 from grpo_core.settings.options import options_of
 from grpo_env.config.settings import EnvServerSettings
 from grpo_local.process.ports import free_port
-from grpo_local.settings import CompareSettings, DemoSettings, RunSettings
+from grpo_local.settings import CompareSettings, DemoSettings, RolloutsSettings, RunSettings
 from grpo_trainer.config.cli import CommandLine, config_yaml
 from grpo_vllm.settings import ServerSettings
 
@@ -33,6 +33,7 @@ COMMANDS: dict[type[CommandSettings], list[str]] = {
     DemoSettings: [""],
     RunSettings: [f"--model m {REDIS}"],
     CompareSettings: [""],
+    RolloutsSettings: [],  # needs the directory of a run
 }
 EVERY_COMMAND = pytest.mark.parametrize(
     "kind", COMMANDS, ids=[kind.command.prog for kind in COMMANDS]
