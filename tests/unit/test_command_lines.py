@@ -19,6 +19,7 @@ from grpo_local.settings import (
     DemoSettings,
     EvalSettings,
     ReportSettings,
+    RolloutsSettings,
     RunSettings,
 )
 from grpo_trainer.config.cli import CommandLine, config_yaml
@@ -42,6 +43,7 @@ COMMANDS: dict[type[CommandSettings], list[str]] = {
     CompareSettings: [""],
     EvalSettings: [],  # a dry run needs env-server: tests/unit/local/commands/test_evaluate.py
     ReportSettings: [f"{DIRECTORY}", f"{DIRECTORY} --output page.html --open"],
+    RolloutsSettings: [],  # needs the directory of a run
 }
 EVERY_COMMAND = pytest.mark.parametrize(
     "kind", COMMANDS, ids=[kind.command.prog for kind in COMMANDS]

@@ -19,8 +19,13 @@ SHOWN = 5
 
 def _two_steps(value: Any) -> Any:
     """`1,40` or `1 40`"""
+    if value is None:
+        return None
     words = [value] if isinstance(value, str) else value
-    return [part for word in words or [] for part in str(word).split(",")] if words else None
+    steps = [part for word in words for part in str(word).split(",")]
+    if len(steps) != 2:
+        raise ValueError("expected two steps, for example --diff 1 40")
+    return steps
 
 
 class RolloutsSettings(CommandSettings):
