@@ -106,7 +106,8 @@ def _train_and_report(
     started = time.monotonic()
     records = earlier_records(run) if settings.resume else []
     screen.lines(opening_lines(settings, run, len(records)))
-    memory = MemoryPeaks()
+    memory, evaluations = MemoryPeaks(), EvaluationsFile(run.evaluations)
+    evaluations.read_new()  # those of the run that is resumed
     with (
         tempfile.TemporaryDirectory(prefix="grpo-") as temporary,
         HealthProbe(plain(settings.run_api_token)) as probe,
@@ -118,8 +119,6 @@ def _train_and_report(
             if settings.resume:  # not earlier, so that a failed start leaves the old one
                 run.write_config(resolved_yaml(settings.command, settings.resolved()))
             training_started = time.monotonic()
-            evaluations = EvaluationsFile(run.evaluations)
-            evaluations.read_new()  # those of the run that is resumed
             records += follow_training(
                 stack, run, settings.sizes, settings.weight_mode, screen, len(records), evaluations
             )
