@@ -1,4 +1,4 @@
-"""Runs the demo once, and loads the trained model."""
+"""Runs the demo once, and loads its results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_core.evaluation.files import read_results
+from grpo_core.evaluation.results import EvalResult
 from tests.e2e.left_over import processes_that_log_below
+from tests.support.pages import ROOT, command
 
 DEADLINE_S = 1800
 NOISE = 1e-4
@@ -28,6 +31,11 @@ class DemoRun:
         lines = (self.directory / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
+    @property
+    def evaluations(self) -> list[EvalResult]:
+        """With all their items, by step."""
+        return read_results(self.directory / "eval.jsonl")
+
 
 def run_demo(directory: Path, *flags: str, option: str = "--run-dir") -> DemoRun:
     """Run it to its end, which must be a success and leave no process.
@@ -35,12 +43,30 @@ def run_demo(directory: Path, *flags: str, option: str = "--run-dir") -> DemoRun
     Args:
         option: `--resume` if the directory is that of an earlier run
     """
-    command = [sys.executable, "-m", "grpo_local", option, str(directory), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = run_local(option, str(directory), *flags)
     logs = [f"{path}\n{path.read_text()[-5000:]}" for path in directory.glob("logs/*.log")]
     assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
     assert processes_that_log_below(directory / "logs") == []
     return DemoRun(directory, done.stdout)
+
+
+def run_local(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of grpo_local in the repository's root to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "grpo_local", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+def readme_flags() -> list[str]:
+    """Options of grpo-demo for the command in README.md's section "Your own reward"."""
+    make, demo, *options = command("README.md", "make demo TASK=examples/")
+    assert (make, demo) == ("make", "demo")
+    pairs = [option.split("=", 1) for option in options]
+    return [word for name, value in pairs for word in (f"--{name.lower()}", value)]
 
 
 def load_model(directory: Path) -> Any:
