@@ -170,6 +170,10 @@ soak: $(VENV)/.installed-dev ## Kill run-api, Redis and trainer at random for SO
 bench-lora: install ## Measure decoding with an adapter, here and in stock vLLM; writes benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.lora_decode --results benchmarks/RESULTS.md $(BENCH_FLAGS)
 
+.PHONY: bench-environment
+bench-environment: install ## Measure memory and CPU time of environments, and the cost of recording rollouts; writes benchmarks/RESULTS.md
+	@$(BIN)/python -m benchmarks.environment --results benchmarks/RESULTS.md $(BENCH_FLAGS)
+
 .PHONY: bench-generate
 bench-generate: install ## Measure /generate here and /v1/completions of stock vLLM; writes benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.generate --results benchmarks/RESULTS.md $(BENCH_FLAGS)
