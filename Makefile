@@ -50,7 +50,7 @@ LANES ?= "lint chart unit integration soak" "inference faults e2e"
 TIER ?= not full and not gpu
 PYTEST = $(BIN)/python -m pytest -m "$(TIER)" $(PYTEST_FLAGS)
 
-CHECKED = $(PACKAGES) compat containers gpu tests benchmarks docs/generate
+CHECKED = $(PACKAGES) compat containers examples gpu tests benchmarks docs/generate
 # The variable keeps the theme from advertising another builder.
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.containers.conftest import TAG
-from tests.containers.stack import TEST_WITHIN_S, Done, docker, run
+from tests.containers.stack import ROOT, TEST_WITHIN_S, Done, docker, run
 
 MB = 1000 * 1000
 OVER_THE_BASE_MB = {
@@ -128,3 +129,18 @@ def checked(base_image: str, *images: str) -> Done:
 
 def require_success(done: Done) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.usefixtures("images")
+def test_a_mounted_folder_brings_tasks_without_a_new_image(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("tasks") / "examples"
+    shutil.copytree(ROOT / "examples", folder, copy_function=shutil.copyfile)
+    folder.chmod(0o755)
+    shown = docker(
+        *("run", "--rm", "--read-only", "--volume", f"{folder}:/tasks:ro", "--workdir", "/tasks"),
+        *(f"grpo-environment:{TAG}", "check", "sums.py:reward"),
+        *("--data", "sums.jsonl", "--answers", "answers.txt"),
+    )
+    assert "score  1.100  '0'" in shown

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from grpo_core.clients.inference import BridgeClient, GenerateAnswer
 from grpo_core.wire.fields import PROMPT_LOGPROB
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
-from grpo_env.rollout.training_sequences import align_group
+from grpo_env.rollout.training_sequences import sequences_of, wire_fields
 from tests.fixtures.inference import InferenceServer
 from tests.support.wait import wait_for
 
@@ -132,7 +132,7 @@ class Producer:
             generation_seconds=time.monotonic() - started,
         )
         return ScoredGroup(
-            **align_group(prompt, completions),
+            **wire_fields(sequences_of(prompt, completions)),
             scores=[float(c.text.strip() == str(a + b)) for c in completions],
             generation_params={"temperature": 1.0, "max_tokens": max_tokens},
             group_overrides=facts.on_the_wire(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -116,6 +117,26 @@ async def test_as_many_groups_are_sampled_at_once_as_allowed_and_no_more() -> No
 
     assert len(api.groups) >= 12
     assert max(counts) == 3
+
+
+async def test_sampling_goes_on_while_run_api_holds_a_submission() -> None:
+    api, four_more, arrived = RunApi(num_steps=4), threading.Event(), itertools.count(1)
+    routes = api.routes()
+    waited: list[bool] = []
+
+    def submit(body: dict[str, Any]) -> Answer:
+        number = next(arrived)
+        if number == 1:
+            waited.append(four_more.wait(DEADLINE_S))
+        elif number == 5:
+            four_more.set()
+        return api.submit(body)
+
+    routes["POST /scored_data"] = submit
+    options = ("--env.max-concurrent-groups=2", "--env.max-batches-offpolicy=8")
+    await feed(routes, inference_routes(right_and_wrong), *options)
+
+    assert waited == [True]
 
 
 class LongAndShort(Sevens):

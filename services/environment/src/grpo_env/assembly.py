@@ -75,18 +75,26 @@ def options_of(settings: EnvServerSettings, part: MixturePart) -> TaskOptions:
 
 @asynccontextmanager
 async def open_engine(
-    settings: EnvServerSettings, template: ChatTemplate
+    settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate
 ) -> AsyncIterator[RolloutEngine]:
     """The rollout engine on the inference servers of `--inference-url`."""
     async with InferencePool(
         settings.inference_url,
         settings.request_deadline_s,
-        settings.max_concurrent_groups,
+        _most_requests(settings, tasks),
         plain(settings.vllm_api_key),
     ) as pool:
         with TaskCode(settings.reward_deadline_s) as code:
             grader = Grader(settings.reward_weights, code)
             yield RolloutEngine(pool, template, grader, code)
+
+
+def _most_requests(settings: EnvServerSettings, tasks: TaskSet) -> int:
+    """At one server: one for each group, or for each rollout of a conversation."""
+    is_conversation = any(task.is_conversation or task.drives_itself for task in tasks.tasks)
+    groups = max(settings.max_concurrent_groups, settings.eval_requests)
+    per_group = max(settings.group_size, settings.eval_samples) if is_conversation else 1
+    return groups * per_group
 
 
 def sampling_plan(

@@ -70,7 +70,7 @@ async def serve(settings: EnvServerSettings, tasks: TaskSet, template: ChatTempl
             EnvironmentClient(
                 settings.run_api_url, settings.run_api_deadline_s, plain(settings.run_api_token)
             ) as api,
-            open_engine(settings, template) as engine,
+            open_engine(settings, tasks, template) as engine,
         ):
             await Worker(settings, tasks, api, engine).run()
 

@@ -33,14 +33,13 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         limits = request.extensions["timeout"]
-        with _errors_of_httpx():
+        with _errors_of_httpx(request):
             async with self._free:
                 # aiohttp itself would wait forever for a server that does not read.
                 async with asyncio.timeout(limits["connect"] + limits["write"] + limits["read"]):
                     answer = await self._open_session().request(
                         request.method,
-                        # httpx has made a header of the URL's credentials.
-                        str(request.url.copy_with(userinfo=b"")),
+                        _without_credentials(request.url),
                         headers=request.headers.multi_items(),
                         data=io.BytesIO(request.content) if request.content else None,
                         allow_redirects=False,
@@ -87,15 +86,20 @@ def _proxy_for(url: httpx.URL) -> str | None:
     return proxies.get(url.scheme, proxies.get("all"))
 
 
+def _without_credentials(url: httpx.URL) -> str:
+    """The URL for aiohttp: a header already has the credentials."""
+    return str(url.copy_with(userinfo=b"") if url.userinfo else url)
+
+
 @contextmanager
-def _errors_of_httpx() -> Iterator[None]:
+def _errors_of_httpx(request: httpx.Request) -> Iterator[None]:
     try:
         yield
     except aiohttp.ConnectionTimeoutError as error:
-        raise httpx.ConnectTimeout(str(error)) from error
+        raise httpx.ConnectTimeout(str(error), request=request) from error
     except aiohttp.ClientConnectorError as error:
-        raise httpx.ConnectError(str(error.os_error)) from error
+        raise httpx.ConnectError(str(error.os_error), request=request) from error
     except TimeoutError as error:
-        raise httpx.ReadTimeout(str(error)) from error
+        raise httpx.ReadTimeout(str(error), request=request) from error
     except aiohttp.ClientError as error:  # the request may have been carried out
-        raise httpx.ReadError(str(error)) from error
+        raise httpx.ReadError(str(error), request=request) from error

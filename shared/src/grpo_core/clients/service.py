@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable
 from typing import Any
 
@@ -152,12 +153,13 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         self._service = service
         self._deadline_s = deadline_s
         self._reachability = Reachability(service, self.base_url, hint)
+        self._transport = AiohttpTransport(self.base_url, max_connections)
         self._http = httpx.AsyncClient(
-            base_url=self.base_url,
-            headers=authorization(token),
+            headers=authorization(token) | _basic_authorization(self.base_url),
             timeout=_timeout(timeout_s),
-            transport=AiohttpTransport(self.base_url, max_connections),
+            transport=self._transport,
         )
+        self._urls: dict[str, httpx.URL] = {}
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -195,9 +197,25 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         """
         if answer_s is not None:
             request["timeout"] = _timeout(max(answer_s, _LEAST_S))
-        response = await self._http.request(method, path, **request)
+        if path not in self._urls:
+            self._urls[path] = httpx.URL(self.base_url + path)
+        built = self._http.build_request(method, self._urls[path], **request)
+        # The client's own send takes half as much CPU time as the transport, for redirects.
+        response = await self._transport.handle_async_request(built)
+        await response.aread()
+        if "set-cookie" in response.headers:
+            self._http.cookies.extract_cookies(response)
         check_answer(response, self._service)
         return response
+
+
+def _basic_authorization(base_url: str) -> dict[str, str]:
+    """The header for credentials in the URL; empty if it has none."""
+    url = httpx.URL(base_url)
+    if not url.userinfo:
+        return {}
+    credentials = f"{url.username}:{url.password}".encode()
+    return {"authorization": f"Basic {b64encode(credentials).decode()}"}
 
 
 def _failure(

@@ -52,7 +52,7 @@ def records_of_group(
             staleness=None,
             finish_reason=_text(override.get("finish_reason")),
             temperature=_temperature(group, override),
-            completion_tokens=sum(mask != MASKED for mask in group.masks[index]),
+            completion_tokens=len(group.masks[index]) - group.masks[index].count(MASKED),
         )
         for index, override in enumerate(overrides)
     ]

@@ -196,7 +196,7 @@ def test_a_dry_run_prints_a_file_that_gives_the_same_settings(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words in (["--step", "1-2", "--worst", "--limit", "3", "--json"], ["--diff", "1", "2"]):
-        given = load_settings(RolloutsSettings, [str(run), *words], {})
+        given = load_settings(RolloutsSettings, [*words, str(run)], {})
         with pytest.raises(SystemExit, match="0"):
             load_settings(RolloutsSettings, [str(run), *words, "--dry-run"], {})
         file = tmp_path / "config.yaml"

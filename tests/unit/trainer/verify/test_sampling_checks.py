@@ -105,7 +105,7 @@ def test_one_environment_among_others_is_named() -> None:
 def findings(sampler: Sampler, steps: int) -> set[CheckName]:
     """Without a policy: only steps that compute nothing again."""
     origins = [Origin(0, None, None, 1, 0)] * SEQUENCES
-    stats = BatchStats(0, 0.0, 0.0, 0.0, 0.0, 0.0, [], [], 0.0, None)
+    stats = BatchStats(0, 0.0, {}, 0.0, 0.0, 0.0, 0.0, [], [], 0.0, None)
     batch = Batch([], origins, list(range(SEQUENCES)), stats)
     check = SamplingCheck(policy=None, forward=None)  # type: ignore[arg-type]
     without_look = (step for step in range(10_000) if step % LOOK_EVERY_STEPS)

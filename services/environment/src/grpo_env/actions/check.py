@@ -73,7 +73,7 @@ async def _sampled(
         sampling_plan(settings, tasks), group_size=ANSWERS // len(items), drop_equal_scores=False
     )
     checked: list[Checked] = []
-    async with open_engine(settings, template) as engine:
+    async with open_engine(settings, tasks, template) as engine:
         for item in items:
             try:
                 samples, grades = await engine.sample(item, plan)

@@ -30,7 +30,7 @@ async def evaluate_once(
     output = settings.eval_output or DEFAULT_OUTPUT
     api_key = plain(settings.vllm_api_key)
     await wait_for_servers(settings.inference_url, settings.start_deadline_s, api_key)
-    async with open_engine(settings, template) as engine:
+    async with open_engine(settings, tasks, template) as engine:
         plan = sampling_plan(settings, tasks)
         for task, items in chosen:
             result = await evaluate(engine, task, items, evaluation, plan, settings.model)

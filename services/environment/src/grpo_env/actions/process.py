@@ -49,7 +49,7 @@ async def process(settings: EnvServerSettings, tasks: TaskSet, template: Tokeniz
     lost: Counter[str] = Counter()
     settings.output.parent.mkdir(parents=True, exist_ok=True)
     with settings.output.open("w", encoding="utf-8") as file:
-        async with open_engine(settings, template) as engine:
+        async with open_engine(settings, tasks, template) as engine:
             async for outcome in _outcomes(settings, tasks, engine, groups, stream):
                 if outcome.group is None:
                     assert isinstance(outcome, RolloutFailure)

@@ -338,7 +338,7 @@ class EnvServerSettings(CommandSettings):
         description="URL of the inference server. Several URLs, separated by commas, share the "
         "requests, and a server that is gone is skipped. Mode shared_vllm allows only one URL",
     )
-    model: Annotated[str | None, Shown(default="required, except by check")] = Field(
+    model: Annotated[str | None, Shown(default="--tokenizer")] = Field(
         None,
         min_length=1,
         description="Model that the inference server serves: a directory or an id on the "
@@ -388,7 +388,8 @@ class EnvServerSettings(CommandSettings):
         return content | ({"openai": one_policy(servers)} if isinstance(servers, list) else {})
 
     def mistakes(self) -> Iterator[Mistake]:
-        if self.model is None and not (self.action == "check" and self.answers):
+        needs_tokenizer = self.action != "check" or self.answers is None
+        if needs_tokenizer and not self.tokenizer_name:
             yield Mistake(None, "--model is required")
         if bool(self.mixture) != (self.task == MIXTURE):
             yield Mistake(
