@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_core.rollouts.files import ROLLOUTS, read_steps
 from tests.e2e.demo_run import DEADLINE_S, NOISE, run_demo
 
 STEPS = 3
@@ -44,6 +45,7 @@ def test_word_problems_are_all_asked_and_every_step_trains_on_graded_answers(
     assert f"kept={len(train.read_text(encoding='utf-8').splitlines())} " in log
     assert "too_long=0" in log
     assert "quarantined" not in log
+    assert all(record.reason for record in read_steps(run.directory / ROLLOUTS))
     assert f"GRPO on gsm8k with a tiny model: {STEPS} training steps" in run.output
 
 
