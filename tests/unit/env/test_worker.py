@@ -174,7 +174,7 @@ async def test_prompts_without_room_for_a_completion_are_never_asked() -> None:
 
 
 async def test_a_data_set_without_a_prompt_that_fits_ends_the_work() -> None:
-    with pytest.raises(NoPromptFits, match=r"all 100 prompts are too long"):
+    with pytest.raises(NoPromptFits, match=r"sevens: all prompts are too long"):
         await feed(
             RunApi().routes(),
             inference_routes(right_and_wrong),

@@ -11,7 +11,7 @@ from grpo_core.security.bearer_token import plain
 from grpo_env.config.mappings import MixturePart
 from grpo_env.config.settings import EnvServerSettings
 from grpo_env.inference.pool import InferencePool
-from grpo_env.loading import find_task, make_task
+from grpo_env.loading import TaskUnusable, find_task, make_task
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.grading import Grader
 from grpo_env.rollout.outcome import SamplingPlan
@@ -55,7 +55,15 @@ def open_tasks(settings: EnvServerSettings) -> Iterator[TaskSet]:
             stack.callback(task.close)
             if settings.held_out is not None:
                 task.held_out = settings.held_out
+            if part.name is not None:
+                task.name = part.name
             tasks.append(task)
+        names = [task.name for task in tasks]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise TaskUnusable(
+                f"several tasks of the mixture have the name {', '.join(repeated)}; give each a "
+                "`name` of its own"
+            )
         yield TaskSet(tuple(tasks), tuple(part.weight for part in parts))
 
 

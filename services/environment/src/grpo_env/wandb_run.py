@@ -12,7 +12,7 @@ from grpo_core.wandb_run.sink import WandbRun, start_wandb
 from grpo_env.config.settings import EnvServerSettings
 from grpo_env.registration import Membership
 
-PREFIX = "env/"
+PREFIX, EVALUATION = "env/", "eval/"
 Log = Callable[[int, Mapping[str, Any]], None]
 """Called with the trainer's step and the fields of a report."""
 
@@ -49,5 +49,5 @@ def record(step: int, fields: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):
             flat |= {f"{PREFIX}{name}/{key}": count for key, count in value.items()}
         elif value is not None:
-            flat[PREFIX + name] = value
+            flat[name if name.startswith(EVALUATION) else PREFIX + name] = value
     return flat

@@ -293,8 +293,8 @@ class Worker:
 
     async def _wait_for_step(self, step: int) -> None:
         settings = self._settings
-        url, api_key = settings.inference_url[0], plain(settings.vllm_api_key)
-        await wait_for_step(url, step, settings.request_deadline_s, api_key)
+        urls, api_key = settings.inference_url, plain(settings.vllm_api_key)
+        await wait_for_step(urls, step, settings.request_deadline_s, api_key)
 
     def _report_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._log_to_wandb(step, metrics)

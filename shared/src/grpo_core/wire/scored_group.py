@@ -32,6 +32,8 @@ from grpo_core.wire.fields import (
 from grpo_core.wire.policy_version import PolicyVersion
 
 _MAX_PROBLEMS = 20
+ROLLOUT = "rollout_index"
+"""In `overrides`: the index of the rollout that a sequence belongs to."""
 PADDING = "padding"
 """The `finish_reason` in `overrides` of a sequence that only fills a group up to its size, because
 run-api queues groups of one size. Nothing of it is trained on."""
@@ -155,8 +157,8 @@ class ScoredGroup(FreeFormFields):
     def rollouts(self) -> list[int]:
         """For each sequence, the number of the rollout that it belongs to. Without such numbers,
         every sequence is a rollout."""
-        found = [override.get("rollout") for override in self.overrides or ()]
-        numbers = [number for number in found if isinstance(number, int)]
+        found = [override.get(ROLLOUT) for override in self.overrides or ()]
+        numbers = [number for number in found if type(number) is int]
         return numbers if len(numbers) == self.size else [*range(self.size)]
 
     @model_validator(mode="after")

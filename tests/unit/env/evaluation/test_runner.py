@@ -65,7 +65,7 @@ async def test_evaluate_prints_and_saves_the_estimates_of_items_that_training_la
 
 async def test_greedy_needs_one_answer_and_lost_items_are_counted(tmp_path: Path) -> None:
     output = tmp_path / "eval.jsonl"
-    answers = iter([(500, {"detail": "broken"}), (200, generate_answer(["7"]))])
+    answers = iter([(200, generate_answer(["7"])), (500, {"detail": "broken"})])
 
     def generate(_body: dict[str, Any]) -> Answer:
         return next(answers)
@@ -105,9 +105,35 @@ async def test_a_run_is_evaluated_before_its_first_and_after_its_last_step(tmp_p
     assert steps[0] == 0
     assert steps[-1] == 4
     assert steps == sorted(set(steps))
-    assert len(steps) >= 3
-    # No group is sampled for training while the first evaluation runs.
     assert len(api.groups) >= 8
+
+
+async def test_an_evaluation_that_fails_is_logged_and_ends_no_run(tmp_path: Path) -> None:
+    """The answers of the evaluation break the protocol; those for training do not."""
+    api = RunApi(num_steps=2)
+
+    def generate(body: dict[str, Any]) -> Answer:
+        broken = {"prompt_token_ids": [9]} if body["n"] == 1 else {}
+        return 200, generate_answer(["7", "8"][: body["n"]], **broken)
+
+    routes = inference_routes(generate) | {"GET /bridge/info": lambda _body: (404, {})}
+    options = ("--eval-every=1", f"--eval-output={tmp_path / 'eval.jsonl'}", "--eval-samples=1")
+    with capture_logs() as logs:
+        await feed(api.routes(), routes, *options, task=TwoSevens())
+    failed = [line["error"] for line in logs if line["event"] == "evaluation.failed"]
+    assert failed
+    assert all("ProtocolViolation" in error for error in failed)
+    assert len(api.groups) >= 4
+
+
+async def test_a_run_without_held_out_items_is_not_evaluated() -> None:
+    with capture_logs() as logs:
+        await feed(
+            RunApi(num_steps=1).routes(), inference_routes(answering(["7", "8"])), "--eval-every=1"
+        )
+    assert [line["event"] for line in logs if "evaluation" in line["event"]] == [
+        "evaluation.left_out"
+    ]
 
 
 async def test_process_writes_every_group_and_a_page(

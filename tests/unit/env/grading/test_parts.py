@@ -11,6 +11,7 @@ from grpo_env.grading.parts import (
     accuracy,
     length,
     overlong,
+    raise_if_unknown,
     repetition,
     weighted,
 )
@@ -115,5 +116,5 @@ def test_the_score_is_the_weighted_sum() -> None:
 
 
 def test_a_weight_without_a_part_names_the_parts_that_exist() -> None:
-    with pytest.raises(UnknownRewardPart, match="lenght; the parts of this reward are accuracy, l"):
-        weighted({"length": 0.0, "accuracy": 1.0}, {"lenght": 1.0})
+    with pytest.raises(UnknownRewardPart, match="lenght; the parts of the reward are accuracy, l"):
+        raise_if_unknown({"lenght": 1.0, "accuracy": 1.0}, {"length", "accuracy"})

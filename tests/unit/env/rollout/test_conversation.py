@@ -158,7 +158,7 @@ async def test_a_conversation_that_is_replaced_makes_a_second_sequence(
     assert group.size == 3
     assert group.scores == [1.0] * 3
     assert group.overrides
-    assert [o["rollout"] for o in group.overrides] == [0, 0, 0]
+    assert [o["rollout_index"] for o in group.overrides] == [0, 0, 0]
     assert [o["finish_reason"] for o in group.overrides] == ["stop", "stop", "padding"]
     # Padding fills the group up to its size; nothing of it is trained on.
     assert group.masks[2] == [-100, -100]

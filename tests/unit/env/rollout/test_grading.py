@@ -59,8 +59,13 @@ async def test_a_coroutine_is_awaited_outside_of_the_event_loop() -> None:
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (float("nan"), "the reward is nan, which is not finite"),
-        ({"a": 1.0, "b": float("inf")}, "the part 'b' of the reward is inf, which is not finite"),
+        (float("nan"), "the reward is nan, which is not finite in float32"),
+        (
+            {"a": 1.0, "b": float("inf")},
+            "the part 'b' of the reward is inf, which is not finite in float32",
+        ),
+        (10**400, "the reward is inf, which is not finite in float32"),
+        (1e39, "the reward is 1e+39, which is not finite in float32"),
         ("7", "the reward is '7', a str; expected a number, or a dict of named numbers"),
         (None, "the reward is None, a NoneType; expected a number, or a dict of named numbers"),
         ({}, "the reward is empty; expected a number, or a dict of named numbers"),
@@ -70,9 +75,45 @@ async def test_what_is_no_number_is_never_a_score(value: Any, problem: str) -> N
     assert await grade(value) == Ungraded(f"RewardInvalid: {problem}")
 
 
-async def test_a_weight_without_a_part_ends_the_run() -> None:
-    with pytest.raises(UnknownRewardPart, match="acuracy"):
-        await grade({"accuracy": 1.0}, {"acuracy": 1.0})
+async def test_a_part_may_be_missing_in_some_answers_but_not_in_all() -> None:
+    def reward(answer: Answer, _row: Any) -> dict[str, float]:
+        return {"accuracy": 1.0} | ({"format": 0.5} if answer == "b" else {})
+
+    with TaskCode(DEADLINE_S) as code:
+        grader = Grader({"format": 2.0}, code)
+        answers = [Answer(text) for text in 40 * ("a", "b")]
+        grades = await grader.grade_all(Rewarded(reward), answers, {})
+        assert [grade.score for grade in grades[:2] if isinstance(grade, Grade)] == [1.0, 2.0]
+        typed_wrong = Grader({"acuracy": 1.0}, code)
+        with pytest.raises(UnknownRewardPart, match=r"acuracy; the parts .* accuracy, format"):
+            await typed_wrong.grade_all(Rewarded(reward), answers, {})
+
+
+async def test_waiting_for_a_thread_is_no_time_of_a_reward() -> None:
+    """More rewards than threads, and each needs most of its deadline."""
+    done = threading.Semaphore(0)
+
+    def slow(_answer: Answer, _row: Any) -> float:
+        done.acquire(timeout=DEADLINE_S)
+        return 1.0
+
+    with TaskCode(DEADLINE_S) as code:
+        answers = [Answer("a")] * 100
+        work = asyncio.create_task(Grader({}, code).grade_all(Rewarded(slow), answers, {}))
+        done.release(100)
+        assert all(isinstance(grade, Grade) for grade in await work)
+
+
+async def test_an_error_of_the_reward_that_looks_like_a_stop_is_an_error() -> None:
+    def times_out(_answer: Answer, _row: Any) -> float:
+        raise TimeoutError("the judge")
+
+    async def cancels(_answer: Answer, _row: Any) -> float:
+        raise asyncio.CancelledError
+
+    assert await grade_by(times_out) == Ungraded("TimeoutError: the judge")
+    found = await grade_by(cancels)
+    assert isinstance(found, Ungraded)
 
 
 async def test_an_exception_quarantines_the_group_and_is_shown_once() -> None:

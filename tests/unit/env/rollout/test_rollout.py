@@ -52,7 +52,7 @@ async def test_one_request_makes_one_aligned_group() -> None:
         for text in ("7", "8")
     ]
     assert group.overrides == [
-        {"reward_parts": {"reward": score}, "finish_reason": "stop", "rollout": index}
+        {"reward_parts": {"reward": score}, "finish_reason": "stop", "rollout_index": index}
         for index, score in enumerate((1.0, 0.0))
     ]
     overrides = group.group_overrides
@@ -69,7 +69,7 @@ async def test_a_sequence_of_the_maximum_length_drops_the_group_but_keeps_its_re
     # A prompt of 3 tokens and a completion of 2 are 5 tokens.
     outcome, server = await sample(always(SEVEN_OR_EIGHT), plan=replace(PLAN, max_token_length=5))
 
-    assert server.bodies("POST /generate")[0]["max_tokens"] == 2
+    assert server.bodies("POST /generate")[0]["max_tokens"] == 1
     assert isinstance(outcome, RolloutFailure)
     assert outcome.reason is FailureReason.TOO_LONG
     assert [grade.score for grade in outcome.grades] == [1.0, 0.0]

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from grpo_env.rollout.chat_template import TokenizerUnusable, load_template
-from grpo_env.tasks import Answer, Graded, Row, Split, Task, TaskOptions
+from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions
 from grpo_env.tasks.arithmetic import Arithmetic
 from grpo_env.tasks.items import (
     Item,
     ItemStream,
     KeptItems,
     Shuffled,
+    content_hash,
     evaluation_items,
     is_held_out,
     training_items,
@@ -116,9 +117,9 @@ def test_a_mixture_keeps_its_shares_at_any_time(weights: list[float], seed: int)
         assert drawn[number] == pytest.approx(200 * weight / sum(weights), abs=len(weights))
 
 
-def test_a_task_of_a_mixture_without_a_fitting_prompt_is_left_out() -> None:
+def test_a_task_of_a_mixture_without_a_fitting_prompt_is_named() -> None:
     stream = ItemStream([(items(2), 1.0), (items(9)[5:], 1.0)], seed=0)
-    assert stream.keep(lambda item: int(str(item.prompt)) > 4) == KeptItems(4, 2)
+    assert stream.keep(lambda item: int(str(item.prompt)) > 4) == KeptItems(4, 2, ("numbered",))
     assert set(take(stream, 8)) == {5, 6, 7, 8}
 
 
@@ -144,6 +145,36 @@ def test_test_data_loses_the_prompts_of_training_and_repetitions() -> None:
     ]
     assert [line["dropped"] for line in logs] == [90]
     assert len(training_items(task)) == 100  # nothing is held out where there is test data
+
+
+def test_equal_prompts_with_other_rows_are_other_items() -> None:
+    class Guess(Numbered):
+        def rows(self, split: Split) -> Sequence[Row] | None:
+            return [{"number": n} for n in range(200)] if split == "train" else None
+
+        def prompt(self, _row: Row) -> list[Message]:
+            return [{"role": "user", "content": "Guess my number."}]
+
+    task = Guess(())
+    training, evaluation = training_items(task), evaluation_items(task)
+    assert len(training) + len(evaluation) == 200
+    assert 5 < len(evaluation) < 50
+
+
+def test_another_system_message_makes_no_other_item() -> None:
+    user: Message = {"role": "user", "content": "3+4="}
+    assert content_hash([{"role": "system", "content": "Think."}, user]) == content_hash([user])
+
+
+def test_a_conversation_needs_messages() -> None:
+    class Talk(Numbered):
+        tools = (sum,)
+
+        def prompt(self, row: Row) -> str:
+            return str(row["prompt"])
+
+    with pytest.raises(DataUnusable, match="a conversation needs messages as its prompt"):
+        training_items(Talk(["a"]))
 
 
 def test_data_that_leaves_nothing_is_refused() -> None:

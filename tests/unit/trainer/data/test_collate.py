@@ -141,10 +141,10 @@ def test_a_rollout_with_several_sequences_counts_once_and_padding_not_at_all() -
         inference_logprobs=[[P, -0.1, -0.1]] * 3 + [[P, P]],
         scores=[1.0, 1.0, 0.0, 0.0],
         overrides=[
-            {"rollout": 0},
-            {"rollout": 0},
-            {"rollout": 1},
-            {"rollout": 1, "finish_reason": "padding"},
+            {"rollout_index": 0},
+            {"rollout_index": 0},
+            {"rollout_index": 1},
+            {"rollout_index": 1, "finish_reason": "padding"},
         ],
         group_overrides={"policy_version": [[[0, 0], [0, 0]]] * 4},
     )

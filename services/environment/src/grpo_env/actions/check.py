@@ -18,7 +18,7 @@ from grpo_env.rollout.chat_template import load_template
 from grpo_env.rollout.grading import Grade, Grader, Ungraded
 from grpo_env.rollout.outcome import GroupLost
 from grpo_env.rollout.user_code import TaskCode
-from grpo_env.tasks import Answer
+from grpo_env.tasks import Answer, Message, State
 from grpo_env.tasks.items import Item, all_items
 
 ANSWERS = 8
@@ -88,15 +88,21 @@ async def _given(settings: EnvServerSettings, items: Sequence[Item], file: Path)
     answers = [*_answers(file, len(items))]
     with TaskCode(settings.reward_deadline_s) as code:
         grader = Grader(settings.reward_weights, code)
-        return [
-            Checked(items[row], text, (await _graded(grader, items[row], text))[0])
+        found = [
+            Checked(items[row], text, (await _graded(settings, grader, items[row], text))[0])
             for row, text in answers
         ]
+        grader.check_weights()
+        return found
 
 
-async def _graded(grader: Grader, item: Item, text: str) -> list[Grade | Ungraded]:
-    messages = [*item.messages, {"role": "assistant", "content": text}]
-    return await grader.grade_all(item.task, [Answer(text, messages=messages)], item.row)  # type: ignore[arg-type]
+async def _graded(
+    settings: EnvServerSettings, grader: Grader, item: Item, text: str
+) -> list[Grade | Ungraded]:
+    messages: list[Message] = [*item.messages, {"role": "assistant", "content": text}]
+    limit = settings.max_completion_tokens or item.task.max_completion_tokens or settings.seq_len
+    answer = Answer(text, messages=messages, state=State(item.row, messages), max_tokens=limit)
+    return await grader.grade_all(item.task, [answer], item.row)
 
 
 def _answers(file: Path, rows: int) -> list[tuple[int, str]]:
@@ -112,18 +118,16 @@ def _answers(file: Path, rows: int) -> list[tuple[int, str]]:
 
 
 def _answer(line: str, place: str, rows: int) -> tuple[int, str]:
-    if not line.startswith("{"):
-        return 0, line
     try:
         content = json.loads(line)
-        row, text = int(content.get("row", 1)), str(content["answer"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise AnswersUnusable(
-            f'{place}: expected a text, or an object such as {{"row": 2, "answer": "7"}}: {error!r}'
-        ) from error
-    if not 1 <= row <= rows:
-        raise AnswersUnusable(f"{place}: row {row}; the data has rows 1 to {rows}")
-    return row - 1, text
+    except ValueError:
+        return 0, line
+    if not isinstance(content, dict) or "answer" not in content:
+        return 0, line
+    row = content.get("row", 1)
+    if not isinstance(row, int) or not 1 <= row <= rows:
+        raise AnswersUnusable(f"{place}: row {row!r}; the data has rows 1 to {rows}")
+    return row - 1, str(content["answer"])
 
 
 def table(checked: Sequence[Checked]) -> list[str]:

@@ -58,7 +58,7 @@ async def process(settings: EnvServerSettings, tasks: TaskSet, template: Tokeniz
                     continue
                 file.write(outcome.group.model_dump_json(exclude_none=True) + "\n")
                 number = len({record.group for record in records})
-                records += records_of_group(1, number, outcome.group)
+                records += records_of_group(1, number, outcome.group.without_padding())
     if not records:
         raise NothingProcessed(
             f"none of {groups} groups could be used ({_counted(lost)}); the log names the reasons"

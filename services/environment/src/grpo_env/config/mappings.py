@@ -63,6 +63,7 @@ class MixturePart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     task: str = Field(min_length=1)
+    name: str | None = None
     weight: float = Field(1.0, gt=0.0, allow_inf_nan=False)
     data: str | None = None
     data_config: str | None = None

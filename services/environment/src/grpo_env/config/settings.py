@@ -420,6 +420,11 @@ class EnvServerSettings(CommandSettings):
             is_file = path and Path(path).expanduser().is_file()
             if path and not is_file and (problem := missing_directory(path)):
                 yield Mistake(name, problem)
+        outputs = {"output": self.output if self.action == "process" else None}
+        outputs["eval_output"] = self.eval_output
+        for name, path in outputs.items():
+            if path and (problem := not_writable(path.parent)):
+                yield Mistake(name, problem)
         if self.answers and not self.answers.is_file():
             yield Mistake("answers", f"{self.answers}: no such file")
         if self.use_wandb and find_spec("wandb") is None:

@@ -16,7 +16,7 @@ from grpo_core.evaluation.results import EvalItem, EvalResult
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.config.settings import EnvServerSettings
 from grpo_env.rollout.outcome import FailureReason, RolloutFailure, Sample, SamplingPlan
-from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.rollout.rollout import RolloutEngine, all_or_none
 from grpo_env.tasks import Task
 from grpo_env.tasks.items import Item, evaluation_items
 
@@ -94,6 +94,7 @@ async def evaluate(
 
     Raises:
         NothingEvaluated: no item could be evaluated.
+        ServiceUnavailable: the server failed before any item was evaluated.
         ProtocolViolation, MisalignedCompletion: an answer of the server is not valid.
     """
     started = time.monotonic()
@@ -104,9 +105,7 @@ async def evaluate(
         async with places:
             await _add(engine, item, plan, found)
 
-    async with asyncio.TaskGroup() as group:
-        for item in items:
-            group.create_task(add(item))
+    await all_or_none(add(item) for item in items)
     versions = (min(found.versions), max(found.versions)) if found.versions else None
     return EvalResult.of(
         sorted(found.items, key=lambda item: item.item),
@@ -125,6 +124,8 @@ async def _add(engine: RolloutEngine, item: Item, plan: SamplingPlan, found: _Fo
     try:
         outcome = await engine.roll_out(item, plan)
     except ServiceUnavailable as error:
+        if not found.items:  # the server is gone: do not wait for it once for each item
+            raise
         outcome = RolloutFailure(FailureReason.UNAVAILABLE, str(error))
     if len(outcome.grades) != plan.group_size:
         assert isinstance(outcome, RolloutFailure)

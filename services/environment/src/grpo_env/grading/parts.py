@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from grpo_core.errors import GrpoError
@@ -97,18 +97,23 @@ SHAPING: Mapping[str, Callable[[AnswerLike], float]] = {
 
 
 def weighted(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """The sum of all parts, each times its weight. A part without a weight has weight 1.
+    """The sum of all parts, each times its weight. A part without a weight has weight 1."""
+    return sum(weights.get(name, 1.0) * value for name, value in parts.items())
+
+
+def raise_if_unknown(weights: Iterable[str], parts: Iterable[str]) -> None:
+    """
+    Args: parts: all that rewards have returned so far
 
     Raises:
         UnknownRewardPart: a weight has no part.
     """
-    unknown = sorted(set(weights) - set(parts))
+    unknown = sorted({*weights} - {*parts})
     if unknown:
         raise UnknownRewardPart(
-            f"weights for reward parts that do not exist: {', '.join(unknown)}; the parts of this "
+            f"weights for reward parts that do not exist: {', '.join(unknown)}; the parts of the "
             f"reward are {', '.join(sorted(parts)) or 'none'}"
         )
-    return sum(weights.get(name, 1.0) * value for name, value in parts.items())
 
 
 def _limit(answer: AnswerLike) -> int:

@@ -52,6 +52,7 @@ class RecordedDialogue:
         self._task = task
         self._state = state
         self._conversations: list[_Conversation] = []
+        self._allowed = 0  # tokens that all turns might have had
         self.last_answer = Answer()
 
     async def say(
@@ -64,7 +65,7 @@ class RecordedDialogue:
         conversation = self._conversation_for(messages, tools)
         conversation.is_answered = False  # until then, equal requests begin sequences of their own
         sequence = conversation.sequence
-        room = self._plan.max_token_length - len(sequence.tokens)
+        room = self._plan.max_token_length - 1 - len(sequence.tokens)
         limit = min(max_tokens or self._plan.completion_limit(self._task, room), room)
         completion = await self._sample(sequence.tokens, limit, stop)
         sequence.add_completion(completion)
@@ -73,13 +74,14 @@ class RecordedDialogue:
         conversation.is_answered = True
         self._state.messages = [*conversation.messages]
         self._state.turn += 1
+        self._allowed += limit
         self.last_answer = Answer(
             completion.text,
             finished=completion.finish_reason == STOPPED,
             messages=self._state.messages,
             state=self._state,
             token_ids=[token for c in self._conversations for token in c.sequence.sampled_ids],
-            max_tokens=limit,
+            max_tokens=self._allowed,
         )
         return self.last_answer
 
@@ -118,7 +120,7 @@ class RecordedDialogue:
         conversation.messages += new
 
     def _check_room(self, tokens: int) -> None:
-        if tokens >= self._plan.max_token_length:
+        if tokens >= self._plan.max_token_length - 1:
             raise ContextFull(
                 f"the conversation would have {tokens} tokens, and the limit for a whole sequence "
                 f"is {self._plan.max_token_length}; raise --seq-len of the environment and of the "

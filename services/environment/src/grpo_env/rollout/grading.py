@@ -13,12 +13,15 @@ from typing import Any
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_env.grading.parts import SHAPING, UnknownRewardPart, weighted
+from grpo_core.wire.fields import FLOAT32_MAX
+from grpo_env.grading.parts import SHAPING, raise_if_unknown, weighted
 from grpo_env.rollout.user_code import TaskCode
 from grpo_env.tasks import Answer, Graded, Row, Task
 
 log = structlog.get_logger()
 
+_ANSWERS_TO_KNOW_ALL_PARTS = 64
+"""A reward may leave a part out of some answers."""
 SINGLE = "reward"
 """The name of the only part, if a reward is a single number."""
 
@@ -77,6 +80,8 @@ class Grader:
         self._weights = weights
         self._code = code
         self._seen = SeenFailures()
+        self._parts: set[str] = set()
+        self._answers = 0
 
     async def grade_all(
         self, task: Task, answers: Sequence[Answer], row: Row
@@ -84,10 +89,19 @@ class Grader:
         """One entry for each answer, in order. An answer that cannot be graded never gets a score.
 
         Raises:
-            UnknownRewardPart: a weight names no part.
+            UnknownRewardPart: a weight names a part that no reward has returned so far.
         """
         graded = (self._grade(task, answer, row) for answer in answers)
-        return [*await asyncio.gather(*graded)]
+        found = [*await asyncio.gather(*graded)]
+        self._answers += len(found)
+        if self._answers >= _ANSWERS_TO_KNOW_ALL_PARTS:
+            self.check_weights()
+        return found
+
+    def check_weights(self) -> None:
+        """Raises `UnknownRewardPart` if a weight of the user names no part seen so far."""
+        if self._parts:
+            raise_if_unknown(self._weights, self._parts)
 
     async def _grade(self, task: Task, answer: Answer, row: Row) -> Grade | Ungraded:
         call = self._code.call if task.blocks else self._code.call_here
@@ -107,19 +121,25 @@ class Grader:
         """The grade of what a reward returned.
 
         Raises:
-            RewardInvalid: it is no number, no named numbers, or not finite.
-            UnknownRewardPart: a weight names no part.
+            RewardInvalid: it is no number, no named numbers, or beyond float32.
         """
         graded = graded_of(value)
         weights = {**task.weights, **self._weights}
         parts = dict(graded.parts)
         for name in weights.keys() & SHAPING.keys() - parts.keys():
             parts[name] = SHAPING[name](answer)
+        self._parts |= parts.keys()
         if graded.score is None:
-            return Grade(weighted(parts, weights), parts, graded.reason)
+            return _grade(weighted(parts, weights), parts, graded.reason)
         # The task's own score already contains its parts; weights of the user add to it.
         weights = {**dict.fromkeys(parts, 0.0), **weights}
-        return Grade(graded.score + weighted(parts, weights), parts, graded.reason)
+        return _grade(graded.score + weighted(parts, weights), parts, graded.reason)
+
+
+def _grade(score: float, parts: Mapping[str, float], reason: str) -> Grade:
+    if abs(score) > FLOAT32_MAX:
+        raise RewardInvalid(f"the score is {score:g}, which float32 cannot hold; lower the weights")
+    return Grade(score, parts, reason)
 
 
 def graded_of(value: Any) -> Graded:
@@ -149,10 +169,11 @@ def _numbers(parts: Mapping[Any, Any]) -> dict[str, float]:
                 f"{which} is {value!r}, a {type(value).__name__}; expected a number, or a dict of "
                 "named numbers"
             )
-        if not math.isfinite(value):
-            raise RewardInvalid(f"{which} is {value}, which is not finite")
-        found[str(name)] = float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # an integer of hundreds of digits
+            number = math.inf
+        if not abs(number) <= FLOAT32_MAX:
+            raise RewardInvalid(f"{which} is {number:g}, which is not finite in float32")
+        found[str(name)] = number
     return found
-
-
-__all__ = ["Grade", "Grader", "RewardInvalid", "Ungraded", "UnknownRewardPart"]

@@ -12,10 +12,10 @@ from grpo_env.rollout.grading import Grade
 from grpo_env.rollout.training_sequences import TrainingSequence
 from grpo_env.tasks import Answer, Message, Task
 
-STOPPED = "stop"
+STOPPED, CUT_OFF = "stop", "length"
 _LEAST_ROOM = 4
 """A completion without a limit of its own needs this part of the sequence."""
-FINISHED = frozenset({STOPPED, "length"})
+FINISHED = frozenset({STOPPED, CUT_OFF})
 
 
 class FailureReason(StrEnum):

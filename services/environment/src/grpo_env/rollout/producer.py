@@ -60,11 +60,11 @@ class GroupProducer:
         count = self._items.keep(
             lambda item: len(self._engine.prompt_ids(item)) <= plan.longest_prompt(item.task)
         )
-        if not count.kept:
+        if count.emptied:
             raise NoPromptFits(
-                f"all {count.skipped} prompts are too long: a prompt and its longest completion "
-                f"must together have fewer than {plan.max_token_length} tokens; raise --seq-len of "
-                "the environment and of the trainer, or lower --max-completion-tokens"
+                f"{', '.join(count.emptied)}: all prompts are too long: a prompt and its longest "
+                f"completion must together have fewer than {plan.max_token_length} tokens; raise "
+                "--seq-len of the environment and of the trainer, or lower --max-completion-tokens"
             )
         log.info(
             "prompts.filtered",

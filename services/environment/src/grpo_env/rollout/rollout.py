@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from grpo_core.clients.inference import Completion, GenerateAnswer
@@ -16,8 +16,9 @@ from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.dialogue import RecordedDialogue
 from grpo_env.rollout.generation import Generation
-from grpo_env.rollout.grading import Grade, Grader, Ungraded
+from grpo_env.rollout.grading import Grade, Grader, RewardInvalid, Ungraded
 from grpo_env.rollout.outcome import (
+    CUT_OFF,
     STOPPED,
     FailureReason,
     GroupLost,
@@ -87,7 +88,9 @@ class RolloutEngine:
         if item.task.drives_itself:
             return await self._self_driven(item, plan)
         if item.task.is_conversation:
-            samples = await _all(self._conversation(item, plan) for _ in range(plan.group_size))
+            samples = await all_or_none(
+                self._conversation(item, plan) for _ in range(plan.group_size)
+            )
         else:
             samples = await self._completions(item, plan)
         answers = [sample.answer for sample in samples]
@@ -123,7 +126,9 @@ class RolloutEngine:
             try:
                 answer = await dialogue.say(messages, tools, stop=task.stop)
             except ContextFull:
-                answer.finished = False  # the conversation ends with what was said so far
+                # The conversation ends with what was said so far.
+                answer.finished = False
+                dialogue.sequences[-1].finish_reason = CUT_OFF
                 break
             if not answer.finished or state.turn >= task.max_turns:
                 break
@@ -172,7 +177,7 @@ class RolloutEngine:
         task, row = item.task, item.row
         try:
             if not task.rates_groups:
-                return await _all(task.run(row, dialogue) for dialogue in dialogues)
+                return await all_or_none(task.run(row, dialogue) for dialogue in dialogues)
             values = [*await task.run_group(row, dialogues)]
             if len(values) != len(dialogues):
                 raise ValueError(f"{len(values)} rewards for {len(dialogues)} rollouts")
@@ -188,7 +193,7 @@ class RolloutEngine:
     def _checked(self, task: Task, value: Any, answer: Answer) -> Grade | Ungraded:
         try:
             return self._grader.checked(task, value, answer)
-        except ValueError as error:
+        except RewardInvalid as error:
             return self._grader.failed(task, error)
 
     def _tools_of(self, task: Task) -> list[dict[str, Any]]:
@@ -197,7 +202,7 @@ class RolloutEngine:
         return self._schemas[id(task)]
 
 
-async def _all(rollouts: Sequence[Awaitable[T]] | Any) -> list[T]:
+async def all_or_none(rollouts: Iterable[Awaitable[T]]) -> list[T]:
     """As `asyncio.gather`, but if one fails the others are cancelled."""
     tasks = [asyncio.ensure_future(rollout) for rollout in rollouts]
     try:
@@ -210,7 +215,7 @@ async def _all(rollouts: Sequence[Awaitable[T]] | Any) -> list[T]:
 
 def _room(plan: SamplingPlan, prompt_tokens: int) -> int:
     """Tokens that are left for a completion. Raises `GroupLost` if there are none."""
-    room = plan.max_token_length - prompt_tokens
+    room = plan.max_token_length - 1 - prompt_tokens
     if room < 1:
         raise GroupLost(
             FailureReason.REFUSED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
+from grpo_core.wire.scored_group import ROLLOUT, RolloutFacts, ScoredGroup
 from grpo_env.rollout.grading import Grade
 from grpo_env.rollout.outcome import STOPPED, Sample, SamplingPlan
 from grpo_env.rollout.training_sequences import TrainingSequence, wire_fields
@@ -62,7 +62,7 @@ def _override(
     found: dict[str, Any] = {
         "reward_parts": dict(grade.parts),
         "finish_reason": sequence.finish_reason,
-        "rollout": rollout,
+        ROLLOUT: rollout,
     }
     if grade.reason:
         found["grade_reason"] = grade.reason

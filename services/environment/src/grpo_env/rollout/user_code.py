@@ -12,7 +12,8 @@ from pebble import ThreadPool
 
 from grpo_core.process.closing import ClosesOnExit
 
-_THREADS = 32
+_THREADS = 64
+_MOST_WAITS = 10
 
 
 class TooSlow(ValueError):
@@ -41,28 +42,50 @@ class TaskCode(ClosesOnExit):
                 cancelled.
             Exception: any error of the function.
         """
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                if inspect.iscoroutinefunction(function):
-                    return await self._in_loop(function(*arguments))
-                value = await asyncio.wrap_future(self._threads.schedule(function, args=arguments))
-                return await self._in_loop(value) if inspect.isawaitable(value) else value
-        except TimeoutError as error:
-            raise TooSlow(
-                f"{name} did not end within {self._deadline_s:g} s; make it faster, or raise "
-                "--reward-deadline-s"
-            ) from error
+        if inspect.iscoroutinefunction(function):
+            return await self._in_time(name, self._in_loop(function(*arguments)))
+        value = await self._in_thread(name, function, *arguments)
+        if inspect.isawaitable(value):
+            return await self._in_time(name, self._in_loop(value))
+        return value
 
     async def call_here(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """As `call`, in this event loop, for code that never blocks it."""
         value = function(*arguments)
-        if not inspect.isawaitable(value):
-            return value
+        return await self._in_time(name, value) if inspect.isawaitable(value) else value
+
+    async def _in_thread(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        loop, started = asyncio.get_running_loop(), asyncio.Event()
+
+        def work() -> Any:
+            loop.call_soon_threadsafe(started.set)
+            return function(*arguments)
+
+        value = asyncio.wrap_future(self._threads.schedule(work))
         try:
-            async with asyncio.timeout(self._deadline_s):
-                return await value
+            # Many rewards may wait for a thread: that is not the time of this one.
+            async with asyncio.timeout(_MOST_WAITS * self._deadline_s):
+                await started.wait()
         except TimeoutError as error:
-            raise TooSlow(f"{name} did not end within {self._deadline_s:g} s") from error
+            raise TooSlow(f"{name} found no free thread: earlier calls have not ended") from error
+        return await self._in_time(name, value)
+
+    async def _in_time(self, name: str, work: Awaitable[Any]) -> Any:
+        me = asyncio.current_task()
+        try:
+            async with asyncio.timeout(self._deadline_s) as limit:
+                return await work
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise TooSlow(
+                f"{name} did not end within {self._deadline_s:g} s; make it faster, or raise "
+                "--reward-deadline-s"
+            ) from error
+        except asyncio.CancelledError as error:
+            if me is None or me.cancelling():
+                raise
+            raise RuntimeError(f"{name} cancelled itself") from error  # code of a user
 
     async def _in_loop(self, work: Awaitable[Any]) -> Any:
         if self._loop is None:

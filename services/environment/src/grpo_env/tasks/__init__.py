@@ -50,7 +50,7 @@ class Answer(str):
     messages: the whole conversation, this answer included.
     state: the conversation's state.
     token_ids: all tokens that the model sampled, in all its turns.
-    max_tokens: the largest number of tokens of one completion.
+    max_tokens: the largest number of tokens that `token_ids` might have had.
     """
 
     finished: bool

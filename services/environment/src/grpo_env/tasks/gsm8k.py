@@ -12,7 +12,7 @@ from grpo_env.grading.math_grader import MathGrader
 from grpo_env.grading.parts import accuracy, marked_number_format
 from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions
 from grpo_env.tasks.arguments import checked_arguments
-from grpo_env.tasks.rows import collect, read_records, renamed, source_of
+from grpo_env.tasks.rows import NoSuchSplit, collect, read_records, renamed, source_of
 
 INSTRUCTION = "Reason step by step. End with the line\n#### <number>"
 """Short, because with one token per character a problem alone has up to a thousand tokens."""
@@ -44,7 +44,12 @@ class Gsm8k(Task):
             return None
         records, name = read_records(source, self.options.data_config or _HUB_CONFIG, split)
         columns = self.options.columns
-        return collect(records, name, lambda content: problem_of(renamed(content, columns)))
+        try:
+            return collect(records, name, lambda content: problem_of(renamed(content, columns)))
+        except NoSuchSplit:
+            if split == "test" and self.options.eval_data is None:
+                return None
+            raise
 
     def prompt(self, row: Row) -> list[Message]:
         system = self.options.system_prompt

@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import structlog
@@ -21,9 +21,16 @@ _MAX_PROBLEMS_LISTED = 10
 Prompt = str | Sequence[Message]
 
 
-def content_hash(prompt: Prompt) -> str:
-    """16 hexadecimal digits of the SHA-256 of a prompt. Equal prompts have equal hashes."""
-    text = json.dumps(prompt, sort_keys=True)  # ASCII: a prompt may hold half of a surrogate pair
+def content_hash(prompt: Prompt, row: Row | None = None) -> str:
+    """16 hexadecimal digits of the SHA-256 of a prompt, and of its row if it is given.
+
+    System messages do not count, so another instruction does not make another item.
+    """
+    said = prompt if isinstance(prompt, str) else [m for m in prompt if m["role"] != "system"]
+    content = said if row is None else [said, row]
+    text = json.dumps(
+        content, sort_keys=True, default=str
+    )  # ASCII: a prompt may hold half of a surrogate pair
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -40,10 +47,12 @@ class Item:
     task: Task
     row: Row
     prompt: Prompt
+    hides_its_row: bool = False
+    """Most prompts of the task are equal, so items differ in their rows."""
 
     @cached_property
     def key(self) -> str:
-        return content_hash(self.prompt)
+        return content_hash(self.prompt, self.row if self.hides_its_row else None)
 
     @property
     def messages(self) -> list[Message]:
@@ -92,7 +101,8 @@ def evaluation_items(task: Task) -> list[Item]:
     if rows is None:
         found = [item for item in training if is_held_out(item.key, task.held_out)]
     else:
-        test = _items(task, rows, "evaluation")
+        hides = training[0].hides_its_row
+        test = [replace(item, hides_its_row=hides) for item in _items(task, rows, "evaluation")]
         used = {item.key for item in training}
         found = [item for item in test if item.key not in used]
         if len(found) < len(test):
@@ -116,7 +126,7 @@ def _items(task: Task, rows: Iterable[Row], kind: str) -> list[Item]:
     wrong: list[str] = []
     for number, row in enumerate(rows, start=1):
         try:
-            found.append(Item(task, row, task.prompt(row)))
+            found.append(Item(task, row, _prompt(task, row)))
         except (ValueError, KeyError) as error:
             wrong.append(f"row {number}: {_reason(error)}")
     if wrong:
@@ -127,7 +137,15 @@ def _items(task: Task, rows: Iterable[Row], kind: str) -> list[Item]:
         )
     if not found:
         raise DataUnusable(f"task {task.name}: the {kind} data has no rows")
-    return found
+    hides = 2 * len({content_hash(item.prompt) for item in found}) <= len(found)
+    return [replace(item, hides_its_row=True) for item in found] if hides else found
+
+
+def _prompt(task: Task, row: Row) -> Prompt:
+    prompt = task.prompt(row)
+    if isinstance(prompt, str) and task.is_conversation:
+        raise ValueError("a conversation needs messages as its prompt, not a text")
+    return prompt
 
 
 def _reason(error: Exception) -> str:
@@ -140,6 +158,8 @@ class KeptItems:
 
     kept: int
     skipped: int
+    emptied: tuple[str, ...] = ()
+    """Tasks without any item left."""
 
 
 class Shuffled:
@@ -167,6 +187,11 @@ class Shuffled:
         self._left = [item for item in self._left if id(item) in kept]
         return KeptItems(kept=len(self._items), skipped=before - len(self._items))
 
+    @property
+    def name(self) -> str:
+        """Of the task."""
+        return self._items[0].task.name if self._items else ""
+
     def __len__(self) -> int:
         return len(self._items)
 
@@ -193,5 +218,10 @@ class ItemStream:
 
     def keep(self, fits: Callable[[Item], bool]) -> KeptItems:
         """Remove all items for which `fits` returns False."""
+        names = [items.name for items, _ in self._parts]
         counts = [items.keep(fits) for items, _ in self._parts]
-        return KeptItems(sum(c.kept for c in counts), sum(c.skipped for c in counts))
+        return KeptItems(
+            sum(count.kept for count in counts),
+            sum(count.skipped for count in counts),
+            tuple(name for name, count in zip(names, counts, strict=True) if not count.kept),
+        )

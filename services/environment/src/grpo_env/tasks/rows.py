@@ -25,6 +25,10 @@ class DataUnusable(GrpoError):
     """The data set is missing, unreadable or invalid. The message names the invalid file or row."""
 
 
+class NoSuchSplit(DataUnusable):
+    """The data set has no such split."""
+
+
 class DatasetsMissing(GrpoError):
     """The package `datasets`, which reads the data set, is not installed."""
 
@@ -52,7 +56,12 @@ def rows_of(options: TaskOptions, split: Split) -> list[Row] | None:
     if found is None:
         return None
     records, source = read_records(found, options.data_config, split)
-    return checked_rows(records, source, options.columns)
+    try:
+        return checked_rows(records, source, options.columns)
+    except NoSuchSplit:
+        if split == "test" and options.eval_data is None:
+            return None
+        raise
 
 
 def source_of(options: TaskOptions, split: Split) -> str | None:
@@ -229,7 +238,8 @@ def _load(source: str, *arguments: str | None, **options: str) -> Iterable[Any]:
     try:
         rows: Iterable[Any] = load_dataset(*arguments, **options)
     except (DatasetsError, OSError, ValueError) as error:
-        raise DataUnusable(
+        is_missing = str(error).startswith("Unknown split")
+        raise (NoSuchSplit if is_missing else DataUnusable)(
             f"{source}: cannot read the data set ({', '.join(filter(None, arguments[1:]))} "
             f"{options.get('split')}): {error}; check --data and --data-config, or use a file of "
             "JSON lines"

@@ -12,7 +12,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from pebble import ThreadPool
 
 from grpo_core.errors import GrpoError
 from grpo_env.hidden_torch import hidden_torch
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 Tool = Callable[..., Any] | Mapping[str, Any]
 
+_THREADS = 32
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 
 
@@ -92,9 +96,15 @@ async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -
         inspect.signature(tool).bind(**call.arguments)
         if inspect.iscoroutinefunction(tool):
             return str(await tool(**call.arguments))
-        return str(await asyncio.to_thread(tool, **call.arguments))
+        # Daemon threads: a tool that never ends does not keep the process alive.
+        return str(await asyncio.wrap_future(_threads().schedule(tool, kwargs=call.arguments)))
     except Exception as error:  # noqa: BLE001 - code of a user, and arguments of a model
         return f"error: {error or type(error).__name__}"
+
+
+@cache
+def _threads() -> ThreadPool:
+    return ThreadPool(max_workers=_THREADS)
 
 
 def _schema(tool: Callable[..., Any]) -> dict[str, Any]:

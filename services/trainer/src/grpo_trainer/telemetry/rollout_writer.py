@@ -15,6 +15,7 @@ from threading import Thread
 
 import structlog
 
+from grpo_core.errors import GrpoError
 from grpo_core.rollouts.files import (
     ROLLOUTS,
     TOKENIZER,
@@ -136,10 +137,10 @@ class RolloutWriter:
             try:
                 write_step(self._directory, rollouts.step, rollouts.records(), self._keep)
                 self._has_failed = False
-            except OSError as error:
+            except (OSError, GrpoError, ValueError) as error:
                 self._report(rollouts.step, error)
 
-    def _report(self, step: int, error: OSError) -> None:
+    def _report(self, step: int, error: Exception) -> None:
         """Once for a series of failures."""
         if not self._has_failed:
             log.warning(
