@@ -27,7 +27,8 @@ class Sizes:
     steps: int
     batch_size: int
     gradient_accumulation_steps: int
-    max_completion_tokens: int
+    max_completion_tokens: int | None
+    """None: each task's own limit."""
     seq_len: int
     max_model_len: int
     kv_cache_mib: int | None
@@ -70,17 +71,16 @@ OTHER_TASK = Sizes(
     steps=250,
     batch_size=64,
     gradient_accumulation_steps=2,
-    max_completion_tokens=16,
+    max_completion_tokens=None,
     seq_len=256,
     max_model_len=512,
     kv_cache_mib=128,
 )
 """For the tiny model and any other task."""
 
-REASONING_TOKENS: Mapping[str, int] = {"arithmetic": 8}
-OTHER_REASONING_TOKENS = 256
-"""Longest completion of a model that can reason, and its longest sequence."""
+REASONING_TOKENS: Mapping[str, int] = {"arithmetic": 8, "gsm8k": 256}
 REASONING_SEQ_LEN = 1152
+"""Longest completion of a model that can reason, and its longest sequence."""
 
 
 def name_of_task(task: str) -> str:
@@ -107,6 +107,8 @@ def sizes_for(
         given: values by field of `Sizes`
     """
     sizes = max((BY_TASK.get(task, OTHER_TASK) for task in tasks), key=lambda sizes: sizes.seq_len)
+    if any(task not in BY_TASK for task in tasks):
+        sizes = replace(sizes, max_completion_tokens=None)
     if not is_tiny:
         sizes = _for_a_pretrained_model(sizes, tasks)
     if on_gpu:
@@ -122,14 +124,13 @@ SIZE_NAMES = tuple(field.name for field in fields(Sizes))
 
 def _for_a_pretrained_model(sizes: Sizes, tasks: Sequence[str]) -> Sizes:
     """A high learning rate would destroy its abilities, and each step takes longer."""
-    reasons = any(task not in REASONING_TOKENS for task in tasks)
-    if reasons:
+    if any(task != "arithmetic" for task in tasks):
         sizes = replace(sizes, seq_len=REASONING_SEQ_LEN, kv_cache_mib=256)
+    if sizes.max_completion_tokens is not None:
+        limit = max(REASONING_TOKENS[task] for task in tasks)
+        sizes = replace(sizes, max_completion_tokens=limit)
     return replace(
         sizes,
-        max_completion_tokens=max(
-            REASONING_TOKENS.get(task, OTHER_REASONING_TOKENS) for task in tasks
-        ),
         lr=1e-5,
         lora_target_modules=(),  # the trainer's default
         step_deadline_s=1800.0,

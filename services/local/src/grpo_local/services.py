@@ -144,7 +144,11 @@ class ServiceFactory:
                 *("--model", model),
                 *("--group-size", settings.group_size),
                 *("--seq-len", sizes.seq_len),
-                *("--max-completion-tokens", sizes.max_completion_tokens),
+                *(
+                    ("--max-completion-tokens", limit)
+                    if (limit := sizes.max_completion_tokens)
+                    else ()
+                ),
                 *("--max-batches-offpolicy", settings.max_batches_offpolicy),
                 *("--seed", settings.seed),
                 *(("--data", settings.data) if settings.data else ()),

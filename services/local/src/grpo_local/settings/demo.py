@@ -150,7 +150,8 @@ class DemoSettings(ServerOptions, ModeOptions):
         5, ge=0, description="Steps over which the learning rate rises linearly to its peak"
     )
     max_completion_tokens: Annotated[
-        int | None, Shown(default="8; gsm8k: 32; gsm8k with --model: 256")
+        int | None,
+        Shown(default="8; gsm8k: 32; gsm8k with --model: 256; other tasks: their own limit"),
     ] = Field(None, ge=1, description="Longest completion, in tokens")
     seq_len: Annotated[int | None, Shown(default="128; gsm8k: 1152")] = Field(
         None, ge=2, description="Longest sequence (prompt and completion), in tokens"
@@ -271,7 +272,7 @@ class DemoSettings(ServerOptions, ModeOptions):
                 f"step (--batch-size {sizes.batch_size} x --gradient-accumulation-steps "
                 f"{sizes.gradient_accumulation_steps}); choose a group size that divides them",
             )
-        if sizes.max_completion_tokens >= sizes.seq_len:
+        if (sizes.max_completion_tokens or 0) >= sizes.seq_len:
             yield Mistake(
                 None,
                 f"--max-completion-tokens {sizes.max_completion_tokens} leaves no room for a "
