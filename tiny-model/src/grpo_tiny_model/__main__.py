@@ -13,6 +13,7 @@ from pydantic import Field
 from grpo_core.logs import configure_logging
 from grpo_core.settings import Command, CommandSettings, Shown, load_settings
 from grpo_tiny_model.model import ensure_tiny_model
+from grpo_tiny_model.recipe import Recipe
 
 log = structlog.get_logger()
 
@@ -27,6 +28,11 @@ class _Arguments(CommandSettings):
         description="Directory of the tiny model, a small model for demos and tests. If the "
         "directory is empty or missing, the command creates the model in it",
     )
+    tools: bool = Field(
+        False,
+        description="The model calls a calculator, for examples/calculator.py, instead of adding "
+        "one-digit numbers",
+    )
     path_file: Path | None = Field(
         None, description="File into which the command writes the path of the model's directory"
     )
@@ -35,7 +41,7 @@ class _Arguments(CommandSettings):
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = load_settings(_Arguments, sys.argv[1:] if argv is None else argv)
     configure_logging("tiny-model")
-    directory = ensure_tiny_model(arguments.directory)
+    directory = ensure_tiny_model(arguments.directory, Recipe(tools=arguments.tools))
     log.info("tiny_model.ready", directory=str(directory))
     if arguments.path_file is not None:
         arguments.path_file.write_text(str(directory))

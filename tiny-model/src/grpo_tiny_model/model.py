@@ -3,21 +3,22 @@
 The demo, the end-to-end tests and the benchmarks need a model in the ordinary format, on machines
 without access to a model hub. This module makes one: Qwen2 architecture, about one million
 parameters, a byte-level tokenizer with a ChatML template. Supervised training teaches it one-digit
-sums until about a third of its answers are right. GRPO does the rest.
+sums until about a third of its answers are right. GRPO does the rest. A variant of it learns to
+call a calculator; see `tool_use`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
+
+from grpo_tiny_model.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-CHAT_TEMPLATE = (
+MESSAGES_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}"
@@ -35,28 +36,6 @@ PAD, BOS, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 IGNORE_INDEX = -100
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that determines the weights. Its hash names the cache entry."""
-
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    kv_heads: int = 2
-    max_positions: int = 2048
-    target_accuracy: float = 0.30
-    """Supervised training stops once this share of sampled answers is right."""
-    max_steps: int = 600
-    batch_size: int = 32
-    lr: float = 1e-3
-    eval_every_steps: int = 10
-    seed: int = 0
-    tie_word_embeddings: bool = True
-
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
-
-
 def ensure_tiny_model(directory: Path | None = None, recipe: Recipe | None = None) -> Path:
     """Return the tiny model's directory; creates the model on first use.
 
@@ -64,7 +43,8 @@ def ensure_tiny_model(directory: Path | None = None, recipe: Recipe | None = Non
     the first one wins.
     """
     recipe = recipe or Recipe()
-    target = directory or default_cache_directory() / f"tiny-qwen2-{recipe.digest()}"
+    kind = "tiny-qwen2-tools" if recipe.tools else "tiny-qwen2"
+    target = directory or default_cache_directory() / f"{kind}-{recipe.digest()}"
     if (target / "config.json").exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,16 +69,19 @@ def make_tiny_model(directory: Path, recipe: Recipe) -> None:
     """Train the model from random weights and save it with its tokenizer."""
     import torch
 
+    from grpo_tiny_model import tool_use
+
     torch.manual_seed(recipe.seed)
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(tool_use.CHAT_TEMPLATE if recipe.tools else MESSAGES_TEMPLATE)
     model = build_model(len(tokenizer), recipe)
-    accuracy = teach_sums(model, tokenizer, recipe)
+    teach = tool_use.teach_tool_use if recipe.tools else teach_sums
+    accuracy = teach(model, tokenizer, recipe)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     log.info("model.created", directory=str(directory), arithmetic_accuracy=round(accuracy, 3))
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(chat_template: str = MESSAGES_TEMPLATE) -> PreTrainedTokenizerFast:
     """One token per byte plus three special tokens; no vocabulary file, no merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -112,7 +95,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
 
@@ -159,8 +142,6 @@ def teach_sums(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recip
 
 def sum_examples(tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
     """All 100 sums as (input ids, labels), right-padded; labels are -100 outside the answer."""
-    import torch
-
     rows: list[tuple[list[int], list[int]]] = []
     for a in range(10):
         for b in range(10):
@@ -171,8 +152,16 @@ def sum_examples(tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torc
             prompt = tokenizer.encode(text)
             answer = tokenizer.encode(f"{a + b}{EOS}")
             rows.append((prompt + answer, [IGNORE_INDEX] * len(prompt) + answer))
+    return padded(rows, tokenizer.pad_token_id)
+
+
+def padded(
+    rows: Sequence[tuple[list[int], list[int]]], pad: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of tokens and labels as (input ids, labels), [B, T] each, padded on the right."""
+    import torch
+
     width = max(len(tokens) for tokens, _ in rows)
-    pad = tokenizer.pad_token_id
     inputs = [tokens + [pad] * (width - len(tokens)) for tokens, _ in rows]
     labels = [marks + [IGNORE_INDEX] * (width - len(marks)) for _, marks in rows]
     return torch.tensor(inputs), torch.tensor(labels)
@@ -183,7 +172,12 @@ def expected_accuracy(model: PreTrainedModel, inputs: torch.Tensor, labels: torc
     import torch
 
     with torch.no_grad():
-        logp = model(inputs).logits[:, :-1].log_softmax(-1)  # [B, T-1, V]
+        return answer_probability(model(inputs).logits, labels)
+
+
+def answer_probability(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Mean over the rows of the probability of all their labels. Args: [B, T, V] and [B, T]."""
+    logp = logits[:, :-1].log_softmax(-1)  # [B, T-1, V]
     targets = labels[:, 1:]
     picked = logp.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     return float((picked * (targets != IGNORE_INDEX)).sum(-1).exp().mean())
