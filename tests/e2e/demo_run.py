@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,10 +65,18 @@ def run_local(*words: str) -> subprocess.CompletedProcess[str]:
 
 def readme_flags() -> list[str]:
     """Options of grpo-demo for the command in README.md's section "Your own reward"."""
-    make, demo, *options = command("README.md", "make demo TASK=examples/")
+    return demo_flags(command("README.md", "make demo TASK=examples/"))
+
+
+def demo_flags(words: Sequence[str]) -> list[str]:
+    """Options of grpo-demo for a command `make demo ...`."""
+    make, demo, *options = words
     assert (make, demo) == ("make", "demo")
-    pairs = [option.split("=", 1) for option in options]
-    return [word for name, value in pairs for word in (f"--{name.lower()}", value)]
+    flags: list[str] = []
+    for option in options:
+        name, value = option.split("=", 1)
+        flags += shlex.split(value) if name == "DEMO_FLAGS" else [f"--{name.lower()}", value]
+    return flags
 
 
 def load_model(directory: Path) -> Any:
