@@ -141,7 +141,7 @@ class EnvServerSettings(CommandSettings):
         description="A group is dropped if one of its sequences has this number of tokens or more. "
         "A smaller --seq-len of the trainer takes precedence",
     )
-    max_completion_tokens: Annotated[int | None, Shown(default="by task, for example 512")] = Field(
+    max_completion_tokens: Annotated[int | None, Shown(default="by task; gsm8k: 512")] = Field(
         None,
         ge=1,
         description="Longest completion, in tokens. A completion that reaches this length is cut "

@@ -134,7 +134,7 @@ class Task:
     """
 
     name: str = ""
-    max_completion_tokens: int | None = 512
+    max_completion_tokens: int | None = None
     max_sequences: int = 1
     max_turns: int = 8
     tools: Sequence[Callable[..., Any] | Mapping[str, Any]] = ()

@@ -22,7 +22,6 @@ class Math(Task):
     """Problems with LaTeX answers, asked without examples."""
 
     name = "math"
-    max_completion_tokens = None
     stop = math_zero.STOP
     weights = {"accuracy": 1.0, "format": 0.0}  # noqa: RUF012 - nothing changes it
 
