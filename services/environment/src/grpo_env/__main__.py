@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 EXIT_FAILURE = 1
+_OBJECTS_PER_COLLECTION = 10_000
+"""Of the youngest generation. Python collects after 700, which costs 5 % of the CPU time."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -50,6 +53,9 @@ def _run(settings: EnvServerSettings) -> None:
         from grpo_env.rollout.chat_template import load_template
 
         template = load_template(settings.tokenizer_name)
+        # Objects made so far live as long as the process, so the garbage collector can skip them.
+        gc.freeze()
+        gc.set_threshold(_OBJECTS_PER_COLLECTION)
         asyncio.run(_until_signal(_work(settings, tasks, template)))
 
 

@@ -9,6 +9,7 @@ from grpo_core.errors import GrpoError
 from grpo_env.hidden_torch import hidden_torch
 from grpo_env.tasks import Message
 
+_KEPT_PROMPTS = 256
 _PLACEHOLDER = "\x02answer\x03"
 """Stands for an answer of the model. No conversation contains these control characters."""
 
@@ -39,9 +40,21 @@ class TokenizerTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._prompts: dict[str, list[int]] = {}
 
     def prompt_ids(
         self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        # All conversations of a group begin alike, and small data sets repeat their prompts.
+        key = repr((prompt, tools))
+        if key not in self._prompts:
+            if len(self._prompts) >= _KEPT_PROMPTS:
+                self._prompts.clear()
+            self._prompts[key] = self._prompt_ids(prompt, tools)
+        return [*self._prompts[key]]
+
+    def _prompt_ids(
+        self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[int]:
         if isinstance(prompt, str):
             token_ids: list[int] = self._tokenizer.encode(prompt)
