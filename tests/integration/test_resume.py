@@ -179,7 +179,7 @@ def test_full_leases_are_acknowledged_by_an_early_save(redis_url: str, tmp_path:
             side = Side()
             store = StateStore(config.save_path)
             saver = Saver(
-                config, side.model, side.optimizer, trainer, store, Bound(1.0), NO_PENALTY
+                config, side.model, side.optimizer, trainer, store, Bound(1.0), *NO_PENALTY
             )
             saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
             unused: Any = None

@@ -13,10 +13,11 @@ from grpo_trainer.checkpoint.state import Position, capture, load_state, require
 from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.objective.kl_control import KlCoefficient
+from grpo_trainer.objective.maxent import Tau
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import Schedule
 
-NO_PENALTY = KlCoefficient("fixed", initial=0.0, target=1.0, horizon=1)
+NO_PENALTY = KlCoefficient("fixed", initial=0.0, target=1.0, horizon=1), Tau(0.0)
 SETTINGS = CommandLine(model="m", mode="shared_vllm").settings()
 
 

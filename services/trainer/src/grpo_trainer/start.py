@@ -26,6 +26,7 @@ from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of
 from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.objective.kl_control import KlCoefficient
+from grpo_trainer.objective.maxent import Tau
 from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.telemetry.recorder import Recorder
@@ -57,6 +58,7 @@ class Run:
     forward: FastForward
     reference: Reference | None
     kl_coefficient: KlCoefficient
+    tau: Tau
     optimizer: MasterOptimizer
     sync: WeightSync
     checks: DataChecks
@@ -81,9 +83,10 @@ def start_run(
         train_only(policy, settings.trained_layers)
     forward = build_forward_pass(policy, settings, differentiates_entropy=settings.entropy_coef > 0)
     reference = build_reference(policy, forward, settings)
-    kl_coefficient = settings.kl_coefficient
+    kl_coefficient, tau = settings.kl_coefficient, settings.tau
     if saved is not None:
         kl_coefficient.resume(saved.record.kl_coef)
+        tau.resume(saved.record.maxent)
     optimizer = build_optimizer(policy, settings)
     if saved is None:
         api.register(settings.registration(first_step=0))
@@ -110,7 +113,7 @@ def start_run(
         check = SharedMemoryCheck(
             probe, optimizer, sync.served_logprobs, settings.verify_every_steps
         )
-    saver = Saver(settings, policy, optimizer, api, store, bound, kl_coefficient)
+    saver = Saver(settings, policy, optimizer, api, store, bound, kl_coefficient, tau)
     # A checkpoint that the user named may belong to another directory or run: leave it as it is.
     own = saved if settings.resume == AUTO else None
     saver.begin(position, own is not None, own.record.checkpoints if own else ())
@@ -152,6 +155,7 @@ def start_run(
         forward=forward,
         reference=reference,
         kl_coefficient=kl_coefficient,
+        tau=tau,
         optimizer=optimizer,
         sync=sync,
         checks=checks,

@@ -22,9 +22,10 @@ from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batch_source import TakenBatch
 from grpo_trainer.data.collate import Batch, with_penalties
+from grpo_trainer.data.completion_weights import with_completion_weights
 from grpo_trainer.data.group_checks import UsableGroup
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch, StateOfAnotherRun
-from grpo_trainer.model.reference import divergences
+from grpo_trainer.model.reference import divergences, log_likelihoods
 from grpo_trainer.objective.recipes import Objective
 from grpo_trainer.start import Run, start_run
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
@@ -98,8 +99,10 @@ def run_step(run: Run, position: Position) -> Position:
     taken = run.batches.take(position)
     watch.fetched()
     run.batches.request_next(position)
-    objective = replace(settings.resolved_objective, kl_coef=run.kl_coefficient.value)
-    batch = compare_with_reference(run, taken, objective)
+    objective = replace(
+        settings.resolved_objective, kl_coef=run.kl_coefficient.value, maxent_tau=run.tau.value
+    )
+    batch, weights_entropy = compare_with_reference(run, taken, objective)
     try:
         update = update_policy(run, batch, taken.filtered.groups, objective, position, watch)
     except NonFiniteStep as error:
@@ -114,6 +117,7 @@ def run_step(run: Run, position: Position) -> Position:
         steps=settings.steps,
         lr=run.optimizer.learning_rate(step),
         kl_coef=None if run.reference is None else objective.kl_coef,
+        maxent=None if weights_entropy is None else (objective.maxent_tau, weights_entropy),
         filtered=taken.filtered,
         quarantined_batches=run.batches.quarantine.since_step,
         failed_checks=run.checks.failed,
@@ -130,6 +134,8 @@ def run_step(run: Run, position: Position) -> Position:
     if run.reference is not None:
         divergence = update.gradients.sums.mean("reference_kl") or 0.0
         run.kl_coefficient.observe(divergence, len(batch.origins))
+    if weights_entropy is not None:
+        run.tau.observe(weights_entropy, step)
     run.batches.quarantine.step_taken()
     rollouts = StepRollouts(
         step + 1,
@@ -142,15 +148,22 @@ def run_step(run: Run, position: Position) -> Position:
     return Position(step + 1, taken.batch_id, published.version.epoch)
 
 
-def compare_with_reference(run: Run, taken: TakenBatch, objective: Objective) -> Batch:
-    """The batch with what a KL penalty needs; unchanged without one."""
-    if run.reference is None:
-        return taken.collated
-    batch = run.reference.added(taken.collated)
-    if objective.kl_in == "loss":
-        return batch
-    penalties = objective.kl_coef * divergences(batch, objective.kl_estimator)
-    return with_penalties(batch, taken.filtered.groups, objective, penalties)
+def compare_with_reference(
+    run: Run, taken: TakenBatch, objective: Objective
+) -> tuple[Batch, float | None]:
+    """The batch with what a KL penalty needs, and with the weights of MaxEnt-GRPO; the mean entropy
+    of these weights in nats, None without them."""
+    batch, groups = taken.collated, taken.filtered.groups
+    if run.reference is not None:
+        batch = run.reference.added(batch)
+    if objective.advantage == "maxent":
+        is_prior = run.reference is not None and objective.kl_in == "weights"
+        prior = log_likelihoods(batch) if is_prior else None
+        return with_completion_weights(batch, groups, objective, prior)
+    if run.reference is not None and objective.kl_in == "reward":
+        penalties = objective.kl_coef * divergences(batch, objective.kl_estimator)
+        batch = with_penalties(batch, groups, objective, penalties)
+    return batch, None
 
 
 def update_policy(

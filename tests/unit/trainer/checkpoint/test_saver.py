@@ -27,6 +27,7 @@ from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.objective.kl_control import KlCoefficient
+from grpo_trainer.objective.maxent import Tau
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
 from grpo_trainer.verify.alignment import Bound
@@ -87,7 +88,10 @@ def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
     with stub_server(routes) as run_api, TrainerClient(run_api.url) as api:
         api.register(chosen.registration(first_step=0))
         penalty = KlCoefficient("band", initial=0.25, target=1.0, horizon=1)
-        rig = Bench(Saver(chosen, model, optimizer, api, store, Bound(1.0), penalty), save_path)
+        tau = Tau(initial=0.5, target=1.0)
+        tau.observe(1.0, step=0)
+        saver = Saver(chosen, model, optimizer, api, store, Bound(1.0), penalty, tau)
+        rig = Bench(saver, save_path)
         for batch_id in range(1, STEPS + 1):
             routes[f"POST /batch/{batch_id}/ack?trainer=5"] = partial(rig.acknowledged, batch_id)
         yield rig
@@ -120,6 +124,7 @@ def test_batches_are_acknowledged_once_a_state_and_its_models_are_saved(tmp_path
         newest = rig.saver.store.newest()
         assert newest is not None
         assert newest.record.kl_coef == rig.saver.kl_coefficient.value == 0.25
+        assert newest.record.maxent == rig.saver.tau.to_save == (0.5, 1.0)
 
 
 def test_a_resumed_run_saves_no_state_twice(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ class Bench:
             quarantine=Quarantine(self.save_path, "run"),
             saver=saver,
         )
-        forward: Any = (self, self.reference, settings.kl_coefficient)
+        forward: Any = (self, self.reference, settings.kl_coefficient, settings.tau)
         learner: Any = (self.policy, *forward, self.optimizer, sync, checks, None)
         sinks = Sinks([self.records.append], [self.rollouts.append])
         run = Run(settings, source, *learner, Recorder(settings, sinks), saver)
@@ -188,15 +188,16 @@ def test_a_batch_that_ends_the_run_is_passed_over_by_the_next_start(tmp_path: Pa
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_a_penalty_acts_and_its_weight_follows_the_divergence(place: str, tmp_path: Path) -> None:
-    """Four steps, from the reference's own weights; the band's target is never reached."""
+    """Four steps, from the reference's own weights; the target is never reached."""
     runs = []
     for coefficient in (1e-6, 100.0):
-        options = {"kl_coef": coefficient, "kl_in": place, "kl_control": "band", "kl_target": 1e9}
+        control: dict[str, Any] = {"kl_control": "adaptive", "kl_target": 1e9, "kl_horizon": 1}
+        options: dict[str, Any] = {"kl_coef": coefficient, "kl_in": place, **control}
         bench = Bench(tmp_path / str(coefficient), advantage="group_mean", **options)
         bench.reference = Reference(deepcopy(bench.policy), plain_forward, is_policy=False)
         bench.train([False] * 4)
         weights = [record["policy/kl_coef"] / coefficient for record in bench.records]
-        assert weights == pytest.approx([1, 1 / 2, 1 / 4, 1 / 8])
+        assert weights == pytest.approx([0.8**step for step in range(4)])
         runs.append(bench.records)
     free, held = runs
     assert free[0]["policy/reference_kl"] == pytest.approx(0, abs=1e-9)

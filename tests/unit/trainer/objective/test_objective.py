@@ -149,6 +149,13 @@ def test_every_recipe_by_hand() -> None:
         "reinforce_plus_plus": replace(
             plain, advantage="batch_std", aggregation="token", **of_reward
         ),
+        "maxent": replace(
+            plain,
+            advantage="maxent",
+            surrogate="likelihood",
+            importance_correction="none",
+            kl_in="weights",
+        ),
     }
     assert {name: resolved(name, {}) for name in get_args(ObjectiveName)} == expected
 
@@ -176,6 +183,13 @@ def test_options_override_a_recipe_and_one_clipping_range_counts_for_both_sides(
         ({"kl_coef": 0.1, "kl_horizon": 5}, "kl_horizon"),
         ({"kl_coef": 0.1, "kl_target": 0.1}, "kl_target"),
         ({"kl_coef": 0.1, "kl_control": "dual"}, "kl_target"),
+        ({"kl_coef": 0.1, "kl_in": "weights"}, "kl_in"),
+        ({"objective": "maxent"}, "maxent_tau"),
+        ({"objective": "maxent", "kl_coef": 0.1, "kl_in": "reward", "maxent_tau": 1}, "kl_in"),
+        ({"objective": "maxent", "maxent_tau": 1, "aggregation": "token"}, "aggregation"),
+        ({"objective": "maxent", "maxent_tau": 1, "maxent_tau_lr": 1}, "maxent_tau_lr"),
+        ({"objective": "maxent", "kl_coef": 1, "maxent_target_entropy": 1}, "target_entropy"),
+        ({"maxent_tau": 0.1}, "maxent_tau"),
     ],
 )
 def test_an_option_without_effect_is_a_mistake(options: dict[str, object], field: str) -> None:

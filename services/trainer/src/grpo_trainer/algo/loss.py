@@ -106,6 +106,7 @@ def policy_loss(
     - cispo: min(r, upper bound) A log p, where the first factor has no gradient (arXiv 2506.13585,
       equation 4). No token loses its gradient.
     - reinforce: r A log p, where r has no gradient: the policy gradient with importance sampling.
+    - likelihood: A log p, whatever policy sampled the tokens.
 
     Args:
         logp: [B, T] logprob of each target token under the policy, at the temperature that sampled
@@ -124,6 +125,8 @@ def policy_loss(
     if objective.surrogate == "clip":
         clipped = ratio.clamp(low, high)
         surrogate = torch.minimum(ratio * advantages, clipped * advantages)
+    elif objective.surrogate == "likelihood":
+        surrogate = advantages * logp
     else:
         surrogate = ratio.detach().clamp(max=high) * advantages * logp
     weight = token_weight * correction(log_ratio.detach(), is_trained, objective)
@@ -166,7 +169,8 @@ def entropy_bonus(entropy: Tensor, token_weight: Tensor) -> Tensor:
 def bounds(objective: Objective) -> tuple[float, float]:
     """Between these a ratio is not clipped."""
     low = 1.0 - objective.clip_eps if objective.surrogate == "clip" else 0.0
-    high = math.inf if objective.surrogate == "reinforce" else 1.0 + objective.clip_eps_high
+    is_open = objective.surrogate in ("reinforce", "likelihood")
+    high = math.inf if is_open else 1.0 + objective.clip_eps_high
     return low, high
 
 

@@ -23,6 +23,7 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.objective.kl_control import KlCoefficient
+from grpo_trainer.objective.maxent import Tau
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Bound
 
@@ -63,6 +64,7 @@ class Saver:
     store: StateStore
     bound: Bound
     kl_coefficient: KlCoefficient
+    tau: Tau
     seconds: float | None = field(init=False, default=None)
 
     def begin(self, position: Position, is_saved: bool, checkpoints: Sequence[str] = ()) -> None:
@@ -132,6 +134,7 @@ class Saver:
             self._checkpoints,
             self.bound.noise,
             self.kl_coefficient.to_save,
+            self.tau.to_save,
         )
         directory = self.store.save(state)
         self._saved = position

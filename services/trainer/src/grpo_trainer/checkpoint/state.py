@@ -62,7 +62,7 @@ class StateRecord(BaseModel):
     `batch_id`; None in checkpoints of former versions. `checkpoints` lists the run's
     exported models, the oldest first. `noise` is the rounding noise of the publication check, None
     if it was not measured. `kl_coef` is the weight of the KL penalty after this step, None if it is
-    fixed.
+    fixed. `maxent` is tau and the average entropy, see `Tau`; None if tau is fixed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -84,6 +84,7 @@ class StateRecord(BaseModel):
     checkpoints: tuple[str, ...] = ()
     noise: float | None = None
     kl_coef: float | None = None
+    maxent: tuple[float, float] | None = None
     wandb_group: str = ""
     files: dict[str, FileFacts] = {}
 
@@ -107,6 +108,7 @@ def capture(
     checkpoints: Sequence[str] = (),
     noise: float | None = None,
     kl_coef: float | None = None,
+    maxent: tuple[float, float] | None = None,
 ) -> TrainerState:
     """The checkpoint between two steps. Its tensors are not copied: write it before the
     next step."""
@@ -128,6 +130,7 @@ def capture(
         checkpoints=tuple(checkpoints),
         noise=noise,
         kl_coef=kl_coef,
+        maxent=maxent,
         wandb_group=settings.wandb_group,
     )
     return TrainerState(record, optimizer.tensors(list(shapes)))

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from grpo_core.settings import Mistake, Shown
 from grpo_trainer.objective.kl_control import KlCoefficient
+from grpo_trainer.objective.maxent import Tau
 from grpo_trainer.objective.recipes import (
     AdvantageName,
     AggregationName,
@@ -42,8 +43,8 @@ class ObjectiveOptions(BaseModel):
         description="How advantages follow from scores. group_std: the distance to the group's "
         "mean, divided by the group's standard deviation. group_mean: not divided. leave_one_out: "
         "the distance to the mean of the group's other scores. batch_std: the distance to the "
-        "batch's mean, divided by the batch's standard deviation. Advantages that an environment "
-        "sends have priority",
+        "batch's mean, divided by the batch's standard deviation. maxent: the weights of "
+        "MaxEnt-GRPO, see --maxent-tau. Advantages that an environment sends have priority",
     )
     overlong_buffer: Annotated[float | None, Shown(default="0; 0.2 for dapo")] = Field(
         None,
@@ -56,7 +57,7 @@ class ObjectiveOptions(BaseModel):
         None,
         description="How importance ratio and advantage form the loss. clip: PPO's clipped "
         "surrogate. cispo: the clipped ratio is a constant factor of the token's logprob. "
-        "reinforce: so is the ratio, which is not clipped",
+        "reinforce: so is the ratio, which is not clipped. likelihood: the logprob without a ratio",
     )
     clip_eps: Annotated[float | None, Shown(default="that of --objective; 0.2 for grpo")] = Field(
         None,
@@ -124,14 +125,14 @@ class ObjectiveOptions(BaseModel):
     kl_in: Annotated[KlPlace | None, BY_RECIPE] = Field(
         None,
         description="Where the penalty is: in the loss of each token, or in the score of each "
-        "completion",
+        "completion; or in the weights of a group's completions, for --advantage maxent",
     )
     kl_control: KlControlName = Field(
         "fixed",
         description="How the weight of the penalty follows the KL divergence. adaptive: in "
-        "proportion to the distance from --kl-target. band: doubled or halved if the divergence is "
-        "1.5 times too high or too low. dual: as the multiplier of the constraint that the "
-        "divergence is at most --kl-target",
+        "proportion to the distance from --kl-target. band: times or divided by 1.5 if the "
+        "divergence is a fifth too high or too low. dual: as the multiplier of the constraint that "
+        "the divergence is at most --kl-target",
     )
     kl_target: Annotated[float | None, Shown(default="none")] = Field(
         None, gt=0, description="Mean KL divergence per token for --kl-control, in nats"
@@ -139,9 +140,47 @@ class ObjectiveOptions(BaseModel):
     kl_horizon: int = Field(
         10_000,
         ge=1,
-        description="Number of sequences over which an adaptive or dual weight follows the KL "
-        "divergence",
+        description="Number of sequences over which an adaptive weight follows the KL divergence",
     )
+
+    maxent_tau: float | None = Field(
+        None,
+        ge=0,
+        description="For --objective maxent. A completion's weight in its group is "
+        "softmax((log q + beta l) / (tau + beta)): q follows from its score, l is its "
+        "log-likelihood under the reference model, beta is --kl-coef, and this is tau",
+    )
+    maxent_q_temperature: Annotated[float | None, Shown(default="1")] = Field(
+        None, gt=0, description="Temperature of q, which is softmax(score / temperature)"
+    )
+    maxent_q_epsilon: Annotated[float | None, Shown(default="1e-6")] = Field(
+        None, gt=0, lt=1, description="Least value of q"
+    )
+    maxent_length_normalize_ref: Annotated[bool | None, Shown(default="on")] = Field(
+        None, description="Divide l by the number of the completion's tokens"
+    )
+    maxent_target_entropy: Annotated[float | None, Shown(default="none")] = Field(
+        None,
+        gt=0,
+        description="Mean entropy of a group's weights in nats, to which tau is driven from "
+        "--maxent-tau on",
+    )
+    maxent_tau_lr: float = Field(
+        0.01, gt=0, description="Change of log tau per step, for a distance of one nat"
+    )
+    maxent_tau_warmup_steps: int = Field(
+        0, ge=0, description="First steps, in which tau does not change"
+    )
+
+    @property
+    def tau(self) -> Tau:
+        """The weight of the entropy at the start of a run."""
+        return Tau(
+            self.resolved_objective.maxent_tau,
+            self.maxent_target_entropy,
+            self.maxent_tau_lr,
+            self.maxent_tau_warmup_steps,
+        )
 
     @property
     def kl_coefficient(self) -> KlCoefficient:
@@ -168,7 +207,7 @@ class ObjectiveOptions(BaseModel):
                     yield Mistake(name, "has no effect without --kl-coef")
         if self.recompute_logprobs and self.kl_coef and whole.kl_in == "reward":
             yield Mistake("recompute_logprobs", "excludes --kl-in reward, which needs logged ones")
-        if self.kl_horizon != _default("kl_horizon") and self.kl_control in ("fixed", "band"):
+        if self.kl_horizon != _default("kl_horizon") and self.kl_control != "adaptive":
             yield Mistake("kl_horizon", f"has no effect on --kl-control {self.kl_control}")
         if whole.importance_correction == "truncate" and whole.surrogate == "cispo":
             problem = "truncate is what --surrogate cispo does itself; pass none or mask"
@@ -176,16 +215,40 @@ class ObjectiveOptions(BaseModel):
         if whole.importance_correction == "truncate" and whole.importance_level == "sequence":
             problem = "truncate does not fit --importance-level sequence; pass none or mask"
             yield Mistake("importance_correction", problem)
+        yield from self._maxent_conflicts(whole)
         if self.aggregation_tokens is not None and whole.aggregation != "constant":
             yield Mistake("aggregation_tokens", "needs --aggregation constant")
         if self.clip_eps is not None and whole.surrogate != "clip":
             yield Mistake("clip_eps", f"has no effect on --surrogate {whole.surrogate}")
-        if self.clip_eps_high is not None and whole.surrogate == "reinforce":
-            yield Mistake("clip_eps_high", "has no effect on --surrogate reinforce")
+        if self.clip_eps_high is not None and whole.surrogate in ("reinforce", "likelihood"):
+            yield Mistake("clip_eps_high", f"has no effect on --surrogate {whole.surrogate}")
         if whole.importance_correction == "none":
             for name in ("importance_correction_level", "importance_correction_cap"):
                 if getattr(self, name) is not None:
                     yield Mistake(name, "has no effect, because --importance-correction is none")
+
+    def _maxent_conflicts(self, whole: Objective) -> Iterator[Mistake]:
+        if whole.advantage != "maxent":
+            for name in ObjectiveOptions.model_fields:
+                if name.startswith("maxent_") and getattr(self, name) != _default(name):
+                    yield Mistake(name, f"has no effect on --advantage {whole.advantage}")
+            if whole.kl_in == "weights":
+                yield Mistake("kl_in", "weights needs --advantage maxent")
+            return
+        if whole.kl_in == "reward":
+            yield Mistake("kl_in", "reward does not fit --advantage maxent; pass weights or loss")
+        if not whole.maxent_tau and not (self.kl_coef and whole.kl_in == "weights"):
+            yield Mistake(
+                "maxent_tau", "must be above 0, unless --kl-coef is, with --kl-in weights"
+            )
+        if whole.aggregation != "sequence":
+            yield Mistake("aggregation", "must be sequence with --advantage maxent")
+        if self.maxent_target_entropy is not None and not whole.maxent_tau:
+            yield Mistake("maxent_target_entropy", "needs --maxent-tau above 0, where tau begins")
+        if self.maxent_target_entropy is None:
+            for name in ("maxent_tau_lr", "maxent_tau_warmup_steps"):
+                if getattr(self, name) != _default(name):
+                    yield Mistake(name, "has no effect without --maxent-target-entropy")
 
 
 def _default(name: str) -> object:

@@ -162,6 +162,11 @@ def collate(
     )
 
 
+def in_group_order(batch: Batch, values: Tensor) -> Tensor:
+    """[sequences] Args: values: [sequences] in the order of the micro-batches' rows"""
+    return torch.empty_like(values).index_copy_(0, torch.tensor(batch.order), values)
+
+
 def with_penalties(
     batch: Batch, groups: Sequence[UsableGroup], objective: Objective, penalties: Tensor
 ) -> Batch:
@@ -173,7 +178,17 @@ def with_penalties(
         penalties: [sequences] in the order of the groups
     """
     lost = torch.split(penalties.double(), [usable.group.size for usable in groups])
-    computed = torch.cat(_advantages(groups, objective, lost)).float()  # [sequences]
+    return with_advantages(batch, groups, torch.cat(_advantages(groups, objective, lost)))
+
+
+def with_advantages(batch: Batch, groups: Sequence[UsableGroup], computed: Tensor) -> Batch:
+    """The batch with other advantages, but for those that an environment sent or set to zero.
+
+    Args:
+        batch: collated from `groups`
+        computed: [sequences] in the order of the groups
+    """
+    computed = computed.float()
     is_computed = torch.tensor(
         [
             not (zero or usable.group.advantages)
@@ -200,25 +215,25 @@ def _advantages(
     """
     found = [torch.zeros(usable.group.size, dtype=torch.float64) for usable in groups]
     open_ones = [i for i, usable in enumerate(groups) if not usable.group.advantages]
-    scores = [_shaped_scores(groups[i], objective.overlong_buffer) for i in open_ones]
+    scores = [shaped_scores(groups[i], objective.overlong_buffer) for i in open_ones]
     if lost is not None:
         scores = [kept - lost[i] for kept, i in zip(scores, open_ones, strict=True)]
     if scores:
-        rollouts = [_places(groups[i].group.rollouts) for i in open_ones]
-        of_rollouts = [_mean_by(*pair) for pair in zip(scores, rollouts, strict=True)]
+        rollouts = [rollout_places(groups[i].group.rollouts) for i in open_ones]
+        of_rollouts = [mean_by(*pair) for pair in zip(scores, rollouts, strict=True)]
         computed = ADVANTAGES[objective.advantage](of_rollouts)
         for i, advantages, places in zip(open_ones, computed, rollouts, strict=True):
             found[i] = advantages[places]
     return found
 
 
-def _places(rollouts: Sequence[int]) -> list[int]:
+def rollout_places(rollouts: Sequence[int]) -> list[int]:
     """For each sequence, the place of its rollout among the rollouts of its group."""
     order = {number: place for place, number in enumerate(dict.fromkeys(rollouts))}
     return [order[number] for number in rollouts]
 
 
-def _mean_by(scores: Tensor, places: Sequence[int]) -> Tensor:
+def mean_by(scores: Tensor, places: Sequence[int]) -> Tensor:
     """[n] scores of sequences → the mean score of each rollout, so that a rollout with several
     sequences counts once in the group's mean and deviation."""
     if max(places) + 1 == len(places):
@@ -228,7 +243,7 @@ def _mean_by(scores: Tensor, places: Sequence[int]) -> Tensor:
     return sums / index.bincount()
 
 
-def _shaped_scores(usable: UsableGroup, overlong_buffer: float) -> Tensor:
+def shaped_scores(usable: UsableGroup, overlong_buffer: float) -> Tensor:
     """[n] the scores, less what overlong completions lose; nothing if no limit is known."""
     group = usable.group
     allowed = (group.generation_params or {}).get("max_tokens")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import Batch
+from grpo_trainer.data.collate import Batch, in_group_order
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.policy_protocol import CausalLM, device_of
@@ -65,6 +65,16 @@ def build_reference(
     return Reference(copy, build_forward_pass(copy, options), is_policy=False)
 
 
+def log_likelihoods(batch: Batch) -> Tensor:
+    """[sequences] sum of the reference model's logprobs over each completion's trained tokens, in
+    the order of the groups. Args: batch: with the reference's logprobs"""
+    sums = []
+    for micro in batch.micro_batches:
+        assert micro.reference_logp is not None
+        sums.append(torch.where(micro.token_weight > 0, micro.reference_logp, 0.0).sum(-1))
+    return in_group_order(batch, torch.cat(sums))
+
+
 def divergences(batch: Batch, estimator: KlEstimatorName) -> Tensor:
     """[sequences] KL divergence of each completion from the reference model: the sum over its
     trained tokens, in the order of the groups.
@@ -79,6 +89,4 @@ def divergences(batch: Batch, estimator: KlEstimatorName) -> Tensor:
         assert micro.reference_logp is not None
         terms = kl_terms(micro.behaviour_logp, micro.reference_logp, estimator)
         sums.append(torch.where(micro.token_weight > 0, terms, 0.0).sum(-1))
-    found = torch.zeros(len(batch.order))
-    found[torch.tensor(batch.order)] = torch.cat(sums)
-    return found
+    return in_group_order(batch, torch.cat(sums))

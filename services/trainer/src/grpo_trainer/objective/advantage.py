@@ -46,11 +46,18 @@ def batch_std(groups: Sequence[Tensor]) -> list[Tensor]:
     return list(torch.split(_divided(whole, whole), [len(scores) for scores in groups]))
 
 
+def share_of_group(groups: Sequence[Tensor]) -> list[Tensor]:
+    """n softmax(scores): MaxEnt-GRPO's weights at tau 1, before the reference model is known. The
+    training loop replaces them, see `grpo_trainer.data.completion_weights`."""
+    return [len(scores) * scores.double().softmax(0) for scores in groups]
+
+
 ADVANTAGES: Mapping[AdvantageName, Callable[[Sequence[Tensor]], list[Tensor]]] = {
     "group_std": group_std,
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
     "batch_std": batch_std,
+    "maxent": share_of_group,
 }
 """Each takes the scores of a batch's groups, [n] each, and returns their advantages, [n] float64
 each."""

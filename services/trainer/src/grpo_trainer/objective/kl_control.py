@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from grpo_trainer.objective.recipes import KlControlName
 
 ADAPTIVE_ERROR = 0.2
-BAND = 1.5
-BAND_DEPTH = 64
+BAND, BAND_FACTOR = (0.8, 1.2), 1.5
+DUAL_RATE = 0.1
+LEAST, MOST = 0.001, 0.2
+_MOST_ERROR = 1000.0
+"""Below the overflow of exp."""
 
 
 @dataclass
@@ -18,16 +22,17 @@ class KlCoefficient:
     - fixed: it stays.
     - adaptive: it grows or shrinks in proportion to the distance from the target, by at most a
       fifth of the sequences over the horizon (Ziegler et al., arXiv 1909.08593, section 2.2).
-    - band: it is doubled above 1.5 times the target, and halved below the target divided by 1.5
-      (PPO, arXiv 1707.06347, section 4), at least 1/64 of its first value: unlike PPO's, this
-      divergence begins at 0.
-    - dual: gradient ascent on the multiplier of the constraint that the divergence is at most the
-      target (arXiv 2007.03964, section 3). It can reach 0 and return.
+    - band: it is multiplied by 1.5 above 1.2 times the target, and divided by 1.5 below 0.8 times
+      the target (as in PPO, arXiv 1707.06347, section 4).
+    - dual: gradient ascent on the logarithm of the multiplier of the constraint that the divergence
+      is at most the target (arXiv 2007.03964, section 3).
+
+    Band and dual stay in [0.001, 0.2], widened by the first value.
 
     Args:
         initial: its first value
         target: mean divergence per token; unused if fixed
-        horizon: sequences over which an adaptive or dual coefficient follows the divergence
+        horizon: sequences over which an adaptive coefficient follows the divergence
     """
 
     control: KlControlName
@@ -53,12 +58,13 @@ class KlCoefficient:
         if self.control == "fixed":
             return
         error = divergence / self.target - 1
-        share = min(1.0, sequences / self.horizon)
         if self.control == "adaptive":
+            share = min(1.0, sequences / self.horizon)
             self.value *= 1 + share * min(ADAPTIVE_ERROR, max(-ADAPTIVE_ERROR, error))
-        elif self.control == "dual":
-            self.value = max(0.0, self.value + self.initial * share * error)
-        elif divergence > BAND * self.target:
-            self.value *= 2
-        elif divergence < self.target / BAND:
-            self.value = max(self.value / 2, self.initial / BAND_DEPTH)
+            return
+        if self.control == "dual":
+            factor = math.exp(DUAL_RATE * min(error, _MOST_ERROR))
+        else:
+            factor = BAND_FACTOR ** ((1 + error > BAND[1]) - (1 + error < BAND[0]))
+        least, most = min(LEAST, self.initial), max(MOST, self.initial)
+        self.value = min(most, max(least, self.value * factor))

@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-ObjectiveName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus"]
-AdvantageName = Literal["group_std", "group_mean", "leave_one_out", "batch_std"]
+ObjectiveName = Literal[
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "maxent"
+]
+AdvantageName = Literal["group_std", "group_mean", "leave_one_out", "batch_std", "maxent"]
 AggregationName = Literal["sequence", "token", "constant"]
-SurrogateName = Literal["clip", "cispo", "reinforce"]
+SurrogateName = Literal["clip", "cispo", "reinforce", "likelihood"]
 Level = Literal["token", "sequence"]
 CorrectionName = Literal["truncate", "mask", "none"]
 KlEstimatorName = Literal["k1", "k2", "k3"]
-KlPlace = Literal["loss", "reward"]
+KlPlace = Literal["loss", "reward", "weights"]
 KlControlName = Literal["fixed", "adaptive", "band", "dual"]
 
 
@@ -37,7 +39,12 @@ class Objective:
         aggregation_tokens: divisor of the aggregation `constant`; None: --seq-len
         entropy_coef: weight of the bonus for the policy's entropy
         kl_coef: weight of the penalty for the KL divergence from the reference model; see `kl`
-        kl_in: whether the penalty is part of the loss or of each completion's score
+        kl_in: whether the penalty is part of the loss, of each completion's score, or of the
+            weights of a group's completions (see `maxent`)
+        maxent_tau: weight of the entropy of a group's weights; see `maxent`, as for the next three
+        maxent_q_temperature: divides the scores
+        maxent_q_epsilon: least share of a completion
+        maxent_length_normalize_ref: divide the reference model's log-likelihood by the tokens
     """
 
     advantage: AdvantageName = "group_std"
@@ -55,6 +62,10 @@ class Objective:
     kl_coef: float = 0.0
     kl_estimator: KlEstimatorName = "k3"
     kl_in: KlPlace = "loss"
+    maxent_tau: float = 0.0
+    maxent_q_temperature: float = 1.0
+    maxent_q_epsilon: float = 1e-6
+    maxent_length_normalize_ref: bool = True
 
 
 GRPO = Objective()
@@ -97,6 +108,13 @@ RECIPES: Mapping[ObjectiveName, Mapping[str, Any]] = {
         "aggregation": "token",
         "kl_estimator": "k1",
         "kl_in": "reward",
+    },
+    # Soft policy improvement, arXiv 1806.06920, with the reference model as prior: see `maxent`.
+    "maxent": {
+        "advantage": "maxent",
+        "surrogate": "likelihood",
+        "importance_correction": "none",
+        "kl_in": "weights",
     },
 }
 """The parts in which a recipe differs from `Objective`'s defaults. None has a KL penalty

@@ -60,6 +60,7 @@ class StepOutcome:
         origins: of the batch's sequences
         held: version of the weights that computed the gradients
         kl_coef: weight of the KL penalty in this step; None without a reference model
+        maxent: tau and the mean entropy of a group's weights; None for other objectives
         fresh: the logprob difference over fresh tokens
         alignment: None if this step had no check of the server
         quarantined_batches: number of batches quarantined since the previous step
@@ -71,6 +72,7 @@ class StepOutcome:
     steps: int
     lr: float
     kl_coef: float | None
+    maxent: tuple[float, float] | None
     filtered: FilteredBatch
     quarantined_batches: int
     failed_checks: int
@@ -97,6 +99,7 @@ def step_record(outcome: StepOutcome) -> Record:
         "checks/failed": outcome.failed_checks,
         **_training(outcome),
         **_policy(outcome.gradients.sums, outcome.kl_coef),
+        **_maxent(outcome.maxent),
         **_alignment(outcome),
         **_staleness(outcome),
         **_by_lag(outcome),
@@ -148,6 +151,11 @@ def _policy(sums: LossSums, kl_coef: float | None) -> dict[str, float | None]:
         "logprobs/inference_mean": sums.mean("behaviour_logp"),
         "logprobs/inference_std": sums.std("behaviour_logp"),
     }
+
+
+def _maxent(found: tuple[float, float] | None) -> dict[str, float | None]:
+    tau, entropy = found or (None, None)
+    return {"maxent/tau": tau, "maxent/weights_entropy": entropy}
 
 
 def _alignment(outcome: StepOutcome) -> dict[str, float | None]:

@@ -160,6 +160,8 @@ def _of_advantages(
 ) -> Iterator[str]:
     advantages = _in_order(batch).view(len(groups), len(SCORES))
     sums = advantages.sum() if objective.advantage == "batch_std" else advantages.sum(-1)
+    if objective.advantage == "maxent":  # weights
+        sums = sums - len(SCORES)
     if float(sums.abs().max()) > 1e-4:
         yield (
             f"--advantage {objective.advantage}: the advantages of scores {SCORES} add up to "

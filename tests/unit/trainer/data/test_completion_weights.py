@@ -1,0 +1,113 @@
+"""The loss of a batch with MaxEnt-GRPO's weights is the mean over the groups of
+sum_i w_i (-log p(y_i) / L_i), and its gradient is that of this sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_core.wire.scored_group import ScoredGroup
+from grpo_trainer.algo.accumulate import accumulate_gradients
+from grpo_trainer.data.collate import Batch, collate
+from grpo_trainer.data.completion_weights import with_completion_weights
+from grpo_trainer.data.group_checks import UsableGroup
+from grpo_trainer.model.forward import plain_forward
+from grpo_trainer.model.reference import log_likelihoods
+from grpo_trainer.objective.maxent import completion_weights, entropy_of
+from grpo_trainer.objective.recipes import Objective, resolved
+from tests.unit.trainer.forward_rig import qwen
+from tests.unit.trainer.groups import P, group, usable
+
+OBJECTIVE = resolved("maxent", {"maxent_tau": 0.3, "kl_coef": 0.2})
+
+
+def three(**changes: object) -> ScoredGroup:
+    """Completions (7), (8, 9, 10) and (11, 12) with scores 1, 0 and 0.5."""
+    fields: dict[str, object] = {
+        "tokens": [[5, 6, 7], [5, 6, 8, 9, 10], [5, 6, 11, 12]],
+        "masks": [[-100, -100, 7], [-100, -100, 8, 9, 10], [-100, -100, 11, 12]],
+        "scores": [1.0, 0.0, 0.5],
+        "inference_logprobs": [[P, P, -0.1], [P, P, -0.2, -0.3, -0.4], [P, P, -0.5, -0.6]],
+    }
+    return group(**fields | changes)
+
+
+def batch_of(groups: Sequence[UsableGroup], objective: Objective = OBJECTIVE) -> Batch:
+    """Micro-batches of two sequences, in another order, with some logprobs of a reference."""
+
+    def backwards(sequences: Sequence[list[int]], size: int) -> list[list[int]]:
+        numbers = list(range(len(sequences)))[::-1]
+        return [numbers[start : start + size] for start in numbers[::-1][::size]]
+
+    batch = collate(groups, 100, 2, backwards, objective)
+    generator = torch.Generator().manual_seed(1)
+    known = [
+        replace(m, reference_logp=-torch.rand(m.targets.shape, generator=generator))
+        for m in batch.micro_batches
+    ]
+    return replace(batch, micro_batches=known)
+
+
+def by_sequence(batch: Batch, values: Sequence[Tensor]) -> list[Tensor]:
+    """Args: values: [B, T] of each micro-batch. Returns [L] of each sequence, in group order."""
+    rows = [
+        value[row][micro.token_weight[row] > 0]
+        for micro, value in zip(batch.micro_batches, values, strict=True)
+        for row in range(len(micro.lengths))
+    ]
+    return [rows[batch.order.index(number)] for number in range(len(rows))]
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_loss_and_gradient_are_those_of_the_written_out_sum(normalize: bool) -> None:
+    objective = replace(OBJECTIVE, maxent_length_normalize_ref=normalize)
+    groups, policy = usable(three(), group()), qwen()
+    batch = batch_of(groups, objective)
+    prior = log_likelihoods(batch)
+    weighted, entropy = with_completion_weights(batch, groups, objective, prior)
+
+    references = [m.reference_logp for m in batch.micro_batches if m.reference_logp is not None]
+    sums = [row.sum() / (len(row) if normalize else 1) for row in by_sequence(batch, references)]
+    scores = [torch.tensor(usable.group.scores) for usable in groups]
+    priors = torch.stack(sums).split([3, 2])
+    weights = [
+        completion_weights(score, reference, objective, 0.2)
+        for score, reference in zip(scores, priors, strict=True)
+    ]
+    assert entropy == pytest.approx(fmean(map(entropy_of, weights)))
+
+    logp = [plain_forward(policy, micro).logp for micro in batch.micro_batches]
+    likelihoods = torch.stack([row.mean() for row in by_sequence(batch, logp)]).split([3, 2])
+    total = -sum(
+        ((w * mean).sum() for w, mean in zip(weights, likelihoods, strict=True)), torch.zeros(())
+    )
+    (expected,) = torch.autograd.grad(total / 2, policy.lm_head.weight)
+    found = accumulate_gradients(policy, weighted, objective, 0)
+    assert found.loss == pytest.approx(float(total.detach()) / 2, rel=1e-5)
+    torch.testing.assert_close(policy.lm_head.weight.grad, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_sequences_of_a_rollout_share_its_weight_by_their_tokens() -> None:
+    """Rollout 0 has the sequences of 1 and 3 tokens, rollout 1 that of 2."""
+    overrides = [{"rollout_index": 0}, {"rollout_index": 0}, {"rollout_index": 1}]
+    groups = usable(three(overrides=overrides, scores=[1.0, 1.0, 0.0]))
+    batch, _ = with_completion_weights(batch_of(groups), groups, OBJECTIVE)
+    whole = completion_weights(torch.tensor([1.0, 0.0]), torch.zeros(2), OBJECTIVE, 0.0)
+    rows = [micro.advantages.flatten() for micro in batch.micro_batches]
+    found = torch.empty(3).index_copy_(0, torch.tensor(batch.order), torch.cat(rows))
+    expected = [whole[0] / 4, whole[0] * 3 / 4, whole[1]]
+    assert found.tolist() == pytest.approx([3 * float(w) for w in expected])
+
+
+def test_groups_of_equal_scores_are_trained_on_and_sent_advantages_stay() -> None:
+    groups = usable(group(scores=[1.0, 1.0]), group(advantages=[[5.0], [6.0]]))
+    batch, entropy = with_completion_weights(batch_of(groups), groups, OBJECTIVE)
+    rows = [micro.advantages.flatten() for micro in batch.micro_batches]
+    found = torch.empty(4).index_copy_(0, torch.tensor(batch.order), torch.cat(rows))
+    assert found.tolist() == pytest.approx([1.0, 1.0, 5.0, 6.0])
+    assert entropy > 0
