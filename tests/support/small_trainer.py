@@ -13,7 +13,7 @@ from grpo_trainer.checkpoint.state import Position, capture, load_state, require
 from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.objective.kl_control import KlCoefficient
-from grpo_trainer.objective.maxent import Tau
+from grpo_trainer.objective.tau_control import Tau
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import Schedule
 

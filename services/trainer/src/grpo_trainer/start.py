@@ -26,7 +26,7 @@ from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of
 from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.objective.kl_control import KlCoefficient
-from grpo_trainer.objective.maxent import Tau
+from grpo_trainer.objective.tau_control import Tau
 from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.telemetry.recorder import Recorder

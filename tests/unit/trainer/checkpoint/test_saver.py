@@ -27,7 +27,7 @@ from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.objective.kl_control import KlCoefficient
-from grpo_trainer.objective.maxent import Tau
+from grpo_trainer.objective.tau_control import Tau
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
 from grpo_trainer.verify.alignment import Bound

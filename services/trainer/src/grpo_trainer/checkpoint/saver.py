@@ -23,7 +23,7 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.objective.kl_control import KlCoefficient
-from grpo_trainer.objective.maxent import Tau
+from grpo_trainer.objective.tau_control import Tau
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Bound
 

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from grpo_core.settings import Mistake, Shown
 from grpo_trainer.objective.kl_control import KlCoefficient
-from grpo_trainer.objective.maxent import Tau
 from grpo_trainer.objective.recipes import (
     AdvantageName,
     AggregationName,
@@ -25,6 +24,7 @@ from grpo_trainer.objective.recipes import (
     SurrogateName,
     resolved,
 )
+from grpo_trainer.objective.tau_control import Tau
 
 BY_RECIPE = Shown(default="that of --objective")
 

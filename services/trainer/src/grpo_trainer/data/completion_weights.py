@@ -48,7 +48,7 @@ def with_completion_weights(
     sizes = [usable.group.size for usable in groups]
     found, entropies = [], []
     for usable, length, likelihood in zip(
-        groups, tokens.split(sizes), likelihoods.split(sizes), strict=True
+        groups, torch.split(tokens, sizes), torch.split(likelihoods, sizes), strict=True
     ):
         rollout = torch.tensor(rollout_places(usable.group.rollouts))
         scores = mean_by(shaped_scores(usable, objective.overlong_buffer), rollout.tolist())

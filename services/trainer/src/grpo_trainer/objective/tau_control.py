@@ -1,0 +1,54 @@
+"""Control of MaxEnt-GRPO's tau by the entropy of the weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+LEAST_TAU, MOST_TAU = 0.001, 10.0
+_KEPT = 0.9
+"""Of the moving average of the entropy, per step."""
+
+
+@dataclass
+class Tau:
+    """The weight of the entropy of a group's weights, `value`. With a target, it follows the moving
+    average of that entropy: log tau += rate (target - average), in [0.001, 10].
+
+    Args:
+        initial: its first value
+        target: mean entropy of a group's weights, in nats; None: tau stays
+        rate: of log tau per step, for a distance of one nat
+        warmup_steps: first steps, in which tau stays
+    """
+
+    initial: float
+    target: float | None = None
+    rate: float = 0.01
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.value = self.initial
+        self.average: float | None = None
+
+    @property
+    def to_save(self) -> tuple[float, float] | None:
+        """Value and average; None if tau does not change."""
+        if self.target is None or self.average is None:
+            return None
+        return self.value, self.average
+
+    def resume(self, saved: tuple[float, float] | None) -> None:
+        """Args: saved: the checkpoint's; a fixed tau ignores it"""
+        if self.target is not None and saved is not None:
+            self.value, self.average = saved
+
+    def observe(self, entropy: float, step: int) -> None:
+        """Args: entropy: mean over a step's groups; step: steps taken before it"""
+        if self.target is None:
+            return
+        known = entropy if self.average is None else self.average
+        self.average = _KEPT * known + (1 - _KEPT) * entropy
+        if step >= self.warmup_steps:
+            moved = self.value * math.exp(self.rate * (self.target - self.average))
+            self.value = min(MOST_TAU, max(LEAST_TAU, moved))
