@@ -121,6 +121,11 @@ def sampling_plan(
     return SamplingPlan(
         group_size=settings.group_size,
         temperature=settings.temperature,
+        reshaping={
+            name: value
+            for name, neutral in {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}.items()
+            if (value := getattr(settings, name)) != neutral
+        },
         max_token_length=min(limits),
         max_completion_tokens=settings.max_completion_tokens,
         start_completion_tokens=settings.start_completion_tokens,

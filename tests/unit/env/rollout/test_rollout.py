@@ -9,11 +9,13 @@ import pytest
 from grpo_core.clients.inference import Completion
 from grpo_core.errors import ProtocolViolation
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_env.assembly import TaskSet, sampling_plan
+from grpo_env.config.settings import load_env_settings
 from grpo_env.rollout.outcome import FailureReason, Rollout, RolloutFailure
 from grpo_env.rollout.training_sequences import MisalignedCompletion, sequences_of
 from tests.unit.env.canned import PROMPT, generate_answer
 from tests.unit.env.http_stub import Route
-from tests.unit.env.rollout.rig import PLAN, Rewarded, sample
+from tests.unit.env.rollout.rig import PLAN, Rewarded, sample, sevens
 
 SEVEN_OR_EIGHT = generate_answer(["7", "8"])
 
@@ -100,6 +102,27 @@ async def test_the_reward_learns_what_was_cut_off_and_its_advantage_can_be_maske
     assert isinstance(outcome, Rollout)
     assert outcome.group.overrides
     assert [o.get("set_advantage_to_zero") for o in outcome.group.overrides] == [None, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), {}),
+        (("--top-p=0.9", "--top-k=5"), {"top_p": 0.9, "top_k": 5}),
+        (("--repetition-penalty=1.1", "--top-k=0"), {"repetition_penalty": 1.1}),
+    ],
+)
+async def test_options_that_reshape_the_distribution_are_sent_and_stated_unless_neutral(
+    options: tuple[str, ...], expected: dict[str, float]
+) -> None:
+    settings = load_env_settings(["arithmetic", "serve", "--model=m", "--group-size=2", *options])
+    plan = sampling_plan(settings, TaskSet((Rewarded(sevens),), (1.0,)))
+    outcome, server = await sample(always(SEVEN_OR_EIGHT), plan=plan)
+    (body,) = server.bodies("POST /generate")
+    assert isinstance(outcome, Rollout)
+    stated = outcome.group.generation_params
+    assert stated == {"temperature": 1.0, "max_tokens": body["max_tokens"], **expected}
+    assert stated.items() <= body.items()
 
 
 def test_the_completion_limit_grows_with_the_run() -> None:

@@ -65,6 +65,9 @@ class EnvServerSettings(CommandSettings):
             "Sampling": (
                 "group_size",
                 "temperature",
+                "top_p",
+                "top_k",
+                "repetition_penalty",
                 "seq_len",
                 "max_completion_tokens",
                 "start_completion_tokens",
@@ -156,6 +159,22 @@ class EnvServerSettings(CommandSettings):
         )
     )
     temperature: float = Field(1.0, gt=0.0, allow_inf_nan=False, description="Sampling temperature")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Sample from the most likely tokens that together have this probability. With "
+        "this option, --top-k or --repetition-penalty, the trainer needs --recompute-logprobs",
+    )
+    top_k: int = Field(
+        0, ge=0, description="Sample from this number of most likely tokens. 0: from all tokens"
+    )
+    repetition_penalty: float = Field(
+        1.0,
+        ge=0.01,
+        le=100,
+        description="Above 1, tokens that the prompt or the completion contains get less likely",
+    )
     steps: Annotated[int, Shown(default="-1, which means the trainer's last step")] = Field(
         -1, ge=-1, description="Number of the training step after which this environment stops"
     )

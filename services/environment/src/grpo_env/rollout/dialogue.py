@@ -128,7 +128,7 @@ class RecordedDialogue:
             )
 
     async def _sample(self, prompt_ids: list[int], limit: int, stop: Sequence[str]) -> Completion:
-        sampling: dict[str, Any] = {"temperature": self._plan.temperature, "max_tokens": limit}
+        sampling: dict[str, Any] = {**self._plan.sampling, "max_tokens": limit}
         if stop:
             sampling["stop"] = [*stop]
         try:

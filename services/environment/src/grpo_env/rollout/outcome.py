@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from grpo_core.clients.inference import Completion
@@ -35,6 +35,8 @@ class SamplingPlan:
     """How to sample groups. Lengths are in tokens; a sequence must be below `max_token_length`.
 
     max_completion_tokens: of one completion; None for the task's own limit.
+    reshaping: parameters that make tokens more or less likely than at `temperature`, by their names
+        at the server.
     start_completion_tokens: the limit at the first training step, from which it grows linearly.
     progress: share of the training steps that are done, in [0, 1].
     max_sequences: largest number of sequences of one rollout. A group has this number of sequences
@@ -48,9 +50,15 @@ class SamplingPlan:
     max_completion_tokens: int | None
     drop_equal_scores: bool
     max_sequences: int = 1
+    reshaping: Mapping[str, float] = field(default_factory=dict)
     mask_cut_off: bool = False
     start_completion_tokens: int | None = None
     progress: float = 1.0
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The server's parameters for a completion, but for its length."""
+        return {"temperature": self.temperature, **self.reshaping}
 
     def completion_limit(self, task: Task, room: int) -> int:
         """Tokens that a completion of the task may have now, with `room` tokens left."""

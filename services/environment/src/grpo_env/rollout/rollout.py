@@ -100,7 +100,7 @@ class RolloutEngine:
         """All completions of one prompt, in one request."""
         prompt_ids = self.prompt_ids(item)
         limit = plan.completion_limit(item.task, _room(plan, len(prompt_ids)))
-        sampling: dict[str, Any] = {"temperature": plan.temperature, "max_tokens": limit}
+        sampling: dict[str, Any] = {**plan.sampling, "max_tokens": limit}
         if item.task.stop:
             sampling["stop"] = [*item.task.stop]
         try:

@@ -32,7 +32,7 @@ def scored_group(
         policy_version=[(s.first_version, s.last_version) for s, *_ in rows],
         generation_seconds=seconds,
     )
-    params: dict[str, Any] = {"temperature": plan.temperature}
+    params: dict[str, Any] = {**plan.sampling}
     if not item.task.is_conversation and not item.task.drives_itself:
         params["max_tokens"] = samples[0].answer.max_tokens
     return ScoredGroup(
