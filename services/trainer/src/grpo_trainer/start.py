@@ -7,12 +7,12 @@ from functools import partial
 
 import structlog
 
-from grpo_core.clients.run_api import TrainerClient
 from grpo_trainer.checkpoint.resume import restore
 from grpo_trainer.checkpoint.saver import Saver
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.config.trainer import AUTO, TrainerSettings
+from grpo_trainer.data.batch_queue import BatchQueue
 from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
 from grpo_trainer.data.collate import collate
 from grpo_trainer.data.group_checks import GroupLimits
@@ -69,7 +69,7 @@ class Run:
 
 def start_run(
     settings: TrainerSettings,
-    api: TrainerClient,
+    api: BatchQueue,
     sync: WeightSync,
     store: StateStore,
     saved: SavedState | None,

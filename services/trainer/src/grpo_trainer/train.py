@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -20,6 +20,7 @@ from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
 from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.batch_queue import BatchQueue
 from grpo_trainer.data.batch_source import TakenBatch
 from grpo_trainer.data.collate import Batch, with_penalties
 from grpo_trainer.data.completion_weights import with_completion_weights
@@ -31,7 +32,7 @@ from grpo_trainer.start import Run, start_run
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
 from grpo_trainer.telemetry.rollout_records import StepRollouts
 from grpo_trainer.telemetry.sinks import open_sinks
-from grpo_trainer.weight_sync.base import Published
+from grpo_trainer.weight_sync.base import Published, WeightSync
 from grpo_trainer.weight_sync.build import build_weight_sync
 from grpo_trainer.weight_sync.files.server_process import inference_server
 
@@ -54,8 +55,28 @@ def train(settings: TrainerSettings) -> None:
     Raises:
         GrpoError: any of the named errors. The server keeps serving in every case.
     """
+    with _run_api_client(settings) as api, open_run(settings, api) as opened:
+        if opened is None:
+            return
+        run, position = opened
+        while position.step < run.settings.steps:
+            position = run_step(run, position)
+            # After the record: a checkpoint must not include a step that no record mentions.
+            run.saver.step_taken(position)
+        if run.settings.benchmark:
+            run.recorder.report_times()
+
+
+@contextlib.contextmanager
+def open_run(
+    settings: TrainerSettings,
+    api: BatchQueue,
+    weight_sync: Callable[[TrainerSettings], WeightSync] = build_weight_sync,
+) -> Iterator[tuple[Run, Position] | None]:
+    """A run whose first weights are served, and the position to begin at; None if the run is
+    complete already. Args: api: where batches come from"""
     torch.manual_seed(settings.seed)
-    with hold_save_path(settings.save_path), _run_api_client(settings) as api:
+    with hold_save_path(settings.save_path):
         store = StateStore(settings.save_path)
         remove_unfinished(store.directory)
         saved = find_state(settings, store)
@@ -70,21 +91,16 @@ def train(settings: TrainerSettings) -> None:
                 hint="raise --steps to continue; pass `--resume never` or another "
                 "--save-path to start again",
             )
+            yield None
             return
         settings = continued_settings(settings, saved)
         write_whole(settings.save_path / CONFIG_FILE, config_yaml(settings))
         with (
             open_sinks(settings, 0 if saved is None else saved.record.step) as sinks,
             inference_server(settings),
-            contextlib.closing(build_weight_sync(settings)) as sync,
+            contextlib.closing(weight_sync(settings)) as sync,
         ):
-            run, position = start_run(settings, api, sync, store, saved, sinks)
-            while position.step < settings.steps:
-                position = run_step(run, position)
-                # After the record: a checkpoint must not include a step that no record mentions.
-                run.saver.step_taken(position)
-            if settings.benchmark:
-                run.recorder.report_times()
+            yield start_run(settings, api, sync, store, saved, sinks)
 
 
 def run_step(run: Run, position: Position) -> Position:

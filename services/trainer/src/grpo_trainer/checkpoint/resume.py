@@ -7,11 +7,11 @@ from pathlib import Path
 
 import structlog
 
-from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import UnknownBatch
 from grpo_trainer.checkpoint.state import Position, load_state, require_fit
 from grpo_trainer.checkpoint.store import RECORD, OpenedEpochs, SavedState, StateStore, read_state
 from grpo_trainer.config.trainer import AUTO, NEVER, TrainerSettings
+from grpo_trainer.data.batch_queue import BatchQueue
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
 from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -46,7 +46,7 @@ def restore(
     saved: SavedState,
     policy: CausalLM,
     optimizer: MasterOptimizer,
-    api: TrainerClient,
+    api: BatchQueue,
     settings: TrainerSettings,
 ) -> Position:
     """Load the checkpoint into the optimizer, then rejoin the run; returns the position to resume
@@ -77,7 +77,7 @@ def continued_settings(settings: TrainerSettings, saved: SavedState | None) -> T
     return settings.model_copy(update=changes)
 
 
-def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> Position:
+def rejoin(api: BatchQueue, settings: TrainerSettings, saved: SavedState) -> Position:
     """Register at run-api as the successor of `saved`, and acknowledge the checkpoint's batches.
     The previous trainer may have been killed between saving and acknowledging.
 
@@ -118,7 +118,7 @@ def rejoin(api: TrainerClient, settings: TrainerSettings, saved: SavedState) -> 
     return at
 
 
-def _of_another_run(saved: SavedState, api: TrainerClient, found: str) -> StateOfAnotherRun:
+def _of_another_run(saved: SavedState, api: BatchQueue, found: str) -> StateOfAnotherRun:
     record = saved.record
     return StateOfAnotherRun(
         f"{saved.directory} includes {record.step} steps, the newest step with batch "

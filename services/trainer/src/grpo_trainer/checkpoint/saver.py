@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from grpo_core.clients.run_api import TrainerClient
 from grpo_trainer.checkpoint.export import (
     FINAL_ADAPTER,
     FINAL_MODEL,
@@ -20,6 +19,7 @@ from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.sync import SERVED_KEPT
 from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.batch_queue import BatchQueue
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.objective.kl_control import KlCoefficient
@@ -60,7 +60,7 @@ class Saver:
     settings: TrainerSettings
     policy: CausalLM
     optimizer: MasterOptimizer
-    api: TrainerClient
+    api: BatchQueue
     store: StateStore
     bound: Bound
     kl_coefficient: KlCoefficient

@@ -10,7 +10,7 @@ from functools import partial
 
 import structlog
 
-from grpo_core.clients.run_api import LeasedBatch, TrainerClient
+from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, LeasesFull
 from grpo_core.wire.run_api import EnvironmentCount
@@ -18,6 +18,7 @@ from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.checkpoint.saver import Saver
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.batch_queue import BatchQueue
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.group_filter import FilteredBatch
 from grpo_trainer.data.preparation import Preparation, PreparedBatch
@@ -46,7 +47,7 @@ class BatchSource:
     """
 
     settings: TrainerSettings
-    api: TrainerClient
+    api: BatchQueue
     recover_server: Callable[[], None]
     preparation: Preparation
     environments: EnvironmentWatch
