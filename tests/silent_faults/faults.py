@@ -16,13 +16,13 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-import torch
 from tokenizers.pre_tokenizers import ByteLevel
 
 from grpo_core.wire.fields import MASKED
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer import start, train
 from grpo_trainer.algo import accumulate, loss
+from grpo_trainer.algo.loss import LossParts
 from grpo_trainer.model import loading
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.objective import advantage
@@ -231,9 +231,9 @@ def micro_batch_dropped(patch: pytest.MonkeyPatch) -> None:
     """Every fourth micro-batch gives no gradient."""
     right, calls = accumulate.step_loss, []
 
-    def dropping(*arguments: Any) -> torch.Tensor:
+    def dropping(*arguments: Any) -> LossParts:
         calls.append(None)
-        return right(*arguments) * bool(len(calls) % 4)
+        return LossParts(*(part * bool(len(calls) % 4) for part in right(*arguments)))
 
     patch.setattr(accumulate, "step_loss", dropping)
 

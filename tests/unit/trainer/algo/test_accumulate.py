@@ -29,20 +29,23 @@ def test_penalty_and_bonus_count_with_their_weights_over_all_micro_batches() -> 
     )
     assert len(batch.micro_batches) > 1
 
-    total = torch.zeros(())
+    total, parts = torch.zeros(()), torch.zeros(3)
     for micro in batch.micro_batches:
         logits = policy(input_ids=micro.inputs).logits / micro.temperature.view(-1, 1, 1)
         p = logits.softmax(-1)
         logp = p.gather(-1, micro.targets.unsqueeze(-1)).squeeze(-1).log()
         d = logp - micro.reference_logp
-        terms = 0.7 * ((-d).exp() - 1 + d) + 0.3 * (p * p.log()).sum(-1)
+        penalty, bonus = 0.7 * ((-d).exp() - 1 + d), 0.3 * (p * p.log()).sum(-1)
         columns = (micro.behaviour_logp, micro.advantages, micro.token_weight)
-        total = total + policy_loss(logp, *columns, GRPO) + (micro.token_weight * terms).sum()
+        weighed = [(micro.token_weight * terms).sum() for terms in (penalty, bonus)]
+        of_micro = torch.stack([policy_loss(logp, *columns, GRPO), *weighed])
+        total, parts = total + of_micro.sum(), parts + of_micro.detach()
     weight = policy.lm_head.weight
     (expected,) = torch.autograd.grad(total, weight)
 
     found = accumulate_gradients(policy, batch, objective, 0, FastForward(head=EAGER))
     assert found.loss == pytest.approx(float(total.detach()), rel=1e-5)
+    assert found.loss_parts == pytest.approx(parts.tolist(), rel=1e-4, abs=1e-6)
     torch.testing.assert_close(
         weight.grad, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())
     )

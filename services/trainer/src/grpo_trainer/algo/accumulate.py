@@ -7,6 +7,7 @@ server, and every metric but the loss, use a second forward pass without dropout
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from grpo_trainer.algo.logprob_comparison import TokenTable
 from grpo_trainer.algo.loss import (
     NO_SUMS,
+    LossParts,
     LossSums,
     loss_sums,
     step_loss,
@@ -31,12 +33,20 @@ from grpo_trainer.optim.master_gradients import LossScale
 
 @dataclass(frozen=True)
 class GradientStats:
-    """Loss and metrics of a batch. `tokens`: the trained tokens with logprobs from before the
-    update."""
+    """Loss and metrics of a batch.
 
-    loss: float
+    Args:
+        loss_parts: the policy's loss, the KL penalty and the entropy bonus; see `LossParts`
+        tokens: the trained tokens with logprobs from before the update
+    """
+
+    loss_parts: Sequence[float]
     sums: LossSums
     tokens: TokenTable
+
+    @property
+    def loss(self) -> float:
+        return sum(self.loss_parts)
 
 
 def accumulate_gradients(
@@ -70,7 +80,7 @@ def _accumulated(
     forward: ForwardPass,
     scale: float,
 ) -> GradientStats:
-    total, sums = 0.0, NO_SUMS
+    totals, sums = [0.0] * len(LossParts._fields), NO_SUMS
     micros: list[MicroBatch] = []
     seen: list[TokenValues] = []
     dropouts, device = adapter_dropouts(policy), device_of(policy)
@@ -83,17 +93,18 @@ def _accumulated(
             with torch.no_grad():
                 without_dropout = forward(policy, on_device)
         on_device = on_device.with_recomputed(without_dropout.logp)
-        loss = step_loss(trained, on_device, objective)
+        parts = step_loss(trained, on_device, objective)
+        loss = parts.policy + parts.kl + parts.entropy
         # One transfer to the host for all values that are read here: each transfer waits for the
         # device.
-        value, values = _to_host(loss, without_dropout)
+        read, values = _to_host(parts, without_dropout)
         known = micro.with_recomputed(values.logp)
-        if not math.isfinite(value):
+        if not math.isfinite(sum(read)):
             found = loss_sums(
                 values.logp, values.entropy, micro.reference_logp, *_columns(known), objective
             )
             raise NonFiniteLoss(
-                f"step {step}, micro-batch {i}: the loss is {value} (largest importance ratio "
+                f"step {step}, micro-batch {i}: the loss is {sum(read)} (largest importance ratio "
                 f"{found.ratio_max:.3g}, largest |log importance ratio| {found.diff_max:.3g}). The "
                 "step changed no weight. Lower the learning rate, or inspect the batch's logprobs"
             )
@@ -101,20 +112,21 @@ def _accumulated(
         with dropout_on(dropouts):
             (scale * loss).backward()  # type: ignore[no-untyped-call]
         # The host computes the sums while the GPU runs the backward pass.
-        total += value
+        totals = [a + b for a, b in zip(totals, read, strict=True)]
         sums += loss_sums(
             values.logp, values.entropy, micro.reference_logp, *_columns(known), objective
         )
         micros.append(known)
         seen.append(values)
-    return GradientStats(total, sums, TokenTable.of(micros, seen))
+    return GradientStats(totals, sums, TokenTable.of(micros, seen))
 
 
-def _to_host(loss: Tensor, values: TokenValues) -> tuple[float, TokenValues]:
-    """Copy all to host memory in one transfer: scalar, [B, T] each."""
-    flat = torch.cat([loss.detach().view(1), *(value.detach().flatten() for value in values)]).cpu()
+def _to_host(parts: LossParts, values: TokenValues) -> tuple[list[float], TokenValues]:
+    """Copy all to host memory in one transfer: scalars, [B, T] each."""
+    scalars = torch.stack(parts).detach()
+    flat = torch.cat([scalars, *(value.detach().flatten() for value in values)]).cpu()
     shape = (len(values), *values.logp.shape)
-    return float(flat[0]), TokenValues(*flat[1:].view(shape))
+    return flat[: len(parts)].tolist(), TokenValues(*flat[len(parts) :].view(shape))
 
 
 def _columns(micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:

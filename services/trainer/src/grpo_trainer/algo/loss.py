@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -133,9 +133,17 @@ def policy_loss(
     return -(weight * surrogate).sum()
 
 
-def step_loss(values: TokenValues, micro: MicroBatch, objective: Objective) -> Tensor:
-    """What a micro-batch adds to the loss: the policy's loss, less the entropy bonus, plus the KL
-    penalty if it is in the loss.
+class LossParts(NamedTuple):
+    """Scalars that add up to what a micro-batch adds to the loss. `kl` and `entropy` contain their
+    coefficients, and are 0 without a penalty in the loss and without a bonus."""
+
+    policy: Tensor
+    kl: Tensor
+    entropy: Tensor
+
+
+def step_loss(values: TokenValues, micro: MicroBatch, objective: Objective) -> LossParts:
+    """The policy's loss, the KL penalty, and minus the entropy bonus.
 
     Args:
         values: [B, T] each, of the policy
@@ -143,13 +151,14 @@ def step_loss(values: TokenValues, micro: MicroBatch, objective: Objective) -> T
     weight = micro.token_weight
     columns = micro.behaviour_logp, micro.advantages, weight
     loss = policy_loss(values.logp, *columns, objective)
+    kl = entropy = torch.zeros_like(loss)
     if objective.entropy_coef:
-        loss = loss - objective.entropy_coef * entropy_bonus(values.entropy, weight)
+        entropy = -objective.entropy_coef * entropy_bonus(values.entropy, weight)
     if objective.kl_coef and objective.kl_in == "loss":
         assert micro.reference_logp is not None
         terms = (micro.reference_logp, weight, objective.kl_estimator)
-        loss = loss + objective.kl_coef * kl_penalty(values.logp, *terms)
-    return loss
+        kl = objective.kl_coef * kl_penalty(values.logp, *terms)
+    return LossParts(loss, kl, entropy)
 
 
 def kl_penalty(

@@ -123,9 +123,12 @@ def _data(facts: BatchStats, filtered: FilteredBatch) -> dict[str, float | None]
 
 
 def _training(outcome: StepOutcome) -> dict[str, float | None]:
-    sums = outcome.gradients.sums
+    sums, (policy, kl, entropy) = outcome.gradients.sums, outcome.gradients.loss_parts
     return {
         "train/loss": outcome.gradients.loss,
+        "train/loss_policy": policy,
+        "train/loss_kl": kl,
+        "train/loss_entropy": entropy,
         "train/grad_norm": outcome.published.grad_norm,
         "train/lr": outcome.lr,
         "train/pos_logp": _mean(sums.positive_logp, sums.positive_tokens),

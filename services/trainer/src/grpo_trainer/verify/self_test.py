@@ -208,7 +208,7 @@ def _derivatives(micro: MicroBatch, objective: Objective) -> TokenValues:
         torch.ones_like(micro.behaviour_logp).requires_grad_(),
         torch.zeros_like(micro.behaviour_logp).requires_grad_(),
     )
-    loss = step_loss(leaves, micro, objective)
+    loss = torch.stack(step_loss(leaves, micro, objective)).sum()
     found = torch.autograd.grad(loss, leaves, allow_unused=True)
     return TokenValues(*(torch.zeros_like(leaves.logp) if g is None else g for g in found))
 
