@@ -55,7 +55,10 @@ def train(settings: TrainerSettings) -> None:
     Raises:
         GrpoError: any of the named errors. The server keeps serving in every case.
     """
-    with _run_api_client(settings) as api, open_run(settings, api) as opened:
+    with (
+        _run_api_client(settings) as api,
+        open_run(settings, api, build_weight_sync) as opened,
+    ):
         if opened is None:
             return
         run, position = opened
@@ -71,10 +74,15 @@ def train(settings: TrainerSettings) -> None:
 def open_run(
     settings: TrainerSettings,
     api: BatchQueue,
-    weight_sync: Callable[[TrainerSettings], WeightSync] = build_weight_sync,
+    weight_sync: Callable[[TrainerSettings], WeightSync],
 ) -> Iterator[tuple[Run, Position] | None]:
     """A run whose first weights are served, and the position to begin at; None if the run is
-    complete already. Args: api: where batches come from"""
+    complete already.
+
+    Args:
+        api: where batches come from
+        weight_sync: makes the object that brings weights to the server
+    """
     torch.manual_seed(settings.seed)
     with hold_save_path(settings.save_path):
         store = StateStore(settings.save_path)
