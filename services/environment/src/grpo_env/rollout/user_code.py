@@ -95,7 +95,9 @@ class TaskCode(ClosesOnExit):
         async def run() -> Any:
             return await work
 
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
+        # A coroutine is scheduled as it is: one that is cancelled before it begins is then closed.
+        begun = work if inspect.iscoroutine(work) else run()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(begun, self._loop))
 
     def close(self) -> None:
         if self._loop is not None:
@@ -105,4 +107,12 @@ class TaskCode(ClosesOnExit):
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
+    loop.run_until_complete(_cancel_others())
     loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
