@@ -292,7 +292,7 @@ FAULTS = {
     ),
     "advantages not centred": Fault(
         "scores are divided by their deviation without subtracting the mean",
-        ("they are not centred",),
+        ("instead of 0",),
         sabotage=not_centred,
     ),
     "duplicated batch": Fault(

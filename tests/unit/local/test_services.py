@@ -48,6 +48,32 @@ def test_an_environment_of_a_resumed_run_waits_for_the_trainer(
     assert ("--next-run-deadline-s" in environment.command) is given
 
 
+@pytest.mark.parametrize(
+    ("words", "limits"),
+    [
+        (["--task", "arithmetic,gsm8k", "--data", "d"], {"arithmetic": "32", "gsm8k": "32"}),
+        (["--task", "gsm8k,my.py:reward", "--data", "d"], {"gsm8k": "32", "my.py:reward": None}),
+        (["--task", "my.py:reward", "--max-completion-tokens", "9"], {"my.py:reward": "9"}),
+        (["--task", "gsm8k,math", "--data", "d", "--model", "m"], {"gsm8k": "256", "math": None}),
+    ],
+)
+def test_each_task_has_its_own_longest_completion(
+    tmp_path: Path, words: list[str], limits: dict[str, str | None]
+) -> None:
+    settings = DemoSettings.model_validate(
+        dict(zip([w[2:].replace("-", "_") for w in words[::2]], words[1::2], strict=True))
+    )
+    with HealthProbe() as probe:
+        factory = ServiceFactory(settings, RunDirectory(tmp_path), probe)
+        commands = {task: factory.environment(task, "m", 1, 2).command for task in limits}
+    name = "--max-completion-tokens"
+    found = {
+        task: words[words.index(name) + 1] if name in words else None
+        for task, words in commands.items()
+    }
+    assert found == limits
+
+
 def test_one_token_reaches_every_service_and_no_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,7 @@ def make_tiny_model(directory: Path, recipe: Recipe) -> None:
     accuracy = teach(model, tokenizer, recipe)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    log.info("model.created", directory=str(directory), arithmetic_accuracy=round(accuracy, 3))
+    log.info("model.created", directory=str(directory), accuracy=round(accuracy, 3))
 
 
 def build_tokenizer(chat_template: str = MESSAGES_TEMPLATE) -> PreTrainedTokenizerFast:

@@ -105,6 +105,15 @@ def _most_requests(settings: EnvServerSettings, tasks: TaskSet) -> int:
     return groups * per_group
 
 
+def _reshaping(settings: EnvServerSettings) -> dict[str, float]:
+    chosen = {
+        "top_p": (settings.top_p, 1.0),
+        "top_k": (settings.top_k, 0),
+        "repetition_penalty": (settings.repetition_penalty, 1.0),
+    }
+    return {name: value for name, (value, neutral) in chosen.items() if value != neutral}
+
+
 def sampling_plan(
     settings: EnvServerSettings,
     tasks: TaskSet,
@@ -121,11 +130,7 @@ def sampling_plan(
     return SamplingPlan(
         group_size=settings.group_size,
         temperature=settings.temperature,
-        reshaping={
-            name: value
-            for name, neutral in {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}.items()
-            if (value := getattr(settings, name)) != neutral
-        },
+        reshaping=_reshaping(settings),
         max_token_length=min(limits),
         max_completion_tokens=settings.max_completion_tokens,
         start_completion_tokens=settings.start_completion_tokens,

@@ -79,8 +79,9 @@ OTHER_TASK = Sizes(
 """For the tiny model and any other task."""
 
 REASONING_TOKENS: Mapping[str, int] = {"arithmetic": 8, "gsm8k": 256}
+"""Longest completion of a model that can reason."""
 REASONING_SEQ_LEN = 1152
-"""Longest completion of a model that can reason, and its longest sequence."""
+"""Its longest sequence."""
 
 
 def name_of_task(task: str) -> str:

@@ -146,7 +146,7 @@ class ServiceFactory:
                 *("--seq-len", sizes.seq_len),
                 *(
                     ("--max-completion-tokens", limit)
-                    if (limit := sizes.max_completion_tokens)
+                    if (limit := settings.completion_limit(task))
                     else ()
                 ),
                 *("--max-batches-offpolicy", settings.max_batches_offpolicy),

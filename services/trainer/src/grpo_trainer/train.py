@@ -176,7 +176,7 @@ def compare_with_reference(
     run: Run, taken: TakenBatch, objective: Objective
 ) -> tuple[Batch, float | None]:
     """The batch with what a KL penalty needs, and with the weights of MaxEnt-GRPO; the mean entropy
-    of these weights in nats, None without them."""
+    of these weights in nats, None if there are none."""
     batch, groups = taken.collated, taken.filtered.groups
     if run.reference is not None:
         batch = run.reference.added(batch)

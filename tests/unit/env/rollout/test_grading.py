@@ -56,6 +56,38 @@ async def test_a_coroutine_is_awaited_outside_of_the_event_loop() -> None:
     assert await grade_by(reward) == Grade(0.5, {"reward": 0.5})
 
 
+async def test_coroutines_of_a_task_that_does_not_block_wait_side_by_side() -> None:
+    both = asyncio.Barrier(2)
+
+    class Waiting(Rewarded):
+        async def reward(self, answer: Any, row: Any) -> float:  # noqa: ARG002
+            await both.wait()
+            return 1.0
+
+    with TaskCode(DEADLINE_S) as code:
+        task = Waiting(None, blocks=False)  # type: ignore[arg-type]
+        found = await Grader({}, code).grade_all(task, [Answer("7"), Answer("8")], {})
+    assert found == [Grade(1.0, {"reward": 1.0})] * 2
+
+
+async def test_code_that_has_not_ended_is_cancelled_at_the_end() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def endless() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with TaskCode(DEADLINE_S) as code:
+        call = asyncio.ensure_future(code.call("the reward", endless))
+        await asyncio.to_thread(begun.wait)
+    await asyncio.to_thread(ended.wait)
+    with pytest.raises(RuntimeError, match="cancelled itself"):
+        await call
+
+
 @pytest.mark.parametrize(
     ("value", "problem"),
     [

@@ -11,6 +11,7 @@ from grpo_core.errors import ProtocolViolation
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.assembly import TaskSet, sampling_plan
 from grpo_env.config.settings import load_env_settings
+from grpo_env.evaluation.runner import Evaluation
 from grpo_env.rollout.outcome import FailureReason, Rollout, RolloutFailure
 from grpo_env.rollout.training_sequences import MisalignedCompletion, sequences_of
 from tests.unit.env.canned import PROMPT, generate_answer
@@ -123,6 +124,7 @@ async def test_options_that_reshape_the_distribution_are_sent_and_stated_unless_
     stated = outcome.group.generation_params
     assert stated == {"temperature": 1.0, "max_tokens": body["max_tokens"], **expected}
     assert stated.items() <= body.items()
+    assert Evaluation.of(settings).plan(plan).sampling == {"temperature": 1.0}
 
 
 def test_the_completion_limit_grows_with_the_run() -> None:

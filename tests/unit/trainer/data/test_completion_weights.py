@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import log
 from statistics import fmean
 
 import pytest
@@ -110,4 +111,26 @@ def test_groups_of_equal_scores_are_trained_on_and_sent_advantages_stay() -> Non
     rows = [micro.advantages.flatten() for micro in batch.micro_batches]
     found = torch.empty(4).index_copy_(0, torch.tensor(batch.order), torch.cat(rows))
     assert found.tolist() == pytest.approx([1.0, 1.0, 5.0, 6.0])
-    assert entropy > 0
+    assert entropy == pytest.approx(log(2))  # of the first group
+    _, none = with_completion_weights(batch_of(groups[1:]), groups[1:], OBJECTIVE)
+    assert none is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"masks": [[-100] * 3, [-100, -100, 8, 9, 10], [-100, -100, 11, 12]]},
+        {"overrides": [{"set_advantage_to_zero": True}, {}, {}]},
+    ],
+)
+def test_what_is_not_trained_has_no_share(changes: dict[str, object]) -> None:
+    """The first sequence has the best score."""
+    groups = usable(three(**changes))
+    batch = batch_of(groups)
+    prior = log_likelihoods(batch)
+    weighted, _ = with_completion_weights(batch, groups, OBJECTIVE, prior)
+    scores, means = torch.tensor([0.0, 0.5]), prior[1:] / torch.tensor([3, 2])
+    expected = completion_weights(scores, means, OBJECTIVE, 0.2)
+    rows = [micro.advantages.flatten() for micro in weighted.micro_batches]
+    found = torch.empty(3).index_copy_(0, torch.tensor(batch.order), torch.cat(rows))
+    assert found.tolist() == pytest.approx([0, *(3 * expected).tolist()])

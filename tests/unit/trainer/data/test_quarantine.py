@@ -30,6 +30,7 @@ from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.packing import Layout, padded
 from grpo_trainer.model.reference import Reference
+from grpo_trainer.objective.tau_control import Tau
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
 from grpo_trainer.start import Run
@@ -184,6 +185,30 @@ def test_a_batch_that_ends_the_run_is_passed_over_by_the_next_start(tmp_path: Pa
     with pytest.raises(RolloutMismatch):
         bench.train([False])
     assert again.train([False, False]) == Position(step=1, batch_id=2, epoch=1)
+
+
+@pytest.mark.parametrize("place", ["weights", "loss"])
+def test_tau_follows_the_entropy_and_the_reference_acts_where_it_is_asked_to(
+    place: str, tmp_path: Path
+) -> None:
+    """Three steps. The weights of the first one are those of the reference's own policy."""
+    options = {"maxent_tau": 0.5, "maxent_target_entropy": 0.1, "maxent_tau_lr": 0.5}
+    records = []
+    for coefficient in (1e-9, 5.0):
+        chosen = {**options, "kl_coef": coefficient, "kl_in": place}
+        bench = Bench(tmp_path / str(coefficient), objective="maxent", **chosen)
+        bench.reference = Reference(deepcopy(bench.policy), plain_forward, is_policy=False)
+        bench.train([False] * 3)
+        records.append(bench.records)
+        tau = Tau(0.5, target=0.1, rate=0.5)
+        for step, record in enumerate(bench.records):
+            assert record["maxent/tau"] == pytest.approx(tau.value)
+            tau.observe(record["maxent/weights_entropy"], step)
+    free, held = (record[0]["maxent/weights_entropy"] for record in records)
+    if place == "weights":
+        assert abs(free - held) > 0.01
+    else:
+        assert free == pytest.approx(held)
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])

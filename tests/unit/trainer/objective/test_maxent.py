@@ -57,9 +57,12 @@ def test_tau_follows_the_average_entropy_after_the_warm_up() -> None:
     assert resumed.value == tau.value
 
 
-@pytest.mark.parametrize(("entropy", "bound"), [(1e9, 0.001), (-1e9, 10.0)])
-def test_tau_is_bounded(entropy: float, bound: float) -> None:
-    tau = Tau(initial=0.5, target=1.0, rate=1e-7)
+@pytest.mark.parametrize(
+    ("initial", "entropy", "bound"),
+    [(0.5, 1e9, 0.001), (0.5, -1e9, 10.0), (1e-4, 1e9, 1e-4), (50.0, -1e9, 50.0)],
+)
+def test_tau_is_bounded(initial: float, entropy: float, bound: float) -> None:
+    tau = Tau(initial, target=1.0, rate=1e-7)
     for step in range(20):
         tau.observe(entropy, step)
     assert tau.value == bound

@@ -190,6 +190,14 @@ def test_options_override_a_recipe_and_one_clipping_range_counts_for_both_sides(
         ({"objective": "maxent", "maxent_tau": 1, "maxent_tau_lr": 1}, "maxent_tau_lr"),
         ({"objective": "maxent", "kl_coef": 1, "maxent_target_entropy": 1}, "target_entropy"),
         ({"maxent_tau": 0.1}, "maxent_tau"),
+        ({"objective": "maxent", "maxent_tau": 1, "surrogate": "reinforce"}, "surrogate"),
+        ({"objective": "maxent", "kl_coef": 1, "kl_estimator": "k2"}, "kl_estimator"),
+        (
+            {"objective": "maxent", "maxent_tau": 1, "maxent_length_normalize_ref": False},
+            "length_normalize",
+        ),
+        ({"surrogate": "likelihood"}, "importance_correction"),
+        ({"objective": "maxent", "kl_coef": 1, "importance_level": "token"}, "importance_level"),
     ],
 )
 def test_an_option_without_effect_is_a_mistake(options: dict[str, object], field: str) -> None:

@@ -87,7 +87,7 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], str]] = {
         "the entropy bonus lowers",
     ),
     "loss": (lambda p: changed_sign(p, "policy_loss"), {}, "positive advantage less likely"),
-    "advantages": (not_centred, {}, "not centred"),
+    "advantages": (not_centred, {}, "instead of 0"),
     "reward": (
         penalty_ignored,
         {"kl_coef": 0.1, "kl_in": "reward"},

@@ -164,7 +164,8 @@ class EnvServerSettings(CommandSettings):
         gt=0,
         le=1,
         description="Sample from the most likely tokens that together have this probability. With "
-        "this option, --top-k or --repetition-penalty, the trainer needs --recompute-logprobs",
+        "this option, --top-k or --repetition-penalty, the trainer needs --recompute-logprobs. "
+        "Evaluations sample without all three",
     )
     top_k: int = Field(
         0, ge=0, description="Sample from this number of most likely tokens. 0: from all tokens"

@@ -57,6 +57,7 @@ class Evaluation:
             training,
             group_size=self.samples,
             temperature=self.temperature,
+            reshaping={},
             drop_equal_scores=False,
             start_completion_tokens=None,
         )

@@ -49,7 +49,7 @@ class TokenizerTemplate:
         key = repr((prompt, tools))
         if key not in self._prompts:
             if len(self._prompts) >= _KEPT_PROMPTS:
-                self._prompts.clear()
+                del self._prompts[next(iter(self._prompts))]  # the oldest one
             self._prompts[key] = self._prompt_ids(prompt, tools)
         return [*self._prompts[key]]
 

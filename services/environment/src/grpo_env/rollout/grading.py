@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import traceback
 from collections.abc import Mapping, Sequence
@@ -92,7 +93,7 @@ class Grader:
             UnknownRewardPart: a weight names a part that no reward has returned so far.
         """
         graded = (self._grade(task, answer, row) for answer in answers)
-        if task.blocks:
+        if task.blocks or inspect.iscoroutinefunction(task.reward):
             found = [*await asyncio.gather(*graded)]
         else:  # nothing to wait for, so tasks of asyncio would only cost time
             found = [await grade for grade in graded]

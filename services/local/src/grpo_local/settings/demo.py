@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -221,14 +221,21 @@ class DemoSettings(ServerOptions, ModeOptions):
     @property
     def sizes(self) -> Sizes:
         """The options whose default depends on others."""
+        return self._sizes_of(self.task)
+
+    def _sizes_of(self, tasks: Sequence[str]) -> Sizes:
         given = {name: getattr(self, name) for name in SIZE_NAMES}
         return sizes_for(
-            self.task,
+            tasks,
             self.weight_mode,
             is_tiny=self.model is None,
             on_gpu=self.on_gpu,
             given={name: value for name, value in given.items() if value is not None},
         )
+
+    def completion_limit(self, task: str) -> int | None:
+        """Of one task's completions, in tokens; None for the task's own limit."""
+        return self.sizes.max_completion_tokens or self._sizes_of([task]).max_completion_tokens
 
     @property
     def server_sizes(self) -> Sizes:

@@ -124,15 +124,16 @@ class ObjectiveOptions(BaseModel):
     )
     kl_in: Annotated[KlPlace | None, BY_RECIPE] = Field(
         None,
-        description="Where the penalty is: in the loss of each token, or in the score of each "
-        "completion; or in the weights of a group's completions, for --advantage maxent",
+        description="Where the penalty is: in the loss of each token, in the score of each "
+        "completion, or, for --advantage maxent, in the weights of a group's completions",
     )
     kl_control: KlControlName = Field(
         "fixed",
         description="How the weight of the penalty follows the KL divergence. adaptive: in "
         "proportion to the distance from --kl-target. band: times or divided by 1.5 if the "
         "divergence is a fifth too high or too low. dual: as the multiplier of the constraint that "
-        "the divergence is at most --kl-target",
+        "the divergence is at most --kl-target. band and dual keep it between 0.001 and 0.2, and "
+        "let it return to --kl-coef",
     )
     kl_target: Annotated[float | None, Shown(default="none")] = Field(
         None, gt=0, description="Mean KL divergence per token for --kl-control, in nats"
@@ -154,7 +155,7 @@ class ObjectiveOptions(BaseModel):
         None, gt=0, description="Temperature of q, which is softmax(score / temperature)"
     )
     maxent_q_epsilon: Annotated[float | None, Shown(default="1e-6")] = Field(
-        None, gt=0, lt=1, description="Least value of q"
+        None, gt=0, le=0.001, description="Least value of q"
     )
     maxent_length_normalize_ref: Annotated[bool | None, Shown(default="on")] = Field(
         None, description="Divide l by the number of the completion's tokens"
@@ -163,7 +164,7 @@ class ObjectiveOptions(BaseModel):
         None,
         gt=0,
         description="Mean entropy of a group's weights in nats, to which tau is driven from "
-        "--maxent-tau on",
+        "--maxent-tau on. At most the logarithm of the group size can be reached",
     )
     maxent_tau_lr: float = Field(
         0.01, gt=0, description="Change of log tau per step, for a distance of one nat"
@@ -216,6 +217,11 @@ class ObjectiveOptions(BaseModel):
             problem = "truncate does not fit --importance-level sequence; pass none or mask"
             yield Mistake("importance_correction", problem)
         yield from self._maxent_conflicts(whole)
+        if whole.surrogate == "likelihood":
+            if whole.importance_correction != "none":
+                yield Mistake("importance_correction", "must be none with --surrogate likelihood")
+            if self.importance_level is not None:
+                yield Mistake("importance_level", "has no effect on --surrogate likelihood")
         if self.aggregation_tokens is not None and whole.aggregation != "constant":
             yield Mistake("aggregation_tokens", "needs --aggregation constant")
         if self.clip_eps is not None and whole.surrogate != "clip":
@@ -235,6 +241,8 @@ class ObjectiveOptions(BaseModel):
             if whole.kl_in == "weights":
                 yield Mistake("kl_in", "weights needs --advantage maxent")
             return
+        if whole.surrogate != "likelihood":
+            yield Mistake("surrogate", "must be likelihood with --advantage maxent")
         if whole.kl_in == "reward":
             yield Mistake("kl_in", "reward does not fit --advantage maxent; pass weights or loss")
         if not whole.maxent_tau and not (self.kl_coef and whole.kl_in == "weights"):
@@ -243,6 +251,12 @@ class ObjectiveOptions(BaseModel):
             )
         if whole.aggregation != "sequence":
             yield Mistake("aggregation", "must be sequence with --advantage maxent")
+        has_prior = bool(self.kl_coef) and whole.kl_in == "weights"
+        if self.maxent_length_normalize_ref is not None and not has_prior:
+            problem = "has no effect without --kl-coef and --kl-in weights"
+            yield Mistake("maxent_length_normalize_ref", problem)
+        if self.kl_estimator is not None and has_prior:
+            yield Mistake("kl_estimator", "has no effect on --kl-in weights")
         if self.maxent_target_entropy is not None and not whole.maxent_tau:
             yield Mistake("maxent_target_entropy", "needs --maxent-tau above 0, where tau begins")
         if self.maxent_target_entropy is None:

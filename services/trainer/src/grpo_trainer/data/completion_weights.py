@@ -29,12 +29,14 @@ def with_completion_weights(
     groups: Sequence[UsableGroup],
     objective: Objective,
     reference: Tensor | None = None,
-) -> tuple[Batch, float]:
-    """The batch with weights as advantages, and the mean entropy of a group's weights in nats.
+) -> tuple[Batch, float | None]:
+    """The batch with weights as advantages, and the mean entropy in nats of the weights of a group;
+    None if environments sent the advantages of all groups.
 
     The advantages are such that the loss of `surrogate="likelihood"` and `aggregation="sequence"`
     is the mean over the groups of sum_i w_i (-log p(y_i) / L_i). L_i counts the trained tokens of
-    all sequences of a rollout.
+    all sequences of a rollout. Rollouts without trained tokens, and those whose advantage an
+    environment sets to zero, have no share in the weights.
 
     Args:
         batch: collated from `groups`
@@ -56,11 +58,18 @@ def with_completion_weights(
         prior = _sum_by(likelihood, rollout)
         if objective.maxent_length_normalize_ref:
             prior = prior / whole
-        weights = completion_weights(scores, prior, objective, beta)
-        entropies.append(entropy_of(weights))
+        is_open = torch.tensor([not zero for zero in usable.zero_advantage])
+        is_trained = _sum_by(length * is_open, rollout) > 0
+        weights = torch.zeros_like(whole)
+        if is_trained.any():
+            weights[is_trained] = completion_weights(
+                scores[is_trained], prior[is_trained], objective, beta
+            )
+        if not usable.group.advantages:
+            entropies.append(entropy_of(weights))
         found.append(weights[rollout] * length / whole[rollout])
     advantages = torch.cat(found) * len(tokens) / len(groups)
-    return with_advantages(batch, groups, advantages), fmean(entropies)
+    return with_advantages(batch, groups, advantages), fmean(entropies) if entropies else None
 
 
 def _sum_by(values: Tensor, rollout: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ ADAPTIVE_ERROR = 0.2
 BAND, BAND_FACTOR = (0.8, 1.2), 1.5
 DUAL_RATE = 0.1
 LEAST, MOST = 0.001, 0.2
+"""Bounds of a coefficient under band and dual control."""
 _MOST_ERROR = 1000.0
 """Below the overflow of exp."""
 
@@ -57,14 +58,14 @@ class KlCoefficient:
         """Args: divergence: mean of a step's sequences"""
         if self.control == "fixed":
             return
-        error = divergence / self.target - 1
+        ratio = divergence / self.target
         if self.control == "adaptive":
             share = min(1.0, sequences / self.horizon)
-            self.value *= 1 + share * min(ADAPTIVE_ERROR, max(-ADAPTIVE_ERROR, error))
+            self.value *= 1 + share * min(ADAPTIVE_ERROR, max(-ADAPTIVE_ERROR, ratio - 1))
             return
         if self.control == "dual":
-            factor = math.exp(DUAL_RATE * min(error, _MOST_ERROR))
+            factor = math.exp(DUAL_RATE * min(ratio - 1, _MOST_ERROR))
         else:
-            factor = BAND_FACTOR ** ((1 + error > BAND[1]) - (1 + error < BAND[0]))
+            factor = BAND_FACTOR ** ((ratio > BAND[1]) - (ratio < BAND[0]))
         least, most = min(LEAST, self.initial), max(MOST, self.initial)
         self.value = min(most, max(least, self.value * factor))

@@ -13,7 +13,8 @@ _KEPT = 0.9
 @dataclass
 class Tau:
     """The weight of the entropy of a group's weights, `value`. With a target, it follows the moving
-    average of that entropy: log tau += rate (target - average), in [0.001, 10].
+    average of that entropy: log tau += rate (target - average), in [0.001, 10], widened by its
+    first value.
 
     Args:
         initial: its first value
@@ -51,4 +52,5 @@ class Tau:
         self.average = _KEPT * known + (1 - _KEPT) * entropy
         if step >= self.warmup_steps:
             moved = self.value * math.exp(self.rate * (self.target - self.average))
-            self.value = min(MOST_TAU, max(LEAST_TAU, moved))
+            least, most = min(LEAST_TAU, self.initial), max(MOST_TAU, self.initial)
+            self.value = min(most, max(least, moved))

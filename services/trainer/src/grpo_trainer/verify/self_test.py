@@ -21,6 +21,7 @@ from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
 from grpo_trainer.algo.loss import step_loss
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, MicroBatch, collate, with_penalties
+from grpo_trainer.data.completion_weights import with_completion_weights
 from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_group
 from grpo_trainer.errors import SelfTestFailed
 from grpo_trainer.model.adapter import adapter_dropouts
@@ -106,6 +107,10 @@ class SelfTest:
         """Args: tokens: of a micro-batch"""
         cut = self.forward.layout.cut
         batch = collate(groups, self.settings.seq_len, tokens, cut, objective)
+        if objective.advantage == "maxent":
+            # Without the reference model, higher scores have higher weights.
+            alone = replace(objective, maxent_tau=objective.maxent_tau or 1.0)
+            batch, _ = with_completion_weights(batch, groups, alone)
         return batch if self.reference is None else self.reference.added(batch)
 
     def _of_logprobs(self, batch: Batch, objective: Objective) -> Iterator[str]:
@@ -160,12 +165,12 @@ def _of_advantages(
 ) -> Iterator[str]:
     advantages = _in_order(batch).view(len(groups), len(SCORES))
     sums = advantages.sum() if objective.advantage == "batch_std" else advantages.sum(-1)
-    if objective.advantage == "maxent":  # weights
-        sums = sums - len(SCORES)
-    if float(sums.abs().max()) > 1e-4:
+    expected = len(SCORES) if objective.advantage == "maxent" else 0  # weights are not centred
+    worst = float(sums[(sums - expected).abs().argmax()] if sums.dim() else sums)
+    if abs(worst - expected) > 1e-4:
         yield (
             f"--advantage {objective.advantage}: the advantages of scores {SCORES} add up to "
-            f"{float(sums.abs().max()):.3g} instead of 0, so they are not centred"
+            f"{worst:.3g} instead of {expected}"
         )
     if not bool((advantages.argsort(-1) == torch.tensor(SCORES).argsort()).all()):
         yield f"--advantage {objective.advantage}: a higher score has a lower advantage"
