@@ -15,6 +15,7 @@ PACKAGES = {
     "grpo_trainer": "services/trainer/src",
     "grpo_vllm": "services/vllm-server/src",
     "grpo_local": "services/local/src",
+    "grpo_offline": "services/offline/src",
     "grpo_tiny_model": "tiny-model/src",
 }
 """In the order of the data's way: prompt → rollout → scored group → batch → update → weights."""

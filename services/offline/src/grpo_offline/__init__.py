@@ -1,0 +1,1 @@
+"""Trains without run-api: samples, rewards, trains, publishes and evaluates in turn."""
