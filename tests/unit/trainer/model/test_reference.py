@@ -53,6 +53,19 @@ def test_without_an_adapter_the_reference_is_a_copy_that_does_not_move(tmp_path:
 
 
 @pytest.mark.parametrize("mode", ["none", "lora_only"])
+def test_another_reference_model_is_a_copy_in_every_mode(tmp_path: Path, mode: str) -> None:
+    other = qwen()
+    nn.init.normal_(other.lm_head.weight)
+    other.save_pretrained(tmp_path)
+    options = {"model": "m", "mode": mode, "kl_coef": 0.1, "reference_model": str(tmp_path)}
+    settings = CommandLine.model_validate(options).settings()
+    reference = build_reference(adapted(), FastForward(), settings)
+    assert reference is not None
+    assert not reference.is_policy
+    assert torch.equal(reference.model.lm_head.weight, other.lm_head.weight)
+
+
+@pytest.mark.parametrize("mode", ["none", "lora_only"])
 def test_without_a_penalty_there_is_no_reference(mode: str) -> None:
     settings = CommandLine.model_validate({"model": "m", "mode": mode}).settings()
     assert build_reference(adapted(), FastForward(), settings) is None

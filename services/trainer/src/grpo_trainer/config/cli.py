@@ -240,6 +240,8 @@ class CommandLine(
     def start_mistakes(self) -> Iterator[Mistake]:
         if problem := missing_model(self.model):
             yield Mistake("model", problem)
+        if self.reference_model and (problem := missing_model(self.reference_model)):
+            yield Mistake("reference_model", problem)
         if self.memory_plan:
             return
         if problem := not_writable(self.save_path):

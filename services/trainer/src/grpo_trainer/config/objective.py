@@ -119,6 +119,12 @@ class ObjectiveOptions(BaseModel):
         "is --model before training. 0: no penalty and no reference model. In the LoRA modes the "
         "reference model needs no memory, in the others a second copy of the weights",
     )
+    reference_model: Annotated[str | None, Shown(default="--model")] = Field(
+        None,
+        min_length=1,
+        description="Another reference model with the same tokenizer: a directory or an id on the "
+        "Hugging Face hub. It is a copy of its own, in the LoRA modes too",
+    )
     kl_estimator: Annotated[KlEstimatorName | None, BY_RECIPE] = Field(
         None, description="Estimator of the KL divergence from a sampled token"
     )
@@ -203,7 +209,7 @@ class ObjectiveOptions(BaseModel):
             problem = "is required by" if self.kl_target is None else "has no effect on"
             yield Mistake("kl_target", f"{problem} --kl-control {self.kl_control}")
         if not self.kl_coef:
-            for name in ("kl_estimator", "kl_in", "kl_control"):
+            for name in ("kl_estimator", "kl_in", "kl_control", "reference_model"):
                 if getattr(self, name) != _default(name):
                     yield Mistake(name, "has no effect without --kl-coef")
         if self.recompute_logprobs and self.kl_coef and whole.kl_in == "reward":

@@ -224,7 +224,8 @@ def _combinations(
                     master_dtype,
                     micro_batches,
                     is_shared=trainee.modes == "shared_vllm",
-                    has_reference=line.kl_coef > 0 and not trainee.is_adapter,
+                    has_reference=line.kl_coef > 0
+                    and (not trainee.is_adapter or line.reference_model not in (None, line.model)),
                 ),
                 working_bytes=(max(passes[0], update), max(passes[1], update)),
             )

@@ -1,7 +1,8 @@
-"""The reference model, from which the policy must not move far: --model as it was before training.
+"""The reference model, from which the policy must not move far: --model as it was before training,
+or --reference-model.
 
-In the LoRA modes it is the policy without its adapter, and needs no memory. Otherwise it is a
-second copy.
+In the LoRA modes --model is the policy without its adapter, and needs no memory. Otherwise the
+reference model is a second copy.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, in_group_order
+from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.policy_protocol import CausalLM, device_of
@@ -52,13 +54,23 @@ class Reference:
 def build_reference(
     policy: CausalLM, forward: ForwardPass, settings: TrainerSettings
 ) -> Reference | None:
-    """None if the objective has no KL penalty."""
+    """None if the objective has no KL penalty.
+
+    Raises:
+        PolicyMismatch: --reference-model has another vocabulary.
+    """
     if not settings.resolved_objective.kl_coef:
         return None
-    if settings.lora is not None:
+    name = settings.reference_model or settings.model
+    if settings.lora is not None and name == settings.model:
         return Reference(policy, forward, is_policy=True)
     dtype = next(policy.parameters()).dtype
-    copy = TrainedWeights(settings.model).load(dtype, device_of(policy)).eval()
+    copy = TrainedWeights(name).load(dtype, device_of(policy)).eval()
+    if copy.config.vocab_size != policy.config.vocab_size:
+        raise PolicyMismatch(
+            f"--reference-model {name} has a vocabulary of {copy.config.vocab_size} tokens, but "
+            f"--model has one of {policy.config.vocab_size}; choose a model with the same tokenizer"
+        )
     for parameter in copy.parameters():
         parameter.requires_grad_(False)
     options = settings.model_copy(update={"compile": False, "gradient_checkpointing": False})
