@@ -13,6 +13,7 @@ from grpo_env.config.settings import EnvServerSettings
 from grpo_env.inference.pool import InferencePool
 from grpo_env.loading import TaskUnusable, find_task, make_task
 from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.generation import Generation
 from grpo_env.rollout.grading import Grader
 from grpo_env.rollout.outcome import SamplingPlan
 from grpo_env.rollout.rollout import RolloutEngine
@@ -92,9 +93,17 @@ async def open_engine(
         _most_requests(settings, tasks),
         plain(settings.vllm_api_key),
     ) as pool:
-        with TaskCode(settings.reward_deadline_s) as code:
-            grader = Grader(settings.reward_weights, code)
-            yield RolloutEngine(pool, template, grader, code)
+        with engine_on(pool, settings, template) as engine:
+            yield engine
+
+
+@contextmanager
+def engine_on(
+    generation: Generation, settings: EnvServerSettings, template: ChatTemplate
+) -> Iterator[RolloutEngine]:
+    """The rollout engine on any source of completions."""
+    with TaskCode(settings.reward_deadline_s) as code:
+        yield RolloutEngine(generation, template, Grader(settings.reward_weights, code), code)
 
 
 def _most_requests(settings: EnvServerSettings, tasks: TaskSet) -> int:

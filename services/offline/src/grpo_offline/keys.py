@@ -76,7 +76,7 @@ class TrainKeys(Section):
     batch_size: Count = Field(8, description="Number of sequences in one forward pass")
     lr: float = Field(1e-5, gt=0, description="Learning rate")
     grad_clip: float = Field(
-        1.0, ge=0, description="Largest norm of the gradient; a larger gradient is scaled down"
+        1.0, gt=0, description="Largest norm of the gradient; a larger gradient is scaled down"
     )
     kl_coef: float = Field(0.05, ge=0, description="Coefficient of the KL penalty. 0: none")
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus")

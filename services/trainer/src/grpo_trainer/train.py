@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import structlog
@@ -57,7 +58,7 @@ def train(settings: TrainerSettings) -> None:
     """
     with (
         _run_api_client(settings) as api,
-        open_run(settings, api, build_weight_sync) as opened,
+        open_run(settings, api, open_weight_sync) as opened,
     ):
         if opened is None:
             return
@@ -74,14 +75,14 @@ def train(settings: TrainerSettings) -> None:
 def open_run(
     settings: TrainerSettings,
     api: BatchQueue,
-    weight_sync: Callable[[TrainerSettings], WeightSync],
+    weight_sync: Callable[[TrainerSettings], AbstractContextManager[WeightSync]],
 ) -> Iterator[tuple[Run, Position] | None]:
     """A run whose first weights are served, and the position to begin at; None if the run is
     complete already.
 
     Args:
         api: where batches come from
-        weight_sync: makes the object that brings weights to the server
+        weight_sync: opens the object that brings weights to the server
     """
     torch.manual_seed(settings.seed)
     with hold_save_path(settings.save_path):
@@ -105,10 +106,19 @@ def open_run(
         write_whole(settings.save_path / CONFIG_FILE, config_yaml(settings))
         with (
             open_sinks(settings, 0 if saved is None else saved.record.step) as sinks,
-            inference_server(settings),
-            contextlib.closing(weight_sync(settings)) as sync,
+            weight_sync(settings) as sync,
         ):
             yield start_run(settings, api, sync, store, saved, sinks)
+
+
+@contextlib.contextmanager
+def open_weight_sync(settings: TrainerSettings) -> Iterator[WeightSync]:
+    """That of the mode, with its inference server, which is started if the mode may do so."""
+    with (
+        inference_server(settings),
+        contextlib.closing(build_weight_sync(settings)) as sync,
+    ):
+        yield sync
 
 
 def run_step(run: Run, position: Position) -> Position:

@@ -144,6 +144,10 @@ class ScoredGroup(FreeFormFields):
         ]
         if self.overrides is None or len(kept) in (0, self.size):
             return self
+        return self.with_sequences(kept)
+
+    def with_sequences(self, kept: Sequence[int]) -> ScoredGroup:
+        """The group with some of its sequences. Args: kept: their numbers"""
         changes: dict[str, Any] = {
             name: [rows[i] for i in kept] for name in _PER_SEQUENCE if (rows := getattr(self, name))
         }

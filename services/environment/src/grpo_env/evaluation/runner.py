@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -31,6 +31,8 @@ class Evaluation:
     samples: answers to each item
     temperature: 0 for the most likely tokens
     requests: largest number of items that are sampled at the same time
+    reshaping: as in `SamplingPlan`
+    ks: of `pass@k` and `mean@k`; empty means 1 and the number of samples
     """
 
     items: int
@@ -38,6 +40,8 @@ class Evaluation:
     temperature: float
     requests: int
     seed: int
+    reshaping: Mapping[str, float] = field(default_factory=dict)
+    ks: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, settings: EnvServerSettings) -> Evaluation:
@@ -57,7 +61,7 @@ class Evaluation:
             training,
             group_size=self.samples,
             temperature=self.temperature,
-            reshaping={},
+            reshaping=self.reshaping,
             drop_equal_scores=False,
             start_completion_tokens=None,
         )
@@ -113,6 +117,7 @@ async def evaluate(
         task=task.name,
         temperature=evaluation.temperature,
         duration_s=time.monotonic() - started,
+        ks=evaluation.ks,
         model=model,
         step=versions[0].step if versions else None,
         versions=versions,

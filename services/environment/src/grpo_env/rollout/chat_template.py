@@ -39,7 +39,7 @@ class TokenizerTemplate:
     """The chat template of a tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._prompts: dict[str, list[int]] = {}
 
     def prompt_ids(
@@ -57,7 +57,7 @@ class TokenizerTemplate:
         self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[int]:
         if isinstance(prompt, str):
-            token_ids: list[int] = self._tokenizer.encode(prompt)
+            token_ids: list[int] = self.tokenizer.encode(prompt)
             return token_ids
         return self._encode(self._render(prompt, tools))
 
@@ -80,13 +80,13 @@ class TokenizerTemplate:
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token by itself."""
-        return [self._tokenizer.decode([token_id]) for token_id in token_ids]
+        return [self.tokenizer.decode([token_id]) for token_id in token_ids]
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         from jinja2 import TemplateError
 
         try:
-            text: str = self._tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) or None,
                 tokenize=False,
@@ -102,7 +102,7 @@ class TokenizerTemplate:
 
     def _encode(self, text: str) -> list[int]:
         # The template already writes every special token; adding more would change the prompt.
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
 

@@ -143,7 +143,7 @@ def collate(
         cut: divides the sequences into micro-batches
         objective: decides advantages and token weights
     """
-    pairs = zip(groups, _advantages(groups, objective), strict=True)
+    pairs = zip(groups, group_advantages(groups, objective), strict=True)
     rows = [row for usable, found in pairs for row in _rows(usable, found.tolist(), seq_len)]
     weigh = partial(
         token_weights,
@@ -178,7 +178,7 @@ def with_penalties(
         penalties: [sequences] in the order of the groups
     """
     lost = torch.split(penalties.double(), [usable.group.size for usable in groups])
-    return with_advantages(batch, groups, torch.cat(_advantages(groups, objective, lost)))
+    return with_advantages(batch, groups, torch.cat(group_advantages(groups, objective, lost)))
 
 
 def with_advantages(batch: Batch, groups: Sequence[UsableGroup], computed: Tensor) -> Batch:
@@ -206,7 +206,7 @@ def with_advantages(batch: Batch, groups: Sequence[UsableGroup], computed: Tenso
     return replace(batch, micro_batches=micro_batches)
 
 
-def _advantages(
+def group_advantages(
     groups: Sequence[UsableGroup], objective: Objective, lost: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
     """[n] of each group, from its scores; zeros if the environment sent others.

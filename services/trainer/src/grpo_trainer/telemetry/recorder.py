@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 
 import structlog
 
@@ -40,6 +41,13 @@ class Recorder:
         self._sinks.write_rollouts(rollouts)
         self._ranges.look(record)
         self._stopwatch.add(record, outcome.published.is_served)
+
+    def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """To TensorBoard and W&B; the run that evaluates keeps its own file.
+
+        Args: step: steps that the evaluated weights include
+        """
+        self._sinks.write_evaluation({**metrics, "step": step})
 
     def report_times(self) -> None:
         """Write the summary to standard output and to benchmark.json."""

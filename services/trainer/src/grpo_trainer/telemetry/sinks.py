@@ -36,9 +36,15 @@ class Sinks:
 
     records: Sequence[Write] = ()
     rollouts: Sequence[WriteRollouts] = ()
+    evaluations: Sequence[Write] = ()
 
     def write(self, record: Record) -> None:
         for writer in self.records:
+            writer(record)
+
+    def write_evaluation(self, record: Record) -> None:
+        """Args: record: the metrics of an evaluation and its step"""
+        for writer in self.evaluations:
             writer(record)
 
     def write_rollouts(self, rollouts: StepRollouts) -> None:
@@ -58,18 +64,19 @@ def open_sinks(settings: TrainerSettings, steps_taken: int = 0) -> Iterator[Sink
     """
     with contextlib.ExitStack() as stack:
         writers: list[Write] = []
+        boards: list[Write] = []
         keepers: list[WriteRollouts] = []
         if settings.metrics_file is not None:
             writers.append(partial(append_record, settings.metrics_file))
         if settings.tensorboard_dir is not None:
-            writers.append(stack.enter_context(tensorboard(settings.tensorboard_dir, steps_taken)))
+            boards.append(stack.enter_context(tensorboard(settings.tensorboard_dir, steps_taken)))
         if settings.use_wandb:
             sink = stack.enter_context(wandb_sink(settings))
-            writers.append(sink.write)
+            boards.append(sink.write)
             keepers.append(partial(write_samples, sink))
         if settings.keep_rollouts:
             keepers.append(stack.enter_context(rollout_writer(settings)).add)
-        yield Sinks(writers, keepers)
+        yield Sinks([*writers, *boards], keepers, boards)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,1 @@
+"""Where rollouts are sampled, and how new weights get there."""

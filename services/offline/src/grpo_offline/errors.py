@@ -1,0 +1,25 @@
+"""Errors of the offline trainer. Each message says what is wrong, where, and what to do next."""
+
+from __future__ import annotations
+
+from grpo_core.errors import GrpoError
+
+
+class ServerUnsuitable(GrpoError):
+    """The server cannot do what the keys ask for."""
+
+
+class StaleServer(GrpoError):
+    """Tokens were sampled from other weights than the trainer's."""
+
+
+class RolloutsFail(GrpoError):
+    """Too many groups of an iteration could not be sampled or graded."""
+
+
+class RunUnusable(GrpoError):
+    """The directory of a run cannot be continued."""
+
+
+class KeysInvalid(GrpoError):
+    """A key does not exist, or its value is not valid."""

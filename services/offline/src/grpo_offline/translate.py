@@ -1,0 +1,159 @@
+"""Translates the keys to the options of `grpo` and `env-server`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_core.settings import load_settings
+from grpo_env.config.settings import EnvServerSettings
+from grpo_offline.backends.choice import Sampling
+from grpo_offline.keys import OfflineKeys
+from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.objective.recipes import RECIPES
+
+GRPO_FILE, ENV_SERVER_FILE = "grpo.yaml", "env-server.yaml"
+"""In the run's directory: the options of the two commands."""
+ROOM_FOR_PROMPTS = 1024
+"""Tokens of a sequence besides its completion."""
+SEQ_LEN = 2048
+_MOST_CONCURRENT_GROUPS = 64
+_KL_ESTIMATOR = "k2"
+_PUBLISH_EVERY = {"lora_only": "adapter_sync_interval"}
+_NOT_OURS = ("GRPO_", "ENV_SERVER_")
+
+
+def is_reshaped(keys: OfflineKeys) -> bool:
+    """Whether tokens are sampled from another distribution than that of the temperature, so that
+    the logged logprobs are not those of the policy."""
+    sampling = keys.generation
+    return (sampling.top_p, sampling.top_k, sampling.repetition_penalty) != (1.0, 0, 1.0)
+
+
+def trainer_settings(keys: OfflineKeys, sampling: Sampling, directory: Path) -> TrainerSettings:
+    """Options of `grpo`. A mistake ends the process with status 2 and one line."""
+    file = _written(directory / GRPO_FILE, grpo_options(keys, sampling, directory) | keys.grpo)
+    line = load_settings(CommandLine, ["--config", str(file)], _environment(), at_start=True)
+    return line.settings()
+
+
+def environment_settings(keys: OfflineKeys, directory: Path) -> EnvServerSettings:
+    """Options of `env-server`. A mistake ends the process with status 2 and one line."""
+    file = _written(directory / ENV_SERVER_FILE, environment_options(keys) | keys.env_server)
+    words = [keys.data.task, "serve", "--config", str(file)]
+    return load_settings(EnvServerSettings, words, _environment(), at_start=True)
+
+
+def seq_len(keys: OfflineKeys) -> int:
+    """Longest sequence, in tokens."""
+    return max(SEQ_LEN, keys.generation.max_new_tokens + ROOM_FOR_PROMPTS)
+
+
+def grpo_options(keys: OfflineKeys, sampling: Sampling, directory: Path) -> dict[str, Any]:
+    train, steps = keys.train, keys.steps_per_iteration
+    mode = sampling.trainer_mode
+    options: dict[str, Any] = {
+        "model": keys.model.train_id,
+        "mode": mode,
+        "device": keys.model.device,
+        "dtype": _dtype(keys, sampling),
+        "inference_url": keys.generation.base_url,
+        "steps": train.iterations * steps,
+        "batch_size": train.batch_size,
+        "gradient_accumulation_steps": train.grad_accum_steps,
+        "seq_len": seq_len(keys),
+        "lr": train.lr,
+        "max_grad_norm": train.grad_clip,
+        "kl_coef": train.kl_coef,
+        "entropy_coef": train.entropy_coef,
+        "seed": keys.seed,
+        "save_path": str(directory),
+        "metrics_file": str(directory / "metrics.jsonl"),
+        "checkpoint_interval": keys.checkpoint.save_interval * steps,
+        "keep_checkpoints": keys.checkpoint.keep_last_k,
+        "state_interval": steps,
+        "use_wandb": keys.logging.wandb.enabled,
+        "log_level": keys.logging.level,
+    }
+    if train.kl_coef and _is_free("kl_estimator", keys) and not _kl_is_in_weights(keys):
+        options["kl_estimator"] = _KL_ESTIMATOR
+    if train.kl_coef and keys.model.ref_id != keys.model.train_id:
+        options["reference_model"] = keys.model.ref_id
+    if is_reshaped(keys) or sampling.server == "stock_vllm":
+        options["recompute_logprobs"] = True
+    if keys.logging.wandb.project:
+        options["wandb_project"] = keys.logging.wandb.project
+    if mode == "shared_vllm":
+        options["verify_every_steps"] = steps
+    else:
+        options[_PUBLISH_EVERY.get(mode, "vllm_restart_interval")] = steps
+    return options
+
+
+def environment_options(keys: OfflineKeys) -> dict[str, Any]:
+    sampling, evaluation = keys.generation, keys.eval
+    return {
+        "model": keys.model.train_id,
+        "inference_url": sampling.base_url,
+        "group_size": keys.data.rollouts_per_problem,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "repetition_penalty": sampling.repetition_penalty,
+        "max_completion_tokens": sampling.max_new_tokens,
+        "seq_len": seq_len(keys),
+        "max_concurrent_groups": min(sampling.batch_size, _MOST_CONCURRENT_GROUPS),
+        "drop_equal_scores": False,
+        "seed": keys.seed,
+        "eval_items": evaluation.num_ids,
+        "eval_samples": evaluation.replicates,
+        "eval_temperature": evaluation.temperature if evaluation.do_sample else 0.0,
+        "eval_requests": evaluation.batch_size,
+        "log_level": keys.logging.level,
+    }
+
+
+def _dtype(keys: OfflineKeys, sampling: Sampling) -> str:
+    """Without a server that reports its own, bfloat16 on a GPU and float32 elsewhere."""
+    if keys.model.dtype != "auto" or sampling.server == "ours":
+        return keys.model.dtype
+    import torch
+
+    is_on_gpu = keys.model.device.startswith("cuda") or (
+        keys.model.device == "auto" and torch.cuda.is_available()
+    )
+    return "bfloat16" if is_on_gpu else "float32"
+
+
+def _recipe(keys: OfflineKeys) -> Mapping[str, Any]:
+    return RECIPES.get(keys.grpo.get("objective", "grpo"), {})
+
+
+def _is_free(option: str, keys: OfflineKeys) -> bool:
+    """Whether neither the objective nor `grpo` decides it."""
+    return option not in keys.grpo and option not in _recipe(keys)
+
+
+def _kl_is_in_weights(keys: OfflineKeys) -> bool:
+    return (keys.grpo.get("kl_in") or _recipe(keys).get("kl_in")) == "weights"
+
+
+def _written(path: Path, options: Mapping[str, Any]) -> Path:
+    """A configuration file of these options. Sections become the text that an option takes."""
+    plain = {
+        name.replace("_", "-"): json.dumps(value) if isinstance(value, Mapping) else value
+        for name, value in options.items()
+    }
+    path.write_text(yaml.safe_dump(plain, sort_keys=False))
+    return path
+
+
+def _environment() -> dict[str, str]:
+    """Variables such as VLLM_API_KEY, but none that would replace a key."""
+    return {name: text for name, text in os.environ.items() if not name.startswith(_NOT_OURS)}
