@@ -1,0 +1,130 @@
+"""`grpo-offline KEY=VALUE`, or `python run_offline_grpo.py`: one run, or with -m one for each
+combination of values."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from grpo_core.errors import GrpoError
+from grpo_core.logs import configure_logging
+from grpo_core.process.threads import share_cores
+from grpo_offline.command_words import given_values, words_for_hydra
+from grpo_offline.config_file import CONFIG_FILE
+from grpo_offline.errors import KeysInvalid
+from grpo_offline.keys_of_job import keys_of_job
+
+PROG = "grpo-offline"
+EXIT_FAILED, EXIT_USAGE = 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    words = sys.argv[1:] if argv is None else [*argv]
+    try:
+        prepared = words_for_hydra(words)
+    except KeysInvalid as error:
+        _end(EXIT_USAGE, str(error))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    import hydra
+
+    jobs = Jobs()
+    sys.argv = [sys.argv[0], *prepared]
+    hydra.main(config_path=str(CONFIG_FILE.parent), config_name=CONFIG_FILE.stem)(jobs.run)()
+    if jobs.directory is not None:
+        from grpo_offline.sweep.report import report_sweep
+
+        report_sweep(jobs.directory)
+    if jobs.failed:
+        raise SystemExit(EXIT_FAILED)
+
+
+@dataclass
+class Jobs:
+    """Runs the jobs of one command. A job that fails does not end the others.
+
+    `directory`: of the sweep; None for a single run.
+    """
+
+    failed: int = 0
+    directory: Path | None = field(default=None, init=False)
+
+    def run(self, composed: Any) -> None:
+        """Args: composed: Hydra's configuration of one job"""
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+        from omegaconf import OmegaConf
+
+        from grpo_offline.sweep.job_record import JobRecord, write_job
+
+        job = HydraConfig.get()
+        directory = Path(job.runtime.output_dir)
+        given = given_values(job.overrides.task)
+        if job.mode is RunMode.MULTIRUN:
+            self.directory = Path(job.sweep.dir).absolute()
+        content: Any = OmegaConf.to_container(composed, resolve=True)
+        record = JobRecord(directory=directory.name, overrides=given)
+        with self._failures_noted(record):
+            record.result = _trained(content, [*given], directory)
+        if self.directory is not None:
+            write_job(directory, record)
+
+    @contextlib.contextmanager
+    def _failures_noted(self, record: Any) -> Iterator[None]:
+        try:
+            yield
+        except GrpoError as error:
+            record.error = f"{type(error).__name__}: {error}"
+        except SystemExit as error:
+            if error.code != EXIT_USAGE:  # a signal
+                raise
+            record.error = "an option is not valid; see above"
+        except Exception as error:
+            if self.directory is None:
+                raise
+            record.error = f"{type(error).__name__}: {error}"
+        if record.error is not None:
+            self.failed += 1
+            sys.stderr.write(f"{PROG}: {record.error}\n")
+
+
+def _trained(content: dict[str, Any], given: list[str], directory: Path) -> Any:
+    keys = keys_of_job(content, given)
+    configure_logging("offline", keys.logging.level)
+    share_cores()
+    from transformers.utils.logging import disable_progress_bar
+
+    from grpo_offline.loop import run_offline
+    from grpo_offline.screen import Screen
+
+    disable_progress_bar()
+
+    screen = Screen()
+    if given:
+        screen.say(" ".join(f"{name}={_get(content, name)}" for name in given))
+    return run_offline(keys, directory, screen)
+
+
+def _get(content: dict[str, Any], name: str) -> Any:
+    found: Any = content
+    for part in name.split("."):
+        found = found[part]
+    return found
+
+
+def _end(status: int, message: str) -> NoReturn:
+    sys.stderr.write(f"{PROG}: {message}\n")
+    raise SystemExit(status)
+
+
+def _stop(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

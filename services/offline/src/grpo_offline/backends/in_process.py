@@ -1,0 +1,65 @@
+"""Weights that stay in the trainer: for sampling in this process, and for frozen servers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
+from grpo_trainer.model.logprobs import logprobs_of
+from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.verify.alignment import Bound
+from grpo_trainer.weight_sync.base import Published
+
+
+@dataclass(eq=False)
+class WeightsInProcess:
+    """A `WeightSync` without a server. `version`: of the policy's weights."""
+
+    settings: TrainerSettings
+    version: PolicyVersion = field(init=False, default=PolicyVersion(0, 0))
+    begun_as: PolicyVersion | None = field(init=False, default=None)
+    server_run_id: str | None = field(init=False, default=None)
+    policy: CausalLM = field(init=False)
+
+    def load_policy(self, restoring: bool = False) -> CausalLM:  # noqa: ARG002
+        """Raises `NoSuchDevice`, `PolicyMismatch`."""
+        settings = self.settings
+        device = device_to_load_on(settings.device)
+        weights = TrainedWeights(settings.model, settings.lora)
+        self.policy = weights.load(getattr(torch, settings.dtype), device)
+        return self.policy
+
+    def start(
+        self,
+        optimizer: MasterOptimizer,
+        step: int,
+        last_epoch: int = 0,
+        bound: Bound | None = None,  # noqa: ARG002
+    ) -> PolicyVersion:
+        optimizer.write_into_parameters()
+        self.version = PolicyVersion(last_epoch + 1, step)
+        return self.version
+
+    def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
+        """Raises `NonFiniteGradient`; nothing was changed."""
+        started = time.monotonic()
+        grad_norm = optimizer.step(step)
+        optimizer.write_into_parameters()
+        self.version = PolicyVersion(self.version.epoch, step + 1)
+        return Published(self.version, grad_norm, time.monotonic() - started, 0.0)
+
+    def recover_server(self) -> None:
+        """There is no server."""
+
+    def served_logprobs(self, token_ids: list[int]) -> list[float]:
+        found: list[float] = logprobs_of(self.policy, token_ids).tolist()
+        return found
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,145 @@
+"""Samples in this process, from the policy that is trained."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from grpo_core.clients.inference import GenerateAnswer
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.model.policy_protocol import CausalLM, device_of, end_tokens_of
+
+_GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+
+
+class LocalGeneration:
+    """A `Generation` by transformers.
+
+    Args:
+        policy: the model
+        tokenizer: its tokenizer
+        version: returns the version of the policy's weights
+        seed: of random numbers that are the same for a prompt whenever it is sampled; None: the
+            random numbers of the process
+    """
+
+    def __init__(
+        self,
+        policy: CausalLM,
+        tokenizer: Any,
+        version: Callable[[], PolicyVersion],
+        seed: int | None = None,
+    ) -> None:
+        self._policy = policy
+        self._tokenizer = tokenizer
+        self._version = version
+        self._seed = seed
+        self._ends = end_tokens_of(policy)
+
+    def session(self) -> LocalGeneration:
+        return self
+
+    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
+        """Sample completions in one pass; the parameters have vLLM's names."""
+        return self._generated(prompt_token_ids, **sampling)
+
+    def _generated(
+        self,
+        prompt_token_ids: list[int],
+        *,
+        max_tokens: int,
+        n: int = 1,
+        temperature: float = 1.0,
+        stop: list[str] | None = None,
+        **reshaping: Any,
+    ) -> GenerateAnswer:
+        """Sample n completions. Their logprobs are those of softmax(logits / temperature), and
+        those of the logits themselves at temperature 0."""
+        chosen = {"do_sample": True, "temperature": temperature, "top_k": 0} | reshaping
+        if temperature == 0:
+            chosen = _GREEDY
+        # Padding behind a stop text would look like sampled end tokens, so each is sampled alone.
+        parts = [1] * n if stop else [n]
+        with self._random_numbers(prompt_token_ids):
+            found = [
+                self._sampled(prompt_token_ids, part, max_tokens, temperature, stop, chosen)
+                for part in parts
+            ]
+        rows = [pair for part in found for pair in part]
+        return self._answer(prompt_token_ids, rows, max_tokens, stop or ())
+
+    def _sampled(
+        self,
+        prompt_token_ids: list[int],
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        stop: list[str] | None,
+        chosen: dict[str, Any],
+    ) -> list[tuple[list[int], list[float]]]:
+        """Token ids and logprobs of each completion."""
+        prompt = torch.tensor([prompt_token_ids], device=device_of(self._policy))
+        found = self._policy.generate(  # type: ignore[attr-defined]
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_tokens,
+            num_return_sequences=n,
+            pad_token_id=min(self._ends),
+            return_dict_in_generate=True,
+            output_logits=True,
+            stop_strings=stop,
+            tokenizer=self._tokenizer if stop else None,
+            **chosen,
+        )
+        tokens = found.sequences[:, len(prompt_token_ids) :]  # [n, T]
+        logits = torch.stack(found.logits, dim=1).float() / (temperature or 1.0)  # [n, T, V]
+        logp = torch.log_softmax(logits, -1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        pairs = zip(tokens.tolist(), logp.tolist(), strict=True)
+        return [self._up_to_end(*pair) for pair in pairs]
+
+    def _up_to_end(self, row: list[int], logp: list[float]) -> tuple[list[int], list[float]]:
+        ends = (at + 1 for at, token in enumerate(row) if token in self._ends)
+        length = next(ends, len(row))
+        return row[:length], logp[:length]
+
+    def _answer(
+        self,
+        prompt: list[int],
+        rows: list[tuple[list[int], list[float]]],
+        max_tokens: int,
+        stop: Sequence[str],
+    ) -> GenerateAnswer:
+        version = self._version()
+        return GenerateAnswer(
+            text=[self._text(row, stop) for row, _ in rows],
+            prompt=self._tokenizer.decode(prompt),
+            finish_reasons=[
+                "length" if len(row) == max_tokens and row[-1] not in self._ends else "stop"
+                for row, _ in rows
+            ],
+            logprobs=[
+                [[{token: value}] for token, value in zip(row, logp, strict=True)]
+                for row, logp in rows
+            ],
+            prompt_token_ids=prompt,
+            token_ids=[row for row, _ in rows],
+            policy_version=[(version, version)] * len(rows),
+        )
+
+    def _text(self, row: list[int], stop: Sequence[str]) -> str:
+        """Without the text that ended the completion, as vLLM returns it."""
+        text: str = self._tokenizer.decode(row, skip_special_tokens=True)
+        return text[: min((text.find(end) for end in stop if end in text), default=len(text))]
+
+    @contextlib.contextmanager
+    def _random_numbers(self, prompt: list[int]) -> Iterator[None]:
+        if self._seed is None:
+            yield
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed + crc32(repr(prompt).encode()))
+            yield

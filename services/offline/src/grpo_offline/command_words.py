@@ -1,0 +1,75 @@
+"""Prepares the words of the command line for Hydra."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_origin
+
+import yaml
+from pydantic import BaseModel
+
+from grpo_offline.errors import KeysInvalid
+from grpo_offline.keys import OfflineKeys
+
+_MULTIRUN = ("-m", "--multirun")
+_OPEN_SECTIONS = ("grpo.", "env_server.")
+_RESUME, _DIRECTORY = "checkpoint.resume", "hydra.run.dir"
+
+
+def words_for_hydra(words: Sequence[str]) -> list[str]:
+    """- `-m train.lr='[1e-5,2e-5]'`: a list for a key that takes one value becomes choices.
+    - `grpo.objective=dapo`: keys of the open sections are added.
+    - `checkpoint.resume=DIR`: the run goes on in its directory.
+
+    Raises:
+        KeysInvalid: a list for a key that takes one value, without -m.
+    """
+    is_sweep = any(word in _MULTIRUN for word in words)
+    found = [*_prepared(words, is_sweep)]
+    resumed = next((w.partition("=")[2] for w in words if w.startswith(f"{_RESUME}=")), "null")
+    if resumed != "null" and not any(word.startswith(_DIRECTORY) for word in words):
+        found.append(f"{_DIRECTORY}={Path(resumed).absolute()}")
+    return found
+
+
+def _prepared(words: Sequence[str], is_sweep: bool) -> Iterator[str]:
+    for word in words:
+        name, separator, value = word.partition("=")
+        if not separator or name.startswith(("-", "hydra")):
+            yield word
+        elif name.startswith(_OPEN_SECTIONS):
+            yield f"++{word}"
+        elif value.startswith("[") and _takes_one_value(name):
+            if not is_sweep:
+                raise KeysInvalid(
+                    f"{word}: {name} takes one value. To run one job for each value of the list, "
+                    f"add -m: python run_offline_grpo.py -m {name}='{value}'"
+                )
+            yield f"{name}={','.join(_choices(value))}"
+        else:
+            yield word
+
+
+def _choices(value: str) -> list[str]:
+    return [part.strip() for part in value.strip().strip("[]").split(",")]
+
+
+def _takes_one_value(name: str) -> bool:
+    section: Any = OfflineKeys
+    for part in name.split("."):
+        fields = section.model_fields if _is_section(section) else {}
+        if part not in fields:
+            return False
+        section = fields[part].annotation
+    return not _is_section(section) and get_origin(section) not in (tuple, dict)
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def given_values(overrides: Sequence[str]) -> dict[str, Any]:
+    """The keys that the command line gives, with dots in their names, and their values."""
+    pairs = (word.lstrip("+").partition("=") for word in overrides)
+    return {name: yaml.safe_load(value) for name, _, value in pairs}

@@ -1,0 +1,329 @@
+"""One run: sample → reward → train → publish → evaluate → save, iteration by iteration."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from grpo_core.evaluation.files import save
+from grpo_core.evaluation.results import EvalResult
+from grpo_core.security.bearer_token import plain
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.scored_group import ScoredGroup
+from grpo_env.assembly import TaskSet, engine_on, open_engine, open_tasks, sampling_plan
+from grpo_env.config.settings import EnvServerSettings
+from grpo_env.inference.wait_for_servers import wait_for_servers
+from grpo_env.rollout.chat_template import TokenizerTemplate, load_template
+from grpo_env.rollout.outcome import SamplingPlan
+from grpo_env.rollout.rollout import RolloutEngine
+from grpo_offline.backends.choice import Sampling, choose
+from grpo_offline.backends.in_process import WeightsInProcess
+from grpo_offline.backends.local import LocalGeneration
+from grpo_offline.backends.own_start import OwnStart
+from grpo_offline.backends.stock_vllm import StockVllm
+from grpo_offline.in_process_queue import InProcessQueue
+from grpo_offline.items import EvaluationItems, TrainingItems, items_to_evaluate, items_to_train
+from grpo_offline.iteration_record import iteration_record, last_steps
+from grpo_offline.keys import OfflineKeys
+from grpo_offline.optimizer_batches import optimizer_batches
+from grpo_offline.plots import draw
+from grpo_offline.results import Metrics, RunResult, evaluations, result_of
+from grpo_offline.run_files import BEFORE, RunFiles
+from grpo_offline.sampling import (
+    Sampler,
+    evaluate_all,
+    require_fresh,
+    require_fresh_evaluation,
+)
+from grpo_offline.screen import Screen
+from grpo_offline.translate import environment_settings, trainer_settings
+from grpo_trainer.checkpoint.state import Position
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.group_checks import GroupLimits
+from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of
+from grpo_trainer.start import Run
+from grpo_trainer.train import open_run, open_weight_sync, run_step
+from grpo_trainer.weight_sync.base import WeightSync
+
+
+def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult:
+    """Train, or continue the run of `directory`.
+
+    Raises:
+        GrpoError: the run cannot go on; what it saved stays.
+        SystemExit: with status 2 and a line on standard error, if an option is not valid.
+    """
+    files = RunFiles(directory)
+    files.write_keys(keys)
+    sampling = choose(keys)
+    settings = trainer_settings(keys, sampling, directory)
+    environment = environment_settings(keys, directory)
+    with open_tasks(environment) as tasks:
+        template = load_template(environment.tokenizer_name)
+        _introduce(keys, sampling, files, screen)
+        job = Job(keys, sampling, settings, environment, tasks, template, files, screen)
+        with asyncio.Runner() as runner:
+            return job.run(runner)
+
+
+def _introduce(keys: OfflineKeys, sampling: Sampling, files: RunFiles, screen: Screen) -> None:
+    where = "in this process" if sampling.server == "local" else keys.generation.base_url
+    screen.say(
+        f"{keys.model.train_id} on {keys.data.task}: {keys.train.iterations} iterations of "
+        f"{keys.sequences_per_iteration} rollouts, sampled {where}, weights: {sampling.mode}"
+    )
+    screen.say(f"files: {files.path}")
+    if sampling.is_frozen:
+        screen.warn(
+            f"the weights of {where} stay as they are: every rollout and evaluation is of the "
+            "untrained model, and every record says so (frozen). Start vllm-api-server there to "
+            "train on fresh rollouts"
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """The parts of one run."""
+
+    keys: OfflineKeys
+    sampling: Sampling
+    settings: TrainerSettings
+    environment: EnvServerSettings
+    tasks: TaskSet
+    template: TokenizerTemplate
+    files: RunFiles
+    screen: Screen
+
+    def run(self, runner: asyncio.Runner) -> RunResult:
+        queue = InProcessQueue()
+        to_train = items_to_train(self.tasks, self.keys)
+        to_evaluate = items_to_evaluate(self.tasks, self.keys) if self.keys.eval.enabled else []
+        with open_run(self.settings, queue, self._weight_sync) as opened:
+            if opened is not None:
+                run, position = opened
+                with self._engines(runner, run, position) as engines:
+                    self._iterate(runner, run, position, queue, engines, to_train, to_evaluate)
+        self._finish()
+        return result_of(self.files)
+
+    @contextlib.contextmanager
+    def _weight_sync(self, settings: TrainerSettings) -> Iterator[WeightSync]:
+        if self.sampling.mode in ("local", "frozen"):
+            yield WeightsInProcess(settings)
+            return
+        with open_weight_sync(settings) as sync:
+            yield OwnStart(sync, settings) if self.sampling.mode == "shared_vllm" else sync
+
+    @contextlib.contextmanager
+    def _engines(self, runner: asyncio.Runner, run: Run, position: Position) -> Iterator[Engines]:
+        stack = contextlib.AsyncExitStack()
+        version = _Version(position, run.sync.begun_as)
+        keys = self.keys
+
+        async def opened() -> Engines:
+            training = await stack.enter_async_context(
+                self._engine(run.policy, version, keys.generation.backend, self.environment)
+            )
+            is_same = (keys.eval.backend, keys.eval.base_url) == (
+                keys.generation.backend,
+                keys.generation.base_url,
+            )
+            if is_same and self.sampling.server != "local":
+                return Engines(training, training, version)
+            other = self.environment.model_copy(update={"inference_url": (keys.eval.base_url,)})
+            evaluation = await stack.enter_async_context(
+                self._engine(run.policy, version, keys.eval.backend, other, keys.eval.seed_base)
+            )
+            return Engines(training, evaluation, version)
+
+        try:
+            yield runner.run(opened())
+        finally:
+            runner.run(stack.aclose())
+
+    @contextlib.asynccontextmanager
+    async def _engine(
+        self,
+        policy: CausalLM,
+        version: Callable[[], PolicyVersion],
+        backend: str,
+        environment: EnvServerSettings,
+        seed: int | None = None,
+    ) -> AsyncIterator[RolloutEngine]:
+        """Args: seed: of the random numbers of a local backend"""
+        if backend == "local":
+            local = LocalGeneration(policy, self.template.tokenizer, version, seed)
+            with engine_on(local, environment, self.template) as engine:
+                yield engine
+        elif self.sampling.server == "stock_vllm":
+            async with StockVllm(
+                environment.inference_url[0],
+                self.keys.model.train_id,
+                environment.request_deadline_s,
+                max(self.keys.generation.batch_size, self.keys.eval.batch_size),
+                plain(environment.vllm_api_key),
+            ) as generation:
+                with engine_on(generation, environment, self.template) as engine:
+                    yield engine
+        else:
+            url, deadline_s = environment.inference_url, environment.start_deadline_s
+            await wait_for_servers(url, deadline_s, plain(environment.vllm_api_key))
+            async with open_engine(environment, self.tasks, self.template) as engine:
+                yield engine
+
+    def _iterate(
+        self,
+        runner: asyncio.Runner,
+        run: Run,
+        position: Position,
+        queue: InProcessQueue,
+        engines: Engines,
+        to_train: TrainingItems,
+        to_evaluate: Sequence[EvaluationItems],
+    ) -> None:
+        keys, files = self.keys, self.files
+        steps, problems = keys.steps_per_iteration, keys.data.problems_per_iteration
+        plan = sampling_plan(self.environment, self.tasks)
+        sampler = Sampler(
+            engines.training,
+            plan,
+            keys.generation.batch_size,
+            has_logprobs=self.sampling.server != "stock_vllm",
+        )
+        evaluated = partial(self._evaluated, runner, run, engines, to_evaluate, plan)
+        begun_at = position.step // steps
+        if begun_at == 0:
+            evaluated(BEFORE)
+        stream = to_train.stream(begun_at, problems)
+        total = keys.train.iterations
+        with self.screen.bar(begun_at, total) as bar:
+            for iteration in range(begun_at, total):
+                started = time.monotonic()
+                items = [stream.next() for _ in range(problems)]
+                groups = files.read_groups(iteration)
+                if groups is None:
+                    sampled = runner.run(sampler.groups(items, to_train.spare(iteration)))
+                    groups = sampled.groups
+                    self._require_fresh(groups, engines.version.accepted)
+                    files.write_groups(iteration, groups)
+                position = self._train(run, position, queue, groups)
+                engines.version.trained(position)
+                record = iteration_record(
+                    iteration, last_steps(files.metrics, steps), groups, self.sampling.is_frozen
+                )
+                files.write_json(files.train(iteration), record)
+                is_due = (iteration + 1) % keys.eval.interval == 0 or iteration + 1 == total
+                results = evaluated(iteration) if is_due else []
+                files.name_checkpoints(steps)
+                self.screen.iteration(record, total, time.monotonic() - started, results)
+                bar.advance(bar.task_ids[0])
+
+    def _require_fresh(self, groups: Sequence[ScoredGroup], accepted: set[PolicyVersion]) -> None:
+        if not self.sampling.is_frozen:
+            require_fresh(groups, accepted)
+
+    def _train(
+        self,
+        run: Run,
+        position: Position,
+        queue: InProcessQueue,
+        groups: Sequence[ScoredGroup],
+    ) -> Position:
+        settings, policy = self.settings, run.policy
+        limits = GroupLimits(
+            policy.config.vocab_size,
+            settings.seq_len,
+            settings.recompute_logprobs,
+            end_tokens_of(policy),
+        )
+        steps = self.keys.steps_per_iteration
+        batches = optimizer_batches(groups, steps, settings.resolved_objective, limits)
+        queue.put(batches)
+        for _ in batches:
+            position = run_step(run, position)
+            run.saver.step_taken(position)
+        return position
+
+    def _evaluated(
+        self,
+        runner: asyncio.Runner,
+        run: Run,
+        engines: Engines,
+        chosen: Sequence[EvaluationItems],
+        plan: SamplingPlan,
+        iteration: int | str,
+    ) -> list[EvalResult]:
+        keys, version = self.keys, engines.version()
+        results = runner.run(evaluate_all(engines.evaluation, chosen, keys.eval, plan, keys.seed))
+        is_frozen = self.sampling.is_frozen and keys.eval.backend != "local"
+        written = []
+        for result in results:
+            if not is_frozen:
+                require_fresh_evaluation(result, engines.version.accepted)
+            result = result.model_copy(update={"step": version.step})
+            save(result, self.files.evaluations)
+            run.recorder.record_evaluation(version.step, result.flat())
+            written.append(_metrics(result, version.step))
+        if written:
+            record = written[0] | {"frozen": is_frozen}
+            if len(written) > 1:
+                record |= {"tasks": written}
+            self.files.write_json(self.files.evaluation(iteration), record)
+        return results
+
+    def _finish(self) -> None:
+        from grpo_local.report.page import write_report
+        from grpo_local.run_directory import RunDirectory
+
+        draw(self.files)
+        report = write_report(RunDirectory(self.files.path))
+        found = evaluations(self.files)
+        if found:
+            self.screen.evaluated(found[0][1], found[-1][1])
+        self.screen.say(f"model:  {self.files.model}")
+        self.screen.say(f"curves: {self.files.plot}")
+        self.screen.say(f"report: {report}")
+
+
+def _metrics(result: EvalResult, step: int) -> Metrics:
+    return {
+        **result.metrics,
+        "task": result.task,
+        "items": result.item_count,
+        "replicates": result.samples,
+        "temperature": result.temperature,
+        "trained_step": step,
+    }
+
+
+@dataclass
+class _Version:
+    """The version of the trainer's weights, and the names under which a server may serve them."""
+
+    position: Position
+    begun_as: PolicyVersion | None
+
+    def __call__(self) -> PolicyVersion:
+        return PolicyVersion(self.position.epoch, self.position.step)
+
+    @property
+    def accepted(self) -> set[PolicyVersion]:
+        return {self()} | ({self.begun_as} if self.begun_as else set())
+
+    def trained(self, position: Position) -> None:
+        """The weights are new ones now."""
+        self.position, self.begun_as = position, None
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Sample for training and for evaluation. `version`: of the trainer's weights."""
+
+    training: RolloutEngine
+    evaluation: RolloutEngine
+    version: _Version

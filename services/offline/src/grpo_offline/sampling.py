@@ -1,0 +1,162 @@
+"""Samples and grades the rollouts of an iteration, and those of an evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import structlog
+
+from grpo_core.evaluation.results import EvalResult
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
+from grpo_env.evaluation.runner import Evaluation, evaluate
+from grpo_env.rollout.outcome import Rollout, RolloutFailure, SamplingPlan
+from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.tasks.items import Item, ItemStream
+from grpo_offline.errors import RolloutsFail, StaleServer
+from grpo_offline.items import EvaluationItems
+from grpo_offline.keys import EvalKeys
+
+log = structlog.get_logger()
+
+_TRIES = 3
+"""An iteration may try this number of times as many groups as it needs."""
+_LARGEST_K = 5
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The groups of an iteration, without padding, and what was lost meanwhile."""
+
+    groups: list[ScoredGroup]
+    lost: list[RolloutFailure]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [score for group in self.groups for score in group.scores]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Args:
+    engine: the rollout engine
+    plan: how to sample
+    requests: largest number of groups that are sampled at the same time
+    has_logprobs: whether the server's logprobs are those of the distribution that is sampled from
+    """
+
+    engine: RolloutEngine
+    plan: SamplingPlan
+    requests: int
+    has_logprobs: bool
+
+    async def groups(self, items: Sequence[Item], spare: ItemStream) -> Sampled:
+        """Sample one group for each item. A group that is lost is replaced.
+
+        Args:
+            spare: items for the replacements
+        Raises:
+            RolloutsFail: two of three groups are lost.
+            ServiceUnavailable, ProtocolViolation: the errors of `RolloutEngine.roll_out`.
+        """
+        found: list[ScoredGroup] = []
+        lost: list[RolloutFailure] = []
+        next_items = items
+        while next_items:
+            for outcome in await self._all(next_items):
+                if isinstance(outcome, Rollout):
+                    found.append(self._to_train_on(outcome.group))
+                else:
+                    lost.append(outcome)
+                    reason = outcome.reason.value
+                    log.warning("group.lost", reason=reason, detail=outcome.detail)
+            if len(lost) > (_TRIES - 1) * len(items):
+                reasons = "; ".join(dict.fromkeys(one.detail for one in lost[-3:]))
+                raise RolloutsFail(
+                    f"{len(lost)} of {len(lost) + len(found)} groups of an iteration were lost, "
+                    f"the last ones because: {reasons}"
+                )
+            next_items = [spare.next() for _ in range(len(items) - len(found))]
+        return Sampled(found, lost)
+
+    async def _all(self, items: Sequence[Item]) -> list[Rollout | RolloutFailure]:
+        places = asyncio.Semaphore(self.requests)
+
+        async def one(item: Item) -> Rollout | RolloutFailure:
+            async with places:
+                return await self.engine.roll_out(item, self.plan)
+
+        async with asyncio.TaskGroup() as work:
+            tasks = [work.create_task(one(item)) for item in items]
+        return [task.result() for task in tasks]
+
+    def _to_train_on(self, group: ScoredGroup) -> ScoredGroup:
+        group = group.without_padding()
+        return group if self.has_logprobs else group.model_copy(update={"inference_logprobs": None})
+
+
+def require_fresh(groups: Sequence[ScoredGroup], accepted: set[PolicyVersion]) -> None:
+    """Check that all tokens were sampled from the trainer's weights.
+
+    Args: accepted: their version, and other names of it
+
+    Raises:
+        StaleServer: some were not.
+    """
+    versions = {
+        found
+        for group in groups
+        for pair in RolloutFacts.of(group).policy_version
+        for found in pair
+    }
+    _require_only(versions, accepted, "rollouts")
+
+
+def require_fresh_evaluation(result: EvalResult, accepted: set[PolicyVersion]) -> None:
+    """The same for an evaluation."""
+    _require_only({*(result.versions or ())}, accepted, "answers of the evaluation")
+
+
+def _require_only(found: set[PolicyVersion], accepted: set[PolicyVersion], what: str) -> None:
+    if others := sorted(found - accepted):
+        raise StaleServer(
+            f"{what} were sampled from policy version {tuple(others[0])}, but the trainer holds "
+            f"version {tuple(max(accepted))}: another program publishes to this server, or "
+            "eval.base_url is a server that gets no new weights. Give the run a server of its own, "
+            "or set sync.mode=frozen to train on the rollouts of another model"
+        )
+
+
+def evaluation_of(keys: EvalKeys, seed: int) -> Evaluation:
+    """How to evaluate. Args: seed: of the intervals"""
+    samples = keys.replicates if keys.do_sample else 1
+    reshaping: Mapping[str, Any] = {"top_p": keys.top_p} if keys.top_p < 1 else {}
+    return Evaluation(
+        items=keys.num_ids,
+        samples=samples,
+        temperature=keys.temperature if keys.do_sample else 0.0,
+        requests=keys.batch_size,
+        seed=seed,
+        reshaping=reshaping if keys.do_sample else {},
+        ks=tuple({1, min(_LARGEST_K, samples)}),
+    )
+
+
+async def evaluate_all(
+    engine: RolloutEngine,
+    chosen: Sequence[EvaluationItems],
+    keys: EvalKeys,
+    plan: SamplingPlan,
+    seed: int,
+) -> list[EvalResult]:
+    """One result for each task.
+
+    Raises:
+        NothingEvaluated, ServiceUnavailable, ProtocolViolation: see `evaluate`.
+    """
+    plan = replace(plan, max_completion_tokens=keys.max_new_tokens)
+    evaluation = evaluation_of(keys, seed)
+    return [await evaluate(engine, one.task, one.items, evaluation, plan) for one in chosen]

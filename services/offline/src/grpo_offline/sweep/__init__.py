@@ -1,0 +1,1 @@
+"""Sweeps: one run for each combination of the values of several keys."""

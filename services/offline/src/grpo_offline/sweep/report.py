@@ -1,0 +1,77 @@
+"""Ranks the jobs of a sweep: `sweep.json`, `sweep.png` and a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from grpo_offline.sweep.job_record import Job, read_jobs
+
+_SHOWN_BARS = 40
+_INCHES_PER_BAR = 0.3
+
+
+def report_sweep(sweep: Path) -> None:
+    """Write both files and print the table.
+
+    Raises:
+        NoSweep: the directory holds no jobs.
+    """
+    jobs = read_jobs(sweep)
+    (sweep / "sweep.json").write_text(
+        json.dumps({"jobs": [asdict(job) for job in jobs]}, indent=2) + "\n"
+    )
+    _draw(jobs, sweep / "sweep.png")
+    print_table(sweep, jobs)
+
+
+def print_table(sweep: Path, jobs: Sequence[Job]) -> None:
+    names = sorted({name for job in jobs for name in job.overrides})
+    # The columns that differ: what all jobs have in common is no result of the sweep.
+    varied = [n for n in names if len({repr(job.overrides.get(n)) for job in jobs}) > 1] or names
+    table = Table(box=None, pad_edge=False)
+    for title in ("rank", "job", *varied):
+        table.add_column(title)
+    for title in ("mean@1", "lift", "first reward", "last reward"):
+        table.add_column(title, justify="right")
+    for rank, job in enumerate(jobs, start=1):
+        table.add_row(
+            "failed" if job.error else str(rank),
+            job.directory,
+            *(str(job.overrides.get(name, "")) for name in varied),
+            *map(_shown, (job.score, job.lift, job.reward_first, job.reward_last)),
+        )
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    for job in jobs:
+        if job.error:
+            console.print(f"job {job.directory} failed: {job.error}", markup=False)
+    console.print(f"{sweep / 'sweep.json'}, {sweep / 'sweep.png'}", markup=False)
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _draw(jobs: Sequence[Job], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    shown = [job for job in jobs if job.score is not None][:_SHOWN_BARS]
+    figure = Figure(figsize=(9, 1.2 + _INCHES_PER_BAR * len(shown)), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    labels = [f"{job.directory}: {_label(job)}" for job in shown]
+    axes.barh(labels, [job.score or 0.0 for job in shown])
+    axes.invert_yaxis()
+    axes.set_xlabel("mean@1 after the training (mean reward without an evaluation)")
+    figure.savefig(path)
+
+
+def _label(job: Job) -> str:
+    return " ".join(
+        f"{name.rpartition('.')[2]}={value}" for name, value in sorted(job.overrides.items())
+    )
