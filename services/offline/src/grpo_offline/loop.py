@@ -31,6 +31,7 @@ from grpo_offline.items import EvaluationItems, TrainingItems, items_to_evaluate
 from grpo_offline.iteration_record import iteration_record, last_steps
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.optimizer_batches import optimizer_batches
+from grpo_offline.own_logprobs import with_own_logprobs
 from grpo_offline.plots import draw
 from grpo_offline.results import Metrics, RunResult, evaluations, result_of
 from grpo_offline.run_files import BEFORE, RunFiles
@@ -242,6 +243,8 @@ class Job:
             end_tokens_of(policy),
         )
         steps = self.keys.steps_per_iteration
+        if settings.recompute_logprobs and steps > 1:
+            groups = with_own_logprobs(groups, run, limits)
         batches = optimizer_batches(groups, steps, settings.resolved_objective, limits)
         queue.put(batches)
         for _ in batches:

@@ -37,6 +37,9 @@ ROLLOUT = "rollout_index"
 PADDING = "padding"
 """The `finish_reason` in `overrides` of a sequence that only fills a group up to its size, because
 run-api queues groups of one size. Nothing of it is trained on."""
+OWN_LOGPROBS = "own_logprobs"
+"""True in `group_overrides`: the trainer computed `inference_logprobs`, before it trained on the
+group. They belong to the weights that sampled, but say nothing of how the tokens were sampled."""
 _PER_SEQUENCE = (
     "tokens",
     "masks",

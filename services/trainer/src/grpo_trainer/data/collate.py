@@ -37,7 +37,7 @@ class MicroBatch:
     temperature: Tensor  # [B] float32
     lengths: tuple[int, ...]  # [B] inputs of each sequence, at least 1; padding follows them
     shared: tuple[int, ...]  # [B] first inputs that equal those of the previous sequence
-    is_logged: tuple[bool, ...]  # [B] whether behaviour_logp was logged, or must be recomputed
+    is_logged: tuple[bool, ...]  # [B] whether behaviour_logp is known, or must be recomputed
     reference_logp: Tensor | None = None  # [B, T] float32, of the reference model, if there is one
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -268,7 +268,7 @@ def _rows(usable: UsableGroup, advantages: list[float], seq_len: int) -> Iterabl
             behaviour_logp=usable.inference_logprobs[i][1:seq_len],
             advantages=_of_targets(usable, i, advantages[i], seq_len),
             temperature=usable.temperatures[i],
-            is_logged=usable.is_logged,
+            is_logged=usable.is_logged or usable.has_own_logprobs,
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_core.wire.fields import FLOAT32_MAX, MASKED, MIN_TEMPERATURE, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
+from grpo_core.wire.scored_group import OWN_LOGPROBS, RolloutFacts, ScoredGroup
 from grpo_trainer.data.micro_batches import common_prefix
 from grpo_trainer.errors import NO_INFERENCE_LOGPROBS, UnusableGroup, UnusableReason
 
@@ -49,7 +49,8 @@ class UsableGroup:
 
     `temperatures` has one value for each sequence. `zero_advantage` marks sequences whose advantage
     is set to zero. `is_logged`: the behaviour logprobs are those of the distribution that was
-    sampled from; otherwise `inference_logprobs` are placeholders. `version_bound` is the newest
+    sampled from; otherwise `inference_logprobs` are placeholders, unless the trainer computed them
+    (`has_own_logprobs`). `version_bound` is the newest
     policy version that may have sampled the group, if its `facts` name none. `received_under` was
     served when run-api received the group.
     """
@@ -60,6 +61,7 @@ class UsableGroup:
     zero_advantage: list[bool]
     facts: RolloutFacts
     is_logged: bool = True
+    has_own_logprobs: bool = False
     version_bound: PolicyVersion | None = None
     received_under: PolicyVersion | None = None
 
@@ -81,7 +83,8 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
     _check_masks(index, group)
     _check_advantages(index, group)
     logged = group.inference_logprobs or []
-    if problem is not None:
+    has_own = bool((group.group_overrides or {}).get(OWN_LOGPROBS))
+    if problem is not None and not has_own:
         logged = [[PROMPT_LOGPROB] * len(tokens) for tokens in group.tokens]
     else:
         # Without logprobs, an environment may train on what its template puts after an end token.
@@ -98,11 +101,17 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
         zero_advantage=[bool(override.get("set_advantage_to_zero")) for override in overrides],
         facts=RolloutFacts.of(group),
         is_logged=problem is None,
+        has_own_logprobs=has_own,
     )
 
 
 def _why_not_logged(index: int, group: ScoredGroup) -> UnusableGroup | None:
     """Why the group has no logprobs of the distribution that was sampled from; None if it has."""
+    if (group.group_overrides or {}).get(OWN_LOGPROBS):
+        return UnusableGroup(
+            UnusableReason.SAMPLING,
+            f"group {index} has logprobs that a trainer computed; pass --recompute-logprobs",
+        )
     if not group.inference_logprobs:
         message = NO_INFERENCE_LOGPROBS.format(index=index, env_id=group.env_id)
         return UnusableGroup(UnusableReason.NO_LOGPROBS, message)
