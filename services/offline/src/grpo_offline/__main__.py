@@ -70,7 +70,7 @@ class Jobs:
         content: Any = OmegaConf.to_container(composed, resolve=True)
         record = JobRecord(directory=directory.name, overrides=given)
         with self._failures_noted(record):
-            record.result = _trained(content, [*given], directory)
+            record.result = _trained(content, given, directory, job.mode is RunMode.MULTIRUN)
         if self.directory is not None:
             write_job(directory, record)
 
@@ -93,8 +93,8 @@ class Jobs:
             sys.stderr.write(f"{PROG}: {record.error}\n")
 
 
-def _trained(content: dict[str, Any], given: list[str], directory: Path) -> Any:
-    keys = keys_of_job(content, given)
+def _trained(content: dict[str, Any], given: dict[str, Any], directory: Path, is_job: bool) -> Any:
+    keys = keys_of_job(content, [*given])
     configure_logging("offline", keys.logging.level)
     share_cores()
     from transformers.utils.logging import disable_progress_bar
@@ -103,18 +103,10 @@ def _trained(content: dict[str, Any], given: list[str], directory: Path) -> Any:
     from grpo_offline.screen import Screen
 
     disable_progress_bar()
-
     screen = Screen()
-    if given:
-        screen.say(" ".join(f"{name}={_get(content, name)}" for name in given))
+    if is_job:
+        screen.say(f"\njob {directory.name}: {' '.join(f'{n}={v}' for n, v in given.items())}")
     return run_offline(keys, directory, screen)
-
-
-def _get(content: dict[str, Any], name: str) -> Any:
-    found: Any = content
-    for part in name.split("."):
-        found = found[part]
-    return found
 
 
 def _end(status: int, message: str) -> NoReturn:

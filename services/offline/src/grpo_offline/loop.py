@@ -200,6 +200,8 @@ class Job:
         begun_at = position.step // steps
         if begun_at == 0:
             evaluated(BEFORE)
+        else:
+            self.screen.say(f"continues after {begun_at} of {keys.train.iterations} iterations")
         stream = to_train.stream(begun_at, problems)
         total = keys.train.iterations
         with self.screen.bar(begun_at, total) as bar:

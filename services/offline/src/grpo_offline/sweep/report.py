@@ -14,6 +14,8 @@ from grpo_offline.sweep.job_record import Job, read_jobs
 
 _SHOWN_BARS = 40
 _INCHES_PER_BAR = 0.3
+_WIDTH = 200
+"""Of the table, in columns: it is not cut off if it is written to a file."""
 
 
 def report_sweep(sweep: Path) -> None:
@@ -31,14 +33,12 @@ def report_sweep(sweep: Path) -> None:
 
 
 def print_table(sweep: Path, jobs: Sequence[Job]) -> None:
-    names = sorted({name for job in jobs for name in job.overrides})
-    # The columns that differ: what all jobs have in common is no result of the sweep.
-    varied = [n for n in names if len({repr(job.overrides.get(n)) for job in jobs}) > 1] or names
+    varied = _varied(jobs)
     table = Table(box=None, pad_edge=False)
     for title in ("rank", "job", *varied):
-        table.add_column(title)
+        table.add_column(title, no_wrap=True, overflow="fold")
     for title in ("mean@1", "lift", "first reward", "last reward"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     for rank, job in enumerate(jobs, start=1):
         table.add_row(
             "failed" if job.error else str(rank),
@@ -46,12 +46,18 @@ def print_table(sweep: Path, jobs: Sequence[Job]) -> None:
             *(str(job.overrides.get(name, "")) for name in varied),
             *map(_shown, (job.score, job.lift, job.reward_first, job.reward_last)),
         )
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, width=_WIDTH)
     console.print(table)
     for job in jobs:
         if job.error:
             console.print(f"job {job.directory} failed: {job.error}", markup=False)
     console.print(f"{sweep / 'sweep.json'}, {sweep / 'sweep.png'}", markup=False)
+
+
+def _varied(jobs: Sequence[Job]) -> list[str]:
+    """The keys that differ between jobs."""
+    names = sorted({name for job in jobs for name in job.overrides})
+    return [n for n in names if len({repr(job.overrides.get(n)) for job in jobs}) > 1] or names
 
 
 def _shown(value: float | None) -> str:
@@ -64,14 +70,13 @@ def _draw(jobs: Sequence[Job], path: Path) -> None:
     shown = [job for job in jobs if job.score is not None][:_SHOWN_BARS]
     figure = Figure(figsize=(9, 1.2 + _INCHES_PER_BAR * len(shown)), dpi=110, layout="constrained")
     axes = figure.subplots()
-    labels = [f"{job.directory}: {_label(job)}" for job in shown]
+    varied = _varied(jobs)
+    labels = [f"{job.directory}: {_label(job, varied)}" for job in shown]
     axes.barh(labels, [job.score or 0.0 for job in shown])
     axes.invert_yaxis()
     axes.set_xlabel("mean@1 after the training (mean reward without an evaluation)")
     figure.savefig(path)
 
 
-def _label(job: Job) -> str:
-    return " ".join(
-        f"{name.rpartition('.')[2]}={value}" for name, value in sorted(job.overrides.items())
-    )
+def _label(job: Job, varied: Sequence[str]) -> str:
+    return " ".join(f"{name.rpartition('.')[2]}={job.overrides.get(name)}" for name in varied)

@@ -1,0 +1,146 @@
+#!/usr/bin/env python3
+"""Seven tests of this installation without a server: `python run_tests.py`.
+
+They use a small model in this process. Exit status 1 if one fails.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_core.evaluation.statistics import mean_at_k, pass_at_k
+from grpo_core.process.threads import share_cores
+from grpo_offline.command_words import words_for_hydra
+from grpo_offline.config_file import CONFIG_FILE, config_text
+from grpo_offline.errors import KeysInvalid
+from grpo_offline.keys import OfflineKeys
+from grpo_offline.run_files import RunFiles, resumed_keys
+from grpo_offline.screen import Screen
+from grpo_trainer.objective.kl import kl_terms
+from grpo_trainer.objective.kl_control import KlCoefficient
+from grpo_trainer.objective.maxent import completion_weights
+from grpo_trainer.objective.recipes import KlControlName, Objective
+
+ITERATIONS = 2
+
+
+@cache
+def run() -> RunFiles:
+    """A run of two iterations, which several tests look at."""
+    from grpo_offline.loop import run_offline
+
+    from grpo_tiny_model.model import ensure_tiny_model
+
+    model = str(ensure_tiny_model())
+    directory = Path(tempfile.mkdtemp(prefix="grpo-offline-"))
+    keys = OfflineKeys.model_validate(
+        {
+            "model": {"train_id": model, "ref_id": model, "device": "cpu"},
+            "generation": {"backend": "local", "max_new_tokens": 8},
+            "eval": {"backend": "local", "max_new_tokens": 8, "num_ids": 4},
+            "train": {"iterations": ITERATIONS, "lr": 1e-4},
+        }
+    )
+    run_offline(keys, directory, Screen())
+    return RunFiles(directory)
+
+
+def records() -> list[dict[str, Any]]:
+    return [json.loads(run().train(number).read_text()) for number in range(ITERATIONS)]
+
+
+def test_configuration() -> None:
+    assert CONFIG_FILE.read_text() == config_text()
+    assert words_for_hydra(["-m", "train.lr=[1e-5,2e-5]"]) == ["-m", "train.lr=1e-5,2e-5"]
+    try:
+        words_for_hydra(["train.lr=[1e-5,2e-5]"])
+    except KeysInvalid as error:
+        assert "-m" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("a list for train.lr was accepted without -m")
+
+
+def test_kl_divergence_and_its_control() -> None:
+    distance = torch.tensor([math.log(2)])
+    found = [float(kl_terms(distance, torch.zeros(1), name)) for name in ("k1", "k2", "k3")]
+    assert all(abs(a - b) < 1e-4 for a, b in zip(found, (0.6931, 0.2402, 0.1931), strict=True))
+    expectations: dict[KlControlName, float] = {
+        "adaptive": 0.050128,
+        "band": 0.075,
+        "dual": 0.055259,
+    }
+    for control, expected in expectations.items():
+        coefficient = KlCoefficient(control, 0.05, 0.04, 10_000)
+        coefficient.observe(0.08, 128)
+        assert abs(coefficient.value - expected) < 1e-6, (control, coefficient.value)
+
+
+def test_maxent_weights() -> None:
+    scores, reference = torch.tensor([1.0, 0, 0, 0]), torch.tensor([-0.5, -0.4, -1, -2])
+    found = completion_weights(scores, reference, Objective(maxent_tau=0.2), beta=0.1)
+    expected = torch.tensor([0.918511, 0.033878, 0.027737, 0.019874])
+    assert torch.allclose(found.float(), expected, atol=1e-5)
+
+
+def test_evaluation_metrics() -> None:
+    assert abs(mean_at_k((0.0, 0.3, 1.0, 0.0), 2) - 0.6) < 1e-9
+    assert pass_at_k(4, 1, 2) == 0.5
+
+
+def test_training_records() -> None:
+    for record in records():
+        parts = record["loss_pg"] + record["loss_kl"] + record["loss_entropy"]
+        assert abs(record["loss_total"] - parts) < 1e-6
+        assert abs(record["loss_kl"] - record["kl_coef"] * record["kl_divergence"]) < 1e-6
+        assert record["served_step"] < record["trained_step"]
+
+
+def test_evaluations_and_pages() -> None:
+    for number in range(ITERATIONS):
+        evaluation = json.loads(run().evaluation(number).read_text())
+        assert {"pass@1", "mean@1"} <= evaluation.keys()
+    assert run().plot.stat().st_size > 0
+    assert (run().path / "report.html").stat().st_size > 0
+
+
+def test_models_and_resuming() -> None:
+    for number in range(ITERATIONS):
+        assert (run().path / "checkpoints" / f"iter_{number:03}" / "config.json").is_file()
+    from grpo_offline.loop import run_offline
+
+    keys = OfflineKeys.model_validate(resumed_keys(run().path))
+    before = len(records())
+    run_offline(keys, run().path, Screen())
+    assert len(records()) == before
+
+
+def main() -> None:
+    share_cores()  # before torch computes anything
+    tests: list[Callable[[], None]] = [
+        value for name, value in globals().items() if name.startswith("test_")
+    ]
+    passed = 0
+    for test in tests:
+        try:
+            test()
+        except Exception:  # noqa: BLE001 any failure is a failed test
+            sys.stdout.write(f"FAILED {test.__name__}\n{traceback.format_exc()}\n")
+        else:
+            passed += 1
+            sys.stdout.write(f"passed {test.__name__}\n")
+    sys.stdout.write(f"{passed}/{len(tests)} tests passed\n")
+    raise SystemExit(passed < len(tests))
+
+
+if __name__ == "__main__":
+    main()
