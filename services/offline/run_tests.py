@@ -16,8 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from grpo_core.evaluation.statistics import mean_at_k, pass_at_k
 from grpo_core.process.threads import share_cores
 from grpo_offline.command_words import words_for_hydra
@@ -26,9 +24,7 @@ from grpo_offline.errors import KeysInvalid
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.run_files import RunFiles, resumed_keys
 from grpo_offline.screen import Screen
-from grpo_trainer.objective.kl import kl_terms
 from grpo_trainer.objective.kl_control import KlCoefficient
-from grpo_trainer.objective.maxent import completion_weights
 from grpo_trainer.objective.recipes import KlControlName, Objective
 
 ITERATIONS = 2
@@ -38,7 +34,6 @@ ITERATIONS = 2
 def run() -> RunFiles:
     """A run of two iterations, which several tests look at."""
     from grpo_offline.loop import run_offline
-
     from grpo_tiny_model.model import ensure_tiny_model
 
     model = str(ensure_tiny_model())
@@ -71,6 +66,10 @@ def test_configuration() -> None:
 
 
 def test_kl_divergence_and_its_control() -> None:
+    import torch
+
+    from grpo_trainer.objective.kl import kl_terms
+
     distance = torch.tensor([math.log(2)])
     found = [float(kl_terms(distance, torch.zeros(1), name)) for name in ("k1", "k2", "k3")]
     assert all(abs(a - b) < 1e-4 for a, b in zip(found, (0.6931, 0.2402, 0.1931), strict=True))
@@ -86,6 +85,10 @@ def test_kl_divergence_and_its_control() -> None:
 
 
 def test_maxent_weights() -> None:
+    import torch
+
+    from grpo_trainer.objective.maxent import completion_weights
+
     scores, reference = torch.tensor([1.0, 0, 0, 0]), torch.tensor([-0.5, -0.4, -1, -2])
     found = completion_weights(scores, reference, Objective(maxent_tau=0.2), beta=0.1)
     expected = torch.tensor([0.918511, 0.033878, 0.027737, 0.019874])
@@ -125,7 +128,7 @@ def test_models_and_resuming() -> None:
 
 
 def main() -> None:
-    share_cores()  # before torch computes anything
+    share_cores()  # before torch is imported
     tests: list[Callable[[], None]] = [
         value for name, value in globals().items() if name.startswith("test_")
     ]
