@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_core.process.threads import share_cores
-from grpo_offline.command_words import given_values, words_for_hydra
+from grpo_offline.command_words import given_names, words_for_hydra
 from grpo_offline.config_file import CONFIG_FILE
 from grpo_offline.errors import KeysInvalid
-from grpo_offline.keys_of_job import keys_of_job
+from grpo_offline.keys_of_job import keys_of_job, value_of
 
 PROG = "grpo-offline"
 EXIT_FAILED, EXIT_USAGE = 1, 2
@@ -64,10 +64,11 @@ class Jobs:
 
         job = HydraConfig.get()
         directory = Path(job.runtime.output_dir)
-        given = given_values(job.overrides.task)
         if job.mode is RunMode.MULTIRUN:
             self.directory = Path(job.sweep.dir).absolute()
         content: Any = OmegaConf.to_container(composed, resolve=True)
+        names = given_names(job.overrides.task)
+        given = {name: value_of(content, name) for name in names}
         record = JobRecord(directory=directory.name, overrides=given)
         with self._failures_noted(record):
             record.result = _trained(content, given, directory, job.mode is RunMode.MULTIRUN)
@@ -94,7 +95,7 @@ class Jobs:
 
 
 def _trained(content: dict[str, Any], given: dict[str, Any], directory: Path, is_job: bool) -> Any:
-    keys = keys_of_job(content, [*given])
+    keys = keys_of_job(content, given)
     configure_logging("offline", keys.logging.level)
     share_cores()
     from transformers.utils.logging import disable_progress_bar

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
-import yaml
 from pydantic import BaseModel
 
 from grpo_offline.errors import KeysInvalid
@@ -69,7 +68,6 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def given_values(overrides: Sequence[str]) -> dict[str, Any]:
-    """The keys that the command line gives, with dots in their names, and their values."""
-    pairs = (word.lstrip("+").partition("=") for word in overrides)
-    return {name: yaml.safe_load(value) for name, _, value in pairs}
+def given_names(overrides: Sequence[str]) -> list[str]:
+    """The keys that the command line gives, for example `train.lr`."""
+    return [word.lstrip("+").partition("=")[0] for word in overrides]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from grpo_offline.keys import OfflineKeys
 from grpo_offline.run_files import resumed_keys
 
 
-def keys_of_job(composed: Mapping[str, Any], given: Sequence[str]) -> OfflineKeys:
+def keys_of_job(composed: Mapping[str, Any], given: Iterable[str]) -> OfflineKeys:
     """Args:
         composed: every key with its value
         given: the keys that the command line gives; of a run that goes on, all others stay
@@ -29,7 +29,7 @@ def keys_of_job(composed: Mapping[str, Any], given: Sequence[str]) -> OfflineKey
     if resume is not None:
         content = resumed_keys(Path(resume))
         for name in given:
-            _put(content, name.split("."), _get(composed, name.split(".")))
+            _put(content, name.split("."), value_of(composed, name))
     try:
         keys = OfflineKeys.model_validate(content)
     except ValidationError as error:
@@ -39,9 +39,10 @@ def keys_of_job(composed: Mapping[str, Any], given: Sequence[str]) -> OfflineKey
     return keys
 
 
-def _get(content: Mapping[str, Any], parts: Sequence[str]) -> Any:
+def value_of(content: Mapping[str, Any], name: str) -> Any:
+    """Args: name: of a key, for example `train.lr`"""
     found: Any = content
-    for part in parts:
+    for part in name.split("."):
         found = found[part]
     return found
 

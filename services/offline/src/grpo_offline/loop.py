@@ -104,7 +104,7 @@ class Job:
         queue = InProcessQueue()
         to_train = items_to_train(self.tasks, self.keys)
         to_evaluate = items_to_evaluate(self.tasks, self.keys) if self.keys.eval.enabled else []
-        with open_run(self.settings, queue, self._weight_sync) as opened:
+        with open_run(self.settings, queue, self.weight_sync) as opened:
             if opened is not None:
                 run, position = opened
                 with self._engines(runner, run, position) as engines:
@@ -113,7 +113,8 @@ class Job:
         return result_of(self.files)
 
     @contextlib.contextmanager
-    def _weight_sync(self, settings: TrainerSettings) -> Iterator[WeightSync]:
+    def weight_sync(self, settings: TrainerSettings) -> Iterator[WeightSync]:
+        """Opens what brings new weights to where rollouts are sampled."""
         if self.sampling.mode in ("local", "frozen"):
             yield WeightsInProcess(settings)
             return
@@ -237,13 +238,8 @@ class Job:
         queue: InProcessQueue,
         groups: Sequence[ScoredGroup],
     ) -> Position:
-        settings, policy = self.settings, run.policy
-        limits = GroupLimits(
-            policy.config.vocab_size,
-            settings.seq_len,
-            settings.recompute_logprobs,
-            end_tokens_of(policy),
-        )
+        settings = self.settings
+        limits = limits_of(settings, run.policy)
         steps = self.keys.steps_per_iteration
         if settings.recompute_logprobs and steps > 1:
             groups = with_own_logprobs(groups, run, limits)
@@ -293,6 +289,16 @@ class Job:
         self.screen.say(f"model:  {self.files.model}")
         self.screen.say(f"curves: {self.files.plot}")
         self.screen.say(f"report: {report}")
+
+
+def limits_of(settings: TrainerSettings, policy: CausalLM) -> GroupLimits:
+    """What groups must keep to for the trainer to train on them."""
+    return GroupLimits(
+        policy.config.vocab_size,
+        settings.seq_len,
+        settings.recompute_logprobs,
+        end_tokens_of(policy),
+    )
 
 
 def _metrics(result: EvalResult, step: int) -> Metrics:

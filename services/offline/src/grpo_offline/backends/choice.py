@@ -48,8 +48,8 @@ def choose(keys: OfflineKeys) -> Sampling:
     """
     wanted, backend = keys.sync.mode, keys.generation.backend
     if backend == "local":
-        _require(wanted in ("auto", "frozen"), keys, "generation.backend=local has no server")
-        return Sampling("local", "frozen" if wanted == "frozen" else "local")
+        _require(wanted == "auto", keys, "generation.backend=local has no server")
+        return Sampling("local", "local")
     if backend == "sglang_server":
         _require(wanted in ("auto", "frozen"), keys, "SGLang takes weights in its own way")
         return Sampling("sglang", "frozen" if wanted == "frozen" else "sglang")

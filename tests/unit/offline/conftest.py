@@ -1,0 +1,40 @@
+"""A small model with random weights, and keys of a short run with it in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from grpo_offline.keys import OfflineKeys
+from tests.unit.trainer.tiny_policy import model_directory
+
+MakeKeys = Callable[..., OfflineKeys]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(model_directory(tmp_path_factory.mktemp("offline") / "model"))
+
+
+@pytest.fixture(scope="session")
+def make_keys(model: str) -> MakeKeys:
+    """Args: sections, each with the keys that differ from those of a short local run."""
+
+    def make(**sections: Any) -> OfflineKeys:
+        content: dict[str, Any] = {
+            "model": {"train_id": model, "ref_id": model, "device": "cpu"},
+            "generation": {"backend": "local", "max_new_tokens": 4},
+            "eval": {"backend": "local", "max_new_tokens": 4, "num_ids": 3, "replicates": 2},
+            "train": {"iterations": 2, "lr": 1e-3},
+            "data": {"task": "tests/unit/offline/rewards.py:length"},
+            "grpo": {"seq_len": 64},
+            "env_server": {"seq_len": 64, "data": "tests/unit/offline/rows.jsonl", "held_out": 0.4},
+        }
+        for name, keys in sections.items():
+            is_section = isinstance(keys, dict)
+            content[name] = {**content.get(name, {}), **keys} if is_section else keys
+        return OfflineKeys.model_validate(content)
+
+    return make

@@ -1,0 +1,206 @@
+"""Whole runs in this process: their files, their first step, and how they go on after a kill."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from grpo_offline import loop
+from grpo_offline.backends.choice import Sampling
+from grpo_offline.errors import RolloutsFail, StaleServer
+from grpo_offline.in_process_queue import InProcessQueue
+from grpo_offline.keys import OfflineKeys
+from grpo_offline.loop import run_offline
+from grpo_offline.optimizer_batches import optimizer_batches
+from grpo_offline.results import RunResult, evaluations, result_of, train_records
+from grpo_offline.run_files import RunFiles
+from grpo_offline.screen import Screen
+from grpo_offline.translate import trainer_settings
+from grpo_trainer.train import open_run, run_step
+from tests.unit.offline.conftest import MakeKeys
+
+PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+
+
+def run(keys: OfflineKeys, directory: Path) -> tuple[RunFiles, str]:
+    """The files of a run, and what it printed."""
+    directory.mkdir(exist_ok=True)
+    with (directory / "screen").open("w+") as file:
+        run_offline(keys, directory, Screen(Console(file=file, width=200)))
+        file.seek(0)
+        return RunFiles(directory), file.read()
+
+
+@pytest.fixture(scope="module")
+def whole(make_keys: MakeKeys, tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
+    """Three iterations of two optimizer steps with a KL penalty that is controlled."""
+    keys = make_keys(
+        train={"iterations": 3},
+        eval={"interval": 2},
+        grpo={"kl_control": "adaptive", "kl_target": 0.01},
+    )
+    files, _ = run(keys, tmp_path_factory.mktemp("whole") / "run")
+    return files
+
+
+def test_losses_add_up_and_the_penalty_is_its_coefficient_times_the_divergence(
+    whole: RunFiles,
+) -> None:
+    records = train_records(whole)
+    assert [record["trained_step"] for record in records] == [2, 4, 6]
+    assert [record["served_step"] for record in records] == [0, 2, 4]
+    for record in records:
+        parts = record["loss_pg"] + record["loss_kl"] + record["loss_entropy"]
+        assert record["loss_total"] == pytest.approx(parts, abs=1e-6)
+        penalty = record["kl_coef"] * record["kl_divergence"]
+        assert record["loss_kl"] == pytest.approx(penalty, abs=1e-6)
+        assert record["sequences"] == 16
+        assert not record["frozen"]
+    assert records[-1]["kl_divergence"] > 0
+    assert records[-1]["kl_coef"] != records[0]["kl_coef"]
+
+
+def test_a_run_leaves_the_files_that_the_guide_names(whole: RunFiles) -> None:
+    names = {str(path.relative_to(whole.path)) for path in whole.path.rglob("*")}
+    assert {f"metrics/train_iter_{i:03}.json" for i in range(3)} <= names
+    assert [done for done, _ in evaluations(whole)] == [0, 2, 3]
+    assert {f"checkpoints/iter_{i:03}" for i in range(3)} <= names
+    saved = load_file(whole.path / "checkpoints/iter_002/model.safetensors")
+    final = load_file(whole.model / "model.safetensors")
+    assert saved.keys() == final.keys()
+    assert all(torch.equal(saved[name], final[name]) for name in saved)
+    assert {"report.html", "metrics.png", "keys.yaml"} <= names
+
+
+def test_a_killed_run_goes_on_to_equal_files(
+    whole: RunFiles, make_keys: MakeKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends in the middle of the second iteration, between two optimizer steps."""
+    steps = 0
+
+    def dies(*arguments: Any) -> Any:
+        nonlocal steps
+        if steps == 3:
+            raise KeyboardInterrupt
+        steps += 1
+        return run_step(*arguments)
+
+    keys = make_keys(
+        train={"iterations": 3},
+        eval={"interval": 2},
+        grpo={"kl_control": "adaptive", "kl_target": 0.01},
+    )
+    shutil.copytree(whole.path / "sampled", tmp_path / "run" / "sampled")
+    monkeypatch.setattr(loop, "run_step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(keys, tmp_path / "run")
+    monkeypatch.undo()
+    assert len(train_records(RunFiles(tmp_path / "run"))) == 1
+    files, said = run(keys, tmp_path / "run")
+    assert "continues after 1 of 3 iterations" in said
+    assert train_records(files) == train_records(whole)
+    assert evaluations(files) == evaluations(whole)
+    ours, theirs = (load_file(at.model / "model.safetensors") for at in (files, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_finished_run_that_gets_more_iterations_goes_on(
+    whole: RunFiles, make_keys: MakeKeys, tmp_path: Path
+) -> None:
+    shutil.copytree(whole.path, tmp_path / "run", symlinks=True)
+    keys = make_keys(train={"iterations": 4}, eval={"enabled": False})
+    files, _ = run(keys, tmp_path / "run")
+    assert [record["iteration"] for record in train_records(files)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("batch_size", [16, 6])
+def test_the_first_step_is_that_of_grpo_on_the_same_groups(
+    make_keys: MakeKeys, tmp_path: Path, batch_size: int
+) -> None:
+    """One step of the whole iteration; with a batch of 6, three steps of 5 and 6 sequences whose
+    advantages are those of whole groups."""
+    keys = make_keys(
+        generation=PLAIN,
+        train={"iterations": 1, "batch_size": batch_size},
+        eval={"enabled": False},
+    )
+    files, _ = run(keys, tmp_path / "offline")
+    groups = files.read_groups(0)
+    assert groups is not None
+    (tmp_path / "grpo").mkdir()
+    settings = trainer_settings(keys, Sampling("local", "local"), tmp_path / "grpo")
+    queue = InProcessQueue()
+    with open_run(settings, queue, _local(keys)) as opened:
+        assert opened is not None
+        taken, position = opened
+        limits = loop.limits_of(settings, taken.policy)
+        steps = keys.steps_per_iteration
+        queue.put(optimizer_batches(groups, steps, settings.resolved_objective, limits))
+        for _ in range(steps):
+            position = run_step(taken, position)
+        weights = {name: p.detach().clone() for name, p in taken.policy.named_parameters()}
+    trained = load_file(files.model / "model.safetensors")
+    for name in trained.keys() & weights.keys():
+        torch.testing.assert_close(trained[name], weights[name], rtol=0, atol=1e-6)
+    records = [json.loads(line) for line in files.metrics.read_text().splitlines()]
+    assert len(records) == steps
+
+
+def _local(keys: OfflineKeys) -> Callable[..., Any]:
+    job = loop.Job(keys, Sampling("local", "local"), *([None] * 6))  # type: ignore[arg-type]
+    return job.weight_sync
+
+
+def test_a_reward_that_fails_ends_the_run_with_its_reason(
+    make_keys: MakeKeys, tmp_path: Path
+) -> None:
+    keys = make_keys(
+        data={"task": "tests/unit/offline/rewards.py:failing"}, eval={"enabled": False}
+    )
+    with pytest.raises(RolloutsFail, match="no reward for"):
+        run(keys, tmp_path)
+
+
+def test_an_evaluation_on_a_server_that_gets_no_weights_is_caught(
+    make_keys: MakeKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of eval.base_url that names another server: it samples from other weights."""
+    evaluate_all = loop.evaluate_all
+
+    async def of_another_server(*arguments: Any) -> Any:
+        results = await evaluate_all(*arguments)
+        return [one.model_copy(update={"versions": ((0, 0), (0, 0))}) for one in results]
+
+    monkeypatch.setattr(loop, "evaluate_all", of_another_server)
+    with pytest.raises(StaleServer, match=r"eval\.base_url is a server that gets no new weights"):
+        run(make_keys(train={"iterations": 1}), tmp_path)
+
+
+def test_the_seed_of_an_evaluation_decides_its_answers(make_keys: MakeKeys, tmp_path: Path) -> None:
+    def answers(name: str, **options: Any) -> list[dict[str, Any]]:
+        """The items of the evaluation before the training, then those of the one after it."""
+        keys = make_keys(train={"iterations": 1, "lr": 1e-12}, eval={"replicates": 8} | options)
+        files, _ = run(keys, tmp_path / name)
+        details = sorted((files.path / "eval").glob("*.json"))
+        return [item for path in details for item in json.loads(path.read_text())["items"]]
+
+    first, other = answers("a"), answers("b", seed_base=1)
+    before, after = first[: len(first) // 2], first[len(first) // 2 :]
+    assert before == after
+    assert first != other
+    shorter = answers("c", max_new_tokens=1)
+    assert {length for item in shorter for length in item["lengths"]} == {1}
+
+
+def test_what_a_sweep_ranks_by(whole: RunFiles) -> None:
+    result: RunResult = result_of(whole)
+    assert result.iterations == 3
+    assert result.score == evaluations(whole)[-1][1][0]["mean@1"]
