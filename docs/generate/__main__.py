@@ -13,7 +13,16 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from docs.generate import archived_commands, chart, code_map, errors, http_api, metrics, options
+from docs.generate import (
+    archived_commands,
+    chart,
+    code_map,
+    errors,
+    http_api,
+    metrics,
+    offline_keys,
+    options,
+)
 
 PAGES = Path(__file__).parents[1]
 PART = re.compile(
@@ -27,6 +36,7 @@ PARTS: Mapping[str, Callable[..., str]] = {
     "chart-values": chart.values,
     "code-map": code_map.tree,
     "errors": errors.table,
+    "offline-keys": offline_keys.keys,
     "options": options.command,
     "routes": http_api.routes,
     "fields": http_api.fields,
