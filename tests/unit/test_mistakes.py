@@ -57,7 +57,29 @@ MISTAKES = {
     ),
     "unknown mode": Mistake(grpo, "--model m --mode lora_restrat", "did you mean lora_restart?"),
     "several trainer processes": Mistake(
-        grpo, f"{TRAINER} --world-size 2", "--world-size: the only valid value is 1, because a run"
+        grpo,
+        f"{TRAINER} --world-size 2",
+        "--world-size: 2: mode shared_vllm needs one trainer process, because it trains the "
+        "server's own memory; pass --mode none, lora_only or lora_restart, or start one process",
+    ),
+    "rank beyond the number of processes": Mistake(
+        grpo,
+        "--model m --mode none",
+        "RANK: 2: with --world-size 2 the ranks are 0 to 1",
+        (("RANK", "2"), ("WORLD_SIZE", "2")),
+    ),
+    "sharding in one process": Mistake(
+        grpo, "--model m --mode none --fsdp", "--fsdp: needs several trainer processes; start grpo"
+    ),
+    "one GPU for several processes": Mistake(
+        grpo,
+        "--model m --mode none --world-size 2 --device cuda:1",
+        "--device: cuda:1: each of 2 trainer processes uses the GPU of its --local-rank",
+    ),
+    "ranks that do not wait for a batch": Mistake(
+        grpo,
+        "--model m --mode none --world-size 2 --rank-deadline-s 900",
+        "--rank-deadline-s: 900: other ranks wait while rank 0 waits for a batch or for the server",
     ),
     "several inference servers": Mistake(
         grpo,

@@ -141,8 +141,10 @@ def options_set_elsewhere(
     """
     own = set(own) - MAY_DIFFER
     prefix = "" if service == default else f"{service}."
-    for name in options:
-        if name in _API_KEYS and "run-api-token" in own:
+    for name, values in options.items():
+        if (service, name) == (TRAINER, "world-size") and values != ("1",):
+            yield f"--{prefix}{name}: {prog} starts one trainer process; omit it"
+        elif name in _API_KEYS and "run-api-token" in own:
             yield f"--{service}.{name}: {prog} sets this option; write --run-api-token"
         elif name in own:
             yield f"--{service}.{name}: {prog} sets this option; write --{name}"

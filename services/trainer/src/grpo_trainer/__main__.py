@@ -14,6 +14,7 @@ from grpo_core.logs import configure_logging
 from grpo_core.process.threads import share_cores
 from grpo_core.settings.machine import does_not_answer
 from grpo_trainer.config.cli import CommandLine, parse_command
+from grpo_trainer.config.processes import Processes
 from grpo_trainer.config.trainer import TrainerSettings
 
 EXIT_FAILED = 1
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if line.memory_plan:
             _print_memory_plan(line)
         else:
-            _train(settings)
+            _train(settings, line.processes())
 
 
 def _print_memory_plan(line: CommandLine) -> None:
@@ -37,15 +38,17 @@ def _print_memory_plan(line: CommandLine) -> None:
     sys.stdout.write(text_of(memory_plan(line)))
 
 
-def _train(settings: TrainerSettings) -> None:
-    _warn_without_run_api(settings.run_api_url)
+def _train(settings: TrainerSettings, processes: Processes) -> None:
+    if not processes.rank:
+        _warn_without_run_api(settings.run_api_url)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     share_cores()
 
+    from grpo_trainer.ranks.take_part import take_part
     from grpo_trainer.train import train
 
-    train(settings)
+    take_part(settings, processes, train)
 
 
 @contextlib.contextmanager

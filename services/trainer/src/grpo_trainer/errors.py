@@ -22,6 +22,7 @@ GrpoError (grpo_core)
 ├── NonFiniteStep           the step is impossible; no weight was changed
 │   ├── NonFiniteLoss       the loss of a micro-batch is NaN or infinite
 │   └── NonFiniteGradient   the gradient norm of a step is NaN or infinite
+├── LostRank                another trainer process ended or stopped answering
 ├── PolicyDiverged          several batches in a row ended with NonFiniteStep
 └── WeightSyncError         trainer and server do not hold the same weights
     ├── PolicyMismatch      the server's parameters do not fit the trainer's model
@@ -153,6 +154,10 @@ class NonFiniteLoss(NonFiniteStep):
 
 class NonFiniteGradient(NonFiniteStep):
     """The gradient norm is NaN or infinite."""
+
+
+class LostRank(GrpoError):
+    """Another trainer process (rank) ended, or did not answer within `--rank-deadline-s`."""
 
 
 class PolicyDiverged(GrpoError):

@@ -7,6 +7,7 @@ from functools import partial
 
 import structlog
 
+from grpo_trainer.algo.accumulate import Accumulate
 from grpo_trainer.checkpoint.resume import restore
 from grpo_trainer.checkpoint.saver import Saver
 from grpo_trainer.checkpoint.state import Position
@@ -24,11 +25,11 @@ from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of
-from grpo_trainer.model.reference import Reference, build_reference
+from grpo_trainer.model.reference import Reference
 from grpo_trainer.objective.kl_control import KlCoefficient
 from grpo_trainer.objective.tau_control import Tau
-from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.ranks.lead import ALONE, Alone
 from grpo_trainer.telemetry.recorder import Recorder
 from grpo_trainer.telemetry.rollout_writer import prepare_rollouts
 from grpo_trainer.telemetry.sinks import Sinks, rotate_records, trim_records
@@ -65,6 +66,7 @@ class Run:
     shared_memory: SharedMemoryCheck | None
     recorder: Recorder
     saver: Saver
+    accumulate: Accumulate
 
 
 def start_run(
@@ -74,20 +76,26 @@ def start_run(
     store: StateStore,
     saved: SavedState | None,
     sinks: Sinks,
+    team: Alone = ALONE,
 ) -> tuple[Run, Position]:
-    """Load the policy, restore the checkpoint if there is one, and publish the first weights."""
+    """Load the policy, restore the checkpoint if there is one, and publish the first weights.
+
+    Args:
+        team: the other trainer processes, if there are some
+    """
     # Dropout would make the trainer's logprobs differ from the server's at random.
     policy = sync.load_policy(restoring=saved is not None).eval()
     settings = settings.model_copy(update={"run_id": sync.server_run_id})
+    team.share_model(policy, settings)
     if settings.trained_layers is not None:
         train_only(policy, settings.trained_layers)
     forward = build_forward_pass(policy, settings, differentiates_entropy=settings.entropy_coef > 0)
-    reference = build_reference(policy, forward, settings)
+    learner = team.learner(policy, forward, settings)
+    reference, optimizer = learner.reference, learner.optimizer
     kl_coefficient, tau = settings.kl_coefficient, settings.tau
     if saved is not None:
         kl_coefficient.resume(saved.record.kl_coef)
         tau.resume(saved.record.maxent)
-    optimizer = build_optimizer(policy, settings)
     if saved is None:
         api.register(settings.registration(first_step=0))
         position = Position(step=0, batch_id=0, epoch=0)
@@ -139,7 +147,7 @@ def start_run(
         quarantine=Quarantine(settings.save_path, api.run_uuid),
         saver=saver,
     )
-    SelfTest(policy, forward, reference, optimizer, settings).require()
+    SelfTest(policy, forward, reference, optimizer, settings, learner.accumulate).require()
     checks = DataChecks(
         GroupCheck(ends),
         RatioCheck(),
@@ -162,5 +170,6 @@ def start_run(
         shared_memory=check,
         recorder=recorder,
         saver=saver,
+        accumulate=learner.accumulate,
     )
     return run, position

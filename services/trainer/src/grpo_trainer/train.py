@@ -13,7 +13,7 @@ import torch
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
+from grpo_trainer.algo.accumulate import GradientStats
 from grpo_trainer.algo.logprob_comparison import Distance
 from grpo_trainer.checkpoint.atomic_dir import hold_save_path, remove_unfinished, write_whole
 from grpo_trainer.checkpoint.resume import continued_settings, find_state, rejoin
@@ -29,6 +29,7 @@ from grpo_trainer.data.group_checks import UsableGroup
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch, StateOfAnotherRun
 from grpo_trainer.model.reference import divergences, log_likelihoods
 from grpo_trainer.objective.recipes import Objective
+from grpo_trainer.ranks.lead import ALONE, Alone
 from grpo_trainer.start import Run, start_run
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
 from grpo_trainer.telemetry.rollout_records import StepRollouts
@@ -49,16 +50,19 @@ class Update:
     published: Published
 
 
-def train(settings: TrainerSettings) -> None:
+def train(settings: TrainerSettings, team: Alone = ALONE) -> None:
     """Train up to step `settings.steps`, from a checkpoint if there is one, and save the
     final model.
+
+    Args:
+        team: the other trainer processes, if there are some
 
     Raises:
         GrpoError: any of the named errors. The server keeps serving in every case.
     """
     with (
         _run_api_client(settings) as api,
-        open_run(settings, api, open_weight_sync) as opened,
+        open_run(settings, api, open_weight_sync, team) as opened,
     ):
         if opened is None:
             return
@@ -76,6 +80,7 @@ def open_run(
     settings: TrainerSettings,
     api: BatchQueue,
     weight_sync: Callable[[TrainerSettings], AbstractContextManager[WeightSync]],
+    team: Alone = ALONE,
 ) -> Iterator[tuple[Run, Position] | None]:
     """A run whose first weights are served, and the position to begin at; None if the run is
     complete already.
@@ -83,6 +88,7 @@ def open_run(
     Args:
         api: where batches come from
         weight_sync: opens the object that brings weights to the server
+        team: the other trainer processes, if there are some
     """
     torch.manual_seed(settings.seed)
     with hold_save_path(settings.save_path):
@@ -108,7 +114,7 @@ def open_run(
             open_sinks(settings, 0 if saved is None else saved.record.step) as sinks,
             weight_sync(settings) as sync,
         ):
-            yield start_run(settings, api, sync, store, saved, sinks)
+            yield start_run(settings, api, sync, store, saved, sinks, team)
 
 
 @contextlib.contextmanager
@@ -219,14 +225,7 @@ def update_policy(
     fresh, is_repeated = None, False
     while True:
         try:
-            gradients = accumulate_gradients(
-                run.policy,
-                batch,
-                objective,
-                step,
-                run.forward,
-                optimizer.loss_scale,
-            )
+            gradients = run.accumulate(batch, objective, step)
             if fresh is None:  # the check keeps counts: run it once for each batch
                 fresh = run.checks.before_update(batch, groups, gradients.tokens, held)
             watch.computed()

@@ -54,7 +54,7 @@ MISTAKES = {
         "--training-steps ten": "--training-steps: expected a whole number, at least 1; got 'ten'",
         "--batchsize 30": "--batchsize: no such option; did you mean --batch-size?",
         "--trainer.lr x": "--lr: expected a number, greater than 0; got 'x'",
-        "--world-size 2": "--world-size: the only valid value is 1, because a run has",
+        "--world-size 2": "--world-size: grpo-run starts one trainer process; omit it",
         "--weights-socket x": "--weights-socket: grpo-run sets this option itself",
         "30": "'30': unexpected; every option begins with --",
         "--stpes 30": "--stpes: no such option",

@@ -18,11 +18,12 @@ from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_tiny_model.model import Recipe, build_model
 from grpo_trainer import train
+from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
 from grpo_trainer.algo.logprob_comparison import Distance
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
-from grpo_trainer.data.collate import MicroBatch
+from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.data.group_filter import GroupFilter
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import PolicyDiverged, RolloutMismatch
@@ -30,6 +31,7 @@ from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.packing import Layout, padded
 from grpo_trainer.model.reference import Reference
+from grpo_trainer.objective.recipes import Objective
 from grpo_trainer.objective.tau_control import Tau
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
@@ -131,11 +133,14 @@ class Bench:
         forward: Any = (self, self.reference, settings.kl_coefficient, settings.tau)
         learner: Any = (self.policy, *forward, self.optimizer, sync, checks, None)
         sinks = Sinks([self.records.append], [self.rollouts.append])
-        run = Run(settings, source, *learner, Recorder(settings, sinks), saver)
+        run = Run(settings, source, *learner, Recorder(settings, sinks), saver, self.accumulate)
         position = Position(step=0, batch_id=0, epoch=1)
         while position.batch_id < len(batches):
             position = train.run_step(run, position)
         return position
+
+    def accumulate(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
+        return accumulate_gradients(self.policy, batch, objective, step, self)
 
     def masters(self) -> list[list[float]]:
         return [master.flatten().tolist() for master in self.optimizer.masters]

@@ -8,17 +8,31 @@ import pytest
 import torch
 
 from grpo_trainer.algo import accumulate, loss
+from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
 from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.collate import Batch
 from grpo_trainer.errors import SelfTestFailed
 from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.packing import PADDED
 from grpo_trainer.model.reference import Reference
-from grpo_trainer.objective.recipes import RECIPES
+from grpo_trainer.objective.recipes import RECIPES, Objective
 from grpo_trainer.verify import self_test
 from grpo_trainer.verify.self_test import SelfTest
 from tests.silent_faults.faults import micro_batch_dropped, not_centred
 from tests.unit.trainer.forward_rig import adapted, qwen
 from tests.unit.trainer.tiny_policy import optimizer_of
+
+
+def self_test_of(
+    policy: Any, forward: FastForward, reference: Reference | None, settings: TrainerSettings
+) -> SelfTest:
+    optimizer = optimizer_of(policy)
+
+    def accumulate(batch: Batch, objective: Objective, step: int) -> GradientStats:
+        return accumulate_gradients(policy, batch, objective, step, forward, optimizer.loss_scale)
+
+    return SelfTest(policy, forward, reference, optimizer, settings, accumulate)
 
 
 def bench(policy: Any = None, **options: Any) -> SelfTest:
@@ -27,7 +41,7 @@ def bench(policy: Any = None, **options: Any) -> SelfTest:
     settings = command.settings()
     forward = build_forward_pass(policy, settings)
     reference = Reference(policy, forward, is_policy=True) if settings.kl_coef else None
-    return SelfTest(policy, forward, reference, optimizer_of(policy), settings)
+    return self_test_of(policy, forward, reference, settings)
 
 
 def message(test: SelfTest) -> str:
@@ -59,7 +73,7 @@ def test_a_whole_model_passes() -> None:
     policy = qwen()
     settings = CommandLine(model="m", mode="none").settings()
     forward = FastForward(PADDED)
-    assert message(SelfTest(policy, forward, None, optimizer_of(policy), settings)) == ""
+    assert message(self_test_of(policy, forward, None, settings)) == ""
 
 
 def changed_sign(patch: pytest.MonkeyPatch, name: str) -> None:

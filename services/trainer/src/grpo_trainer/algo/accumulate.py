@@ -7,7 +7,7 @@ server, and every metric but the loss, use a second forward pass without dropout
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,10 @@ class GradientStats:
         return sum(self.loss_parts)
 
 
+Accumulate = Callable[[Batch, Objective, int], GradientStats]
+"""Collects the gradients of a batch, for the step with this index."""
+
+
 def accumulate_gradients(
     policy: CausalLM,
     batch: Batch,
@@ -67,24 +71,50 @@ def accumulate_gradients(
     """
 
     def scaled_by(scale: float) -> GradientStats:
-        return _accumulated(policy, batch, objective, step, forward, scale)
+        found = computed(policy, batch.micro_batches, objective, step, forward, scale)
+        return GradientStats(found.loss_parts, found.sums, TokenTable.of(found.micros, found.seen))
 
     return scaled_by(1.0) if loss_scale is None else loss_scale.without_overflow(scaled_by)
 
 
-def _accumulated(
+@dataclass(frozen=True)
+class Computed:
+    """Loss and metrics of some micro-batches.
+
+    Args:
+        micros: with the behaviour logprobs that were recomputed
+        seen: [B, T] each, without gradient, in host memory
+    """
+
+    loss_parts: Sequence[float]
+    sums: LossSums
+    micros: Sequence[MicroBatch]
+    seen: Sequence[TokenValues]
+
+
+def computed(
     policy: CausalLM,
-    batch: Batch,
+    micro_batches: Sequence[MicroBatch],
     objective: Objective,
     step: int,
     forward: ForwardPass,
-    scale: float,
-) -> GradientStats:
+    scale: float = 1.0,
+    stops: bool = True,
+) -> Computed:
+    """Run forward and backward over some of a batch's micro-batches.
+
+    Args:
+        scale: multiplies the gradients
+        stops: raise the error at once; else go on, because the backward passes of several ranks
+            wait for each other
+    Raises:
+        NonFiniteLoss: the loss of a micro-batch is NaN or infinite.
+    """
     totals, sums = [0.0] * len(LossParts._fields), NO_SUMS
     micros: list[MicroBatch] = []
     seen: list[TokenValues] = []
     dropouts, device = adapter_dropouts(policy), device_of(policy)
-    for i, micro in enumerate(batch.micro_batches):
+    for i, micro in enumerate(micro_batches):
         on_device = micro.to(device)
         with dropout_on(dropouts):
             trained = forward(policy, on_device)
@@ -99,7 +129,7 @@ def _accumulated(
         # device.
         read, values = _to_host(parts, without_dropout)
         known = micro.with_recomputed(values.logp)
-        if not math.isfinite(sum(read)):
+        if stops and not math.isfinite(sum(read)):
             found = loss_sums(
                 values.logp, values.entropy, micro.reference_logp, *_columns(known), objective
             )
@@ -118,7 +148,7 @@ def _accumulated(
         )
         micros.append(known)
         seen.append(values)
-    return GradientStats(totals, sums, TokenTable.of(micros, seen))
+    return Computed(totals, sums, micros, seen)
 
 
 def _to_host(parts: LossParts, values: TokenValues) -> tuple[list[float], TokenValues]:

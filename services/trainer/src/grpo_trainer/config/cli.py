@@ -21,8 +21,8 @@ from grpo_core.settings import (
 from grpo_core.settings.machine import missing_model, not_writable
 from grpo_trainer.config.forward import LIGER
 from grpo_trainer.config.objective import ObjectiveOptions
-from grpo_trainer.config.one_process import OneProcessOptions
 from grpo_trainer.config.packages import missing_packages
+from grpo_trainer.config.processes import ProcessOptions
 from grpo_trainer.config.sync import (
     MODES,
     CheckpointRestartSettings,
@@ -53,7 +53,12 @@ def _url_of_port(port: object) -> str:
 COMMAND = Command(
     prog="grpo",
     env_prefix="GRPO_",
-    variables={"num_inference_nodes": "NUM_INFERENCE_NODES"},
+    variables={
+        "num_inference_nodes": "NUM_INFERENCE_NODES",
+        "world_size": "WORLD_SIZE",
+        "trainer_rank": "RANK",
+        "local_rank": "LOCAL_RANK",
+    },
     groups={
         "Model": ("model", "dtype", "device", "seq_len"),
         "Weights": (
@@ -140,7 +145,7 @@ COMMAND = Command(
             "wandb_group",
             "wandb_key_file",
         ),
-        "Processes": tuple(OneProcessOptions.model_fields),
+        "Processes": ("fsdp", *ProcessOptions.model_fields),
     },
     examples=(
         "grpo --model Qwen/Qwen2.5-0.5B-Instruct --mode shared_vllm --steps 100",
@@ -170,7 +175,7 @@ class CommandLine(
     LoraOnlySettings,
     LoraRestartSettings,
     CheckpointRestartSettings,
-    OneProcessOptions,
+    ProcessOptions,
     RunOptions,
 ):
     """Trains a model with GRPO: takes batches from run-api, updates the policy and publishes the
@@ -225,6 +230,9 @@ class CommandLine(
         yield from self.objective_conflicts()
         yield from self.optimizer_conflicts()
         yield from self.forward_conflicts()
+        waits_s = self.batch_deadline_s + self.server_return_deadline_s
+        yield from self.process_conflicts(self.mode, self.device, waits_s)
+        yield from self._sharding_conflicts(issubclass(kind, LoraSettings))
         if self.entropy_coef and self.head_kernel == LIGER:
             yield Mistake("entropy_coef", "needs --head-kernel torch")
         # Right before a publication the newest data is this old.
@@ -237,12 +245,32 @@ class CommandLine(
                 "more, or publish more often",
             )
 
+    def _sharding_conflicts(self, trains_adapter: bool) -> Iterator[Mistake]:
+        if not self.fsdp:
+            return
+        if self.world_size == 1:
+            yield Mistake("fsdp", "needs several trainer processes; start grpo with torchrun")
+        if trains_adapter:
+            yield Mistake(
+                "fsdp",
+                f"mode {self.mode} trains an adapter, which is small; omit --fsdp",
+            )
+        if self.train_layer_indices is not None:
+            yield Mistake("fsdp", "trains the whole model; omit --train-layer-indices")
+        if self.compile:
+            yield Mistake("fsdp", "excludes --compile")
+        if self.fused_head == "on":
+            yield Mistake("fsdp", "excludes --fused-head on")
+
     def start_mistakes(self) -> Iterator[Mistake]:
         if problem := missing_model(self.model):
             yield Mistake("model", problem)
         if self.reference_model and (problem := missing_model(self.reference_model)):
             yield Mistake("reference_model", problem)
         if self.memory_plan:
+            return
+        if self.trainer_rank:  # rank 0 writes all files
+            yield from missing_packages(self)
             return
         if problem := not_writable(self.save_path):
             yield Mistake("save_path", problem)

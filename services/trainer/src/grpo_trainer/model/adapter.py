@@ -94,7 +94,7 @@ def adapter_scaled(policy: CausalLM, factor: float) -> Iterator[None]:
             scaling.update(values)
 
 
-def adapter_dropouts(policy: CausalLM) -> list[nn.Module]:
+def adapter_dropouts(policy: CausalLM) -> list[nn.Dropout]:
     """The adapter's dropout modules, if active. The model's own dropout stays off, because the
     server has none."""
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import structlog
@@ -25,10 +25,14 @@ from grpo_trainer.optim.schedule import Schedule
 log = structlog.get_logger()
 
 
-def build_optimizer(policy: CausalLM, settings: TrainerSettings) -> MasterOptimizer:
-    """Raises the errors of `build_update`."""
+def build_optimizer(
+    policy: CausalLM,
+    settings: TrainerSettings,
+    kind: Callable[..., MasterOptimizer] = MasterOptimizer,
+) -> MasterOptimizer:
+    """Raises the errors of `build_update`. Args: kind: creates the object"""
     parameters = list(trained_parameters(policy).values())
-    return MasterOptimizer(
+    return kind(
         parameters,
         learning_rate=Schedule.of(settings, settings.steps),
         weight_decay=settings.weight_decay,

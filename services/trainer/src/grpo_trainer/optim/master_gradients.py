@@ -24,6 +24,16 @@ GROWTH_STEPS = 100
 T = TypeVar("T")
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that is divided among ranks (a view); else the tensor itself."""
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    with torch.no_grad():
+        part: Tensor = to_local()
+        return part
+
+
 class GatheredGradients:
     """Adds up each parameter's gradients over the backward passes of a step.
 
@@ -33,6 +43,9 @@ class GatheredGradients:
     Args:
         parameters: their `.grad` is taken as soon as it is complete
     """
+
+    total: Callable[[Tensor], Tensor] | None = None
+    """Adds up a number over all ranks, in place, if each of them holds a part of every gradient."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.tensors: list[Tensor | None] = [None] * len(parameters)
@@ -47,7 +60,8 @@ class GatheredGradients:
             for gradient in self.tensors
             if gradient is not None
         ]
-        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        return norm if self.total is None else self.total(norm.square()).sqrt()
 
     def pop(self, index: int) -> Tensor | None:
         """Remove and return a parameter's gradient; None if there is none."""
@@ -61,6 +75,7 @@ class GatheredGradients:
     def _take_over(self, index: int, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
+        gradient = own_part(gradient)
         held = self.tensors[index]
         self.tensors[index] = gradient if held is None else held.float().add_(gradient)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from grpo_trainer.errors import NonFiniteGradient
 from grpo_trainer.optim.adamw import ADAM, Adam, AdamW32, State, StepOptions
-from grpo_trainer.optim.master_gradients import GatheredGradients, LossScale
+from grpo_trainer.optim.master_gradients import GatheredGradients, LossScale, own_part
 from grpo_trainer.optim.masters import Masters
 from grpo_trainer.optim.schedule import LearningRate
 
@@ -32,7 +32,8 @@ class MasterOptimizer:
     """Owns the master weights, their gradients and the learning-rate schedule.
 
     Args:
-        parameters: the policy's parameters; their gradients are collected as they appear
+        parameters: the policy's parameters; their gradients are collected as they appear. If they
+            are divided among ranks, this rank's parts are updated
         learning_rate: of each step
         max_grad_norm: bound on the global L2 norm of the gradient
         update: updates one master weight tensor (default: AdamW in fp32)
@@ -50,10 +51,11 @@ class MasterOptimizer:
         scales_loss: bool = False,
         adam: Adam = ADAM,
     ) -> None:
-        self._parameters = list(parameters)
+        whole = list(parameters)
+        self._parameters = [own_part(p) for p in whole]
         self._update = update or Masters(AdamW32())
         self.masters = [_contiguous_copy(p, self._update.dtype) for p in self._parameters]
-        self.gradients = GatheredGradients(self._parameters)
+        self.gradients = GatheredGradients(whole)
         self.loss_scale = LossScale(self.gradients) if scales_loss else None
         self._states: list[State] = [{} for _ in self.masters]
         self._staged: list[Tensor | None] = [None for _ in self.masters]
@@ -138,7 +140,7 @@ class MasterOptimizer:
         """
         pairs = zip(self._staged, self.masters, strict=True)
         newest = [master if staged is None else staged for staged, master in pairs]
-        torch._foreach_copy_(list[Tensor](self._parameters), newest)
+        torch._foreach_copy_(self._parameters, newest)
         self._staged = [None for _ in self.masters]
 
     @torch.no_grad()
@@ -205,5 +207,5 @@ def _middle(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1)[middle : middle + WATCHED_WEIGHTS]
 
 
-def _contiguous_copy(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+def _contiguous_copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return parameter.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import structlog
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
+from grpo_trainer.algo.accumulate import Accumulate, GradientStats
 from grpo_trainer.algo.loss import step_loss
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, MicroBatch, collate, with_penalties
@@ -55,6 +55,7 @@ class SelfTest:
     reference: Reference | None
     optimizer: MasterOptimizer
     settings: TrainerSettings
+    accumulate: Accumulate
 
     def require(self) -> None:
         """Raises:
@@ -144,15 +145,14 @@ class SelfTest:
 
     def _gathered(self, batch: Batch, objective: Objective) -> GradientStats:
         """Run the backward passes and drop the gradients."""
-        scale = self.optimizer.loss_scale
-        found = accumulate_gradients(self.policy, batch, objective, 0, self.forward, scale)
+        found = self.accumulate(batch, objective, 0)
         self.optimizer.gradients.clear()
         return found
 
     def _gradient(self, batch: Batch, objective: Objective) -> Tensor:
         """Some gradients of each tensor, spread over it."""
         gradients, scale = self.optimizer.gradients, self.optimizer.loss_scale
-        accumulate_gradients(self.policy, batch, objective, 0, self.forward, scale)
+        self.accumulate(batch, objective, 0)
         flat = [gradient.reshape(-1) for gradient in gradients.tensors if gradient is not None]
         some = [g[:: max(1, len(g) // SAMPLED_WEIGHTS)].float() for g in flat]
         found = torch.cat(some).cpu() if some else torch.zeros(1)
@@ -230,7 +230,7 @@ def _unchanged(loss_scale: LossScale | None, device: torch.device) -> Iterator[N
 
 @contextlib.contextmanager
 def _dropout_at_zero(policy: CausalLM) -> Iterator[None]:
-    dropouts = [m for m in adapter_dropouts(policy) if isinstance(m, nn.Dropout)]
+    dropouts = adapter_dropouts(policy)
     before = [module.p for module in dropouts]
     for module in dropouts:
         module.p = 0.0

@@ -1,0 +1,1 @@
+"""Several trainer processes (ranks): they share the computation of each step."""

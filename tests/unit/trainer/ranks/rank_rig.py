@@ -1,0 +1,131 @@
+"""Trains a tiny model alone, or with a second real process that follows, on the same batches."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_trainer.algo.accumulate import GradientStats
+from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.config.processes import Processes
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.collate import Batch
+from grpo_trainer.errors import LostRank, NonFiniteLoss
+from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.forward import build_forward_pass
+from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.ranks.follow import follow
+from grpo_trainer.ranks.group import join
+from grpo_trainer.ranks.lead import ALONE, Alone, Leader
+from tests.unit.trainer.forward_rig import ragged_batch
+
+RANKS = 2
+DEADLINE_S = 60.0
+LOST = "lost.txt"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Args:
+    tokens: of a micro-batch
+    steps: optimizer steps after the first gradients
+    """
+
+    name: str
+    tokens: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 0
+
+    def settings(self, model: Path) -> TrainerSettings:
+        always = {"model": str(model), "mode": "none", "world_size": RANKS, "lr": 1e-3}
+        given = always | {"rank_deadline_s": 1e4} | self.options
+        return CommandLine.model_validate(given).settings()
+
+
+def learn(case: Case, model: Path, team: Alone = ALONE) -> dict[str, Any]:
+    """The gradients, sums and tokens of a batch, and the weights after some steps."""
+    settings = case.settings(model)
+    policy = TrainedWeights(settings.model, settings.lora).load(torch.float32).eval()
+    torch.manual_seed(1)
+    for parameter in policy.parameters():  # so that a follower needs the leader's weights
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
+    team.share_model(policy, settings)
+    forward = build_forward_pass(policy, settings)
+    learner = team.learner(policy, forward, settings)
+    optimizer, objective = learner.optimizer, settings.resolved_objective
+    whole = ragged_batch(forward.layout.cut, case.tokens)
+    batch = whole if learner.reference is None else learner.reference.added(whole)
+    overflowed = _overflows(lambda b: learner.accumulate(b, objective, 0), batch)
+    optimizer.gradients.clear()
+    found = learner.accumulate(batch, objective, 0)
+    gradients = [None if g is None else g.clone() for g in optimizer.gradients.tensors]
+    norm, names = optimizer.step(0), list(trained_parameters(policy))
+    for step in range(1, case.steps):
+        optimizer.write_into_parameters()
+        optimizer.load_tensors(names, {k: t.clone() for k, t in optimizer.tensors(names).items()})
+        learner.accumulate(batch, objective, step)
+        optimizer.step(step)
+    optimizer.write_into_parameters()
+    return {
+        "micro_batches": len(batch.micro_batches),
+        "loss_parts": torch.tensor(found.loss_parts),
+        "sums": vars(found.sums),
+        "tokens": vars(found.tokens),
+        "gradients": gradients,
+        "norm": norm,
+        "weights": {name: p.detach() for name, p in trained_parameters(policy).items()},
+        "state": dict(optimizer.tensors(names)),
+        "overflowed": overflowed,
+    }
+
+
+def _overflows(accumulate: Any, batch: Batch) -> bool:
+    """Whether a batch is refused whose last micro-batch has an infinite advantage."""
+    *others, last = batch.micro_batches
+    harmed = replace(last, advantages=torch.full_like(last.advantages, math.inf))
+    try:
+        stats: GradientStats = accumulate(replace(batch, micro_batches=[*others, harmed]))
+    except NonFiniteLoss:
+        return True
+    return not math.isfinite(stats.loss)
+
+
+def together(cases: list[Case], model: Path, directory: Path) -> None:
+    """Run the cases on two processes, and write each result below `directory`. Then rank 0 ends
+    without a word."""
+    context = multiprocessing.get_context("spawn")
+    workers = [
+        context.Process(target=_work, args=(rank, cases, model, directory)) for rank in range(RANKS)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(2 * DEADLINE_S)
+        worker.kill()
+
+
+def _work(rank: int, cases: list[Case], model: Path, directory: Path) -> None:
+    torch.set_num_threads(1)
+    meeting = (directory / "meeting").as_uri()
+    ranks = join(Processes(RANKS, rank, rank, meeting, DEADLINE_S))
+    for case in cases:
+        if rank:
+            follow(case.settings(model), ranks)
+        else:
+            leader = Leader(ranks)
+            torch.save(learn(case, model, leader), directory / case.name)
+            leader.finish()
+    if not rank:
+        os._exit(3)
+    try:
+        follow(cases[0].settings(model), ranks)
+    except LostRank as error:
+        (directory / LOST).write_text(str(error))
+    os._exit(0)
