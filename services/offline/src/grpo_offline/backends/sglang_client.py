@@ -1,0 +1,248 @@
+"""SGLang's HTTP API, as far as the offline trainer needs it. Seen with SGLang 0.5.23."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from grpo_core.clients.inference import Completion, GenerateAnswer
+from grpo_core.clients.service import ServiceClient
+from grpo_core.errors import ProtocolViolation, RequestRefused
+from grpo_core.validation import problems_of
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.errors import WeightsRefused
+
+SERVICE = "SGLang"
+UNTRAINED = PolicyVersion(0, 0)
+"""The version of weights that no trainer of ours published."""
+_INVALID_LAST = "\N{REPLACEMENT CHARACTER}"
+_SHORT_NAMES = {"half": "float16", "float": "float32"}
+
+TokenLogprob = tuple[float, int, str | None]
+FirstLogprob = tuple[float | None, int, str | None]
+"""The first token of a prompt has no logprob."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+class _FinishReason(_Part):
+    """`matched`: the end token, or the text of `stop` that ended the completion."""
+
+    type: str
+    matched: int | str | list[int] | None = None
+
+
+class _Span(_Part):
+    """Tokens that were sampled from one version of the weights."""
+
+    version: str
+
+
+class _Meta(_Part):
+    finish_reason: _FinishReason
+    output_token_logprobs: list[TokenLogprob] = []
+    input_token_logprobs: list[FirstLogprob] = []
+    weight_version: str = ""
+    weight_versions: list[_Span] = []
+
+
+class _Generated(_Part):
+    """One completion in the answer of `POST /generate`."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+# The answer is an object for n=1 and a list for more.
+_ANSWER: TypeAdapter[_Generated | list[_Generated]] = TypeAdapter(_Generated | list[_Generated])
+
+
+class ServerInfo(_Part):
+    """The fields of `GET /server_info` that a trainer reads.
+
+    dtype: None if SGLang derives it from the model.
+    page_size: tokens in one block of the KV cache.
+    max_req_input_len: longest prompt, in tokens.
+    """
+
+    dtype: str
+    weight_version: str = ""
+    page_size: int | None = None
+    max_req_input_len: int | None = None
+
+    @property
+    def torch_dtype(self) -> str | None:
+        """The name of a data type of torch; None if SGLang derives it from the model."""
+        return None if self.dtype == "auto" else _SHORT_NAMES.get(self.dtype, self.dtype)
+
+
+def version_named(text: str) -> PolicyVersion | None:
+    """The policy version of SGLang's `weight_version`; None if no trainer of ours named it."""
+    try:
+        return PolicyVersion.parse(text)
+    except ValueError:
+        return None
+
+
+def sampling_params(
+    *, max_tokens: int, n: int = 1, top_k: int = 0, **others: Any
+) -> dict[str, Any]:
+    """SGLang's names of vLLM's sampling parameters.
+
+    Without a parameter, SGLang takes the one of the model's generation configuration. So those that
+    change the distribution are always sent.
+    """
+    neutral = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
+    every_token = -1
+    return neutral | {
+        "n": n,
+        "max_new_tokens": max_tokens,
+        "top_k": every_token if top_k < 1 else top_k,
+        **others,
+    }
+
+
+def answer_of(response: httpx.Response, prompt_token_ids: list[int]) -> GenerateAnswer:
+    """The answer of `POST /generate` in the form of vllm-api-server.
+
+    Raises:
+        ProtocolViolation: a field is missing, or a logprob is not finite.
+    """
+    rows = _generated(response)
+    return GenerateAnswer(
+        text=[_text(row) for row in rows],
+        prompt="",
+        finish_reasons=[row.meta_info.finish_reason.type for row in rows],
+        logprobs=[
+            [[{token: logprob}] for logprob, token, _ in row.meta_info.output_token_logprobs]
+            for row in rows
+        ],
+        prompt_token_ids=prompt_token_ids,
+        token_ids=[row.output_ids for row in rows],
+        policy_version=[_versions(row.meta_info) for row in rows],
+    )
+
+
+def _generated(response: httpx.Response) -> list[_Generated]:
+    try:
+        found = _ANSWER.validate_json(response.content)
+    except ValidationError as error:
+        raise ProtocolViolation(
+            f"{SERVICE}: the response from /generate is invalid: {problems_of(error)}. A logprob "
+            "of null is not finite: check the weights for NaN"
+        ) from error
+    rows = found if isinstance(found, list) else [found]
+    for row in rows:
+        if [token for _, token, _ in row.meta_info.output_token_logprobs] != row.output_ids:
+            raise ProtocolViolation(
+                f"{SERVICE}: output_token_logprobs in the response from /generate has other tokens "
+                "than output_ids; use a version of SGLang that works with this trainer: 0.5.23"
+            )
+    return rows
+
+
+def _text(row: _Generated) -> str:
+    """vLLM leaves out bytes at the end that are no whole character; SGLang replaces them."""
+    is_cut_at_text = isinstance(row.meta_info.finish_reason.matched, str)
+    return row.text if is_cut_at_text else row.text.rstrip(_INVALID_LAST)
+
+
+def _versions(meta: _Meta) -> tuple[PolicyVersion, PolicyVersion]:
+    names = [span.version for span in meta.weight_versions] or [meta.weight_version]
+    first, last = (version_named(name) or UNTRAINED for name in (names[0], names[-1]))
+    return first, last
+
+
+class SglangClient(ServiceClient):
+    """A trainer's client.
+
+    Args:
+        base_url: for example http://127.0.0.1:30000
+        deadline_s: seconds for the answer to a request, and for the server to start
+        publish_deadline_s: seconds for the server to finish its requests and load new weights
+        api_key: if the server needs one
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        deadline_s: float = 60.0,
+        publish_deadline_s: float = 600.0,
+        api_key: str | None = None,
+    ) -> None:
+        hint = "start the server, or check generation.base_url"
+        super().__init__(SERVICE, base_url, deadline_s, deadline_s, api_key, hint)
+        self._publish_deadline_s = publish_deadline_s
+
+    def info(self) -> ServerInfo:
+        """Raises `ServiceUnavailable`, `RequestRefused`, `ProtocolViolation`."""
+        response = self.send("GET", "/server_info")
+        try:
+            return ServerInfo.model_validate_json(response.content)
+        except ValidationError as error:
+            raise ProtocolViolation(
+                f"{SERVICE}: the response from /server_info is invalid: {problems_of(error)}"
+            ) from error
+
+    def weight_version(self) -> PolicyVersion | None:
+        """The version of the served weights; None if no trainer of ours published them."""
+        return version_named(str(self.send("GET", "/model_info").json().get("weight_version")))
+
+    def load_weights(self, directory: Path, version: PolicyVersion) -> None:
+        """Let the server load a model directory. It first finishes the requests in flight, and it
+        empties its KV cache.
+
+        Raises:
+            WeightsRefused: the server did not load it.
+            ServiceUnavailable: no answer within `publish_deadline_s`.
+        """
+        body = {"model_path": str(directory), "weight_version": str(version)}
+        try:
+            self.send(
+                "POST",
+                "/update_weights_from_disk",
+                deadline_s=self._publish_deadline_s,
+                timeout=self._publish_deadline_s,
+                json=body,
+            )
+        except RequestRefused as error:
+            raise WeightsRefused(
+                f"{SERVICE} at {self.base_url} did not load policy version {version} from "
+                f"{directory}: {error}. The server must see this directory under the same path, "
+                "with the model that it was started with; then start the run again"
+            ) from error
+
+    def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        """The server's logprobs of token_ids[1:] at temperature 1: [T] → [T-1]."""
+        # Without a start, SGLang returns the logprobs of the completion alone.
+        response = self._generate(token_ids, {"logprob_start_len": 0}, max_tokens=1)
+        entries = _generated(response)[0].meta_info.input_token_logprobs
+        found = [logprob for logprob, _, _ in entries[1:] if logprob is not None]
+        if [token for _, token, _ in entries] != token_ids or len(found) != len(token_ids) - 1:
+            raise ProtocolViolation(
+                f"{SERVICE}: input_token_logprobs in the response from /generate does not hold the "
+                f"logprobs of the {len(token_ids)} tokens of the prompt"
+            )
+        return found
+
+    def sample(self, prompt_token_ids: list[int], **sampling: Any) -> Completion:
+        """Sample one completion of one prompt."""
+        response = self._generate(prompt_token_ids, {}, **sampling)
+        return answer_of(response, prompt_token_ids).completions()[0]
+
+    def _generate(
+        self, token_ids: list[int], options: dict[str, Any], **sampling: Any
+    ) -> httpx.Response:
+        body = {
+            "input_ids": token_ids,
+            "sampling_params": sampling_params(**sampling),
+            "return_logprob": True,
+            **options,
+        }
+        return self.send("POST", "/generate", json=body)
