@@ -64,15 +64,15 @@ _ANSWER: TypeAdapter[_Generated | list[_Generated]] = TypeAdapter(_Generated | l
 
 
 class ServerInfo(_Part):
-    """The fields of `GET /server_info` that a trainer reads.
+    """The fields of `GET /server_info` that a trainer reads. Its `weight_version` stays that of the
+    server's start.
 
-    dtype: None if SGLang derives it from the model.
+    dtype: as the server's option.
     page_size: tokens in one block of the KV cache.
     max_req_input_len: longest prompt, in tokens.
     """
 
     dtype: str
-    weight_version: str = ""
     page_size: int | None = None
     max_req_input_len: int | None = None
 
