@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from grpo_offline import loop
 from grpo_offline.backends.choice import Sampling
+from grpo_offline.backends.opening import Backends
 from grpo_offline.errors import RolloutsFail, StaleServer
 from grpo_offline.in_process_queue import InProcessQueue
 from grpo_offline.keys import OfflineKeys
@@ -80,18 +81,32 @@ def test_a_run_leaves_the_files_that_the_guide_names(whole: RunFiles) -> None:
     assert {"report.html", "metrics.png", "keys.yaml"} <= names
 
 
+@pytest.mark.parametrize(
+    ("place", "calls", "done"),
+    [
+        ("run_step", 3, 1),  # between the two optimizer steps of the second iteration
+        ("iteration_record", 1, 1),  # between the checkpoint of the second one and its record
+        ("evaluate_all", 1, 2),  # between its record and its evaluation
+    ],
+)
 def test_a_killed_run_goes_on_to_equal_files(
-    whole: RunFiles, make_keys: MakeKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: RunFiles,
+    make_keys: MakeKeys,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    calls: int,
+    done: int,
 ) -> None:
-    """It ends in the middle of the second iteration, between two optimizer steps."""
-    steps = 0
+    """Args: calls: of `place` that return before the run ends; done: records that it leaves"""
+    made, works = 0, getattr(loop, place)
 
     def dies(*arguments: Any) -> Any:
-        nonlocal steps
-        if steps == 3:
+        nonlocal made
+        if made == calls:
             raise KeyboardInterrupt
-        steps += 1
-        return run_step(*arguments)
+        made += 1
+        return works(*arguments)
 
     keys = make_keys(
         train={"iterations": 3},
@@ -99,13 +114,13 @@ def test_a_killed_run_goes_on_to_equal_files(
         grpo={"kl_control": "adaptive", "kl_target": 0.01},
     )
     shutil.copytree(whole.path / "sampled", tmp_path / "run" / "sampled")
-    monkeypatch.setattr(loop, "run_step", dies)
+    monkeypatch.setattr(loop, place, dies)
     with pytest.raises(KeyboardInterrupt):
         run(keys, tmp_path / "run")
     monkeypatch.undo()
-    assert len(train_records(RunFiles(tmp_path / "run"))) == 1
+    assert len(train_records(RunFiles(tmp_path / "run"))) == done
     files, said = run(keys, tmp_path / "run")
-    assert "continues after 1 of 3 iterations" in said
+    assert "of 3 iterations" in said
     assert train_records(files) == train_records(whole)
     assert evaluations(files) == evaluations(whole)
     ours, theirs = (load_file(at.model / "model.safetensors") for at in (files, whole))
@@ -155,8 +170,8 @@ def test_the_first_step_is_that_of_grpo_on_the_same_groups(
 
 
 def _local(keys: OfflineKeys) -> Callable[..., Any]:
-    job = loop.Job(keys, Sampling("local", "local"), *([None] * 6))  # type: ignore[arg-type]
-    return job.weight_sync
+    backends = Backends(keys, Sampling("local", "local"), None, None)  # type: ignore[arg-type]
+    return backends.weight_sync
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_reason(

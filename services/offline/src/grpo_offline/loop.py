@@ -5,27 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from grpo_core.evaluation.files import save
 from grpo_core.evaluation.results import EvalResult
-from grpo_core.security.bearer_token import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_env.assembly import TaskSet, engine_on, open_engine, open_tasks, sampling_plan
+from grpo_env.assembly import TaskSet, open_tasks, sampling_plan
 from grpo_env.config.settings import EnvServerSettings
-from grpo_env.inference.wait_for_servers import wait_for_servers
-from grpo_env.rollout.chat_template import TokenizerTemplate, load_template
+from grpo_env.rollout.chat_template import load_template
 from grpo_env.rollout.outcome import SamplingPlan
 from grpo_env.rollout.rollout import RolloutEngine
 from grpo_offline.backends.choice import Sampling, choose
-from grpo_offline.backends.in_process import WeightsInProcess
-from grpo_offline.backends.local import LocalGeneration
-from grpo_offline.backends.own_start import OwnStart
-from grpo_offline.backends.stock_vllm import StockVllm
+from grpo_offline.backends.opening import Backends
 from grpo_offline.in_process_queue import InProcessQueue
 from grpo_offline.items import EvaluationItems, TrainingItems, items_to_evaluate, items_to_train
 from grpo_offline.iteration_record import iteration_record, last_steps
@@ -48,8 +43,7 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.group_checks import GroupLimits
 from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of
 from grpo_trainer.start import Run
-from grpo_trainer.train import open_run, open_weight_sync, run_step
-from grpo_trainer.weight_sync.base import WeightSync
+from grpo_trainer.train import open_run, run_step
 
 
 def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult:
@@ -67,7 +61,8 @@ def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult
     with open_tasks(environment) as tasks:
         template = load_template(environment.tokenizer_name)
         _introduce(keys, sampling, files, screen)
-        job = Job(keys, sampling, settings, environment, tasks, template, files, screen)
+        backends = Backends(keys, sampling, tasks, template)
+        job = Job(keys, sampling, settings, environment, tasks, backends, files, screen)
         with asyncio.Runner() as runner:
             return job.run(runner)
 
@@ -87,6 +82,10 @@ def _introduce(keys: OfflineKeys, sampling: Sampling, files: RunFiles, screen: S
         )
 
 
+Evaluate = Callable[[int | str], list[EvalResult]]
+Close = Callable[[int, Sequence[ScoredGroup]], tuple[Metrics, list[EvalResult]]]
+
+
 @dataclass(frozen=True)
 class Job:
     """The parts of one run."""
@@ -96,7 +95,7 @@ class Job:
     settings: TrainerSettings
     environment: EnvServerSettings
     tasks: TaskSet
-    template: TokenizerTemplate
+    backends: Backends
     files: RunFiles
     screen: Screen
 
@@ -104,22 +103,13 @@ class Job:
         queue = InProcessQueue()
         to_train = items_to_train(self.tasks, self.keys)
         to_evaluate = items_to_evaluate(self.tasks, self.keys) if self.keys.eval.enabled else []
-        with open_run(self.settings, queue, self.weight_sync) as opened:
+        with open_run(self.settings, queue, self.backends.weight_sync) as opened:
             if opened is not None:
                 run, position = opened
                 with self._engines(runner, run, position) as engines:
                     self._iterate(runner, run, position, queue, engines, to_train, to_evaluate)
         self._finish()
         return result_of(self.files)
-
-    @contextlib.contextmanager
-    def weight_sync(self, settings: TrainerSettings) -> Iterator[WeightSync]:
-        """Opens what brings new weights to where rollouts are sampled."""
-        if self.sampling.mode in ("local", "frozen"):
-            yield WeightsInProcess(settings)
-            return
-        with open_weight_sync(settings) as sync:
-            yield OwnStart(sync, settings) if self.sampling.mode == "shared_vllm" else sync
 
     @contextlib.contextmanager
     def _engines(self, runner: asyncio.Runner, run: Run, position: Position) -> Iterator[Engines]:
@@ -129,7 +119,7 @@ class Job:
 
         async def opened() -> Engines:
             training = await stack.enter_async_context(
-                self._engine(run.policy, version, keys.generation.backend, self.environment)
+                self.backends.engine(run.policy, version, keys.generation.backend, self.environment)
             )
             is_same = (keys.eval.backend, keys.eval.base_url) == (
                 keys.generation.backend,
@@ -139,7 +129,9 @@ class Job:
                 return Engines(training, training, version)
             other = self.environment.model_copy(update={"inference_url": (keys.eval.base_url,)})
             evaluation = await stack.enter_async_context(
-                self._engine(run.policy, version, keys.eval.backend, other, keys.eval.seed_base)
+                self.backends.engine(
+                    run.policy, version, keys.eval.backend, other, keys.eval.seed_base
+                )
             )
             return Engines(training, evaluation, version)
 
@@ -147,36 +139,6 @@ class Job:
             yield runner.run(opened())
         finally:
             runner.run(stack.aclose())
-
-    @contextlib.asynccontextmanager
-    async def _engine(
-        self,
-        policy: CausalLM,
-        version: Callable[[], PolicyVersion],
-        backend: str,
-        environment: EnvServerSettings,
-        seed: int | None = None,
-    ) -> AsyncIterator[RolloutEngine]:
-        """Args: seed: of the random numbers of a local backend"""
-        if backend == "local":
-            local = LocalGeneration(policy, self.template.tokenizer, version, seed)
-            with engine_on(local, environment, self.template) as engine:
-                yield engine
-        elif self.sampling.server == "stock_vllm":
-            async with StockVllm(
-                environment.inference_url[0],
-                self.keys.model.train_id,
-                environment.request_deadline_s,
-                max(self.keys.generation.batch_size, self.keys.eval.batch_size),
-                plain(environment.vllm_api_key),
-            ) as generation:
-                with engine_on(generation, environment, self.template) as engine:
-                    yield engine
-        else:
-            url, deadline_s = environment.inference_url, environment.start_deadline_s
-            await wait_for_servers(url, deadline_s, plain(environment.vllm_api_key))
-            async with open_engine(environment, self.tasks, self.template) as engine:
-                yield engine
 
     def _iterate(
         self,
@@ -198,11 +160,13 @@ class Job:
             has_logprobs=self.sampling.server != "stock_vllm",
         )
         evaluated = partial(self._evaluated, runner, run, engines, to_evaluate, plan)
+        close = partial(self._close, evaluated)
         begun_at = position.step // steps
         if begun_at == 0:
             evaluated(BEFORE)
         else:
             self.screen.say(f"continues after {begun_at} of {keys.train.iterations} iterations")
+            self._close_again(close, begun_at - 1)
         stream = to_train.stream(begun_at, problems)
         total = keys.train.iterations
         with self.screen.bar(begun_at, total) as bar:
@@ -217,15 +181,35 @@ class Job:
                     files.write_groups(iteration, groups)
                 position = self._train(run, position, queue, groups)
                 engines.version.trained(position)
-                record = iteration_record(
-                    iteration, last_steps(files.metrics, steps), groups, self.sampling.is_frozen
-                )
-                files.write_json(files.train(iteration), record)
-                is_due = (iteration + 1) % keys.eval.interval == 0 or iteration + 1 == total
-                results = evaluated(iteration) if is_due else []
-                files.name_checkpoints(steps)
+                record, results = close(iteration, groups)
                 self.screen.iteration(record, total, time.monotonic() - started, results)
                 bar.advance(bar.task_ids[0])
+
+    def _close(
+        self, evaluated: Evaluate, iteration: int, groups: Sequence[ScoredGroup]
+    ) -> tuple[Metrics, list[EvalResult]]:
+        """Write what is known of an iteration whose steps are taken, and evaluate it if that is
+        due."""
+        files, steps = self.files, self.keys.steps_per_iteration
+        newest = last_steps(files.metrics, steps)
+        record = iteration_record(iteration, newest, groups, self.sampling.is_frozen)
+        files.write_json(files.train(iteration), record)
+        results = evaluated(iteration) if self._is_evaluated(iteration) else []
+        files.name_checkpoints(steps)
+        return record, results
+
+    def _close_again(self, close: Close, iteration: int) -> None:
+        """If the run was killed between the last checkpoint and the end of its iteration."""
+        expected = [self.files.train(iteration)]
+        if self._is_evaluated(iteration):
+            expected.append(self.files.evaluation(iteration))
+        if not all(path.is_file() for path in expected):
+            close(iteration, self.files.read_groups(iteration) or [])
+
+    def _is_evaluated(self, iteration: int) -> bool:
+        keys, done = self.keys, iteration + 1
+        is_due = done % keys.eval.interval == 0 or done == keys.train.iterations
+        return keys.eval.enabled and is_due
 
     def _require_fresh(self, groups: Sequence[ScoredGroup], accepted: set[PolicyVersion]) -> None:
         if not self.sampling.is_frozen:

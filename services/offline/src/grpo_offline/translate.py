@@ -121,7 +121,8 @@ def environment_options(keys: OfflineKeys) -> dict[str, Any]:
 
 def _dtype(keys: OfflineKeys, sampling: Sampling) -> str:
     """Without a server that reports its own, bfloat16 on a GPU and float32 elsewhere."""
-    if keys.model.dtype != "auto" or sampling.server == "ours":
+    reports_its_own = sampling.server == "ours" or sampling.mode == "sglang"
+    if keys.model.dtype != "auto" or reports_its_own:
         return keys.model.dtype
     import torch
 
