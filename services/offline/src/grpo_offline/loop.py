@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,17 +38,20 @@ from grpo_offline.sampling import (
     require_fresh_evaluation,
 )
 from grpo_offline.screen import Screen
-from grpo_offline.translate import environment_settings, trainer_settings
+from grpo_offline.translate import environment_settings, trainer_command
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.group_checks import GroupLimits
 from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of
+from grpo_trainer.ranks.lead import ALONE, Alone
+from grpo_trainer.ranks.take_part import take_part
 from grpo_trainer.start import Run
 from grpo_trainer.train import open_run, run_step
 
 
 def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult:
-    """Train, or continue the run of `directory`.
+    """Train, or continue the run of `directory`. If torchrun or accelerate has started several
+    processes, this one is rank 0, and the others call `follow_offline`.
 
     Raises:
         GrpoError: the run cannot go on; what it saved stays.
@@ -56,15 +60,38 @@ def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult
     files = RunFiles(directory)
     files.write_keys(keys)
     sampling = choose(keys)
-    settings = trainer_settings(keys, sampling, directory)
+    line = trainer_command(keys, sampling, directory)
     environment = environment_settings(keys, directory)
+    results: list[RunResult] = []
     with open_tasks(environment) as tasks:
         template = load_template(environment.tokenizer_name)
         _introduce(keys, sampling, files, screen)
         backends = Backends(keys, sampling, tasks, template)
-        job = Job(keys, sampling, settings, environment, tasks, backends, files, screen)
-        with asyncio.Runner() as runner:
-            return job.run(runner)
+
+        def lead(settings: TrainerSettings, team: Alone) -> None:
+            job = Job(keys, sampling, settings, environment, tasks, backends, files, screen, team)
+            with asyncio.Runner() as runner:
+                results.append(job.run(runner))
+
+        take_part(line.settings(), line.processes(), lead)
+    return results[0]
+
+
+def follow_offline(keys: OfflineKeys, directory: Path) -> None:
+    """Take part in the run of `directory` as a rank above 0, until rank 0 ends.
+
+    Args: keys: those of rank 0
+
+    Raises:
+        LostRank: another process ended.
+    """
+    with tempfile.TemporaryDirectory() as written_to:
+        line = trainer_command(keys, choose(keys), directory, Path(written_to))
+    take_part(line.settings(), line.processes(), _only_rank_0_leads)
+
+
+def _only_rank_0_leads(_settings: TrainerSettings, _team: Alone) -> None:
+    raise AssertionError("call run_offline on rank 0")
 
 
 def _introduce(keys: OfflineKeys, sampling: Sampling, files: RunFiles, screen: Screen) -> None:
@@ -98,12 +125,13 @@ class Job:
     backends: Backends
     files: RunFiles
     screen: Screen
+    team: Alone = ALONE
 
     def run(self, runner: asyncio.Runner) -> RunResult:
         queue = InProcessQueue()
         to_train = items_to_train(self.tasks, self.keys)
         to_evaluate = items_to_evaluate(self.tasks, self.keys) if self.keys.eval.enabled else []
-        with open_run(self.settings, queue, self.backends.weight_sync) as opened:
+        with open_run(self.settings, queue, self.backends.weight_sync, self.team) as opened:
             if opened is not None:
                 run, position = opened
                 with self._engines(runner, run, position) as engines:

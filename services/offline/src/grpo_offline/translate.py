@@ -36,11 +36,22 @@ def is_reshaped(keys: OfflineKeys) -> bool:
     return (sampling.top_p, sampling.top_k, sampling.repetition_penalty) != (1.0, 0, 1.0)
 
 
+def trainer_command(
+    keys: OfflineKeys, sampling: Sampling, directory: Path, written_to: Path | None = None
+) -> CommandLine:
+    """Options of `grpo`. A mistake ends the process with status 2 and one line.
+
+    Args:
+        directory: of the run
+        written_to: directory for the file of options, if it is another one
+    """
+    options = grpo_options(keys, sampling, directory) | keys.grpo
+    file = _written((written_to or directory) / GRPO_FILE, options)
+    return load_settings(CommandLine, ["--config", str(file)], _environment(), at_start=True)
+
+
 def trainer_settings(keys: OfflineKeys, sampling: Sampling, directory: Path) -> TrainerSettings:
-    """Options of `grpo`. A mistake ends the process with status 2 and one line."""
-    file = _written(directory / GRPO_FILE, grpo_options(keys, sampling, directory) | keys.grpo)
-    line = load_settings(CommandLine, ["--config", str(file)], _environment(), at_start=True)
-    return line.settings()
+    return trainer_command(keys, sampling, directory).settings()
 
 
 def environment_settings(keys: OfflineKeys, directory: Path) -> EnvServerSettings:
