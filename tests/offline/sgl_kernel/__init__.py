@@ -1,7 +1,7 @@
 """Replaces SGLang's CUDA kernels, so that its server runs on a CPU.
 
 Every name and every submodule can be imported, and a call raises `NotImplementedError`. In float32
-and with the options of `tests/offline/sglang_server.py`, the server calls none of them.
+and with the options of `test_sglang_server.py`, the server calls none of them.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def replay() -> Iterator[Replay]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         found.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield found
         server.shutdown()
@@ -190,7 +190,7 @@ def test_the_trainers_client_reads_the_prompts_logprobs(replay: Replay) -> None:
         assert client.prompt_logprobs(request["input_ids"]) == [entry[0] for entry in entries[1:]]
         assert replay.requests == [("/generate", request)]
         with pytest.raises(ProtocolViolation, match="input_token_logprobs"):
-            client.prompt_logprobs([1, 2, 3, 4])
+            client.prompt_logprobs([1, 2, 3])
 
 
 def test_the_trainers_client_publishes_and_reads_versions(replay: Replay) -> None:

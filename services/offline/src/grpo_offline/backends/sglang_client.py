@@ -223,8 +223,9 @@ class SglangClient(ServiceClient):
         # Without a start, SGLang returns the logprobs of the completion alone.
         response = self._generate(token_ids, {"logprob_start_len": 0}, max_tokens=1)
         entries = _generated(response)[0].meta_info.input_token_logprobs
+        # Their tokens cannot be compared: SGLang reports the last one of the vocabulary as 0.
         found = [logprob for logprob, _, _ in entries[1:] if logprob is not None]
-        if [token for _, token, _ in entries] != token_ids or len(found) != len(token_ids) - 1:
+        if len(found) != len(token_ids) - 1:
             raise ProtocolViolation(
                 f"{SERVICE}: input_token_logprobs in the response from /generate does not hold the "
                 f"logprobs of the {len(token_ids)} tokens of the prompt"

@@ -1,0 +1,263 @@
+"""Rollouts from a real SGLang server on a CPU, and weights published to it.
+
+SGLANG_PYTHON names an interpreter that has SGLang: `tests/offline/sglang_env.sh` makes one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from grpo_core.clients.inference import Completion
+from grpo_core.errors import RequestRefused
+from grpo_core.process.managed import ManagedProcess
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.scored_group import RolloutFacts
+from grpo_env.assembly import engine_on, open_tasks, sampling_plan
+from grpo_env.rollout.chat_template import load_template
+from grpo_env.rollout.outcome import Rollout
+from grpo_local.process.ports import free_port
+from grpo_offline.backends.sglang_client import SglangClient
+from grpo_offline.backends.sglang_generation import SglangGeneration
+from grpo_offline.backends.sglang_weights import SglangWeights
+from grpo_offline.items import items_to_train
+from grpo_offline.keys import OfflineKeys
+from grpo_offline.translate import environment_settings
+from grpo_trainer.errors import ServedWeightsDiffer, WeightsRefused
+from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
+from tests.support.directories import names
+from tests.unit.trainer.tiny_policy import gather_gradient, optimizer_of
+
+pytestmark = pytest.mark.offline
+
+START_DEADLINE_S = 300.0
+FLOAT32_NOISE = 1e-4
+"""Bound on |served - own| logprob. Seen: 5e-6."""
+ON_CPU = [
+    *("--device", "cpu", "--dtype", "float32"),
+    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--mem-fraction-static", "0.1", "--max-total-tokens", "8192"),
+    "--disable-cuda-graph",
+    "--disable-overlap-schedule",
+    "--skip-server-warmup",
+    "--sleep-on-idle",
+]
+ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    model: Path
+
+    def load_behind_the_trainers_back(self, directory: Path) -> None:
+        """Without a name for the weights, so that the server keeps the previous one."""
+        body = {"model_path": str(directory)}
+        httpx.post(f"{self.url}/update_weights_from_disk", json=body).raise_for_status()
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    python = os.environ.get("SGLANG_PYTHON")
+    if not python:
+        pytest.skip("no SGLANG_PYTHON: tests/offline/sglang_env.sh makes an environment")
+    port = free_port()
+    command = [
+        *(python, "-m", "sglang.launch_server", "--model-path", str(tiny_model)),
+        *("--host", "127.0.0.1", "--port", str(port), *ON_CPU),
+    ]
+    log = tmp_path_factory.mktemp("sglang") / "sglang.log"
+    process = ManagedProcess("SGLang", command, log, ENVIRONMENT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        process.wait_until(lambda: _answers(url), START_DEADLINE_S)
+        yield Server(url, tiny_model)
+    finally:
+        process.stop(grace_s=30.0)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/model_info", timeout=2.0).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@dataclass
+class Trainer:
+    sync: SglangWeights
+    optimizer: MasterOptimizer
+    version: PolicyVersion
+
+    @property
+    def policy(self) -> Any:
+        return self.sync._policy
+
+    def step(self) -> None:
+        step = self.version.step
+        gather_gradient(self.policy, seed=step)
+        done = self.sync.apply(self.optimizer, step)
+        assert done.alignment is not None
+        assert done.alignment.mean < FLOAT32_NOISE
+        assert done.alignment.is_conclusive
+        self.version = done.version
+
+
+@pytest.fixture
+def trainer(server: Server, tmp_path: Path) -> Iterator[Trainer]:
+    sync = SglangWeights(
+        SglangClient(server.url),
+        TrainedWeights(str(server.model)),
+        WeightDirectories(tmp_path / "weights"),
+        dtype="auto",
+        device="cpu",
+        every_steps=1,
+        last_step=100,
+    )
+    with contextlib.closing(sync):
+        optimizer = optimizer_of(sync.load_policy(), lr=1e-3)
+        yield Trainer(sync, optimizer, sync.start(optimizer, 0))
+
+
+def prompt_of(server: Server) -> list[int]:
+    return load_template(str(server.model)).prompt_ids([{"role": "user", "content": "3+4="}], [])
+
+
+async def sampled(server: Server, **sampling: Any) -> list[Completion]:
+    async with SglangGeneration(server.url, 120.0, 4) as generation:
+        answer = await generation.generate(prompt_of(server), **sampling)
+    return answer.completions()
+
+
+def largest_difference(
+    trainer: Trainer, prompt: list[int], found: list[Completion], temperature: float
+) -> float:
+    """|logged - own| logprob, largest over all tokens."""
+    worst = 0.0
+    for one in found:
+        ids = torch.tensor([prompt + one.token_ids])
+        with torch.no_grad():
+            logits = trainer.policy(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+        own = (logits / temperature).log_softmax(-1)
+        own = own.gather(-1, torch.tensor(one.token_ids)[:, None])[:, 0]
+        worst = max(worst, float((own - torch.tensor(one.logprobs)).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.5])
+@pytest.mark.parametrize("reshaping", [{}, {"top_p": 0.5}, {"top_k": 3}])
+async def test_logprobs_are_those_at_the_temperature_before_top_p_and_top_k(
+    server: Server, trainer: Trainer, temperature: float, reshaping: dict[str, Any]
+) -> None:
+    found = await sampled(
+        server, n=4, max_tokens=12, temperature=temperature, ignore_eos=True, **reshaping
+    )
+    assert [len(one.token_ids) for one in found] == [12] * 4
+    off = largest_difference(trainer, prompt_of(server), found, temperature)
+    assert off < FLOAT32_NOISE
+    if temperature != 1.0:
+        assert largest_difference(trainer, prompt_of(server), found, 1.0) > 100 * FLOAT32_NOISE
+
+
+async def test_completions_end_at_an_end_token_at_a_text_or_at_the_limit(
+    server: Server, trainer: Trainer
+) -> None:
+    [greedy] = await sampled(server, max_tokens=8, temperature=0.0)
+    assert (greedy.finish_reason, len(greedy.token_ids)) == ("stop", len(greedy.text) + 1)
+    [at_text] = await sampled(server, max_tokens=8, temperature=0.0, stop=[greedy.text[-1]])
+    assert (at_text.finish_reason, at_text.text) == ("stop", greedy.text[:-1])
+    [cut] = await sampled(server, max_tokens=2, ignore_eos=True)
+    assert cut.finish_reason == "length"
+    with pytest.raises(RequestRefused, match="longer than the model's context length"):
+        trainer.sync.served_logprobs([20] * 3000)
+
+
+async def test_the_environments_engine_gets_groups_of_the_published_version(
+    server: Server, trainer: Trainer, tmp_path: Path
+) -> None:
+    trainer.step()
+    keys = OfflineKeys.model_validate(
+        {
+            "model": {"train_id": str(server.model)},
+            "generation": {"base_url": server.url, "max_new_tokens": 8},
+        }
+    )
+    environment = environment_settings(keys, tmp_path)
+    with open_tasks(environment) as tasks:
+        item = items_to_train(tasks, keys).stream(0, 1).next()
+        async with SglangGeneration(server.url, 120.0, 4) as generation:
+            template = load_template(environment.tokenizer_name)
+            with engine_on(generation, environment, template) as engine:
+                outcome = await engine.roll_out(item, sampling_plan(environment, tasks))
+    assert isinstance(outcome, Rollout)
+    versions = RolloutFacts.of(outcome.group).policy_version
+    assert {version for pair in versions for version in pair} == {trainer.version}
+
+
+async def test_each_publication_is_served_under_its_version(
+    server: Server, trainer: Trainer, tmp_path: Path
+) -> None:
+    prompt = prompt_of(server)
+    before = trainer.version
+    for _ in range(2):
+        trainer.step()
+        assert trainer.sync.server.weight_version() == trainer.version
+        found = await sampled(server, n=4, max_tokens=8, ignore_eos=True)
+        assert {one.first_version for one in found} == {trainer.version}
+        assert {one.last_version for one in found} == {trainer.version}
+        assert largest_difference(trainer, prompt, found, 1.0) < FLOAT32_NOISE
+    assert trainer.version == (before.epoch, 2)
+    epoch = before.epoch
+    assert names(tmp_path / "weights") == [f"epoch_{epoch}_step_1", f"epoch_{epoch}_step_2"]
+
+
+def test_a_run_starts_with_its_own_weights_in_a_new_epoch(
+    server: Server, trainer: Trainer, tmp_path: Path
+) -> None:
+    trainer.step()
+    other = SglangWeights(
+        SglangClient(server.url),
+        TrainedWeights(str(server.model)),
+        WeightDirectories(tmp_path / "other"),
+        dtype="float32",
+        device="cpu",
+        every_steps=1,
+        last_step=100,
+    )
+    with contextlib.closing(other):
+        # `start` compares the served logprobs with those of the untrained model.
+        optimizer = optimizer_of(other.load_policy())
+        assert other.start(optimizer, 0) == (trainer.version.epoch + 1, 0)
+    with pytest.raises(ServedWeightsDiffer, match="another run publishes"):
+        trainer.sync.recover_server()
+
+
+def test_other_weights_behind_the_trainers_back_are_found(server: Server, trainer: Trainer) -> None:
+    trainer.step()
+    trainer.sync.recover_server()
+    server.load_behind_the_trainers_back(server.model)
+    assert trainer.sync.server.weight_version() == trainer.version
+    with pytest.raises(ServedWeightsDiffer, match="without any training"):
+        trainer.sync.recover_server()
+    trainer.step()
+
+
+def test_a_directory_that_the_server_does_not_see_is_refused(
+    server: Server, trainer: Trainer, tmp_path: Path
+) -> None:
+    with (
+        SglangClient(server.url) as client,
+        pytest.raises(WeightsRefused, match="must see this directory under the same path"),
+    ):
+        client.load_weights(tmp_path / "nothing", PolicyVersion(99, 0))
+    trainer.sync.recover_server()
