@@ -6,6 +6,7 @@ SGLANG_PYTHON names an interpreter that has SGLang: `tests/offline/sglang_env.sh
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ from grpo_offline.backends.sglang_generation import SglangGeneration
 from grpo_offline.backends.sglang_weights import SglangWeights
 from grpo_offline.items import items_to_train
 from grpo_offline.keys import OfflineKeys
+from grpo_offline.loop import run_offline
+from grpo_offline.results import train_records
+from grpo_offline.run_files import RunFiles
+from grpo_offline.screen import Screen
 from grpo_offline.translate import environment_settings
 from grpo_trainer.errors import ServedWeightsDiffer, WeightsRefused
 from grpo_trainer.model.loading import TrainedWeights
@@ -261,3 +266,28 @@ def test_a_directory_that_the_server_does_not_see_is_refused(
     ):
         client.load_weights(tmp_path / "nothing", PolicyVersion(99, 0))
     trainer.sync.recover_server()
+
+
+def test_a_whole_run_samples_from_the_newest_weights(server: Server, tmp_path: Path) -> None:
+    """Three iterations of two optimizer steps; rollouts and evaluations are of the weights that
+    were published last, or the run would end with StaleServer."""
+    limits = {"seq_len": 64}
+    model = {"train_id": str(server.model), "ref_id": str(server.model), "device": "cpu"}
+    place = {"backend": "sglang_server", "base_url": server.url, "max_new_tokens": 8}
+    keys = OfflineKeys.model_validate(
+        {
+            "model": model,
+            "generation": place,
+            "eval": {**place, "num_ids": 4},
+            "train": {"iterations": 3, "lr": 1e-4},
+            "grpo": limits,
+            "env_server": limits,
+        }
+    )
+    run_offline(keys, tmp_path, Screen())
+    records = train_records(RunFiles(tmp_path))
+    assert [record["served_step"] for record in records] == [0, 2, 4]
+    assert [record["failed_checks"] for record in records] == [0, 0, 0]
+    steps = [json.loads(line) for line in RunFiles(tmp_path).metrics.read_text().splitlines()]
+    compared = [step["alignment/probe_abs_mean"] for step in steps[1::2]]
+    assert max(compared) < FLOAT32_NOISE

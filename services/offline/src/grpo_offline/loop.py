@@ -203,6 +203,7 @@ class Job:
                 items = [stream.next() for _ in range(problems)]
                 groups = files.read_groups(iteration)
                 if groups is None:
+                    run.sync.recover_server()
                     sampled = runner.run(sampler.groups(items, to_train.spare(iteration)))
                     groups = sampled.groups
                     self._require_fresh(groups, engines.version.accepted)
