@@ -17,7 +17,7 @@ from grpo_offline.backends.choice import Sampling
 from grpo_offline.items import items_to_evaluate, items_to_train
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.sampling import evaluation_of
-from grpo_offline.translate import environment_settings, trainer_settings
+from grpo_offline.translate import environment_settings, trainer_command
 from grpo_trainer.config.trainer import TrainerSettings
 from tests.unit.offline.conftest import MakeKeys
 from tests.unit.offline.test_keys import leaves
@@ -37,7 +37,7 @@ class Effects:
 
 
 def effects(keys: OfflineKeys, directory: Path) -> Effects:
-    grpo = trainer_settings(keys, Sampling("local", "local"), directory)
+    grpo = trainer_command(keys, Sampling("local", "local"), directory).settings()
     env = environment_settings(keys, directory)
     with open_tasks(env) as tasks:
         stream = items_to_train(tasks, keys).stream(0, 1)

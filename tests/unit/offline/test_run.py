@@ -24,7 +24,7 @@ from grpo_offline.optimizer_batches import optimizer_batches
 from grpo_offline.results import RunResult, evaluations, result_of, train_records
 from grpo_offline.run_files import RunFiles
 from grpo_offline.screen import Screen
-from grpo_offline.translate import trainer_settings
+from grpo_offline.translate import trainer_command
 from grpo_trainer.train import open_run, run_step
 from tests.unit.offline.conftest import MakeKeys
 
@@ -151,7 +151,7 @@ def test_the_first_step_is_that_of_grpo_on_the_same_groups(
     groups = files.read_groups(0)
     assert groups is not None
     (tmp_path / "grpo").mkdir()
-    settings = trainer_settings(keys, Sampling("local", "local"), tmp_path / "grpo")
+    settings = trainer_command(keys, Sampling("local", "local"), tmp_path / "grpo").settings()
     queue = InProcessQueue()
     with open_run(settings, queue, _local(keys)) as opened:
         assert opened is not None

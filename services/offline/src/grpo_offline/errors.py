@@ -23,3 +23,15 @@ class RunUnusable(GrpoError):
 
 class KeysInvalid(GrpoError):
     """A key does not exist, or its value is not valid."""
+
+
+class RecipeInvalid(GrpoError):
+    """Keys of a recipe do not exist, are not supported, or exclude each other."""
+
+
+class HubRefused(GrpoError):
+    """The hub did not accept the trained model."""
+
+
+class BenchmarkFailed(GrpoError):
+    """An evaluation after the run did not end well. The trained model is complete."""

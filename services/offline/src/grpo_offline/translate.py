@@ -37,28 +37,32 @@ def is_reshaped(keys: OfflineKeys) -> bool:
 
 
 def trainer_command(
-    keys: OfflineKeys, sampling: Sampling, directory: Path, written_to: Path | None = None
+    keys: OfflineKeys,
+    sampling: Sampling,
+    directory: Path,
+    written_to: Path | None = None,
+    *,
+    at_start: bool = True,
 ) -> CommandLine:
     """Options of `grpo`. A mistake ends the process with status 2 and one line.
 
     Args:
         directory: of the run
         written_to: directory for the file of options, if it is another one
+        at_start: check this machine too
     """
     options = grpo_options(keys, sampling, directory) | keys.grpo
     file = _written((written_to or directory) / GRPO_FILE, options)
-    return load_settings(CommandLine, ["--config", str(file)], _environment(), at_start=True)
+    return load_settings(CommandLine, ["--config", str(file)], _environment(), at_start=at_start)
 
 
-def trainer_settings(keys: OfflineKeys, sampling: Sampling, directory: Path) -> TrainerSettings:
-    return trainer_command(keys, sampling, directory).settings()
-
-
-def environment_settings(keys: OfflineKeys, directory: Path) -> EnvServerSettings:
-    """Options of `env-server`. A mistake ends the process with status 2 and one line."""
+def environment_settings(
+    keys: OfflineKeys, directory: Path, *, at_start: bool = True
+) -> EnvServerSettings:
+    """Options of `env-server`, as `trainer_settings`."""
     file = _written(directory / ENV_SERVER_FILE, environment_options(keys) | keys.env_server)
     words = [keys.data.task, "serve", "--config", str(file)]
-    return load_settings(EnvServerSettings, words, _environment(), at_start=True)
+    return load_settings(EnvServerSettings, words, _environment(), at_start=at_start)
 
 
 def seq_len(keys: OfflineKeys) -> int:

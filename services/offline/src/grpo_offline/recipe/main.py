@@ -1,0 +1,121 @@
+"""`src/grpo.py` and `src/maxent-grpo.py`: run a recipe."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from grpo_core.errors import GrpoError
+from grpo_core.logs import configure_logging
+from grpo_core.process.threads import share_cores
+from grpo_env.tasks import TaskOptions
+from grpo_env.tasks.items import training_items
+from grpo_offline.errors import RecipeInvalid
+from grpo_offline.keys import OfflineKeys
+from grpo_offline.recipe.benchmarks import Benchmark, benchmarks_of, evaluate
+from grpo_offline.recipe.chat_template import add_template, template_text, write_tokenizer
+from grpo_offline.recipe.environment import environment_options
+from grpo_offline.recipe.help import help_text
+from grpo_offline.recipe.hub import hub_target, prepare, upload
+from grpo_offline.recipe.ranks import require_one_rank
+from grpo_offline.recipe.reading import Recipe, read_recipe
+from grpo_offline.recipe.run_directory import open_directory
+from grpo_offline.recipe.task import RecipeTask
+from grpo_offline.recipe.translation import Translated, translate
+from grpo_offline.run_files import RunFiles
+
+Script = Literal["grpo", "maxent"]
+PROGS = {"grpo": "src/grpo.py", "maxent": "src/maxent-grpo.py"}
+EXIT_FAILED, EXIT_USAGE = 1, 2
+
+
+def main(script: Script, argv: Sequence[str] | None = None) -> None:
+    words = sys.argv[1:] if argv is None else [*argv]
+    if "--help" in words or "-h" in words:
+        sys.stdout.write(help_text(PROGS[script]))
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    try:
+        require_one_rank(os.environ)
+        recipe = read_recipe(words)
+        os.environ.update(recipe.variables)
+        translated = translate(recipe, script, lambda: row_count(recipe))
+        benchmarks = benchmarks_of(recipe["benchmarks"], translated.keys)
+        _run(recipe, translated, benchmarks)
+    except RecipeInvalid as error:
+        _end(script, EXIT_USAGE, str(error))
+    except GrpoError as error:
+        _end(script, EXIT_FAILED, f"{type(error).__name__}: {error}")
+
+
+def row_count(recipe: Recipe) -> int:
+    """Number of training rows. Raises `DataUnusable`."""
+    options = environment_options(recipe)
+    task = RecipeTask(
+        TaskOptions(args=options["task_args"], system_prompt=options.get("system_prompt"))
+    )
+    task.held_out = options.get("held_out", task.held_out)
+    try:
+        return len(training_items(task))
+    finally:
+        task.close()
+
+
+def _run(recipe: Recipe, translated: Translated, benchmarks: Sequence[Benchmark]) -> None:
+    keys, directory = translated.keys, translated.directory
+    configure_logging("offline", keys.logging.level)
+    target = hub_target(recipe, directory)
+    template = None if recipe["chat_template"] is None else template_text(recipe["chat_template"])
+    target = None if target is None else prepare(target)
+    _name_wandb_run(recipe, keys)
+    share_cores()
+    from transformers.utils.logging import disable_progress_bar
+
+    from grpo_offline.loop import run_offline
+    from grpo_offline.screen import Screen
+
+    disable_progress_bar()
+    screen = Screen()
+    for note in translated.notes:
+        screen.say(f"without effect: {note}")
+    moved = open_directory(recipe, directory)
+    if moved is not None:
+        screen.say(f"the earlier run is in {moved}")
+    if template is not None:
+        keys = _with_tokenizer(keys, write_tokenizer(keys.model.train_id, template, directory))
+    run_offline(keys, directory.absolute(), screen)
+    model = RunFiles(directory).model
+    if template is not None:
+        add_template(template, model)
+    for benchmark in benchmarks:
+        screen.say(f"benchmark {benchmark.task}:")
+        evaluate(benchmark, keys, directory)
+    if target is not None:
+        screen.say(f"uploaded: {upload(target, model)}")
+
+
+def _with_tokenizer(keys: OfflineKeys, tokenizer: Path) -> OfflineKeys:
+    environment = keys.env_server | {"tokenizer": str(tokenizer.absolute())}
+    return keys.model_copy(update={"env_server": environment})
+
+
+def _name_wandb_run(recipe: Recipe, keys: OfflineKeys) -> None:
+    """W&B reads its entity and the name of the run from the environment."""
+    if recipe["wandb_entity"]:
+        os.environ["WANDB_ENTITY"] = recipe["wandb_entity"]
+    if keys.logging.wandb.run_name:
+        os.environ["WANDB_NAME"] = keys.logging.wandb.run_name
+
+
+def _end(script: Script, status: int, message: str) -> NoReturn:
+    sys.stderr.write(f"{PROGS[script]}: {message}\n")
+    raise SystemExit(status)
+
+
+def _stop(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)

@@ -1,0 +1,160 @@
+"""Reads a recipe: a YAML file with `--config`, and flags, which win over the file."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_offline.errors import RecipeInvalid
+from grpo_offline.recipe.table import TABLE
+
+ENVIRONMENT = "env"
+"""Section of the file with variables for the process."""
+_CONFIG = "config"
+_NEGATED = "no_"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The value of every key.
+
+    Args:
+        given: the keys that the file or the command line gives, by their main names
+        variables: for the process's environment
+    """
+
+    values: Mapping[str, Any]
+    given: Mapping[str, Any]
+    variables: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def gives(self, *names: str) -> bool:
+        return any(name in self.given for name in names)
+
+    @property
+    def without_effect(self) -> list[str]:
+        """A line per given key that changes nothing."""
+        keys = (TABLE[name] for name in self.given)
+        return [f"{key.name}: {key.text}" for key in keys if key.use == "without effect"]
+
+
+def read_recipe(argv: Sequence[str]) -> Recipe:
+    """Raises `RecipeInvalid`, which lists every mistake."""
+    flags, problems = _flags(argv)
+    content: dict[str, Any] = {}
+    for file in flags.pop(_CONFIG, []):
+        content |= _file(Path(file))
+    variables = content.pop(ENVIRONMENT, None) or {}
+    if not isinstance(variables, Mapping):
+        problems.append(f"{ENVIRONMENT}: expected a section with variables")
+        variables = {}
+    given = _main_names(content, problems) | _main_names(flags, problems)
+    if problems:
+        raise RecipeInvalid("; ".join(problems))
+    values = {name: _default(key.default) for name, key in TABLE.items() if not key.alias_of}
+    return Recipe(values | given, given, {str(k): str(v) for k, v in variables.items()})
+
+
+def _default(value: Any) -> Any:
+    return [*value] if isinstance(value, tuple) else value
+
+
+def _main_names(content: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Checked values by the main names of their keys."""
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        key = TABLE.get(name)
+        if key is None:
+            problems.append(_unknown(name))
+            continue
+        try:
+            read = key.read(_joined(key.is_list, value))
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        main = key.alias_of or name
+        if main in found and found[main] != read:
+            problems.append(f"{name}: differs from {main}, which has the same meaning")
+        if key.use == "refused" and not key.asks_for_nothing(read):
+            problems.append(f"{name}: {read!r} is not supported: {key.text}")
+        found[main] = read
+    return found
+
+
+def _joined(is_list: bool, value: Any) -> Any:
+    """The words of a flag: all of a list, or the only one."""
+    if not isinstance(value, _Words):
+        return [value] if is_list and isinstance(value, float | int) else value
+    return [*value] if is_list and len(value) != 1 else value[0] if len(value) == 1 else [*value]
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, TABLE, 1)
+    return f"{name}: no such key" + (f"; did you mean {near[0]}?" if near else "")
+
+
+class _Words(list[Any]):
+    """The words after a flag."""
+
+
+def _flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """`--use_vllm --seed 1 --reward_funcs a b` → {"use_vllm": [True], "seed": ["1"], …}."""
+    found: dict[str, Any] = {}
+    problems: list[str] = []
+    words: _Words | None = None
+    for word in argv:
+        if word.startswith("--"):
+            name, separator, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            negated = name.removeprefix(_NEGATED)
+            if name not in TABLE and negated != name and negated in TABLE:
+                found[negated], words = _Words([False]), None
+                continue
+            words = _Words([value] if separator else [])
+            if name == _CONFIG:
+                words = _Words([*found.get(_CONFIG, ()), *words])
+            found[name] = words
+            words = None if separator else words
+        elif words is None:
+            problems.append(f"{word!r} belongs to no flag")
+        else:
+            words.append(word)
+    for name, values in found.items():
+        if not values:
+            values.append(True)
+        if name == _CONFIG and values == [True]:
+            problems.append("--config: expected a file")
+            found[_CONFIG] = _Words()
+    return found, problems
+
+
+def _file(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeInvalid(f"--config {path}: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise RecipeInvalid(f"--config {path}: expected one key per line, for example `seed: 42`")
+    return {str(name): value for name, value in _spread(content)}
+
+
+def _spread(content: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """YAML 1.1 reads `no` as false, which `eval_strategy: no` does not mean."""
+    for name, value in content.items():
+        is_word = value is False and name in (
+            "eval_strategy",
+            "evaluation_strategy",
+            "save_strategy",
+            "logging_strategy",
+            "include_num_input_tokens_seen",
+        )
+        yield name, "no" if is_word else value

@@ -1,0 +1,69 @@
+"""The task of a recipe: its data sets, its prompts and its rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions
+from grpo_env.tasks.arguments import checked_arguments
+from grpo_env.tasks.rows import messages_of
+from grpo_offline.recipe.datasets import RecipeData
+from grpo_offline.recipe.rewards import ANSWER, close_rewards, find_reward
+
+TASK = "grpo_offline.recipe.task:RecipeTask"
+SOLUTION_COLUMNS = (ANSWER, "solution", "final_answer")
+_END_OF_ANSWER = "</answer>"
+_DEFAULTS: Mapping[str, Any] = {"data": None, "rewards": ["exact_answer"], "stop": []}
+
+
+class RecipeTask(Task):
+    """Arguments: data: those of `RecipeData`; rewards: names; stop: texts that end a completion."""
+
+    name = "recipe"
+
+    def __init__(self, options: TaskOptions) -> None:
+        super().__init__(options)
+        arguments = checked_arguments(self.name, options.args, _DEFAULTS)
+        self._data = RecipeData.of_arguments(arguments["data"])
+        self._rewards = {name: find_reward(name) for name in arguments["rewards"]}
+        self.stop = tuple(arguments["stop"])
+
+    def rows(self, split: Split) -> Sequence[Row] | None:
+        found = self._data.rows(split)
+        return None if found is None else [_with_answer(row) for row in found]
+
+    def prompt(self, row: Row) -> Sequence[Message]:
+        if ANSWER not in row:
+            raise ValueError(
+                f"no column for the answer; expected one of {', '.join(SOLUTION_COLUMNS)}, found "
+                f"{', '.join(row)}; name it with dataset_solution_column"
+            )
+        return messages_of(row, self.options.system_prompt)
+
+    def reward(self, answer: Answer, row: Row) -> Graded:
+        whole = self._with_end(answer)
+        parts = {name: float(reward(whole, row)) for name, reward in self._rewards.items()}
+        return Graded(parts, f"expected {row[ANSWER]}")
+
+    def _with_end(self, answer: Answer) -> Answer:
+        """The server leaves out the text that ended a completion."""
+        is_open = answer.rfind("<answer>") > answer.rfind(_END_OF_ANSWER)
+        if not (is_open and answer.finished and _END_OF_ANSWER in self.stop):
+            return answer
+        return Answer(
+            answer + _END_OF_ANSWER,
+            finished=answer.finished,
+            messages=answer.messages,
+            state=answer.state,
+            token_ids=answer.token_ids,
+            max_tokens=answer.max_tokens,
+        )
+
+    def close(self) -> None:
+        close_rewards()
+
+
+def _with_answer(row: Row) -> Row:
+    found = next((name for name in SOLUTION_COLUMNS if row.get(name) is not None), None)
+    return row if found in (None, ANSWER) else {**row, ANSWER: row[found]}

@@ -1,0 +1,9 @@
+"""`accelerate launch src/maxent-grpo.py --config RECIPE.yaml`: MaxEnt-GRPO.
+docs/how-to/training-guide.md"""
+
+import rewards  # noqa: F401 - registers the rewards that recipes name
+
+from grpo_offline.recipe.main import main
+
+if __name__ == "__main__":
+    main("maxent")
