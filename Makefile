@@ -47,10 +47,10 @@ TASK_FLAGS = --device $(DEVICE) --task $(TASK) $(if $(DATA),--data $(DATA)) $(if
 LANES ?= "lint chart unit integration soak" "inference faults e2e"
 
 # Which tests a suite runs: `make test` all but those marked `full`.
-TIER ?= not full and not gpu
+TIER ?= not full and not gpu and not offline
 PYTEST = $(BIN)/python -m pytest -m "$(TIER)" $(PYTEST_FLAGS)
 
-CHECKED = $(PACKAGES) compat containers examples gpu tests benchmarks docs/generate
+CHECKED = $(PACKAGES) src compat containers examples gpu tests benchmarks docs/generate
 # The variable keeps the theme from advertising another builder.
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
@@ -125,7 +125,7 @@ test: $(VENV)/.installed-dev ## Run the tests that CI runs: lint and the suites 
 .PHONY: test-full
 test-full: export HYPOTHESIS_PROFILE = full
 test-full: $(VENV)/.installed-dev ## Run all tests that need no GPU, before a release
-	@TIER="not gpu" SOAK_SECONDS=60 SOAK_DIRECTORY= bash tests/run_suites.sh $(LANES)
+	@TIER="not gpu and not offline" SOAK_SECONDS=60 SOAK_DIRECTORY= bash tests/run_suites.sh $(LANES)
 
 .PHONY: lint
 lint: $(VENV)/.installed-dev ## Check style, types, import boundaries and documentation
@@ -152,6 +152,10 @@ inference: $(VENV)/.installed-dev # One session: compatibility is tested on the 
 .PHONY: test-containers
 test-containers: $(VENV)/.installed-dev ## Test the images and a run in containers in every mode
 	@bash tests/containers/with_engine.sh $(PYTEST) tests/containers
+
+.PHONY: test-offline
+test-offline: $(VENV)/.installed-dev ## Run long tests of the offline trainer; those of training.sh need Slurm's packages too
+	@$(BIN)/python -m pytest -m offline tests/offline
 
 .PHONY: test-gpu
 test-gpu: ## Run the tests for GPUs: PART="proof modes swaps memory precision"

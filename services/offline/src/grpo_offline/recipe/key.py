@@ -81,8 +81,9 @@ class Key:
 
     def asks_for_nothing(self, value: Any) -> bool:
         """Whether a refused key may have this value."""
+        said = tuple(value) if isinstance(value, list) else value
         return any(
-            value == one and isinstance(value, bool) == isinstance(one, bool)
+            said == one and isinstance(said, bool) == isinstance(one, bool)
             for one in (self.default, *self.harmless)
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.recipe.reading import Recipe
-from grpo_offline.recipe.table import MAXENT_NAMES
+from grpo_offline.recipe.table import MAXENT_NAMES, TABLE
 
 _AGGREGATIONS = {"grpo": "sequence", "dapo": "token", "bnpo": "token", "dr_grpo": "constant"}
 _CISPO = "cispo"
@@ -50,7 +50,9 @@ def unused_keys(recipe: Recipe, script: str) -> list[str]:
     else:
         unused = sorted(MAXENT_NAMES - {"train_grpo_objective"})
         reason = "only src/maxent-grpo.py uses it"
-    return [f"{name}: {reason}" for name in unused if recipe.gives(name)]
+    return [
+        f"{name}: {reason}" for name in unused if recipe.gives(name) and TABLE[name].use == "used"
+    ]
 
 
 def kl_coef(recipe: Recipe) -> float:

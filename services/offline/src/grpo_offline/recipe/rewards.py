@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from grpo_env.grading.math_grader import MathGrader
-from grpo_env.grading.parts import accuracy, think_answer_format
+from grpo_env.grading.parts import accuracy
 from grpo_env.loading import find_task
 from grpo_env.tasks import Answer, Row, TaskOptions
 from grpo_offline.errors import RecipeInvalid
@@ -19,6 +19,9 @@ REWARDS: dict[str, RewardFunction] = {}
 ANSWER = "answer"
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_FORMAT = re.compile(
+    r"\s*<think>((?!</think>).)*</think>\s*<answer>((?!</answer>).)*</answer>\s*", re.S
+)
 _WITHOUT_MEANING = re.compile(r"\s+|\\[,;! ]|\\left|\\right|\$")
 
 
@@ -101,7 +104,7 @@ def equal_answer(answer: Answer, row: Row) -> float:
 @register("answer_format")
 def answer_format(answer: Answer, row: Row) -> float:  # noqa: ARG001
     """1 for `<think>…</think> <answer>…</answer>` and nothing else."""
-    return think_answer_format(answer, finished=answer.finished)
+    return float(_FORMAT.fullmatch(answer) is not None)
 
 
 @cache

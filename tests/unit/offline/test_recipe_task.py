@@ -1,0 +1,255 @@
+"""The data, the rewards and the directory of a recipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_env.tasks import Answer, Graded, TaskOptions
+from grpo_env.tasks.items import evaluation_items, training_items
+from grpo_env.tasks.rows import DataUnusable
+from grpo_offline.errors import RecipeInvalid
+from grpo_offline.recipe.environment import environment_options
+from grpo_offline.recipe.main import row_count
+from grpo_offline.recipe.reading import Recipe, read_recipe
+from grpo_offline.recipe.rewards import (
+    REWARDS,
+    exact_answer,
+    exact_completion,
+    find_reward,
+    from_trl,
+    register,
+)
+from grpo_offline.recipe.run_directory import open_directory
+from grpo_offline.recipe.task import RecipeTask
+
+Recipes = Callable[..., Recipe]
+
+
+@pytest.fixture
+def recipe_of(tmp_path: Path) -> Recipes:
+    def read(**content: Any) -> Recipe:
+        file = tmp_path / "recipe.yaml"
+        file.write_text(json.dumps({"model_name_or_path": "m", **content}))
+        return read_recipe(["--config", str(file)])
+
+    return read
+
+
+def rows_file(path: Path, count: int, **more: Any) -> str:
+    rows = [{"problem": f"{path.stem} {n}", "answer": n, **more} for n in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def task_of(recipe: Recipe) -> RecipeTask:
+    options = environment_options(recipe)
+    arguments = json.loads(json.dumps(options["task_args"]))  # as env-server reads them
+    task = RecipeTask(TaskOptions(args=arguments, system_prompt=options.get("system_prompt")))
+    task.held_out = options.get("held_out", task.held_out)
+    return task
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("<think>3+4</think> <answer>7</answer>", 1.0),
+        ("<answer> 7\n</answer>", 1.0),
+        ("<answer>$7$.</answer>", 1.0),
+        ("<answer>8</answer> no: <answer>7</answer>", 1.0),
+        ("<answer>7</answer> no: <answer>8</answer>", 0.0),
+        ("<answer>7.0</answer>", 0.0),
+        ("7", 0.0),
+        ("<answer>7", 0.0),
+        ("<answer></answer>", 0.0),
+    ],
+)
+def test_the_default_reward_is_an_exact_match_in_the_last_tags(
+    completion: str, score: float
+) -> None:
+    assert exact_answer(Answer(completion), {"answer": "7"}) == score
+
+
+def test_an_exact_completion_has_no_tags() -> None:
+    assert exact_completion(Answer(" 7\n"), {"answer": 7}) == 1.0
+    assert exact_completion(Answer("<answer>7</answer>"), {"answer": 7}) == 0.0
+
+
+def test_equal_answers_may_be_written_in_other_ways() -> None:
+    equal = find_reward("equal_answer")
+    assert equal(Answer("<answer>0.5</answer>"), {"answer": "\\frac{1}{2}"}) == 1.0
+    assert equal(Answer("<answer>0.6</answer>"), {"answer": "\\frac{1}{2}"}) == 0.0
+
+
+def test_rewards_are_registered_read_from_files_and_adapted_from_trl(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def half(answer, row):\n    return 0.5\n")
+    assert find_reward(f"{file}:half")(Answer("x"), {}) == 0.5
+
+    register("tested")(lambda _answer, _row: 2.0)
+    assert find_reward("tested")(Answer("x"), {}) == 2.0
+    del REWARDS["tested"]
+    with pytest.raises(RecipeInvalid, match="no reward 'tested'; there are exact_answer"):
+        find_reward("tested")
+
+    def in_trls_form(
+        completions: list[list[dict[str, str]]], answer: list[str], **_: Any
+    ) -> list[float]:
+        pairs = zip(completions, answer, strict=True)
+        return [float(one[0]["content"] == right) for one, right in pairs]
+
+    assert from_trl(in_trls_form)(Answer("7"), {"answer": "7", "other": 1}) == 1.0
+
+
+def test_parts_of_the_reward_are_named_and_weighted(tmp_path: Path, recipe_of: Recipes) -> None:
+    recipe = recipe_of(
+        dataset_name=rows_file(tmp_path / "rows.jsonl", 2),
+        reward_funcs=["exact_answer", "answer_format"],
+        reward_weights=[1.0, 0.2],
+    )
+    options = environment_options(recipe)
+    task = task_of(recipe)
+    row = {"answer": 1}
+
+    graded = task.reward(Answer("<think>x</think> <answer>1</answer>"), row)
+
+    assert isinstance(graded, Graded)
+    assert graded.parts == {"exact_answer": 1.0, "answer_format": 1.0}
+    assert options["reward_weights"] == {"exact_answer": 1.0, "answer_format": 0.2}
+    with pytest.raises(RecipeInvalid, match="1 weights for the 2 names"):
+        environment_options(
+            recipe_of(dataset_name="x", reward_funcs=["exact_answer", "b"], reward_weights=[1.0])
+        )
+
+
+def test_a_stop_text_does_not_take_the_closing_tag_away(tmp_path: Path, recipe_of: Recipes) -> None:
+    task = task_of(
+        recipe_of(
+            dataset_name=rows_file(tmp_path / "rows.jsonl", 1), vllm_stop_sequences=["</answer>"]
+        )
+    )
+    assert task.stop == ("</answer>",)
+    assert task.reward(Answer("<answer>7"), {"answer": 7}).parts == {"exact_answer": 1.0}
+    unfinished = Answer("<answer>7", finished=False)
+    assert task.reward(unfinished, {"answer": 7}).parts == {"exact_answer": 0.0}
+
+
+def test_a_weight_takes_a_share_of_its_source_and_is_no_probability(
+    tmp_path: Path, recipe_of: Recipes
+) -> None:
+    """Half of 40 rows and all of 10 are 30 rows, each of them once."""
+    recipe = recipe_of(
+        dataset_mixture={
+            "datasets": [
+                {"id": rows_file(tmp_path / "a.jsonl", 40, noise="x"), "weight": 0.5,
+                 "columns": ["problem", "answer"]},
+                {"id": rows_file(tmp_path / "b.jsonl", 10), "columns": ["answer", "problem"]},
+            ],
+            "seed": 3,
+        }
+    )  # fmt: skip
+    rows = task_of(recipe).rows("train")
+
+    assert rows is not None
+    sources = [row["problem"].split()[0] for row in rows]
+    assert (sources.count("a"), sources.count("b")) == (20, 10)
+    assert len({row["problem"] for row in rows}) == 30
+    assert all(set(row) == {"problem", "answer"} for row in rows)
+    assert [dict(row) for row in rows] == [dict(row) for row in task_of(recipe).rows("train") or ()]
+    assert row_count(recipe) == 30
+
+
+def test_the_test_split_of_a_mixture_is_never_trained_on(
+    tmp_path: Path, recipe_of: Recipes
+) -> None:
+    recipe = recipe_of(
+        dataset_mixture={
+            "datasets": [{"id": rows_file(tmp_path / "a.jsonl", 400)}],
+            "test_split_size": 0.25,
+        },
+        eval_strategy="steps",
+    )
+    task = task_of(recipe)
+
+    kept, held = training_items(task), evaluation_items(task)
+
+    assert len(kept) + len(held) == 400
+    assert 60 <= len(held) <= 140
+    assert not {item.key for item in kept} & {item.key for item in held}
+    assert row_count(recipe) == len(kept)
+
+
+@pytest.mark.parametrize(
+    ("mixture", "problem"),
+    [
+        ({}, "expected a list `datasets`"),
+        ({"datasets": [{"id": "a", "wieght": 1}]}, "unexpected keyword argument 'wieght'"),
+        ({"datasets": [{"id": "a", "weight": 2}]}, "weight is 2; expected above 0, at most 1"),
+        (
+            {"datasets": [{"id": "a", "columns": ["x"]}, {"id": "b", "columns": ["y"]}]},
+            "must have the same",
+        ),
+        ({"datasets": [{"id": "a"}], "test_split_size": 1.5}, "test_split_size"),
+    ],
+)
+def test_a_wrong_mixture_is_an_error(
+    recipe_of: Recipes, mixture: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(RecipeInvalid, match=problem):
+        environment_options(recipe_of(dataset_mixture=mixture))
+
+
+def test_columns_prompts_and_answers_are_found(tmp_path: Path, recipe_of: Recipes) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"ask": "1+1", "gold": "2", "noise": 1}\n')
+    recipe = recipe_of(
+        dataset_name=str(file),
+        dataset_prompt_column="ask",
+        dataset_solution_column="gold",
+        columns=["ask", "gold"],
+        system_prompt="Think.",
+    )
+    [item] = training_items(task_of(recipe))
+
+    assert item.messages == [
+        {"role": "system", "content": "Think."},
+        {"role": "user", "content": "1+1"},
+    ]
+    assert item.row["answer"] == "2"
+    with pytest.raises(DataUnusable, match="name it with dataset_solution_column"):
+        training_items(task_of(recipe_of(dataset_name=str(file), dataset_prompt_column="ask")))
+
+
+def test_evaluation_uses_its_own_data(tmp_path: Path, recipe_of: Recipes) -> None:
+    recipe = recipe_of(
+        dataset_name=rows_file(tmp_path / "train.jsonl", 5),
+        eval_dataset_name=rows_file(tmp_path / "other.jsonl", 3),
+        eval_strategy="steps",
+    )
+    assert len(training_items(task_of(recipe))) == 5
+    assert len(evaluation_items(task_of(recipe))) == 3
+
+
+def test_an_earlier_run_goes_on_is_moved_aside_or_is_an_error(
+    tmp_path: Path, recipe_of: Recipes
+) -> None:
+    directory = tmp_path / "run"
+    assert open_directory(recipe_of(), directory) is None
+    directory.mkdir()
+    (directory / "keys.yaml").write_text("seed: 1\n")
+
+    assert open_directory(recipe_of(), directory) is None
+    with pytest.raises(RecipeInvalid, match="set overwrite_output_dir"):
+        open_directory(recipe_of(resume_from_checkpoint=False), directory)
+    with pytest.raises(RecipeInvalid, match="is no directory of a run"):
+        open_directory(recipe_of(resume_from_checkpoint="gone"), tmp_path / "gone")
+
+    moved = open_directory(recipe_of(overwrite_output_dir=True), directory)
+
+    assert moved == tmp_path / "run.1"
+    assert (moved / "keys.yaml").is_file()
+    assert not directory.exists()

@@ -1,0 +1,344 @@
+"""The table of a recipe's keys, the recipes of the repository, and the guide's flags."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_offline.errors import RecipeInvalid
+from grpo_offline.recipe.configs import GRPOConfig, ScriptArguments, load_configs
+from grpo_offline.recipe.key import Key
+from grpo_offline.recipe.ranks import require_one_rank
+from grpo_offline.recipe.reading import read_recipe
+from grpo_offline.recipe.server_plan import server_plan
+from grpo_offline.recipe.table import KEYS, TABLE
+from grpo_offline.recipe.translation import translate
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted((ROOT / "recipes").glob("*/*/*.yaml"))
+BASE = {
+    "model_name_or_path": "model",
+    "dataset_name": "rows.jsonl",
+    "eval_strategy": "steps",
+    "max_steps": 100,
+    "use_vllm": True,
+}
+ROWS = 1000
+
+OTHER: dict[str, Any] = {
+    "output_dir": "elsewhere",
+    "num_train_epochs": 5.0,
+    "lr_scheduler_type": "cosine",
+    "optim": "adafactor",
+    "log_level": "debug",
+    "report_to": ["tensorboard"],
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "eval_steps": 50.0,
+    "save_steps": 30.0,
+    "dtype": "float32",
+    "generation_batch_size": 64,
+    "steps_per_generation": 16,
+    "loss_type": "grpo",
+    "importance_sampling_level": "sequence",
+    "vllm_importance_sampling_mode": "token_truncate",
+    "reward_weights": [0.5],
+    "scale_rewards": "none",
+    "warmup_steps": 7,
+    "sync_mode": "none",
+    "chat_template": "{{ messages }}",
+    "benchmarks": ["arithmetic"],
+    "reward_funcs": ["exact_completion"],
+    "dataset_mixture": {"datasets": [{"id": "a.jsonl"}, {"id": "b.jsonl", "weight": 0.5}]},
+    "resume_from_checkpoint": "runs/earlier",
+    "vllm_stop_sequences": ["</answer>"],
+    "grpo": {"max_staleness": 3},
+    "env_server": {"reward_deadline_s": 5.0},
+    "gradient_checkpointing": False,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    "num_generations": 4,
+    "top_p": 0.5,
+    "use_vllm": False,
+    "vllm_server_base_url": "http://other:1",
+}
+"""A value besides the default, for keys whose kind names none."""
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "num_train_epochs": {"max_steps": -1},
+    "eval_dataset_config": {"eval_dataset_name": "org/rows"},
+    "eval_dataset_split": {"eval_dataset_name": "org/rows"},
+    "eval_dataset_prompt_column": {"eval_dataset_name": "rows.jsonl"},
+    "eval_dataset_solution_column": {"eval_dataset_name": "rows.jsonl"},
+    "dataset_test_split": {"dataset_name": "org/rows"},
+    "kl_target": {"beta": 0.1},
+    "kl_horizon": {"beta": 0.1, "kl_target": 0.1},
+    "use_bias_correction_kl": {"beta": 0.1},
+    "maxent_length_normalize_ref": {"beta": 0.1},
+    "maxent_tau_lr": {"maxent_target_entropy": 1.0, "maxent_tau": 0.1},
+    "maxent_tau_warmup_steps": {"maxent_target_entropy": 1.0, "maxent_tau": 0.1},
+    "maxent_target_entropy": {"maxent_tau": 0.1},
+    "lora_r": {"use_peft": True},
+    "lora_alpha": {"use_peft": True},
+    "lora_dropout": {"use_peft": True},
+    "lora_target_modules": {"use_peft": True},
+}
+"""Other keys without which a key changes nothing."""
+
+REPLACED = {"dataset_mixture": ("dataset_name",)}
+
+AROUND_THE_RUN = {
+    *("push_to_hub", "hub_model_id", "hub_token", "hub_private_repo", "hub_revision"),
+    *("hub_model_revision", "overwrite_hub_revision", "push_to_hub_revision"),
+    *("wandb_entity", "chat_template", "benchmarks", "overwrite_output_dir"),
+    *("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size"),
+}
+"""Used before or after the loop, or by training.sh; tested elsewhere."""
+
+USED = [
+    key for key in KEYS if key.use == "used" and not key.alias_of and key.name not in AROUND_THE_RUN
+]
+
+
+def translated(tmp_path: Path, content: dict[str, Any], script: str = "grpo") -> tuple[Any, Path]:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(content))  # JSON is YAML
+    recipe = read_recipe(["--config", str(file)])
+    found = translate(recipe, script, lambda: ROWS)
+    return found.keys, found.directory
+
+
+def another_value(key: Key) -> Any:
+    if key.name in OTHER:
+        return OTHER[key.name]
+    if isinstance(key.default, bool) or key.kind_name.startswith("bool"):
+        return not key.default
+    if isinstance(key.default, int | float):
+        return type(key.default)(key.default * 2 or 1)
+    if "list" in key.kind_name:
+        return ["problem", "answer"]
+    return 3 if "int" in key.kind_name else 0.25 if "float" in key.kind_name else "other"
+
+
+@pytest.mark.parametrize("key", USED, ids=lambda key: key.name)
+def test_a_used_key_changes_the_run(tmp_path: Path, key: Key) -> None:
+    script = "maxent" if "maxent" in key.name or key.name == "train_grpo_objective" else "grpo"
+    base = BASE | ({"maxent_tau": 0.1} if script == "maxent" else {}) | NEEDED.get(key.name, {})
+    before = translated(tmp_path, base, script)
+    base = {name: value for name, value in base.items() if name not in REPLACED.get(key.name, ())}
+    changed = base | {key.name: another_value(key)}
+
+    assert translated(tmp_path, changed, script) != before
+
+
+@pytest.mark.parametrize(
+    "key", [key for key in KEYS if key.use == "without effect"], ids=lambda key: key.name
+)
+def test_a_key_without_effect_is_named_and_changes_nothing(tmp_path: Path, key: Key) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(BASE | {key.name: another_value(key)}))
+
+    recipe = read_recipe(["--config", str(file)])
+    found = translate(recipe, "grpo", lambda: ROWS)
+
+    assert found.notes == [f"{key.name}: {key.text}"]
+    assert (found.keys, found.directory) == translated(tmp_path, BASE)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [key for key in KEYS if key.use == "refused" and not key.alias_of],
+    ids=lambda key: key.name,
+)
+def test_a_refused_key_is_refused_with_the_reason_unless_it_asks_for_nothing(
+    tmp_path: Path, key: Key
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    value = {"a": 1} if key.kind_name.startswith("dict") else another_value(key)
+    file.write_text(json.dumps(BASE | {key.name: value}))
+
+    with pytest.raises(RecipeInvalid, match=f"{key.name}: ") as raised:
+        read_recipe(["--config", str(file)])
+
+    assert key.text in str(raised.value)
+    for harmless in (key.default, *key.harmless):
+        default = [*harmless] if isinstance(harmless, tuple) else harmless
+        assert translated(tmp_path, BASE | {key.name: default}) == translated(tmp_path, BASE)
+
+
+def test_an_alias_means_its_key_and_must_not_differ_from_it(tmp_path: Path) -> None:
+    for key in KEYS:
+        if key.alias_of:
+            assert TABLE[key.alias_of].use == key.use
+    assert read_recipe(["--gen_temperature", "0.5"])["temperature"] == 0.5
+    with pytest.raises(RecipeInvalid, match="torch_dtype: differs from dtype"):
+        read_recipe(["--dtype", "float32", "--torch_dtype", "bfloat16"])
+    with pytest.raises(RecipeInvalid, match="init_kl_coeff: differs from beta"):
+        translated(tmp_path, BASE | {"beta": 0.1, "init_kl_coeff": 0.2})
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    with pytest.raises(RecipeInvalid) as raised:
+        read_recipe(["--learnin_rate", "1", "--seed", "x", "--deepspeed", "zero3.json"])
+
+    text = str(raised.value)
+    assert "learnin_rate: no such key; did you mean learning_rate?" in text
+    assert "seed: expected int, got 'x'" in text
+    assert "deepspeed: 'zero3.json' is not supported" in text
+
+
+def test_flags_win_over_the_file_and_take_the_forms_of_trls_parser(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("seed: 1\nlearning_rate: 1e-5\nenv: {SOME_VARIABLE: 7}\neval_strategy: no\n")
+    words = [
+        *("--config", str(file), "--use_vllm", "--seed=2", "--no_gradient_checkpointing"),
+        *("--reward_funcs", "a", "b", "--bf16", "false", "--report-to", "none"),
+        *("--dataset_mixture", '{"datasets": [{"id": "x"}]}'),
+    ]
+
+    recipe = read_recipe(words)
+
+    assert recipe["seed"] == 2
+    assert recipe["learning_rate"] == pytest.approx(1e-5)
+    assert recipe["use_vllm"] is True
+    assert recipe["gradient_checkpointing"] is False
+    assert recipe["reward_funcs"] == ["a", "b"]
+    assert recipe["bf16"] is False
+    assert recipe["eval_strategy"] == "no"
+    assert recipe["dataset_mixture"] == {"datasets": [{"id": "x"}]}
+    assert recipe.variables == {"SOME_VARIABLE": "7"}
+
+
+def test_every_flag_of_the_guide_is_read() -> None:
+    words = [
+        *("--use_vllm", "--run_name", "a-1", "--ignore_data_skip"),
+        *("--overwrite_output_dir", "false", "--seed", "42"),
+        *(
+            "--dataset_name",
+            "rows.jsonl",
+            "--system_prompt",
+            "Think.",
+            "--chat_template",
+            "{{ x }}",
+        ),
+        *("--benchmarks", "math", "--num_generations", "8", "--max_completion_length", "512"),
+        *("--init_kl_coeff", "0.1", "--kl_target", "0.07", "--kl_horizon", "50000"),
+        *("--report_to", "wandb", "--wandb_entity", "team", "--wandb_project", "p"),
+        *("--wandb_run_group", "g", "--maxent_tau", "0.1", "--maxent_q_temperature", "1.0"),
+        *("--maxent_q_epsilon", "1e-6", "--maxent_length_normalize_ref", "true"),
+        *("--per_device_train_batch_size", "8", "--gradient_checkpointing", "true"),
+        *("--model_name_or_path", "m", "--max_steps", "1", "--push_to_hub"),
+        *("--hub_model_id", "me/m", "--hub_model_revision", "v1"),
+    ]
+
+    found = translate(read_recipe(words), "maxent", lambda: ROWS)
+
+    assert found.notes == [f"ignore_data_skip: {TABLE['ignore_data_skip'].text}"]
+    assert found.keys.logging.wandb.enabled
+    assert found.keys.grpo["kl_control"] == "adaptive"
+    assert found.keys.grpo["objective"] == "maxent"
+    assert found.keys.train.kl_coef == 0.1
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: str(file.relative_to(ROOT)))
+@pytest.mark.parametrize("gpus", ["", "0", "0,1,2"])
+def test_every_recipe_is_valid_on_a_cpu_and_on_gpus(file: Path, gpus: str) -> None:
+    script = "maxent" if "maxent" in str(file) else "grpo"
+    recipe = read_recipe(["--config", str(file)])
+
+    plan = server_plan(script, recipe, {"GPUS": gpus})
+
+    assert not translate(recipe, script, lambda: ROWS).notes
+    assert plan.mode == ("none" if gpus == "0,1,2" else "shared_vllm")
+    assert (plan.server_gpus, plan.train_gpus) == {
+        "": ("", ""),
+        "0": ("0", "0"),
+        "0,1,2": ("0", "1"),
+    }[gpus]
+
+
+def test_batches_count_as_in_trl(tmp_path: Path) -> None:
+    """8 sequences in each of 4 micro-batches are 32 completions, of 4 prompts with 8 each."""
+    content = BASE | {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 4,
+        "num_generations": 8,
+        "max_steps": -1,
+        "num_train_epochs": 2,
+    }
+    keys, _ = translated(tmp_path, content)
+    assert keys.data.problems_per_iteration == 4
+    assert keys.steps_per_iteration == 1
+    assert keys.train.iterations == 2 * ROWS // 4
+
+    keys, _ = translated(tmp_path, content | {"steps_per_generation": 8, "max_steps": 10})
+    assert keys.data.problems_per_iteration == 8
+    assert keys.steps_per_iteration == 2
+    assert keys.train.iterations == 5
+
+    with pytest.raises(RecipeInvalid, match="num_generations: 7 does not divide the 32"):
+        translated(tmp_path, content | {"num_generations": 7})
+
+
+def test_the_server_fits_the_recipe_and_the_variables_win(tmp_path: Path) -> None:
+    content = BASE | {"use_peft": True, "lora_r": 20, "vllm_max_model_length": 512}
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(content))
+    recipe = read_recipe(["--config", str(file)])
+
+    plan = server_plan("grpo", recipe, {"GPUS": "4,5,6", "VLLM_TP_SIZE": "2"})
+    assert (plan.mode, plan.server_gpus, plan.train_gpus) == ("lora_only", "4,5", "6")
+    assert plan.needs_redis
+    words = " ".join(plan.arguments)
+    assert "--max-lora-rank 32" in words
+    assert "--max-model-len 512" in words
+    assert "--gpu-memory-utilization 0.9" in words
+
+    plan = server_plan(
+        "grpo", recipe, {"GPUS": "0,1", "VLLM_MAX_LEN": "99", "VLLM_MEM_UTIL": "0.5"}
+    )
+    words = " ".join(plan.arguments)
+    assert "--max-model-len 99" in words
+    assert "--gpu-memory-utilization 0.5" in words
+
+    with pytest.raises(RecipeInvalid, match="1 GPUs"):
+        server_plan("grpo", recipe, {"GPUS": "0", "VLLM_TP_SIZE": "2"})
+    with pytest.raises(RecipeInvalid, match="TRAIN_RANKS=1"):
+        server_plan("grpo", recipe, {"TRAIN_RANKS": "6"})
+
+
+def test_several_ranks_and_sharding_are_refused_by_name() -> None:
+    require_one_rank({})
+    require_one_rank({"WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "false"})
+    with pytest.raises(RecipeInvalid, match="WORLD_SIZE is 6"):
+        require_one_rank({"WORLD_SIZE": "6"})
+    with pytest.raises(RecipeInvalid, match="does not use DeepSpeed"):
+        require_one_rank({"ACCELERATE_USE_DEEPSPEED": "true"})
+
+
+def test_the_dataclasses_hold_the_values_of_a_recipe() -> None:
+    configs = load_configs(["--config", str(RECIPES[0]), "--seed", "7"])
+
+    assert configs.training.seed == 7
+    assert configs.model.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert configs.script.reward_funcs == ["exact_answer"]
+    assert GRPOConfig().learning_rate == 1e-6
+    assert ScriptArguments(dataset_name="x").reward_funcs == ["exact_answer"]
+
+
+def test_help_and_mistakes_need_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['src/grpo.py', '--help']; sys.path.insert(0, 'src'); "
+        "import rewards; from grpo_offline.recipe.main import main; main('grpo'); "
+        "sys.exit('torch' in sys.modules)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    for key in KEYS:
+        assert f"--{key.name} " in done.stdout
