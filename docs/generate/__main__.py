@@ -22,6 +22,7 @@ from docs.generate import (
     metrics,
     offline_keys,
     options,
+    recipes,
 )
 
 PAGES = Path(__file__).parents[1]
@@ -38,6 +39,7 @@ PARTS: Mapping[str, Callable[..., str]] = {
     "errors": errors.table,
     "offline-keys": offline_keys.keys,
     "options": options.command,
+    "recipe-keys": recipes.keys,
     "routes": http_api.routes,
     "fields": http_api.fields,
     "run-api-metrics": metrics.of_run_api,
