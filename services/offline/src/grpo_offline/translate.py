@@ -15,7 +15,6 @@ from grpo_env.config.settings import EnvServerSettings
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.keys import OfflineKeys
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.objective.recipes import RECIPES
 
 GRPO_FILE, ENV_SERVER_FILE = "grpo.yaml", "env-server.yaml"
