@@ -46,10 +46,9 @@ fi
 # --- variables -------------------------------------------------------------------------------
 
 if [[ ${MAXENT:-0} == 1 ]]; then method=maxent-grpo; else method=grpo; fi
-export TRAIN_RANKS=${TRAIN_RANKS:-1}
 TRAIN_ENTRYPOINT=${TRAIN_ENTRYPOINT:-src/$method.py}
 CONFIG=${CONFIG:-recipes/Qwen2.5-1.5B-Instruct/$(basename "$TRAIN_ENTRYPOINT" .py)/config_math.yaml}
-CONFIG_FILE=${CONFIG_FILE:-recipes/accelerate_configs/one_rank.yaml}
+CONFIG_FILE=${CONFIG_FILE:-recipes/accelerate_configs/ranks.yaml}
 MAIN_PROCESS_PORT=${MAIN_PROCESS_PORT:-29525}
 VLLM_PORT=${VLLM_PORT:-8000}
 VLLM_START_DEADLINE_S=${VLLM_START_DEADLINE_S:-1800}
@@ -94,7 +93,7 @@ flags+=(--vllm_server_base_url "http://127.0.0.1:$VLLM_PORT")
 [[ -z ${SYNC_MODE:-} ]] || flags+=(--sync_mode "$SYNC_MODE")
 flags+=("$@")
 
-model='' mode='' redis='' server_gpus='' train_gpus='' arguments=()
+model='' mode='' redis='' server_gpus='' train_gpus='' ranks='' arguments=()
 plan=$("$PYTHON" -m grpo_offline.recipe.server_plan "$TRAIN_ENTRYPOINT" "${flags[@]}")
 while IFS='=' read -r name value; do
   case $name in
@@ -184,10 +183,14 @@ until curl -sf --noproxy '*' --max-time 5 "http://127.0.0.1:$VLLM_PORT/health" >
 done
 
 echo "training: $TRAINING_LOG"
+launch=(accelerate.commands.launch --config_file "$CONFIG_FILE" --num_processes "$ranks")
+launch+=(--main_process_port "$MAIN_PROCESS_PORT")
+((ranks == 1)) || launch+=(--multi_gpu)
+if [[ -z $GPUS ]] && ((ranks > 1)); then # accelerate starts CPU ranks only with MPI
+  launch=(torch.distributed.run --nproc-per-node "$ranks" --master-port "$MAIN_PROCESS_PORT")
+fi
 CUDA_VISIBLE_DEVICES=$train_gpus start "$TRAINING_LOG" \
-  "$PYTHON" -m accelerate.commands.launch --config_file "$CONFIG_FILE" \
-  --num_processes "$TRAIN_RANKS" --main_process_port "$MAIN_PROCESS_PORT" \
-  "$TRAIN_ENTRYPOINT" "${flags[@]}"
+  "$PYTHON" -m "${launch[@]}" "$TRAIN_ENTRYPOINT" "${flags[@]}"
 trainer=$started
 
 # No `wait` for the server: it never ends by itself, and would hold the job.

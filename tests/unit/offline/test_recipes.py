@@ -13,13 +13,14 @@ import pytest
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.recipe.configs import GRPOConfig, ScriptArguments, load_configs
 from grpo_offline.recipe.key import Key
-from grpo_offline.recipe.ranks import require_one_rank
+from grpo_offline.recipe.ranks import is_leader, rank_count
 from grpo_offline.recipe.reading import read_recipe
 from grpo_offline.recipe.server_plan import server_plan
 from grpo_offline.recipe.table import KEYS, TABLE
 from grpo_offline.recipe.translation import translate
 
 ROOT = Path(__file__).parents[3]
+TINY = ROOT / "recipes/tiny/grpo/config.yaml"
 RECIPES = sorted((ROOT / "recipes").glob("*/*/*.yaml"))
 BASE = {
     "model_name_or_path": "model",
@@ -257,7 +258,7 @@ def test_every_recipe_is_valid_on_a_cpu_and_on_gpus(file: Path, gpus: str) -> No
     assert (plan.server_gpus, plan.train_gpus) == {
         "": ("", ""),
         "0": ("0", "0"),
-        "0,1,2": ("0", "1"),
+        "0,1,2": ("0", "1,2"),
     }[gpus]
 
 
@@ -307,17 +308,37 @@ def test_the_server_fits_the_recipe_and_the_variables_win(tmp_path: Path) -> Non
 
     with pytest.raises(RecipeInvalid, match="1 GPUs"):
         server_plan("grpo", recipe, {"GPUS": "0", "VLLM_TP_SIZE": "2"})
-    with pytest.raises(RecipeInvalid, match="TRAIN_RANKS=1"):
-        server_plan("grpo", recipe, {"TRAIN_RANKS": "6"})
 
 
-def test_several_ranks_and_sharding_are_refused_by_name() -> None:
-    require_one_rank({})
-    require_one_rank({"WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "false"})
-    with pytest.raises(RecipeInvalid, match="WORLD_SIZE is 6"):
-        require_one_rank({"WORLD_SIZE": "6"})
+def test_the_server_has_the_first_gpu_and_each_other_gpu_a_rank() -> None:
+    recipe = read_recipe(["--config", str(TINY)])
+
+    plan = server_plan("grpo", recipe, {"GPUS": "0,1,2,3,4,5,6"})
+
+    assert (plan.server_gpus, plan.train_gpus, plan.ranks) == ("0", "1,2,3,4,5,6", 6)
+    assert plan.mode == "none"
+    assert server_plan("grpo", recipe, {"TRAIN_RANKS": "2"}).mode == "none"
+
+
+def test_each_rank_has_its_share_of_a_step() -> None:
+    recipe = read_recipe(["--config", str(TINY), "--fsdp", "full_shard"])
+
+    one, three = (translate(recipe, "grpo", lambda: 100, ranks).keys for ranks in (1, 3))
+
+    assert three.sequences_per_iteration == 3 * one.sequences_per_iteration
+    assert three.train.grad_accum_steps == 3 * one.train.grad_accum_steps
+    assert three.train.batch_size == one.train.batch_size
+    assert three.steps_per_iteration == one.steps_per_iteration
+    assert three.grpo["fsdp"] is True
+
+
+def test_the_number_of_ranks_and_sharding_by_others() -> None:
+    assert rank_count({}) == 1
+    assert rank_count({"WORLD_SIZE": "6", "ACCELERATE_USE_FSDP": "false"}) == 6
+    assert is_leader({"RANK": "0"})
+    assert not is_leader({"RANK": "1"})
     with pytest.raises(RecipeInvalid, match="does not use DeepSpeed"):
-        require_one_rank({"ACCELERATE_USE_DEEPSPEED": "true"})
+        rank_count({"ACCELERATE_USE_DEEPSPEED": "true"})
 
 
 def test_the_dataclasses_hold_the_values_of_a_recipe() -> None:

@@ -8,8 +8,8 @@ from grpo_offline.recipe.key import Key, idle, refused, ruled, used
 
 _EVERY_STEP = "every optimizer step is logged"
 _NO_LOADER = "rows are read once, at the start, and there is no data loader"
-_ONE_RANK = "one rank trains, so there is nothing to distribute"
-_SHARDING = "one rank trains, on one device"
+_ONE_RANK = "ranks exchange sums in the trainer's own way"
+_SHARDING = "`fsdp` and the trainer's own ranks are the only way to distribute"
 _TRACKIO = "Trackio is not supported; `report_to` takes wandb and tensorboard"
 _WITH_BEST = "has an effect only with `load_best_model_at_end`"
 
@@ -178,7 +178,7 @@ TRAINING_KEYS: tuple[Key, ...] = (
     idle("ddp_backend", str | None, None, _ONE_RANK),
     idle("ddp_timeout", int, 1800, _ONE_RANK),
     idle("local_rank", int, -1, "accelerate sets it"),
-    refused("fsdp", str | bool | None, None, _SHARDING, "", False),
+    ruled("fsdp", str | bool | None, None, "`grpo.fsdp`: several ranks shard the weights"),
     refused("fsdp_config", dict[str, Any] | str | None, None, _SHARDING),
     refused("deepspeed", dict[str, Any] | str | None, None, _SHARDING),
     refused("accelerator_config", dict[str, Any] | str | None, None, _SHARDING),

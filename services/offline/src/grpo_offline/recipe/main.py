@@ -21,7 +21,7 @@ from grpo_offline.recipe.chat_template import add_template, template_text, write
 from grpo_offline.recipe.environment import environment_options
 from grpo_offline.recipe.help import help_text
 from grpo_offline.recipe.hub import hub_target, prepare, upload
-from grpo_offline.recipe.ranks import require_one_rank
+from grpo_offline.recipe.ranks import is_leader, rank_count
 from grpo_offline.recipe.reading import Recipe, read_recipe
 from grpo_offline.recipe.run_directory import open_directory
 from grpo_offline.recipe.task import RecipeTask
@@ -41,10 +41,13 @@ def main(script: Script, argv: Sequence[str] | None = None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     try:
-        require_one_rank(os.environ)
+        ranks = rank_count(os.environ)
         recipe = read_recipe(words)
         os.environ.update(recipe.variables)
-        translated = translate(recipe, script, lambda: row_count(recipe))
+        translated = translate(recipe, script, lambda: row_count(recipe), ranks)
+        if not is_leader(os.environ):
+            _follow(translated)
+            return
         benchmarks = benchmarks_of(recipe["benchmarks"], translated.keys)
         _run(recipe, translated, benchmarks)
     except RecipeInvalid as error:
@@ -64,6 +67,15 @@ def row_count(recipe: Recipe) -> int:
         return len(training_items(task))
     finally:
         task.close()
+
+
+def _follow(translated: Translated) -> None:
+    """Take part as a rank above 0."""
+    configure_logging("offline", translated.keys.logging.level)
+    share_cores()
+    from grpo_offline.loop import follow_offline
+
+    follow_offline(translated.keys, translated.directory.absolute())
 
 
 def _run(recipe: Recipe, translated: Translated, benchmarks: Sequence[Benchmark]) -> None:

@@ -21,7 +21,7 @@ from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.keys import OfflineKeys
-from grpo_offline.recipe.ranks import WORLD_SIZE, require_one_rank
+from grpo_offline.recipe.ranks import rank_count
 from grpo_offline.recipe.reading import Recipe, read_recipe
 from grpo_offline.recipe.translation import dtype_of, run_directory, sync_mode, translate
 from grpo_offline.translate import environment_settings, trainer_command
@@ -42,6 +42,7 @@ class ServerPlan:
     arguments: list[str]
     server_gpus: str
     train_gpus: str
+    ranks: int
 
     @property
     def needs_redis(self) -> bool:
@@ -53,27 +54,29 @@ class ServerPlan:
         yield f"redis={'yes' if self.needs_redis else 'no'}"
         yield f"server_gpus={self.server_gpus}"
         yield f"train_gpus={self.train_gpus}"
+        yield f"ranks={self.ranks}"
         yield from (f"argument={word}" for word in self.arguments)
 
 
 def server_plan(script: str, recipe: Recipe, environment: Mapping[str, str]) -> ServerPlan:
     """Raises `RecipeInvalid`: the recipe or a variable does not fit the GPUs."""
-    keys = translate(recipe, script, lambda: 1).keys
     gpus = [gpu for gpu in environment.get("GPUS", "").split(",") if gpu]
-    ranks = _number("TRAIN_RANKS", environment.get("TRAIN_RANKS") or "1")
-    require_one_rank({WORLD_SIZE: str(ranks)})
     width = _number(
         "VLLM_TP_SIZE",
         environment.get("VLLM_TP_SIZE") or str(recipe["vllm_tensor_parallel_size"]),
     )
-    mode = _mode(recipe, gpus, width)
+    spare = "1" if sync_mode(recipe) == "shared_vllm" else str(max(1, len(gpus) - width))
+    ranks = _number("TRAIN_RANKS", environment.get("TRAIN_RANKS") or spare)
+    rank_count(environment)
+    keys = translate(recipe, script, lambda: 1, ranks).keys
+    mode = _mode(recipe, gpus, width, ranks)
     _check_options(keys, mode)
     shares_gpu = mode == "shared_vllm" or len(gpus) == 1
     server, train = gpus[:width], gpus[:ranks] if shares_gpu else gpus[width : width + ranks]
     if gpus and (len(server) < width or len(train) < ranks):
         raise RecipeInvalid(
             f"{len(gpus)} GPUs ({','.join(gpus)}) do not suffice for a server on {width} "
-            f"(VLLM_TP_SIZE) and {ranks} training rank (TRAIN_RANKS)"
+            f"(VLLM_TP_SIZE) and {ranks} training ranks (TRAIN_RANKS)"
         )
     model = recipe["model_name_or_path"]
     arguments = [
@@ -84,7 +87,7 @@ def server_plan(script: str, recipe: Recipe, environment: Mapping[str, str]) -> 
         *_sizes(recipe, environment, bool(gpus), shares_gpu),
         *shlex.split(environment.get("VLLM_FLAGS", "")),
     ]
-    return ServerPlan(model, mode, arguments, ",".join(server), ",".join(train))
+    return ServerPlan(model, mode, arguments, ",".join(server), ",".join(train), ranks)
 
 
 def _check_options(keys: OfflineKeys, mode: str) -> None:
@@ -96,11 +99,12 @@ def _check_options(keys: OfflineKeys, mode: str) -> None:
         environment_settings(keys, Path(directory), at_start=False)
 
 
-def _mode(recipe: Recipe, gpus: Sequence[str], width: int) -> str:
+def _mode(recipe: Recipe, gpus: Sequence[str], width: int, ranks: int) -> str:
     mode = sync_mode(recipe)
     if mode != "auto":
         return mode
-    return "shared_vllm" if len(gpus) <= 1 and width == 1 else "none"
+    is_one = len(gpus) <= 1 and width == ranks == 1
+    return "shared_vllm" if is_one else "none"
 
 
 def _dtype(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:

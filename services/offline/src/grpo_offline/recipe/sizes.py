@@ -30,13 +30,16 @@ class Sizes:
     keep: int
 
 
-def sizes_of(recipe: Recipe, row_count: Callable[[], int]) -> Sizes:
-    """Args: row_count: number of rows of training, which may take long to find
+def sizes_of(recipe: Recipe, row_count: Callable[[], int], ranks: int = 1) -> Sizes:
+    """Args:
+        row_count: number of rows of training, which may take long to find
+        ranks: number of training processes, each with its share of a step
 
     Raises `RecipeInvalid`: the sizes do not fit.
     """
-    problems = _problems(recipe)
-    per_step = recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
+    problems = _problems(recipe, ranks)
+    device = recipe["per_device_train_batch_size"] * ranks
+    per_step = device * recipe["gradient_accumulation_steps"]
     steps = -(-problems * recipe["num_generations"] // per_step)
     iterations = _iterations(recipe, problems, steps, row_count)
     return Sizes(
@@ -49,8 +52,8 @@ def sizes_of(recipe: Recipe, row_count: Callable[[], int]) -> Sizes:
     )
 
 
-def _problems(recipe: Recipe) -> int:
-    device, size = recipe["per_device_train_batch_size"], recipe["num_generations"]
+def _problems(recipe: Recipe, ranks: int) -> int:
+    device, size = recipe["per_device_train_batch_size"] * ranks, recipe["num_generations"]
     per_generation = recipe["steps_per_generation"] or recipe["gradient_accumulation_steps"]
     if recipe["generation_batch_size"] is not None and recipe["steps_per_generation"] is not None:
         raise RecipeInvalid("generation_batch_size: excludes steps_per_generation")

@@ -50,10 +50,13 @@ class Translated:
     notes: list[str]
 
 
-def translate(recipe: Recipe, script: str, row_count: Callable[[], int]) -> Translated:
+def translate(
+    recipe: Recipe, script: str, row_count: Callable[[], int], ranks: int = 1
+) -> Translated:
     """Args:
         script: grpo or maxent, whose script runs
         row_count: number of rows of training, which may take long to find
+        ranks: number of training processes
 
     Raises:
         RecipeInvalid: values are missing, not supported or exclude each other.
@@ -64,7 +67,7 @@ def translate(recipe: Recipe, script: str, row_count: Callable[[], int]) -> Tran
     for key in KEYS:
         if key.path and (recipe[key.name] is not None):
             _put(content, key.path, recipe[key.name])
-    for path, value in _ruled(recipe, script, row_count).items():
+    for path, value in _ruled(recipe, script, row_count, ranks).items():
         _put(content, path, value)
     for section in ("grpo", "env_server"):
         content.setdefault(section, {}).update(recipe[section])
@@ -112,10 +115,10 @@ def sync_mode(recipe: Recipe) -> str:
     return mode
 
 
-def _ruled(recipe: Recipe, script: str, row_count: Callable[[], int]) -> dict[str, Any]:
+def _ruled(recipe: Recipe, script: str, row_count: Callable[[], int], ranks: int) -> dict[str, Any]:
     """Values by path, of the keys without a path of their own."""
     evaluates = recipe["eval_strategy"] != "no"
-    sizes = sizes_of(recipe, row_count)
+    sizes = sizes_of(recipe, row_count, ranks)
     url = base_url(recipe)
     backend = "vllm_server" if recipe["use_vllm"] else "local"
     found: dict[str, Any] = {
@@ -138,6 +141,7 @@ def _ruled(recipe: Recipe, script: str, row_count: Callable[[], int]) -> dict[st
         "data.num_train_seeds": EVERY_ROW,
         "train.iterations": sizes.iterations,
         "train.kl_coef": kl_coef(recipe),
+        "train.grad_accum_steps": recipe["gradient_accumulation_steps"] * ranks,
         "checkpoint.save_interval": sizes.save_interval,
         "checkpoint.keep_last_k": sizes.keep,
         "sync.mode": sync_mode(recipe),
@@ -145,6 +149,8 @@ def _ruled(recipe: Recipe, script: str, row_count: Callable[[], int]) -> dict[st
     }
     if recipe["num_generations_eval"] is None:
         found["eval.replicates"] = recipe["num_generations"]
+    if recipe["fsdp"]:
+        found["grpo.fsdp"] = True
     if recipe["use_cpu"]:
         found["model.device"] = "cpu"
     found |= _logging(recipe, run_directory(recipe, script))
