@@ -27,8 +27,12 @@ pytestmark = [pytest.mark.offline, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 SLURM = Path(os.environ.get("GRPO_SLURM_SCRIPTS", ROOT.parent / "shared" / "slurm"))
 PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged")
-MIN_RISE = 0.03
-"""Of mean@1 on held-out sums. Measured with seed 42: 0.092 for both objectives."""
+WINDOW = 20
+"""Iterations. Their 2,560 completions let the mean reward vary by 0.01 by chance."""
+MIN_RISE = 0.15
+"""Of the mean reward of training, from the first window to the last. Measured in 200 iterations:
+0.29 for GRPO, 0.34 for MaxEnt-GRPO with two seeds. With a learning rate of 1e-3, MaxEnt-GRPO rises
+by 0.09 to 0.10, after it has fallen."""
 
 
 @pytest.fixture
@@ -77,9 +81,11 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         subprocess.run(["bash", str(SLURM / "down.sh"), str(directory)], check=False)
 
 
-def mean_at_1(directory: Path, evaluation: str) -> float:
-    record = json.loads((directory / "metrics" / f"eval_{evaluation}.json").read_text())
-    return float(record["mean@1"])
+def rise_of_reward(run: Path) -> float:
+    """From the first iterations to the last."""
+    files = sorted((run / "metrics").glob("train_iter_*.json"))
+    rewards = [json.loads(file.read_text())["reward_mean"] for file in files]
+    return float(sum(rewards[-WINDOW:]) - sum(rewards[:WINDOW])) / WINDOW
 
 
 def processes_in(repository: Path) -> dict[int, str]:
@@ -126,7 +132,7 @@ def test_bash_training_learns_on_a_cpu(
     names = sorted(path.name for path in (repository / "logs").iterdir())
     assert names == [f"liv_train_tiny-{method}_now.log", f"liv_vllm_tiny-{method}_now.log"]
     run = repository / "runs" / f"tiny-{method}"
-    assert mean_at_1(run, "iter_199") - mean_at_1(run, "before") >= MIN_RISE
+    assert rise_of_reward(run) >= MIN_RISE
     assert (run / "final_model" / "model.safetensors").is_file()
     assert not processes_in(repository)
 
