@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from hydra import compose, initialize_config_dir
 
 from grpo_offline.command_words import given_names, words_for_hydra
+from grpo_offline.config_file import CONFIG_FILE
 from grpo_offline.errors import KeysInvalid, RunUnusable
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.keys_of_job import keys_of_job
@@ -22,7 +26,7 @@ from grpo_offline.run_files import RunFiles
         (["grpo.objective=dapo"], ["++grpo.objective=dapo"]),
         (["-m", "grpo.clip_eps=0.1,0.2"], ["-m", "++grpo.clip_eps=0.1,0.2"]),
         (["hydra.run.dir=d", "--cfg", "job"], ["hydra.run.dir=d", "--cfg", "job"]),
-        (["checkpoint.resume=/d"], ["checkpoint.resume=/d", "hydra.run.dir=/d"]),
+        (["-m", "grpo.clip_eps=[0.1,0.2]"], ["-m", "++grpo.clip_eps=0.1,0.2"]),
         (["checkpoint.resume=null"], ["checkpoint.resume=null"]),
     ],
 )
@@ -30,15 +34,58 @@ def test_words(words: list[str], expected: list[str]) -> None:
     assert words_for_hydra(words) == expected
 
 
+def test_a_run_goes_on_in_its_directory_whatever_its_name(tmp_path: Path) -> None:
+    directory = tmp_path / "lr=1, it's (new)"
+    RunFiles(directory).write_keys(OfflineKeys())
+    quoted = "'" + str(directory).replace("'", "\\'") + "'"
+    words = words_for_hydra([f"checkpoint.resume={directory}", "train.iterations=20"])
+    assert words == [
+        f"checkpoint.resume={quoted}",
+        "train.iterations=20",
+        f"hydra.run.dir={quoted}",
+    ]
+    with initialize_config_dir(str(CONFIG_FILE.parent)):
+        found = compose("offline_grpo", words[:2])
+    assert found.checkpoint.resume == str(directory)
+
+
+def test_a_mistyped_directory_is_no_run_and_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(RunUnusable, match="name the directory of a run"):
+        words_for_hydra([f"checkpoint.resume={tmp_path}/typo"])
+    assert not (tmp_path / "typo").exists()
+
+
+def test_a_key_cannot_be_removed() -> None:
+    with pytest.raises(KeysInvalid, match="write KEY=VALUE"):
+        words_for_hydra(["~train.lr"])
+
+
 def test_a_list_for_one_value_names_the_option_that_is_missing() -> None:
     with pytest.raises(KeysInvalid, match=r"add -m: .* -m train.lr='\[5e-6,1e-5\]'"):
         words_for_hydra(["train.lr=[5e-6,1e-5]"])
 
 
-def test_a_run_goes_on_with_its_keys_but_for_those_that_are_given(tmp_path: object) -> None:
+@pytest.mark.parametrize("name", ["train.batch_size", "data.rollouts_per_problem"])
+def test_sizes_that_checkpoints_count_in_cannot_change(tmp_path: Path, name: str) -> None:
+    RunFiles(tmp_path).write_keys(OfflineKeys())
+    section, _, key = name.partition(".")
+    composed = {"checkpoint": {"resume": str(tmp_path)}, section: {key: 2}}
+    with pytest.raises(RunUnusable, match=name):
+        keys_of_job(composed, [name])
+
+
+def test_the_evaluation_follows_to_another_server_when_a_run_goes_on(tmp_path: Path) -> None:
+    RunFiles(tmp_path).write_keys(OfflineKeys())
+    url = "http://h:2"
+    composed = {"checkpoint": {"resume": str(tmp_path)}, "generation": {"base_url": url}}
+    keys = keys_of_job(composed, ["generation.base_url"])
+    assert keys.eval.base_url == keys.generation.base_url
+
+
+def test_a_run_goes_on_with_its_keys_but_for_those_that_are_given(tmp_path: Path) -> None:
     directory = str(tmp_path)
     earlier = OfflineKeys.model_validate({"train": {"lr": 3e-4, "iterations": 7}, "seed": 3})
-    RunFiles(tmp_path).write_keys(earlier)  # type: ignore[arg-type]
+    RunFiles(tmp_path).write_keys(earlier)
     given = [f"checkpoint.resume={directory}", "train.iterations=9"]
     composed = OfflineKeys.model_validate(
         {"train": {"iterations": 9}, "checkpoint": {"resume": directory}}

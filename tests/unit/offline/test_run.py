@@ -12,9 +12,12 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_offline import loop
 from grpo_offline.backends.choice import Sampling
+from grpo_offline.backends.local import LocalGeneration
 from grpo_offline.backends.opening import Backends
 from grpo_offline.errors import RolloutsFail, StaleServer
 from grpo_offline.in_process_queue import InProcessQueue
@@ -125,6 +128,46 @@ def test_a_killed_run_goes_on_to_equal_files(
     assert evaluations(files) == evaluations(whole)
     ours, theirs = (load_file(at.model / "model.safetensors") for at in (files, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_run_that_was_killed_before_its_last_record_gets_it(
+    whole: RunFiles, make_keys: MakeKeys, tmp_path: Path
+) -> None:
+    files = RunFiles(tmp_path / "run")
+    shutil.copytree(whole.path, files.path, symlinks=True)
+    record = files.train(2).read_text()
+    files.train(2).unlink()
+    files.evaluation(2).unlink()
+    keys = make_keys(
+        train={"iterations": 3},
+        eval={"interval": 2},
+        grpo={"kl_control": "adaptive", "kl_target": 0.01},
+    )
+    _, said = run(keys, files.path)
+    assert files.train(2).read_text() == record
+    assert "killed before its last evaluation" in said
+
+
+def test_rollouts_with_other_line_ends_are_read_back(whole: RunFiles, tmp_path: Path) -> None:
+    groups = whole.read_groups(0) or []
+    said = [[{"role": "user", "content": "a\u2028b\u0085c"}]] * groups[0].size
+    groups[0] = groups[0].model_copy(update={"messages": said})
+    RunFiles(tmp_path).write_groups(0, groups)
+    assert RunFiles(tmp_path).read_groups(0) == groups
+
+
+async def test_sampling_ignores_the_parameters_that_a_model_brings(model: str) -> None:
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    policy.generation_config.top_p = 1e-6
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    local = LocalGeneration(policy, tokenizer, lambda: PolicyVersion(0, 0), seed=1)
+    answer = await local.generate([65, 66], n=8, max_tokens=4, temperature=1.0)
+    assert len({tuple(row) for row in answer.token_ids}) > 1
+    assert policy.generation_config.top_p == 1e-6
+    logits = policy(torch.tensor([[65, 66, *answer.token_ids[0]]])).logits[0, 1:-1]
+    own = torch.log_softmax(logits, -1).gather(-1, torch.tensor(answer.token_ids[:1]).T)[:, 0]
+    sampled = answer.completions()[0].logprobs
+    torch.testing.assert_close(torch.tensor(sampled), own, rtol=1e-4, atol=1e-4)
 
 
 def test_a_finished_run_that_gets_more_iterations_goes_on(

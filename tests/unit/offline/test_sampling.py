@@ -108,8 +108,15 @@ def advantages_of(part: ScoredGroup, objective: Objective) -> list[float]:
     return found
 
 
-def test_maxent_needs_whole_groups() -> None:
-    objective = Objective(advantage="maxent")
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Objective(advantage="maxent"),
+        Objective(advantage="batch_std"),
+        Objective(kl_coef=0.1, kl_in="reward"),
+    ],
+)
+def test_some_objectives_need_whole_groups(objective: Objective) -> None:
     assert len(optimizer_batches([group([0, 1]), group([1, 0])], 2, objective, LIMITS)) == 2
     with pytest.raises(KeysInvalid, match="whole groups"):
         optimizer_batches([group([0, 1, 2]), group([1, 0, 0])], 4, objective, LIMITS)

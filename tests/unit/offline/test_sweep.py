@@ -11,10 +11,13 @@ import pytest
 
 from grpo_offline import __main__ as command
 from grpo_offline import loop
+from grpo_offline.backends.choice import Sampling
 from grpo_offline.errors import RolloutsFail
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.results import RunResult
 from grpo_offline.sweep import __main__ as grpo_sweep
+
+real_run = loop.run_offline
 
 
 def scored(keys: OfflineKeys, directory: Path, _screen: Any) -> RunResult:
@@ -71,6 +74,24 @@ def test_a_single_run_ends_with_status_1_and_its_error(
         command.main(["train.lr=2e-5", "train.kl_coef=0.1", f"hydra.run.dir={tmp_path}/run"])
     assert ended.value.code == 1
     assert "grpo-offline: RolloutsFail: the server ended" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["train.lr=-1", "grpo.lr=1"])
+def test_an_invalid_value_ends_a_single_run_with_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    monkeypatch.setattr(loop, "run_offline", real_run)
+    monkeypatch.setattr(loop, "choose", lambda _: Sampling("local", "local"))
+    with pytest.raises(SystemExit) as ended:
+        command.main([word, f"hydra.run.dir={tmp_path}/run"])
+    assert ended.value.code == 2
+
+
+def test_several_ranks_need_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as ended:
+        command.main([])
+    assert ended.value.code == 2
 
 
 def test_a_list_without_m_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ combination of values."""
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,8 +28,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else [*argv]
     try:
         prepared = words_for_hydra(words)
-    except KeysInvalid as error:
+    except GrpoError as error:
         _end(EXIT_USAGE, str(error))
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        _end(EXIT_USAGE, "one process trains here; for several ranks, run a recipe (training.sh)")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     import hydra
@@ -41,17 +44,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         report_sweep(jobs.directory)
     if jobs.failed:
-        raise SystemExit(EXIT_FAILED)
+        is_usage = jobs.directory is None and jobs.is_usage
+        raise SystemExit(EXIT_USAGE if is_usage else EXIT_FAILED)
 
 
 @dataclass
 class Jobs:
     """Runs the jobs of one command. A job that fails does not end the others.
 
-    `directory`: of the sweep; None for a single run.
+    `directory`: of the sweep; None for a single run. `is_usage`: the keys of the last job that
+    failed are not valid.
     """
 
     failed: int = 0
+    is_usage: bool = False
     directory: Path | None = field(default=None, init=False)
 
     def run(self, composed: Any) -> None:
@@ -71,6 +77,7 @@ class Jobs:
         given = {name: value_of(content, name) for name in names}
         record = JobRecord(directory=directory.name, overrides=given)
         with self._failures_noted(record):
+            _require_own_directory(content, directory)
             record.result = _trained(content, given, directory, job.mode is RunMode.MULTIRUN)
         if self.directory is not None:
             write_job(directory, record)
@@ -80,10 +87,12 @@ class Jobs:
         try:
             yield
         except GrpoError as error:
+            self.is_usage = isinstance(error, KeysInvalid)
             record.error = f"{type(error).__name__}: {error}"
         except SystemExit as error:
             if error.code != EXIT_USAGE:  # a signal
                 raise
+            self.is_usage = True
             record.error = "an option is not valid; see above"
         except Exception as error:
             if self.directory is None:
@@ -108,6 +117,15 @@ def _trained(content: dict[str, Any], given: dict[str, Any], directory: Path, is
     if is_job:
         screen.say(f"\njob {directory.name}: {' '.join(f'{n}={v}' for n, v in given.items())}")
     return run_offline(keys, directory, screen)
+
+
+def _require_own_directory(content: dict[str, Any], directory: Path) -> None:
+    resumed = content["checkpoint"]["resume"]
+    if resumed is not None and Path(resumed).absolute() != directory.absolute():
+        raise KeysInvalid(
+            f"checkpoint.resume={resumed} continues the run in its own directory; leave -m and "
+            "hydra.run.dir out"
+        )
 
 
 def _end(status: int, message: str) -> NoReturn:

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from grpo_offline.errors import KeysInvalid
 from grpo_offline.keys import OfflineKeys
+from grpo_offline.run_files import resumed_keys
 
 _MULTIRUN = ("-m", "--multirun")
 _OPEN_SECTIONS = ("grpo.", "env_server.")
@@ -22,23 +23,42 @@ def words_for_hydra(words: Sequence[str]) -> list[str]:
     - `checkpoint.resume=DIR`: the run goes on in its directory.
 
     Raises:
-        KeysInvalid: a list for a key that takes one value, without -m.
+        KeysInvalid: a list for a key that takes one value, without -m; a key that is removed.
+        RunUnusable: checkpoint.resume is not the directory of a run.
     """
     is_sweep = any(word in _MULTIRUN for word in words)
     found = [*_prepared(words, is_sweep)]
-    resumed = next((w.partition("=")[2] for w in words if w.startswith(f"{_RESUME}=")), "null")
-    if resumed != "null" and not any(word.startswith(_DIRECTORY) for word in words):
-        found.append(f"{_DIRECTORY}={Path(resumed).absolute()}")
+    resumed = [_unquoted(w.partition("=")[2]) for w in words if w.startswith(f"{_RESUME}=")]
+    if resumed and resumed[-1] not in ("", "null"):
+        directory = Path(resumed[-1]).absolute()
+        resumed_keys(directory)  # a mistyped name must not make a directory
+        if not is_sweep and not any(word.startswith(_DIRECTORY) for word in words):
+            found.append(f"{_DIRECTORY}={_quoted(str(directory))}")
     return found
+
+
+def _unquoted(value: str) -> str:
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    return value[1:-1] if is_quoted else value
+
+
+def _quoted(value: str) -> str:
+    """For Hydra's grammar, in which =, commas and brackets have a meaning."""
+    return "'" + value.replace("'", "\\'") + "'"
 
 
 def _prepared(words: Sequence[str], is_sweep: bool) -> Iterator[str]:
     for word in words:
         name, separator, value = word.partition("=")
+        if name.startswith("~"):
+            raise KeysInvalid(f"{word}: every key has a value; write KEY=VALUE")
         if not separator or name.startswith(("-", "hydra")):
             yield word
+        elif name == _RESUME and value not in ("", "null"):
+            yield f"{name}={_quoted(_unquoted(value))}"
         elif name.startswith(_OPEN_SECTIONS):
-            yield f"++{word}"
+            is_list = is_sweep and value.startswith("[")
+            yield f"++{name}={','.join(_choices(value)) if is_list else value}"
         elif value.startswith("[") and _takes_one_value(name):
             if not is_sweep:
                 raise KeysInvalid(

@@ -47,7 +47,8 @@ class InProcessQueue:
         if not self._batches:
             raise RolloutsFail(
                 "the trainer cannot train on a batch of this iteration and has no other one; the "
-                "log names the reason, and the directory quarantine/ of the run holds the batch"
+                "log names the reason, and the directory quarantine/ of the run holds the batch. "
+                "To sample the iteration again, delete its file below sampled/ and resume"
             )
         groups = self._batches.popleft()
         self._handed_out += 1

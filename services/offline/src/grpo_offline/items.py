@@ -15,7 +15,8 @@ from grpo_offline.keys import OfflineKeys
 
 @dataclass(frozen=True)
 class TrainingItems:
-    """The items of the training seeds. Seeds past the last item begin with the first one again."""
+    """The items of the training seeds, each once in a pass. Seeds past the last item begin with the
+    first one again."""
 
     parts: Sequence[tuple[Sequence[Item], float]]
     seed: int

@@ -73,7 +73,11 @@ class GenerationKeys(Section):
 
 class TrainKeys(Section):
     iterations: Count = Field(10, description="Number of iterations of the run")
-    batch_size: Count = Field(8, description="Number of sequences in one forward pass")
+    batch_size: Count = Field(
+        8,
+        description="Sequences of a forward pass: it has at most this number times grpo.seq_len "
+        "tokens",
+    )
     lr: float = Field(1e-5, gt=0, description="Learning rate")
     grad_clip: float = Field(
         1.0, gt=0, description="Largest norm of the gradient; a larger gradient is scaled down"
@@ -97,7 +101,7 @@ class DataKeys(Section):
     rollouts_per_problem: int = Field(4, ge=2, description="Completions of each prompt")
     train_seed_start: int = Field(1000, ge=0, description="Seed of the first training problem")
     num_train_seeds: Count = Field(
-        64, description="Number of training problems; they are repeated in this order"
+        64, description="Number of training problems; each pass has them in another order"
     )
 
 

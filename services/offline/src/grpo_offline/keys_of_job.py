@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from grpo_core.validation import problems_of
-from grpo_offline.errors import KeysInvalid
+from grpo_offline.errors import KeysInvalid, RunUnusable
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.run_files import resumed_keys
 
+FOLLOWS = {
+    "model.ref_id": "model.train_id",
+    "eval.backend": "generation.backend",
+    "eval.base_url": "generation.base_url",
+}
+"""Keys whose default is the value of another key."""
+_SIZES = (
+    *("data.problems_per_iteration", "data.rollouts_per_problem"),
+    *("train.batch_size", "train.grad_accum_steps"),
+)
+"""A checkpoint counts optimizer steps, so an iteration must keep its number of them."""
 
-def keys_of_job(composed: Mapping[str, Any], given: Iterable[str]) -> OfflineKeys:
+
+def keys_of_job(composed: Mapping[str, Any], given: Collection[str]) -> OfflineKeys:
     """Args:
         composed: every key with its value
         given: the keys that the command line gives; of a run that goes on, all others stay
@@ -27,9 +40,14 @@ def keys_of_job(composed: Mapping[str, Any], given: Iterable[str]) -> OfflineKey
     resume = composed.get("checkpoint", {}).get("resume")
     content = dict(composed)
     if resume is not None:
-        content = resumed_keys(Path(resume))
+        earlier = resumed_keys(Path(resume))
+        content = copy.deepcopy(earlier)
         for name in given:
             _put(content, name.split("."), value_of(composed, name))
+        for name, source in FOLLOWS.items():
+            if name not in given and value_of(earlier, name) == value_of(earlier, source):
+                _put(content, name.split("."), value_of(content, source))
+        _require_equal_sizes(earlier, content)
     try:
         keys = OfflineKeys.model_validate(content)
     except ValidationError as error:
@@ -37,6 +55,14 @@ def keys_of_job(composed: Mapping[str, Any], given: Iterable[str]) -> OfflineKey
     if keys.logging.wandb.run_name:
         os.environ["WANDB_NAME"] = keys.logging.wandb.run_name
     return keys
+
+
+def _require_equal_sizes(earlier: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    if changed := [name for name in _SIZES if value_of(earlier, name) != value_of(content, name)]:
+        raise RunUnusable(
+            f"checkpoint.resume: {', '.join(changed)} differs from that of the run, which counts "
+            "in optimizer steps; leave it out, or start a new run from its final_model"
+        )
 
 
 def value_of(content: Mapping[str, Any], name: str) -> Any:

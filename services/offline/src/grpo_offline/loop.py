@@ -22,6 +22,7 @@ from grpo_env.rollout.outcome import SamplingPlan
 from grpo_env.rollout.rollout import RolloutEngine
 from grpo_offline.backends.choice import Sampling, choose
 from grpo_offline.backends.opening import Backends
+from grpo_offline.errors import RunUnusable
 from grpo_offline.in_process_queue import InProcessQueue
 from grpo_offline.items import EvaluationItems, TrainingItems, items_to_evaluate, items_to_train
 from grpo_offline.iteration_record import iteration_record, last_steps
@@ -132,7 +133,9 @@ class Job:
         to_train = items_to_train(self.tasks, self.keys)
         to_evaluate = items_to_evaluate(self.tasks, self.keys) if self.keys.eval.enabled else []
         with open_run(self.settings, queue, self.backends.weight_sync, self.team) as opened:
-            if opened is not None:
+            if opened is None:
+                self._close_complete()
+            else:
                 run, position = opened
                 with self._engines(runner, run, position) as engines:
                     self._iterate(runner, run, position, queue, engines, to_train, to_evaluate)
@@ -204,8 +207,7 @@ class Job:
                 groups = files.read_groups(iteration)
                 if groups is None:
                     run.sync.recover_server()
-                    sampled = runner.run(sampler.groups(items, to_train.spare(iteration)))
-                    groups = sampled.groups
+                    groups = runner.run(sampler.groups(items, to_train.spare(iteration))).groups
                     self._require_fresh(groups, engines.version.accepted)
                     files.write_groups(iteration, groups)
                 position = self._train(run, position, queue, groups)
@@ -233,7 +235,27 @@ class Job:
         if self._is_evaluated(iteration):
             expected.append(self.files.evaluation(iteration))
         if not all(path.is_file() for path in expected):
-            close(iteration, self.files.read_groups(iteration) or [])
+            close(iteration, self._saved_groups(iteration))
+
+    def _close_complete(self) -> None:
+        """If the run was killed between its last checkpoint and the end of its last iteration."""
+        last = self.keys.train.iterations - 1
+        if not self.files.train(last).is_file():
+            self._close(lambda _: [], last, self._saved_groups(last))
+        if self._is_evaluated(last) and not self.files.evaluation(last).is_file():
+            self.screen.warn(
+                "the run was killed before its last evaluation, which is missing; raise "
+                "train.iterations to go on, or evaluate final_model with grpo-eval"
+            )
+
+    def _saved_groups(self, iteration: int) -> list[ScoredGroup]:
+        groups = self.files.read_groups(iteration)
+        if groups is None:
+            raise RunUnusable(
+                f"{self.files.groups(iteration)} is missing: the run was killed before it wrote "
+                "the record of this iteration, and needs that file to write it"
+            )
+        return groups
 
     def _is_evaluated(self, iteration: int) -> bool:
         keys, done = self.keys, iteration + 1

@@ -11,6 +11,9 @@ from grpo_trainer.data.collate import group_advantages
 from grpo_trainer.data.group_checks import GroupLimits, usable_group
 from grpo_trainer.objective.recipes import Objective
 
+_OF_STEPS = ("maxent", "batch_std")
+"""Advantages that the trainer computes from all groups of a step."""
+
 
 def optimizer_batches(
     groups: Sequence[ScoredGroup], steps: int, objective: Objective, limits: GroupLimits
@@ -24,17 +27,16 @@ def optimizer_batches(
         groups: without padding
         steps: number of batches
     Raises:
-        KeysInvalid: MaxEnt-GRPO, whose weights need whole groups, would share one.
+        KeysInvalid: a group would be shared, but the objective needs whole ones.
     """
     ends = [0]
     for group in groups:
         ends.append(ends[-1] + group.size)
-    steps = min(steps, ends[-1])
     cuts = [round(number * ends[-1] / steps) for number in range(steps + 1)]
     if not {*cuts} <= {*ends}:
-        if objective.advantage == "maxent":
+        if objective.advantage in _OF_STEPS or (objective.kl_coef and objective.kl_in == "reward"):
             raise KeysInvalid(
-                "MaxEnt-GRPO needs whole groups in each optimizer step: make train.batch_size "
+                "this objective needs whole groups in each optimizer step: make train.batch_size "
                 "times train.grad_accum_steps a multiple of data.rollouts_per_problem"
             )
         groups = _with_advantages(groups, objective, limits)

@@ -85,8 +85,9 @@ class RunFiles:
         path = self.groups(iteration)
         if not path.is_file():
             return None
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [ScoredGroup.model_validate_json(line) for line in lines]
+        # Not splitlines: a rollout may hold other characters that end a line.
+        lines = path.read_text(encoding="utf-8").split("\n")
+        return [ScoredGroup.model_validate_json(line) for line in lines if line]
 
     def name_checkpoints(self, steps_per_iteration: int) -> None:
         """Let `checkpoints/iter_000` point at the model that the trainer saved after iteration

@@ -34,10 +34,6 @@ class Sampled:
     groups: list[ScoredGroup]
     lost: list[RolloutFailure]
 
-    @property
-    def rewards(self) -> list[float]:
-        return [score for group in self.groups for score in group.scores]
-
 
 @dataclass(frozen=True)
 class Sampler:

@@ -13,6 +13,7 @@ import yaml
 from grpo_core.settings import load_settings
 from grpo_env.config.settings import EnvServerSettings
 from grpo_offline.backends.choice import Sampling
+from grpo_offline.errors import KeysInvalid
 from grpo_offline.keys import OfflineKeys
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.objective.recipes import RECIPES
@@ -25,6 +26,8 @@ SEQ_LEN = 2048
 _MOST_CONCURRENT_GROUPS = 64
 _KL_ESTIMATOR = "k2"
 _PUBLISH_EVERY = {"lora_only": "adapter_sync_interval"}
+_OPEN = {"seq_len", "kl_estimator", "recompute_logprobs", "log_level", "wandb_project"}
+"""Options that follow from keys, and that the open sections may replace."""
 _NOT_OURS = ("GRPO_", "ENV_SERVER_")
 
 
@@ -50,7 +53,9 @@ def trainer_command(
         written_to: directory for the file of options, if it is another one
         at_start: check this machine too
     """
-    options = grpo_options(keys, sampling, directory) | keys.grpo
+    own = grpo_options(keys, sampling, directory)
+    _require_open("grpo", keys.grpo, own)
+    options = own | keys.grpo
     file = _written((written_to or directory) / GRPO_FILE, options)
     return load_settings(CommandLine, ["--config", str(file)], _environment(), at_start=at_start)
 
@@ -59,7 +64,9 @@ def environment_settings(
     keys: OfflineKeys, directory: Path, *, at_start: bool = True
 ) -> EnvServerSettings:
     """Options of `env-server`, as `trainer_settings`."""
-    file = _written(directory / ENV_SERVER_FILE, environment_options(keys) | keys.env_server)
+    own = environment_options(keys)
+    _require_open("env_server", keys.env_server, own)
+    file = _written(directory / ENV_SERVER_FILE, own | keys.env_server)
     words = [keys.data.task, "serve", "--config", str(file)]
     return load_settings(EnvServerSettings, words, _environment(), at_start=at_start)
 
@@ -131,6 +138,16 @@ def environment_options(keys: OfflineKeys) -> dict[str, Any]:
         "eval_requests": evaluation.batch_size,
         "log_level": keys.logging.level,
     }
+
+
+def _require_open(section: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises `KeysInvalid`: an option is given that follows from other keys."""
+    names = {name.replace("-", "_") for name in given}
+    if taken := sorted(names & own.keys() - _OPEN):
+        raise KeysInvalid(
+            f"{', '.join(f'{section}.{name}' for name in taken)}: another key decides this option "
+            "(train.*, generation.*, eval.*, data.*, checkpoint.*, model.*); set that key"
+        )
 
 
 def _dtype(keys: OfflineKeys, sampling: Sampling) -> str:

@@ -39,7 +39,7 @@ PADDING = "padding"
 run-api queues groups of one size. Nothing of it is trained on."""
 OWN_LOGPROBS = "own_logprobs"
 """True in `group_overrides`: the trainer computed `inference_logprobs`, before it trained on the
-group. They belong to the weights that sampled, but say nothing of how the tokens were sampled."""
+group. They say nothing of how the tokens were sampled."""
 _PER_SEQUENCE = (
     "tokens",
     "masks",

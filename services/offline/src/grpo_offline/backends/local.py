@@ -8,6 +8,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from transformers import GenerationConfig
 
 from grpo_core.clients.inference import GenerateAnswer
 from grpo_core.wire.policy_version import PolicyVersion
@@ -39,6 +40,7 @@ class LocalGeneration:
         self._version = version
         self._seed = seed
         self._ends = end_tokens_of(policy)
+        self._plain = GenerationConfig(eos_token_id=[*self._ends], pad_token_id=min(self._ends))
 
     def session(self) -> LocalGeneration:
         return self
@@ -64,7 +66,7 @@ class LocalGeneration:
             chosen = _GREEDY
         # Padding behind a stop text would look like sampled end tokens, so each is sampled alone.
         parts = [1] * n if stop else [n]
-        with self._random_numbers(prompt_token_ids):
+        with self._random_numbers(prompt_token_ids), self._without_the_models_defaults():
             found = [
                 self._sampled(prompt_token_ids, part, max_tokens, temperature, stop, chosen)
                 for part in parts
@@ -88,7 +90,6 @@ class LocalGeneration:
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=max_tokens,
             num_return_sequences=n,
-            pad_token_id=min(self._ends),
             return_dict_in_generate=True,
             output_logits=True,
             stop_strings=stop,
@@ -136,10 +137,21 @@ class LocalGeneration:
         return text[: min((text.find(end) for end in stop if end in text), default=len(text))]
 
     @contextlib.contextmanager
+    def _without_the_models_defaults(self) -> Iterator[None]:
+        """Models bring sampling parameters of their own, such as top_p, for what is not given."""
+        policy: Any = self._policy
+        models, policy.generation_config = policy.generation_config, self._plain
+        try:
+            yield
+        finally:
+            policy.generation_config = models
+
+    @contextlib.contextmanager
     def _random_numbers(self, prompt: list[int]) -> Iterator[None]:
         if self._seed is None:
             yield
             return
-        with torch.random.fork_rng(devices=[]):
+        device = device_of(self._policy)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(self._seed + crc32(repr(prompt).encode()))
             yield

@@ -9,6 +9,7 @@ import torch
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.errors import ServedWeightsDiffer
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -42,6 +43,7 @@ class OwnStart:
         last_epoch: int = 0,
         bound: Bound | None = None,
     ) -> PolicyVersion:
+        """Raises `ServedWeightsDiffer`: layers that are not trained are those of another run."""
         if not self._is_restoring:
             self._replace_masters(optimizer)
         return self._shared.start(optimizer, step, last_epoch, bound)
@@ -50,7 +52,14 @@ class OwnStart:
     def _replace_masters(self, optimizer: MasterOptimizer) -> None:
         dtype = next(self._policy.parameters()).dtype
         own = dict(TrainedWeights(self._settings.model).load(dtype).named_parameters())
-        trained = [name for name, p in self._policy.named_parameters() if p.requires_grad]
+        policy = dict(self._policy.named_parameters())
+        frozen = [name for name, p in policy.items() if not p.requires_grad]
+        if any(not torch.equal(policy[name].cpu(), own[name]) for name in frozen):
+            raise ServedWeightsDiffer(
+                "the server holds an earlier run's weights in layers that this run does not train "
+                "(grpo.train_layer_indices); restart the server, so that it loads its model again"
+            )
+        trained = [name for name, p in policy.items() if p.requires_grad]
         for name, master in zip(trained, optimizer.masters, strict=True):
             master.copy_(own[name])
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.clients.inference import GenerateAnswer
 from grpo_core.clients.service import AsyncServiceClient
 from grpo_core.errors import ProtocolViolation
+from grpo_core.validation import problems_of
 from grpo_core.wire.policy_version import PolicyVersion
 
 _SERVICE = "vLLM"
 _UNTRAINED = PolicyVersion(0, 0)
+_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Otherwise vLLM takes the model's own values."""
 
 
 class _Choice(BaseModel):
@@ -55,10 +58,17 @@ class StockVllm(AsyncServiceClient):
             "model": self._model,
             "prompt": prompt_token_ids,
             "return_token_ids": True,
+            **_NEUTRAL,
             **sampling,
         }
         response = await self.send("POST", "/v1/completions", json=body)
-        choices = _Answer.model_validate_json(response.content).choices
+        try:
+            choices = _Answer.model_validate_json(response.content).choices
+        except ValidationError as error:
+            raise ProtocolViolation(
+                f"{_SERVICE} at {self.base_url}: the response from /v1/completions is invalid: "
+                f"{problems_of(error)}"
+            ) from error
         tokens = [choice.token_ids for choice in choices]
         if not all(tokens):
             raise ProtocolViolation(
