@@ -44,7 +44,8 @@ def evaluate(benchmark: Benchmark, keys: OfflineKeys, directory: Path) -> None:
     data = ["--data", benchmark.data] if benchmark.data else []
     command = [
         *(sys.executable, "-m", "grpo_env", benchmark.task, "evaluate"),
-        *("--model", keys.env_server.get("tokenizer", keys.model.train_id)),
+        *("--model", keys.model.train_id),
+        *("--tokenizer", keys.env_server.get("tokenizer", keys.model.train_id)),
         *("--inference-url", keys.generation.base_url),
         *("--eval-output", str(directory / FILE)),
         *("--eval-items", str(keys.eval.num_ids)),
