@@ -10,8 +10,6 @@ import json
 import math
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from grpo_offline.errors import KeysInvalid
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.run_files import RunFiles, resumed_keys
 from grpo_offline.screen import Screen
+from grpo_offline.script_tests import run_tests
 from grpo_trainer.objective.kl_control import KlCoefficient
 from grpo_trainer.objective.recipes import KlControlName, Objective
 
@@ -129,20 +128,9 @@ def test_models_and_resuming() -> None:
 
 def main() -> None:
     share_cores()  # before torch is imported
-    tests: list[Callable[[], None]] = [
-        value for name, value in globals().items() if name.startswith("test_")
-    ]
-    passed = 0
-    for test in tests:
-        try:
-            test()
-        except Exception:  # noqa: BLE001 any failure is a failed test
-            sys.stdout.write(f"FAILED {test.__name__}\n{traceback.format_exc()}\n")
-        else:
-            passed += 1
-            sys.stdout.write(f"passed {test.__name__}\n")
-    sys.stdout.write(f"{passed}/{len(tests)} tests passed\n")
-    raise SystemExit(passed < len(tests))
+    passed, count = run_tests(globals())
+    sys.stdout.write(f"{passed}/{count} tests passed\n")
+    raise SystemExit(passed < count)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import traceback
 import urllib.request
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from grpo_core.process.threads import share_cores
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.run_files import RunFiles
 from grpo_offline.screen import Screen
+from grpo_offline.script_tests import run_tests
 
 URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:30000"
 ITERATIONS = 2
@@ -104,21 +103,10 @@ def device() -> str:
 
 
 def main() -> None:
-    share_cores()  # before torch computes anything
-    tests: list[Callable[[], None]] = [
-        value for name, value in globals().items() if name.startswith("test_")
-    ]
-    passed = 0
-    for test in tests:
-        try:
-            test()
-        except Exception:  # noqa: BLE001 any failure is a failed test
-            sys.stdout.write(f"FAILED {test.__name__}\n{traceback.format_exc()}\n")
-        else:
-            passed += 1
-            sys.stdout.write(f"passed {test.__name__}\n")
-    sys.stdout.write(f"trained on: {device()}\n{passed}/{len(tests)} passed\n")
-    raise SystemExit(passed < len(tests))
+    share_cores()  # before torch is imported
+    passed, count = run_tests(globals())
+    sys.stdout.write(f"trained on: {device()}\n{passed}/{count} passed\n")
+    raise SystemExit(passed < count)
 
 
 if __name__ == "__main__":

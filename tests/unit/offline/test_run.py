@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_offline import loop
+from grpo_offline import closing, evaluating, loop
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.backends.local import LocalGeneration
 from grpo_offline.backends.opening import Backends
@@ -85,11 +86,16 @@ def test_a_run_leaves_the_files_that_the_guide_names(whole: RunFiles) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "calls", "done"),
+    ("module", "place", "calls", "done"),
     [
-        ("run_step", 3, 1),  # between the two optimizer steps of the second iteration
-        ("iteration_record", 1, 1),  # between the checkpoint of the second one and its record
-        ("evaluate_all", 1, 2),  # between its record and its evaluation
+        (loop, "run_step", 3, 1),  # between the two optimizer steps of the second iteration
+        (
+            closing,
+            "iteration_record",
+            1,
+            1,
+        ),  # between its checkpoint and its record
+        (evaluating, "evaluate_all", 1, 2),  # between its record and its evaluation
     ],
 )
 def test_a_killed_run_goes_on_to_equal_files(
@@ -97,12 +103,13 @@ def test_a_killed_run_goes_on_to_equal_files(
     make_keys: MakeKeys,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
     place: str,
     calls: int,
     done: int,
 ) -> None:
     """Args: calls: of `place` that return before the run ends; done: records that it leaves"""
-    made, works = 0, getattr(loop, place)
+    made, works = 0, getattr(module, place)
 
     def dies(*arguments: Any) -> Any:
         nonlocal made
@@ -117,7 +124,7 @@ def test_a_killed_run_goes_on_to_equal_files(
         grpo={"kl_control": "adaptive", "kl_target": 0.01},
     )
     shutil.copytree(whole.path / "sampled", tmp_path / "run" / "sampled")
-    monkeypatch.setattr(loop, place, dies)
+    monkeypatch.setattr(module, place, dies)
     with pytest.raises(KeyboardInterrupt):
         run(keys, tmp_path / "run")
     monkeypatch.undo()
@@ -231,13 +238,13 @@ def test_an_evaluation_on_a_server_that_gets_no_weights_is_caught(
     make_keys: MakeKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of eval.base_url that names another server: it samples from other weights."""
-    evaluate_all = loop.evaluate_all
+    evaluate_all = evaluating.evaluate_all
 
     async def of_another_server(*arguments: Any) -> Any:
         results = await evaluate_all(*arguments)
         return [one.model_copy(update={"versions": ((0, 0), (0, 0))}) for one in results]
 
-    monkeypatch.setattr(loop, "evaluate_all", of_another_server)
+    monkeypatch.setattr(evaluating, "evaluate_all", of_another_server)
     with pytest.raises(StaleServer, match=r"eval\.base_url is a server that gets no new weights"):
         run(make_keys(train={"iterations": 1}), tmp_path)
 

@@ -6,37 +6,32 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from grpo_core.evaluation.files import save
-from grpo_core.evaluation.results import EvalResult
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.assembly import TaskSet, open_tasks, sampling_plan
 from grpo_env.config.settings import EnvServerSettings
 from grpo_env.rollout.chat_template import load_template
-from grpo_env.rollout.outcome import SamplingPlan
 from grpo_env.rollout.rollout import RolloutEngine
 from grpo_offline.backends.choice import Sampling, choose
 from grpo_offline.backends.opening import Backends
-from grpo_offline.errors import RunUnusable
+from grpo_offline.closing import IterationEnd
+from grpo_offline.evaluating import Evaluator
+from grpo_offline.held_version import HeldVersion
 from grpo_offline.in_process_queue import InProcessQueue
 from grpo_offline.items import EvaluationItems, TrainingItems, items_to_evaluate, items_to_train
-from grpo_offline.iteration_record import iteration_record, last_steps
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.optimizer_batches import optimizer_batches
 from grpo_offline.own_logprobs import with_own_logprobs
 from grpo_offline.plots import draw
-from grpo_offline.results import Metrics, RunResult, evaluations, result_of
+from grpo_offline.results import RunResult, evaluations, result_of
 from grpo_offline.run_files import BEFORE, RunFiles
 from grpo_offline.sampling import (
     Sampler,
-    evaluate_all,
     require_fresh,
-    require_fresh_evaluation,
 )
 from grpo_offline.screen import Screen
 from grpo_offline.translate import environment_settings, trainer_command
@@ -110,10 +105,6 @@ def _introduce(keys: OfflineKeys, sampling: Sampling, files: RunFiles, screen: S
         )
 
 
-Evaluate = Callable[[int | str], list[EvalResult]]
-Close = Callable[[int, Sequence[ScoredGroup]], tuple[Metrics, list[EvalResult]]]
-
-
 @dataclass(frozen=True)
 class Job:
     """The parts of one run."""
@@ -128,13 +119,17 @@ class Job:
     screen: Screen
     team: Alone = ALONE
 
+    @property
+    def _end(self) -> IterationEnd:
+        return IterationEnd(self.keys, self.files, self.screen, self.sampling.is_frozen)
+
     def run(self, runner: asyncio.Runner) -> RunResult:
         queue = InProcessQueue()
         to_train = items_to_train(self.tasks, self.keys)
         to_evaluate = items_to_evaluate(self.tasks, self.keys) if self.keys.eval.enabled else []
         with open_run(self.settings, queue, self.backends.weight_sync, self.team) as opened:
             if opened is None:
-                self._close_complete()
+                self._end.close_complete()
             else:
                 run, position = opened
                 with self._engines(runner, run, position) as engines:
@@ -145,7 +140,7 @@ class Job:
     @contextlib.contextmanager
     def _engines(self, runner: asyncio.Runner, run: Run, position: Position) -> Iterator[Engines]:
         stack = contextlib.AsyncExitStack()
-        version = _Version(position, run.sync.begun_as)
+        version = HeldVersion(position, run.sync.begun_as)
         keys = self.keys
 
         async def opened() -> Engines:
@@ -190,14 +185,23 @@ class Job:
             keys.generation.batch_size,
             has_logprobs=self.sampling.server != "stock_vllm",
         )
-        evaluated = partial(self._evaluated, runner, run, engines, to_evaluate, plan)
-        close = partial(self._close, evaluated)
+        evaluator = Evaluator(
+            runner,
+            engines.evaluation,
+            engines.version,
+            to_evaluate,
+            plan,
+            run.recorder,
+            keys,
+            files,
+            self.sampling.is_frozen and keys.eval.backend != "local",
+        )
         begun_at = position.step // steps
         if begun_at == 0:
-            evaluated(BEFORE)
+            evaluator.evaluate(BEFORE)
         else:
             self.screen.say(f"continues after {begun_at} of {keys.train.iterations} iterations")
-            self._close_again(close, begun_at - 1)
+            self._end.close_again(evaluator.evaluate, begun_at - 1)
         stream = to_train.stream(begun_at, problems)
         total = keys.train.iterations
         with self.screen.bar(begun_at, total) as bar:
@@ -212,55 +216,9 @@ class Job:
                     files.write_groups(iteration, groups)
                 position = self._train(run, position, queue, groups)
                 engines.version.trained(position)
-                record, results = close(iteration, groups)
+                record, results = self._end.close(evaluator.evaluate, iteration, groups)
                 self.screen.iteration(record, total, time.monotonic() - started, results)
                 bar.advance(bar.task_ids[0])
-
-    def _close(
-        self, evaluated: Evaluate, iteration: int, groups: Sequence[ScoredGroup]
-    ) -> tuple[Metrics, list[EvalResult]]:
-        """Write what is known of an iteration whose steps are taken, and evaluate it if that is
-        due."""
-        files, steps = self.files, self.keys.steps_per_iteration
-        newest = last_steps(files.metrics, steps)
-        record = iteration_record(iteration, newest, groups, self.sampling.is_frozen)
-        files.write_json(files.train(iteration), record)
-        results = evaluated(iteration) if self._is_evaluated(iteration) else []
-        files.name_checkpoints(steps)
-        return record, results
-
-    def _close_again(self, close: Close, iteration: int) -> None:
-        """If the run was killed between the last checkpoint and the end of its iteration."""
-        expected = [self.files.train(iteration)]
-        if self._is_evaluated(iteration):
-            expected.append(self.files.evaluation(iteration))
-        if not all(path.is_file() for path in expected):
-            close(iteration, self._saved_groups(iteration))
-
-    def _close_complete(self) -> None:
-        """If the run was killed between its last checkpoint and the end of its last iteration."""
-        last = self.keys.train.iterations - 1
-        if not self.files.train(last).is_file():
-            self._close(lambda _: [], last, self._saved_groups(last))
-        if self._is_evaluated(last) and not self.files.evaluation(last).is_file():
-            self.screen.warn(
-                "the run was killed before its last evaluation, which is missing; raise "
-                "train.iterations to go on, or evaluate final_model with grpo-eval"
-            )
-
-    def _saved_groups(self, iteration: int) -> list[ScoredGroup]:
-        groups = self.files.read_groups(iteration)
-        if groups is None:
-            raise RunUnusable(
-                f"{self.files.groups(iteration)} is missing: the run was killed before it wrote "
-                "the record of this iteration, and needs that file to write it"
-            )
-        return groups
-
-    def _is_evaluated(self, iteration: int) -> bool:
-        keys, done = self.keys, iteration + 1
-        is_due = done % keys.eval.interval == 0 or done == keys.train.iterations
-        return keys.eval.enabled and is_due
 
     def _require_fresh(self, groups: Sequence[ScoredGroup], accepted: set[PolicyVersion]) -> None:
         if not self.sampling.is_frozen:
@@ -284,33 +242,6 @@ class Job:
             position = run_step(run, position)
             run.saver.step_taken(position)
         return position
-
-    def _evaluated(
-        self,
-        runner: asyncio.Runner,
-        run: Run,
-        engines: Engines,
-        chosen: Sequence[EvaluationItems],
-        plan: SamplingPlan,
-        iteration: int | str,
-    ) -> list[EvalResult]:
-        keys, version = self.keys, engines.version()
-        results = runner.run(evaluate_all(engines.evaluation, chosen, keys.eval, plan, keys.seed))
-        is_frozen = self.sampling.is_frozen and keys.eval.backend != "local"
-        written = []
-        for result in results:
-            if not is_frozen:
-                require_fresh_evaluation(result, engines.version.accepted)
-            result = result.model_copy(update={"step": version.step})
-            save(result, self.files.evaluations)
-            run.recorder.record_evaluation(version.step, result.flat())
-            written.append(_metrics(result, version.step))
-        if written:
-            record = written[0] | {"frozen": is_frozen}
-            if len(written) > 1:
-                record |= {"tasks": written}
-            self.files.write_json(self.files.evaluation(iteration), record)
-        return results
 
     def _finish(self) -> None:
         from grpo_local.report.page import write_report
@@ -336,40 +267,10 @@ def limits_of(settings: TrainerSettings, policy: CausalLM) -> GroupLimits:
     )
 
 
-def _metrics(result: EvalResult, step: int) -> Metrics:
-    return {
-        **result.metrics,
-        "task": result.task,
-        "items": result.item_count,
-        "replicates": result.samples,
-        "temperature": result.temperature,
-        "trained_step": step,
-    }
-
-
-@dataclass
-class _Version:
-    """The version of the trainer's weights, and the names under which a server may serve them."""
-
-    position: Position
-    begun_as: PolicyVersion | None
-
-    def __call__(self) -> PolicyVersion:
-        return PolicyVersion(self.position.epoch, self.position.step)
-
-    @property
-    def accepted(self) -> set[PolicyVersion]:
-        return {self()} | ({self.begun_as} if self.begun_as else set())
-
-    def trained(self, position: Position) -> None:
-        """The weights are new ones now."""
-        self.position, self.begun_as = position, None
-
-
 @dataclass(frozen=True)
 class Engines:
     """Sample for training and for evaluation. `version`: of the trainer's weights."""
 
     training: RolloutEngine
     evaluation: RolloutEngine
-    version: _Version
+    version: HeldVersion
