@@ -155,20 +155,34 @@ def aligned(directory: Path) -> list[float]:
     return [record[key] for record in records if key in record]
 
 
+MAXENT = [
+    *("grpo.objective=maxent", "grpo.maxent_tau=0.2", "grpo.maxent_target_entropy=1.0"),
+    "grpo.maxent_tau_lr=0.5",
+]
+OBJECTIVES = {"grpo": [], "maxent": MAXENT}
+
+
+@pytest.mark.parametrize("objective", [*OBJECTIVES])
 def test_served_logprobs_are_the_trained_ones_in_mode_shared_vllm(
-    shared_server: InferenceServer, tiny_model: Path, tmp_path: Path
+    objective: str, shared_server: InferenceServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    words = [*of_server(shared_server, tiny_model), "train.iterations=3"]
+    words = [*of_server(shared_server, tiny_model), *OBJECTIVES[objective], "train.iterations=3"]
     said = run(tmp_path, *words, f"hydra.run.dir={tmp_path}/run")
     assert "weights: shared_vllm" in said
     found = aligned(tmp_path / "run")
     assert len(found) >= 3
     assert max(found) < 1e-3
+    assert_tau_moves(tmp_path / "run", objective)
 
 
+@pytest.mark.parametrize("objective", [*OBJECTIVES])
 @pytest.mark.parametrize("mode", ["none", "lora_only", "lora_restart"])
 def test_served_logprobs_are_the_trained_ones_in_modes_with_files(
-    mode: str, request: pytest.FixtureRequest, redis_url: str, tmp_path: Path
+    mode: str,
+    objective: str,
+    request: pytest.FixtureRequest,
+    redis_url: str,
+    tmp_path: Path,
 ) -> None:
     fixture = "plain" if mode == "none" else "lora"
     served: HandedOffServer = request.getfixturevalue(fixture)
@@ -177,10 +191,22 @@ def test_served_logprobs_are_the_trained_ones_in_modes_with_files(
         *of_server(served.server, served.server.model),
         *(f"sync.mode={mode}", f"++grpo.redis_url={redis_url}", "train.iterations=2"),
         *("data.task=gsm8k", f"env_server.data={_rows(tmp_path)}", "env_server.held_out=0.4"),
+        *OBJECTIVES[objective],
         f"hydra.run.dir={tmp_path}/run",
     )
     assert f"weights: {mode}" in said
     assert len(aligned(tmp_path / "run")) >= 2
+    assert_tau_moves(tmp_path / "run", objective)
+
+
+def assert_tau_moves(directory: Path, objective: str) -> None:
+    """Towards the entropy that it is driven to."""
+    first, *_, last = train_records(RunFiles(directory))
+    if objective == "maxent":
+        is_below = first["maxent_weights_entropy"] < 1.0
+        assert (last["maxent_tau"] > first["maxent_tau"]) == is_below
+    else:
+        assert "maxent_tau" not in last
 
 
 def _rows(directory: Path) -> Path:

@@ -20,7 +20,7 @@ SCRIPT_KEYS: tuple[Key, ...] = (
     ruled("dataset_train_split", str, "train", f"{_ROWS}: their split"),
     ruled("dataset_test_split", str, "test", "rows of evaluation, if `dataset_name` has the split"),
     refused("dataset_streaming", bool, False, "rows are read once, at the start"),
-    idle("ignore_bias_buffers", bool, False, "one rank trains"),
+    idle("ignore_bias_buffers", bool, False, "ranks exchange sums in the trainer's own way"),
     ruled(
         "dataset_mixture",
         dict[str, Any] | None,
