@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["run_offline_grpo.py"])
     monkeypatch.setattr(loop, "run_offline", scored)
+    # These would last beyond a test.
+    monkeypatch.setattr(command, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(command, "share_cores", lambda: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
 def test_eighteen_jobs_of_which_some_fail(
