@@ -104,7 +104,9 @@ def said(stack: Stack, script: str, *arguments: str) -> tuple[str, int]:
 
 
 def is_running_again(container: dict[str, Any]) -> bool:
-    return container["RestartCount"] == 1 and bool(container["State"]["Running"])
+    """Docker calls a container running while it restarts it, too."""
+    state = container["State"]
+    return container["RestartCount"] == 1 and state["Running"] and not state["Restarting"]
 
 
 def test_every_container_that_ended_badly_is_explained(endings: Stack) -> None:
