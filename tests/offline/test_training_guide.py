@@ -176,7 +176,10 @@ def test_a_signal_to_bash_leaves_no_process(
     repository: Path, variables: dict[str, str], number: signal.Signals
 ) -> None:
     launcher = subprocess.Popen(
-        ["bash", "training.sh"], cwd=repository, env=variables, start_new_session=True
+        ["env", "--default-signal=INT", "bash", "training.sh"],  # a caller may ignore SIGINT
+        cwd=repository,
+        env=variables,
+        start_new_session=True,
     )
     wait_for_training(repository)
 
