@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,12 @@ def test_a_run_goes_on_with_its_keys_but_for_those_that_are_given(tmp_path: Path
 def test_a_directory_without_a_run_cannot_be_resumed() -> None:
     with pytest.raises(RunUnusable, match="name the directory of a run"):
         keys_of_job({"checkpoint": {"resume": "/no/run"}}, [])
+
+
+def test_the_name_of_a_run_reaches_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_NAME", "before")
+    keys_of_job({"logging": {"wandb": {"run_name": "mine"}}}, [])
+    assert os.environ["WANDB_NAME"] == "mine"
 
 
 def test_an_invalid_value_is_named_with_its_key() -> None:

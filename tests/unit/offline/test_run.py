@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_env.inference.server import NoGenerateRoute
 from grpo_offline import closing, evaluating, loop
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.backends.local import LocalGeneration
@@ -30,6 +31,7 @@ from grpo_offline.run_files import RunFiles
 from grpo_offline.screen import Screen
 from grpo_offline.translate import trainer_command
 from grpo_trainer.train import open_run, run_step
+from tests.unit.env.http_stub import stub_server
 from tests.unit.offline.conftest import MakeKeys
 
 PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
@@ -247,6 +249,18 @@ def test_an_evaluation_on_a_server_that_gets_no_weights_is_caught(
     monkeypatch.setattr(evaluating, "evaluate_all", of_another_server)
     with pytest.raises(StaleServer, match=r"eval\.base_url is a server that gets no new weights"):
         run(make_keys(train={"iterations": 1}), tmp_path)
+
+
+def test_an_evaluation_may_ask_another_server_than_the_rollouts(
+    make_keys: MakeKeys, tmp_path: Path
+) -> None:
+    """It is asked, and its answer, that it has no such route, ends the run."""
+    routes = {"GET /health": lambda _: (200, {}), "POST /generate": lambda _: (404, {})}
+    with stub_server(routes) as stub:  # type: ignore[arg-type]
+        place = {"backend": "vllm_server", "base_url": stub.url}
+        with pytest.raises(NoGenerateRoute):
+            run(make_keys(train={"iterations": 1}, eval=place), tmp_path)
+        assert stub.bodies("POST /generate")
 
 
 def test_the_seed_of_an_evaluation_decides_its_answers(make_keys: MakeKeys, tmp_path: Path) -> None:
