@@ -60,11 +60,10 @@ class Sharded:
         parts = DTensor.from_local(part, self.mesh, [Shard(0)], shape=shape, stride=stride)
         return parts.full_tensor().cpu()
 
-    def own(self, name: str, whole: Tensor) -> Tensor:
+    def own(self, whole: Tensor) -> Tensor:
         """This rank's part of a tensor of the optimizer."""
         if not whole.dim():
             return whole
-        del name
         parts = whole.chunk(self.ranks.count)
         return parts[self.ranks.index] if self.ranks.index < len(parts) else whole[:0]
 

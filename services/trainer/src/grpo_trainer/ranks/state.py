@@ -80,15 +80,15 @@ class RankOptimizer(MasterOptimizer):
                 path = f"{kind}/{name}"
                 if self._ranks.index == LEADER:
                     place = place.copy_(tensors[path])
-                found[path] = self._own(name, self._ranks.from_leader(place, "a checkpoint"))
+                found[path] = self._own(self._ranks.from_leader(place, "a checkpoint"))
         super().load_tensors(names, found)
 
     def _whole_like(self, name: str, master: Tensor) -> Tensor:
         shape = master.shape if self._sharded is None else self._sharded.shape(name)
         return torch.empty(shape, dtype=master.dtype, device=master.device)
 
-    def _own(self, name: str, whole: Tensor) -> Tensor:
-        return whole if self._sharded is None else self._sharded.own(name, whole)
+    def _own(self, whole: Tensor) -> Tensor:
+        return whole if self._sharded is None else self._sharded.own(whole)
 
 
 def name_of(path: str) -> str:
