@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,20 +37,24 @@ IGNORE_INDEX = -100
 
 
 def ensure_tiny_model(directory: Path | None = None, recipe: Recipe | None = None) -> Path:
-    """Return the tiny model's directory; creates the model on first use.
-
-    Several processes may call it at once: each writes to a temporary directory and renames it, and
-    the first one wins.
-    """
+    """Return the tiny model's directory; creates the model on first use."""
     recipe = recipe or Recipe()
     kind = "tiny-qwen2-tools" if recipe.tools else "tiny-qwen2"
     target = directory or default_cache_directory() / f"{kind}-{recipe.digest()}"
+    return ensure_directory(target, lambda staging: make_tiny_model(staging, recipe))
+
+
+def ensure_directory(target: Path, make: Callable[[Path], None]) -> Path:
+    """Return `target`; on first use, `make` fills a temporary directory, which is then renamed.
+
+    Several processes may call it at once: the first one wins.
+    """
     if (target / "config.json").exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        make_tiny_model(staging, recipe)
+        make(staging)
         staging.rename(target)
     except OSError:
         if not (target / "config.json").exists():
