@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from grpo_core.settings import CommandSettings, CommaSeparated, Shown
-from grpo_core.weights.directory_checks import LORA_RANKS, SERVED_WEIGHTS
+from grpo_core.weights.directory_checks import LORA_RANKS, SERVED_WEIGHTS, without_head
 
 ModeName = Literal["shared_vllm", "lora_only", "lora_restart", "none"]
 
@@ -93,6 +93,7 @@ class ModeOptions(CommandSettings):
     )
     lora_target_modules: Annotated[
         CommaSeparated[str] | None,
+        AfterValidator(without_head),
         Shown(default="q_proj,v_proj; with the tiny model every linear layer"),
     ] = Field(
         None,

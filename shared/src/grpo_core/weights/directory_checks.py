@@ -20,6 +20,10 @@ SERVED_WEIGHTS = "served_weights"
 """Name of the directory of weights that a server loads."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts as --max-lora-rank."""
+HEAD = "lm_head"
+"""vLLM takes the logits of prompt tokens for those of sampled tokens, if their layer has an
+adapter. The first request for prompt logprobs, by which the trainer checks what is served, then
+ends a CPU engine. Seen in vLLM 0.32."""
 MODEL_CONFIG, MODEL_WEIGHTS_GLOB = "config.json", "*.safetensors"
 
 
@@ -110,27 +114,59 @@ def _readable(path: Path | str) -> Iterator[None]:
         raise UnusableWeights(f"cannot read {path}: {error}") from error
 
 
-def adapter_rank(directory: Path) -> int:
-    """The adapter's rank: the largest `r` of its modules.
-
-    Raises:
-        UnusableWeights: its configuration is invalid.
-    """
-    try:
-        config: Any = json.loads((directory / ADAPTER_CONFIG).read_text())
-        return max(int(r) for r in [config["r"], *(config.get("rank_pattern") or {}).values()])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UnusableWeights(
-            f"{directory / ADAPTER_CONFIG} is not a LoRA configuration: {error!r}"
-        ) from error
+def without_head(modules: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """Returns the names of the modules with an adapter. Raises `ValueError` if one is the head."""
+    if any(name.rpartition(".")[2] == HEAD for name in modules or ()):
+        raise ValueError(
+            f"vLLM serves no adapter on {HEAD} together with the prompt logprobs that check it; "
+            "name other modules"
+        )
+    return modules
 
 
-def require_rank(directory: Path, max_rank: int) -> None:
-    """Raises `UnusableWeights` if the adapter's rank is higher than the engine accepts."""
-    rank = adapter_rank(directory)
+def require_servable_adapter(directory: Path, max_rank: int) -> None:
+    """Raises `UnusableWeights` if the adapter's rank is higher than the engine accepts, or if the
+    adapter changes the head."""
+    config = _adapter_config(directory)
+    rank = _rank(config, directory)
     if rank > max_rank:
         raise UnusableWeights(
             f"{directory}: the adapter has rank {rank}, but the server accepts at most "
             f"{max_rank}; train with a lower --lora-r, or start the server with "
             f"--max-lora-rank {rank} or more"
         )
+    targets = config.get("target_modules")
+    try:
+        without_head(tuple(targets) if isinstance(targets, list) else None)
+    except ValueError as error:
+        raise UnusableWeights(f"{directory}: {error}") from None
+
+
+def adapter_rank(directory: Path) -> int:
+    """The adapter's rank: the largest `r` of its modules.
+
+    Raises:
+        UnusableWeights: its configuration is invalid.
+    """
+    return _rank(_adapter_config(directory), directory)
+
+
+def _adapter_config(directory: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((directory / ADAPTER_CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise _no_adapter_config(directory, error) from error
+    if not isinstance(config, dict):
+        raise _no_adapter_config(directory, "not a JSON object")
+    return config
+
+
+def _rank(config: dict[str, Any], directory: Path) -> int:
+    try:
+        return max(int(r) for r in [config["r"], *(config.get("rank_pattern") or {}).values()])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _no_adapter_config(directory, error) from error
+
+
+def _no_adapter_config(directory: Path, why: object) -> UnusableWeights:
+    return UnusableWeights(f"{directory / ADAPTER_CONFIG} is not a LoRA configuration: {why!r}")

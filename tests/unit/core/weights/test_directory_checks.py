@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from grpo_core.weights.directory_checks import (
     adapter_rank,
     check_weights,
     directory_digest,
-    require_rank,
+    require_servable_adapter,
 )
 from grpo_core.weights.ref import WeightKind, WeightRef
 
@@ -92,12 +93,19 @@ def test_other_bytes_than_announced_are_refused(adapter: Path) -> None:
 
 def test_the_rank_is_the_largest_of_all_modules(adapter: Path) -> None:
     assert adapter_rank(adapter) == 24
-    require_rank(adapter, 24)
+    require_servable_adapter(adapter, 24)
     with pytest.raises(UnusableWeights, match=r"rank 24, .* at most 16; .* --max-lora-rank 24"):
-        require_rank(adapter, 16)
+        require_servable_adapter(adapter, 16)
 
 
-@pytest.mark.parametrize("text", ["{", '{"r": null}'])
+def test_an_adapter_on_the_head_is_refused(adapter: Path) -> None:
+    config = {"r": 8, "target_modules": ["q_proj", "lm_head"]}
+    (adapter / ADAPTER_CONFIG).write_text(json.dumps(config))
+    with pytest.raises(UnusableWeights, match=r"no adapter on lm_head .*; name other modules"):
+        require_servable_adapter(adapter, 8)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"r": null}'])
 def test_a_configuration_that_is_none_is_refused(adapter: Path, text: str) -> None:
     (adapter / ADAPTER_CONFIG).write_text(text)
     with pytest.raises(UnusableWeights, match="is not a LoRA configuration"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator
 
 from grpo_core.redis.keys import default_run_id
 from grpo_core.redis.url import LOCAL_REDIS, RedisUrl
@@ -21,6 +21,7 @@ from grpo_core.settings import (
     flag_for,
 )
 from grpo_core.settings.machine import cannot_listen, missing_model, not_writable
+from grpo_core.weights.directory_checks import without_head
 from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
 from grpo_local.service_options import SERVER, TRAINER
 from grpo_local.settings.with_services import WithServiceOptions
@@ -84,12 +85,12 @@ class RunSettings(WithServiceOptions, ModeOptions):
         ge=1,
         description="Steps between two restarts of the engine, in mode lora_restart or mode none",
     )
-    lora_target_modules: Annotated[CommaSeparated[str] | None, Shown(default="q_proj,v_proj")] = (
-        Field(
-            None,
-            min_length=1,
-            description="Names of the modules that get an adapter, separated by commas",
-        )
+    lora_target_modules: Annotated[
+        CommaSeparated[str] | None, AfterValidator(without_head), Shown(default="q_proj,v_proj")
+    ] = Field(
+        None,
+        min_length=1,
+        description="Names of the modules that get an adapter, separated by commas",
     )
     redis_url: Annotated[RedisUrl, Shown(default=LOCAL_REDIS)] = Field(
         SecretStr(LOCAL_REDIS),

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from grpo_core.settings import CommaSeparated, HttpUrl, Shown
-from grpo_core.weights.directory_checks import SERVED_WEIGHTS
+from grpo_core.weights.directory_checks import SERVED_WEIGHTS, without_head
 
 ModeName = Literal["shared_vllm", "lora_only", "lora_restart", "none"]
 
@@ -115,7 +115,7 @@ class LoraSettings(ModeOptions):
     lora_dropout: float = Field(
         0.0, ge=0, lt=1, description="Dropout probability of the adapter's input during training"
     )
-    lora_target_modules: CommaSeparated[str] = Field(
+    lora_target_modules: Annotated[CommaSeparated[str], AfterValidator(without_head)] = Field(
         ("q_proj", "v_proj"),
         min_length=1,
         description="Names of the modules that get an adapter, separated by commas or spaces",

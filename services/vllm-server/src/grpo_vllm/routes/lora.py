@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from grpo_core.weights.directory_checks import inside, require_complete, require_rank
+from grpo_core.weights.directory_checks import inside, require_complete, require_servable_adapter
 from grpo_core.weights.ref import WeightKind
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.routes.errors import ErrorHandlingRoute, NotOffered
@@ -62,7 +62,7 @@ class AdapterControl:
         switch = self.switch()
         directory = inside(request.adapter_path, self.weights_dir)
         require_complete(WeightKind.ADAPTER, directory)
-        require_rank(directory, self.max_rank)
+        require_servable_adapter(directory, self.max_rank)
         served = self.bridge.version
         version = request.policy_version or served.next_epoch()
         if version < served:

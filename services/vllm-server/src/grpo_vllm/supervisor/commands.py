@@ -8,7 +8,11 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from grpo_core.weights.directory_checks import UnusableWeights, check_weights, require_rank
+from grpo_core.weights.directory_checks import (
+    UnusableWeights,
+    check_weights,
+    require_servable_adapter,
+)
 from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.supervisor_protocol import (
     Action,
@@ -150,7 +154,7 @@ async def planned(command: Command, settings: ServerSettings, served: WeightRef)
     # In a thread, because reading a large checkpoint takes seconds.
     directory = await asyncio.to_thread(check_weights, command.weights, settings.loads_from)
     if command.action is not Action.RESTART_WITH_CHECKPOINT:
-        require_rank(directory, settings.max_lora_rank)
+        require_servable_adapter(directory, settings.max_lora_rank)
     return command.weights.model_copy(update={"path": directory})
 
 

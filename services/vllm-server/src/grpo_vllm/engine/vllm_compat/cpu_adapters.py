@@ -1,0 +1,144 @@
+"""Computes LoRA adapters on a CPU: y += scale · (x Aᵀ) Bᵀ for the rows of each adapter.
+
+It replaces vLLM's `PunicaWrapperCPU` (0.32), which has three faults:
+
+- It copies A and B once for each row of the batch, which takes most of the time of a decoding pass.
+- While sequences are decoded, rows without an adapter get the adapter in the last slot.
+- It applies the rows of the sampled tokens to the logits of prompt tokens: one request for
+  `prompt_logprobs` in a pass with sampling requests ends the engine with "einsum(): subscript b
+  has size …". Models with `embedding_modules`, such as Llama, are affected. See `add_lora_logits`.
+
+Legend: T rows (tokens) of a pass, r rank, S slots for adapters.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.utils.torch_utils import direct_register_custom_op
+
+__all__ = ["CpuAdapters"]
+
+
+class CpuAdapters(PunicaWrapperCPU):  # type: ignore[misc]
+    """Keeps, for the current pass, the rows sorted by slot. The tensors keep their place in memory,
+    because compiled code holds them.
+
+    `_rows`: [T] int64, row numbers: first those without an adapter, then those of each slot
+    `_ends`: [S + 1] int64, where in `_rows` each of these parts ends
+    """
+
+    def __init__(self, max_num_batched_tokens: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(max_num_batched_tokens, *args, **kwargs)
+        self._rows = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
+        self._ends = torch.zeros(kwargs["lora_config"].max_loras + 1, dtype=torch.int64)
+
+    def update_metadata(
+        self,
+        mapping: Any,
+        lora_index_to_id: list[int | None],
+        max_loras: int,
+        vocab_size: int,
+        **kwargs: Any,
+    ) -> None:
+        super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
+        slots = self.token_lora_indices  # [T], -1 without an adapter
+        self._rows[: len(slots)] = slots.argsort(stable=True)
+        self._ends.copy_(torch.bincount(slots + 1, minlength=len(self._ends)).cumsum(0))
+
+    def add_lora_linear(
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **kwargs: Any,
+    ) -> None:
+        """Args:
+        y: [T, sum(output_slices)], changed in place
+        x: [T, in]
+        lora_a_stacked: for each slice [S, 1, r, in]
+        lora_b_stacked: for each slice [S, 1, out, r]
+        """
+        del kwargs
+        torch.ops.vllm.grpo_add_adapters(
+            y.view(-1, y.shape[-1]),
+            x.view(-1, x.shape[-1]),
+            list(lora_a_stacked),
+            list(lora_b_stacked),
+            list(output_slices),
+            scale,
+            self._rows,
+            self._ends,
+        )
+
+    def add_lora_logits(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: adapters on `lm_head` are refused when they are loaded. The rows are those of
+        sampled or of prompt tokens, and nothing says of which."""
+
+
+def _add_adapters(
+    y: Tensor,
+    x: Tensor,
+    a_stacked: list[Tensor],
+    b_stacked: list[Tensor],
+    output_slices: list[int],
+    scale: float,
+    rows: Tensor,
+    ends: Tensor,
+) -> None:
+    for slot, (start, end) in enumerate(pairwise(ends.tolist())):
+        if start == end:
+            continue
+        if end - start == len(x):
+            _add_adapter(y, x, slot, a_stacked, b_stacked, output_slices, scale)
+            continue
+        own = rows[start:end]
+        part = y[own]
+        _add_adapter(part, x[own], slot, a_stacked, b_stacked, output_slices, scale)
+        y[own] = part
+
+
+def _add_adapter(
+    y: Tensor,
+    x: Tensor,
+    slot: int,
+    a_stacked: list[Tensor],
+    b_stacked: list[Tensor],
+    output_slices: list[int],
+    scale: float,
+) -> None:
+    """y += scale · (x Aᵀ) Bᵀ with the adapter of one slot, in the data type of the model."""
+    start = 0
+    for a, b, size in zip(a_stacked, b_stacked, output_slices, strict=True):
+        low = x @ a[slot, 0].T  # [T, r]
+        y[:, start : start + size].addmm_(low, b[slot, 0].T, alpha=scale)
+        start += size
+
+
+def _no_adapters(
+    y: Tensor,
+    x: Tensor,
+    a_stacked: list[Tensor],
+    b_stacked: list[Tensor],
+    output_slices: list[int],
+    scale: float,
+    rows: Tensor,
+    ends: Tensor,
+) -> None:
+    """For the compiler, which only needs the shapes."""
+
+
+direct_register_custom_op(
+    "grpo_add_adapters",
+    _add_adapters,
+    mutates_args=["y"],
+    fake_impl=_no_adapters,
+    dispatch_key="CPU",
+)

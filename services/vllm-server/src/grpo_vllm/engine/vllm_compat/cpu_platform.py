@@ -1,0 +1,16 @@
+"""vLLM's CPU platform, with the class that computes adapters replaced.
+
+`grpo_vllm.engine.platform_plugin` offers it to vLLM.
+"""
+
+from __future__ import annotations
+
+from vllm.platforms.cpu import CpuPlatform
+
+ADAPTERS = "grpo_vllm.engine.vllm_compat.cpu_adapters.CpuAdapters"
+
+
+class CpuPlatformWithAdapters(CpuPlatform):  # type: ignore[misc]
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return ADAPTERS
