@@ -43,8 +43,10 @@ _EVERYWHERE: dict[str, list[str]] = {
     ],
     "vllm.config:ModelConfig": [
         *("quantization", "use_mla", "get_num_experts", "enable_sleep_mode"),
-        "enable_cumem_allocator",
+        *("enable_cumem_allocator", "is_moe", "get_head_size"),
     ],
+    "vllm.model_executor.model_loader.utils": ["get_model_architecture(model_config)"],
+    "vllm.model_executor.models.interfaces": ["supports_lora"],
     "vllm.config:ParallelConfig": [
         *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
         *("prefill_context_parallel_size", "enable_expert_parallel", "worker_extension_cls"),
@@ -117,7 +119,23 @@ _SINCE_0_32 = {
     "vllm.outputs:CompletionOutput": ["weight_versions"],
     "vllm.exceptions": ["VLLMClientError"],
 }
-_ON_CPU = {"vllm.v1.worker.cpu_worker": [""]}
+_ON_CPU = {
+    "vllm.v1.worker.cpu_worker": [""],
+    # adapters, computed by a class that the platform names
+    "vllm.platforms": ["cpu_platform_plugin", " ~ PLATFORM_PLUGINS_GROUP"],
+    "vllm.platforms.cpu:CpuPlatform": ["get_punica_wrapper"],
+    "vllm.lora.punica_wrapper.punica_selector": [
+        "get_punica_wrapper ~ current_platform.get_punica_wrapper()"
+    ],
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU": [
+        "update_metadata(mapping, lora_index_to_id, max_loras, vocab_size)",
+        *("token_lora_indices", "add_lora_logits"),
+        "add_lora_linear(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices)",
+    ],
+    "vllm.lora.model_manager": [" ~ lora_config=self.lora_config,"],
+    "vllm.utils.torch_utils": ["direct_register_custom_op(op_name, op_func, mutates_args)"],
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": ["get_supported_head_sizes"],
+}
 _ON_CUDA = {
     "vllm.platforms.cuda:NvmlCudaPlatform": ["get_device_capability ~ pynvml"],
 }

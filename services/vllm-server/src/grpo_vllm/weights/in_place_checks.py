@@ -54,7 +54,7 @@ def _of_the_model(facts: LayoutFacts) -> Iterator[str]:
     if facts.experts:
         yield (
             f"mixture of experts ({facts.experts}): the server rearranges the experts' weights for "
-            f"its kernels; {OTHER_MODES}"
+            "its kernels; use --mode none, or on a GPU lora_only"
         )
     if facts.draft is not None:
         yield (

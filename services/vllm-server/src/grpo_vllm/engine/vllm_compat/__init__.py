@@ -32,6 +32,11 @@ application), `layers` (model loading, weight layout) or `requests` (types). We 
 11. the cached properties of model classes: `VLLM_CACHE_ROOT`/modelinfos
 12. counters: `vllm:generation_tokens_total` in prometheus_client's registry;
     `cache_config.block_size`
+13. adapters on a CPU: the entry points `vllm.platform_plugins`, `cpu_platform_plugin`,
+    `CpuPlatform.get_punica_wrapper`, `PunicaWrapperCPU` with `update_metadata`,
+    `token_lora_indices`, `add_lora_linear` and `add_lora_logits`, `direct_register_custom_op`
+14. refusals before a start: `get_model_architecture`, `supports_lora`, `ModelConfig.is_moe` and
+    `get_head_size`, `CPUAttentionBackend.get_supported_head_sizes`
 
 Written for 0.24 (CUDA, from its source) and 0.32 (CPU, tested).
 `tests/inference/test_vllm_internals.py` checks that each of these still exists.

@@ -1,6 +1,6 @@
 """vLLM's CPU platform, with the class that computes adapters replaced.
 
-`grpo_vllm.engine.platform_plugin` offers it to vLLM.
+`grpo_vllm.engine.vllm_compat.platform_plugin` offers it to vLLM.
 """
 
 from __future__ import annotations

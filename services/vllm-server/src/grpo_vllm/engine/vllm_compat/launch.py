@@ -91,7 +91,10 @@ async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
     usage = UsageContext.OPENAI_API_SERVER
     given = AsyncEngineArgs.from_cli_args(arguments)
     config = given.create_engine_config(usage_context=usage)
+    if config.lora_config is not None:
+        refuse_adapters(config.model_config)
     if current_platform.is_cpu():
+        refuse_head_size(config.model_config.get_head_size())
         # create_engine_config set "spawn", which would import all of vLLM again in each process.
         os.environ[START_METHOD] = "fork"
     engine = AsyncLLM.from_vllm_config(
@@ -175,6 +178,47 @@ def refuse_parallel_engines(arguments: argparse.Namespace) -> None:
     if several:
         raise SystemExit(
             f"vllm-api-server: --share-weights supports one worker; remove {', '.join(several)}"
+        )
+
+
+def refuse_adapters(model_config: Any) -> None:
+    """Refuse --enable-lora for a model that vLLM cannot serve with an adapter.
+
+    Raises:
+        SystemExit: status 2, with the reason.
+    """
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+    from vllm.model_executor.models.interfaces import supports_lora
+
+    model_class, name = get_model_architecture(model_config)
+    problem = None
+    if not supports_lora(model_class):
+        problem = f"vLLM cannot serve a model of class {name} with an adapter"
+    elif model_config.is_moe and current_platform.is_cpu():
+        problem = "on a CPU, vLLM cannot serve a mixture of experts with an adapter"
+    if problem is not None:
+        raise SystemExit(
+            f"vllm-api-server: --enable-lora: {problem}; choose another model, or a mode that "
+            "trains all weights: none or, for a dense model, shared_vllm"
+        )
+
+
+def refuse_head_size(size: int) -> None:
+    """Refuse a model whose attention vLLM's CPU build cannot compute. vLLM starts with it, and ends
+    at the first request.
+
+    Args: size: of one attention head
+
+    Raises:
+        SystemExit: status 2, with the sizes that it computes.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:
+        raise SystemExit(
+            f"vllm-api-server: the model's attention heads have size {size}, and vLLM's CPU build "
+            f"computes only {', '.join(map(str, sizes))}; choose another model, or use a GPU"
         )
 
 
