@@ -51,8 +51,9 @@ class StandIn:
     def becomes(self, **changes: Any) -> None:
         """Return once Redis has the new status."""
         self.says = self.says.model_copy(update=changes)
-        key, state = status_key(self.run_id), self.says.state
-        wait_for(lambda: self.redis.hget(key, "state"), lambda found: found == state)
+        key, expected = status_key(self.run_id), self.says.on_the_wire()
+        del expected["time"]
+        wait_for(lambda: self.redis.hgetall(key), lambda found: expected.items() <= found.items())
 
     def answer(self, command: Command, state: OutcomeState, **fields: str) -> None:
         written = Outcome(state=state, **fields).on_the_wire()

@@ -30,6 +30,7 @@ GrpoError (grpo_core)
     ├── MovedParameters     parameters are no longer in the memory shared with the server
     ├── TornWeights         the server may hold part of an update of an earlier trainer
     ├── LostServer          the server stopped and did not come back in time
+    ├── EngineCrashed       a request of the trainer crashes the server's engine
     ├── WeightsRefused      the server refuses the new weights
     ├── NotPublished        the server did not serve the new weights in time
     └── ServedWeightsDiffer the server's logprobs do not match the trainer's weights
@@ -187,6 +188,10 @@ class TornWeights(WeightSyncError):
 
 class LostServer(WeightSyncError):
     """The inference server stopped and did not return within `--server-return-deadline-s`."""
+
+
+class EngineCrashed(WeightSyncError):
+    """The server's engine crashed twice while the trainer waited for the answer to one request."""
 
 
 class WeightsRefused(WeightSyncError):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from grpo_core.weights.supervisor_protocol import SupervisorPhase, SupervisorStatus
 from grpo_trainer.telemetry.benchmark import Stopwatch, Summary, directory_bytes
 
 
@@ -77,3 +78,9 @@ def test_the_text_names_resident_memory_on_a_cpu_and_gpu_memory_on_a_gpu(tmp_pat
     assert "    Avg sync time:         0.50s (x1 syncs)\n" in str(on_cpu)
     on_gpu = str(replace(on_cpu, cuda_bytes_mean=18.88e9, peak_cuda_bytes=31_440_000_000))
     assert "    Peak GPU memory:       31.44 GB\n    Avg GPU memory:        18.88 GB\n" in on_gpu
+
+
+def test_crashes_of_the_engine_are_counted(tmp_path: Path) -> None:
+    status = SupervisorStatus(state=SupervisorPhase.SERVING, epoch=1, step=1, restarts=3, crashes=1)
+    summary = Stopwatch().summary("none", status, tmp_path)
+    assert "    Restarts:              3\n    Crashes of the engine: 1\n" in str(summary)

@@ -17,15 +17,17 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from grpo_core.clients.inference import BridgeInfo, Completion
 from grpo_core.clients.supervisor import SupervisorClient
+from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.directory_checks import check_weights
 from grpo_core.weights.ref import WeightKind
 from grpo_core.weights.supervisor_protocol import Action, Command, OutcomeState
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.errors import PolicyMismatch
+from grpo_trainer.errors import EngineCrashed, PolicyMismatch
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -57,6 +59,23 @@ class StandInServer:
         self._engine = ServedModel(_loaded(model))
         self.supervisor = StandIn(url, uuid.uuid4().hex[:8], itertools.repeat(self._take))
         self.version = PolicyVersion(0, 0)
+        self.faults: Iterator[Callable[[], None]] = iter(())
+        """What happens to the next requests, before they are answered."""
+
+    def _next_fault(self) -> None:
+        if (fault := next(self.faults, None)) is not None:
+            fault()
+
+    def crash(self) -> None:
+        """The engine ends and another one starts."""
+        self.supervisor.becomes(crashes=self.supervisor.says.crashes + 1)
+
+    def fail(self) -> None:
+        raise ServiceUnavailable("no answer")
+
+    def crash_and_fail(self) -> None:
+        self.crash()
+        self.fail()
 
     def _take(self, supervisor: StandIn, command: Command) -> None:
         if command.id == IGNORED:
@@ -89,9 +108,11 @@ class StandInServer:
         return (self.mounted / probe).exists()
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        self._next_fault()
         return self._engine.served_logprobs(token_ids)
 
     def sample(self, prompt_token_ids: list[int], max_tokens: int, **_: Any) -> Completion:
+        self._next_fault()
         return self._engine.sample(prompt_token_ids, max_tokens)
 
     def close(self) -> None:
@@ -280,3 +301,53 @@ def test_a_server_of_another_mode_or_run_is_refused(
         sync.supervisor.deadline_s = 0.0  # time for Redis and the server to report the same version
         with pytest.raises(PolicyMismatch, match=told):
             sync.load_policy()
+
+
+CRASHED = "engine.crashed_during_check"
+FIRST_REQUEST = {
+    "none": "the logprobs of 32 tokens",
+    "lora_only": "1 sampled tokens after a prompt",
+}
+"""Of a publication. With an adapter, the cache is filled before it is published."""
+
+
+@pytest.mark.parametrize("mode", FIRST_REQUEST)
+def test_a_request_that_crashes_the_engine_twice_ends_the_run(mode: str, bench: NewBench) -> None:
+    rig = bench(mode)
+    with rig.trainer() as sync:
+        optimizer = begun(sync)
+        rig.server.faults = itertools.repeat(rig.server.crash_and_fail)
+        told = rf"crashed 2 times while the trainer waited for {FIRST_REQUEST[mode]}.*vllm-server"
+        with pytest.raises(EngineCrashed, match=told):
+            take_steps(sync, optimizer, range(1))
+        assert rig.server.supervisor.says.crashes == 2
+
+
+@pytest.mark.parametrize("fault", ["crash_and_fail", "crash"])
+def test_an_engine_that_is_killed_once_during_a_request_is_logged(
+    fault: str, bench: NewBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client repeats a lost request by itself, so that the crash may not be seen as a failure.
+    A request that waits for a slow start still gets its second chance."""
+    monkeypatch.setattr(file_sync, "PROBE_DEADLINE_S", 0.0)
+    rig = bench("none")
+    with rig.trainer() as sync:
+        optimizer = begun(sync)
+        rig.server.crash()  # of an earlier engine: it does not count
+        rig.server.faults = iter([getattr(rig.server, fault)])
+        with capture_logs() as logs:
+            assert take_steps(sync, optimizer, range(1)) == [True]
+    crashes = [event["request"] for event in logs if event["event"] == CRASHED]
+    assert crashes == ["the logprobs of 32 tokens"]
+
+
+def test_a_server_that_serves_without_an_answer_is_unavailable(
+    bench: NewBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_sync, "PROBE_DEADLINE_S", 0.0)
+    rig = bench("none")
+    with rig.trainer() as sync:
+        optimizer = begun(sync)
+        rig.server.faults = itertools.repeat(rig.server.fail)
+        with pytest.raises(ServiceUnavailable, match="no answer"):
+            take_steps(sync, optimizer, range(1))

@@ -15,8 +15,9 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.errors import TornWeights
+from grpo_trainer.errors import EngineCrashed, TornWeights
 from grpo_trainer.weight_sync.build import build_weight_sync
+from grpo_trainer.weight_sync.shared_memory import shared_vllm
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import (
     SharedVllm,
     _opened_after,
@@ -139,3 +140,32 @@ def test_no_request_is_repeated_to_a_server_whose_weight_socket_has_closed() -> 
         with pytest.raises(ServiceUnavailable, match="has ended"):
             sync._write(OURS)
         assert [name for name, _ in server.seen] == ["POST /bridge/pause", "POST /bridge/resume"]
+
+
+@pytest.mark.parametrize("crashes", [1, 2])
+def test_a_check_that_crashes_the_engine_twice_ends_the_run(
+    crashes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_vllm, "RETURN_POLL_S", 0.0)
+    held, left = LostAttachment(), crashes
+
+    def prompt_logprobs(_tokens: list[int]) -> list[float]:
+        nonlocal left
+        if not left:
+            return [-1.0]
+        left, held.ended = left - 1, True
+        raise ServiceUnavailable("it has ended")
+
+    def reattach(_why: str) -> None:
+        held.ended = False
+
+    with BridgeClient("http://127.0.0.1:1") as bridge:
+        sync: Any = SharedVllm(bridge, "model")
+        sync._server._attachment = held
+        sync._reattach, sync._publish = reattach, lambda _step: OURS
+        sync._bridge = SimpleNamespace(prompt_logprobs=prompt_logprobs)
+        if crashes == 1:
+            assert sync.served_logprobs([3, 4]) == [-1.0]
+        else:
+            with pytest.raises(EngineCrashed, match=r"2 times .* the logprobs of 2 tokens"):
+                sync.served_logprobs([3, 4])

@@ -45,6 +45,7 @@ class Summary:
     model_bytes: int | None  # of final_model/ on disk
     adapter_bytes: int | None  # of final_adapter/ on disk
     restarts: int | None  # engine starts after the first
+    crashes: int | None  # of engines that served; restarts after them were not planned
     dropped_requests: int | None  # requests that drains aborted
     generation_tokens: int | None  # tokens that the server sampled
     reward_first: float | None  # mean reward of the first step
@@ -107,6 +108,7 @@ class Summary:
             "",
             "  INFERENCE SERVER:",
             f"    Restarts:              {self.restarts}",
+            f"    Crashes of the engine: {self.crashes}",
             f"    Dropped requests:      {self.dropped_requests}",
             f"    Generated tokens:      {self.generation_tokens}",
         ]
@@ -156,6 +158,7 @@ class Stopwatch:
             model_bytes=directory_bytes(save_path / FINAL_MODEL),
             adapter_bytes=directory_bytes(save_path / FINAL_ADAPTER),
             restarts=server.restarts if server else None,
+            crashes=server.crashes if server else None,
             dropped_requests=server.dropped_requests if server else None,
             generation_tokens=server.generation_tokens if server else None,
             reward_first=self._rewards[0] if self._rewards else None,

@@ -32,6 +32,7 @@ from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, Bound
 from grpo_trainer.verify.publication import ProbeLengths, PublicationCheck
 from grpo_trainer.weight_sync.base import Published
+from grpo_trainer.weight_sync.crash_watch import CrashWatch
 from grpo_trainer.weight_sync.files.server_monitor import POLL_S, ServerMonitor
 from grpo_trainer.weight_sync.files.supervisor_commands import Publisher
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
@@ -136,6 +137,7 @@ class FileSync:
             WeightsRefused, NotPublished, LostServer: the server serves the previous weights, or
                 none.
             ServedWeightsDiffer: the server reports the new weights but does not serve them.
+            EngineCrashed: a request of the check crashes the engine.
         """
         started = time.monotonic()
         grad_norm = optimizer.step(step)
@@ -159,15 +161,19 @@ class FileSync:
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         """Raises `ServiceUnavailable` if a server that reports "serving" does not answer for 30 s,
-        and the errors of `recover_server`."""
-        return self._while_serving(lambda: self.bridge.prompt_logprobs(token_ids))
+        `EngineCrashed` if the request crashes the engine, and the errors of `recover_server`."""
+        return self._while_serving(
+            f"the logprobs of {len(token_ids)} tokens",
+            lambda: self.bridge.prompt_logprobs(token_ids),
+        )
 
     def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
         """Raises the errors of `served_logprobs`."""
         return self._while_serving(
+            f"{max_tokens} sampled tokens after a prompt of {len(prompt_token_ids)} tokens",
             lambda: self.bridge.sample(
                 prompt_token_ids, max_tokens=max_tokens, temperature=1.0, ignore_eos=True
-            )
+            ),
         )
 
     def close(self) -> None:
@@ -257,19 +263,29 @@ class FileSync:
         finally:
             probe.unlink()
 
-    def _while_serving(self, ask: Callable[[], T]) -> T:
+    def _while_serving(self, request: str, ask: Callable[[], T]) -> T:
         """Retry until the server answers. The time during which the server is down does not
-        count."""
-        deadline = Deadline(PROBE_DEADLINE_S)
+        count.
+
+        The client of `ask` retries too, so the engine may also have crashed if `ask` succeeds.
+        """
+        deadline, watch = Deadline(PROBE_DEADLINE_S), CrashWatch(request)
+        crashes_before = self.monitor.await_serving().crashes
         while True:
             try:
-                return ask()
+                answer = ask()
             except ServiceUnavailable:
-                if deadline.has_passed:
+                with deadline.suspended():
+                    crashes = self.monitor.await_serving().crashes
+                if watch.note(crashes - crashes_before):
+                    deadline = Deadline(PROBE_DEADLINE_S)  # `ask` waited for the new engine
+                elif deadline.has_passed:
                     raise
-            with deadline.suspended():
-                self.monitor.await_serving()
-            time.sleep(POLL_S)
+                time.sleep(POLL_S)
+            else:
+                if (status := self.monitor.status()) is not None:
+                    watch.note(status.crashes - crashes_before)
+                return answer
 
 
 def _require_server(url: str, info: BridgeInfo, kind: WeightKind, run_id: str) -> None:

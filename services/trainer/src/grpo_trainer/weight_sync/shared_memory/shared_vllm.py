@@ -26,6 +26,7 @@ from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Bound
 from grpo_trainer.weight_sync.base import Published
+from grpo_trainer.weight_sync.crash_watch import CrashWatch
 from grpo_trainer.weight_sync.shared_memory.attachment import (
     RETURN_DEADLINE_S,
     RETURN_POLL_S,
@@ -167,16 +168,22 @@ class SharedVllm:
             self._publish(self._version.step)
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Raises `ServiceUnavailable` if a running server does not answer for 30 s."""
+        """Raises `ServiceUnavailable` if a running server does not answer for 30 s, and
+        `EngineCrashed` if the request crashes the engine."""
         deadline = Deadline(PROBE_DEADLINE_S)
+        watch, crashes = CrashWatch(f"the logprobs of {len(token_ids)} tokens"), 0
+        self.recover_server()
         while True:
-            self.recover_server()
             try:
                 return self._bridge.prompt_logprobs(token_ids)
             except ServiceUnavailable:
                 if deadline.has_passed and not self._server.attachment.is_lost():
                     raise
-                time.sleep(RETURN_POLL_S)
+            time.sleep(RETURN_POLL_S)
+            if self._server.attachment.is_lost():
+                crashes += 1
+                watch.note(crashes)
+            self.recover_server()
 
     def close(self) -> None:
         self._server.close()
