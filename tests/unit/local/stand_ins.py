@@ -84,7 +84,9 @@ while not pathlib.Path(os.environ["STAND_IN_PIDS"], "engine").exists():
 
 import redis
 from grpo_core.weights.supervisor_protocol import SupervisorStatus, status_key
-status = SupervisorStatus(state="serving", epoch=1, step=1, restarts=2, generation_tokens=5000)
+status = SupervisorStatus(
+    state="serving", epoch=1, step=1, restarts=5, crashes=3, generation_tokens=5000
+)
 with redis.Redis.from_url(os.environ["REDIS_URL"]) as client:
     client.hset(status_key(option("--run-id")), mapping=status.on_the_wire())
 

@@ -25,5 +25,9 @@ def test_the_limit_of_a_model_is_read_from_its_configuration(
     assert longest_sequence(str(tmp_path)) == limit
 
 
+def test_the_limit_of_smollm2_is_known_before_it_is_made() -> None:
+    assert longest_sequence("smollm2") == 8192
+
+
 def test_a_model_without_a_configuration_has_no_known_limit(tmp_path: Path) -> None:
     assert longest_sequence(str(tmp_path)) is None

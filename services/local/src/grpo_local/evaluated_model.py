@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_core.settings.machine import missing_model
+from grpo_core.settings.smollm2 import SMOLLM2, unusable_model
 from grpo_core.weights.directory_checks import (
     ADAPTER_CONFIG,
     LORA_RANKS,
@@ -34,20 +34,20 @@ class EvaluatedModel:
 
 def evaluated_model(name: str, base_model: str | None = None) -> EvaluatedModel:
     """Args:
-        name: a directory of a model or of an adapter, or an id on the Hugging Face hub
+        name: a directory of a model or of an adapter, an id on the Hugging Face hub, or SMOLLM2
         base_model: of an adapter; None: as its configuration names it
 
     Raises:
         UnusableWeights: the model, the adapter or its base model cannot be served.
     """
     directory = Path(name)
-    if not (directory / ADAPTER_CONFIG).is_file():
-        if problem := missing_model(name):
+    if name == SMOLLM2 or not (directory / ADAPTER_CONFIG).is_file():
+        if problem := unusable_model(name):
             raise UnusableWeights(problem)
         return EvaluatedModel(name, name)
     require_complete(WeightKind.ADAPTER, directory)
     served = base_model or _base_model_of(directory)
-    if problem := missing_model(served):
+    if problem := unusable_model(served):
         raise UnusableWeights(f"the base model of {name}: {problem}; pass --base-model")
     return EvaluatedModel(name, served, directory.resolve())
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from grpo_core.settings.smollm2 import SMOLLM2
+
 _LIMITS = ("max_position_embeddings", "n_positions")
+_LIMIT_OF_SMOLLM2 = 8192
+"""Options are checked before it is made."""
 MAX_MODEL_LEN = 4096
 """The default of --max-model-len, unless the model allows less."""
 
@@ -18,8 +22,10 @@ def longest_sequence(model: str) -> int | None:
     """The model's limit, in tokens; None if its configuration names none, or cannot be read.
 
     Args:
-        model: a directory or an id on the Hugging Face hub
+        model: a directory, an id on the Hugging Face hub, or SMOLLM2
     """
+    if model == SMOLLM2:
+        return _LIMIT_OF_SMOLLM2
     try:
         config = json.loads(_config_file(model).read_text(encoding="utf-8"))
     except (OSError, ValueError):

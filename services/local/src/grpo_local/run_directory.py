@@ -52,6 +52,10 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
+    def server_log(self) -> Path:
+        return self.logs / "vllm-server.log"
+
+    @property
     def redis(self) -> Path:
         return self.path / "redis"
 

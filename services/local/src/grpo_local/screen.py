@@ -12,7 +12,8 @@ EXIT_FAILED = 1
 
 
 class Screen:
-    """Writes facts to stdout and failures to stderr. Lines are not wrapped and hold no markup."""
+    """Writes facts to stdout, and warnings and failures to stderr. Lines are not wrapped and hold
+    no markup."""
 
     def __init__(self, out: Console | None = None, err: Console | None = None) -> None:
         self._out = out or Console()
@@ -29,6 +30,10 @@ class Screen:
     def lines(self, texts: Iterable[str], style: str | None = None) -> None:
         for text in texts:
             self.line(text, style)
+
+    def warning(self, text: str) -> None:
+        """One line about a fault that did not end the command."""
+        _write(self._err, f"warning: {text}", "bold yellow")
 
     def failure(self, text: str) -> None:
         """The first line tells what happened, the others give context."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,14 @@ from grpo_core.rollouts.files import ROLLOUTS
 from grpo_core.security.bearer_token import plain
 from grpo_core.settings import without_secrets
 from grpo_core.settings.machine import does_not_answer
+from grpo_core.settings.smollm2 import SMOLLM2
 from grpo_local.defaults import name_of_task
 from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
-from grpo_local.process.stack import Service
+from grpo_local.process.stack import Service, Stack, start_on_screen
 from grpo_local.run_directory import RUNS, RunDirectory
+from grpo_local.screen import Screen
 from grpo_local.service_options import ENV, MODULES, SERVER, TRAINER, service_words
 from grpo_local.settings import DemoSettings
 from grpo_local.settings.demo import TINY_MODEL
@@ -32,7 +35,7 @@ NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """Without it the first request takes seconds, since vLLM compiles one function in eager mode too.
 """
 LONGEST_SOCKET_PATH = 107  # bytes: sun_path of unix(7) without its final zero
-TINY_MODEL_PATH_FILE = "tiny-model-path"
+MODEL_PATH_FILE = "model-path"
 
 
 class SocketPathTooLong(GrpoError):
@@ -47,17 +50,11 @@ class ServiceFactory:
     run: RunDirectory
     probe: HealthProbe
 
-    def tiny_model(self, path_file: Path) -> Service:
-        """A job that writes the path of the tiny model into `path_file`."""
-        return Service(
-            name="model",
-            role="makes the tiny model, or finds it in the cache",
-            command=module("grpo_tiny_model", "--path-file", path_file),
-            healthy=lambda: False,  # it is done when it has ended
-            deadline_s=self.settings.model_deadline_s,
-            environment=child_environment(threads=2 * self.settings.compute_threads),
-            may_finish=True,
-        )
+    def model_job(self, path_file: Path) -> Service:
+        """See `model_job`; only for a model that this project makes."""
+        settings = self.settings
+        threads = 2 * settings.compute_threads
+        return model_job(settings.model, path_file, threads, settings.model_deadline_s)
 
     def redis(self, port: int) -> Service:
         return Service(
@@ -232,6 +229,39 @@ def inference_server(
         | (NO_COMPILER if settings.starts_eager else {})
         | variables,
     )
+
+
+def model_job(model: str | None, path_file: Path, threads: int, deadline_s: float) -> Service:
+    """A job that makes a model, and writes the path of its directory into `path_file`.
+
+    Args:
+        model: SMOLLM2; None: the tiny model
+    """
+    flags = [] if model is None else [f"--{SMOLLM2}"]
+    named = "the tiny model" if model is None else f"{SMOLLM2}, which takes 25 s,"
+    return Service(
+        name="model",
+        role=f"makes {named} or finds it in the cache",
+        command=module("grpo_tiny_model", *flags, "--path-file", path_file),
+        healthy=lambda: False,  # it is done when it has ended
+        deadline_s=deadline_s,
+        environment=child_environment(threads),
+        may_finish=True,
+    )
+
+
+def make_smollm2(stack: Stack, screen: Screen, deadline_s: float) -> str:
+    """The model's directory.
+
+    Raises:
+        ProcessFailed: the model could not be made, or not within the deadline.
+        StopRequested: a stop signal arrived.
+    """
+    with tempfile.TemporaryDirectory(prefix="grpo-") as temporary:
+        path_file = Path(temporary) / MODEL_PATH_FILE
+        job = model_job(SMOLLM2, path_file, os.cpu_count() or 1, deadline_s)
+        start_on_screen(stack, [job], screen)
+        return path_file.read_text().strip()
 
 
 def command_lines(settings: DemoSettings) -> list[str]:

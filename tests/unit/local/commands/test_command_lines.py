@@ -166,6 +166,19 @@ def test_a_run_with_secrets_is_resumed_with_secrets(
     resumed("--resume", str(stopped_run.path), *secrets)
 
 
+def test_a_run_of_smollm2_has_the_sizes_of_a_pretrained_model_and_is_resumed_with_it(
+    stopped_run: RunDirectory,
+) -> None:
+    first = load_settings(DemoSettings, ["--steps", "6", "--model", "smollm2"], at_start=True)
+    pretrained = load_settings(DemoSettings, ["--steps", "6", "--model", "owner/name"])
+    tiny = load_settings(DemoSettings, ["--steps", "6"])
+    assert first.sizes == pretrained.sizes != tiny.sizes
+    stopped_run.write_config(resolved_yaml(first.command, first.resolved()))
+    assert "\nmodel: smollm2\n" in stopped_run.config.read_text()
+    again = resumed("--resume", str(stopped_run.path))
+    assert (again.model, again.sizes) == ("smollm2", first.sizes)
+
+
 def test_a_command_without_options_is_a_new_run() -> None:
     assert with_config_of_resumed_run([], {}) == []
 

@@ -56,7 +56,7 @@ def facts() -> RunFacts:
         summary=summarise(records, total_s=60.0, training_s=40.0),
         benchmark=Benchmark(publishes=20, **BENCHMARK),
         server=SupervisorStatus(
-            state="serving", epoch=1, step=1, restarts=2, generation_tokens=5000
+            state="serving", epoch=1, step=1, restarts=2, crashes=1, generation_tokens=5000
         ),
         peak_bytes={"vllm-server": 100 * MIB},
     )
@@ -127,6 +127,7 @@ def test_the_table_has_a_column_per_mode_with_what_it_took(comparing: Comparing)
         "reward, last tenth of the steps": ["0.975"] * 2,
         "all weight sync (s)": ["1.0"] * 2,
         "generated tokens per second": ["125"] * 2,
+        "engine crashes": ["1"] * 2,
         "dropped requests": ["0"] * 2,
         "a publication, mean (s)": ["0.25"] * 2,
         "peak memory, server (MiB)": ["100"] * 2,

@@ -28,6 +28,7 @@ from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.settings import DemoSettings
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
 from tests.support.wait import wait_for
+from tests.unit.core.rollouts.page.test_page_data import data_of
 from tests.unit.local.records import metrics_line
 from tests.unit.local.shown import Shown
 from tests.unit.local.stand_ins import write_stand_ins
@@ -120,7 +121,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 def test_every_service_starts_and_ends_and_leaves_its_log(finished: Finished) -> None:
-    assert (finished.status, finished.err) == (0, "")
+    assert finished.status == 0
     ready = [line.split()[0] for line in finished.out.splitlines() if " ready after " in line]
     assert ready == ["redis", "model", *SERVICES[1:]]
     assert {path.stem for path in finished.run.logs.iterdir()} == {"model", *SERVICES}
@@ -139,6 +140,18 @@ def test_every_step_is_shown_and_summed_up(finished: Finished) -> None:
     assert (finished.run.path / "reward.png").stat().st_size > 5_000
 
 
+def test_crashes_of_the_engine_are_shown_and_three_warn(finished: Finished) -> None:
+    log = Path("runs") / finished.run.path.name / "logs" / "vllm-server.log"
+    assert (
+        "weights:  25 publications, 5 engine restarts, 3 of them not planned (the engine crashed), "
+        "0 dropped requests"
+    ) in finished.out.splitlines()
+    expected = f"the engine crashed 3 times; read the lines before engine.crashed in {log}"
+    assert finished.err == f"warning: {expected}\n"
+    content = data_of(finished.run.report)["content"]
+    assert ["Engine", "crashed 3 times; see logs/vllm-server.log"] in content["facts"]
+
+
 def test_evaluations_are_shown(finished: Finished) -> None:
     lines = [line.strip() for line in finished.out.splitlines()]
     shown = [line for line in lines if line.startswith("evaluation of arithmetic")]
@@ -155,7 +168,7 @@ def test_other_programs_can_read_what_the_run_took(finished: Finished) -> None:
     assert facts.benchmark is not None
     assert facts.server is not None
     assert facts.benchmark.publishes == 25
-    assert (facts.server.restarts, facts.server.dropped_requests) == (2, 0)
+    assert (facts.server.restarts, facts.server.dropped_requests) == (5, 0)
     assert facts.server.generation_tokens == 5000
     assert set(facts.peak_bytes) >= set(SERVICES[:-1])
     assert len(MetricsFile(finished.run.metrics).read_new()) == 25

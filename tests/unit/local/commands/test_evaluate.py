@@ -88,6 +88,12 @@ if task != "silent":
     save(result, pathlib.Path(option("--eval-output")))
 """
 
+SMOLLM2 = """
+import pathlib, sys
+assert sys.argv[1:3] == ["--smollm2", "--path-file"]
+pathlib.Path(sys.argv[3]).write_text("made")
+"""
+
 
 @dataclass
 class Evaluation:
@@ -126,7 +132,8 @@ def make_adapter(path: Path, base: Path | None, rank: int = 12) -> Path:
 
 @pytest.fixture
 def evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluation:
-    for name, code in (("grpo_vllm", SERVER), ("grpo_env", ENVIRONMENT)):
+    modules = {"grpo_vllm": SERVER, "grpo_env": ENVIRONMENT, "grpo_tiny_model": SMOLLM2}
+    for name, code in modules.items():
         package = tmp_path / "stand-ins" / name
         package.mkdir(parents=True)
         (package / "__init__.py").touch()
@@ -191,6 +198,25 @@ def test_an_adapter_and_its_base_model_share_one_server(evaluation: Evaluation) 
     base, trained = read_summaries(Path("eval.jsonl"))
     assert base.model == f"{Path('plain').resolve()} (base)"
     assert (trained.model, trained.samples, trained.temperature) == ("run/trained", 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "served"),
+    [
+        ("--model smollm2", ["made"]),
+        ("--model plain --baseline smollm2", ["made", "plain"]),
+        ("--model trained --base-model smollm2 --baseline base", ["made"]),
+    ],
+)
+def test_smollm2_is_made_before_it_is_evaluated(
+    evaluation: Evaluation, words: str, served: list[str]
+) -> None:
+    make_model(Path("made"))
+    make_adapter(Path("trained"), None)
+    assert evaluation.run(*words.split(), "--task", "arithmetic") == 0
+    assert "model       ready after" in evaluation.shown.out
+    lines = evaluation.log("vllm-server")
+    assert [line.split()[1] for line in lines if "--model" in line] == served
 
 
 def test_without_a_task_the_options_of_the_run_apply(

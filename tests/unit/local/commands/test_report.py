@@ -75,6 +75,10 @@ def test_rollouts_of_a_trainers_save_path_are_found(tmp_path: Path) -> None:
             {"metrics.jsonl": metrics_line(1), "config.yaml": "a: ["},
             "ProtocolViolation): {run}/config.yaml is no YAML",
         ),
+        (
+            {"metrics.jsonl": metrics_line(1), "summary.json": "{}"},
+            "ProtocolViolation): {run}/summary.json has missing or invalid fields: mode, ",
+        ),
     ],
 )
 def test_a_failure_names_the_file(tmp_path: Path, files: dict[str, str], problem: str) -> None:

@@ -50,6 +50,12 @@ if does.startswith("SIG"):
     time.sleep(600)
 """
 
+SMOLLM2 = """
+import pathlib, sys
+assert sys.argv[1:3] == ["--smollm2", "--path-file"]
+pathlib.Path(sys.argv[3]).write_text("m")
+"""
+
 
 @dataclass
 class Together:
@@ -71,7 +77,8 @@ class Together:
 
 @pytest.fixture
 def together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Together:
-    for name, code in (("grpo_vllm", SERVER), ("grpo_trainer", TRAINER)):
+    modules = {"grpo_vllm": SERVER, "grpo_trainer": TRAINER, "grpo_tiny_model": SMOLLM2}
+    for name, code in modules.items():
         module = tmp_path / "stand-ins" / name
         module.mkdir(parents=True)
         (module / "__init__.py").touch()
@@ -104,6 +111,13 @@ def test_server_and_trainer_start_with_what_the_mode_needs_and_both_end(together
     assert "--dtype float32 --gpu-memory-utilization 0.45 --max-model-len 4096" in served
     assert "--dtype float32" in trained
     assert trained.splitlines()[0] in together.shown.out
+
+
+def test_smollm2_is_made_before_server_and_trainer_start(together: Together) -> None:
+    assert (together.run("--model", "smollm2"), together.shown.err) == (0, "")
+    assert "model       ready after" in together.shown.out
+    for name in ("vllm-server", "trainer"):
+        assert together.said(name).startswith("--model m ")
 
 
 def test_the_exit_status_is_the_trainers_and_its_last_words_are_shown(together: Together) -> None:

@@ -14,6 +14,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.process.managed import ManagedProcess, ProcessFailed
 from grpo_core.security.bearer_token import plain
 from grpo_core.settings import resolved_yaml
+from grpo_core.settings.smollm2 import SMOLLM2
 from grpo_local.defaults import Sizes
 from grpo_local.modes import HandOff, Mode
 from grpo_local.process.health import HealthProbe
@@ -41,7 +42,7 @@ from grpo_local.report.summary import (
 from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.screen import Screen
 from grpo_local.services import (
-    TINY_MODEL_PATH_FILE,
+    MODEL_PATH_FILE,
     ServiceFactory,
     redis_url,
     weights_socket_path,
@@ -139,11 +140,6 @@ def _train_and_report(
 
         title = f"GRPO on {' and '.join(settings.task)}, seed {settings.seed}"
         draw_reward_curve(records, title, run.reward_plot)
-    if settings.report:
-        with screen.activity("writing the page with the rollouts"):
-            from grpo_local.report.page import write_report
-
-            write_report(run)
     benchmark = run.checkpoints / "benchmark.json"
     facts = RunFacts(
         mode=settings.mode,
@@ -154,11 +150,18 @@ def _train_and_report(
         peak_bytes=memory.peak_bytes,
     )
     run.summary.write_text(facts.model_dump_json(indent=2) + "\n")
+    if settings.report:  # the page shows facts of the summary
+        with screen.activity("writing the page with the rollouts"):
+            from grpo_local.report.page import write_report
+
+            write_report(run)
     screen.line("")
     lifts = [lift_text(*lift) for lift in evaluations.lifts()]
     screen.lines(summary_lines(facts.summary, facts.publication, lifts), "bold")
     more = f"{_command()} --resume {run.path} --steps {2 * settings.sizes.steps}"
     screen.lines(closing_lines(run, settings.weight_mode, more, settings.report))
+    if warning := facts.crash_warning(run.server_log):
+        screen.warning(warning)
 
 
 def opening_lines(settings: DemoSettings, run: RunDirectory, done: int) -> list[str]:
@@ -196,10 +199,10 @@ def start_services(
     redis_port, api_port, vllm_port = free_port(), free_port(), free_port()
     hand_off = settings.hand_off(redis_url(redis_port), run, weights_socket)
     hand_off.make_directories()
-    path_file = run.path / TINY_MODEL_PATH_FILE
-    jobs = [factory.tiny_model(path_file)] if settings.model is None else []
+    path_file = run.path / MODEL_PATH_FILE
+    jobs = [factory.model_job(path_file)] if settings.model in (None, SMOLLM2) else []
     start_on_screen(stack, [factory.redis(redis_port), *jobs], screen)
-    model = settings.model or path_file.read_text().strip()
+    model = path_file.read_text().strip() if jobs else str(settings.model)
     services = [
         factory.run_api(api_port, redis_port),
         factory.vllm_server(vllm_port, model, hand_off),

@@ -15,6 +15,7 @@ from grpo_core.evaluation.results import EvalResult
 from grpo_core.evaluation.table import comparison_lines, table_lines
 from grpo_core.process.managed import describe_exit
 from grpo_core.security.bearer_token import plain
+from grpo_core.settings.smollm2 import SMOLLM2
 from grpo_local.evaluated_model import EvaluatedModel, adapter_flags, by_server
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
@@ -23,12 +24,14 @@ from grpo_local.process.stack import Service, Stack, start_on_screen
 from grpo_local.report.summary import counted
 from grpo_local.screen import Screen
 from grpo_local.service_options import ENV, MODULES, service_words
-from grpo_local.services import child_environment, inference_server, module, url
+from grpo_local.services import child_environment, inference_server, make_smollm2, module, url
 from grpo_local.settings import EvalSettings
 
 ADAPTER_DEADLINE_S = 300.0
 BASELINE = "baseline"
 LOGS = "logs"
+MODELS = ("model", "baseline", "base_model")
+"""Options that name a model."""
 MAKES_ITS_DATA = frozenset({"arithmetic"})
 """Tasks without a data set. The default of other tasks may be on the hub."""
 _PROG = "env-server: "
@@ -46,6 +49,7 @@ def evaluate_models(settings: EvalSettings, screen: Screen) -> int:
     """Returns the exit status: 0, 1 after a failure, 128 + n after signal n."""
     with StopRequest() as stop_request:
         try:
+            settings = _with_smollm2_made(settings, screen, stop_request)
             model, baseline = settings.evaluated(), settings.compared_with()
             models = [baseline, model] if baseline else [model]
             results: Results = {}
@@ -62,6 +66,18 @@ def evaluate_models(settings: EvalSettings, screen: Screen) -> int:
         except GrpoError as error:
             return screen.failed(error)
     return 0
+
+
+def _with_smollm2_made(
+    settings: EvalSettings, screen: Screen, stop_request: StopRequest
+) -> EvalSettings:
+    """With the model's directory in place of the word."""
+    names = [name for name in MODELS if getattr(settings, name) == SMOLLM2]
+    if not names:
+        return settings
+    with Stack(settings.output.with_suffix("") / LOGS, stop_request) as stack:
+        directory = make_smollm2(stack, screen, settings.server_deadline_s)
+    return settings.model_copy(update=dict.fromkeys(names, directory))
 
 
 def _evaluated(

@@ -10,6 +10,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.process.managed import ManagedProcess, ProcessFailed
 from grpo_core.redis.server import LocalRedis
 from grpo_core.settings.machine import state_directory
+from grpo_core.settings.smollm2 import SMOLLM2
 from grpo_core.weights import bridge_config
 from grpo_local.model_config import default_max_model_len
 from grpo_local.modes import HandOff
@@ -19,7 +20,7 @@ from grpo_local.process.stack import Service, Stack, start_on_screen
 from grpo_local.report.metrics_file import GrowingFile
 from grpo_local.screen import EXIT_FAILED, Screen
 from grpo_local.service_options import MODULES, SERVER, TRAINER, service_words
-from grpo_local.services import module, weights_socket_path
+from grpo_local.services import make_smollm2, module, weights_socket_path
 from grpo_local.settings import RunSettings
 
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
@@ -40,6 +41,9 @@ def run_together(settings: RunSettings, screen: Screen) -> int:
                 weights_socket_path(Path(temporary)), settings.log_dir / bridge_config.FILE_NAME
             )
             hand_off.make_directories()
+            if settings.model == SMOLLM2:
+                model = make_smollm2(stack, screen, settings.server_deadline_s)
+                settings = settings.model_copy(update={"model": model})
             if settings.may_start_redis:
                 resources.enter_context(LocalRedis(state_directory() / "redis"))
             start_on_screen(stack, [server_of(settings, hand_off, probe)], screen)

@@ -103,6 +103,7 @@ ROWS = (
     Row("generated tokens per second", lambda f: _generated_per_s(f), ".0f"),
     Row("publications", lambda f: f.benchmark.publishes if f.benchmark else None, "d"),
     Row("engine restarts", lambda f: f.server.restarts if f.server else None, "d"),
+    Row("engine crashes", lambda f: f.server.crashes if f.server else None, "d"),
     Row("dropped requests", lambda f: f.server.dropped_requests if f.server else None, "d"),
     Row("reward, first tenth of the steps", lambda f: f.summary.first_reward, ".3f"),
     Row("reward, last tenth of the steps", lambda f: f.summary.last_reward, ".3f"),

@@ -16,7 +16,7 @@ from grpo_core.rollouts.page.curves import PART, REWARD, TITLES, Point
 from grpo_core.rollouts.record import RolloutRecord
 from grpo_local.report.evaluations import Evaluations
 from grpo_local.report.metrics_file import metric_curves
-from grpo_local.report.summary import tenth_of
+from grpo_local.report.summary import RunFacts, counted, read_record, tenth_of
 from grpo_local.run_directory import RunDirectory
 
 
@@ -30,7 +30,8 @@ def write_report(run: RunDirectory, output: Path | None = None) -> Path:
 
     Raises:
         NothingToReport: the run has neither metrics nor rollouts.
-        ProtocolViolation: a line of the metrics is no JSON object, or the configuration no YAML.
+        ProtocolViolation: a line of the metrics is no JSON object, the configuration no YAML, or
+            the summary incomplete.
         ResultsUnusable: a line of the evaluations breaks its contract.
         BrokenRollouts: a file of rollouts, or their tokenizer, cannot be read.
         OSError: the page could not be written.
@@ -100,8 +101,16 @@ def _facts(
         "Steps": max((step for step, _ in curves.get(REWARD, ())), default=None),
         "Reward": _change(rewards) if rewards else None,
         **{name[0].upper() + name[1:]: value for name, value in evaluations.facts.items()},
+        "Engine": _crashes(run),
     }
     return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def _crashes(run: RunDirectory) -> str | None:
+    """None if the engine did not crash, or if the run has no summary yet."""
+    crashes = read_record(RunFacts, run.summary).crashes if run.summary.is_file() else 0
+    log = run.server_log.relative_to(run.path)
+    return f"crashed {counted(crashes, 'time')}; see {log}" if crashes else None
 
 
 def _change(rewards: Sequence[float]) -> str:

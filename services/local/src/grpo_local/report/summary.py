@@ -18,6 +18,8 @@ from grpo_local.run_directory import RunDirectory
 
 Model = TypeVar("Model", bound=BaseModel)
 
+CRASHES_WITHOUT_WARNING = 2
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -96,15 +98,31 @@ class RunFacts(BaseModel):
     """Highest memory of each service, its child processes included."""
 
     @property
+    def crashes(self) -> int:
+        """How often the engine crashed; 0 if the server did not report it."""
+        return self.server.crashes if self.server else 0
+
+    @property
     def publication(self) -> str:
         """How often weights were published, and what that cost, in one line."""
         publishes = self.benchmark.publishes if self.benchmark else None
         published = "" if publishes is None else f"{counted(publishes, 'publication')}, "
         if self.server is None:
             return f"{published}number of engine restarts not reported"
+        restarts = max(self.server.restarts, self.crashes)  # a restart counts later than its crash
         return (
-            f"{published}{counted(self.server.restarts, 'engine restart')}, "
-            f"{counted(self.server.dropped_requests, 'dropped request')}"
+            f"{published}{counted(restarts, 'engine restart')}, "
+            + (f"{self.crashes} of them not planned (the engine crashed), " if self.crashes else "")
+            + counted(self.server.dropped_requests, "dropped request")
+        )
+
+    def crash_warning(self, log: Path) -> str | None:
+        """The line to show if the engine crashed often. `log`: of the server."""
+        if self.crashes <= CRASHES_WITHOUT_WARNING:
+            return None
+        return (
+            f"the engine crashed {counted(self.crashes, 'time')}; "
+            f"read the lines before engine.crashed in {log}"
         )
 
 

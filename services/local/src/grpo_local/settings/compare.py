@@ -46,6 +46,7 @@ class CompareSettings(CommandSettings):
         ),
         aliases={"training-steps": "steps"},
         passes_on="run_options",
+        others=frozenset({"model"}),
     )
 
     modes: Annotated[CommaSeparated[ModeName], AfterValidator(each_once)] = Field(

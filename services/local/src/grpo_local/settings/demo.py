@@ -13,13 +13,14 @@ from pydantic import AfterValidator, Field, SecretStr, field_validator
 from grpo_core.redis.keys import is_run_id
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import Command, CommaSeparated, Mistake, Shown
-from grpo_core.settings.machine import missing_directory, missing_model, not_writable
+from grpo_core.settings.machine import missing_directory, not_writable
+from grpo_core.settings.smollm2 import unusable_model
 from grpo_core.weights import bridge_config
 from grpo_local.defaults import BY_TASK, SIZE_NAMES, Sizes, name_of_task, sizes_for
 from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
 from grpo_local.run_directory import RUNS, RunDirectory, unusable
 from grpo_local.service_options import ENV, SERVER, SERVICES, TRAINER, mistakes_in
-from grpo_local.settings.fields import each_once
+from grpo_local.settings.fields import HUB_OR_SMOLLM2, each_once
 from grpo_local.settings.server import ServerOptions
 
 TINY_MODEL = "tiny-model"
@@ -96,7 +97,7 @@ class DemoSettings(ServerOptions, ModeOptions):
     }
 
     model: Annotated[str | None, Shown(default="a tiny model, made on first use")] = Field(
-        None, min_length=1, description="Model: a directory or an id on the Hugging Face hub"
+        None, min_length=1, description=f"Model: a directory, {HUB_OR_SMOLLM2}"
     )
     run_dir: Annotated[Path | None, Shown(default="runs/<UTC time>-<seed>")] = Field(
         None, description="New or empty directory for the files of the run"
@@ -184,7 +185,7 @@ class DemoSettings(ServerOptions, ModeOptions):
         description="The run fails if no training step ends within this number of seconds",
     )
     model_deadline_s: float = Field(
-        600.0, gt=0, description="Without --model: seconds to wait until the tiny model is made"
+        600.0, gt=0, description="Seconds to wait until the tiny model or smollm2 is made"
     )
     server_deadline_s: Annotated[float | None, Shown(default="600; with --model: 1800")] = Field(
         None, gt=0, description="Seconds to wait for the inference server to start"
@@ -294,7 +295,7 @@ class DemoSettings(ServerOptions, ModeOptions):
             )
 
     def _machine_mistakes(self) -> Iterator[Mistake]:
-        if self.model is not None and (problem := missing_model(self.model)):
+        if self.model is not None and (problem := unusable_model(self.model)):
             yield Mistake("model", problem)
         is_file = self.data is not None and Path(self.data).expanduser().is_file()
         if self.data and not is_file and (problem := missing_directory(self.data)):

@@ -23,7 +23,7 @@ from grpo_local.evaluated_model import (
 )
 from grpo_local.model_config import default_max_model_len
 from grpo_local.service_options import ENV, SERVER, mistakes_in
-from grpo_local.settings.fields import each_once
+from grpo_local.settings.fields import HUB_OR_SMOLLM2, each_once
 from grpo_local.settings.options_of_run import add_options_of_run, config_of_run
 from grpo_local.settings.server import ServerOptions
 
@@ -89,8 +89,8 @@ class EvalSettings(ServerOptions):
 
     model: str = Field(
         min_length=1,
-        description="Model to evaluate: the directory of a model or of a LoRA adapter, or an id on "
-        "the Hugging Face hub",
+        description="Model to evaluate: the directory of a model or of a LoRA adapter, "
+        f"{HUB_OR_SMOLLM2}",
     )
     baseline: str | None = Field(
         None,

@@ -20,10 +20,12 @@ from grpo_core.settings import (
     Shown,
     flag_for,
 )
-from grpo_core.settings.machine import cannot_listen, missing_model, not_writable
+from grpo_core.settings.machine import cannot_listen, not_writable
+from grpo_core.settings.smollm2 import unusable_model
 from grpo_core.weights.directory_checks import without_head
 from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
 from grpo_local.service_options import SERVER, TRAINER
+from grpo_local.settings.fields import HUB_OR_SMOLLM2
 from grpo_local.settings.with_services import WithServiceOptions
 
 LOOPBACK = "127.0.0.1"
@@ -77,9 +79,7 @@ class RunSettings(WithServiceOptions, ModeOptions):
     services: ClassVar[tuple[str, ...]] = (TRAINER, SERVER)
     default_service: ClassVar[str | None] = TRAINER
 
-    model: str = Field(
-        min_length=1, description="Model: a directory or an id on the Hugging Face hub"
-    )
+    model: str = Field(min_length=1, description=f"Model: a directory, {HUB_OR_SMOLLM2}")
     vllm_restart_interval: int = Field(
         3,
         ge=1,
@@ -171,7 +171,7 @@ class RunSettings(WithServiceOptions, ModeOptions):
         yield from super().mistakes()
 
     def _machine_mistakes(self) -> Iterator[Mistake]:
-        if problem := missing_model(self.model):
+        if problem := unusable_model(self.model):
             yield Mistake("model", problem)
         for name, path in (("save_path", self.save_path), ("log_dir", self.log_dir)):
             if problem := not_writable(path):
