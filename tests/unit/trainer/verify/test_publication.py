@@ -119,7 +119,7 @@ def test_the_published_weights_pass_with_the_distance_that_they_moved(run: Run) 
 def test_an_update_below_the_tolerance_of_its_data_type_is_missed_if_absent(
     served: str, model: str
 ) -> None:
-    """In bfloat16 the noise is 0.003 and the tolerance 0.05; these updates move the logprobs by
+    """In bfloat16 the noise is 0.003 and the tolerance 0.02; these updates move the logprobs by
     0.021 and 0.012."""
     torch.manual_seed(1)
     run = Run.of(TrainedWeights(model).load(torch.bfloat16).eval(), lr=0.0015)
@@ -131,8 +131,8 @@ def test_an_update_below_the_tolerance_of_its_data_type_is_missed_if_absent(
     assert 0.003 < run.check.require(VERSION, "After step 3").moved < 0.05
 
 
-NOISE = 1.8e-3
-"""In float32 the tolerance without noise is 1e-3."""
+NOISE = 3.6e-4
+"""In float32 the tolerance without noise is 2e-4."""
 
 
 def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_found(
@@ -144,7 +144,7 @@ def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_fo
     server = ServedModel(copy.deepcopy(policy), PolicyVersion(1, 0), noise=NOISE)
     check = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
     probe = AlignmentProbe(policy)
-    assert check.require(PolicyVersion(1, 0), "At the start").mean == pytest.approx(NOISE, rel=0.01)
+    assert check.require(PolicyVersion(1, 0), "At the start").mean == pytest.approx(NOISE, rel=0.05)
     probe.require(server.served_logprobs, "Before the first step")
 
     move(policy, optimizer, 0)
@@ -164,13 +164,13 @@ def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_fo
         lambda: check.require(VERSION, "After step 1"),
         lambda: require_alignment(beyond, probe.bound.value, "After step 1"),
     ):
-        with pytest.raises(ServedWeightsDiffer, match=r"tolerance 0\.0072"):
+        with pytest.raises(ServedWeightsDiffer, match=r"tolerance 0\.0014"):
             refused()
 
 
 def test_more_than_noise_before_any_update_is_refused(model: str) -> None:
     policy = TrainedWeights(model).load(torch.float32).eval()
-    server = ServedModel(policy, PolicyVersion(1, 0), noise=2.1e-3)
+    server = ServedModel(policy, PolicyVersion(1, 0), noise=4.2e-4)
     with pytest.raises(ServedWeightsDiffer, match="not started with the trainer's --model"):
         PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256)).require(
             PolicyVersion(1, 0), "At the start"

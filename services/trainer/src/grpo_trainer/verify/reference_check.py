@@ -23,12 +23,13 @@ class ReferenceCheck:
         vocabulary = int(reference.model.config.vocab_size)
         self._tokens = probe_tokens(vocabulary, PROBE_TOKENS)
         self._first = self._logprobs()
+        self._tolerance = tolerance_of(reference.model)
 
     def findings(self, step: int) -> Iterator[Finding]:
         if step % EVERY_STEPS:
             return
         moved = float((self._logprobs() - self._first).abs().mean())
-        if moved > tolerance_of(self._reference.model):
+        if moved > self._tolerance:
             yield Finding(
                 CheckName.REFERENCE_MOVED,
                 None,
