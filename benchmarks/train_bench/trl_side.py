@@ -56,10 +56,24 @@ def trainer(work: dict[str, Any], rows: list[dict[str, Any]], times: StepTimes) 
         model=model,
         args=config,
         train_dataset=Dataset.from_list(rows),
-        reward_funcs=reward,
+        reward_funcs=length_reward if work.get("reward") == "length" else reward,
         processing_class=tokenizer,
         callbacks=[times],
+        peft_config=adapter() if work.get("lora") else None,
     )
+
+
+def adapter() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"]
+    )
+
+
+def length_reward(completions: list[Any], **_: Any) -> list[float]:
+    """That of `length_reward.py`."""
+    return [len(completion[0]["content"]) % 8 / 8 for completion in completions]
 
 
 def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:

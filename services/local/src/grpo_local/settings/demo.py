@@ -134,10 +134,13 @@ class DemoSettings(ServerOptions, ModeOptions):
         0, ge=0, description="Random seed of the sampling, the order of the data and the training"
     )
     steps: Annotated[
-        int | None, Shown(default="250; gsm8k: 60; at most 60 in modes lora_restart and none")
+        int | None,
+        Shown(
+            default="250; gsm8k: 60; at most 60 with --model, and in modes lora_restart and none"
+        ),
     ] = Field(None, ge=1, description="Number of training steps")
-    batch_size: Annotated[int | None, Shown(default="64; gsm8k: 16")] = Field(
-        None, ge=1, description="Number of sequences in one forward pass (micro-batch)"
+    batch_size: Annotated[int | None, Shown(default="64; gsm8k: 16; with --model at most 32")] = (
+        Field(None, ge=1, description="Number of sequences in one forward pass (micro-batch)")
     )
     gradient_accumulation_steps: Annotated[int | None, Shown(default="2")] = Field(
         None, ge=1, description="Number of micro-batches in one training step"
