@@ -37,7 +37,7 @@ FLOAT32_NOISE = 1e-4
 LEARNING_STEPS = 25
 
 
-def require_healthy(run: DemoRun, steps: int, mode: str, every: int) -> None:
+def require_healthy(run: DemoRun, steps: int) -> None:
     """Every step was taken once, with exact versions, and nothing was recovered from."""
     records = run.records
     assert [record["step"] for record in records] == list(range(1, steps + 1))
@@ -49,10 +49,7 @@ def require_healthy(run: DemoRun, steps: int, mode: str, every: int) -> None:
     assert max(probes) < FLOAT32_NOISE
     served = facts_of(run)["server"]
     assert served["crashes"] == served["dropped_requests"] == 0
-    published = facts_of(run)["benchmark"]["publishes"]
-    assert published >= steps // every
-    if mode in ("lora_restart", "none"):
-        assert served["restarts"] == steps // every
+    if facts_of(run)["mode"] != "shared_vllm":  # there, the supervisor publishes nothing
         assert served["step"] == steps
     warned = [line for line in trainer_log(run).splitlines() if "[warning" in line]
     assert [line for line in warned if "server.unavailable" not in line] == []
@@ -74,7 +71,7 @@ def test_adapters_are_published_while_requests_are_sampled(tmp_path: Path) -> No
     steps = 4
     flags = ("--mode", "lora_only", "--steps", str(steps), "--max-batches-offpolicy", "2")
     run = run_demo(tmp_path / "run", *SUMS, *SMALL, *BRIEF, *flags)
-    require_healthy(run, steps, "lora_only", every=1)
+    require_healthy(run, steps)
 
 
 @pytest.mark.short
@@ -82,21 +79,21 @@ def test_the_shared_weights_of_a_pretrained_model_are_trained(tmp_path: Path) ->
     steps = 4
     flags = ("--mode", "shared_vllm", "--steps", str(steps))
     run = run_demo(tmp_path / "run", *SUMS, *SMALL, *BRIEF, *flags)
-    require_healthy(run, steps, "shared_vllm", every=1)
+    require_healthy(run, steps)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_killed_run_goes_on_and_ends_as_any_other(mode: str, tmp_path: Path) -> None:
-    every = 10 if mode in ("lora_restart", "none") else 1
     run = RunDirectory(tmp_path / "run")
     flags = (*SUMS, *SMALL, *BRIEF, "--mode", mode, "--steps", str(STEPS))
     kill_after(10, run, *flags, "--trainer.state-interval", "5")
     resumed = run_demo(run.path, option="--resume")
-    require_healthy(resumed, STEPS, mode, every=STEPS)
+    require_healthy(resumed, STEPS)
 
 
 def kill_after(steps: int, run: RunDirectory, *flags: str) -> None:
-    """Start the demo and end its trainer with SIGKILL once it has taken some steps."""
+    """Start the demo, and end it with SIGKILL once it has taken some steps. Its services end with
+    it."""
     command = [sys.executable, "-m", "grpo_local", "--run-dir", str(run.path), *flags]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as demo:
         wait_for(lambda: (run.newest_checkpoint_step() or 0) >= steps, deadline_s=DEADLINE_S)
