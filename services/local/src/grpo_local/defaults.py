@@ -17,6 +17,9 @@ a fifth of its tokens."""
 PRETRAINED_STEPS = 60
 PRETRAINED_BATCH = 32
 """With SmolLM2-135M, 64 sequences a step raise pass@1 within 25 steps on each task in examples/."""
+PRETRAINED_LORA_LR_FACTOR = 30.0
+"""With SmolLM2-135M and an adapter on q_proj and v_proj, 3e-4 learns two-digit sums as fast as 1e-5
+does with all weights."""
 STEPS_WITH_RESTARTS = 60
 """A restart takes seconds even with the tiny model, so a run has six of them."""
 RESTART_DEADLINE_S = 180.0
@@ -117,7 +120,8 @@ def sizes_for(
         sizes = _for_a_pretrained_model(sizes, tasks)
     if on_gpu:
         sizes = replace(sizes, kv_cache_mib=None)
-    sizes = replace(_for_the_mode(sizes, mode), **given)
+    lora_factor = LORA_LR_FACTOR if is_tiny else PRETRAINED_LORA_LR_FACTOR
+    sizes = replace(_for_the_mode(sizes, mode, lora_factor), **given)
     if "max_model_len" not in given:
         sizes = replace(sizes, max_model_len=max(sizes.max_model_len, sizes.seq_len))
     return sizes
@@ -145,9 +149,9 @@ def _for_a_pretrained_model(sizes: Sizes, tasks: Sequence[str]) -> Sizes:
     )
 
 
-def _for_the_mode(sizes: Sizes, mode: Mode) -> Sizes:
+def _for_the_mode(sizes: Sizes, mode: Mode, lora_factor: float) -> Sizes:
     if mode.trains_adapter:
-        sizes = replace(sizes, lr=LORA_LR_FACTOR * sizes.lr)
+        sizes = replace(sizes, lr=lora_factor * sizes.lr)
     if mode.restarts_engine:
         sizes = replace(
             sizes,

@@ -33,6 +33,16 @@ class Refused(GrpoError):
         self.status = status
         self.detail = detail
 
+    @property
+    def reason(self) -> str:
+        """`scores.1: Input should be a finite number (and 2 more)`"""
+        if isinstance(self.detail, str):
+            return self.detail
+        first, *others = self.detail
+        place = ".".join(map(str, first["loc"][1:]))  # without "body"
+        more = f" (and {len(others)} more)" if others else ""
+        return (f"{place}: " if place else "") + first["msg"] + more
+
     def __reduce__(self) -> tuple[type[Refused], tuple[int, str | list[dict[str, Any]]]]:
         """Pickled when the decoder process sends this error back to the server."""
         return Refused, (self.status, self.detail)

@@ -74,22 +74,28 @@ class RunStatus(WireModel):
     """Answer of `GET /status`. `queue_size` counts groups that belong to no batch yet.
 
     `run_uuid`: created when a run's first trainer registers, deleted by /reset_data; None if there
-    is no run.
+    is no run. `refused_groups` and `last_refusal`: as in `EnvironmentCount`.
     """
 
     current_step: int
     queue_size: int
     run_uuid: str | None = None
+    refused_groups: int = 0
+    last_refusal: str = ""
 
 
 class EnvironmentCount(WireModel):
     """Environments of a run: all that have registered, and those that are still connected.
 
-    A connected environment has not called /disconnect-env and has polled lately.
+    A connected environment has not called /disconnect-env and has polled lately. `refused_groups`:
+    groups that run-api refused with status 400, 409, 413 or 422 since the last trainer registered.
+    `last_refusal`: the reason for the last of them, in one line; "" if there is none.
     """
 
     registered: int
     connected: int
+    refused_groups: int = 0
+    last_refusal: str = ""
 
 
 class EnvironmentStatus(WireModel):

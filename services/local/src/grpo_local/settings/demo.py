@@ -148,7 +148,10 @@ class DemoSettings(ServerOptions, ModeOptions):
     group_size: int = Field(8, ge=2, description="Number of completions sampled for each prompt")
     lr: Annotated[
         float | None,
-        Shown(default="3e-4; gsm8k: 1e-4; with --model: 1e-5; six times as high with an adapter"),
+        Shown(
+            default="3e-4; gsm8k: 1e-4; six times as high with an adapter; with --model: 1e-5, "
+            "with an adapter 3e-4"
+        ),
     ] = Field(None, gt=0, description="Peak learning rate")
     warmup_steps: int = Field(
         5, ge=0, description="Steps over which the learning rate rises linearly to its peak"

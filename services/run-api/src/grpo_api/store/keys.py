@@ -23,10 +23,13 @@
                               channel with a listener while it is sent; " delivered" is appended
                               when all of it was sent
     latest             hash   id of the last queued group; acknowledged: set if its batch is
+    refusals           hash   groups: refused since the last trainer registered; last: reason for
+                              the last refusal. Releases of this layout without this key ignore it
     last_group_id      string
     resets             string number of resets; this and last_group_id survive a reset, so that a
                               batch that is being sent never mixes with groups of the next run
-    receipt:<id>       string the answer to a call that must not be carried out twice; it expires
+    receipt:<id>       string the answer to a call that must not be carried out twice; it expires.
+                              Of a refusal: the id of the trainer for which it was counted
 
     group           "id:sequences:stored_bytes@epoch.step": the version that was served when the
                     group was received; "@epoch.step" is absent if it was unknown
@@ -70,7 +73,7 @@ STATE_KEYS = (
         "leases",
         "answers",
     ),
-    "latest",
+    *("latest", "refusals"),
 )
 
 _FORMER_LAYOUTS = {

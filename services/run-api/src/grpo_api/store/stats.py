@@ -1,11 +1,23 @@
-"""Reads the counters of a run, for metrics and operators."""
+"""Counts refused groups, and reads all counters of a run for metrics, operators and the trainer."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import NamedTuple
 
+import structlog
+
+from grpo_api.errors import StoreUnavailable
+from grpo_api.store.keys import RECEIPT_S, receipt_key
 from grpo_api.store.redis import RedisLink
 from grpo_core.wire.run_api import EnvironmentCount
+
+MAX_REASON_CHARS = 300
+_COUNTING_S = 1.0
+_RECEIPT_WITHOUT_KEY_S = 10
+"""Longer than `_COUNTING_S`, within which one call may repeat its command. Short, so that a flood
+of invalid requests does not fill Redis."""
+_log = structlog.get_logger()
 
 
 class RunStats(NamedTuple):
@@ -23,6 +35,7 @@ class RunStats(NamedTuple):
         oldest_queued_age_ms: time since the oldest queued group was queued; 0 if there is none.
         environments_alive: environments that did not disconnect and polled lately.
         leased_batches: batches handed out and not acknowledged.
+        refused_groups: as in `EnvironmentCount`, like `last_refusal`.
     """
 
     step: int
@@ -40,6 +53,8 @@ class RunStats(NamedTuple):
     environments_alive: int
     environments_registered: int
     leased_batches: int
+    refused_groups: int
+    last_refusal: str
 
     @property
     def acknowledged_batches(self) -> int:
@@ -54,6 +69,37 @@ class RunStats(NamedTuple):
         return self.oldest_queued_age_ms / 1000
 
 
+class Refusal(NamedTuple):
+    """A submission that run-api refused.
+
+    Attributes:
+        groups: number of groups; 1 for a body that could not be read.
+        env_id: None if it is unknown.
+        key: idempotency key of the submission.
+    """
+
+    reason: str
+    groups: int = 1
+    env_id: int | None = None
+    key: str | None = None
+
+    @property
+    def line(self) -> str:
+        """The first line of the reason, without control characters, which could change a terminal.
+
+        The reason may quote names from the body.
+        """
+        sender = "" if self.env_id is None else f"env_id {self.env_id}: "
+        first = self.reason.strip().split("\n", 1)[0]
+        shown = "".join(char if char.isprintable() else "?" for char in first)
+        return (sender + shown)[:MAX_REASON_CHARS]
+
+    @property
+    def receipt(self) -> str:
+        # the same key may come with other groups, for another reason
+        return receipt_key(self.key and f"refusal {self.key} {self.line}")
+
+
 class StatsStore:
     def __init__(self, link: RedisLink, environment_timeout_s: float) -> None:
         self._link = link
@@ -65,14 +111,33 @@ class StatsStore:
             "read_stats",
             (
                 *("trainer", "totals", "leases", "connected", "seen", "environments", "queue"),
-                "queued_kinds",
+                *("queued_kinds", "refusals"),
             ),
             self._timeout_ms,
         )
-        return RunStats(*answer)
+        *numbers, last_refusal = answer
+        return RunStats(*numbers, last_refusal=last_refusal.decode())
 
     async def environments(self) -> EnvironmentCount:
         stats = await self.read()
         return EnvironmentCount(
-            registered=stats.environments_registered, connected=stats.environments_alive
+            registered=stats.environments_registered,
+            connected=stats.environments_alive,
+            refused_groups=stats.refused_groups,
+            last_refusal=stats.last_refusal,
         )
+
+    async def count_refusal(self, refusal: Refusal) -> None:
+        """Count the groups of one refused submission. A failure is only logged, because the sender
+        needs the reason for the refusal and not that of the failure."""
+        try:
+            async with asyncio.timeout(_COUNTING_S):
+                await self._link.script(
+                    "count_refusal",
+                    ("trainer", "refusals", "resets", refusal.receipt),
+                    RECEIPT_S if refusal.key else _RECEIPT_WITHOUT_KEY_S,
+                    refusal.groups,
+                    refusal.line,
+                )
+        except (StoreUnavailable, TimeoutError) as error:
+            _log.warning("refusal.not_counted", refusal=refusal.line, reason=str(error))

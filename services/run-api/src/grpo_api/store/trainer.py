@@ -30,7 +30,7 @@ class TrainerStore:
         trainer_id = uuid.uuid4()
         outcome, *rest = await self._link.script(
             "register_trainer",
-            ("trainer", "connected", "queued_kinds", "leases", "answers"),
+            ("trainer", "connected", "queued_kinds", "leases", "answers", "refusals"),
             registration.model_dump_json(),
             registration.batch_size,
             registration.starting_step,
@@ -74,12 +74,16 @@ class TrainerStore:
         return Registration.model_validate_json(found) if found else None
 
     async def status(self) -> RunStatus:
-        trainer, totals = self._link.keys("trainer", "totals")
-        (step, run_uuid), groups = await self._link.transaction(
-            ("HMGET", trainer, "step", "run_uuid"), ("HGET", totals, "queued_groups")
+        trainer, totals, refusals = self._link.keys("trainer", "totals", "refusals")
+        (step, run_uuid), groups, (refused, reason) = await self._link.transaction(
+            ("HMGET", trainer, "step", "run_uuid"),
+            ("HGET", totals, "queued_groups"),
+            ("HMGET", refusals, "groups", "last"),
         )
         return RunStatus(
             current_step=int(step or 0),
             queue_size=int(groups or 0),
             run_uuid=run_uuid.decode() if run_uuid else None,
+            refused_groups=int(refused or 0),
+            last_refusal=(reason or b"").decode(),
         )

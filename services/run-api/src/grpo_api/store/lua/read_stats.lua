@@ -1,14 +1,15 @@
 -- Counters of the run.
 --
 -- KEYS  1 trainer (hash)  2 totals (hash)  3 leases (hash)  4 connected (set)  5 seen (hash)
---       6 environments (hash)  7 queue (zset)  8 queued_kinds (hash)
+--       6 environments (hash)  7 queue (zset)  8 queued_kinds (hash)  9 refusals (hash)
 -- ARGV  1 milliseconds without a poll after which an environment counts as disconnected
 -- Returns {step, last_batch, acknowledged, redeliveries,
 --          queued_groups, queued_sequences, queued_bytes, buffered_parts, buffered_bytes,
 --          leased_bytes, age of the oldest lease (ms), age of the oldest queued group (ms),
---          environments alive, environments registered, batches leased}: all numbers
+--          environments alive, environments registered, batches leased, groups refused,
+--          reason for the last refusal}: numbers, except the last
 
-local trainer, totals, leases, connected, seen, environments, queue, kinds = unpack(KEYS)
+local trainer, totals, leases, connected, seen, environments, queue, kinds, refusals = unpack(KEYS)
 local timeout_ms = tonumber(ARGV[1])
 local now_ms = tonumber(now())
 
@@ -48,4 +49,6 @@ end
 table.insert(facts, alive)
 table.insert(facts, redis.call('HLEN', environments))
 table.insert(facts, redis.call('HLEN', leases))
+add(refusals, 'groups')
+table.insert(facts, redis.call('HGET', refusals, 'last') or '')
 return facts
