@@ -41,8 +41,9 @@ def _content(connection: redis.Redis, key: bytes) -> Any:
 
 @contextmanager
 def nothing_stored_changes(redis_url: str, run_id: str) -> Iterator[None]:
-    """Assert that the block changes no key of a run, except receipts and reserved ids."""
-    aside = ("receipt:", "last_group_id")
+    """Assert that the block changes no key of a run, except receipts, reserved ids and the number
+    of refused groups."""
+    aside = ("receipt:", "last_group_id", "refusals")
     before = stored_keys(redis_url, run_id, aside)
     assert len(before) > 10
     yield

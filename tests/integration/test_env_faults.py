@@ -90,7 +90,8 @@ def test_a_trainer_whose_environments_have_left_ends_by_name(http: httpx.Client)
             trainer.next_batch(0.01)
         first, second = (register_environment(http)["env_id"] for _ in range(2))
         disconnect(http, first)
-        assert lease(http, uuid).json()["environments"] == {"registered": 2, "connected": 1}
+        count = lease(http, uuid).json()["environments"]
+        assert count.items() >= {"registered": 2, "connected": 1}.items()
         with pytest.raises(ServiceUnavailable, match="no batch within"):
             source.next_batch(0, batches_left=1)  # one environment is connected
         disconnect(http, second)

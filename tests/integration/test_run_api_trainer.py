@@ -28,7 +28,13 @@ NO_TRAINER = "Trainer not registered. Call /register first."
 BEFORE_A_TRAINER = {
     "/": {"message": "AtroposLib API"},
     "/health": {"status": "ok"},
-    "/status": {"current_step": 0, "queue_size": 0, "run_uuid": None},
+    "/status": {
+        "current_step": 0,
+        "queue_size": 0,
+        "run_uuid": None,
+        "refused_groups": 0,
+        "last_refusal": "",
+    },
     "/info": {"batch_size": -1, "max_token_len": -1},
     "/wandb_info": {"group": None, "project": None},
     "/environments": [],

@@ -39,9 +39,9 @@ class Refused(GrpoError):
         if isinstance(self.detail, str):
             return self.detail
         first, *others = self.detail
-        place = ".".join(map(str, first["loc"][1:]))  # without "body"
+        place = ".".join(map(str, first["loc"][1:]))  # without "body" or "header"
         more = f" (and {len(others)} more)" if others else ""
-        return (f"{place}: " if place else "") + first["msg"] + more
+        return f"{place}: {first['msg']}{more}" if place else f"{first['msg']}{more}"
 
     def __reduce__(self) -> tuple[type[Refused], tuple[int, str | list[dict[str, Any]]]]:
         """Pickled when the decoder process sends this error back to the server."""

@@ -15,6 +15,7 @@ from grpo_core.clients.run_api_answers import (
     json_object,
     leased_batch,
     named_refusal,
+    named_refusals,
     parse,
 )
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
@@ -128,6 +129,7 @@ class TrainerClient(ServiceClient):
                 raise ServiceUnavailable(
                     f"{SERVICE}: no batch within {deadline_s:g} s; check in {self.base_url}/status "
                     "and in the environments' logs that environments run and send groups"
+                    f"{named_refusals(found)}"
                 )
             # `meanwhile` may wait for a restarting server, for which environments wait too.
             with deadline.suspended():

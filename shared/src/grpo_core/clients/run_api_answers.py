@@ -24,6 +24,8 @@ from grpo_core.wire.scored_group import ScoredGroup
 SERVICE = "Atropos API"
 """The name in messages, because users search for "Atropos API not reachable"."""
 
+REFUSED_GROUPS_HINT = "correct the environment: run-api refuses its groups"
+
 M = TypeVar("M", bound=WireModel)
 
 _VERSIONS: TypeAdapter[list[PolicyVersion | None]] = TypeAdapter(list[PolicyVersion | None])
@@ -85,6 +87,16 @@ def named_refusal(error: RequestRefused) -> RequestRefused:
             error.kinds,
         )
     return error
+
+
+def named_refusals(environments: EnvironmentCount) -> str:
+    """The end of an error that names the lack of a batch; "" if run-api refused no group."""
+    if not environments.refused_groups:
+        return ""
+    return (
+        f". Refused groups since this trainer registered: {environments.refused_groups}; the last "
+        f"reason: {environments.last_refusal}; {REFUSED_GROUPS_HINT}"
+    )
 
 
 def leased_batch(answer: dict[str, Any], after: int) -> LeasedBatch | EnvironmentCount:

@@ -115,8 +115,7 @@ class StatsStore:
             ),
             self._timeout_ms,
         )
-        *numbers, last_refusal = answer
-        return RunStats(*numbers, last_refusal=last_refusal.decode())
+        return RunStats(*answer)._replace(last_refusal=answer[-1].decode())
 
     async def environments(self) -> EnvironmentCount:
         stats = await self.read()

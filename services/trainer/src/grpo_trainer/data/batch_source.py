@@ -11,6 +11,7 @@ from functools import partial
 import structlog
 
 from grpo_core.clients.run_api import LeasedBatch
+from grpo_core.clients.run_api_answers import REFUSED_GROUPS_HINT, named_refusals
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, LeasesFull
 from grpo_core.wire.run_api import EnvironmentCount
@@ -161,7 +162,8 @@ class BatchSource:
 
 
 class EnvironmentWatch:
-    """While the trainer waits for a batch, detects that no environment is left to send one.
+    """While the trainer waits for a batch, detects that no environment is left to send one, and
+    that run-api refuses groups.
 
     The deadline applies only after this trainer has seen an environment, because environments may
     start later than the trainer.
@@ -178,9 +180,12 @@ class EnvironmentWatch:
         self._clock = clock
         self._deadline: Deadline | None = None
         self._has_waited = self._has_seen = False
+        self._refused_before = self._refused = 0
+        self._has_warned = False
 
     def wait_started(self) -> None:
         self._deadline, self._has_waited = None, False
+        self._refused_before, self._has_warned = self._refused, False
 
     def wait_ended(self) -> None:
         """A batch arrived. If the trainer had to wait, an environment must have sent it."""
@@ -189,6 +194,7 @@ class EnvironmentWatch:
     def check(self, environments: EnvironmentCount) -> None:
         """Raises `NoEnvironmentLeft` if all environments are gone for longer than the deadline. If
         no environment ever registered, the groups come from another source."""
+        self._warn_of_refusals(environments)
         self._has_waited = True
         self._has_seen |= environments.connected > 0
         if environments.connected or not environments.registered or not self._has_seen:
@@ -207,7 +213,21 @@ class EnvironmentWatch:
                 "environments that registered in this run have left or stopped polling, and "
                 f"none returned within {self._return_deadline_s:g} s. Read the environments' "
                 "logs for the cause, then start the environments and the trainer again. To wait "
-                "longer, raise --environment-return-deadline-s"
+                f"longer, raise --environment-return-deadline-s{named_refusals(environments)}"
+            )
+
+    def _warn_of_refusals(self, environments: EnvironmentCount) -> None:
+        """Warn once per wait if the number of refused groups has risen since the previous wait. An
+        environment may send its groups, and give up, before the trainer waits."""
+        self._refused = environments.refused_groups
+        more = self._refused - self._refused_before
+        if more > 0 and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "groups.refused",
+                refused_groups=more,
+                last_refusal=environments.last_refusal,
+                hint=REFUSED_GROUPS_HINT,
             )
 
     def excluding(self, work: Callable[[], None]) -> None:
