@@ -106,7 +106,9 @@ async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
     try:
         yield engine
     finally:
-        engine.shutdown()
+        # On a CPU the engine holds nothing that it must return: without the grace for its teardown,
+        # it ends a second sooner.
+        engine.shutdown(timeout=0.0 if current_platform.is_cpu() else None)
 
 
 async def build_openai_app(engine: Any, arguments: argparse.Namespace) -> FastAPI:
