@@ -1,5 +1,5 @@
 """Injects every fault into a real run, on new and on old data, and takes healthy steps in two
-modes. Writes the tables of docs/reference/silent-faults.md."""
+modes. Writes the tables of docs/reference/silent-faults.md: one for each model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pathlib import Path
 from benchmarks.run_api_bench.results_file import replace_section
 from grpo_core.redis.server import bundled_redis
 from grpo_local.process.ports import free_port
-from grpo_tiny_model.model import ensure_tiny_model
-from tests.fixtures.inference import start_inference, stop_inference
+from tests.fixtures.inference import FILE_DTYPE, start_inference, stop_inference
 from tests.fixtures.run_api import start_run_api
 from tests.silent_faults import against_trl
+from tests.silent_faults.exercise import FLOAT32, Subject, subject_of
 from tests.silent_faults.faults import ALSO, FAULTS, LORA, SHARED, Fault
 from tests.silent_faults.producer import FAULT_FROM
 from tests.silent_faults.runs import KNOWN_WARNINGS, Report, Site, lora_site, run_with, shared_site
@@ -28,10 +28,11 @@ from tests.support.redis_server import start_redis
 
 STALE = 2
 """Steps between sampling and training in the runs on old data."""
-HEALTHY = {SHARED: ("--lr", "1e-4"), LORA: ()}
-"""Options of `grpo-demo`. With its own learning rate of 3e-4, a whole model solves all sums after
-500 steps, and later steps wait for the few groups with different scores."""
-SECTION, TRL_SECTION = "Measured", "The same faults in TRL"
+OF_TINY_MODEL = {SHARED: ("--lr", "1e-4"), LORA: ()}
+"""Options of `grpo-demo` in healthy runs, by mode. With its own learning rate of 3e-4, a whole tiny
+model solves all sums after 500 steps, and later steps wait for the few groups with different
+scores."""
+TRL_SECTION = "The same faults in TRL"
 
 
 @dataclass(frozen=True)
@@ -58,22 +59,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make silent-faults", description=__doc__)
     parser.add_argument("--only", default="", help="faults whose name contains this text")
     parser.add_argument("--healthy-steps", type=int, default=1000, help="of each mode; 0: none")
+    parser.add_argument(
+        "--model", default="", help="smollm2 or a directory; without: the tiny model"
+    )
+    parser.add_argument("--dtype", default=FLOAT32, choices=[FLOAT32, "bfloat16"])
     parser.add_argument("--results", type=Path, help="page whose sections are replaced")
     options = parser.parse_args()
-    lines = table(list(rows_of(lambda name: options.only in name)))
+    subject = subject_of(options.model, options.dtype)
+    lines = table(list(rows_of(subject, lambda name: options.only in name)))
     if options.healthy_steps:
-        lines += [healthy(mode, options.healthy_steps) for mode in HEALTHY]
-    of_trl = against_trl.table()
-    sys.stdout.write("\n".join([*lines, *of_trl, ""]))
-    if options.results is not None:
-        replace_section(options.results, SECTION, lines)
-        replace_section(options.results, TRL_SECTION, of_trl)
+        lines += [healthy(subject, mode, options.healthy_steps) for mode in OF_TINY_MODEL]
+    sections = {subject.section: lines}
+    if not options.only and subject.section == "Measured":
+        sections[TRL_SECTION] = against_trl.table()
+    for name, section in sections.items():
+        sys.stdout.write("\n".join([*section, ""]))
+        if options.results is not None:
+            replace_section(options.results, name, section)
 
 
-def rows_of(is_chosen: Callable[[str], bool]) -> Iterator[Row]:
+def rows_of(subject: Subject, is_chosen: Callable[[str], bool]) -> Iterator[Row]:
     faults = {name: fault for name, fault in (FAULTS | ALSO).items() if is_chosen(name)}
     modes = {fault.mode for fault in faults.values()}
-    with tempfile.TemporaryDirectory() as directory, sites(Path(directory), modes) as by_mode:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        sites(subject, Path(directory), modes) as by_mode,
+    ):
         for name, fault in faults.items():
             found = []
             for late in (0, STALE) if fault.is_of_environment else (0,):
@@ -102,12 +113,13 @@ def table(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def healthy(mode: str, steps: int) -> str:
+def healthy(subject: Subject, mode: str, steps: int) -> str:
     """Train without any fault; returns a line with the trainer's warnings."""
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory) / "run"
         command = [sys.executable, "-m", "grpo_local", "--mode", mode, "--steps", str(steps)]
-        command += ["--run-dir", str(run), *HEALTHY[mode]]
+        command += ["--run-dir", str(run), "--dtype", subject.dtype]
+        command += subject.demo or OF_TINY_MODEL[mode]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         log = (run / "logs" / "trainer.log").read_text()
         taken = len((run / "metrics.jsonl").read_text().splitlines())
@@ -138,8 +150,8 @@ def _check(report: Report) -> str:
 
 
 @contextmanager
-def sites(directory: Path, modes: set[str]) -> Iterator[dict[str, Site]]:
-    model = ensure_tiny_model()
+def sites(subject: Subject, directory: Path, modes: set[str]) -> Iterator[dict[str, Site]]:
+    model, exercise, dtype = subject.model, subject.exercise, subject.dtype
     with ExitStack() as stack:
         port = free_port()
         redis = start_redis(port, directory, bundled_redis())
@@ -149,14 +161,16 @@ def sites(directory: Path, modes: set[str]) -> Iterator[dict[str, Site]]:
         stack.callback(api.process.stop)
         found = {}
         if SHARED in modes:
-            flags = ("--dtype", "float32", "--redis-url", redis_url, "--run-id", "shared")
-            server = start_inference(model, directory, *flags)
+            flags = ("--dtype", dtype, "--redis-url", redis_url, "--run-id", "shared")
+            server = start_inference(model, directory, *flags, *exercise.server_flags)
             stack.callback(stop_inference, server)
-            found[SHARED] = stack.enter_context(shared_site(server, api.url))
+            found[SHARED] = stack.enter_context(shared_site(server, api.url, exercise))
         if LORA in modes:
             lora = directory / "lora"
             lora.mkdir()
-            found[LORA] = stack.enter_context(lora_site(model, redis_url, api.url, lora))
+            of_files = FILE_DTYPE if dtype == FLOAT32 else dtype
+            adapters = lora_site(model, redis_url, api.url, lora, exercise, of_files)
+            found[LORA] = stack.enter_context(adapters)
         yield found
 
 

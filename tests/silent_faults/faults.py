@@ -16,9 +16,9 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from tokenizers.pre_tokenizers import ByteLevel
+import torch
 
-from grpo_core.wire.fields import MASKED
+from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer import start, train
 from grpo_trainer.algo import accumulate, loss
@@ -31,12 +31,9 @@ from grpo_trainer.optim.masters import Masters
 from grpo_trainer.verify.causes import Cause
 from grpo_trainer.verify.findings import CheckName
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
+from tests.silent_faults.exercise import TokenIds
 from tests.silent_faults.producer import Change, unchanged
 
-_ALPHABET = sorted(ByteLevel.alphabet())
-DIGITS = [_ALPHABET.index(digit) for digit in "0123456789"]
-PAD, END = 256, 258
-"""Token ids of the tiny model."""
 SHARED, LORA = "shared_vllm", "lora_only"
 Sabotage = Callable[[pytest.MonkeyPatch], None]
 
@@ -82,17 +79,17 @@ def with_logprobs(group: ScoredGroup, change: Callable[[list[float]], list[float
     return changed(group, inference_logprobs=rows)
 
 
-def late(group: ScoredGroup) -> ScoredGroup:
+def late(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
     """The first sampled token gets a plausible logprob, every other token that of its left
     neighbour."""
     return with_logprobs(group, lambda row: [-0.5, *row[:-1]])
 
 
-def scaled(group: ScoredGroup) -> ScoredGroup:
+def scaled(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
     return with_logprobs(group, lambda row: [0.8 * value for value in row])
 
 
-def prompt_trained(group: ScoredGroup) -> ScoredGroup:
+def prompt_trained(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
     """From the seventh token on, with a plausible logprob."""
     p, rows = prompt_length(group), group.inference_logprobs or []
     return changed(
@@ -102,48 +99,81 @@ def prompt_trained(group: ScoredGroup) -> ScoredGroup:
     )
 
 
-def failed_as_zero(group: ScoredGroup) -> ScoredGroup:
+def failed_as_zero(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
     draw = random.Random(str(group.tokens))
     return changed(group, scores=[0.0 if draw.random() < 0.3 else s for s in group.scores])
 
 
-def broadcast(group: ScoredGroup) -> ScoredGroup:
+def broadcast(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
     return changed(group, scores=[fmean(group.scores)] * group.size)
 
 
-def padded(group: ScoredGroup) -> ScoredGroup:
+def padded(group: ScoredGroup, ids: TokenIds) -> ScoredGroup:
     """To one length, with the padding in the masks."""
     longest = max(map(len, group.tokens)) + 1
     spare = [longest - len(tokens) for tokens in group.tokens]
     pairs = list(zip(group.tokens, group.masks, group.inference_logprobs or [], spare, strict=True))
     return changed(
         group,
-        tokens=[tokens + [PAD] * n for tokens, _, _, n in pairs],
-        masks=[masks + [PAD] * n for _, masks, _, n in pairs],
+        tokens=[tokens + [ids.pad] * n for tokens, _, _, n in pairs],
+        masks=[masks + [ids.pad] * n for _, masks, _, n in pairs],
         inference_logprobs=[row + [-0.5] * n for _, _, row, n in pairs],
     )
 
 
-def retokenised(group: ScoredGroup) -> ScoredGroup:
+def retokenised(group: ScoredGroup, ids: TokenIds) -> ScoredGroup:
     """A third of the completions begins with another token id than the sampled one."""
     p, draw = prompt_length(group), random.Random(str(group.tokens))
     tokens = [list(row) for row in group.tokens]
     for row in tokens:
         if draw.random() < 1 / 3:
-            row[p] = (row[p] + 1) % 256
+            row[p] = ids.other(row[p])
     return changed(group, tokens=tokens, masks=[[MASKED] * p + row[p:] for row in tokens])
 
 
-def another_prompt(group: ScoredGroup) -> ScoredGroup:
-    """The first summand in the prompt is another one, as after a mistake in the order of items."""
-    digit = next(i for i, token in enumerate(group.tokens[0]) if token in DIGITS)
+def another_prompt(group: ScoredGroup, ids: TokenIds) -> ScoredGroup:
+    """The question's first summand is another one, as after a mistake in the order of items."""
+    prompt = group.tokens[0][: prompt_length(group)]
+    digit = [i for i, token in enumerate(prompt) if token in ids.digits][-2]
     tokens = [list(row) for row in group.tokens]
     for row in tokens:
-        row[digit] = DIGITS[(DIGITS.index(row[digit]) + 5) % 10]
+        row[digit] = ids.other_digit(row[digit])
     return changed(group, tokens=tokens)
 
 
-def version_ahead(group: ScoredGroup) -> ScoredGroup:
+def rounded(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
+    return with_logprobs(group, lambda row: torch.tensor(row).bfloat16().tolist())
+
+
+def begun_twice(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
+    """As after encoding a chat with its beginning by a tokenizer that adds a beginning."""
+    return changed(
+        group,
+        tokens=[[row[0], *row] for row in group.tokens],
+        masks=[[MASKED, *row] for row in group.masks],
+        inference_logprobs=[[PROMPT_LOGPROB, *row] for row in group.inference_logprobs or []],
+    )
+
+
+def another_template(group: ScoredGroup, ids: TokenIds) -> ScoredGroup:
+    """The newline after the question's role is a space."""
+    prompt = group.tokens[0][: prompt_length(group)]
+    newline = [i for i, token in enumerate(prompt) if token == ids.newline][-3]
+    rows = [[*row[:newline], ids.space, *row[newline + 1 :]] for row in group.tokens]
+    return changed(group, tokens=rows)
+
+
+def one_retokenised(group: ScoredGroup, ids: TokenIds) -> ScoredGroup:
+    """One token in the middle of the longest completion is another one."""
+    tokens, masks = [list(row) for row in group.tokens], [list(row) for row in group.masks]
+    longest = max(range(group.size), key=lambda i: len(tokens[i]))
+    p = prompt_length(group)
+    middle = p + (len(tokens[longest]) - p) // 2 - 1
+    tokens[longest][middle] = masks[longest][middle] = ids.other(tokens[longest][middle])
+    return changed(group, tokens=tokens, masks=masks)
+
+
+def version_ahead(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
     overrides = copy.deepcopy(group.group_overrides or {})
     overrides["policy_version"] = [
         [[epoch, step + 1] for epoch, step in pair] for pair in overrides["policy_version"]
@@ -151,9 +181,9 @@ def version_ahead(group: ScoredGroup) -> ScoredGroup:
     return changed(group, group_overrides=overrides)
 
 
-def end_masked(group: ScoredGroup) -> ScoredGroup:
+def end_masked(group: ScoredGroup, ids: TokenIds) -> ScoredGroup:
     rows = zip(group.tokens, group.masks, strict=True)
-    return changed(group, masks=[[*m[:-1], MASKED] if t[-1] == END else m for t, m in rows])
+    return changed(group, masks=[[*m[:-1], MASKED] if t[-1] == ids.end else m for t, m in rows])
 
 
 class PrivateCopy(SharedVllm):
@@ -250,6 +280,7 @@ def adapter_scaled(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(loading, "write_adapter", doubled)
 
 
+TOKENS = (Cause.OTHER_TOKENS, CheckName.OTHER_TOKENS, CheckName.IMPORTANCE_RATIO)
 UNPACED = {"paced": False}
 """No step is taken on such groups."""
 PENALTY = {"kl_coef": 0.05}
@@ -307,9 +338,9 @@ FAULTS = {
         sabotage=rounded_to_bfloat16,
     ),
     "truncated answers scored as finished": Fault(
-        "completions stop after 2 tokens, and text without an end token gets full marks",
+        "completions stop before the end token, and text without an end token gets full marks",
         (CheckName.UNFINISHED_SCORED,),
-        producer={"max_tokens": 2},
+        producer={"cuts_off": True},
     ),
     "reward broadcast over a group": Fault(
         "each completion gets the mean score of its group",
@@ -318,7 +349,7 @@ FAULTS = {
     ),
     "retokenised text": Fault(
         "a third of the completions have another token id than the sampled one",
-        (Cause.OTHER_TOKENS, CheckName.OTHER_TOKENS, CheckName.IMPORTANCE_RATIO),
+        TOKENS,
         change=retokenised,
     ),
     "wrong adapter scale": Fault(
@@ -372,8 +403,29 @@ ALSO = {
     ),
     "another prompt": Fault(
         "the prompt that is sent is not the one that was sampled from",
-        (Cause.OTHER_TOKENS, CheckName.OTHER_TOKENS, CheckName.IMPORTANCE_RATIO),
+        TOKENS,
         change=another_prompt,
+    ),
+    "logprobs rounded to bfloat16": Fault(
+        "each logprob is rounded to bfloat16",
+        (Cause.ROUNDED, "rounding to bfloat16"),
+        change=rounded,
+    ),
+    "prompt begun twice": Fault(
+        "the first token of the prompt is sent twice",
+        TOKENS,
+        change=begun_twice,
+    ),
+    "another chat template": Fault(
+        "the newline after the question's role is sent as a space",
+        TOKENS,
+        change=another_template,
+    ),
+    "one token retokenised": Fault(
+        "in one completion of each batch, one token is another id than the sampled one",
+        (*TOKENS, CheckName.SINGLE_TOKENS),
+        change=one_retokenised,
+        producer={"changes_one": True},
     ),
     "update not written": Fault(
         "only the first update is written into the shared memory",

@@ -13,29 +13,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from transformers import AutoTokenizer
 
 from grpo_core.clients.inference import BridgeClient, GenerateAnswer
 from grpo_core.wire.fields import PROMPT_LOGPROB
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 from grpo_env.rollout.training_sequences import sequences_of, wire_fields
 from tests.fixtures.inference import InferenceServer
+from tests.silent_faults.exercise import GROUP_SIZE, TINY, Exercise, TokenIds, tokenizer_of
 from tests.support.wait import wait_for
 
-GROUP_SIZE, GROUPS_PER_BATCH = 8, 16
 FAULT_FROM = 3
 """Number of batches before the fault."""
-MAX_TOKENS = 8
 DEADLINE_S = 300.0
 SUMS = [(a, b) for a in range(10) for b in range(10)]
 FIRST, OTHERS = SUMS[::7], [numbers for numbers in SUMS[::3] if numbers not in SUMS[::7]]
 """No sum occurs twice in the first batches. Otherwise two groups of one version and one sum would
 often be identical and count as repeated."""
 
-Change = Callable[[ScoredGroup], ScoredGroup]
+Change = Callable[[ScoredGroup, TokenIds], ScoredGroup]
 
 
-def unchanged(group: ScoredGroup) -> ScoredGroup:
+def unchanged(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
     return group
 
 
@@ -44,9 +42,11 @@ class Producer:
     """Samples a batch for each step of the trainer.
 
     Args:
+        exercise: for the server's model
         change: applied to every group before it is submitted
+        changes_one: apply the change to the first group of a batch alone
         sampling: options of `/generate` that the groups do not state
-        max_tokens: limit of a completion, which the groups state
+        cuts_off: completions are shorter than most answers with their end token
         rescores: replace the logprobs by those of the whole distribution at temperature 1
         sends_twice: the second group of a batch is the first one again, under another key
         batches_late: the number of batches in the queue, and so of steps between sampling a batch
@@ -57,9 +57,11 @@ class Producer:
 
     server: InferenceServer
     api_url: str
+    exercise: Exercise = TINY
     change: Change = unchanged
+    changes_one: bool = False
     sampling: dict[str, Any] = field(default_factory=dict)
-    max_tokens: int = MAX_TOKENS
+    cuts_off: bool = False
     rescores: bool = False
     sends_twice: bool = False
     batches_late: int = 0
@@ -70,7 +72,8 @@ class Producer:
         self._stop = threading.Event()
         self._http = httpx.Client(timeout=DEADLINE_S)
         self._bridge = BridgeClient(self.server.url)
-        self._tokenizer = AutoTokenizer.from_pretrained(self.server.model)
+        self._tokenizer = tokenizer_of(self.server.model)
+        self._ids = TokenIds.of(self._tokenizer)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -78,7 +81,7 @@ class Producer:
         with (
             self._http,
             self._bridge,
-            ThreadPoolExecutor(1 + GROUPS_PER_BATCH) as self._pool,
+            ThreadPoolExecutor(1 + self.exercise.groups_per_batch) as self._pool,
         ):
             producing = self._pool.submit(self._produce, self._version())
             try:
@@ -98,8 +101,11 @@ class Producer:
             if self._stop.is_set():
                 return
             is_faulty = number >= FAULT_FROM
-            sample = self._sample_with_fault if is_faulty else self._sample
-            groups = list(self._pool.map(sample, itertools.islice(sums, GROUPS_PER_BATCH)))
+            sample = self._sample_with_fault if is_faulty else self._sample_right
+            chosen = itertools.islice(sums, self.exercise.groups_per_batch)
+            groups = list(self._pool.map(sample, chosen))
+            if is_faulty:
+                groups = self._changed(groups)
             if is_faulty and self.sends_twice:
                 groups[1] = groups[0]
             repeats = self.repeats_after is not None and number >= self.repeats_after
@@ -111,15 +117,20 @@ class Producer:
             answer = self._http.post(f"{self.api_url}/scored_data", json=group.model_dump())
             answer.raise_for_status()
 
-    def _sample_with_fault(self, numbers: tuple[int, int]) -> ScoredGroup:
-        group = self._sample(numbers, self.max_tokens, **self.sampling)
-        return self.change(self._rescored(group) if self.rescores else group)
+    def _changed(self, groups: list[ScoredGroup]) -> list[ScoredGroup]:
+        count = 1 if self.changes_one else len(groups)
+        return [self.change(group, self._ids) for group in groups[:count]] + groups[count:]
 
-    def _sample(
-        self, numbers: tuple[int, int], max_tokens: int = MAX_TOKENS, **sampling: Any
-    ) -> ScoredGroup:
-        a, b = numbers
-        prompt = self._prompt(f"{a}+{b}=")
+    def _sample_right(self, numbers: tuple[int, int]) -> ScoredGroup:
+        return self._sample(numbers, self.exercise.max_tokens)
+
+    def _sample_with_fault(self, numbers: tuple[int, int]) -> ScoredGroup:
+        limit = self.exercise.cut_off_at if self.cuts_off else self.exercise.max_tokens
+        group = self._sample(numbers, limit, **self.sampling)
+        return self._rescored(group) if self.rescores else group
+
+    def _sample(self, numbers: tuple[int, int], max_tokens: int, **sampling: Any) -> ScoredGroup:
+        prompt = self._prompt(*numbers)
         started = time.monotonic()
         body = {
             **{"prompt": {"prompt_token_ids": prompt}, "n": GROUP_SIZE, "max_tokens": max_tokens},
@@ -133,7 +144,7 @@ class Producer:
         )
         return ScoredGroup(
             **wire_fields(sequences_of(prompt, completions)),
-            scores=[float(c.text.strip() == str(a + b)) for c in completions],
+            scores=[float(self.exercise.is_right(numbers, c.text)) for c in completions],
             generation_params={"temperature": 1.0, "max_tokens": max_tokens},
             group_overrides=facts.on_the_wire(),
         )
@@ -150,9 +161,9 @@ class Producer:
             )
         return group.model_copy(update={"inference_logprobs": rows})
 
-    def _prompt(self, question: str) -> list[int]:
+    def _prompt(self, a: int, b: int) -> list[int]:
         text = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+            self.exercise.question(a, b), tokenize=False, add_generation_prompt=True
         )
         ids: list[int] = self._tokenizer.encode(text)
         return ids

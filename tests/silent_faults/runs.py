@@ -26,13 +26,12 @@ from tests.fixtures.inference import (
     stop_inference,
 )
 from tests.inference.trainer_side import next_epoch, write_weights
+from tests.silent_faults.exercise import TINY, Exercise
 from tests.silent_faults.faults import LORA, SHARED, Fault
-from tests.silent_faults.producer import FAULT_FROM, GROUP_SIZE, GROUPS_PER_BATCH, Producer
+from tests.silent_faults.producer import FAULT_FROM, Producer
 
 WITHIN_STEPS = 10
 """After the first faulty batch."""
-LR = 3e-4
-"""The demo's: a step moves the logprobs by about 0.02."""
 KNOWN_WARNINGS = {"weights.inherited", "server.unavailable"}
 """Reports of the start that have nothing to do with faults."""
 
@@ -63,6 +62,7 @@ class Site:
     api_url: str
     options: dict[str, Any]
     restore: Callable[[], None]
+    exercise: Exercise = TINY
 
     def settings(self, directory: Path, **changes: Any) -> TrainerSettings:
         values: dict[str, Any] = {
@@ -70,10 +70,10 @@ class Site:
             "run_api_url": self.api_url,
             "inference_url": self.server.url,
             "steps": FAULT_FROM + WITHIN_STEPS,
-            "batch_size": GROUP_SIZE * GROUPS_PER_BATCH // 2,
+            "batch_size": self.exercise.sequences_per_batch // 2,
             "gradient_accumulation_steps": 2,
             "seq_len": 128,
-            "lr": LR,
+            "lr": self.exercise.lr,
             "batch_deadline_s": 120.0,
             "save_path": directory / "saved",
             "checkpoint_interval": 0,
@@ -87,11 +87,8 @@ def run_with(
 ) -> Outcome:
     site.restore()
     httpx.get(f"{site.api_url}/reset_data").raise_for_status()
-    producer = Producer(
-        site.server,
-        site.api_url,
-        **{"change": fault.change, "batches_late": batches_late} | fault.producer,
-    )
+    options: dict[str, Any] = {"change": fault.change, "batches_late": batches_late}
+    producer = Producer(site.server, site.api_url, site.exercise, **options | fault.producer)
     with pytest.MonkeyPatch.context() as patch:
         fault.sabotage(patch)
         return run(producer, site.settings(directory, **fault.options | changes))
@@ -119,7 +116,7 @@ def run(producer: Producer, settings: TrainerSettings) -> Outcome:
 
 
 @contextmanager
-def shared_site(server: InferenceServer, api_url: str) -> Iterator[Site]:
+def shared_site(server: InferenceServer, api_url: str, exercise: Exercise = TINY) -> Iterator[Site]:
     """A run gets the weights that the server has now, and so does who comes later. The server
     computes at the same time as the trainer, which gets one thread."""
     threads = torch.get_num_threads()
@@ -130,14 +127,21 @@ def shared_site(server: InferenceServer, api_url: str) -> Iterator[Site]:
         write_weights(server, next_epoch(server), found)
 
     try:
-        yield Site(server, api_url, {"mode": SHARED}, restore)
+        yield Site(server, api_url, {"mode": SHARED}, restore, exercise)
     finally:
         restore()
         torch.set_num_threads(threads)
 
 
 @contextmanager
-def lora_site(model: Path, redis_url: str, api_url: str, directory: Path) -> Iterator[Site]:
+def lora_site(
+    model: Path,
+    redis_url: str,
+    api_url: str,
+    directory: Path,
+    exercise: Exercise = TINY,
+    dtype: str = FILE_DTYPE,
+) -> Iterator[Site]:
     """A server of its own, which takes adapters from one --save-path."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -147,13 +151,15 @@ def lora_site(model: Path, redis_url: str, api_url: str, directory: Path) -> Ite
     server = start_inference(
         model,
         directory,
-        *("--dtype", FILE_DTYPE, "--weights-dir", str(weights)),
+        *("--dtype", dtype, "--weights-dir", str(weights)),
         *("--redis-url", redis_url, "--run-id", "silent-faults", "--enable-lora"),
+        *exercise.server_flags,
         shares=False,
     )
     options = {"mode": LORA, "save_path": save_path, "resume": "never", "redis_url": redis_url}
+    options |= {"lr": exercise.adapter_lr}
     try:
-        yield Site(server, api_url, options, lambda: None)
+        yield Site(server, api_url, options, lambda: None, exercise)
     finally:
         stop_inference(server)
         torch.set_num_threads(threads)

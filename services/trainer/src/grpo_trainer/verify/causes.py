@@ -30,8 +30,9 @@ UNCHANGED = "No weight was changed by this step."
 _EXPLAINS = 4.0
 """The best hypothesis is reported as the cause if it reduces the difference by this factor."""
 _SMALL_MOVEMENT, _LARGEST_MOVEMENT = 0.5, 4.0
-"""A few updates change the logprobs by less, in nats: on average, and at most. Other tokens or
-another prompt change them by more."""
+"""A few updates change the logprobs by less, in nats: on average, and at most. Other tokens change
+them by more. So does most often another prompt, but not one that differs in a token of the chat
+template alone."""
 
 
 class Cause(StrEnum):
@@ -52,6 +53,10 @@ class Cause(StrEnum):
     SCALED = (
         "inference_logprobs are multiplied by a constant: let the environment send natural "
         "logarithms, as the server returns them"
+    )
+    ROUNDED = (
+        "inference_logprobs are rounded to bfloat16: let the environment send them in float32, as "
+        "the server returns them"
     )
     PROMPT_TRAINED = (
         "prompt tokens are trained on: check the environment's masks, which must be -100 at prompt "
@@ -107,6 +112,20 @@ def scaled_logprobs(table: TokenTable) -> list[Hypothesis]:
         return []
     distance = float((table.logp - table.behaviour_logp / factor).abs().mean())
     return [Hypothesis(Cause.SCALED, f"logprobs divided by {factor:.2f}", distance)]
+
+
+def rounded_logprobs(table: TokenTable) -> list[Hypothesis]:
+    """The hypothesis that the logprobs were rounded. Of 65,536 values in float32, rounding leaves
+    one unchanged."""
+    logged = table.behaviour_logp
+    if not torch.equal(rounded_to_bfloat16(logged), logged):
+        return []
+    distance = float((rounded_to_bfloat16(table.logp) - logged).abs().mean())
+    return [Hypothesis(Cause.ROUNDED, "the trainer's logprobs rounded to bfloat16", distance)]
+
+
+def rounded_to_bfloat16(logp: Tensor) -> Tensor:
+    return logp.bfloat16().float()
 
 
 def without_shared_prefix(table: TokenTable, batch: Batch) -> list[Hypothesis]:
@@ -194,8 +213,11 @@ def mismatch_report(
     elif server is not None and server.mean is not None:
         # Both sides agree on these tokens now, so the difference is in what the group states.
         is_small = found.mean < _SMALL_MOVEMENT and found.max < _LARGEST_MOVEMENT
-        cause = Cause.VERSION if is_small else Cause.OTHER_TOKENS
-        verdict = f"Likely cause: {cause}."
+        verdict = f"Likely cause: {Cause.OTHER_TOKENS}."
+        if is_small:
+            verdict = (
+                f"Likely cause: {Cause.VERSION}. If the versions are right: {Cause.OTHER_TOKENS}."
+            )
     else:
         causes = "; ".join(f"({i}) {cause}" for i, cause in enumerate(Cause, start=1))
         verdict = (

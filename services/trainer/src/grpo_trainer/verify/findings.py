@@ -24,6 +24,7 @@ class CheckName(StrEnum):
     EQUAL_SCORES = "equal_scores"
     IMPORTANCE_RATIO = "importance_ratio"
     TEMPERATURE = "temperature"
+    SINGLE_TOKENS = "single_tokens"
     TRUNCATED_SAMPLING = "truncated_sampling"
     OTHER_TOKENS = "other_tokens"
     REFERENCE_MOVED = "reference_moved"

@@ -2,7 +2,8 @@
 
 Fresh completions were sampled by exactly the trainer's weights, so both sides' logprobs must agree
 to rounding noise. Misplaced logprobs, a wrong temperature, trained prompt tokens or other weights
-on the server break this. The check finds them before the batch's update.
+on the server break this. The check finds them before the batch's update. The mean over a batch
+hides a single wrong token, so each fresh token is also checked alone (`single_tokens`).
 
 For older completions a difference alone proves nothing, because the policy has moved. They end the
 run only if one hypothesis explains the difference: nearly all of it in one batch, or most of it in
@@ -36,12 +37,14 @@ from grpo_trainer.verify.causes import (
     ServerAnswer,
     mismatch_report,
     recomputed,
+    rounded_logprobs,
     scaled_logprobs,
     shifted_logprobs,
     without_shared_prefix,
 )
 from grpo_trainer.verify.findings import CheckName, Finding
 from grpo_trainer.verify.recomputed import subsample
+from grpo_trainer.verify.single_tokens import single_tokens
 
 LOOK_EVERY_STEPS = 8
 """Older completions without any doubt are examined at every eighth step, because this needs another
@@ -105,11 +108,13 @@ class RolloutCheck:
         for env_id in dict.fromkeys(origin.env_id for origin in batch.origins):
             mine = _of_sequence(table, (origin.env_id == env_id for origin in batch.origins))
             case = _EnvironmentBatch(version.step, env_id, batch)
-            self._check_fresh(case, table.where(mine & fresh))
+            mine_fresh = table.where(mine & fresh)
+            self._check_fresh(case, mine_fresh)
+            self.findings.extend(single_tokens(env_id, mine_fresh, self.tolerance))
             self._check_shared_prefixes(case, table.where(mine))
             is_doubted = env_id in doubted or env_id in self._suspected | self._tempered
             is_due = is_doubted or version.step % LOOK_EVERY_STEPS == 0
-            if is_due and int((mine & fresh).sum()) < PROOF_TOKENS:
+            if is_due and len(mine_fresh) < PROOF_TOKENS:
                 self._check_older(case, table.where(mine & ~fresh))
         return Distance.of(table.where(fresh))
 
@@ -129,6 +134,7 @@ class RolloutCheck:
                 tried=[
                     *shifted_logprobs(part),
                     *scaled_logprobs(part),
+                    *rounded_logprobs(part),
                     *without_shared_prefix(part, case.batch),
                     *recomputed(self.policy, part, case.batch),
                 ],
