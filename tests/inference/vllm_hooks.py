@@ -81,7 +81,8 @@ _EVERYWHERE: dict[str, list[str]] = {
         "generate(prompt, sampling_params, request_id, lora_request)",
         *("pause_generation(mode, clear_cache)", "resume_generation", "reset_prefix_cache"),
         *("add_lora(lora_request)", "remove_lora(lora_id)", "collective_rpc(method, kwargs)"),
-        *("sleep", "wake_up", "errored", "shutdown(timeout)", "get_supported_tasks", "get_tokenizer"),
+        *("sleep", "wake_up", "errored", "shutdown(timeout)"),
+        *("get_supported_tasks", "get_tokenizer"),
     ],
     # requests
     "vllm.sampling_params:SamplingParams": [
