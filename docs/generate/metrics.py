@@ -18,7 +18,7 @@ def of_run_api() -> str:
 
     metrics = Metrics()
     metrics.observe("GET", "/", 200, 0.0, 0)
-    exposition = metrics.exposition(RunStats(*[0] * len(RunStats._fields)), accept="")
+    exposition = metrics.exposition(RunStats._make([0] * len(RunStats._fields)), accept="")
     return table(
         ["Metric", "Kind", "Labels", "Meaning"],
         [
