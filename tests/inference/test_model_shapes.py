@@ -48,7 +48,7 @@ REFUSED = {
     ("Qwen3 MoE", LORA): NO_EXPERTS,
     ("Qwen3 MoE", LORA_RESTART): NO_EXPERTS,
 }
-"""What the server says of these."""
+"""Words of the server's refusal, by shape and mode."""
 IN_MAKE_TEST = {
     ("Llama", LORA),
     ("Qwen2, untied", SHARED),
@@ -125,7 +125,7 @@ def test_a_step_is_served_exported_and_loaded_again(
         ids = torch.randint(200, (4, 40), generator=torch.Generator().manual_seed(0))
         policy(ids, labels=ids).loss.backward()  # type: ignore[operator]
         # The check of the served weights shares passes with these requests.
-        with load_on(server.url) as report:
+        with load_on(server.url, clients=4) as report:
             report.wait_for_answers(3)
             sync.apply(optimizer, 0)
             after = probe.measure(sync.served_logprobs)

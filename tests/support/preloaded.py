@@ -24,6 +24,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from grpo_vllm.engine.vllm_compat.platform_plugin import VARIABLE as OUR_SERVER
+
 VARIABLE = "GRPO_TEST_FORK_SOCKET"
 MODULE = "tests.support.preloaded"
 _CLIENT = Path(__file__).with_name("fork_server_client")
@@ -66,6 +68,7 @@ def _fork_on_request(path: str) -> None:
     listener.bind(path)
     listener.listen(16)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ[OUR_SERVER] = "1"  # vLLM chooses its platform when it is imported
 
     from grpo_vllm.engine import main  # noqa: F401
     from grpo_vllm.engine.vllm_compat import launch

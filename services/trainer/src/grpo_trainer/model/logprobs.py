@@ -14,7 +14,9 @@ from grpo_trainer.model.policy_protocol import CausalLM, base_model, device_of
 
 PROBE_LENGTH = 32
 KERNELS = ("sdpa", "eager")
-"""Two ways in which transformers computes attention, both correct."""
+"""Two ways in which transformers computes attention."""
+ONLY_EAGER = ("attn_logit_softcapping",)
+"""Options of a model's configuration that transformers' sdpa ignores, as those of Gemma 2."""
 KERNEL_FACTOR = 4.0
 """Server and trainer differ in all layers, the two kernels in attention alone. Measured: the
 distance of a bfloat16 model from its float32 computation is 0.8 to 2.6 times that of the kernels,
@@ -109,9 +111,11 @@ def tolerance_of(policy: CausalLM) -> float:
 
 def kernel_noise(policy: CausalLM) -> float:
     """Mean |difference| of the logprobs of fixed tokens between two attention kernels, in nats; 0
-    if the model has only one."""
+    if only one of them is right for the model."""
     model = base_model(policy)
     config = model.config.get_text_config()
+    if any(getattr(config, name, None) for name in ONLY_EAGER):
+        return 0.0
     used = config._attn_implementation
     tokens, found = probe_tokens(model.config.vocab_size), []
     try:

@@ -14,6 +14,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_core.process.threads import share_cores
 from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE, tie_children_to_this_process
+from grpo_vllm.engine.vllm_compat.platform_plugin import VARIABLE as OUR_SERVER
 from grpo_vllm.forkserver.protocol import EnginePlan
 from grpo_vllm.settings import ServerSettings, load_server_settings
 
@@ -39,9 +40,14 @@ def run_engine(plan: EnginePlan, options: list[str]) -> None:
     tie_children_to_this_process(plan.descriptors())
 
     from grpo_vllm.engine import main
+    from grpo_vllm.engine.vllm_compat.layers import current_platform
 
     try:
         main.run(settings, plan)
+        if current_platform.is_cpu():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # finalising an interpreter that has imported vLLM takes half a second
     except GrpoError as error:
         structlog.get_logger().error(type(error).__name__, reason=str(error))
         raise SystemExit(EXIT_FAILED) from None
@@ -53,6 +59,7 @@ def _set_environment(settings: ServerSettings) -> None:
     share_cores()
     # vLLM's processes inherit this; our plugin reads it there.
     os.environ[SHARE_WEIGHTS_VARIABLE] = "1" if settings.share_weights else "0"
+    os.environ[OUR_SERVER] = "1"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # vLLM's development routes let anyone pause the engine and call its workers without a token.
     # Its routes for adapters accept any path.

@@ -40,9 +40,7 @@ def main() -> None:
         os._exit(0)  # nothing needs to be cleaned up
     if obstacle is None:
         module.run_engine(plan, options)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # finalising an interpreter that has imported vLLM takes half a second
+        return
     log.warning("engine.not_forked", reason=obstacle, effect="the engine starts more slowly")
     # Descriptors that were received over a socket are inheritable.
     os.execv(sys.executable, [sys.executable, "-m", name, plan.model_dump_json(), *options])

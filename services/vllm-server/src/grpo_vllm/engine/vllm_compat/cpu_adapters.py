@@ -3,7 +3,7 @@
 It replaces vLLM's `PunicaWrapperCPU` (0.32), which has three faults:
 
 - It copies A and B once for each row of the batch, which takes most of the time of a decoding pass.
-- While sequences are decoded, rows without an adapter get the adapter in the last slot.
+- In a pass with and without adapters, rows without one get the adapter in the last slot.
 - It applies the rows of the sampled tokens to the logits of prompt tokens: one request for
   `prompt_logprobs` in a pass with sampling requests ends the engine with "einsum(): subscript b
   has size …". Models with `embedding_modules`, such as Llama, are affected. See `add_lora_logits`.
@@ -79,8 +79,8 @@ class CpuAdapters(PunicaWrapperCPU):  # type: ignore[misc]
         )
 
     def add_lora_logits(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: adapters on `lm_head` are refused when they are loaded. The rows are those of
-        sampled or of prompt tokens, and nothing says of which."""
+        """Do nothing: our server refuses adapters on `lm_head` (`require_servable_adapter`). vLLM
+        passes the rows of sampled or of prompt tokens without saying which."""
 
 
 def _add_adapters(

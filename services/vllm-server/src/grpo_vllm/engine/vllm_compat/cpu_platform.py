@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from vllm.platforms.cpu import CpuPlatform
 
-ADAPTERS = "grpo_vllm.engine.vllm_compat.cpu_adapters.CpuAdapters"
+from grpo_vllm.engine.vllm_compat.platform_plugin import CPU_ADAPTERS
 
 
 class CpuPlatformWithAdapters(CpuPlatform):  # type: ignore[misc]
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        return ADAPTERS
+        return CPU_ADAPTERS

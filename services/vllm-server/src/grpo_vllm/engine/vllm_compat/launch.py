@@ -12,14 +12,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import structlog
 import torch
 from vllm import envs
 from vllm.platforms import current_platform
 
 from grpo_vllm.engine.vllm_compat.layers import PARALLEL_SIZES
+from grpo_vllm.engine.vllm_compat.platform_plugin import CPU_ADAPTERS
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+log = structlog.get_logger()
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 ONE_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -93,8 +97,9 @@ async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
     config = given.create_engine_config(usage_context=usage)
     if config.lora_config is not None:
         refuse_adapters(config.model_config)
+        warn_of_stock_adapters()
     if current_platform.is_cpu():
-        refuse_head_size(config.model_config.get_head_size())
+        refuse_head_size(config.model_config)
         # create_engine_config set "spawn", which would import all of vLLM again in each process.
         os.environ[START_METHOD] = "fork"
     engine = AsyncLLM.from_vllm_config(
@@ -205,19 +210,32 @@ def refuse_adapters(model_config: Any) -> None:
         )
 
 
-def refuse_head_size(size: int) -> None:
+def warn_of_stock_adapters() -> None:
+    """Log if another platform than ours was chosen, so that vLLM's own class computes adapters on
+    a CPU."""
+    found = current_platform.get_punica_wrapper() if current_platform.is_cpu() else CPU_ADAPTERS
+    if found != CPU_ADAPTERS:
+        log.warning(
+            "adapters.stock_class",
+            found=found,
+            reason="prompt logprobs of the trainer's check may end the engine; see the page on "
+            "lora_only",
+            hint="unset VLLM_PLUGINS and VLLM_TARGET_DEVICE",
+        )
+
+
+def refuse_head_size(model_config: Any) -> None:
     """Refuse a model whose attention vLLM's CPU build cannot compute. vLLM starts with it, and ends
     at the first request.
-
-    Args: size: of one attention head
 
     Raises:
         SystemExit: status 2, with the sizes that it computes.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in sizes:
+    size, sizes = model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    has_other_attention = model_config.use_mla or model_config.is_attention_free
+    if size not in sizes and not has_other_attention:
         raise SystemExit(
             f"vllm-api-server: the model's attention heads have size {size}, and vLLM's CPU build "
             f"computes only {', '.join(map(str, sizes))}; choose another model, or use a GPU"
