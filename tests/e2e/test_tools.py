@@ -44,7 +44,8 @@ def test_a_few_steps_teach_to_call_the_tool_and_train_only_what_the_model_said(
     make_tiny_model(model, Recipe(tools=True, lessons=lessons))
     run = run_demo(tmp_path / "run", *page_flags(model), *SHORT)
     calling = [fmean(map(calls, records)) for records in rollouts(run)]
-    assert fmean(calling[-2:]) - fmean(calling[:2]) > MIN_SHORT_LIFT, calling
+    # Half of the steps: the mean of two varies by 0.1 between runs.
+    assert fmean(calling[SHORT_STEPS // 2 :]) - fmean(calling[:2]) > MIN_SHORT_LIFT, calling
     assert run.records[0]["alignment/diff_max"] < NOISE  # of both turns, and so of their context
     read = reader(model)
     for record in filter(calls, chain(*rollouts(run))):
