@@ -21,9 +21,8 @@ SERVED_WEIGHTS = "served_weights"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts as --max-lora-rank."""
 HEAD = "lm_head"
-"""vLLM takes the logits of prompt tokens for those of sampled tokens, if their layer has an
-adapter. The first request for prompt logprobs, by which the trainer checks what is served, then
-ends a CPU engine. Seen in vLLM 0.32."""
+"""The output layer. With an adapter on it, vLLM 0.32 assigns the adapters of the sampled tokens to
+the logits of prompt tokens, so the trainer's check of the served weights ends a CPU engine."""
 MODEL_CONFIG, MODEL_WEIGHTS_GLOB = "config.json", "*.safetensors"
 
 

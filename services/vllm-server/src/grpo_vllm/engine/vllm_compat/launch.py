@@ -192,7 +192,7 @@ def refuse_adapters(model_config: Any) -> None:
     """Refuse --enable-lora for a model that vLLM cannot serve with an adapter.
 
     Raises:
-        SystemExit: status 2, with the reason.
+        SystemExit: with the reason.
     """
     from vllm.model_executor.model_loader.utils import get_model_architecture
     from vllm.model_executor.models.interfaces import supports_lora
@@ -229,7 +229,7 @@ def refuse_head_size(model_config: Any) -> None:
     at the first request.
 
     Raises:
-        SystemExit: status 2, with the sizes that it computes.
+        SystemExit: with the sizes that it computes.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
