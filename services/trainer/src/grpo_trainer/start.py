@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import structlog
+import torch
 
+from grpo_core.process.cpu_types import SLOW, is_slow_in_bfloat16
 from grpo_trainer.algo.accumulate import Accumulate
 from grpo_trainer.checkpoint.resume import restore
 from grpo_trainer.checkpoint.saver import Saver
@@ -69,6 +71,17 @@ class Run:
     accumulate: Accumulate
 
 
+def warn_of_slow_type(policy: CausalLM) -> None:
+    """Log if the policy is in bfloat16 on a CPU without instructions for it."""
+    weights = next(policy.parameters())
+    if weights.dtype == torch.bfloat16 and weights.device.type == "cpu" and is_slow_in_bfloat16():
+        log.warning(
+            "dtype.slow",
+            reason=SLOW,
+            hint="start the server and the trainer without --dtype, or with --dtype float32",
+        )
+
+
 def start_run(
     settings: TrainerSettings,
     api: BatchQueue,
@@ -85,6 +98,7 @@ def start_run(
     """
     # Dropout would make the trainer's logprobs differ from the server's at random.
     policy = sync.load_policy(restoring=saved is not None).eval()
+    warn_of_slow_type(policy)
     settings = settings.model_copy(update={"run_id": sync.server_run_id})
     team.share_model(policy, settings)
     if settings.trained_layers is not None:

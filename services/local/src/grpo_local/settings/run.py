@@ -113,7 +113,8 @@ class RunSettings(WithServiceOptions, ModeOptions):
     log_dir: Path = Field(Path("logs"), description="Directory for vllm-server.log and trainer.log")
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = Field(
         "auto",
-        description="Data type of the weights in the server and in the trainer. auto: the model's",
+        description="Data type of the weights in the server and in the trainer. auto: the model's; "
+        "float32 on a CPU without instructions for bfloat16",
     )
     gpu_memory_utilization: float = Field(
         0.45, gt=0, le=1, description="Fraction of the GPU's memory that the server may use"

@@ -234,16 +234,16 @@ class _Probe:
         self._policy = policy
         self._micro = _probe_batch(policy.config.vocab_size).to(device_of(policy))
         self._expected = self._logprobs(plain_forward)
+        self._tolerance = tolerance_of(policy)
 
     def require_equal(self, forward: ForwardPass, way: str) -> None:
         """Raises `FastPathRefused` if `forward` differs by more than rounding. `way` names what
         `forward` tests, for the message."""
         off = float((self._logprobs(forward) - self._expected).abs().mean())
-        tolerance = tolerance_of(self._policy)
-        if not off <= tolerance:
+        if not off <= self._tolerance:
             raise FastPathRefused(
                 f"the logprobs of {type(base_model(self._policy)).__name__} with and without "
-                f"{way} differ by {off:.2g} on average (tolerance {tolerance:g})"
+                f"{way} differ by {off:.2g} on average (tolerance {self._tolerance:g})"
             )
 
     def differentiate(self, forward: ForwardPass) -> None:

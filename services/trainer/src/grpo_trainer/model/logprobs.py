@@ -6,6 +6,7 @@ Legend: B sequences, T positions after the causal shift, V vocabulary.
 from __future__ import annotations
 
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ for 1, 2 and 135 million parameters."""
 LEAST_TOLERANCE: dict[torch.dtype, float] = {torch.float32: 2e-4, torch.bfloat16: 0.02}
 """For small models, whose noise differs much from one sequence to the next."""
 DEFAULT_TOLERANCE = 0.05
+_tolerances: WeakKeyDictionary[CausalLM, float] = WeakKeyDictionary()
 GPU_FLOAT32_TOLERANCE = 0.01
 """On a GPU, vLLM's attention multiplies float32 as TF32, with 10 bits of mantissa. Not measured."""
 
@@ -100,8 +102,15 @@ def tolerance_of(policy: CausalLM) -> float:
     """Allowed mean |difference| between two computations with the policy's weights.
 
     A multiple of the difference between two attention kernels, so it grows with the model's depth
-    and with the rounding of its data type.
+    and with the rounding of its data type. It is computed once for each policy, before a compiler
+    changes the layers.
     """
+    if policy not in _tolerances:
+        _tolerances[policy] = _tolerance_of(policy)
+    return _tolerances[policy]
+
+
+def _tolerance_of(policy: CausalLM) -> float:
     weights = next(policy.parameters())
     least = LEAST_TOLERANCE.get(weights.dtype, DEFAULT_TOLERANCE)
     if weights.is_cuda and weights.dtype == torch.float32:

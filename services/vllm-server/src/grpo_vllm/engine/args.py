@@ -11,6 +11,7 @@ from grpo_core.weights.ref import WeightRef
 from grpo_vllm.engine.plugin import LOAD_FORMAT, WORKER_EXTENSION
 from grpo_vllm.engine.sampling_params_check import PROCESSOR
 from grpo_vllm.engine.vllm_compat.cpu_blocks import use_small_blocks
+from grpo_vllm.engine.vllm_compat.cpu_types import use_fast_type
 from grpo_vllm.engine.vllm_compat.launch import (
     check_requests_with,
     parse_engine_arguments,
@@ -52,6 +53,7 @@ def parsed_engine_arguments(settings: ServerSettings, weights: WeightRef) -> arg
     if current_platform.is_cpu():
         check_requests_with(PROCESSOR, arguments)
         use_small_blocks(arguments)
+        use_fast_type(arguments)
     return arguments
 
 
