@@ -19,13 +19,13 @@ import structlog
 from pydantic import Field
 
 from benchmarks.decode_bench.decoding import Body, Load, completions, decode, generate
+from benchmarks.decode_bench.models import DecodeModel, ModelName, decode_model
 from benchmarks.decode_bench.report import spread
 from benchmarks.decode_bench.servers import DecodeServer, our_server, stock_vllm
 from benchmarks.run_api_bench import machine
 from benchmarks.run_api_bench.results_file import replace_section
 from grpo_core.logs import configure_logging
 from grpo_core.settings import Command, CommandSettings, load_settings
-from grpo_tiny_model.model import ensure_tiny_model
 
 SECTION = "sampling groups"
 GOAL = 0.97
@@ -45,27 +45,28 @@ class GenerateBenchSettings(CommandSettings):
     concurrency: int = Field(16, ge=1, description="Requests under way at once")
     group_size: int = Field(8, ge=1, description="Completions of one request")
     tokens: int = Field(64, ge=1, description="Tokens of one completion")
+    model: ModelName = Field("tiny", description="Model that both servers serve")
     results: Path | None = Field(None, description="Markdown file whose section is replaced")
 
 
 def main() -> None:
     settings = load_settings(GenerateBenchSettings, sys.argv[1:])
     configure_logging("bench-generate")
-    model = ensure_tiny_model()
+    model = decode_model(settings.model)
     with tempfile.TemporaryDirectory(prefix="bench-generate-") as name:
         directory = Path(name)
         with (
-            stock_vllm(model, directory, ()) as stock,
+            stock_vllm(model.directory, directory, ()) as stock,
             our_server(
-                model,
+                model.directory,
                 directory,
                 ("--share-weights", "--weights-socket", str(directory / "weights.sock")),
             ) as ours,
         ):
-            section = report(settings, measure(settings, stock, ours))
+            section = report(settings, model, measure(settings, stock, ours))
     sys.stdout.write("\n".join([*section, ""]))
     if settings.results is not None:
-        replace_section(settings.results, SECTION, section)
+        replace_section(settings.results, SECTION + model.suffix, section)
 
 
 def measure(
@@ -90,11 +91,13 @@ def measure(
     return found
 
 
-def report(settings: GenerateBenchSettings, found: dict[str, list[float]]) -> list[str]:
+def report(
+    settings: GenerateBenchSettings, model: DecodeModel, found: dict[str, list[float]]
+) -> list[str]:
     ratios = [mine / theirs for mine, theirs in zip(found[OURS], found[STOCK], strict=True)]
     verdict = "met" if median(ratios) >= GOAL else "**missed**"
     return [
-        f"`make bench-generate` on {datetime.now(UTC).date().isoformat()}: the tiny model, "
+        f"`make bench-generate` on {datetime.now(UTC).date().isoformat()}: {model.name}, "
         f"float32, compiled; {settings.requests} requests of {settings.group_size} completions of "
         f"{settings.tokens} tokens, {settings.concurrency} at a time, with the logprobs of the "
         f"sampled tokens. {settings.rounds} rounds, the routes in turns: median (lowest to "

@@ -20,13 +20,13 @@ import structlog
 from pydantic import Field
 
 from benchmarks.decode_bench.decoding import Load, completions, decode
+from benchmarks.decode_bench.models import DecodeModel, ModelName, decode_model
 from benchmarks.decode_bench.report import spread
 from benchmarks.decode_bench.servers import DecodeServer, make_adapter, our_server, stock_vllm
 from benchmarks.run_api_bench import machine
 from benchmarks.run_api_bench.results_file import replace_section
 from grpo_core.logs import configure_logging
 from grpo_core.settings import Command, CommandSettings, load_settings
-from grpo_tiny_model.model import ensure_tiny_model
 
 SECTION = "decoding with an adapter"
 GOAL = 0.97
@@ -43,6 +43,7 @@ class LoraBenchSettings(CommandSettings):
     requests: int = Field(96, ge=1, description="Requests of one measurement")
     tokens: int = Field(128, ge=1, description="Tokens of one completion")
     eager: bool = Field(False, description="Both servers with --enforce-eager")
+    model: ModelName = Field("tiny", description="Model that both servers serve")
     results: Path | None = Field(None, description="Markdown file whose section is replaced")
 
 
@@ -50,18 +51,18 @@ def main() -> None:
     settings = load_settings(LoraBenchSettings, sys.argv[1:])
     configure_logging("bench-lora")
     flags = ("--enforce-eager",) if settings.eager else ()
-    model = ensure_tiny_model()
+    model = decode_model(settings.model)
     with tempfile.TemporaryDirectory(prefix="bench-lora-") as name:
         directory = Path(name)
-        adapter = make_adapter(model, directory / "weights" / "adapter")
+        adapter = make_adapter(model.directory, directory / "weights" / "adapter")
         with (
-            stock_vllm(model, directory, flags, adapter) as stock,
-            our_server(model, directory, flags, adapter) as ours,
+            stock_vllm(model.directory, directory, flags, adapter) as stock,
+            our_server(model.directory, directory, flags, adapter) as ours,
         ):
-            section = report(settings, *measure(settings, stock, ours))
+            section = report(settings, model, *measure(settings, stock, ours))
     sys.stdout.write("\n".join([*section, ""]))
     if settings.results is not None:
-        replace_section(settings.results, SECTION, section)
+        replace_section(settings.results, SECTION + model.suffix, section)
 
 
 def measure(
@@ -85,12 +86,16 @@ def measure(
 
 
 def report(
-    settings: LoraBenchSettings, stock: list[float], ours: list[float], base: list[float]
+    settings: LoraBenchSettings,
+    model: DecodeModel,
+    stock: list[float],
+    ours: list[float],
+    base: list[float],
 ) -> list[str]:
     ratios = [mine / theirs for mine, theirs in zip(ours, stock, strict=True)]
     verdict = "met" if median(ratios) >= GOAL else "**missed**"
     return [
-        f"`make bench-lora` on {datetime.now(UTC).date().isoformat()}: the tiny model with an "
+        f"`make bench-lora` on {datetime.now(UTC).date().isoformat()}: {model.name} with an "
         f"adapter of rank 16 on q_proj and v_proj, float32, {settings.requests} requests of "
         f"{settings.tokens} tokens, {settings.concurrency} at a time, "
         f"{'eager mode' if settings.eager else 'no eager mode'}. {settings.rounds} rounds, the "

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
 from pydantic import Field
+from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.run_api_bench import machine
 from benchmarks.run_api_bench.report import table
@@ -19,7 +21,8 @@ from benchmarks.run_api_bench.results_file import replace_section
 from benchmarks.train_bench.demo import demo_records
 from benchmarks.train_bench.install import TRL_SIDE, trl_python
 from benchmarks.train_bench.turns import Reading, goal_of, in_turn, json_of, spread, values
-from benchmarks.train_bench.work import questions
+from benchmarks.train_bench.work import batch, prompt_tokens, questions
+from benchmarks.train_step import advantages
 from grpo_core.logs import configure_logging
 from grpo_core.settings import Command, CommandSettings, load_settings
 from grpo_tiny_model.smollm2 import ensure_smollm2
@@ -27,6 +30,8 @@ from grpo_tiny_model.smollm2 import ensure_smollm2
 SECTION = "SmolLM2-135M beside TRL"
 REWARD = Path(__file__).parent / "train_bench" / "length_reward.py"
 PROMPTS, GROUP_SIZE, LONGEST = 4, 8, 12
+STEP_LONGEST, STEP_TOKENS, STEP_STEPS = 128, 2048, 3
+STEP_GOAL, MEMORY_GOAL = 4.0, 1 / 0.6
 WARM_STEPS = 3
 """Of both sides."""
 
@@ -38,7 +43,8 @@ class RealBenchSettings(CommandSettings):
 
     rounds: int = Field(3, ge=1, description="Times that each side is measured")
     steps: int = Field(8, ge=5, description="Steps of one measurement")
-    threads: int = Field(2, ge=1, description="Threads of TRL")
+    threads: int = Field(2, ge=1, description="Threads of TRL, and of both in a training step")
+    data: Path | None = Field(None, description="Directory with GSM8K's train.jsonl")
     results: Path | None = Field(None, description="Markdown file whose section is replaced")
 
 
@@ -57,8 +63,10 @@ def main() -> None:
     configure_logging("bench-real")
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(settings, Path(scratch), trl_python(), ensure_smollm2())
-        rows = [bench.loop(loop) for loop in LOOPS]
-    heading = ["seconds per step", "TRL", "this project", "ratio", "goal", "our staleness"]
+        rows = [row for loop in LOOPS for row in bench.loop(loop)]
+        if settings.data is not None:
+            rows += bench.step(settings.data)
+    heading = ["", "unit", "TRL", "this project", "TRL over ours", "goal"]
     lines = [*_introduction(settings), "", *table([heading, *rows])]
     sys.stdout.write("\n".join([*lines, ""]))
     if settings.results:
@@ -72,7 +80,7 @@ class Bench:
     trl: Path
     model: Path
 
-    def loop(self, loop: Loop) -> list[str]:
+    def loop(self, loop: Loop) -> list[list[str]]:
         asked = questions("sums", 2000, None)
         work = self._written(
             model=str(self.model),
@@ -93,16 +101,35 @@ class Bench:
             "ours": lambda: self._ours(loop, data),
         }
         found = in_turn(loop.mode, self.settings.rounds, sides)
-        theirs, ours = (values(found[side], "step_s") for side in ("trl", "ours"))
-        ratio = median(theirs) / median(ours)
-        staleness = median(reading["staleness"] for reading in found["ours"])
+        return [_row(f"whole loop, {loop.mode}", "s a step", found, "step_s", loop.goal)]
+
+    def step(self, data: Path) -> list[list[str]]:
+        """One training step on the same completions. Both have the same loss."""
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
+        vocabulary = AutoConfig.from_pretrained(self.model).vocab_size
+        prompts = [prompt_tokens(tokenizer, q) for q in questions("gsm8k", PROMPTS, data)]
+        drawn = batch(self.model, vocabulary, prompts, STEP_LONGEST, GROUP_SIZE)
+        work = self._written(
+            **asdict(drawn),
+            directory=str(self.scratch / "trl"),
+            advantages=advantages(drawn, GROUP_SIZE),
+            group_size=GROUP_SIZE,
+            sequences=PROMPTS * GROUP_SIZE,
+            micro_batch=GROUP_SIZE,
+            tokens_per_micro_batch=STEP_TOKENS,
+            longest=STEP_LONGEST,
+            steps=STEP_STEPS,
+        )
+        ours = [sys.executable, "-m", "benchmarks.train_bench.our_side", str(work)]
+        sides = {
+            "trl": lambda: json_of([str(self.trl), str(TRL_SIDE), "step", str(work)]),
+            "ours": lambda: json_of(ours),
+        }
+        found = in_turn("step", self.settings.rounds, sides)
+        name = f"training step, GSM8K, groups of {GROUP_SIZE}"
         return [
-            loop.mode,
-            spread(theirs),
-            spread(ours),
-            f"{ratio:.1f}",
-            goal_of(ratio, loop.goal),
-            f"{staleness:.1f}",
+            _row(name, "s", found, "step_s", STEP_GOAL),
+            _row(f"{name}: memory", "MiB", found, "peak_bytes", MEMORY_GOAL, 2**20),
         ]
 
     def _ours(self, loop: Loop, data: Path) -> Reading:
@@ -116,15 +143,25 @@ class Bench:
                 *("--steps", str(2 * self.settings.steps)),
             ]
         )[WARM_STEPS:]
-        return {
-            "step_s": median(r["train/step_time"] for r in records),
-            "staleness": median(r["staleness/mean"] for r in records),
-        }
+        return {"step_s": median(r["train/step_time"] for r in records)}
 
     def _written(self, **work: Any) -> Path:
         path = self.scratch / "work.json"
         path.write_text(json.dumps({**work, "threads": self.settings.threads}))
         return path
+
+
+def _row(
+    name: str,
+    unit: str,
+    found: Mapping[str, Sequence[Reading]],
+    key: str,
+    goal: float,
+    scale: float = 1.0,
+) -> list[str]:
+    theirs, ours = (values(found[side], key, scale) for side in ("trl", "ours"))
+    ratio = median(theirs) / median(ours)
+    return [name, unit, spread(theirs), spread(ours), f"{ratio:.1f}", goal_of(ratio, goal)]
 
 
 def _introduction(settings: RealBenchSettings) -> list[str]:
@@ -134,8 +171,10 @@ def _introduction(settings: RealBenchSettings) -> list[str]:
         f"of the seconds per step. {PROMPTS} prompts of {GROUP_SIZE} completions of at most "
         f"{LONGEST} tokens, float32. *ratio* is TRL over this project. A step samples, grades and "
         "trains. TRL samples a batch with the weights that it trains; `grpo-demo` samples the next "
-        "batch while it trains, so its completions have a staleness. lora_only: rank 16 on q_proj "
-        "and v_proj on both sides.",
+        "two while it trains. lora_only: rank 16 on q_proj and v_proj on both sides. A training "
+        f"step has {PROMPTS} prompts of GSM8K with {GROUP_SIZE} completions of at most "
+        f"{STEP_LONGEST} tokens each; TRL's micro-batch is a group, ours {STEP_TOKENS} tokens. "
+        "Memory is the peak beside the weights.",
         "",
         *(f"- {fact}" for fact in machine.host()),
     ]

@@ -118,7 +118,7 @@ class Bench:
         work: dict[str, Any] = {
             **asdict(drawn),
             "directory": str(self.scratch / "trl"),
-            "advantages": _advantages(drawn, step.group_size),
+            "advantages": advantages(drawn, step.group_size),
             "group_size": step.group_size,
             "sequences": len(drawn.prompts),
             "micro_batch": min(step.micro_batch, len(drawn.prompts)),
@@ -169,7 +169,7 @@ class Bench:
         return directory
 
 
-def _advantages(drawn: BatchFile, group_size: int) -> list[float]:
+def advantages(drawn: BatchFile, group_size: int) -> list[float]:
     scores = torch.tensor(drawn.scores).view(-1, group_size)
     found: list[float] = torch.cat(group_std(list(scores))).tolist()
     return found

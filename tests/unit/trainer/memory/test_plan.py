@@ -34,7 +34,8 @@ def eight_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan(model: Path, **options: object) -> MemoryPlan:
     redis_url = "redis://127.0.0.1:6379/0"
-    chosen = {"model": str(model), "mode": "shared_vllm", "redis_url": redis_url, **options}
+    chosen = {"model": str(model), "mode": "shared_vllm", "redis_url": redis_url}
+    chosen |= {"device": "cuda", **options}
     return memory_plan(CommandLine.model_validate(chosen))
 
 
@@ -65,8 +66,8 @@ def test_what_the_plan_calls_fitting_leaves_room_for_the_server(eight_billion: P
             if utilization is None:
                 continue
             fitting += 1
-            server = utilization * found.gpu.total_bytes
-            assert server + one.needed(is_recomputed) + GIB <= found.gpu.total_bytes
+            server = utilization * found.machine.total_bytes
+            assert server + one.needed(is_recomputed) + GIB <= found.machine.total_bytes
             assert server >= found.server.least_bytes
     assert 0 < fitting < 2 * len(found.combinations)
 
@@ -80,3 +81,16 @@ def test_options_change_the_chosen_row_alone(eight_billion: Path) -> None:
     several = plan(eight_billion).chosen
     assert 2 * one_pass.kept.gradients == several.kept.gradients
     assert one_pass.kept.moments == several.kept.moments
+
+
+def test_on_a_cpu_the_plan_takes_the_memory_of_this_host(eight_billion: Path) -> None:
+    found = plan(eight_billion, device="cpu", tokens_per_micro_batch=512, dtype="bfloat16")
+    assert found.chosen.optimizer == "adamw"
+    out = text_of(found)
+    assert "GPU" not in out
+    assert f"memory   {found.machine.total_bytes / GIB:.1f} GiB of this host" in out
+    assert "for a micro-batch of 512 tokens" in out
+    assert "--gpu-memory-utilization" not in out
+    needed = found.chosen.needed(False) + found.machine.trainer_reserve
+    fits = needed + found.server.least_bytes <= found.machine.total_bytes
+    assert (found.usable_utilization(found.chosen, False) is not None) == fits

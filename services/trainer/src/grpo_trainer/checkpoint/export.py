@@ -32,12 +32,12 @@ def save_policy(policy: CausalLM, model_name: str, target: Path, is_adapter: boo
         if is_adapter:
             write_adapter(policy, directory)
         else:
-            _write_model(policy, model_name, directory)
+            write_model(policy, model_name, directory)
         AutoTokenizer.from_pretrained(model_name).save_pretrained(directory)
     log.info("model.exported", directory=str(target))
 
 
-def _write_model(policy: CausalLM, model_name: str, directory: Path) -> None:
+def write_model(policy: CausalLM, model_name: str, directory: Path) -> None:
     """Write weights, configuration and generation configuration in transformers' format."""
     from transformers import GenerationConfig
 

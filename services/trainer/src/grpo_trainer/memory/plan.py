@@ -1,17 +1,21 @@
-"""Plans the memory of every combination of options, and which of them fit on one GPU."""
+"""Plans the memory of every combination of options, and which of them fit on one GPU or host."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
+from grpo_core.process.cpu_types import is_slow_in_bfloat16
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.optimizer import OptimizerName
+from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.memory.kept import MASTER_BYTES, KeptBytes, kept_bytes, planned_policy
 from grpo_trainer.memory.working import LayerSizes, pass_bytes, update_bytes
@@ -19,32 +23,56 @@ from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.download import ModelNotFound
 from grpo_trainer.model.policy_protocol import CausalLM
 
-GIB = 2**30
-ASSUMED_GPU_BYTES = 80 * GIB
-"""Used if this machine has no GPU."""
-TRAINER_RESERVE_BYTES = GIB
+GIB, MIB = 2**30, 2**20
+TRAINER_ON_GPU = GIB
 """Estimate: the trainer's CUDA context, workspaces of libraries, and gaps between tensors."""
-SERVER_RESERVE_BYTES = 2 * GIB
+SERVER_ON_GPU = 2 * GIB
 """Estimate: the engine's CUDA context, activations and CUDA graphs."""
+TRAINER_ON_CPU = 512 * MIB
+"""Python, torch and transformers."""
+SERVER_ON_CPU = 1200 * MIB
+"""Python, torch, vLLM, and the workspaces of an engine."""
+ASSUMED_GPU_BYTES = 80 * GIB
+"""Used for --device cuda if this machine has no GPU."""
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 DEFAULT_MODEL_LEN = 4096
 WHOLE = "all"
 ADAPTER_MODES = "lora_only, lora_restart"
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """`name` is None if this machine has no GPU, so that one is assumed."""
+class Machine:
+    """Where server and trainer compute: on one GPU, or on the CPU of this host.
 
+    Args:
+        name: of the GPU; None if one is assumed
+        total_bytes: the GPU's memory, or the host's
+        trainer_reserve, server_reserve: bytes that each process needs beside what the plan counts
+    """
+
+    is_gpu: bool
     name: str | None
     total_bytes: int
+    trainer_reserve: int
+    server_reserve: int
 
     @classmethod
-    def find(cls, device: str) -> Gpu:
+    def find(cls, device: str) -> Machine:
         """Args: device: the value of --device."""
+        is_gpu = torch.cuda.is_available() if device == AUTO_DEVICE else device.startswith("cuda")
+        if not is_gpu:
+            return cls(False, None, _host_bytes(), TRAINER_ON_CPU, SERVER_ON_CPU)
         if not torch.cuda.is_available():
-            return cls(None, ASSUMED_GPU_BYTES)
+            return cls(True, None, ASSUMED_GPU_BYTES, TRAINER_ON_GPU, SERVER_ON_GPU)
         found = torch.cuda.get_device_properties(device if device.startswith("cuda") else "cuda")
-        return cls(found.name, found.total_memory)
+        return cls(True, found.name, found.total_memory, TRAINER_ON_GPU, SERVER_ON_GPU)
+
+
+def _host_bytes() -> int:
+    """This host's memory, or what the container may use of it."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.exists() else ""
+    return min(host, int(limit)) if limit.isdecimal() else host
 
 
 @dataclass(frozen=True)
@@ -53,10 +81,11 @@ class Server:
 
     weights_bytes: int
     kv_bytes: int
+    reserve_bytes: int
 
     @property
     def least_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + SERVER_RESERVE_BYTES
+        return self.weights_bytes + self.kv_bytes + self.reserve_bytes
 
 
 @dataclass(frozen=True)
@@ -94,18 +123,21 @@ class MemoryPlan:
     model: str
     dtype: torch.dtype
     layers: int
-    gpu: Gpu
+    machine: Machine
     server: Server
     utilization: float
     is_recomputed: bool
     combinations: list[Combination]
     chosen: Combination
+    micro_batch_tokens: int
 
     def usable_utilization(self, combination: Combination, is_recomputed: bool) -> float | None:
         """The given --gpu-memory-utilization if server and trainer fit with it; otherwise the
-        largest one with which they do. None: there is none."""
-        total = self.gpu.total_bytes
-        room = total - combination.needed(is_recomputed) - TRAINER_RESERVE_BYTES
+        largest one with which they do. None: there is none. On a CPU the option has no effect."""
+        total = self.machine.total_bytes
+        room = total - combination.needed(is_recomputed) - self.machine.trainer_reserve
+        if not self.machine.is_gpu:
+            return self.utilization if room >= self.server.least_bytes else None
         largest = math.floor(100 * room / total) / 100
         best = min(largest, self.utilization)
         for utilization in (best, largest):
@@ -121,7 +153,8 @@ def memory_plan(line: CommandLine) -> MemoryPlan:
     UnusableOptimizer: --master-dtype does not fit the model's data type.
     """
     config = _text_config(line.model)
-    dtype = _dtype(line, config)
+    machine = Machine.find(line.device)
+    dtype = _dtype(line, config, machine)
     if line.master_dtype == "bfloat16" != name_of(dtype):
         raise UnusableOptimizer(
             f"--master-dtype bfloat16: the weights are in {name_of(dtype)}; pass "
@@ -139,15 +172,17 @@ def memory_plan(line: CommandLine) -> MemoryPlan:
         model=line.model,
         dtype=dtype,
         layers=config.num_hidden_layers,
-        gpu=Gpu.find(line.device),
+        machine=machine,
         server=Server(
             weights_bytes=sum(p.nbytes for p in model.parameters()),
             kv_bytes=2 * config.num_hidden_layers * sizes.keys * sizes.element * longest,
+            reserve_bytes=machine.server_reserve,
         ),
         utilization=line.gpu_memory_utilization,
         is_recomputed=line.gradient_checkpointing,
         combinations=combinations,
-        chosen=next(one for one in combinations if _is_chosen(line, one)),
+        chosen=next(one for one in combinations if _is_chosen(line, one, machine)),
+        micro_batch_tokens=line.micro_batch_tokens,
     )
 
 
@@ -165,10 +200,13 @@ def _text_config(model: str) -> Any:
         raise ModelNotFound(f"--model {model}: cannot read its config.json: {reason}") from error
 
 
-def _dtype(line: CommandLine, config: Any) -> torch.dtype:
+def _dtype(line: CommandLine, config: Any, machine: Machine) -> torch.dtype:
+    """The data type of the served weights."""
     if line.dtype != "auto":
         found: torch.dtype = getattr(torch, line.dtype)
         return found
+    if not machine.is_gpu and is_slow_in_bfloat16():
+        return torch.float32
     return config.dtype or torch.float32
 
 
@@ -231,15 +269,12 @@ def _combinations(
             )
 
 
-def _is_chosen(line: CommandLine, one: Combination) -> bool:
+def _is_chosen(line: CommandLine, one: Combination, machine: Machine) -> bool:
     trainee = one.trainee
-    if line.mode not in trainee.modes.split(", ") or one.optimizer != _optimizer(line):
+    optimizer = line.optimizer_on("cuda" if machine.is_gpu else "cpu")
+    if line.mode not in trainee.modes.split(", ") or one.optimizer != optimizer:
         return False
     trains_all = line.trained_layers is None
     return trainee.is_adapter or (
         trains_all == (trainee.layers == WHOLE) and one.master_dtype == line.master_dtype
     )
-
-
-def _optimizer(line: CommandLine) -> OptimizerName:
-    return line.optimizer_on("cpu" if line.device == "cpu" else "cuda")

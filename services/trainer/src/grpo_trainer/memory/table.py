@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from grpo_trainer.memory.plan import (
     GIB,
-    SERVER_RESERVE_BYTES,
-    TRAINER_RESERVE_BYTES,
     WHOLE,
     Combination,
     MemoryPlan,
@@ -25,32 +23,58 @@ MASTER, GRAD, STATE: bytes per trained weight of master weight, gradient and opt
 COPY: bytes per weight of the trainer's copies: of the model, except in shared_vllm, where the
 trainer uses the server's, and of the reference model of --kl-coef.
 KEPT: GiB of these four in the trainer, exact.
-WORK: GiB of activations, logits and buffers in the trainer, estimated.
-FITS: yes, or the largest --gpu-memory-utilization with which server and trainer fit on the GPU.
+WORK: GiB of activations, logits and buffers in the trainer for a micro-batch of {tokens:,} tokens
+(--tokens-per-micro-batch), estimated. Shorter micro-batches need less.
+{fits}
 *: with --gradient-checkpointing.
 """
+_FITS_ON_GPU = (
+    "FITS: yes, or the largest --gpu-memory-utilization with which server and trainer fit on the "
+    "GPU."
+)
+_FITS_ON_HOST = "FITS: whether server and trainer fit into this host's memory."
 
 
 def text_of(plan: MemoryPlan) -> str:
-    return "\n".join([_head(plan), _table(plan), _LEGEND + _gradients(plan), _verdict(plan)])
+    legend = _LEGEND.format(
+        tokens=plan.micro_batch_tokens,
+        fits=_FITS_ON_GPU if plan.machine.is_gpu else _FITS_ON_HOST,
+    )
+    return "\n".join([_head(plan), _table(plan), legend + _gradients(plan), _verdict(plan)])
 
 
 def _head(plan: MemoryPlan) -> str:
-    gpu, server = plan.gpu, plan.server
-    found = gpu.name or "no GPU found, so this size is assumed"
-    model = plan.combinations[0].trainee.policy
-    weights = sum(p.numel() for p in model.parameters())
+    machine, server = plan.machine, plan.server
+    weights = sum(p.numel() for p in plan.combinations[0].trainee.policy.parameters())
+    total, least = _gib(machine.total_bytes), _gib(server.least_bytes)
+    if machine.is_gpu:
+        found = machine.name or "no GPU found, so this size is assumed"
+        place = f"GPU      {total} GiB ({found}), for trainer and server\n"
+        share = (
+            f"{_gib(_server_bytes(plan))} GiB by --gpu-memory-utilization {plan.utilization:g}; it "
+            f"needs {least} GiB or more"
+        )
+        rest = "for CUDA (estimated)"
+    else:
+        place = f"memory   {total} GiB of this host, for trainer and server\n"
+        share = f"{least} GiB"
+        rest = "for Python and its packages"
     return (
         f"model    {plan.model}: {weights / 1e9:.3g} billion weights, {plan.layers} layers, "
         f"{name_of(plan.dtype)}\n"
-        f"GPU      {_gib(gpu.total_bytes)} GiB ({found}), for trainer and server\n"
-        f"server   {_gib(plan.utilization * gpu.total_bytes)} GiB by --gpu-memory-utilization "
-        f"{plan.utilization:g}; it needs {_gib(server.least_bytes)} GiB or more:\n"
+        f"{place}"
+        f"server   {share}:\n"
         f"         weights {_gib(server.weights_bytes)}, keys and values of one sequence "
-        f"{_gib(server.kv_bytes)}, engine {_gib(SERVER_RESERVE_BYTES)} (estimated)\n"
-        f"trainer  the table's KEPT + WORK, and {_gib(TRAINER_RESERVE_BYTES)} GiB for CUDA "
-        "(estimated)\n"
+        f"{_gib(server.kv_bytes)}, engine {_gib(server.reserve_bytes)} (estimated)\n"
+        f"trainer  the table's KEPT + WORK, and {_gib(machine.trainer_reserve)} GiB {rest}\n"
     )
+
+
+def _server_bytes(plan: MemoryPlan) -> float:
+    """What the server takes: on a GPU its share, even if it needs less."""
+    if plan.machine.is_gpu:
+        return plan.utilization * plan.machine.total_bytes
+    return plan.server.least_bytes
 
 
 def _table(plan: MemoryPlan) -> str:
@@ -104,18 +128,15 @@ def _gradients(plan: MemoryPlan) -> str:
 
 
 def _verdict(plan: MemoryPlan) -> str:
-    one = plan.chosen
-    is_recomputed = plan.is_recomputed
-    total = plan.gpu.total_bytes
-    needed = one.needed(is_recomputed) + TRAINER_RESERVE_BYTES
-    fits = _fits(plan, one, is_recomputed)
+    needed = plan.chosen.needed(plan.is_recomputed) + plan.machine.trainer_reserve
+    fits = _fits(plan, plan.chosen, plan.is_recomputed)
     result = {
         "yes": "They fit.",
         "no": "They do not fit.",
     }.get(fits, f"They fit with --gpu-memory-utilization {fits}.")
     return (
-        f"These options (>): trainer {_gib(needed)} GiB + server "
-        f"{_gib(plan.utilization * total)} GiB of {_gib(total)} GiB. {result}\n"
+        f"These options (>): trainer {_gib(needed)} GiB + server {_gib(_server_bytes(plan))} GiB "
+        f"of {_gib(plan.machine.total_bytes)} GiB. {result}\n"
     ) + "".join(_suggestion(plan))
 
 
@@ -134,7 +155,9 @@ def _suggestion(plan: MemoryPlan) -> Iterator[str]:
     usable, recomputed, _, one = max(fitting, key=lambda found: found[:3])
     first = f"--mode {one.trainee.modes} --optimizer {one.optimizer}"
     yield f"The whole model fits, for example, with {first}\n"
-    yield f"--master-dtype {one.master_dtype} --gpu-memory-utilization {usable:g}"
+    yield f"--master-dtype {one.master_dtype}"
+    if plan.machine.is_gpu:
+        yield f" --gpu-memory-utilization {usable:g}"
     yield " --gradient-checkpointing\n" if recomputed else "\n"
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from grpo_core.weights.directory_checks import ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB
 from grpo_core.weights.ref import WeightKind
 from grpo_trainer.checkpoint.atomic_dir import whole_directory
-from grpo_trainer.checkpoint.export import save_policy, write_adapter
+from grpo_trainer.checkpoint.export import write_adapter, write_model
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import NoSuchDevice, PolicyMismatch
@@ -119,16 +119,16 @@ class TrainedWeights:
         return policy if self.lora is None else with_adapter(policy, self.lora)
 
     def write(self, policy: CausalLM, target: Path) -> None:
-        """Write all files that a server needs, completely or not at all.
+        """Write what a server that has the model's tokenizer needs, completely or not at all.
 
         Raises:
             CheckpointNotSaved: a file could not be written, e.g. the disk is full.
         """
-        if self.lora is None:
-            save_policy(policy, self.model_name, target)
-            return
         with whole_directory(target) as directory:
-            write_adapter(policy, directory)
+            if self.lora is None:
+                write_model(policy, self.model_name, directory)
+            else:
+                write_adapter(policy, directory)
 
     def are_in(self, policy: CausalLM, directory: Path) -> bool:
         """Whether `directory`, written by `write`, holds exactly the policy's weights. False if it

@@ -62,7 +62,7 @@ def refuse_reserved_options(arguments: argparse.Namespace, share_weights: bool) 
     vLLM's own configuration file, which our parser does not read.
 
     Raises:
-        SystemExit: status 2, with the names of the options.
+        SystemExit: with the names of the options.
     """
     taken = {
         "--api-key (give it once, unabbreviated, or set VLLM_API_KEY)": arguments.api_key
@@ -85,7 +85,7 @@ def refuse_float32_adapters(dtype: str) -> None:
     """Refuse float32 at the start: vLLM's LoRA kernels on a GPU would fail at the first request.
 
     Raises:
-        SystemExit: status 2, with the option to pass.
+        SystemExit: with the option to pass.
     """
     if dtype in ("float32", "float"):
         raise SystemExit(

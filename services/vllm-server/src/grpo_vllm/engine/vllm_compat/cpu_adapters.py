@@ -114,11 +114,12 @@ def _add_adapter(
     output_slices: list[int],
     scale: float,
 ) -> None:
-    """y += scale · (x Aᵀ) Bᵀ with the adapter of one slot, in the data type of the model."""
+    """y += scale · (x Aᵀ) Bᵀ with the adapter of one slot, in the data type of the model, which may
+    not be that of the adapter (--lora-dtype)."""
     start = 0
     for a, b, size in zip(a_stacked, b_stacked, output_slices, strict=True):
-        low = x @ a[slot, 0].T  # [T, r]
-        y[:, start : start + size].addmm_(low, b[slot, 0].T, alpha=scale)
+        low = x @ a[slot, 0].to(x.dtype).T  # [T, r]
+        y[:, start : start + size].addmm_(low, b[slot, 0].to(x.dtype).T, alpha=scale)
         start += size
 
 

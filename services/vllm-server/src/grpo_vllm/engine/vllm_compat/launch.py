@@ -175,7 +175,7 @@ def refuse_parallel_engines(arguments: argparse.Namespace) -> None:
     data parallelism of dense models from them.
 
     Raises:
-        SystemExit: status 2, with the names of the options.
+        SystemExit: with the names of the options.
     """
     several = [
         f"--{n.replace('_', '-')} {getattr(arguments, n)}"
