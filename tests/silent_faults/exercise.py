@@ -104,7 +104,7 @@ def subject_of(name: str, dtype: str) -> Subject:
     if not name:
         return Subject(section, ensure_tiny_model(), TINY, dtype)
     sums = ("--task", "examples/two_digit_sums.py:TwoDigitSums", "--max-completion-tokens", "12")
-    sizes = ("--batch-size", "16", "--gradient-accumulation-steps", "1", "--eval-every", "0")
+    sizes = ("--batch-size", "8", "--gradient-accumulation-steps", "1", "--eval-every", "0")
     model = ensure_smollm2() if is_smollm2 else Path(name)
     return Subject(section, model, CHAT, dtype, ("--model", name, *sums, *sizes))
 
