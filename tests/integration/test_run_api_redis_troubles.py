@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,11 +17,11 @@ import redis
 from structlog.testing import capture_logs
 
 from grpo_api.app import create_app
-from grpo_api.errors import StoreUnavailable
+from grpo_api.errors import StoreUnavailable, UnsuitableRedis
 from grpo_api.http.shutdown import Lifetime
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
-from grpo_api.store.redis import RedisLink, report_persistence
+from grpo_api.store.redis import RedisLink, check_redis
 from grpo_core.redis.server import bundled_redis
 from grpo_local.process.ports import free_port
 from tests.fixtures.run_api import RUN_ID, start_run_api
@@ -265,7 +267,7 @@ async def test_the_log_names_how_often_redis_writes_or_warns_that_it_forgets(
     async def report() -> Any:
         link = RedisLink(server.url, "start", DEADLINE_S)
         with capture_logs() as logs:
-            await report_persistence(link, Lifetime())
+            await check_redis(link, Lifetime())
         await link.close()
         (line,) = logs
         return line
@@ -277,3 +279,16 @@ async def test_the_log_names_how_often_redis_writes_or_warns_that_it_forgets(
     assert line["log_level"] == "warning"
     assert "--appendonly yes" in line["hint"]
     server.admin.config_set("appendonly", "yes")
+
+
+def test_a_redis_that_may_delete_keys_is_refused_by_its_setting(server: OwnRedis) -> None:
+    server.admin.config_set("maxmemory-policy", "volatile-lru")
+    command = [sys.executable, "-m", "grpo_api", "--redis-url", server.url]
+    command += ["--port", str(free_port())]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    finally:
+        server.admin.config_set("maxmemory-policy", "noeviction")
+    assert done.returncode == 1
+    assert UnsuitableRedis.__name__ in done.stdout + done.stderr
+    assert "CONFIG SET maxmemory-policy noeviction" in done.stdout + done.stderr

@@ -32,7 +32,7 @@ from grpo_api.routes import admin, environments, groups, trainer
 from grpo_api.routes.dependencies import MAX_RECORD_BYTES, AppServices
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
-from grpo_api.store.redis import RedisLink, report_persistence
+from grpo_api.store.redis import RedisLink, check_redis
 from grpo_core.logs import configure_logging
 from grpo_core.redis.server import LocalRedis
 from grpo_core.security.bearer_token import BearerTokenGuard
@@ -140,6 +140,14 @@ async def _serve(settings: RunApiSettings) -> None:
         settings.port,
         settings.stop_grace_s,
     )
-    reporting = asyncio.create_task(report_persistence(link, lifetime))
+    checking = asyncio.create_task(check_redis(link, lifetime))
+    checking.add_done_callback(lambda check: _stop_if_unsuitable(check, server))
     await server.serve()
-    reporting.cancel()
+    if checking.done():
+        checking.result()
+    checking.cancel()
+
+
+def _stop_if_unsuitable(check: asyncio.Task[None], server: HttpServer) -> None:
+    if not check.cancelled() and check.exception() is not None:
+        server.stop()

@@ -10,6 +10,7 @@ GrpoError
 │   ├── BatchUnknown          no batch of the run has this id; an acknowledgement gets 404
 │   ├── LeasesFull            unacknowledged batches have reached their limit in bytes
 │   └── BatchGone             the batch was deleted or handed out again while it was sent
+├── UnsuitableRedis       no answer: run-api ends
 ├── BodyTooSlow           408: a request body did not arrive within the deadline
 └── Unavailable           503: the same request may succeed later
     ├── BodiesFull            request bodies have reached their limit in memory
@@ -168,6 +169,10 @@ class QueueFull(Unavailable):
 
 class StoreUnavailable(Unavailable):
     """Redis did not answer within the deadline, or does not accept writes."""
+
+
+class UnsuitableRedis(GrpoError):
+    """A setting of Redis would lose parts of the run. Ends run-api."""
 
 
 class ShuttingDown(Unavailable):

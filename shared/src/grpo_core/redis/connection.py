@@ -15,7 +15,7 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import ReadOnlyError, RedisError
 from redis.retry import Retry
 
 from grpo_core.deadline import Deadline
@@ -61,8 +61,12 @@ class RedisConnection(ClosesOnExit):
 
     def attempt(self, *command: Any) -> Any:
         """Try once. Raises one of `FAILURES`."""
-        # redis-py leaves this method without types
-        return self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+        try:
+            # redis-py leaves this method without types
+            return self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+        except ReadOnlyError:
+            self._redis.connection_pool.disconnect()  # see `AsyncRedisConnection.attempt`
+            raise
 
     def pause(self, deadline: Deadline, error: Exception) -> None:
         """Sleep between two attempts. Raises `ServiceUnavailable` once the deadline has passed."""
@@ -104,10 +108,18 @@ class AsyncRedisConnection(ClosesOnAsyncExit):
                 return answer
 
     async def attempt(self, *command: Any, within_s: float | None = None) -> Any:
-        """Try once. Raises one of `FAILURES`."""
+        """Try once. Raises one of `FAILURES`.
+
+        After a failover, open connections still lead to the former primary, which is a replica now.
+        They are closed, so that the next attempt finds the new primary.
+        """
         async with asyncio.timeout(within_s or self._attempt_s):
-            # redis-py leaves this method without types
-            return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+            try:
+                # redis-py leaves this method without types
+                return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+            except ReadOnlyError:
+                await self._redis.connection_pool.disconnect()
+                raise
 
     def note_absence(self, error: BaseException) -> None:
         """Log the first failure since Redis last answered."""

@@ -69,11 +69,15 @@ class HttpServer(uvicorn.Server):
         finally:
             self._restore_default_signals()
 
+    def stop(self) -> None:
+        """End `serve` once the requests in flight are answered."""
+        self._lifetime.closing.set()
+        self.should_exit = True
+
     def _stop(self, number: signal.Signals) -> None:
         grace_s = self.config.timeout_graceful_shutdown
         _log.info("run_api.stopping", signal=number.name, grace_s=grace_s)
-        self._lifetime.closing.set()
-        self.should_exit = True
+        self.stop()
         # the next signal ends the process even if the event loop is stuck
         self._restore_default_signals()
 

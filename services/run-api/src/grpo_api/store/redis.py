@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
@@ -21,7 +21,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from grpo_api.errors import StoreUnavailable
+from grpo_api.errors import StoreUnavailable, UnsuitableRedis
 from grpo_api.http.shutdown import Lifetime
 from grpo_core.redis.keys import run_prefix, served_weights_key
 from grpo_core.redis.url import without_password
@@ -33,6 +33,8 @@ _LAYOUT = 4
 _MAX_CONNECTIONS = 64
 _PING_DEADLINE_S = 1.0
 _PERSISTENCE_RETRY_S = 5.0
+_FAILOVER_RETRY_S = 0.1
+_NO_EVICTION = "noeviction"
 _FIRST_BACKOFF_S = 0.02
 _MAX_BACKOFF_S = 0.5
 _UNTIL_THE_DEADLINE = -1
@@ -76,14 +78,43 @@ class RedisLink:
         await self._listeners.aclose()
 
     async def ping(self) -> None:
-        """Raises `StoreUnavailable` within a second: a probe must not wait as long as a request."""
+        """Raises `StoreUnavailable` within a second, also if this Redis is a replica: a probe must
+        not wait as long as a request."""
         async with _deadline(min(self._deadline_s, _PING_DEADLINE_S)):
             await self.call("PING")
+            if await self._role() == b"slave":
+                await self._drop_idle_connections()
+                raise StoreUnavailable(_rejection("READONLY"))
+
+    async def _role(self) -> bytes | None:
+        """None if Redis does not tell, as some managed services."""
+        try:
+            role: bytes = (await self.call("ROLE"))[0]
+        except ResponseError:
+            return None
+        return role
 
     async def call(self, *command: Any) -> Any:
         async with _deadline(self._deadline_s):
             # redis-py leaves this method without types
-            return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+            return await self._on_the_primary(
+                lambda: self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+            )
+
+    async def _on_the_primary(self, send: Callable[[], Awaitable[Any]]) -> Any:
+        """Repeat what a replica rejects. After a failover, connections of the pool still lead to
+        the former primary, and new ones to the new one."""
+        while True:
+            try:
+                return await send()
+            except ResponseError as error:
+                if _code_of_refusal(error) != "READONLY":
+                    raise
+                await self._drop_idle_connections()
+                await asyncio.sleep(_FAILOVER_RETRY_S)
+
+    async def _drop_idle_connections(self) -> None:
+        await self._redis.connection_pool.disconnect(inuse_connections=False)
 
     def keys(self, *names: str) -> list[str]:
         return [self.prefix + name for name in names]
@@ -94,12 +125,18 @@ class RedisLink:
         """Run a script. Its KEYS are the run's keys of these names, then `others`."""
         keys = [*self.keys(*names), *others]
         async with _deadline(self._deadline_s):
-            return await self._scripts[name](keys=keys, args=arguments)
+            return await self._on_the_primary(
+                lambda: self._scripts[name](keys=keys, args=arguments)
+            )
 
     async def transaction(self, *commands: tuple[Any, ...]) -> list[Any]:
         """Run all commands as one atomic transaction."""
-        pipeline = self._redis.pipeline(transaction=True)
-        async with _deadline(self._deadline_s), pipeline:
+        async with _deadline(self._deadline_s):
+            answers: list[Any] = await self._on_the_primary(lambda: self._executed(commands))
+            return answers
+
+    async def _executed(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        async with self._redis.pipeline(transaction=True) as pipeline:
             for command in commands:
                 pipeline.execute_command(*command)
             try:
@@ -130,9 +167,12 @@ async def _deadline(deadline_s: float) -> AsyncIterator[None]:
         async with asyncio.timeout(deadline_s):
             yield
     except TimeoutError as error:
-        raise StoreUnavailable(
-            f"Redis did not answer within {deadline_s:g} s{_last_failure(error)}"
-        ) from error
+        failure = _last_failure(error)
+        code = _code_of_refusal(failure) if isinstance(failure, ResponseError) else None
+        if code is not None:
+            raise StoreUnavailable(_rejection(code)) from error
+        reason = f": {failure}" if failure else ""
+        raise StoreUnavailable(f"Redis did not answer within {deadline_s:g} s{reason}") from error
     except (RedisConnectionError, RedisTimeoutError) as error:
         raise StoreUnavailable(f"Redis is unreachable: {error}") from error
     except RuntimeError as error:  # raised by uvloop; redis-py does not convert it
@@ -143,7 +183,11 @@ async def _deadline(deadline_s: float) -> AsyncIterator[None]:
         code = _code_of_refusal(error)
         if code is None:
             raise
-        raise StoreUnavailable(f"Redis rejects writes ({code}): {_REFUSALS[code]}") from error
+        raise StoreUnavailable(_rejection(code)) from error
+
+
+def _rejection(code: str) -> str:
+    return f"Redis rejects writes ({code}): {_REFUSALS[code]}"
 
 
 def _code_of_refusal(error: ResponseError) -> str | None:
@@ -156,11 +200,11 @@ def _code_of_refusal(error: ResponseError) -> str | None:
     return found[1] if found else None
 
 
-def _last_failure(error: BaseException | None) -> str:
+def _last_failure(error: BaseException | None) -> RedisError | None:
     """The error of the last attempt before the deadline, which the cancellation hides."""
     while error is not None and not isinstance(error, RedisError):
         error = error.__cause__ or error.__context__
-    return f": {error}" if error else ""
+    return error
 
 
 def _client(url: str, deadline_s: float) -> Redis:
@@ -189,8 +233,12 @@ def _load_scripts(redis: Redis) -> dict[str, AsyncScript]:
     }
 
 
-async def report_persistence(link: RedisLink, lifetime: Lifetime) -> None:
-    """Log whether Redis answers, and whether it saves the run to disk if it allows the question."""
+async def check_redis(link: RedisLink, lifetime: Lifetime) -> None:
+    """Log whether Redis answers, and whether it saves the run to disk, as far as it tells.
+
+    Raises:
+        UnsuitableRedis: Redis may evict keys of the run.
+    """
     try:
         await link.ping()
     except StoreUnavailable as error:
@@ -200,7 +248,18 @@ async def report_persistence(link: RedisLink, lifetime: Lifetime) -> None:
             reason=str(error),
             hint="requests wait for Redis; start Redis, or check --redis-url",
         )
-    settings = await _append_settings(link, lifetime)
+    memory: dict[str, Any] = await _told(link, lifetime, "INFO", "memory") or {}
+    policy = memory.get("maxmemory_policy", _NO_EVICTION)
+    if policy != _NO_EVICTION:
+        raise UnsuitableRedis(
+            f"Redis at {link.where} has maxmemory-policy {policy}, so it would delete groups, "
+            "receipts or the trainer's registration when its memory is full; set "
+            f"maxmemory-policy {_NO_EVICTION} (redis-cli CONFIG SET maxmemory-policy "
+            f"{_NO_EVICTION}, or the parameter of that name of a managed service)"
+        )
+    flat: list[bytes] = await _told(link, lifetime, "CONFIG", "GET", "append*") or []
+    words = [word.decode() for word in flat]
+    settings = dict(zip(words[::2], words[1::2], strict=True))
     appendfsync = settings.get("appendfsync")
     match settings.get("appendonly"):
         case "yes":
@@ -212,16 +271,14 @@ async def report_persistence(link: RedisLink, lifetime: Lifetime) -> None:
             )
 
 
-async def _append_settings(link: RedisLink, lifetime: Lifetime) -> dict[str, str]:
-    """Empty if Redis rejects CONFIG, as managed services do, or if the server stops first."""
+async def _told(link: RedisLink, lifetime: Lifetime, *command: str) -> Any:
+    """The answer, however late Redis starts; None if Redis rejects the command, as managed services
+    do, or if the server stops first."""
     while not lifetime.closing.is_set():
         try:
-            flat: list[bytes] = await link.call("CONFIG", "GET", "append*")
+            return await link.call(*command)
         except ResponseError:
             break
         except StoreUnavailable:
             await lifetime.closes_within(_PERSISTENCE_RETRY_S)
-        else:
-            words = [word.decode() for word in flat]
-            return dict(zip(words[::2], words[1::2], strict=True))
-    return {}
+    return None
