@@ -17,7 +17,7 @@ def start_redis(
         ProcessFailed: it did not answer PING within a minute.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    command = redis_command(port, directory, binary, appendfsync)
+    command = redis_command(port, directory, binary, appendfsync, disabled=())
     process = ManagedProcess("redis", command, directory / "redis.log")
     try:
         process.wait_until(lambda: answers_ping(port), deadline_s=REDIS_DEADLINE_S)

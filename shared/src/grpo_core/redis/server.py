@@ -7,6 +7,7 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
@@ -64,13 +65,23 @@ def bundled_redis() -> str | None:
     return None
 
 
+DISABLED = ("CONFIG", "MODULE", "DEBUG", "REPLICAOF", "SLAVEOF")
+"""Commands by which any user of this host could write files as the user that started Redis, or run
+code as that user: it has no password."""
+
+
 def redis_command(
-    port: int, directory: Path, binary: str | None = None, appendfsync: str = "always"
+    port: int,
+    directory: Path,
+    binary: str | None = None,
+    appendfsync: str = "always",
+    disabled: Sequence[str] = DISABLED,
 ) -> list[str]:
     """Redis on the loopback interface, with its append-only file under `directory`.
 
     Args:
         appendfsync: with `always`, a killed Redis loses nothing that it has acknowledged
+        disabled: commands that this Redis does not have
     """
     return [
         binary or redis_binary(),
@@ -80,6 +91,7 @@ def redis_command(
         *("--appendonly", "yes"),
         *("--appendfsync", appendfsync),
         *("--save", ""),
+        *(word for name in disabled for word in ("--rename-command", name, "")),
     ]
 
 
