@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from grpo_core.rollouts.text import printable
+
 EXIT_FAILED = 1
 
 
@@ -65,4 +67,5 @@ class Screen:
 
 
 def _write(console: Console, text: str, style: str | None) -> None:
-    console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
+    shown = "\n".join(map(printable, text.split("\n")))
+    console.print(shown, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)

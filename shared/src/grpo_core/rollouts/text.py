@@ -40,3 +40,9 @@ def content_of(message: Message) -> str:
     if calls := message.get("tool_calls"):
         parts.append(f"tool_calls: {json.dumps(calls)}")
     return "\n".join(parts)
+
+
+def printable(line: str) -> str:
+    """The line for a terminal: what a model or a reward wrote may hold control characters, which
+    are shown as their escape sequences."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)

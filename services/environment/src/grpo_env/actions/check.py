@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
+from grpo_core.rollouts.text import printable
 from grpo_core.security.bearer_token import plain
 from grpo_env.assembly import TaskSet, open_engine, sampling_plan
 from grpo_env.config.settings import EnvServerSettings
@@ -131,7 +132,8 @@ def _answer(line: str, place: str, rows: int) -> tuple[int, str]:
 
 
 def table(checked: Sequence[Checked]) -> list[str]:
-    """The table, grouped by prompt."""
+    """The table, grouped by prompt. What a model or a reward wrote reaches the terminal as text: a
+    control character in it is shown as its escape sequence."""
     lines: list[str] = []
     shown: Item | None = None
     for entry in checked:
@@ -140,7 +142,7 @@ def table(checked: Sequence[Checked]) -> list[str]:
             prompt = shown.messages[-1]["content"]
             lines += ["", f"prompt: {_short(prompt, _WIDTH - 8)}"]
         lines += _entry(entry)
-    return lines[1:]
+    return [printable(line) for line in lines[1:]]
 
 
 def _entry(entry: Checked) -> list[str]:

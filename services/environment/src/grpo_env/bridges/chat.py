@@ -6,18 +6,17 @@ Messages, tools and tool calls have the form of that API.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_env.marks import between
 from grpo_env.tasks import Message
 from grpo_env.tasks.dialogue import ContextFull, Dialogue
+from grpo_env.tasks.tools import CALL, END_OF_CALL
 
 ChatMessage = Mapping[str, Any]
 """A message of the chat completions API."""
-
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 class ImagesUnsupported(ValueError):
@@ -103,7 +102,7 @@ class Chat:
     def _parsed(self, text: str) -> tuple[str | None, list[dict[str, Any]]]:
         """As vLLM's parser `hermes`: if one call is no valid JSON, the whole text is content."""
         try:
-            calls = [json.loads(call) for call in _CALL.findall(text)]
+            calls = [json.loads(call) for call in between(text, CALL, END_OF_CALL)]
             found = [(call["name"], json.dumps(call.get("arguments", {}))) for call in calls]
         except (ValueError, TypeError, KeyError):
             return text, []
@@ -114,7 +113,7 @@ class Chat:
             self._calls += 1
             function = {"name": str(name), "arguments": arguments}
             listed.append({"id": f"call_{self._calls}", "type": "function", "function": function})
-        return text[: text.index("<tool_call>")].strip() or None, listed
+        return text[: text.index(CALL)].strip() or None, listed
 
 
 def plain_message(message: ChatMessage) -> Message:

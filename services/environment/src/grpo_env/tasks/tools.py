@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,6 +18,7 @@ from pebble import ThreadPool
 
 from grpo_core.errors import GrpoError
 from grpo_env.hidden_torch import hidden_torch
+from grpo_env.marks import between
 
 if TYPE_CHECKING:
     from grpo_env.tasks import Message
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Tool = Callable[..., Any] | Mapping[str, Any]
 
 _THREADS = 32
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 
 
 class ToolUnusable(GrpoError):
@@ -44,7 +44,7 @@ class ToolCall:
 
 def tool_calls(text: str) -> list[ToolCall]:
     """The calls in a message, in their order. An invalid one has an error."""
-    return [_call(content) for content in _CALL.findall(text)]
+    return [_call(content) for content in between(text, CALL, END_OF_CALL, to_end=True)]
 
 
 def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ REWARDS: dict[str, RewardFunction] = {}
 """A reward gets the completion and its row. `row["answer"]` is the solution column."""
 ANSWER = "answer"
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _FORMAT = re.compile(
     r"\s*<think>((?!</think>).)*</think>\s*<answer>((?!</answer>).)*</answer>\s*", re.S
 )
@@ -68,8 +68,13 @@ def from_trl(function: Callable[..., list[float]]) -> RewardFunction:
 
 def tagged_answer(text: str) -> str | None:
     """The content of the last `<answer>…</answer>`; None without one."""
-    found = _TAGGED.findall(text)
-    return found[-1].strip() if found else None
+    begins, answer = None, None
+    for tag in _ANSWER_TAG.finditer(text):  # one pass, however many tags a model writes
+        if not tag[1]:
+            begins = tag.end() if begins is None else begins
+        elif begins is not None:
+            begins, answer = None, text[begins : tag.start()]
+    return None if answer is None else answer.strip()
 
 
 def canonical(text: str) -> str:
