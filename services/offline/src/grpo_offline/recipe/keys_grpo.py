@@ -91,7 +91,13 @@ GRPO_KEYS: tuple[Key, ...] = (
     # Objective
     ruled("beta", float, 0.0, "`train.kl_coef`"),
     ruled("epsilon", float, 0.2, "`grpo.clip_eps`; of loss_type cispo: none"),
-    ruled("epsilon_high", float | None, None, "`grpo.clip_eps_high`"),
+    ruled(
+        "epsilon_high",
+        float | None,
+        None,
+        "`grpo.clip_eps_high`; of loss_type cispo the highest ratio itself, 5 by default (TRL: "
+        "epsilon)",
+    ),
     refused("delta", float | None, None, "importance ratios have no second bound"),
     ruled(
         "loss_type",

@@ -107,9 +107,13 @@ def _grpo(recipe: Recipe) -> dict[str, Any]:
     }
     if loss == _CISPO:
         options["objective"] = _CISPO
-        options |= (
-            {} if recipe["epsilon_high"] is None else {"clip_eps_high": recipe["epsilon_high"]}
-        )
+        highest = recipe["epsilon_high"]  # TRL: torch.clamp(ratio, max=epsilon_high)
+        if highest is not None and highest <= 1:
+            raise RecipeInvalid(
+                f"epsilon_high: with loss_type cispo it is the highest importance ratio, so it is "
+                f"above 1, for example 5.0; got {highest:g}"
+            )
+        options |= {} if highest is None else {"clip_eps_high": highest - 1.0}
     elif loss in _AGGREGATIONS:
         options["aggregation"] = _AGGREGATIONS[loss]
         if loss == "dr_grpo":
