@@ -32,6 +32,7 @@ def parsed_engine_arguments(settings: ServerSettings, weights: WeightRef) -> arg
     """vLLM's parsed options. A wrong option ends the process with status 2 and vLLM's message."""
     arguments = parse_engine_arguments(engine_arguments(settings, weights))
     refuse_reserved_options(arguments, settings.share_weights)
+    refuse_ignored_options(arguments)
     key = plain(settings.api_key)
     arguments.api_key = None if key is None else [key]
     # The model's name stays the configured one, also if the engine serves a checkpoint of the run.
@@ -55,6 +56,36 @@ def parsed_engine_arguments(settings: ServerSettings, weights: WeightRef) -> arg
         use_small_blocks(arguments)
         use_fast_type(arguments)
     return arguments
+
+
+IGNORED = {
+    "ssl_keyfile": "the server speaks HTTP only; put a proxy that ends TLS before it",
+    "ssl_certfile": "the server speaks HTTP only; put a proxy that ends TLS before it",
+    "ssl_ca_certs": "the server speaks HTTP only; put a proxy that ends TLS before it",
+    "uds": "the server listens on --host and --port",
+    "api_server_count": "one process answers HTTP requests",
+    "headless": "the server always answers HTTP requests",
+    "lora_modules": "a trainer, or POST /lora/load, chooses the adapter",
+}
+"""vLLM's options without effect here, each with the reason."""
+
+
+def refuse_ignored_options(arguments: argparse.Namespace) -> None:
+    """Refuse options that vLLM's own server would honour, and this one would not.
+
+    Raises:
+        SystemExit: with the names of the options.
+    """
+    found = [
+        f"--{name.replace('_', '-')} ({why})"
+        for name, why in IGNORED.items()
+        if getattr(arguments, name, None) not in (None, False, 1)
+    ]
+    if found:
+        raise SystemExit(
+            "vllm-api-server: these options of vLLM have no effect here; remove them: "
+            + "; ".join(found)
+        )
 
 
 def refuse_reserved_options(arguments: argparse.Namespace, share_weights: bool) -> None:

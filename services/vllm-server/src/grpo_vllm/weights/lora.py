@@ -17,6 +17,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_vllm.engine.engine_client import EngineTimeout
 from grpo_vllm.engine.vllm_compat.requests import EngineDeadError, LoRARequest
 from grpo_vllm.http.in_flight import InFlight
 
@@ -69,6 +70,7 @@ class AdapterSwitch:
 
         Raises:
             AdapterRefused: the engine cannot load it, or this version came from another directory.
+            EngineTimeout: the engine did not load it in time; another try may succeed.
         """
         async with self._lock:
             if self.current is not None and self.current.version == version:
@@ -109,9 +111,9 @@ class AdapterSwitch:
             raise
         except TimeoutError:
             self._in_background(self._remove(request))
-            raise AdapterRefused(
+            raise EngineTimeout(
                 f"the adapter {request.lora_path} was not loaded within {LOAD_DEADLINE_S:g} s; "
-                "see the server log"
+                "send the request again; if that fails too, see the server log"
             ) from None
         except Exception as error:  # the engine raises any error of its worker unchanged
             self._in_background(self._remove(request))
