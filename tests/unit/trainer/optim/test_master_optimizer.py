@@ -300,3 +300,14 @@ def test_a_loss_scale_changes_no_bit_of_a_step_in_float32() -> None:
             gradient.mul_(scaled.optimizer.loss_scale.value)
         assert plain.optimizer.step(step) == scaled.optimizer.step(step)
     assert differing(plain.tensors(), scaled.tensors()) == []
+
+
+def test_only_matrices_have_weight_decay() -> None:
+    """As in Hugging Face's Trainer, norms and biases have none."""
+    matrix, norm = (torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (2,)))
+    optimizer = MasterOptimizer([matrix, norm], lambda _: 0.1, weight_decay=0.5, max_grad_norm=1.0)
+    (0.0 * (matrix.sum() + norm.sum())).backward()  # type: ignore[no-untyped-call]
+    optimizer.step(0)
+    optimizer.write_into_parameters()
+    assert torch.equal(norm, torch.ones(2))
+    torch.testing.assert_close(matrix.detach(), torch.full((2, 2), 0.95))

@@ -47,7 +47,9 @@ class OptimizerOptions(BaseModel):
     adam_eps: float = Field(
         1e-8, gt=0, description="Number that an Adam optimizer adds to the denominator"
     )
-    weight_decay: float = Field(0.01, ge=0, description="Weight decay of the optimizer")
+    weight_decay: float = Field(
+        0.01, ge=0, description="Weight decay of the optimizer. Norms and biases have none"
+    )
     max_grad_norm: float = Field(
         1.0, gt=0, description="Largest L2 norm of the gradient; a larger gradient is scaled down"
     )

@@ -53,8 +53,8 @@ ADAM = Adam()
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of a step, equal for all parameters. `gradient_scale` clips the gradient norm and
-    divides by the loss scale."""
+    """Options of a step for one parameter. `gradient_scale` clips the gradient norm and divides by
+    the loss scale; it is the same for all parameters."""
 
     lr: float
     weight_decay: float

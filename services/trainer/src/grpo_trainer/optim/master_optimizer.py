@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_trainer.errors import NonFiniteGradient
+from grpo_trainer.model.layers import middle
 from grpo_trainer.optim.adamw import ADAM, Adam, AdamW32, State, StepOptions
 from grpo_trainer.optim.master_gradients import GatheredGradients, LossScale, own_part
 from grpo_trainer.optim.masters import Masters
@@ -35,6 +36,8 @@ class MasterOptimizer:
         parameters: the policy's parameters; their gradients are collected as they appear. If they
             are divided among ranks, this rank's parts are updated
         learning_rate: of each step
+        weight_decay: of matrices and embeddings. Norms and biases have none, as in Hugging Face's
+            Trainer: their size does not add to the model's capacity
         max_grad_norm: bound on the global L2 norm of the gradient
         update: updates one master weight tensor (default: AdamW in fp32)
         adam: constants of the Adam rules
@@ -62,7 +65,7 @@ class MasterOptimizer:
         self._watch: _UpdateWatch | None = None
         self.learning_rate = learning_rate
         self._adam = adam
-        self._weight_decay = weight_decay
+        self._weight_decay = [weight_decay if p.ndim > 1 else 0.0 for p in whole]
         self._max_grad_norm = max_grad_norm
 
     @torch.no_grad()
@@ -81,13 +84,12 @@ class MasterOptimizer:
                 "previous steps"
             )
         lr, scale = self.learning_rate(step), clip_factor / self._scale
-        options = StepOptions(lr, self._weight_decay, scale, self._adam)
         self._update.begin_step(step)
         # Stochastic rounding leaves most weights as they were: the mean is right.
         watches = lr > 0 and self._update.rounding is None
         self._watch = _UpdateWatch(self.masters, self.gradients.tensors, lr) if watches else None
-        for index in range(len(self.masters)):
-            self._step_one(index, options)
+        for index, weight_decay in enumerate(self._weight_decay):
+            self._step_one(index, StepOptions(lr, weight_decay, scale, self._adam))
         if self.loss_scale is not None:
             self.loss_scale.step_taken()
         return norm
@@ -184,11 +186,11 @@ class _UpdateWatch:
         pairs = zip(masters, gradients, strict=True)
         trained = [(m, g) for m, g in pairs if g is not None and m.ndim > 1]
         some = trained[:: max(1, -(-len(trained) // WATCHED_TENSORS))]
-        self._weights = [_middle(master) for master, _ in some]
+        self._weights = [middle(master, WATCHED_WEIGHTS) for master, _ in some]
         self._before = [weights.clone() for weights in self._weights]
         # A gradient's memory may hold the staging copy after the update.
         self._moves = [
-            (_middle(gradient) != 0) & (FLOAT32_EPS * before.abs() < 0.1 * lr)
+            (middle(gradient, WATCHED_WEIGHTS) != 0) & (FLOAT32_EPS * before.abs() < 0.1 * lr)
             for (_, gradient), before in zip(some, self._before, strict=True)
         ]
 
@@ -199,12 +201,6 @@ class _UpdateWatch:
         is_equal = torch.cat(self._weights) == torch.cat(self._before)
         counts: list[int] = torch.stack([(is_equal & moves).sum(), moves.sum()]).tolist()
         return counts[0] / max(1, counts[1])
-
-
-def _middle(tensor: Tensor) -> Tensor:
-    """Some elements in the middle: the first row of an embedding may never be trained."""
-    middle = max(0, tensor.numel() - WATCHED_WEIGHTS) // 2
-    return tensor.reshape(-1)[middle : middle + WATCHED_WEIGHTS]
 
 
 def _contiguous_copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
