@@ -6,10 +6,11 @@ A model loads with `AutoModelForCausalLM.from_pretrained`, an adapter with
 
 from __future__ import annotations
 
-import contextlib
+import shutil
 from pathlib import Path
 
 import structlog
+from torch import Tensor
 
 from grpo_trainer.checkpoint.atomic_dir import remove_directory, whole_directory
 from grpo_trainer.model.policy_protocol import CausalLM
@@ -41,12 +42,50 @@ def write_model(policy: CausalLM, model_name: str, directory: Path) -> None:
     """Write weights, configuration and generation configuration in transformers' format."""
     from transformers import GenerationConfig
 
-    with contextlib.suppress(OSError):  # without the file, transformers derives one
-        policy.generation_config = GenerationConfig.from_pretrained(model_name)
     # transformers would take views of one storage for tied weights, so save separate tensors. They
     # are copied to the host, because a GPU may have no room for a second copy of the model.
-    tensors = {name: p.detach().to("cpu", copy=True) for name, p in policy.named_parameters()}
-    policy.save_pretrained(directory, state_dict=tensors)
+    tensors = {n: t.detach().to("cpu", copy=True) for n, t in model_tensors(policy).items()}
+    own = policy.generation_config
+    # transformers refuses to save some files that it has read, for example with a temperature and
+    # without do_sample, so the model's file is copied as it is.
+    policy.generation_config = GenerationConfig.from_model_config(policy.config)
+    try:
+        policy.save_pretrained(directory, state_dict=tensors)
+    finally:
+        policy.generation_config = own
+    if (file := _generation_config_file(model_name)) is not None:
+        shutil.copyfile(file, directory / file.name)
+
+
+def model_tensors(policy: CausalLM) -> dict[str, Tensor]:
+    """The tensors of a saved model by name: parameters, each once, and persistent buffers, for
+    example the correction of a router."""
+    saved = policy.state_dict()
+    buffers = {name: buffer for name, buffer in policy.named_buffers() if name in saved}
+    return dict(policy.named_parameters()) | buffers
+
+
+def as_in_files(policy: CausalLM, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as transformers writes them: a mixture of experts has one for each expert in its
+    files, and one for all experts in memory."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(
+        policy, {name: tensor.detach() for name, tensor in tensors.items()}
+    )
+    return found
+
+
+def _generation_config_file(model_name: str) -> Path | None:
+    from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+
+    found = cached_file(
+        model_name,
+        GENERATION_CONFIG_NAME,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
 
 
 def write_adapter(policy: CausalLM, directory: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from grpo_core.weights.directory_checks import ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB
 from grpo_core.weights.ref import WeightKind
 from grpo_trainer.checkpoint.atomic_dir import whole_directory
-from grpo_trainer.checkpoint.export import write_adapter, write_model
+from grpo_trainer.checkpoint.export import as_in_files, model_tensors, write_adapter, write_model
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import NoSuchDevice, PolicyMismatch
@@ -134,7 +134,7 @@ class TrainedWeights:
         """Whether `directory`, written by `write`, holds exactly the policy's weights. False if it
         cannot be read."""
         if self.lora is None:
-            ours = {name: p.detach() for name, p in policy.named_parameters()}
+            ours = as_in_files(policy, model_tensors(policy))
             files = sorted(directory.glob(MODEL_WEIGHTS_GLOB))
         else:
             ours, files = adapter_tensors(policy), [directory / ADAPTER_WEIGHTS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ def build_policy(model_name: str, weights: MappedWeights) -> CausalLM:
         PolicyMismatch: names, shapes or dtypes differ from the server's; lists all of them.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     config = AutoConfig.from_pretrained(model_name)
     # Parameters are created on the meta device, because they become views below. Buffers are
@@ -29,6 +30,8 @@ def build_policy(model_name: str, weights: MappedWeights) -> CausalLM:
     # contains.
     with init_empty_weights(include_buffers=False):
         policy: Any = AutoModelForCausalLM.from_config(config, dtype=weights.dtype)
+    with contextlib.suppress(OSError):  # it may name further end tokens; some models have none
+        policy.generation_config = GenerationConfig.from_pretrained(model_name)
     policy.tie_weights()  # creating parameters on the meta device untied them
     parameters = dict(policy.named_parameters())
     _check_fit(model_name, parameters, weights.manifest)

@@ -1,0 +1,85 @@
+"""An exported model holds everything that the model's own files would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_trainer.checkpoint.export import save_policy
+from grpo_trainer.model.loading import TrainedWeights
+from tests.unit.trainer.tiny_policy import model_directory
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 97,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen3_moe": {"num_experts": 4, **EXPERTS},
+    "mixtral": {"num_local_experts": 4},
+    "glm4_moe": {**ROUTED, **EXPERTS},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reloaded_export_computes_the_same(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
+    policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, buffer in policy.named_buffers():
+        if "correction" in name or "statics" in name:
+            buffer.copy_(torch.randn_like(buffer))
+    policy.save_pretrained(tmp_path / "model")
+    weights = TrainedWeights(str(tmp_path / "model"))
+    weights.write(policy, tmp_path / "ours")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    tokens = torch.randint(97, (1, 12))
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, policy(tokens).logits)
+    assert weights.are_in(policy, tmp_path / "ours")
+    with torch.no_grad():
+        next(policy.parameters()).add_(1.0)
+    assert not weights.are_in(policy, tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"do_sample": False, "temperature": 0.9, "top_p": 0.6},
+        {"temperature": 0.0, "do_sample": True},
+        {},
+    ],
+)
+def test_the_generation_configuration_is_the_models(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """transformers reads some files that it refuses to save."""
+    source = model_directory(tmp_path / "source")
+    file = source / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    policy = AutoModelForCausalLM.from_pretrained(source)
+    own = policy.generation_config
+    save_policy(policy, str(source), tmp_path / "saved")
+    assert (tmp_path / "saved" / file.name).read_bytes() == file.read_bytes()
+    assert policy.generation_config is own
+
+
+def test_a_model_without_one_is_exported(tmp_path: Path) -> None:
+    source = model_directory(tmp_path / "source")
+    (source / "generation_config.json").unlink()
+    policy = AutoModelForCausalLM.from_pretrained(source)
+    save_policy(policy, str(source), tmp_path / "saved")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved") is not None
