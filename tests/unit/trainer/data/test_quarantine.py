@@ -235,3 +235,15 @@ def test_a_penalty_acts_and_its_weight_follows_the_divergence(place: str, tmp_pa
         assert held[-1]["policy/reference_kl"] < free[-1]["policy/reference_kl"] / 2
     else:
         assert abs(held[0]["train/loss"]) > 10 * abs(free[0]["train/loss"])
+
+
+def test_another_batch_with_the_id_of_a_quarantined_one_is_trained_on(tmp_path: Path) -> None:
+    """The offline trainer samples an iteration again, and its batches get the same ids."""
+    quarantine = Quarantine(tmp_path, "offline")
+    first, again = [good(0)], [good(1)]
+    quarantine.add(1, first, 0, RolloutMismatch("not the policy's"))
+    assert quarantine.holds(1, deepcopy(first))
+    assert not quarantine.holds(1, again)
+    assert not quarantine.holds(2, first)
+    quarantine.add(1, again, 0, RolloutMismatch("not the policy's"))
+    assert quarantine.holds(1, again)

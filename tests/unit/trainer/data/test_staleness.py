@@ -103,7 +103,7 @@ def source_of(
     )
     api: Any = SimpleNamespace(next_batch=next_batch)
     saver: Any = SimpleNamespace(batch_skipped=batch_skipped, skipped=skipped)
-    quarantine: Any = SimpleNamespace(holds=lambda _: False)
+    quarantine: Any = SimpleNamespace(holds=lambda *_: False)
     return BatchSource(
         settings=settings,
         api=api,

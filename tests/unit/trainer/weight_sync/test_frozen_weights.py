@@ -14,13 +14,14 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.state import Position, capture, require_fit
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.errors import PolicyMismatch, StateMismatch
+from grpo_trainer.model.adapter import with_adapter
 from grpo_trainer.model.layers import frozen_checksum, train_only
 from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
 from grpo_trainer.weight_sync.shared_memory.views import build_policy
 from tests.unit.trainer.forward_rig import qwen
 from tests.unit.trainer.served_memory import served
-from tests.unit.trainer.tiny_policy import model_directory
+from tests.unit.trainer.tiny_policy import LORA, model_directory
 
 LAYERS = (1,)
 
@@ -61,3 +62,20 @@ def test_a_restarted_server_must_have_the_frozen_weights(is_same: bool, tmp_path
         else:
             with pytest.raises(PolicyMismatch, match="its frozen weights differ"):
                 sync._reattach("it ended")
+
+
+def test_an_adapter_resumes_only_on_its_base_model() -> None:
+    settings = CommandLine(
+        model="m", mode="lora_only", redis_url="redis://127.0.0.1:6379/0"
+    ).settings()
+    policy = with_adapter(qwen(), LORA)
+    optimizer = build_optimizer(policy, settings)
+    record = capture(policy, optimizer, settings, Position(1, 1, 1), "r").record
+    require_fit(record, policy, settings, "here")
+    torch.manual_seed(7)
+    other = qwen()
+    with torch.no_grad():
+        for weights in other.parameters():
+            weights.add_(0.1)
+    with pytest.raises(StateMismatch, match="another model than the one that the adapter was"):
+        require_fit(record, with_adapter(other, LORA), settings, "here")

@@ -27,7 +27,7 @@ from grpo_trainer.config.sync import LoraOptions, ModeName
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import StateMismatch
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.layers import frozen_checksum
+from grpo_trainer.model.layers import base_checksum, frozen_checksum
 from grpo_trainer.model.policy_protocol import CausalLM, device_of
 from grpo_trainer.optim.master_gradients import ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -56,10 +56,10 @@ class StateRecord(BaseModel):
     """The content of `trainer_state.json`.
 
     `parameters` maps the name of each trained parameter to its shape. `frozen` is a checksum of the
-    weights that --train-layer-indices freezes. `files` describes all other
-    files of the directory. `mode` is --mode. `lora` is None if the whole model is
-    trained. `loss_scale` is None if no scale is used. `run_uuid` identifies the run at run-api of
-    `batch_id`; None in checkpoints of former versions. `checkpoints` lists the run's
+    weights that --train-layer-indices freezes, or of some weights of an adapter's base model.
+    `files` describes all other files of the directory. `mode` is --mode. `lora` is None if the
+    whole model is trained. `loss_scale` is None if no scale is used. `run_uuid` identifies the run
+    at run-api of `batch_id`; None in checkpoints of former versions. `checkpoints` lists the run's
     exported models, the oldest first. `noise` is the rounding noise of the publication check, None
     if it was not measured. `kl_coef` is the weight of the KL penalty after this step, None if it is
     fixed. `maxent` is tau and the average entropy, see `Tau`; None if tau is fixed.
@@ -170,8 +170,12 @@ def require_fit(
     ]
     if is_other_base and not problems:
         problems = [
-            "frozen weights: those of this run differ from those of the checkpoint; if the server "
-            "serves another run's weights, restart the server"
+            "frozen weights: those of this run differ from those of the checkpoint; "
+            + (
+                "if the server serves another run's weights, restart the server"
+                if settings.lora is None
+                else "--model is another model than the one that the adapter was trained on"
+            )
         ]
     if problems:
         raise StateMismatch(
@@ -205,7 +209,10 @@ def _shapes(policy: CausalLM) -> dict[str, tuple[int, ...]]:
 
 
 def _frozen(policy: CausalLM, settings: TrainerSettings) -> int | None:
-    """The checksum of the weights that --train-layer-indices freezes; None without the option."""
+    """The checksum of the weights that --train-layer-indices freezes, or of an adapter's base
+    model; None if all weights are trained."""
+    if settings.lora is not None:
+        return base_checksum(policy)
     return None if settings.trained_layers is None else frozen_checksum(policy)
 
 

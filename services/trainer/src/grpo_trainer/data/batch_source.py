@@ -147,7 +147,7 @@ class BatchSource:
     def _filtered(self, prepared: PreparedBatch, step: int) -> FilteredBatch:
         """The filtered batch, without any group if it is in quarantine."""
         leased = prepared.leased
-        if self.quarantine.holds(leased.id):
+        if self.quarantine.holds(leased.id, leased.groups):
             return FilteredBatch([], unusable_groups=0, repeated_groups=0)
         try:
             return self.preparation.group_filter.filter(prepared.checked, step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -34,8 +35,13 @@ class Quarantine:
         self._directory = save_path / QUARANTINE / run_uuid
         self.since_step = 0
 
-    def holds(self, batch_id: int) -> bool:
-        return self._file(batch_id).exists()
+    def holds(self, batch_id: int, groups: Sequence[ScoredGroup]) -> bool:
+        """Whether this batch is in quarantine. The offline trainer gives the id to another batch if
+        it samples an iteration again."""
+        path = self._file(batch_id)
+        if not path.exists():
+            return False
+        return json.dumps(json.loads(path.read_text())["groups"]) == json.dumps(_sent(groups))
 
     def add(
         self, batch_id: int, groups: Sequence[ScoredGroup], step: int, error: GrpoError
@@ -49,9 +55,8 @@ class Quarantine:
             CheckpointNotSaved: the batch could not be written.
         """
         path = self._file(batch_id)
-        sent = [group.model_dump(mode="json") for group in groups]
-        content = {"batch_id": batch_id, "step": step, "error": str(error), "groups": sent}
-        write_whole(path, json.dumps(content))
+        content = {"batch_id": batch_id, "step": step, "error": str(error)}
+        write_whole(path, json.dumps({**content, "groups": _sent(groups)}))
         log.warning(
             "batch.quarantined",
             batch_id=batch_id,
@@ -74,3 +79,7 @@ class Quarantine:
 
     def _file(self, batch_id: int) -> Path:
         return self._directory / f"batch_{batch_id}.json"
+
+
+def _sent(groups: Sequence[ScoredGroup]) -> list[dict[str, Any]]:
+    return [group.model_dump(mode="json") for group in groups]
