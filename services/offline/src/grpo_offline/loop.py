@@ -33,12 +33,13 @@ from grpo_offline.sampling import (
     Sampler,
     require_fresh,
 )
+from grpo_offline.sampling_probe import require_own_policy
 from grpo_offline.screen import Screen
 from grpo_offline.translate import environment_settings, trainer_command
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.group_checks import GroupLimits
-from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of
+from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of, vocabulary_of
 from grpo_trainer.ranks.lead import ALONE, Alone
 from grpo_trainer.ranks.take_part import take_part
 from grpo_trainer.start import Run
@@ -211,6 +212,8 @@ class Job:
                 groups = files.read_groups(iteration)
                 if groups is None:
                     run.sync.recover_server()
+                    if sampler.has_logprobs and (not self.sampling.is_frozen or not position.step):
+                        runner.run(require_own_policy(engines.training, run.policy))
                     groups = runner.run(sampler.groups(items, to_train.spare(iteration))).groups
                     self._require_fresh(groups, engines.version.accepted)
                     files.write_groups(iteration, groups)
@@ -260,7 +263,7 @@ class Job:
 def limits_of(settings: TrainerSettings, policy: CausalLM) -> GroupLimits:
     """What groups must keep to for the trainer to train on them."""
     return GroupLimits(
-        policy.config.vocab_size,
+        vocabulary_of(policy),
         settings.seq_len,
         settings.recompute_logprobs,
         end_tokens_of(policy),

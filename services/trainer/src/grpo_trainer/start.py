@@ -26,7 +26,7 @@ from grpo_trainer.data.staleness import VersionHistory
 from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.logprobs import tolerance_of
-from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of
+from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of, vocabulary_of
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.objective.kl_control import KlCoefficient
 from grpo_trainer.objective.tau_control import Tau
@@ -140,9 +140,7 @@ def start_run(
     own = saved if settings.resume == AUTO else None
     saver.begin(position, own is not None, own.record.checkpoints if own else ())
     ends = end_tokens_of(policy)
-    limits = GroupLimits(
-        policy.config.vocab_size, settings.seq_len, settings.recompute_logprobs, ends
-    )
+    limits = GroupLimits(vocabulary_of(policy), settings.seq_len, settings.recompute_logprobs, ends)
     history = VersionHistory(version, sync.begun_as)
     collated = partial(
         collate,

@@ -77,6 +77,18 @@ class RolloutEngine:
             return RolloutFailure(lost.reason, lost.detail, (), lost.completion_tokens)
         return _judged(item, samples, grades, plan, time.monotonic() - started)
 
+    async def sample_plainly(self, prompt_ids: list[int], max_tokens: int) -> Completion:
+        """One completion at temperature 1, for a check of the served weights.
+
+        Raises:
+            RequestRefused, ServiceUnavailable, ProtocolViolation: the server's answer.
+        """
+        answer = await self._generation.generate(
+            prompt_ids, n=1, max_tokens=max_tokens, temperature=1.0
+        )
+        (completion,) = answer.completions()
+        return completion
+
     async def sample(
         self, item: Item, plan: SamplingPlan
     ) -> tuple[list[Sample], list[Grade | Ungraded]]:

@@ -12,8 +12,11 @@ from transformers import GenerationConfig
 
 from grpo_core.clients.inference import GenerateAnswer
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.model.policy_protocol import CausalLM, device_of, end_tokens_of
+from grpo_trainer.model.policy_protocol import CausalLM, device_of, end_tokens_of, vocabulary_of
 
+LOGITS_AT_ONCE = 1 << 28
+"""transformers returns the logits of all tokens at the end of a pass: 1 GiB in float32. Completions
+beyond that are sampled in further passes."""
 _GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
@@ -65,7 +68,9 @@ class LocalGeneration:
         if temperature == 0:
             chosen = _GREEDY
         # Padding behind a stop text would look like sampled end tokens, so each is sampled alone.
-        parts = [1] * n if stop else [n]
+        most = LOGITS_AT_ONCE // (max_tokens * vocabulary_of(self._policy))
+        at_once = 1 if stop else max(1, most)
+        parts = [min(at_once, n - start) for start in range(0, n, at_once)]
         with self._random_numbers(prompt_token_ids), self._without_the_models_defaults():
             found = [
                 self._sampled(prompt_token_ids, part, max_tokens, temperature, stop, chosen)
@@ -97,8 +102,16 @@ class LocalGeneration:
             **chosen,
         )
         tokens = found.sequences[:, len(prompt_token_ids) :]  # [n, T]
-        logits = torch.stack(found.logits, dim=1).float() / (temperature or 1.0)  # [n, T, V]
-        logp = torch.log_softmax(logits, -1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        steps = zip(found.logits, tokens.T, strict=True)  # [n, V] and [n] for each position
+        logp = torch.stack(
+            [
+                torch.log_softmax(logits.float() / (temperature or 1.0), -1)
+                .gather(-1, token.unsqueeze(-1))
+                .squeeze(-1)
+                for logits, token in steps
+            ],
+            dim=1,
+        )  # [n, T]
         pairs = zip(tokens.tolist(), logp.tolist(), strict=True)
         return [self._up_to_end(*pair) for pair in pairs]
 

@@ -12,7 +12,7 @@ from torch import nn
 from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.errors import PolicyMismatch
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy_protocol import CausalLM, text_config_of
 
 _DROPOUT = ".lora_dropout."
 
@@ -121,7 +121,7 @@ def adapter_tensors(policy: CausalLM) -> dict[str, torch.Tensor]:
 
 def _require_places(model: CausalLM, lora: LoraOptions) -> None:
     leaves = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    layers = int(model.config.num_hidden_layers)
+    layers = int(text_config_of(model).num_hidden_layers)
     problems = [
         f"--lora-target-modules {name}: no module of the model has this name"
         for name in lora.target_modules

@@ -9,7 +9,7 @@ Legend: B sequences, T positions after the causal shift, K positions that are tr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 import torch
@@ -22,7 +22,7 @@ from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model import fused_head, packed_attention
 from grpo_trainer.model.compile import compile_layers, require_compiler
 from grpo_trainer.model.fused_head import EAGER, Arithmetic, liger_arithmetic, linear_logprobs
-from grpo_trainer.model.layers import recompute_layers
+from grpo_trainer.model.layers import prepare_recomputing, recomputing
 from grpo_trainer.model.logprobs import (
     TokenValues,
     probability_above,
@@ -32,7 +32,7 @@ from grpo_trainer.model.logprobs import (
     values_of,
 )
 from grpo_trainer.model.packing import PACKED, PADDED, Layout
-from grpo_trainer.model.policy_protocol import CausalLM, base_model, device_of
+from grpo_trainer.model.policy_protocol import CausalLM, base_model, device_of, vocabulary_of
 
 log = structlog.get_logger()
 
@@ -63,13 +63,21 @@ class FastForward:
         layout: of the sequences in the model call
         head: computes the logits of some positions at a time; None: all logits of the call at once
         differentiates_entropy: the loss depends on the entropies
+        recomputes: each layer is computed again in the backward pass
     """
 
     layout: Layout = PADDED
     head: Arithmetic | None = None
     differentiates_entropy: bool = False
+    recomputes: bool = False
 
     def __call__(self, policy: CausalLM, micro: MicroBatch) -> TokenValues:
+        if self.recomputes and torch.is_grad_enabled():
+            with recomputing(base_model(policy)):
+                return self._values(policy, micro)
+        return self._values(policy, micro)
+
+    def _values(self, policy: CausalLM, micro: MicroBatch) -> TokenValues:
         row, column = (micro.token_weight > 0).nonzero(as_tuple=True)  # [K] each
         targets, temperature = micro.targets[row, column], micro.temperature[row]
         inputs = self.layout.inputs(micro)
@@ -142,7 +150,8 @@ def build_forward_pass(
         differentiates_entropy,
     )
     if options.gradient_checkpointing:
-        recompute_layers(base_model(policy))
+        prepare_recomputing(base_model(policy))
+        forward = replace(forward, recomputes=True)
         _require_unchanged("--gradient-checkpointing", "recomputed layers", probe, forward)
     if options.compile:
         compile_layers(base_model(policy))
@@ -232,7 +241,7 @@ class _Probe:
 
     def __init__(self, policy: CausalLM) -> None:
         self._policy = policy
-        self._micro = _probe_batch(policy.config.vocab_size).to(device_of(policy))
+        self._micro = _probe_batch(vocabulary_of(policy)).to(device_of(policy))
         self._expected = self._logprobs(plain_forward)
         self._tolerance = tolerance_of(policy)
 

@@ -11,7 +11,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from grpo_trainer.model.policy_protocol import CausalLM, base_model, device_of
+from grpo_trainer.model.policy_protocol import (
+    CausalLM,
+    base_model,
+    device_of,
+    text_config_of,
+    vocabulary_of,
+)
 
 PROBE_LENGTH = 32
 KERNELS = ("sdpa", "eager")
@@ -122,11 +128,11 @@ def kernel_noise(policy: CausalLM) -> float:
     """Mean |difference| of the logprobs of fixed tokens between two attention kernels, in nats; 0
     if only one of them is right for the model."""
     model = base_model(policy)
-    config = model.config.get_text_config()
+    config = text_config_of(model)
     if any(getattr(config, name, None) for name in ONLY_EAGER):
         return 0.0
     used = config._attn_implementation
-    tokens, found = probe_tokens(model.config.vocab_size), []
+    tokens, found = probe_tokens(vocabulary_of(model)), []
     try:
         for kernel in KERNELS:
             model.set_attn_implementation(kernel)
@@ -154,7 +160,7 @@ def sampled_tokens(policy: CausalLM, length: int = PROBE_LENGTH) -> list[int]:
     """
     device, generator = device_of(policy), torch.Generator().manual_seed(20240229)
     tokens = torch.zeros(1, length, dtype=torch.long, device=device)
-    tokens[0, 0] = probe_tokens(policy.config.vocab_size, 1)[0]
+    tokens[0, 0] = probe_tokens(vocabulary_of(policy), 1)[0]
     for position in range(1, length):
         logits = policy(input_ids=tokens, use_cache=False).logits[0, position - 1].float().cpu()
         noise = torch.empty_like(logits).exponential_(generator=generator)

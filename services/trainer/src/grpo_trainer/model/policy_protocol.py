@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
@@ -31,6 +31,10 @@ class CausalLM(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
 
     def modules(self) -> Iterator[nn.Module]: ...
@@ -41,7 +45,9 @@ class CausalLM(Protocol):
 
     def get_output_embeddings(self) -> nn.Module: ...
 
-    def gradient_checkpointing_enable(self, options: dict[str, Any]) -> None: ...
+    def _set_gradient_checkpointing(
+        self, enable: bool, gradient_checkpointing_func: Callable[..., Any]
+    ) -> None: ...
 
     def set_attn_implementation(self, name: str) -> None: ...
 
@@ -60,8 +66,19 @@ def base_model(policy: CausalLM) -> CausalLM:
     return policy if unwrapped is None else cast(CausalLM, unwrapped())
 
 
+def text_config_of(policy: CausalLM) -> Any:
+    """The configuration of the language model; models that also take images nest it."""
+    return policy.config.get_text_config()
+
+
+def vocabulary_of(policy: CausalLM) -> int:
+    """Number of token ids."""
+    return int(text_config_of(policy).vocab_size)
+
+
 def end_tokens_of(policy: CausalLM) -> frozenset[int]:
     """Token ids that end a completion; empty if the model names none."""
-    configs = (base_model(policy).generation_config, policy.config)
-    ends = next((c.eos_token_id for c in configs if c and c.eos_token_id is not None), ())
+    configs = (base_model(policy).generation_config, policy.config, text_config_of(policy))
+    named = (getattr(config, "eos_token_id", None) for config in configs)
+    ends = next((found for found in named if found is not None), ())
     return frozenset([ends] if isinstance(ends, int) else ends)

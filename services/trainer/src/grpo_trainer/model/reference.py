@@ -19,7 +19,7 @@ from grpo_trainer.data.collate import Batch, in_group_order
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.model.loading import TrainedWeights
-from grpo_trainer.model.policy_protocol import CausalLM, device_of
+from grpo_trainer.model.policy_protocol import CausalLM, device_of, vocabulary_of
 from grpo_trainer.objective.kl import kl_terms
 from grpo_trainer.objective.recipes import KlEstimatorName
 
@@ -66,10 +66,10 @@ def build_reference(
         return Reference(policy, forward, is_policy=True)
     dtype = next(policy.parameters()).dtype
     copy = TrainedWeights(name).load(dtype, device_of(policy)).eval()
-    if copy.config.vocab_size != policy.config.vocab_size:
+    if vocabulary_of(copy) != vocabulary_of(policy):
         raise PolicyMismatch(
-            f"--reference-model {name} has a vocabulary of {copy.config.vocab_size} tokens, but "
-            f"--model has one of {policy.config.vocab_size}; choose a model with the same tokenizer"
+            f"--reference-model {name} has a vocabulary of {vocabulary_of(copy)} tokens, but "
+            f"--model has one of {vocabulary_of(policy)}; choose a model with the same tokenizer"
         )
     for parameter in copy.parameters():
         parameter.requires_grad_(False)

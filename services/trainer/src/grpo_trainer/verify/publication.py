@@ -28,7 +28,7 @@ from grpo_trainer.model.logprobs import (
     sampled_tokens,
     tolerance_of,
 )
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy_protocol import CausalLM, vocabulary_of
 from grpo_trainer.verify.alignment import (
     FAR_BETTER,
     MISMATCH,
@@ -91,7 +91,7 @@ class PublicationCheck:
         self._server = server
         self.bound = Bound(tolerance_of(policy), learns=True)
         self._tokens = sampled_tokens(policy, lengths.fixed)
-        self._prompt = probe_tokens(policy.config.vocab_size, lengths.prompt)
+        self._prompt = probe_tokens(vocabulary_of(policy), lengths.prompt)
         self._sampled = lengths.sampled
         self._base = self._previous = logprobs_of(policy, self._tokens)  # [T-1]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
+from grpo_trainer.model.policy_protocol import vocabulary_of
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.verify.findings import CheckName, Finding
 
@@ -20,7 +21,7 @@ class ReferenceCheck:
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
-        vocabulary = int(reference.model.config.vocab_size)
+        vocabulary = vocabulary_of(reference.model)
         self._tokens = probe_tokens(vocabulary, PROBE_TOKENS)
         self._first = self._logprobs()
         self._tolerance = tolerance_of(reference.model)

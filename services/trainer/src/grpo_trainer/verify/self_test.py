@@ -27,7 +27,7 @@ from grpo_trainer.errors import SelfTestFailed
 from grpo_trainer.model.adapter import adapter_dropouts
 from grpo_trainer.model.forward import FastForward
 from grpo_trainer.model.logprobs import TokenValues, logprobs_of, probe_tokens, tolerance_of
-from grpo_trainer.model.policy_protocol import CausalLM, device_of
+from grpo_trainer.model.policy_protocol import CausalLM, device_of, vocabulary_of
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.objective.recipes import Objective
 from grpo_trainer.optim.master_gradients import LossScale
@@ -87,7 +87,7 @@ class SelfTest:
             ]
 
     def _groups(self) -> list[UsableGroup]:
-        vocabulary = int(self.policy.config.vocab_size)
+        vocabulary = vocabulary_of(self.policy)
         limits = GroupLimits(vocabulary, self.settings.seq_len)
         tokens = iter(probe_tokens(vocabulary, 2 * (PROMPT_TOKENS + sum(COMPLETION_TOKENS))))
         return [usable_group(i, self._group(tokens), limits) for i in range(2)]
