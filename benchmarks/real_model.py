@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from transformers import AutoConfig, AutoTokenizer
@@ -27,10 +27,10 @@ from grpo_core.logs import configure_logging
 from grpo_core.settings import Command, CommandSettings, load_settings
 from grpo_tiny_model.smollm2 import ensure_smollm2
 
-SECTION = "SmolLM2-135M beside TRL"
+LOOP_SECTION, STEP_SECTION = "SmolLM2-135M beside TRL: runs", "SmolLM2-135M beside TRL: a step"
 REWARD = Path(__file__).parent / "train_bench" / "length_reward.py"
 PROMPTS, GROUP_SIZE, LONGEST = 4, 8, 12
-STEP_LONGEST, STEP_TOKENS, STEP_STEPS = 128, 2048, 3
+STEP_LONGEST, STEP_TOKENS, STEP_STEPS = 128, 1024, 3
 STEP_GOAL, MEMORY_GOAL = 4.0, 1 / 0.6
 WARM_STEPS = 3
 """Of both sides."""
@@ -43,8 +43,9 @@ class RealBenchSettings(CommandSettings):
 
     rounds: int = Field(3, ge=1, description="Times that each side is measured")
     steps: int = Field(8, ge=5, description="Steps of one measurement")
-    threads: int = Field(2, ge=1, description="Threads of TRL, and of both in a training step")
+    threads: int = Field(2, ge=1, description="Threads of TRL, and of both sides in a step")
     data: Path | None = Field(None, description="Directory with GSM8K's train.jsonl")
+    part: Literal["all", "loop", "step"] = Field("all", description="What to measure")
     results: Path | None = Field(None, description="Markdown file whose section is replaced")
 
 
@@ -63,14 +64,13 @@ def main() -> None:
     configure_logging("bench-real")
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(settings, Path(scratch), trl_python(), ensure_smollm2())
-        rows = [row for loop in LOOPS for row in bench.loop(loop)]
-        if settings.data is not None:
-            rows += bench.step(settings.data)
-    heading = ["", "unit", "TRL", "this project", "TRL over ours", "goal"]
-    lines = [*_introduction(settings), "", *table([heading, *rows])]
-    sys.stdout.write("\n".join([*lines, ""]))
-    if settings.results:
-        replace_section(settings.results, SECTION, lines)
+        if settings.part != "step":
+            rows = [bench.loop(loop) for loop in LOOPS]
+            _report(settings, LOOP_SECTION, _about_loops(), rows)
+        if settings.part != "loop":
+            if settings.data is None:
+                raise SystemExit("bench-real: --part step needs --data, GSM8K's directory")
+            _report(settings, STEP_SECTION, _about_step(), bench.step(settings.data))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Bench:
     trl: Path
     model: Path
 
-    def loop(self, loop: Loop) -> list[list[str]]:
+    def loop(self, loop: Loop) -> list[str]:
         asked = questions("sums", 2000, None)
         work = self._written(
             model=str(self.model),
@@ -101,7 +101,7 @@ class Bench:
             "ours": lambda: self._ours(loop, data),
         }
         found = in_turn(loop.mode, self.settings.rounds, sides)
-        return [_row(f"whole loop, {loop.mode}", "s a step", found, "step_s", loop.goal)]
+        return _row(loop.mode, "s a step", found, "step_s", loop.goal)
 
     def step(self, data: Path) -> list[list[str]]:
         """One training step on the same completions. Both have the same loss."""
@@ -126,10 +126,9 @@ class Bench:
             "ours": lambda: json_of(ours),
         }
         found = in_turn("step", self.settings.rounds, sides)
-        name = f"training step, GSM8K, groups of {GROUP_SIZE}"
         return [
-            _row(name, "s", found, "step_s", STEP_GOAL),
-            _row(f"{name}: memory", "MiB", found, "peak_bytes", MEMORY_GOAL, 2**20),
+            _row("time", "s", found, "step_s", STEP_GOAL),
+            _row("memory", "MiB", found, "peak_bytes", MEMORY_GOAL, 2**20),
         ]
 
     def _ours(self, loop: Loop, data: Path) -> Reading:
@@ -164,20 +163,38 @@ def _row(
     return [name, unit, spread(theirs), spread(ours), f"{ratio:.1f}", goal_of(ratio, goal)]
 
 
-def _introduction(settings: RealBenchSettings) -> list[str]:
+def _report(settings: RealBenchSettings, section: str, about: str, rows: list[list[str]]) -> None:
     today = datetime.now(UTC).date().isoformat()
-    return [
-        f"`make bench-real` on {today}, {settings.rounds} runs in turn: median (lowest to highest) "
-        f"of the seconds per step. {PROMPTS} prompts of {GROUP_SIZE} completions of at most "
-        f"{LONGEST} tokens, float32. *ratio* is TRL over this project. A step samples, grades and "
-        "trains. TRL samples a batch with the weights that it trains; `grpo-demo` samples the next "
-        "two while it trains. lora_only: rank 16 on q_proj and v_proj on both sides. A training "
-        f"step has {PROMPTS} prompts of GSM8K with {GROUP_SIZE} completions of at most "
-        f"{STEP_LONGEST} tokens each; TRL's micro-batch is a group, ours {STEP_TOKENS} tokens. "
-        "Memory is the peak beside the weights.",
+    heading = ["", "unit", "TRL", "this project", "TRL over ours", "goal"]
+    lines = [
+        f"`make bench-real` on {today}, {settings.rounds} runs in turn: median (lowest to "
+        f"highest). {about}",
         "",
         *(f"- {fact}" for fact in machine.host()),
+        "",
+        *table([heading, *rows]),
     ]
+    sys.stdout.write("\n".join([*lines, ""]))
+    if settings.results:
+        replace_section(settings.results, section, lines)
+
+
+def _about_loops() -> str:
+    return (
+        f"{PROMPTS} prompts of {GROUP_SIZE} completions of at most {LONGEST} tokens, float32. A "
+        "step samples, grades and trains. TRL samples a batch with the weights that it trains; "
+        "`grpo-demo` samples the next two while it trains. lora_only: rank 16 on q_proj and v_proj "
+        "on both sides."
+    )
+
+
+def _about_step() -> str:
+    return (
+        f"Forward pass, backward pass and update, in float32, on {PROMPTS} prompts of GSM8K with "
+        f"{GROUP_SIZE} completions of at most {STEP_LONGEST} random tokens each. TRL's micro-batch "
+        f"is a group, ours {STEP_TOKENS} tokens. Both have the same loss. Memory is the peak "
+        "beside the weights."
+    )
 
 
 if __name__ == "__main__":
