@@ -11,6 +11,7 @@ from typing import Any
 from pebble import ThreadPool
 
 from grpo_core.process.closing import ClosesOnExit
+from grpo_env.contained import contained, contained_await
 
 _THREADS = 64
 _MOST_WAITS = 10
@@ -51,15 +52,17 @@ class TaskCode(ClosesOnExit):
 
     async def call_here(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """As `call`, in this event loop, for code that never blocks it."""
-        value = function(*arguments)
-        return await self._in_time(name, value) if inspect.isawaitable(value) else value
+        value = contained(function, *arguments)
+        if not inspect.isawaitable(value):
+            return value
+        return await self._in_time(name, contained_await(value))
 
     async def _in_thread(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         loop, started = asyncio.get_running_loop(), asyncio.Event()
 
         def work() -> Any:
             loop.call_soon_threadsafe(started.set)
-            return function(*arguments)
+            return contained(function, *arguments)
 
         value = asyncio.wrap_future(self._threads.schedule(work))
         try:
@@ -97,7 +100,8 @@ class TaskCode(ClosesOnExit):
 
         # A coroutine is scheduled as it is: one that is cancelled before it begins is then closed.
         begun = work if inspect.iscoroutine(work) else run()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(begun, self._loop))
+        done = asyncio.run_coroutine_threadsafe(begun, self._loop)
+        return await contained_await(asyncio.wrap_future(done))
 
     def close(self) -> None:
         if self._loop is not None:
@@ -106,7 +110,12 @@ class TaskCode(ClosesOnExit):
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
+    while True:
+        try:
+            loop.run_forever()
+            break
+        except (SystemExit, KeyboardInterrupt):  # of one coroutine; its caller gets it too
+            continue
     loop.run_until_complete(_cancel_others())
     loop.close()
 

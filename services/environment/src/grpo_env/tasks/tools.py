@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pebble import ThreadPool
 
 from grpo_core.errors import GrpoError
+from grpo_env.contained import contained, contained_await
 from grpo_env.hidden_torch import hidden_torch
 from grpo_env.marks import between
 
@@ -95,9 +96,10 @@ async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -
     try:
         inspect.signature(tool).bind(**call.arguments)
         if inspect.iscoroutinefunction(tool):
-            return str(await tool(**call.arguments))
+            return str(await contained_await(tool(**call.arguments)))
         # Daemon threads: a tool that never ends does not keep the process alive.
-        return str(await asyncio.wrap_future(_threads().schedule(tool, kwargs=call.arguments)))
+        done = _threads().schedule(contained, args=(tool,), kwargs=call.arguments)
+        return str(await asyncio.wrap_future(done))
     except Exception as error:  # noqa: BLE001 - code of a user, and arguments of a model
         return f"error: {error or type(error).__name__}"
 
