@@ -96,6 +96,10 @@ class CheckpointNotSaved(GrpoError):
     """A model or a checkpoint could not be written. Earlier checkpoints are intact."""
 
 
+class MetricsNotWritten(GrpoError):
+    """`--metrics-file` could not be written."""
+
+
 class StateError(GrpoError):
     """The run cannot resume from a checkpoint."""
 

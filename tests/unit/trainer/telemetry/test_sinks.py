@@ -17,7 +17,7 @@ from grpo_core.errors import WandbUnavailable
 from grpo_trainer.checkpoint.resume import continued_settings
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.errors import NonFiniteLoss
+from grpo_trainer.errors import MetricsNotWritten, NonFiniteLoss
 from grpo_trainer.telemetry.rollout_samples import COLUMNS
 from grpo_trainer.telemetry.sinks import (
     append_record,
@@ -75,6 +75,12 @@ def test_records_are_appended_whole_and_never_hold_nan(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         append_record(path, {"step": float("nan")})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_full_disk_is_named_with_the_option() -> None:
+    with pytest.raises(MetricsNotWritten, match="--metrics-file /dev/full: .* free disk space"):
+        append_record(Path("/dev/full"), {"step": 1})
+
 
 
 def test_a_resumed_run_keeps_one_line_per_step_that_it_goes_on_from(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from grpo_core.errors import WandbUnavailable
 from grpo_core.wandb_run.sink import WandbRun, WandbSink, start_wandb
 from grpo_trainer.checkpoint.atomic_dir import write_whole
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.errors import CheckpointNotSaved
+from grpo_trainer.errors import CheckpointNotSaved, MetricsNotWritten
 from grpo_trainer.telemetry.metrics import Record
 from grpo_trainer.telemetry.rollout_records import StepRollouts
 from grpo_trainer.telemetry.rollout_samples import sample_table, samples_are_due
@@ -177,8 +177,15 @@ def append_record(path: Path, record: Record) -> None:
 
     Raises:
         ValueError: a value is NaN or infinite.
+        MetricsNotWritten: the file could not be written, e.g. the disk is full.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(record, allow_nan=False) + "\n"
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:
+        raise MetricsNotWritten(
+            f"--metrics-file {path}: {error}; free disk space, or choose another file, then start "
+            "the trainer again to resume from its newest checkpoint"
+        ) from error
