@@ -78,9 +78,8 @@ def test_records_are_appended_whole_and_never_hold_nan(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_with_the_option() -> None:
-    with pytest.raises(MetricsNotWritten, match="--metrics-file /dev/full: .* free disk space"):
+    with pytest.raises(MetricsNotWritten, match=r"--metrics-file /dev/full: .* free disk space"):
         append_record(Path("/dev/full"), {"step": 1})
-
 
 
 def test_a_resumed_run_keeps_one_line_per_step_that_it_goes_on_from(tmp_path: Path) -> None:

@@ -12,9 +12,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+log = structlog.get_logger()
+
 FLUSH_POLL_S = 0.01
+UNFINISHED_S = 2.0
+"""Time for a client to send the rest of a request that it has begun when a drain begins. Afterwards
+its connection is closed: it would hold up the next engine for as long as the client likes."""
 
 Park = Callable[[int], None]
 """Takes the descriptor of an open connection. The caller closes its own copy afterwards."""
@@ -80,11 +86,23 @@ def handover_protocol(handover: Handover) -> type[HttpToolsProtocol]:
             """Called by the server once, when it stops accepting."""
             if not handover.begun:
                 super().shutdown()
-            elif self._waits_for_a_request():
+                return
+            if self.in_request:
+                self.loop.call_later(UNFINISHED_S, self._close_unfinished)
+            if self._waits_for_a_request():
                 self._park_once_flushed()
             elif self.cycle is not None and not self.cycle.response_started:
                 self.cycle.keep_alive = False
             # Otherwise the answer already said "keep-alive". The connection is parked at its end.
+
+        def _close_unfinished(self) -> None:
+            if self.in_request and not self.transport.is_closing():
+                log.warning(
+                    "connection.closed",
+                    reason=f"{UNFINISHED_S:g} s after the engine began to drain, the client has "
+                    "not sent the rest of its request",
+                )
+                self.transport.close()
 
         def _park_once_flushed(self) -> None:
             if self.transport.is_closing() or self.in_request:
