@@ -131,10 +131,15 @@ def start_run(
     check = None
     if settings.verify_every_steps:
         probe = AlignmentProbe(policy, bound)
-        probe.require(sync.served_logprobs, "Before the first step")
         check = SharedMemoryCheck(
-            probe, optimizer, sync.served_logprobs, settings.verify_every_steps
+            probe,
+            policy,
+            optimizer,
+            sync.served_logprobs,
+            sync.sample,
+            settings.verify_every_steps,
         )
+        check.at_start()
     saver = Saver(settings, policy, optimizer, api, store, bound, kl_coefficient, tau)
     # A checkpoint that the user named may belong to another directory or run: leave it as it is.
     own = saved if settings.resume == AUTO else None

@@ -17,7 +17,12 @@ from grpo_trainer.model.adapter import adapter_scaled
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, sampled_tokens
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.verify.alignment import AlignmentProbe, Bound, require_alignment
+from grpo_trainer.verify.alignment import (
+    AlignmentProbe,
+    Bound,
+    SharedMemoryCheck,
+    require_alignment,
+)
 from grpo_trainer.verify.publication import ProbeLengths, PublicationCheck
 from tests.unit.trainer.forward_rig import VOCABULARY, qwen
 from tests.unit.trainer.served_model import BLOCK, ServedModel
@@ -189,6 +194,24 @@ def test_a_run_that_goes_on_takes_no_difference_for_noise(model: str) -> None:
     check.bound = Bound(floor=1e-3, noise=1e-3)
     check.require(PolicyVersion(1, 0), "At the start")
     assert check.bound.noise == 1e-3
+
+
+def test_cached_keys_and_values_are_found_in_shared_memory_too(model: str) -> None:
+    """Rollouts with top_p are not compared, so nothing else would find them."""
+    torch.manual_seed(1)
+    policy = TrainedWeights(model).load(torch.float32).eval()
+    optimizer = optimizer_of(policy, lr=0.0015)
+    server = ServedModel(copy.deepcopy(policy), PolicyVersion(1, 0))
+    check = SharedMemoryCheck(
+        AlignmentProbe(policy), policy, optimizer, server.served_logprobs, server.sample, 1
+    )
+    check.at_start()
+    move(policy, optimizer, 0)
+    server.swap(policy, VERSION, keep_cache=True)
+    with pytest.raises(ServedWeightsDiffer, match=r"After step 0, .* still in the server's KV"):
+        check.after_step(0)
+    server.swap(policy, VERSION)
+    assert check.after_step(1) is not None
 
 
 def test_small_updates_that_are_absent_add_up(model: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from grpo_core.clients.inference import Completion
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import ServedWeightsDiffer
@@ -71,6 +72,9 @@ class OwnStart:
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         return self._shared.served_logprobs(token_ids)
+
+    def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
+        return self._shared.sample(prompt_token_ids, max_tokens)
 
     def close(self) -> None:
         self._shared.close()

@@ -14,9 +14,10 @@ import structlog
 import torch
 from torch import Tensor
 
+from grpo_core.clients.inference import Completion
 from grpo_trainer.errors import ServedWeightsDiffer
-from grpo_trainer.model.logprobs import logprobs_of, sampled_tokens, tolerance_of
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, sampled_tokens, tolerance_of
+from grpo_trainer.model.policy_protocol import CausalLM, vocabulary_of
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 log = structlog.get_logger()
@@ -27,6 +28,11 @@ START_FACTOR = 2.0
 NOISE_FACTOR = 4.0
 """Later differences may be this many times the noise, which grows as training makes the probe's
 tokens less likely."""
+SAMPLED_TOKENS = 4
+"""Each takes a pass of the engine, which meanwhile samples for others: with SmolLM2-135M on one
+core 0.1 s. Cached keys and values of other weights change the first token's logprob already."""
+SAMPLED_PROMPT = 17
+"""One token more than the smallest block of the KV cache, so that a block can come from there."""
 FAR_BETTER = 4.0
 """If other weights explain the served logprobs this many times better, the server serves those.
 This finds small differences too: in bfloat16 a small update is below the tolerance, but far above
@@ -132,15 +138,50 @@ class AlignmentProbe:
         return found
 
 
+Sample = Callable[[list[int], int], Completion]
+"""Token ids of a prompt, number of tokens → tokens that the server samples at temperature 1."""
+
+
+def sampled_difference(policy: CausalLM, prompt: list[int], completion: Completion) -> float:
+    """Mean |server's - trainer's logprob| of the sampled tokens."""
+    ours = logprobs_of(policy, [*prompt, *completion.token_ids])[len(prompt) - 1 :]  # [K]
+    return mean_distance(torch.tensor(completion.logprobs), ours)
+
+
 @dataclass(frozen=True)
 class SharedMemoryCheck:
-    """Checks the server after the first update and after every `every_steps`-th, if both sides
-    share the weights' memory. The other modes check every publication (`PublicationCheck`)."""
+    """Checks the server at the start, after the first update and after every `every_steps`-th, if
+    both sides share the weights' memory. The other modes check every publication
+    (`PublicationCheck`).
+
+    It also compares a few tokens that the server samples, because rollouts are not compared if
+    their sampling was reshaped, for example by top_p.
+    """
 
     probe: AlignmentProbe
+    policy: CausalLM
     optimizer: MasterOptimizer
     served_logprobs: ServedLogprobs
+    sample: Sample
     every_steps: int
+
+    def at_start(self) -> None:
+        """Raises `ServedWeightsDiffer`: the server serves other weights."""
+        self._require("Before the first step")
+
+    def _require(self, label: str) -> Alignment:
+        alignment = self.probe.require(self.served_logprobs, label)
+        prompt = probe_tokens(vocabulary_of(self.policy), SAMPLED_PROMPT)
+        off = sampled_difference(self.policy, prompt, self.sample(prompt, SAMPLED_TOKENS))
+        if not off <= self.probe.bound.value:
+            raise ServedWeightsDiffer(
+                f"{MISMATCH} {label}, the logprobs of tokens that the server samples differ from "
+                f"the trainer's by {off:.4f} on average (tolerance {self.probe.bound.value:.2g}), "
+                f"although the logprobs of fixed tokens agree ({alignment.mean:.2g}). Likely "
+                "cause: keys and values of other weights are still in the server's KV cache; "
+                "restart the server"
+            )
+        return alignment
 
     def after_step(self, step: int) -> Alignment | None:
         """None if no check is due after the step with this index.
@@ -151,7 +192,7 @@ class SharedMemoryCheck:
         if step != 0 and (step + 1) % self.every_steps != 0:
             return None
         require_written(self.optimizer, step)
-        alignment = self.probe.require(self.served_logprobs, f"After step {step}")
+        alignment = self._require(f"After step {step}")
         log_if_inconclusive(alignment)
         return alignment
 

@@ -32,15 +32,14 @@ from grpo_trainer.model.policy_protocol import CausalLM, vocabulary_of
 from grpo_trainer.verify.alignment import (
     FAR_BETTER,
     MISMATCH,
+    SAMPLED_TOKENS,
     Alignment,
     Bound,
     log_if_inconclusive,
     mean_distance,
+    sampled_difference,
 )
 
-SAMPLED_TOKENS = 4
-"""Each takes a pass of the engine, which meanwhile samples for others: with SmolLM2-135M on one
-core 0.1 s. Cached keys and values of other weights change the first token's logprob already."""
 DEFAULT_BLOCK = 16
 MIN_PROMPT = 2
 OTHER_SCALES = (2.0, 0.5, 4.0, 0.25, 8.0, 0.125, 16.0, 0.0625)
@@ -111,8 +110,8 @@ class PublicationCheck:
         ours = logprobs_of(self._policy, self._tokens)
         served = torch.tensor(self._server.served_logprobs(self._tokens))
         completion = self._server.sample(self._prompt, max_tokens=self._sampled)
-        sampled_off = self._sampled_difference(completion)
-        alignment = Alignment.of(served, ours, self._previous, float(sampled_off.mean()))
+        sampled_off = sampled_difference(self._policy, self._prompt, completion)
+        alignment = Alignment.of(served, ours, self._previous, sampled_off)
         named = {completion.first_version, completion.last_version}
         problems = self._problems(alignment, served, named, version)
         if problems:
@@ -180,9 +179,3 @@ class PublicationCheck:
     def _distance_at_scale(self, served: Tensor, factor: float) -> float:
         with adapter_scaled(self._policy, factor):
             return mean_distance(served, logprobs_of(self._policy, self._tokens))
-
-    def _sampled_difference(self, completion: Completion) -> Tensor:
-        """server's - trainer's logprob| of the sampled tokens: [K]"""
-        ours = logprobs_of(self._policy, [*self._prompt, *completion.token_ids])
-        theirs = torch.tensor(completion.logprobs)
-        return (ours[len(self._prompt) - 1 :] - theirs).abs()

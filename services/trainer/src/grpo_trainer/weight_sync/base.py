@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from grpo_core.clients.inference import Completion
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -75,6 +76,9 @@ class WeightSync(Protocol):
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         """The server's logprobs of token_ids[1:]: [T] → [T-1]."""
+
+    def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
+        """Exactly `max_tokens` tokens that the server samples at temperature 1."""
 
     def close(self) -> None:
         """Disconnect from the server. It keeps serving the latest published weights."""

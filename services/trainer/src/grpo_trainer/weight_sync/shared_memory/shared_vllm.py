@@ -10,10 +10,12 @@ server answer requests.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import structlog
 
-from grpo_core.clients.inference import BridgeClient, BridgeInfo
+from grpo_core.clients.inference import BridgeClient, BridgeInfo, Completion
 from grpo_core.deadline import Deadline
 from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_core.wire.policy_version import PolicyVersion
@@ -42,6 +44,8 @@ from grpo_trainer.weight_sync.shared_memory.views import (
 )
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 PROBE_DEADLINE_S = 30.0
 _CONFLICT = 409
@@ -170,12 +174,28 @@ class SharedVllm:
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         """Raises `ServiceUnavailable` if a running server does not answer for 30 s, and
         `EngineCrashed` if the request crashes the engine."""
+        return self._while_serving(
+            f"the logprobs of {len(token_ids)} tokens",
+            lambda: self._bridge.prompt_logprobs(token_ids),
+        )
+
+    def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
+        """Raises the errors of `served_logprobs`."""
+        return self._while_serving(
+            f"{max_tokens} sampled tokens after a prompt of {len(prompt_token_ids)} tokens",
+            lambda: self._bridge.sample(
+                prompt_token_ids, max_tokens=max_tokens, temperature=1.0, ignore_eos=True
+            ),
+        )
+
+    def _while_serving(self, request: str, ask: Callable[[], T]) -> T:
+        """Retry until the server answers."""
         deadline = Deadline(PROBE_DEADLINE_S)
-        watch, crashes = CrashWatch(f"the logprobs of {len(token_ids)} tokens"), 0
+        watch, crashes = CrashWatch(request), 0
         self.recover_server()
         while True:
             try:
-                return self._bridge.prompt_logprobs(token_ids)
+                return ask()
             except ServiceUnavailable:
                 if deadline.has_passed and not self._server.attachment.is_lost():
                     raise
