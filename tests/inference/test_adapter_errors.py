@@ -10,6 +10,9 @@ import pytest
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.http.in_flight import InFlight
 
+# vLLM's modules warn when they are first imported, which may be here.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 FOR_GOOD, TRY_AGAIN = 409, 503
 
 

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+# vLLM's modules warn when they are first imported, which may be here.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 
 @pytest.mark.parametrize(
     "option",

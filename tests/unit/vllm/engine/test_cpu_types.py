@@ -1,32 +1,39 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import platform
+from pathlib import Path
 
 import pytest
-import torch
 
+from grpo_core.process import cpu_types
 from grpo_vllm.engine.vllm_compat.cpu_types import use_fast_type
 
-OLD = {"architecture": "x86_64", "avx2": True, "avx512_f": True}
-ZEN_4 = OLD | {"avx512_bf16": True}
-SAPPHIRE_RAPIDS = OLD | {"avx512_bf16": False, "amx_bf16": True}
+OLD = "fpu sse2 avx2 avx512f"
 
 
 @pytest.mark.parametrize(
-    ("cpu", "asked", "found"),
+    ("machine", "flags", "asked", "found"),
     [
-        (OLD, "auto", "float32"),
-        (OLD, "bfloat16", "bfloat16"),
-        (ZEN_4, "auto", "auto"),
-        (SAPPHIRE_RAPIDS, "auto", "auto"),
-        ({"architecture": "aarch64"}, "auto", "auto"),
+        ("x86_64", OLD, "auto", "float32"),
+        ("x86_64", OLD, "bfloat16", "bfloat16"),
+        ("x86_64", f"{OLD} avx512_bf16", "auto", "auto"),
+        ("x86_64", f"{OLD} amx_bf16", "auto", "auto"),
+        ("aarch64", "fp asimd", "auto", "auto"),
     ],
 )
 def test_float32_is_the_default_where_bfloat16_is_slow(
-    cpu: dict[str, Any], asked: str, found: str, monkeypatch: pytest.MonkeyPatch
+    machine: str,
+    flags: str,
+    asked: str,
+    found: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"model name\t: a CPU\nflags\t\t: {flags}\n\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(cpu_types, "CPUINFO", cpuinfo)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
     arguments = argparse.Namespace(dtype=asked)
     use_fast_type(arguments)
     assert arguments.dtype == found
