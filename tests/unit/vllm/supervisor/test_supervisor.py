@@ -82,6 +82,11 @@ class Client:
 def test_a_restart_costs_no_request_and_no_connection(server: Supervised, tmp_path: Path) -> None:
     """One request in flight, and one on an idle connection while no engine accepts requests."""
     before, engine, go_on = server.status(), server.generate()["pid"], tmp_path / "go on"
+
+    def drains() -> int:
+        return server.process.log_path.read_text().count("engine.draining")
+
+    drained = drains()
     with contextlib.closing(Client(server)) as idle, ThreadPoolExecutor(1) as pool:
         idle.send()
         port = idle.port()
@@ -90,6 +95,7 @@ def test_a_restart_costs_no_request_and_no_connection(server: Supervised, tmp_pa
         version = server.next_version()
         sent = server.sender.send(CHECKPOINT, version, server.checkpoint("drained-for"))
         server.wait_for(state="draining")
+        wait_for(lambda: drains() > drained)  # the supervisor reports it before the engine is told
         idle.send()
         go_on.touch()
         assert under_way.result().json()["pid"] == engine
