@@ -62,14 +62,14 @@ LOOPS = (Loop("shared_vllm", False, 5.0), Loop("lora_only", True, 4.0))
 def main() -> None:
     settings = load_settings(RealBenchSettings, sys.argv[1:])
     configure_logging("bench-real")
+    if settings.part != "loop" and settings.data is None:
+        raise SystemExit("bench-real: --data is missing: the directory of GSM8K, for the step")
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(settings, Path(scratch), trl_python(), ensure_smollm2())
         if settings.part != "step":
             rows = [bench.loop(loop) for loop in LOOPS]
             _report(settings, LOOP_SECTION, _about_loops(), rows)
-        if settings.part != "loop":
-            if settings.data is None:
-                raise SystemExit("bench-real: --part step needs --data, GSM8K's directory")
+        if settings.data is not None and settings.part != "loop":
             _report(settings, STEP_SECTION, _about_step(), bench.step(settings.data))
 
 

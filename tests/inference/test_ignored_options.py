@@ -14,9 +14,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
         ("--api-server-count", "3"),
         ("--lora-modules", "a=/x"),
         ("--uds", "/tmp/socket"),
+        ("--headless",),
     ],
 )
-def test_options_without_effect_are_refused_by_name(option: tuple[str, str]) -> None:
+def test_options_without_effect_are_refused_by_name(option: tuple[str, ...]) -> None:
     from grpo_vllm.engine.args import refuse_ignored_options
     from grpo_vllm.engine.vllm_compat.launch import parse_engine_arguments
 

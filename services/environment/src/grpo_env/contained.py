@@ -19,7 +19,7 @@ class CodeStopped(RuntimeError):
         super().__init__(f"{type(error).__name__}{detail}")
 
 
-def contained(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def contained(function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
     """The function's value. Raises `CodeStopped`, and any `Exception` of the function."""
     try:
         return function(*arguments, **options)

@@ -212,7 +212,7 @@ class Job:
                 groups = files.read_groups(iteration)
                 if groups is None:
                     run.sync.recover_server()
-                    if sampler.has_logprobs and (not self.sampling.is_frozen or not position.step):
+                    if sampler.has_logprobs and not self.sampling.is_frozen:
                         runner.run(require_own_policy(engines.training, run.policy))
                     groups = runner.run(sampler.groups(items, to_train.spare(iteration))).groups
                     self._require_fresh(groups, engines.version.accepted)

@@ -65,7 +65,9 @@ class RedisConnection(ClosesOnExit):
             # redis-py leaves this method without types
             return self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
         except ReadOnlyError:
-            self._redis.connection_pool.disconnect()  # see `AsyncRedisConnection.attempt`
+            self._redis.connection_pool.disconnect(
+                inuse_connections=False
+            )  # see `AsyncRedisConnection.attempt`
             raise
 
     def pause(self, deadline: Deadline, error: Exception) -> None:
@@ -118,7 +120,7 @@ class AsyncRedisConnection(ClosesOnAsyncExit):
                 # redis-py leaves this method without types
                 return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
             except ReadOnlyError:
-                await self._redis.connection_pool.disconnect()
+                await self._redis.connection_pool.disconnect(inuse_connections=False)
                 raise
 
     def note_absence(self, error: BaseException) -> None:

@@ -77,3 +77,14 @@ async def test_a_tool_that_exits_answers_with_its_error() -> None:
         "error: SystemExit: 3",
         "error: SystemExit: 4",
     ]
+
+
+async def test_a_tool_may_name_its_arguments_as_it_likes() -> None:
+    def derivative(function: str, args: int) -> str:
+        """Differentiate."""
+        return f"{function} {args}"
+
+    call = '{"name": "derivative", "arguments": {"function": "x^2", "args": 1}}'
+    answers = await answer_calls(f"<tool_call>{call}</tool_call>", [derivative])
+    assert answers is not None
+    assert [answer["content"] for answer in answers] == ["x^2 1"]

@@ -11,7 +11,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pebble import ThreadPool
@@ -98,7 +98,8 @@ async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -
         if inspect.iscoroutinefunction(tool):
             return str(await contained_await(tool(**call.arguments)))
         # Daemon threads: a tool that never ends does not keep the process alive.
-        done = _threads().schedule(contained, args=(tool,), kwargs=call.arguments)
+        # A partial: an argument of the tool may have the name of one of pebble's.
+        done = _threads().schedule(partial(contained, tool, **call.arguments))
         return str(await asyncio.wrap_future(done))
     except Exception as error:  # noqa: BLE001 - code of a user, and arguments of a model
         return f"error: {error or type(error).__name__}"

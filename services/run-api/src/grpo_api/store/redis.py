@@ -241,7 +241,7 @@ async def check_redis(link: RedisLink, lifetime: Lifetime) -> None:
     """
     try:
         await link.ping()
-    except StoreUnavailable as error:
+    except (StoreUnavailable, ResponseError) as error:
         _log.warning(
             "redis.unreachable",
             redis=link.where,
@@ -252,19 +252,18 @@ async def check_redis(link: RedisLink, lifetime: Lifetime) -> None:
     policy = memory.get("maxmemory_policy", _NO_EVICTION)
     if policy != _NO_EVICTION:
         raise UnsuitableRedis(
-            f"Redis at {link.where} has maxmemory-policy {policy}, so it would delete groups, "
-            "receipts or the trainer's registration when its memory is full; set "
+            f"Redis at {link.where} has maxmemory-policy {policy}, so it would delete "
+            "receipts, groups or more of the run when its memory is full; set "
             f"maxmemory-policy {_NO_EVICTION} (redis-cli CONFIG SET maxmemory-policy "
             f"{_NO_EVICTION}, or the parameter of that name of a managed service)"
         )
-    flat: list[bytes] = await _told(link, lifetime, "CONFIG", "GET", "append*") or []
-    words = [word.decode() for word in flat]
-    settings = dict(zip(words[::2], words[1::2], strict=True))
-    appendfsync = settings.get("appendfsync")
-    match settings.get("appendonly"):
-        case "yes":
+    persistence: dict[str, Any] = await _told(link, lifetime, "INFO", "persistence") or {}
+    match persistence.get("aof_enabled"):
+        case 1:
+            flat: list[bytes] = await _told(link, lifetime, "CONFIG", "GET", "appendfsync") or []
+            appendfsync = flat[1].decode() if flat else "unknown: Redis rejects CONFIG"
             _log.info("redis.persistent", appendfsync=appendfsync)
-        case "no":
+        case 0:
             _log.warning(
                 "redis.not_persistent",
                 hint="a restart of Redis loses the run; start Redis with --appendonly yes",

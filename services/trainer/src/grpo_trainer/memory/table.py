@@ -32,7 +32,10 @@ _FITS_ON_GPU = (
     "FITS: yes, or the largest --gpu-memory-utilization with which server and trainer fit on the "
     "GPU."
 )
-_FITS_ON_HOST = "FITS: whether server and trainer fit into this host's memory."
+_FITS_ON_HOST = (
+    "FITS: whether server and trainer fit into this host's memory, if --kv-cache-memory-bytes "
+    "limits\nthe server: without it, vLLM takes 92 % of the memory."
+)
 
 
 def text_of(plan: MemoryPlan) -> str:

@@ -152,6 +152,7 @@ def build_forward_pass(
     if options.gradient_checkpointing:
         prepare_recomputing(base_model(policy))
         forward = replace(forward, recomputes=True)
+        probe.differentiate(forward)  # nothing is recomputed without a gradient
         _require_unchanged("--gradient-checkpointing", "recomputed layers", probe, forward)
     if options.compile:
         compile_layers(base_model(policy))

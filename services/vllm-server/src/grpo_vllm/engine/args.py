@@ -68,6 +68,8 @@ IGNORED = {
     "lora_modules": "a trainer, or POST /lora/load, chooses the adapter",
 }
 """vLLM's options without effect here, each with the reason."""
+NEUTRAL = {"api_server_count": 1}
+"""Values that mean what this server does anyway."""
 
 
 def refuse_ignored_options(arguments: argparse.Namespace) -> None:
@@ -79,7 +81,7 @@ def refuse_ignored_options(arguments: argparse.Namespace) -> None:
     found = [
         f"--{name.replace('_', '-')} ({why})"
         for name, why in IGNORED.items()
-        if getattr(arguments, name, None) not in (None, False, 1)
+        if getattr(arguments, name, None) not in (None, False, NEUTRAL.get(name))
     ]
     if found:
         raise SystemExit(
