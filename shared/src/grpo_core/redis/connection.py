@@ -65,9 +65,8 @@ class RedisConnection(ClosesOnExit):
             # redis-py leaves this method without types
             return self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
         except ReadOnlyError:
-            self._redis.connection_pool.disconnect(
-                inuse_connections=False
-            )  # see `AsyncRedisConnection.attempt`
+            # See `AsyncRedisConnection.attempt`.
+            self._redis.connection_pool.disconnect(inuse_connections=False)
             raise
 
     def pause(self, deadline: Deadline, error: Exception) -> None:
