@@ -259,8 +259,6 @@ class CommandLine(
             yield Mistake("fsdp", "trains the whole model; omit --train-layer-indices")
         if self.compile:
             yield Mistake("fsdp", "excludes --compile")
-        if self.fused_head == "on":
-            yield Mistake("fsdp", "excludes --fused-head on")
 
     def start_mistakes(self) -> Iterator[Mistake]:
         if problem := missing_model(self.model):

@@ -127,11 +127,15 @@ class MasterOptimizer:
         for path, tensor in tensors.items():
             kind, _, name = path.partition("/")
             own[name][kind] = tensor
-        for index, (name, master) in enumerate(zip(names, self.masters, strict=True)):
-            saved = own[name]
-            master.copy_(saved.pop(MASTER))
-            self._states[index] = self._update.restored(saved, master) if saved else {}
-            self._staged[index] = None
+        for index, name in enumerate(names):
+            self._load_one(index, own[name])
+
+    def _load_one(self, index: int, saved: State) -> None:
+        """Load the tensors of one parameter, by kind."""
+        master = self.masters[index]
+        master.copy_(saved.pop(MASTER))
+        self._states[index] = self._update.restored(saved, master) if saved else {}
+        self._staged[index] = None
 
     @torch.no_grad()
     def write_into_parameters(self) -> None:

@@ -144,6 +144,5 @@ def build_joint(
     kind = partial(RankOptimizer, ranks=ranks, tell=tell, sharded=sharded)
     own = policy if sharded is None else sharded.policy
     optimizer = build_optimizer(own, settings, kind)
-    # FSDP2 collects the weights of the whole model's call, not those of a head that is called alone
-    used = forward if sharded is None else replace(forward, head=None)
+    used = forward if sharded is None or forward.head is None else sharded.within(forward)
     return Joint(ranks, own, used, sharded is not None, optimizer, reference)

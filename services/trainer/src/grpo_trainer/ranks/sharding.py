@@ -10,15 +10,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.forward import ForwardPass
 from grpo_trainer.model.layers import layers_of
 from grpo_trainer.model.policy_protocol import CausalLM, device_of
 from grpo_trainer.ranks.group import LEADER, Ranks
@@ -41,6 +48,14 @@ class Sharded:
         """Of a whole trained parameter."""
         return self.shapes[name]
 
+    def within(self, forward: ForwardPass) -> ForwardPass:
+        """The same pass, as a method of the divided policy: FSDP2 collects the weights outside the
+        layers (embeddings, norm, head) for its methods, not for a head that is called alone."""
+        # An attribute of the instance, not a submodule: FSDP2 replaces it by a wrapped method.
+        self.policy.pass_of = partial(forward, self.policy)  # type: ignore[attr-defined]
+        register_fsdp_forward_method(self.policy, "pass_of")
+        return lambda _, micro: self.policy.pass_of(micro)  # type: ignore[attr-defined,no-any-return]
+
     @torch.no_grad()
     def write_into_whole(self) -> None:
         """Copy the parts of the trained parameters into the leader's whole policy."""
@@ -52,13 +67,13 @@ class Sharded:
                 own[name].copy_(found)
 
     def collected(self, name: str, part: Tensor) -> Tensor:
-        """The whole of a tensor of the optimizer, in host memory."""
+        """The whole of a tensor of the optimizer, on every rank."""
         if not part.dim():  # a counter
             return part
         shape = self.shapes[name]
         stride = torch.empty(shape, device="meta").stride()
         parts = DTensor.from_local(part, self.mesh, [Shard(0)], shape=shape, stride=stride)
-        return parts.full_tensor().cpu()
+        return parts.full_tensor()
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of a tensor of the optimizer."""

@@ -55,33 +55,38 @@ class RankOptimizer(MasterOptimizer):
                 self._sharded.write_into_whole()
 
     def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Whole tensors, in host memory if the policy is sharded."""
+        """Whole tensors, in host memory if the policy is sharded. A follower takes part and keeps
+        none of them: together they are as large as the state of all ranks."""
         if self._sharded is None:
             return super().tensors(names)
         self._tell(Command.COLLECT_STATE)
-        held = super().tensors(names)
-        with self._ranks.exchange("collecting the optimizer's state"):
-            return {
-                path: self._sharded.collected(name_of(path), tensor)
-                for path, tensor in held.items()
-            }
+        found: dict[str, Tensor] = {}
+        for path, part in super().tensors(names).items():
+            with self._ranks.exchange("collecting the optimizer's state"):
+                whole = self._sharded.collected(name_of(path), part)
+            if self._ranks.index == LEADER:
+                found[path] = whole.cpu()
+        return found
 
+    @torch.no_grad()
     def load_tensors(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        """Args: tensors: whole ones on the leader; not read on other ranks"""
+        """Load one parameter at a time, so that no rank holds a second state.
+
+        Args: tensors: whole ones on the leader; not read on other ranks
+        """
         self._tell(Command.LOAD_STATE)
         counts = Counter(map(name_of, tensors))  # one tensor: the master weights alone
         stepped = torch.tensor([int(counts[name] > 1) for name in names])
         has_state = self._ranks.from_leader(stepped, "a checkpoint").tolist()
-        found: dict[str, Tensor] = {}
-        for name, master, has in zip(names, self.masters, has_state, strict=True):
-            whole = self._whole_like(name, master)
-            state = self._update.initial_state(whole) if has else {}
+        for index, name in enumerate(names):
+            whole = self._whole_like(name, self.masters[index])
+            state = self._update.initial_state(whole) if has_state[index] else {}
+            own: dict[str, Tensor] = {}
             for kind, place in {MASTER: whole, **state}.items():
-                path = f"{kind}/{name}"
                 if self._ranks.index == LEADER:
-                    place = place.copy_(tensors[path])
-                found[path] = self._own(self._ranks.from_leader(place, "a checkpoint"))
-        super().load_tensors(names, found)
+                    place.copy_(tensors[f"{kind}/{name}"])
+                own[kind] = self._own(self._ranks.from_leader(place, "a checkpoint"))
+            self._load_one(index, own)
 
     def _whole_like(self, name: str, master: Tensor) -> Tensor:
         shape = master.shape if self._sharded is None else self._sharded.shape(name)
