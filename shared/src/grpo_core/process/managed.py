@@ -23,6 +23,18 @@ _SHOWN_CHARACTERS = 240
 _MARKED_AS_ERROR = re.compile(r"\[error\b|\bERROR\b(?!,)|: error: ")
 
 
+_OF_TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+"""A child is no rank of this process's group: vLLM would wait for torchrun's other processes."""
+
+
+def _own_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
+
+
 class ProcessFailed(GrpoError):
     """A child process ended, or did not become healthy in time. The message names the log."""
 
@@ -51,7 +63,7 @@ class ManagedProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {})},
+                env={**_own_environment(), **(environment or {})},
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )

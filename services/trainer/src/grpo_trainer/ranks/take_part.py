@@ -8,6 +8,7 @@ from grpo_trainer.config.processes import Processes
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.ranks.follow import follow
 from grpo_trainer.ranks.group import LEADER, join, leave, settings_of_rank
+from grpo_trainer.ranks.heartbeat import Heartbeat
 from grpo_trainer.ranks.lead import ALONE, Alone, Leader
 
 
@@ -20,17 +21,18 @@ def take_part(
         lead: the training loop. It runs on rank 0 and passes its second argument to `open_run`
 
     Raises:
-        LostRank: another process ended. An error on one rank ends all ranks: the connections of a
-            process close when it ends.
+        LostRank: another process ended. An error on one rank ends all ranks, see
+            `heartbeat`.
     """
     if processes.count == 1:
         lead(settings, ALONE)
         return
     ranks, settings = join(processes), settings_of_rank(settings, processes)
-    if ranks.index == LEADER:
-        leader = Leader(ranks)
-        lead(settings, leader)
-        leader.finish()
-    else:
-        follow(settings, ranks)
+    with Heartbeat(ranks):
+        if ranks.index == LEADER:
+            leader = Leader(ranks)
+            lead(settings, leader)
+            leader.finish()
+        else:
+            follow(settings, ranks)
     leave()

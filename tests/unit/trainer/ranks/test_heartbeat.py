@@ -1,0 +1,67 @@
+"""Two real processes; the main thread of the one that is left waits for ever, as it does in an
+exchange over NCCL."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_trainer.config.processes import Processes
+from grpo_trainer.ranks.group import join, leave
+from grpo_trainer.ranks.heartbeat import EXIT_FAILED, Heartbeat
+from tests.support.wait import wait_for
+
+DEADLINE_S = 60.0
+ENDS = {
+    # what the second process does, and what the first one says
+    "stops": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "did not answer for 3 s"),
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "another trainer process ended"),
+    "raises": (lambda: sys.exit("out of memory"), "rank 1 ended with an error"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_ends_if_another_one_is_lost(how: str, tmp_path: Path) -> None:
+    """It says why, although its main thread notices nothing."""
+    silent_s = 3.0 if how == "stops" else DEADLINE_S
+    first, second = _start(how, tmp_path, silent_s)
+    try:
+        wait_for(lambda: first.exitcode is not None, deadline_s=DEADLINE_S)
+        assert first.exitcode == EXIT_FAILED
+        assert ENDS[how][1] in (tmp_path / "0").read_text()
+    finally:
+        second.kill()
+
+
+def test_ranks_that_are_done_wait_for_each_other(tmp_path: Path) -> None:
+    processes = _start("done", tmp_path, DEADLINE_S)
+    for process in processes:
+        process.join(DEADLINE_S)
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def _start(how: str, directory: Path, silent_s: float) -> list[multiprocessing.process.BaseProcess]:
+    context = multiprocessing.get_context("spawn")
+    found = [context.Process(target=_work, args=(r, how, directory, silent_s)) for r in (0, 1)]
+    for process in found:
+        process.start()
+    return list(found)
+
+
+def _work(rank: int, how: str, directory: Path, silent_s: float) -> None:
+    with (directory / str(rank)).open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    ranks = join(Processes(2, rank, rank, (directory / "meeting").as_uri(), DEADLINE_S))
+    with Heartbeat(ranks, beat_s=0.05, silent_s=silent_s, grace_s=0.1):
+        if how != "done":
+            end: Callable[[], object] = ENDS[how][0] if rank else threading.Event().wait
+            end()
+    leave()
