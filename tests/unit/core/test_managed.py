@@ -22,4 +22,5 @@ def test_a_child_is_no_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_pat
     log = tmp_path / "log"
     child = ManagedProcess("child", [sys.executable, "-c", code], log, {"ADDED": "1"})
     assert child.wait(DEADLINE_S) == 0
+    child.stop(DEADLINE_S)  # collects its status
     assert log.read_text().strip() == "['KEPT', 'ADDED']"

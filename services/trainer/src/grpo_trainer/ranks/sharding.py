@@ -11,6 +11,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import ForwardPass
 from grpo_trainer.model.layers import layers_of
+from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.policy_protocol import CausalLM, device_of
 from grpo_trainer.ranks.group import LEADER, Ranks
 
@@ -51,10 +53,10 @@ class Sharded:
     def within(self, forward: ForwardPass) -> ForwardPass:
         """The same pass, as a method of the divided policy: FSDP2 collects the weights outside the
         layers (embeddings, norm, head) for its methods, not for a head that is called alone."""
-        # An attribute of the instance, not a submodule: FSDP2 replaces it by a wrapped method.
-        self.policy.pass_of = partial(forward, self.policy)  # type: ignore[attr-defined]
-        register_fsdp_forward_method(self.policy, "pass_of")
-        return lambda _, micro: self.policy.pass_of(micro)  # type: ignore[attr-defined,no-any-return]
+        module: Any = self.policy
+        module.pass_of = partial(forward, self.policy)
+        register_fsdp_forward_method(module, "pass_of")
+        return lambda _, micro: cast(TokenValues, module.pass_of(micro))
 
     @torch.no_grad()
     def write_into_whole(self) -> None:
