@@ -22,6 +22,7 @@ DIFFERENT: dict[tuple[str, str], str] = {
     (SERVER, "GRPO_VLLM_ALLOWED_HOSTS"): "other namespaces use the name SERVICE.NAMESPACE",
     (RUN_API, "RUN_API_ALLOWED_HOSTS"): "other namespaces use the name SERVICE.NAMESPACE",
     (TRAINER, "GRPO_VLLM_ALLOWED_HOSTS"): "single: the trainer's container runs the server",
+    (RUN_API, "RUN_API_REDIS_DISK_BYTES"): "the chart knows the size of the volume",
     (RUN_API, "RUN_ID"): "releases of several namespaces may use one external Redis",
     (SERVER, "GRPO_VLLM_CONTROL_HOST"): "the kubelet reads the health port; in shared_vllm the "
     "trainer reaches the control port on the pod's loopback address",

@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from structlog.testing import capture_logs
 
 from grpo_api.app import create_app
@@ -21,8 +23,9 @@ from grpo_api.errors import StoreUnavailable, UnsuitableRedis
 from grpo_api.http.shutdown import Lifetime
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
+from grpo_api.store.disk import watch_disk
 from grpo_api.store.redis import RedisLink, check_redis
-from grpo_core.redis.server import bundled_redis
+from grpo_core.redis.server import LocalRedis, bundled_redis
 from grpo_local.process.ports import free_port
 from tests.fixtures.run_api import RUN_ID, start_run_api
 from tests.integration.run_api_calls import (
@@ -207,7 +210,7 @@ async def impatient(server: OwnRedis) -> AsyncIterator[httpx.AsyncClient]:
     """A replica whose Redis deadline is `SHORT_S`."""
     settings = RunApiSettings(redis_url=server.url, run_id=RUN_ID, redis_deadline_s=SHORT_S)
     link = RedisLink(server.url, RUN_ID, SHORT_S)
-    store = RunStore(link, settings.environment_timeout_s, settings.max_leased_bytes)
+    store = RunStore(link, settings.environment_timeout_s, settings.leased_bytes_limit)
     transport = httpx.ASGITransport(create_app(store, settings, Lifetime()))
     async with httpx.AsyncClient(transport=transport, base_url="http://run-api") as replica:
         yield replica
@@ -292,3 +295,59 @@ def test_a_redis_that_may_delete_keys_is_refused_by_its_setting(server: OwnRedis
     assert done.returncode == 1
     assert UnsuitableRedis.__name__ in done.stdout + done.stderr
     assert "CONFIG SET maxmemory-policy noeviction" in done.stdout + done.stderr
+
+
+async def test_a_warning_comes_before_the_disk_is_full(server: OwnRedis) -> None:
+    link, lifetime = RedisLink(server.url, "disk", DEADLINE_S), Lifetime()
+    server.admin.set("held", "x" * 100_000)
+    with capture_logs() as logs:
+        for disk_bytes in (10_000_000_000, 100_000):
+            watching = asyncio.create_task(watch_disk(link, lifetime, disk_bytes, poll_s=0.01))
+            if disk_bytes == 100_000:
+                while not logs:
+                    await asyncio.sleep(0.01)
+            watching.cancel()
+    await link.close()
+    (line,) = logs
+    assert line["event"] == "redis.disk_nearly_full"
+    assert line["append_only_file_bytes"] > 75_000
+    server.admin.delete("held")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_redis_goes_on_once_a_full_disk_has_room(small_disk: Path) -> None:
+    """It ends when the disk is full; LocalRedis starts it again, with everything that it has
+    acknowledged."""
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(b"x" * 2**20)
+    port = free_port()
+    with (
+        LocalRedis(small_disk / "redis", port),
+        redis.Redis(port=port, retry=Retry(NoBackoff(), 0)) as client,
+    ):
+        acknowledged = 0
+        while _takes_writes(client, str(acknowledged)):
+            acknowledged += 1
+        ballast.unlink()
+        wait_for(lambda: _takes_writes(client), deadline_s=DEADLINE_S)
+        kept = sum(client.exists(str(number)) for number in range(acknowledged))
+        assert 0 < kept == acknowledged
+
+
+def _takes_writes(client: redis.Redis, key: str = "again") -> bool:
+    try:
+        return bool(client.set(key, b"x" * 100_000))
+    except redis.RedisError:
+        return False

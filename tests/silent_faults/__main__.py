@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -95,6 +96,7 @@ def rows_of(subject: Subject, is_chosen: Callable[[str], bool]) -> Iterator[Row]
                 sys.stderr.write(f"{name}, {late} steps old: {_when(fault, found[-1])}\n")
                 if found[-1] is None:
                     sys.stderr.writelines(f"    {r.step}: {r.text}\n" for r in outcome.reports)
+                shutil.rmtree(target)  # its checkpoints are as large as the model
             yield Row(name, fault, found)
 
 

@@ -74,3 +74,18 @@ def test_run_apis_with_different_ports_have_different_runs() -> None:
     named = load_settings(RunApiSettings, [], {"RUN_ID": "day", "REDIS_URL": "redis://db"})
     assert (named.run_id, named.may_start_redis) == ("day", False)
     assert runs[0].may_start_redis
+
+
+@pytest.mark.parametrize(
+    ("words", "queued", "leased"),
+    [
+        ([], 4 * 2**30, 4 * 2**30),
+        (["--redis-disk-bytes", "6000000"], 10**6, 10**6),
+        (["--redis-disk-bytes", "6000000", "--max-queued-bytes", "5000"], 5000, 10**6),
+    ],
+)
+def test_queue_and_leases_take_a_third_of_the_disk(
+    words: list[str], queued: int, leased: int
+) -> None:
+    settings = load_settings(RunApiSettings, words, {})
+    assert (settings.queued_bytes_limit, settings.leased_bytes_limit) == (queued, leased)

@@ -66,3 +66,10 @@ grpo-{{ $component }}:{{ $root.Values.image.tag | default $root.Chart.AppVersion
 {{- define "grpo.text" -}}
 {{- if and (kindIs "float64" .) (eq (floor .) .) }}{{ int64 . }}{{ else }}{{ . }}{{ end -}}
 {{- end }}
+
+{{/* Bytes of a quantity, for example 8Gi. */}}
+{{- define "grpo.bytes" -}}
+{{- $units := dict "m" 0.001 "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000
+      "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 }}
+{{- mulf (regexFind "^[0-9.]+" . | float64) (get $units (regexFind "[A-Za-z]*$" .)) | int64 }}
+{{- end }}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
-from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, redis_command
+from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, disk_bytes, redis_command
 from grpo_core.rollouts.files import ROLLOUTS
 from grpo_core.security.bearer_token import plain
 from grpo_core.settings import without_secrets
@@ -74,6 +74,7 @@ class ServiceFactory:
                 *("--host", HOST),
                 *("--port", port),
                 *("--redis-url", redis_url(redis_port)),
+                *("--redis-disk-bytes", disk_bytes(self.run.redis)),
                 *("--run-id", self.run.run_id),
                 *("--log-level", self.settings.log_level),
             ),

@@ -32,9 +32,10 @@ from grpo_api.routes import admin, environments, groups, trainer
 from grpo_api.routes.dependencies import MAX_RECORD_BYTES, AppServices
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
+from grpo_api.store.disk import watch_disk
 from grpo_api.store.redis import RedisLink, check_redis
 from grpo_core.logs import configure_logging
-from grpo_core.redis.server import LocalRedis
+from grpo_core.redis.server import LocalRedis, disk_bytes
 from grpo_core.security.bearer_token import BearerTokenGuard
 from grpo_core.security.same_site import SameSiteOnly, listed
 from grpo_core.settings.machine import state_directory
@@ -67,7 +68,7 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
         # an operation id is the name of its handler
         generate_unique_id_function=lambda route: route.name,
     )
-    limits = Limits(settings.max_queued_groups, settings.max_queued_bytes)
+    limits = Limits(settings.max_queued_groups, settings.queued_bytes_limit)
     patience = Patience(
         placing_s=settings.redis_deadline_s,
         full_s=settings.full_queue_wait_s,
@@ -120,8 +121,11 @@ def serve(settings: RunApiSettings) -> None:
     keep_freed_memory()
     # Objects made so far live as long as the process, so the garbage collector can skip them.
     gc.freeze()
+    directory = state_directory() / "redis"
+    if settings.may_start_redis and settings.redis_disk_bytes is None:
+        settings = settings.model_copy(update={"redis_disk_bytes": disk_bytes(directory)})
     with (
-        LocalRedis(state_directory() / "redis") if settings.may_start_redis else nullcontext(),
+        LocalRedis(directory) if settings.may_start_redis else nullcontext(),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         runner.run(_serve(settings))
@@ -132,7 +136,7 @@ async def _serve(settings: RunApiSettings) -> None:
     link = RedisLink(
         settings.redis_url.get_secret_value(), settings.run_id, settings.redis_deadline_s
     )
-    store = RunStore(link, settings.environment_timeout_s, settings.max_leased_bytes)
+    store = RunStore(link, settings.environment_timeout_s, settings.leased_bytes_limit)
     server = HttpServer(
         create_app(store, settings, lifetime),
         lifetime,
@@ -142,7 +146,9 @@ async def _serve(settings: RunApiSettings) -> None:
     )
     checking = asyncio.create_task(check_redis(link, lifetime))
     checking.add_done_callback(lambda check: _stop_if_unsuitable(check, server))
+    watching = asyncio.create_task(watch_disk(link, lifetime, settings.redis_disk_bytes))
     await server.serve()
+    watching.cancel()
     if checking.done():
         checking.result()
     checking.cancel()

@@ -14,6 +14,9 @@ from grpo_core.settings import Command, CommandSettings, LogLevel, Mistake, Show
 from grpo_core.settings.machine import cannot_listen
 
 _FOUR_GIB = 4 * 1024**3
+_DISK_SHARE = 6
+"""Queue and leases may each take this part of Redis' disk, because Redis' append-only file grows to
+twice its content before it is written anew, beside the old one."""
 
 
 class RunApiSettings(CommandSettings):
@@ -30,6 +33,7 @@ class RunApiSettings(CommandSettings):
                 "max_body_bytes",
                 "body_deadline_s",
                 "max_queued_groups",
+                "redis_disk_bytes",
                 "max_queued_bytes",
                 "max_leased_bytes",
                 "full_queue_wait_s",
@@ -75,14 +79,26 @@ class RunApiSettings(CommandSettings):
         description="Limit on the number of groups in the queue. At this limit, run-api delays "
         "submissions. From half of this limit on, environments slow down",
     )
-    max_queued_bytes: Annotated[int, Shown(default=f"{_FOUR_GIB}, which is 4 GiB")] = Field(
-        _FOUR_GIB,
+    redis_disk_bytes: Annotated[
+        int | None, Shown(default="unknown; for a Redis that run-api starts, the free disk space")
+    ] = Field(
+        None,
+        ge=1024,
+        description="Bytes of disk for Redis' append-only file. run-api warns when the file takes "
+        "three quarters of them, because Redis ends when its disk is full",
+    )
+    max_queued_bytes: Annotated[
+        int | None, Shown(default="a sixth of --redis-disk-bytes, at most 4 GiB")
+    ] = Field(
+        None,
         ge=1024,
         description="Limit on the compressed bytes of the queue and all partial groups together. "
         "At this limit, run-api delays submissions",
     )
-    max_leased_bytes: Annotated[int, Shown(default=f"{_FOUR_GIB}, which is 4 GiB")] = Field(
-        _FOUR_GIB,
+    max_leased_bytes: Annotated[
+        int | None, Shown(default="a sixth of --redis-disk-bytes, at most 4 GiB")
+    ] = Field(
+        None,
         ge=1024,
         description="Limit on the compressed bytes of unacknowledged batches. At this limit, the "
         "trainer gets its next batch only after an acknowledgement",
@@ -135,6 +151,19 @@ class RunApiSettings(CommandSettings):
     def start_mistakes(self) -> Iterator[Mistake]:
         if problem := cannot_listen(self.host, self.port):
             yield Mistake("port", problem)
+
+    @property
+    def queued_bytes_limit(self) -> int:
+        return self.max_queued_bytes or self._disk_share
+
+    @property
+    def leased_bytes_limit(self) -> int:
+        return self.max_leased_bytes or self._disk_share
+
+    @property
+    def _disk_share(self) -> int:
+        disk = self.redis_disk_bytes
+        return _FOUR_GIB if disk is None else min(_FOUR_GIB, disk // _DISK_SHARE)
 
     @property
     def may_start_redis(self) -> bool:

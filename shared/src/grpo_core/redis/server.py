@@ -95,6 +95,13 @@ def redis_command(
     ]
 
 
+def disk_bytes(directory: Path) -> int:
+    """Bytes that the append-only file in this directory may take: its own, and those free."""
+    directory.mkdir(parents=True, exist_ok=True)
+    held = sum(file.stat().st_size for file in directory.rglob("appendonly*") if file.is_file())
+    return shutil.disk_usage(directory).free + held
+
+
 def answers_ping(port: int) -> bool:
     with redis.Redis(host="127.0.0.1", port=port, socket_timeout=1.0) as client:
         try:
