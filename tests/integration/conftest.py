@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+import redis
 
 from tests.support.wait import DEADLINE_S
 
@@ -18,7 +19,15 @@ def _client(run_api_url: str) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def http(_client: httpx.Client) -> httpx.Client:
-    """A client of a run-api without a registered trainer."""
+def http(_client: httpx.Client, redis_url: str) -> httpx.Client:
+    """A client of a run-api without a registered trainer. The first environment gets the id 0."""
     _client.get("/reset_data").raise_for_status()
+    with redis.Redis.from_url(redis_url) as connection:
+        forget_env_ids(connection)
     return _client
+
+
+def forget_env_ids(connection: redis.Redis) -> None:
+    """run-api never uses an id again, also not after a reset."""
+    for key in connection.scan_iter("*:last_env_id"):
+        connection.delete(key)

@@ -67,7 +67,9 @@ async def test_a_run_that_loses_an_answer_to_every_call_trains_each_group_exactl
         assert answer["env_id"] == 0
         for marker in (1, 2):
             proxy.next_cut = cut
-            sent = await environment.submit(ScoredGroup.model_validate(group(marker)))
+            sent = await environment.submit(
+                ScoredGroup.model_validate(group(marker)), answer["run_uuid"]
+            )
             assert sent == {"status": "received"}
     submit(http, 3, 4, 5, 6)
     assert status(http) == (0, 6)
@@ -133,7 +135,7 @@ async def test_equal_groups_are_two_groups(http: httpx.Client, trainer: TrainerC
     same = ScoredGroup.model_validate(group(1))
     async with EnvironmentClient(str(http.base_url), DEADLINE_S) as environment:
         for _ in range(2):
-            await environment.submit(same)
+            await environment.submit(same, run_uuid="")
     assert markers(trainer.next_batch(DEADLINE_S)) == (1, [1, 1])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import httpx
 import redis
 
+from grpo_api.store.environments import GONE_TIMEOUTS
 from grpo_api.store.redis import layout_prefix
 from tests.fixtures.run_api import ENVIRONMENT_TIMEOUT_S, RUN_ID
 from tests.integration.run_api_calls import (
@@ -18,6 +19,7 @@ from tests.integration.run_api_calls import (
     refused_field,
     register,
     register_environment,
+    run_facts,
     send,
     start,
     status_env,
@@ -40,6 +42,7 @@ def test_environments_wait_until_a_trainer_has_registered_and_polled(http: httpx
         "starting_step": 3,
         "checkpoint_interval": 5,
         "num_steps": 100,
+        "run_uuid": http.get("/status").json()["run_uuid"],
     }
     submit(http, 1, 2)
     assert next_batch(http) == [1, 2]
@@ -95,6 +98,32 @@ def test_a_silent_environment_loses_weight_and_minimum_until_it_polls(
     assert next_batch(http) is None
     submit(http, 5, env_id=1)
     assert next_batch(http) == [3, 5]
+
+
+def test_environments_that_left_are_not_read_again(http: httpx.Client, redis_url: str) -> None:
+    """The first one says that it leaves; the second one ends without a word, with a part sent."""
+    start(http)
+    for _ in range(3):
+        register_environment(http)
+    disconnect(http, 0)
+    assert send(http, 1, size=1, env_id=1)["status"] == "buffered"
+    with redis.Redis.from_url(redis_url) as connection:
+        gone_ms = int(GONE_TIMEOUTS * ENVIRONMENT_TIMEOUT_S * 1000)
+        connection.hincrby(f"{layout_prefix(RUN_ID)}seen", "1", -gone_ms - 1000)
+        assert known(http) == [1, 2]
+        assert register_environment(http)["env_id"] == 3
+        assert known(http) == [2, 3]
+        for name in ("seen", "connected", "group_sizes", "environment_names"):
+            key = f"{layout_prefix(RUN_ID)}{name}"
+            kind = connection.type(key)
+            assert (connection.scard if kind == b"set" else connection.hlen)(key) == 2, name
+    facts = run_facts(http)
+    assert (facts["buffered_parts"], facts["environments_registered"]) == (0, 4)
+    assert status_env(http, 1).status_code == 404
+
+
+def known(http: httpx.Client) -> list[int]:
+    return [environment["env_id"] for environment in http.get("/environments").json()]
 
 
 def test_status_env_counts_own_and_shared_sequences(http: httpx.Client) -> None:

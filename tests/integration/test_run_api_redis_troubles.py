@@ -28,6 +28,7 @@ from grpo_api.store.redis import RedisLink, check_redis
 from grpo_core.redis.server import LocalRedis, bundled_redis
 from grpo_local.process.ports import free_port
 from tests.fixtures.run_api import RUN_ID, start_run_api
+from tests.integration.conftest import forget_env_ids
 from tests.integration.run_api_calls import (
     acknowledge,
     bulky,
@@ -92,6 +93,7 @@ def api(server: OwnRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def http(api: httpx.Client, server: OwnRedis) -> Iterator[httpx.Client]:
     """A client of a run whose trainer has polled. After the test Redis accepts writes again."""
     api.get("/reset_data").raise_for_status()
+    forget_env_ids(server.admin)
     start(api)
     yield api
     take_writes(server.admin)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import httpx
+import pytest
 
+from grpo_core.wire.run_api import RUN_UUID_HEADER
 from tests.integration.run_api_calls import (
     REGISTRATION,
     WAITING,
@@ -17,6 +19,7 @@ from tests.integration.run_api_calls import (
     send_raw,
     start,
     status,
+    status_env,
     submit,
 )
 
@@ -129,5 +132,30 @@ def test_a_reset_forgets_everything_and_a_run_begins_anew(http: httpx.Client) ->
     assert register_environment(http) == WAITING
     assert next_batch(http) is None
     again = register_environment(http)
-    assert (again["env_id"], again["wandb_name"]) == (0, "math_0")
-    assert send(http, 2, size=1, env_id=0) == {"status": "buffered", "buffer_size": 1}
+    # an id is never used again, so an environment of the former run is unknown
+    assert (again["env_id"], again["wandb_name"]) == (1, "math_0")
+    assert status_env(http, 0).status_code == 404
+    assert send(http, 2, size=1, env_id=1) == {"status": "buffered", "buffer_size": 1}
+
+
+@pytest.mark.parametrize("route", ["/scored_data", "/scored_data_list"])
+@pytest.mark.parametrize("size", [2, 1])
+def test_groups_of_the_run_before_a_reset_are_refused(
+    http: httpx.Client, route: str, size: int
+) -> None:
+    start(http)
+    former = register_environment(http)
+    http.get("/reset_data")
+    start(http)
+    new = register_environment(http)
+    one = group(1, size=size) | {"env_id": new["env_id"]}
+    body = [one] if route.endswith("list") else one
+
+    def sent(run_uuid: str) -> httpx.Response:
+        return http.post(route, json=body, headers={RUN_UUID_HEADER: run_uuid})
+
+    refused = sent(former["run_uuid"])
+    assert refused.status_code == 409
+    assert "another run" in refused.text
+    assert http.get("/status").json()["queue_size"] == 0
+    assert sent(new["run_uuid"]).status_code == 200

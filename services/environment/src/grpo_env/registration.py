@@ -31,12 +31,13 @@ class NoTrainer(GrpoError):
 
 
 class Membership(WireModel):
-    """run-api's answer to a registered environment."""
+    """run-api's answer to a registered environment. `run_uuid`: "" if run-api names no run."""
 
     env_id: int
     wandb_name: str
     starting_step: int
     num_steps: int
+    run_uuid: str = ""
 
     def total_steps(self, own: int, latest: int | None = None) -> int:
         """The step at which the run ends; `ENDLESS` if the trainer's number is below 1.

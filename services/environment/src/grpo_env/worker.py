@@ -27,7 +27,7 @@ from grpo_env.pacing.reward_failures import RewardFailures
 from grpo_env.registration import Membership, StallDetector, join_run, registration_of
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.outcome import SamplingPlan
-from grpo_env.rollout.producer import GroupProducer
+from grpo_env.rollout.producer import GroupProducer, Sender
 from grpo_env.rollout.rollout import RolloutEngine
 from grpo_env.wandb_run import Log, wandb_log
 
@@ -193,7 +193,7 @@ class Worker:
             lambda: join_run(self._api, self._registration, self._settings.trainer_deadline_s)
         )
         self._membership = membership
-        self._producer.env_id = membership.env_id
+        self._producer.sender = Sender(membership.env_id, membership.run_uuid)
         await self._retry(self._ask_trainer_info)
         await self._skip_long_prompts()
         log.info(

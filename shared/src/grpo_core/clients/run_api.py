@@ -22,6 +22,7 @@ from grpo_core.clients.service import AsyncServiceClient, ServiceClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire.run_api import (
+    RUN_UUID_HEADER,
     EnvironmentCount,
     EnvironmentRegistration,
     EnvironmentStatus,
@@ -258,18 +259,25 @@ class EnvironmentClient(AsyncServiceClient):
         answer = await self._request("GET", "/status-env", json={"env_id": env_id})
         return parse(EnvironmentStatus, answer)
 
-    async def submit(self, group: ScoredGroup) -> dict[str, Any]:
+    async def submit(self, group: ScoredGroup, run_uuid: str) -> dict[str, Any]:
         """Submit one scored group, gzip-encoded if it is large.
+
+        Args:
+            run_uuid: the run in which its sampling began; run-api refuses groups of another one
 
         The request is retried if the queue is full or an answer is lost. With its idempotency key,
         run-api queues the group once.
 
         Raises:
-            RequestRefused: the group is invalid; a retry is useless.
+            RequestRefused: the group is invalid, or of another run; a retry is useless.
             ServiceUnavailable: run-api did not confirm the group within the deadline.
         """
         body = group.model_dump_json().encode()
-        headers = {"content-type": "application/json", "idempotency-key": str(uuid.uuid4())}
+        headers = {
+            "content-type": "application/json",
+            "idempotency-key": str(uuid.uuid4()),
+            RUN_UUID_HEADER: run_uuid,
+        }
         if len(body) >= GZIP_FROM_BYTES:
             body = gzip.compress(body, compresslevel=1)
             headers["content-encoding"] = "gzip"

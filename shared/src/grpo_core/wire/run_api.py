@@ -18,6 +18,9 @@ from grpo_core.wire.fields import (
     WireModel,
 )
 
+RUN_UUID_HEADER = "run-uuid"
+"""Header of a submission: the run for which it was sampled, as in `RunStatus`."""
+
 
 class Registration(WireModel):
     """`POST /register`: the registration of a trainer. `batch_size` counts sequences.
@@ -85,7 +88,7 @@ class RunStatus(WireModel):
 
 
 class EnvironmentCount(WireModel):
-    """Environments of a run: all that have registered, and those that are still connected.
+    """Environments of a run: all that ever registered, and those that are still connected.
 
     A connected environment has not called /disconnect-env and has polled lately. `refused_groups`:
     groups that run-api refused with status 400, 409, 413 or 422 since the last trainer registered.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import structlog
 
 from grpo_core.clients.run_api import EnvironmentClient
@@ -21,6 +23,14 @@ _CONFLICT = 409
 
 class NoPromptFits(GrpoError):
     """Every prompt of the data set is too long."""
+
+
+@dataclass(frozen=True)
+class Sender:
+    """The environment as run-api knows it, and the run in which it registered."""
+
+    env_id: int = -1
+    run_uuid: str = ""
 
 
 class GroupProducer:
@@ -47,7 +57,7 @@ class GroupProducer:
         self._rewards = RewardSample()
         self._generation_refusals = RefusalLimit("the inference server")
         self._submission_refusals = RefusalLimit("run-api")
-        self.env_id = -1
+        self.sender = Sender()
         self.progress = Progress()
 
     def skip_long_prompts(self, plan: SamplingPlan) -> None:
@@ -82,6 +92,7 @@ class GroupProducer:
             ServiceUnavailable: a server failed for longer than its deadline.
             ProtocolViolation, MisalignedCompletion: a server's answer is not valid.
         """
+        sender = self.sender  # of the run in which the sampling begins
         try:
             outcome = await self._engine.roll_out(self._items.next(), plan)
         except ServiceUnavailable as error:
@@ -94,7 +105,7 @@ class GroupProducer:
         if isinstance(outcome, Rollout):
             self._generation_refusals.accepted()
             self.progress.record(outcome)
-            await self._send(outcome)
+            await self._send(outcome, sender)
             return
         self._fail(outcome)
         if outcome.reason is FailureReason.REFUSED:
@@ -110,10 +121,11 @@ class GroupProducer:
         elif outcome.grades:
             self._reward_failures.graded()
 
-    async def _send(self, rollout: Rollout) -> None:
+    async def _send(self, rollout: Rollout, sender: Sender) -> None:
         rewards = self._rewards.take()
         try:
-            await self._api.submit(self._addressed(rollout.group, rewards))
+            group = self._addressed(rollout.group, rewards, sender.env_id)
+            await self._api.submit(group, sender.run_uuid)
         except RequestRefused as error:
             self._rewards.give_back(rewards)
             self._fail(RolloutFailure(FailureReason.REFUSED, str(error)))
@@ -131,10 +143,10 @@ class GroupProducer:
             self._submission_refusals.accepted()
             self.progress.groups_sent += 1
 
-    def _addressed(self, group: ScoredGroup, rewards: RewardSample) -> ScoredGroup:
+    def _addressed(self, group: ScoredGroup, rewards: RewardSample, env_id: int) -> ScoredGroup:
         facts = RolloutFacts(reward_sample=rewards.on_the_wire())
         overrides = (group.group_overrides or {}) | facts.on_the_wire()
-        return group.model_copy(update={"env_id": self.env_id, "group_overrides": overrides})
+        return group.model_copy(update={"env_id": env_id, "group_overrides": overrides})
 
     def _fail(self, failure: RolloutFailure) -> None:
         self.progress.record(failure)

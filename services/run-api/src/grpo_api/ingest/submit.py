@@ -67,7 +67,8 @@ class Intake:
             queued directly. A repeated submission gets the first answer again.
         Raises:
             GroupRefused: for the first group that cannot be accepted.
-            Refused: 409, no trainer has registered; 422, the key was used for other groups.
+            Refused: 409, no trainer has registered, or the groups are of another run; 422, the key
+                was used for other groups.
             QueueFull: the queue stayed full for as long as a submission may wait.
             StoreUnavailable: Redis is unreachable, or the run changes too fast.
         """
@@ -128,7 +129,7 @@ class Intake:
     async def _place(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
         """Plan and commit. `MOVED` if the run changed in between."""
         groups = submission.groups
-        opened = await self._store.groups.open_intake(submission.env_ids(), len(groups))
+        opened = await self._store.groups.open_intake(submission)
         under = submission.received_under or opened.served
         arrivals = [
             Arrival(group.env_id, StoredGroup(id_, group.sequences, len(group.payload), under))

@@ -92,6 +92,14 @@ IdempotencyKey = Annotated[
     ),
 ]
 
+RunUuid = Annotated[
+    str | None,
+    Header(
+        description="run_uuid of POST /register-env; run-api refuses groups of another run. "
+        "Without it, run-api accepts all groups"
+    ),
+]
+
 
 def checked_key(key: str | None) -> str | None:
     """

@@ -61,6 +61,7 @@ async def register_environment(
         "starting_step": registered.step,
         "checkpoint_interval": registered.trainer.save_checkpoint_interval,
         "num_steps": registered.trainer.num_steps,
+        "run_uuid": registered.run_uuid,
     }
 
 
@@ -112,7 +113,8 @@ async def status_of_environment(
 
 @router.get("/environments", responses=refusals(503))
 async def list_environments(services: Services) -> list[KnownEnvironment]:
-    """A list of all environments that have registered in the run, connected or not.
+    """A list of the environments of the run: all that have registered and not left. An environment
+    is connected if it sent a request to /status-env lately.
 
     `min_sequences` is the minimum number of the environment's sequences in the next batch.
     """

@@ -16,6 +16,7 @@ from grpo_api.http.openapi import json_body, refusals
 from grpo_api.ingest.decode import Decode, Decoded, decode_group, decode_groups
 from grpo_api.routes.dependencies import (
     IdempotencyKey,
+    RunUuid,
     Services,
     checked_key,
     services_of,
@@ -29,6 +30,7 @@ from grpo_api.routes.responses import (
 )
 from grpo_api.store.results import Outcomes, Submission
 from grpo_api.store.stats import Refusal
+from grpo_core.wire.run_api import RUN_UUID_HEADER
 from grpo_core.wire.scored_group import ScoredGroup
 
 router = APIRouter()
@@ -51,9 +53,10 @@ class DirectRoute(APIRoute):
 async def scored_data(
     request: Request,
     idempotency_key: IdempotencyKey = None,  # noqa: ARG001
+    run_uuid: RunUuid = None,  # noqa: ARG001
 ) -> Response:
-    """Submit one group or a partial group. If no trainer has registered, run-api refuses the group
-    with status 409."""
+    """Submit one group or a partial group. If no trainer has registered, or if the group is of
+    another run, run-api refuses the group with status 409."""
     try:
         (buffered,) = await _submit(request, decode_group)
     except GroupRefused as error:
@@ -77,6 +80,7 @@ router.add_api_route(
 async def scored_data_list(
     request: Request,
     idempotency_key: IdempotencyKey = None,  # noqa: ARG001
+    run_uuid: RunUuid = None,  # noqa: ARG001
 ) -> Response:
     """Submit a list of up to 1024 groups. run-api accepts either all groups of the list or none."""
     try:
@@ -124,7 +128,8 @@ async def _submit(request: Request, decode: Decode) -> Outcomes:
             key = checked_key(request.headers.get("idempotency-key"))
             # no variable holds the body, so its memory is freed once it is decoded
             decoded = await decoder.decode(decode, await incoming.read(decoder.max_bytes))
-            submission = Submission(decoded.groups, key, decoded.fingerprint)
+            run_uuid = request.headers.get(RUN_UUID_HEADER, "")
+            submission = Submission(decoded.groups, key, decoded.fingerprint, run_uuid=run_uuid)
             incoming.keep(submission.stored_bytes)
             return await services.intake.submit(submission)
         except (Refused, GroupRefused) as error:

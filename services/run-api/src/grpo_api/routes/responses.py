@@ -57,6 +57,7 @@ class EnvironmentEnrolled(TypedDict):
     starting_step: int
     checkpoint_interval: int
     num_steps: int
+    run_uuid: str
 
 
 class KnownEnvironment(TypedDict):

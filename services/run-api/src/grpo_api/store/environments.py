@@ -13,11 +13,16 @@ from grpo_api.store.redis import RedisLink
 from grpo_api.store.results import RegisteredEnvironment
 from grpo_core.wire.run_api import EnvironmentRegistration, Registration
 
+GONE_TIMEOUTS = 60
+"""An environment that has sent no poll for this many timeouts is deleted when another one
+registers, so that polls do not read all that ever registered."""
+
 
 class EnvironmentStore:
     def __init__(self, link: RedisLink, timeout_s: float) -> None:
         self._link = link
         self._timeout_ms = timeout_s * 1000
+        self._gone_ms = GONE_TIMEOUTS * self._timeout_ms
 
     async def register(
         self, registration: EnvironmentRegistration, key: str | None = None
@@ -33,31 +38,40 @@ class EnvironmentStore:
             "register_environment",
             (
                 *("trainer", "environments", "environment_names", "name_counts", "connected"),
-                *("seen", "group_sizes", "resets", receipt_key(key and f"environment {key}")),
+                *("seen", "group_sizes", "resets", "last_env_id", "buffers", "payloads"),
+                *("totals", "large", receipt_key(key and f"environment {key}")),
             ),
             registration.model_dump_json(),
             registration.desired_name,
             registration.group_size,
             RECEIPT_S,
+            int(self._gone_ms),
         )
         if outcome == b"wait":
             return None
         if outcome == b"unservable":
             reason = why_unservable(registration.group_size, batch_size=rest[0])
             raise unprocessable(["group_size"], str(reason))
-        env_id, name, step, trainer = rest
+        env_id, name, step, trainer, run_uuid = rest
         return RegisteredEnvironment(
-            env_id, name.decode(), step, Registration.model_validate_json(trainer)
+            env_id,
+            name.decode(),
+            step,
+            Registration.model_validate_json(trainer),
+            run_uuid.decode(),
         )
 
     async def disconnect(self, env_id: int) -> int | None:
-        """Disconnect the environment and drop its buffered parts, which nothing can complete now.
+        """Delete the environment and its buffered parts, which nothing can complete now.
 
-        Returns the number of dropped parts; None if no environment has this id.
+        Returns the number of dropped parts; None if no environment ever had this id.
         """
         dropped: int | None = await self._link.script(
             "disconnect_environment",
-            ("environments", "connected", "buffers", "payloads", "totals", "large"),
+            (
+                *("environments", "environment_names", "group_sizes", "connected", "seen"),
+                *("buffers", "payloads", "totals", "large", "last_env_id"),
+            ),
             env_id,
         )
         return dropped

@@ -32,25 +32,30 @@ class GroupStore:
         """The policy version that the server reports as served; None if it reports none."""
         return _version(await self._link.call(*self._reading_served()))
 
-    async def open_intake(self, env_ids: Sequence[int], groups: int) -> OpenIntake:
-        """Reserve an id for each of `groups` groups, and read the state that their placement needs.
+    async def open_intake(self, submission: Submission) -> OpenIntake:
+        """Reserve an id for each group, and read the state that their placement needs.
 
         Raises:
-            Refused: 409, no trainer has registered.
+            Refused: 409, no trainer has registered, or the groups are of another run.
         """
+        env_ids, groups = submission.env_ids(), len(submission.groups)
         trainer, last_id, environments, buffers = self._link.keys(
             "trainer", "last_group_id", "environments", "buffers"
         )
         commands: list[tuple[Any, ...]] = [
-            ("HMGET", trainer, "id", "batch_size"),
+            ("HMGET", trainer, "id", "batch_size", "run_uuid"),
             ("INCRBY", last_id, groups),
             self._reading_served(),
         ]
         if env_ids:
             commands += [("HMGET", environments, *env_ids), ("HMGET", buffers, *env_ids)]
-        (trainer_id, batch_size), last, served, *by_env = await self._link.transaction(*commands)
+        (trainer_id, batch_size, run_uuid), last, served, *by_env = await self._link.transaction(
+            *commands
+        )
         if batch_size is None:
             raise _no_trainer()
+        if submission.run_uuid not in ("", run_uuid.decode()):
+            raise _other_run()
         registrations, buffered = by_env or ([], [])
         state = IntakeState(
             batch_size=int(batch_size),
@@ -74,7 +79,8 @@ class GroupStore:
         """Queue groups that need no planning, all or none. `PLAN` if one of them needs it.
 
         Raises:
-            Refused: 409, no trainer has registered; 422, the key was used for other groups.
+            Refused: 409, no trainer has registered, or the groups are of another run; 422, the key
+                was used for other groups.
         """
         outcomes: Outcomes = [None] * len(submission.groups)
         outcome, *rest = await self._link.script(
@@ -90,6 +96,7 @@ class GroupStore:
             limits.queued_bytes,
             submission.staged_prefix,
             write_version(submission.received_under),
+            submission.run_uuid,
             *(
                 field
                 for group, content in submission.with_content()
@@ -104,6 +111,8 @@ class GroupStore:
         )
         if outcome == b"unregistered":
             raise _no_trainer()
+        if outcome == b"of another run":
+            raise _other_run()
         return _outcome(outcome, rest, submission, outcomes)
 
     async def commit(
@@ -160,6 +169,14 @@ def _version(served: Sequence[bytes | None]) -> PolicyVersion | None:
 
 def _no_trainer() -> Refused:
     return Refused(409, "no trainer has registered; start the trainer (POST /register) first")
+
+
+def _other_run() -> Refused:
+    return Refused(
+        409,
+        "these groups were sampled for another run, which ended with /reset_data; register again "
+        "(POST /register-env)",
+    )
 
 
 def _written(submission: Submission, outcomes: Outcomes) -> str:

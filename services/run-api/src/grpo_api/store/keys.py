@@ -7,7 +7,7 @@
     environment_names  hash   env_id → name
     group_sizes        hash   env_id → registered group size
     name_counts        hash   desired name → environments that asked for it
-    connected          set    env_ids that have not disconnected
+    connected          set    env_ids of all environments
     seen               hash   env_id → Redis' time of its last poll (ms)
     buffers            hash   env_id → buffered parts, oldest first: groups, as below
     queue              zset   queued bundles, all with score 0: sorted by kind, then by age
@@ -17,7 +17,7 @@
     queued_kinds       hash   "env_id sequences" → bundles in the queue
     queued_sizes       hash   sequences of a group → groups in the queue
     totals             hash   queued_groups, queued_sequences, queued_bytes, buffered_parts,
-                              buffered_bytes, leased_bytes
+                              buffered_bytes, leased_bytes; environments: that ever registered
     leases             hash   batch id → lease: batches handed out and not acknowledged
     answers            hash   batch id → name of the answer to a plain poll that sends the batch: a
                               channel with a listener while it is sent; " delivered" is appended
@@ -26,8 +26,9 @@
     refusals           hash   groups: refused since the last trainer registered; last: reason for
                               the last refusal. Releases of this layout without this key ignore it
     last_group_id      string
-    resets             string number of resets; this and last_group_id survive a reset, so that a
-                              batch that is being sent never mixes with groups of the next run
+    last_env_id        string number of env_ids that were given out
+    resets             string number of resets; this, last_group_id and last_env_id survive a
+                              reset, so that nothing of a run is taken for the next run's
     receipt:<id>       string the answer to a call that must not be carried out twice; it expires.
                               Of a refusal: the id of the trainer for which it was counted
 

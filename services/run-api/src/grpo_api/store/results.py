@@ -110,6 +110,7 @@ class Submission:
         staged_prefix, staged: names of staged payloads; empty if the payloads are not staged.
         received_under: the version that was served when the groups arrived, if they had to wait;
             None stands for the version that is served now.
+        run_uuid: the run for which the groups were sampled; "" if the sender does not say.
     """
 
     groups: Sequence[PackedGroup]
@@ -118,6 +119,7 @@ class Submission:
     staged_prefix: str = ""
     staged: Sequence[str] = ()
     received_under: PolicyVersion | None = None
+    run_uuid: str = ""
 
     @property
     def stored_bytes(self) -> int:
@@ -169,3 +171,4 @@ class RegisteredEnvironment:
     name: str
     step: int
     trainer: Registration
+    run_uuid: str

@@ -62,3 +62,22 @@ local function set_latest(latest, payloads, large, id)
   redis.call('HSET', latest, 'id', id)
 end
 
+-- Delete an environment and its buffered parts, which nothing can complete now. Groups of it in the
+-- queue stay. Returns the number of dropped parts
+local function forget_environment(env_id, environments, names, group_sizes, connected, seen,
+    buffers, payloads, totals, large)
+  redis.call('HDEL', environments, env_id)
+  redis.call('HDEL', names, env_id)
+  redis.call('HDEL', group_sizes, env_id)
+  redis.call('SREM', connected, env_id)
+  redis.call('HDEL', seen, env_id)
+  local dropped = 0
+  local parts = redis.call('HGET', buffers, env_id) or ''
+  for id, stored in string.gmatch(parts, '(%d+):%d+:(%d+)') do
+    dropped = dropped + drop(payloads, large, id)
+    redis.call('HINCRBY', totals, 'buffered_parts', -1)
+    redis.call('HINCRBY', totals, 'buffered_bytes', -tonumber(stored))
+  end
+  redis.call('HDEL', buffers, env_id)
+  return dropped
+end

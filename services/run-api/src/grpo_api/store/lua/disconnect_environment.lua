@@ -1,23 +1,12 @@
--- Disconnect an environment and drop its buffered parts.
+-- Delete an environment that leaves, and its buffered parts.
 --
--- KEYS  1 environments (hash)  2 connected (set)  3 buffers (hash)  4 payloads (hash)
---       5 totals (hash)        6 large (hash)
+-- KEYS  1 environments (hash)  2 environment_names (hash)  3 group_sizes (hash)  4 connected (set)
+--       5 seen (hash)          6 buffers (hash)            7 payloads (hash)     8 totals (hash)
+--       9 large (hash)         10 last_env_id (string)
 -- ARGV  1 env_id
--- Returns nil if no such environment has registered, else the number of dropped parts
+-- Returns nil if no such environment ever registered, else the number of dropped parts
 
-local environments, connected, buffers, payloads, totals, large = unpack(KEYS)
-local env_id = ARGV[1]
-
-if redis.call('HEXISTS', environments, env_id) == 0 then
+if tonumber(ARGV[1]) >= tonumber(redis.call('GET', KEYS[10]) or 0) then
   return nil
 end
-redis.call('SREM', connected, env_id)
-local dropped = 0
-local parts = redis.call('HGET', buffers, env_id) or ''
-for id, stored in string.gmatch(parts, '(%d+):%d+:(%d+)') do
-  dropped = dropped + drop(payloads, large, id)
-  redis.call('HINCRBY', totals, 'buffered_parts', -1)
-  redis.call('HINCRBY', totals, 'buffered_bytes', -tonumber(stored))
-end
-redis.call('HDEL', buffers, env_id)
-return dropped
+return forget_environment(ARGV[1], unpack(KEYS))

@@ -2,17 +2,19 @@
 --
 -- KEYS  1 trainer (hash)  2 environments (hash)  3 environment_names (hash)
 --       4 name_counts (hash)  5 connected (set)  6 seen (hash)  7 group_sizes (hash)
---       8 resets (string)       9 receipt (string)
+--       8 resets (string)     9 last_env_id (string)  10 buffers (hash)  11 payloads (hash)
+--       12 totals (hash)      13 large (hash)         14 receipt (string)
 -- ARGV  1 registration (JSON)  2 desired_name  3 group_size  4 seconds to keep the receipt
+--       5 milliseconds without a poll after which an environment is deleted
 -- Returns {'wait'}                    no trainer has registered and polled yet
 --         {'unservable', batch_size}  the group size does not divide the batch size
---         {'registered', env_id, name, step, trainer's registration (JSON)}
+--         {'registered', env_id, name, step, trainer's registration (JSON), uuid of the run}
 --
 -- With the receipt, repeating a call whose answer was lost returns the same environment.
 
-local trainer, environments, names, counts, connected, seen, group_sizes, resets,
-  receipt = unpack(KEYS)
-local registration, desired_name, group_size, receipt_s = unpack(ARGV)
+local trainer, environments, names, counts, connected, seen, group_sizes, resets, last_env_id,
+  buffers, payloads, totals, large, receipt = unpack(KEYS)
+local registration, desired_name, group_size, receipt_s, gone_ms = unpack(ARGV)
 
 local batch_size = tonumber(redis.call('HGET', trainer, 'batch_size'))
 if not batch_size then
@@ -27,7 +29,18 @@ end
 
 local run, env_id = find_receipt(resets, receipt)
 if not env_id then
-  env_id = redis.call('HLEN', environments)
+  local now_ms = tonumber(now())
+  local polls = redis.call('HGETALL', seen)
+  for i = 1, #polls, 2 do
+    if now_ms - tonumber(polls[i + 1]) > tonumber(gone_ms) then
+      forget_environment(polls[i], environments, names, group_sizes, connected, seen, buffers,
+        payloads, totals, large)
+    end
+  end
+  -- runs of earlier releases counted the environments
+  redis.call('SETNX', last_env_id, redis.call('HLEN', environments))
+  env_id = redis.call('INCR', last_env_id) - 1
+  redis.call('HINCRBY', totals, 'environments', 1)
   local ordinal = redis.call('HINCRBY', counts, desired_name, 1) - 1
   redis.call('HSET', environments, env_id, registration)
   redis.call('HSET', names, env_id, desired_name .. '_' .. ordinal)
@@ -42,4 +55,5 @@ return {
   redis.call('HGET', names, env_id),
   tonumber(redis.call('HGET', trainer, 'step')),
   redis.call('HGET', trainer, 'registration'),
+  redis.call('HGET', trainer, 'run_uuid'),
 }

@@ -9,17 +9,19 @@
 --       4 limit on stored bytes, queued and buffered
 --       5 prefix of staged payloads, '' if the payloads are in ARGV
 --       6 version under which the groups were received, as stored; '' for the one served now
+--       7 uuid of the run for which the groups were sampled, '' if unknown
 --       then per group: env_id or '-', sequences, stored bytes, payload or name of a staged one
 -- Returns {'placed'}
 --         {'repeated', receipt}  an earlier call was carried out under the same receipt
 --         {'unregistered'}
+--         {'of another run'}
 --         {'full'}               the queue has reached a limit
 --         {'plan'}               a group needs planning: nothing was changed
 --         {'unstaged'}           a staged payload has expired
 
 local trainer, group_sizes, queue, payloads, kinds, sizes, latest, totals, last_id, resets, large,
   receipt, served_weights = unpack(KEYS)
-local staged, first = ARGV[5], 7
+local staged, first = ARGV[5], 8
 
 local run, answer = find_receipt(resets, receipt)
 if answer then
@@ -28,6 +30,9 @@ end
 local batch_size = tonumber(redis.call('HGET', trainer, 'batch_size') or 0)
 if batch_size == 0 then
   return {'unregistered'}
+end
+if ARGV[7] ~= '' and ARGV[7] ~= redis.call('HGET', trainer, 'run_uuid') then
+  return {'of another run'}
 end
 for i = first, #ARGV, 4 do
   local registered = ARGV[i] ~= '-' and redis.call('HGET', group_sizes, ARGV[i])

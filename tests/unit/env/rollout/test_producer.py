@@ -1,0 +1,51 @@
+"""The producer of groups, with a scripted inference server and run-api."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from grpo_core.clients.run_api import EnvironmentClient
+from grpo_core.wire.scored_group import ScoredGroup
+from grpo_env.pacing.failure_budget import FailureBudget
+from grpo_env.pacing.reward_failures import RewardFailures
+from grpo_env.rollout.producer import GroupProducer, Sender
+from grpo_env.tasks.items import ItemStream
+from tests.support.wait import DEADLINE_S
+from tests.unit.env.canned import generate_answer
+from tests.unit.env.rollout.rig import PLAN, Rewarded, engine_on, item_of, sevens
+
+
+class OneItem:
+    def next(self) -> Any:
+        return item_of(Rewarded(sevens))
+
+
+class SentGroups:
+    def __init__(self) -> None:
+        self.seen: list[tuple[int | None, str]] = []
+
+    async def submit(self, group: ScoredGroup, run_uuid: str) -> None:
+        self.seen.append((group.env_id, run_uuid))
+
+
+async def test_a_group_belongs_to_the_run_in_which_its_sampling_began() -> None:
+    """run-api is reset, and the environment registers again, while the group is sampled."""
+    api = SentGroups()
+
+    def generate(_body: dict[str, Any]) -> Any:
+        producer.sender = Sender(1, "new run")
+        return 200, generate_answer(["7", "8"])
+
+    async with engine_on(generate) as (engine, _):
+        budgets = [FailureBudget(name, DEADLINE_S) for name in ("vllm-server", "run-api")]
+        producer = GroupProducer(
+            cast(ItemStream, OneItem()),
+            engine,
+            cast(EnvironmentClient, api),
+            *budgets,
+            RewardFailures(1),
+        )
+        producer.sender = Sender(0, "old run")
+        await producer.produce(PLAN)
+        await producer.produce(PLAN)
+    assert api.seen == [(0, "old run"), (1, "new run")]
