@@ -305,6 +305,16 @@ def test_a_first_engine_that_does_not_start_ends_the_server_with_its_status(tmp_
         assert server.process.wait(START_S) == 3
 
 
+def test_a_second_server_of_a_run_is_refused_by_name(
+    server: Supervised, redis_url: str, tmp_path: Path
+) -> None:
+    with supervised(tmp_path, redis_url, run_id=server.sender.run_id, waits=False) as second:
+        assert second.process.wait(START_S) == 1
+        said = second.process.log_path.read_text()
+    assert f"--run-id {server.sender.run_id}: another vllm-api-server" in said
+    assert f"port {server.port}, process {server.process.pid}" in said
+
+
 def test_a_port_that_is_taken_is_named(server: Supervised) -> None:
     settings = load_server_settings(["--model", "m", "--port", str(server.port)])
     with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{server.port}"):

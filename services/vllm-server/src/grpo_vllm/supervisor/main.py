@@ -7,7 +7,7 @@ import contextlib
 import os
 import resource
 import signal
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
@@ -17,6 +17,7 @@ from grpo_vllm.http.server import serving
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.health_app import health_app
 from grpo_vllm.supervisor.initial_weights import first_weights
+from grpo_vllm.supervisor.ownership import RunOwner
 from grpo_vllm.supervisor.preflight import require_shared_memory
 from grpo_vllm.supervisor.redis_commands import CommandStream, ControlPlane
 from grpo_vllm.supervisor.sockets import Sockets
@@ -39,7 +40,7 @@ def supervise(
     Raises:
         OSError: an address is in use, or the directory for weights cannot be created.
         GrpoError: the weights to serve are unknown or missing, /dev/shm is too small, or other
-            users can enter the directory of the weight socket.
+            users can enter the directory of the weight socket, or another server serves the run.
     """
     require_shared_memory(settings.engine_arguments)
     if settings.share_weights:
@@ -61,6 +62,7 @@ async def _run(
     engine_module: str,
 ) -> int:
     async with contextlib.AsyncExitStack() as stack:
+        beside: list[Callable[[], Awaitable[None]]] = []
         control = ControlPlane()
         store = ServedStore()
         if (url := settings.redis) is not None:
@@ -68,6 +70,9 @@ async def _run(
                 RedisServedStore(url, settings.run_id, settings.redis_required)
             )
             control = await stack.enter_async_context(CommandStream(url, settings.run_id))
+            owner = RunOwner(url, settings.run_id, settings.port)
+            await (await stack.enter_async_context(owner)).claim()
+            beside.append(owner.hold)
         weights = await first_weights(settings, store)
         host = ForkServer(engine_module, arguments)
         stack.push_async_callback(host.close)
@@ -75,7 +80,7 @@ async def _run(
         _handle_signals(supervisor, host)
         app = health_app(supervisor.status, supervisor.ready, settings.api_key)
         await stack.enter_async_context(serving(app, sockets.health))
-        return await supervisor.run()
+        return await supervisor.run(beside)
 
 
 def _handle_signals(supervisor: Supervisor, host: ForkServer) -> None:

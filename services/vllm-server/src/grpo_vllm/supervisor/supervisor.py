@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import structlog
@@ -94,13 +95,18 @@ class Supervisor:
             time=round(time.time(), 3),
         )
 
-    async def run(self) -> int:
+    async def run(self, others: Iterable[Callable[[], Awaitable[None]]] = ()) -> int:
         """Run until `stop`. Returns the exit status: 0, or that of a first engine that failed to
-        start."""
+        start.
+
+        Args:
+            others: run beside; an error of one ends the server
+        """
         await self._slot.measure_memory()
-        beside = [
+        beside: list[asyncio.Future[None]] = [
             asyncio.create_task(self._report_for_ever()),
             asyncio.create_task(self._commands.listen()),
+            *(asyncio.ensure_future(other()) for other in others),
         ]
         try:
             return await self._keep_serving(beside)
@@ -113,7 +119,7 @@ class Supervisor:
             await self._commands.close()
             await self._control.report(self.status())
 
-    async def _keep_serving(self, beside: list[asyncio.Task[None]]) -> int:
+    async def _keep_serving(self, beside: list[asyncio.Future[None]]) -> int:
         first = True
         while not self._stop.is_set():
             self._state.launch_requested()
@@ -140,7 +146,7 @@ class Supervisor:
         self._slot.channel.release_parked()
         return True
 
-    async def _serving(self, engine: EngineProcess, beside: list[asyncio.Task[None]]) -> None:
+    async def _serving(self, engine: EngineProcess, beside: list[asyncio.Future[None]]) -> None:
         """Watch an engine that serves, until it has ended."""
         self._policy.serving()
         self._state.phase, self._state.reason = SupervisorPhase.SERVING, ""
@@ -236,7 +242,7 @@ class Supervisor:
         event: asyncio.Task[bool],
         engine: EngineProcess,
         deadline_s: float | None,
-        *beside: asyncio.Task[None],
+        *beside: asyncio.Future[None],
     ) -> None:
         """Return at the event, a stop, the engine's end or the deadline. If a task in `beside`
         ends, raise its error."""
