@@ -25,6 +25,7 @@ from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
 from grpo_api.store.disk import watch_disk
 from grpo_api.store.redis import RedisLink, check_redis
+from grpo_core.redis.password import redis_password
 from grpo_core.redis.server import LocalRedis, bundled_redis
 from grpo_local.process.ports import free_port
 from tests.fixtures.run_api import RUN_ID, start_run_api
@@ -337,7 +338,11 @@ def test_redis_goes_on_once_a_full_disk_has_room(small_disk: Path) -> None:
     port = free_port()
     with (
         LocalRedis(small_disk / "redis", port),
-        redis.Redis(port=port, retry=Retry(NoBackoff(), 0)) as client,
+        redis.Redis(
+            port=port,
+            password=redis_password(small_disk / "redis"),
+            retry=Retry(NoBackoff(), 0),
+        ) as client,
     ):
         acknowledged = 0
         while _takes_writes(client, str(acknowledged)):

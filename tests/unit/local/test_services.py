@@ -89,7 +89,7 @@ def test_one_token_reaches_every_service_and_no_command_line(
         factory = ServiceFactory(settings, run, probe)
         hand_off = settings.hand_off("redis://127.0.0.1:2/0", run, Path("weights.sock"))
         clients = [
-            factory.run_api(1, 2),
+            factory.run_api(1, hand_off),
             factory.vllm_server(3, "m", hand_off),
             factory.trainer("m", 1, 3, hand_off),
             factory.environment("arithmetic", "m", 1, 3),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
+from grpo_core.redis.password import redis_password
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, disk_bytes, redis_command
 from grpo_core.rollouts.files import ROLLOUTS
 from grpo_core.security.bearer_token import plain
@@ -60,12 +61,17 @@ class ServiceFactory:
         return Service(
             name="redis",
             role="stores the queue of scored groups",
-            command=redis_command(port, self.run.redis, None, self.settings.redis_appendfsync),
-            healthy=lambda: answers_ping(port),
+            command=redis_command(
+                port,
+                self.run.redis,
+                appendfsync=self.settings.redis_appendfsync,
+                password=redis_password(self.run.redis),
+            ),
+            healthy=lambda: answers_ping(port, redis_password(self.run.redis)),
             deadline_s=REDIS_DEADLINE_S,
         )
 
-    def run_api(self, port: int, redis_port: int) -> Service:
+    def run_api(self, port: int, hand_off: HandOff) -> Service:
         return Service(
             name="run-api",
             role="queues scored groups and hands out batches",
@@ -73,14 +79,15 @@ class ServiceFactory:
                 "grpo_api",
                 *("--host", HOST),
                 *("--port", port),
-                *("--redis-url", redis_url(redis_port)),
                 *("--redis-disk-bytes", disk_bytes(self.run.redis)),
                 *("--run-id", self.run.run_id),
                 *("--log-level", self.settings.log_level),
             ),
             healthy=lambda: self.probe.answers(url(port)),
             deadline_s=self.settings.sizes.start_deadline_s,
-            environment=child_environment(threads=1) | self._token(),
+            environment=child_environment(threads=1)
+            | {"REDIS_URL": hand_off.redis_url}
+            | self._token(),
         )
 
     def vllm_server(self, port: int, model: str, hand_off: HandOff) -> Service:
@@ -274,7 +281,7 @@ def command_lines(settings: DemoSettings) -> list[str]:
     with HealthProbe() as probe:
         factory = ServiceFactory(settings, run, probe)
         services = [
-            factory.run_api(api_port, redis_port),
+            factory.run_api(api_port, hand_off),
             factory.vllm_server(vllm_port, model, hand_off),
             factory.trainer(model, api_port, vllm_port, hand_off),
             *(factory.environment(task, model, api_port, vllm_port) for task in settings.task),

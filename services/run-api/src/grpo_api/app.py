@@ -36,9 +36,9 @@ from grpo_api.store.disk import watch_disk
 from grpo_api.store.redis import RedisLink, check_redis
 from grpo_core.logs import configure_logging
 from grpo_core.redis.server import LocalRedis, disk_bytes
+from grpo_core.redis.url import local_redis_directory
 from grpo_core.security.bearer_token import BearerTokenGuard
 from grpo_core.security.same_site import SameSiteOnly, listed
-from grpo_core.settings.machine import state_directory
 
 _HELD_BODIES = 4
 """Waiting submissions may hold this many bodies of the largest size in memory."""
@@ -121,7 +121,7 @@ def serve(settings: RunApiSettings) -> None:
     keep_freed_memory()
     # Objects made so far live as long as the process, so the garbage collector can skip them.
     gc.freeze()
-    directory = state_directory() / "redis"
+    directory = local_redis_directory()
     if settings.may_start_redis and settings.redis_disk_bytes is None:
         settings = settings.model_copy(update={"redis_disk_bytes": disk_bytes(directory)})
     with (

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
 from grpo_core.redis.keys import run_id_or_default
-from grpo_core.redis.url import LOCAL_REDIS, RedisUrl
+from grpo_core.redis.url import LOCAL_REDIS, RedisUrl, local_redis
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import Command, CommandSettings, LogLevel, Mistake, Shown
 from grpo_core.settings.machine import cannot_listen
@@ -51,7 +51,7 @@ class RunApiSettings(CommandSettings):
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on")
     port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on")
     redis_url: Annotated[RedisUrl, Shown(default=LOCAL_REDIS)] = Field(
-        SecretStr(LOCAL_REDIS),
+        default_factory=local_redis,
         description="URL of the Redis that stores the run: redis://, rediss:// or unix://. If this "
         "option is not given and no Redis runs at its default, run-api starts one. Set a URL that "
         "contains a password in REDIS_URL, because other users can read command lines",

@@ -12,7 +12,13 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
 from grpo_core.redis.keys import run_id_or_default
-from grpo_core.redis.url import LOCAL_REDIS, WITHOUT_REDIS, OptionalRedisUrl, url_or_none
+from grpo_core.redis.url import (
+    LOCAL_REDIS,
+    WITHOUT_REDIS,
+    OptionalRedisUrl,
+    local_redis,
+    url_or_none,
+)
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import (
     Command,
@@ -133,7 +139,7 @@ class ServerSettings(CommandSettings):
         Path("."), description=f"Directory in which the server writes {FILE_NAME}"
     )
     redis_url: Annotated[OptionalRedisUrl, Shown(default=LOCAL_REDIS)] = Field(
-        SecretStr(LOCAL_REDIS),
+        default_factory=local_redis,
         description="URL of the Redis in which the server records the served weights, and through "
         "which a trainer sends commands. A restarted server serves the recorded weights or, with "
         f"--share-weights, waits for a trainer to write them back. {WITHOUT_REDIS}: the server "

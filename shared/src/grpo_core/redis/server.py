@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import socket
 import threading
@@ -19,6 +20,7 @@ from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
 from grpo_core.process.closing import ClosesOnExit
 from grpo_core.process.managed import ManagedProcess, ProcessFailed
+from grpo_core.redis.password import known_password, redis_password
 
 log = structlog.get_logger()
 
@@ -66,8 +68,8 @@ def bundled_redis() -> str | None:
 
 
 DISABLED = ("CONFIG", "MODULE", "DEBUG", "REPLICAOF", "SLAVEOF")
-"""Commands by which any user of this host could write files as the user that started Redis, or run
-code as that user: it has no password."""
+"""Commands by which a client could write files as the user that started Redis, or run code as that
+user."""
 
 
 def redis_command(
@@ -76,15 +78,18 @@ def redis_command(
     binary: str | None = None,
     appendfsync: str = "always",
     disabled: Sequence[str] = DISABLED,
+    password: str | None = None,
 ) -> list[str]:
     """Redis on the loopback interface, with its append-only file under `directory`.
 
     Args:
+        password: written to a configuration file, because other users can read command lines
         appendfsync: with `always`, a killed Redis loses nothing that it has acknowledged
         disabled: commands that this Redis does not have
     """
     return [
         binary or redis_binary(),
+        *(() if password is None else (str(_configuration(directory, password)),)),
         *("--port", str(port)),
         *("--bind", "127.0.0.1"),
         *("--dir", str(directory)),
@@ -95,35 +100,54 @@ def redis_command(
     ]
 
 
+def _configuration(directory: Path, password: str) -> Path:
+    path = directory / "redis.conf"
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(f"requirepass {password}\n")
+    return path
+
+
 def disk_bytes(directory: Path) -> int:
     """Bytes that the append-only file in this directory may take: its own, and those free."""
-    directory.mkdir(parents=True, exist_ok=True)
+    place = directory.absolute()
+    while not place.exists():
+        place = place.parent
     held = sum(file.stat().st_size for file in directory.rglob("appendonly*") if file.is_file())
-    return shutil.disk_usage(directory).free + held
+    return shutil.disk_usage(place).free + held
 
 
-def answers_ping(port: int) -> bool:
-    with redis.Redis(host="127.0.0.1", port=port, socket_timeout=1.0) as client:
+def answers_ping(port: int, password: str | None = None) -> bool:
+    with _client(port, password) as client:
         try:
             return bool(client.ping())
         except redis.RedisError:
             return False
 
 
-class LocalRedis(ClosesOnExit):
-    """Starts Redis on 127.0.0.1 whenever nothing listens on its port.
+def _client(port: int, password: str | None) -> redis.Redis:
+    user = None if password is None else "default"  # accepted by a Redis without a password
+    return redis.Redis(
+        host="127.0.0.1", port=port, username=user, password=password, socket_timeout=1.0
+    )
 
-    A Redis that somebody else started is used as it is, and never replaced. Several processes may
-    share one directory. A lock in the directory decides which of them starts Redis. When that
-    process ends, its Redis ends too, and one of the others starts Redis again on the same
-    append-only file.
+
+class LocalRedis(ClosesOnExit):
+    """Starts Redis on 127.0.0.1 whenever nothing listens on its port, with the password in its
+    directory.
+
+    A Redis without a password that somebody else started is used as it is, and never replaced.
+    Several processes may share one directory. A lock in the directory decides which of them starts
+    Redis. When that process ends, its Redis ends too, and one of the others starts Redis again on
+    the same append-only file.
 
     Args:
         directory: for the append-only file and `redis.log`
 
     Raises:
         NoRedisServer: this host has no `redis-server`.
-        RedisNotStarted: Redis did not start; the message names its log.
+        RedisNotStarted: Redis did not start; the message names its log. Or the port belongs to a
+            Redis with another password.
         OSError: the directory cannot be written.
     """
 
@@ -133,9 +157,10 @@ class LocalRedis(ClosesOnExit):
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
         if _listens(port) and not _is_locked(directory / _LOCK):
+            self._require_access()
             log.info("redis.found", port=port)
             return
-        directory.mkdir(parents=True, exist_ok=True)
+        self._password = redis_password(directory)
         self._lock = (directory / _LOCK).open("w")
         try:
             self._start_if_absent()
@@ -175,14 +200,33 @@ class LocalRedis(ClosesOnExit):
                 )
             time.sleep(_LOCK_POLL_S)
 
+    def _answers(self) -> bool:
+        return answers_ping(self._port, self._password)
+
+    def _require_access(self) -> None:
+        with _client(self._port, known_password(self._directory)) as client:
+            try:
+                client.ping()
+            except redis.AuthenticationError as error:
+                raise RedisNotStarted(
+                    f"a Redis with another password listens on 127.0.0.1:{self._port}, perhaps of "
+                    "another user; pass --redis-url (in REDIS_URL, if it has a password)"
+                ) from error
+            except redis.RedisError as error:
+                log.info("redis.not_ready", port=self._port, reason=str(error))
+
     def _start(self) -> None:
         # Not the host's: another version might not read the append-only file of the one before.
-        command = redis_command(self._port, self._directory, bundled_redis())
+        command = redis_command(
+            self._port, self._directory, bundled_redis(), password=self._password
+        )
         if self._child is not None:
             self._child.kill()
         self._child = ManagedProcess("redis", command, self._directory / "redis.log")
         try:
-            self._child.wait_until(lambda: answers_ping(self._port), REDIS_DEADLINE_S)
+            self._child.wait_until(
+                lambda: answers_ping(self._port, self._password), REDIS_DEADLINE_S
+            )
         except ProcessFailed as error:
             self._child.kill()
             raise RedisNotStarted(str(error)) from error

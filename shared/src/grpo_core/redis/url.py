@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, SecretStr
 
+from grpo_core.redis.password import redis_password
+from grpo_core.settings.machine import state_directory
+
 LOCAL_REDIS = "redis://127.0.0.1:6379/0"
-"""The default of every command."""
+"""The default of every command, without its password."""
 WITHOUT_REDIS = "none"
 _SCHEMES = ("redis", "rediss", "unix")
+
+
+def local_redis_directory() -> Path:
+    """Of the Redis that listens at `LOCAL_REDIS`, if a command of this user starts it."""
+    return state_directory() / "redis"
+
+
+def local_redis() -> SecretStr:
+    """`LOCAL_REDIS` with the password of a Redis that a command of this user starts. A Redis
+    without a password accepts it, too."""
+    try:
+        return SecretStr(with_password(LOCAL_REDIS, redis_password(local_redis_directory())))
+    except OSError:
+        return SecretStr(LOCAL_REDIS)  # a user who can write no file starts no Redis
+
+
+def with_password(url: str, password: str) -> str:
+    """Add the password to a URL without one. Because of the user's name, a Redis that has no
+    password accepts it."""
+    return url.replace("://", f"://default:{password}@", 1)
 
 
 def _names_a_redis(value: SecretStr) -> SecretStr:

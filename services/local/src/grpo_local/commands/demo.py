@@ -12,6 +12,8 @@ from pathlib import Path
 from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.errors import GrpoError
 from grpo_core.process.managed import ManagedProcess, ProcessFailed
+from grpo_core.redis.password import redis_password
+from grpo_core.redis.url import with_password
 from grpo_core.security.bearer_token import plain
 from grpo_core.settings import resolved_yaml
 from grpo_core.settings.smollm2 import SMOLLM2
@@ -197,14 +199,15 @@ def start_services(
     """
     settings, run = factory.settings, factory.run
     redis_port, api_port, vllm_port = free_port(), free_port(), free_port()
-    hand_off = settings.hand_off(redis_url(redis_port), run, weights_socket)
+    url = with_password(redis_url(redis_port), redis_password(run.redis))
+    hand_off = settings.hand_off(url, run, weights_socket)
     hand_off.make_directories()
     path_file = run.path / MODEL_PATH_FILE
     jobs = [factory.model_job(path_file)] if settings.model in (None, SMOLLM2) else []
     start_on_screen(stack, [factory.redis(redis_port), *jobs], screen)
     model = path_file.read_text().strip() if jobs else str(settings.model)
     services = [
-        factory.run_api(api_port, redis_port),
+        factory.run_api(api_port, hand_off),
         factory.vllm_server(vllm_port, model, hand_off),
         factory.trainer(model, api_port, vllm_port, hand_off),
         *(factory.environment(task, model, api_port, vllm_port) for task in settings.task),

@@ -9,7 +9,7 @@ from pathlib import Path
 from grpo_core.errors import GrpoError
 from grpo_core.process.managed import ManagedProcess, ProcessFailed
 from grpo_core.redis.server import LocalRedis
-from grpo_core.settings.machine import state_directory
+from grpo_core.redis.url import local_redis_directory
 from grpo_core.settings.smollm2 import SMOLLM2
 from grpo_core.weights import bridge_config
 from grpo_local.model_config import default_max_model_len
@@ -45,7 +45,7 @@ def run_together(settings: RunSettings, screen: Screen) -> int:
                 model = make_smollm2(stack, screen, settings.server_deadline_s)
                 settings = settings.model_copy(update={"model": model})
             if settings.may_start_redis:
-                resources.enter_context(LocalRedis(state_directory() / "redis"))
+                resources.enter_context(LocalRedis(local_redis_directory()))
             start_on_screen(stack, [server_of(settings, hand_off, probe)], screen)
         except StopRequested as stopped:
             screen.failure(f"{stopped} before the trainer was started")

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, SecretStr, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from grpo_core.redis.keys import default_run_id
-from grpo_core.redis.url import LOCAL_REDIS, RedisUrl
+from grpo_core.redis.url import LOCAL_REDIS, RedisUrl, local_redis
 from grpo_core.settings import (
     Command,
     CommaSeparated,
@@ -93,7 +93,7 @@ class RunSettings(WithServiceOptions, ModeOptions):
         description="Names of the modules that get an adapter, separated by commas",
     )
     redis_url: Annotated[RedisUrl, Shown(default=LOCAL_REDIS)] = Field(
-        SecretStr(LOCAL_REDIS),
+        default_factory=local_redis,
         description="URL of the Redis that run-api uses. If this option is not given and no Redis "
         "runs at its default, grpo-run starts one",
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, SecretStr, ValidationInfo, field_validator
 
-from grpo_core.redis.url import LOCAL_REDIS, RedisUrl
+from grpo_core.redis.url import LOCAL_REDIS, RedisUrl, local_redis
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import HttpUrl, InferenceUrl, LogLevel, Shown
 from grpo_core.wire.run_api import Registration
@@ -37,7 +37,7 @@ class RunOptions(ForwardOptions, ObjectiveOptions, OptimizerOptions):
         min_length=1, description="Model to train: a directory or an id on the Hugging Face hub"
     )
     redis_url: Annotated[RedisUrl, Shown(default=LOCAL_REDIS)] = Field(
-        SecretStr(LOCAL_REDIS),
+        default_factory=local_redis,
         description="URL of the Redis through which the trainer tells the server which weights to "
         "load. Mode shared_vllm does not use it",
     )
