@@ -20,7 +20,7 @@ import torch
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer import start, train
+from grpo_trainer import train
 from grpo_trainer.algo import accumulate, loss
 from grpo_trainer.algo.loss import LossParts
 from grpo_trainer.model import loading
@@ -28,6 +28,7 @@ from grpo_trainer.model.reference import Reference
 from grpo_trainer.objective import advantage
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.masters import Masters
+from grpo_trainer.ranks import lead
 from grpo_trainer.verify.causes import Cause
 from grpo_trainer.verify.findings import CheckName
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
@@ -253,7 +254,7 @@ def dropout_in_the_check(patch: pytest.MonkeyPatch) -> None:
 
 def reference_is_policy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        start, "build_reference", lambda policy, forward, _: Reference(policy, forward, False)
+        lead, "build_reference", lambda policy, forward, _: Reference(policy, forward, False)
     )
 
 
