@@ -19,7 +19,8 @@ from grpo_trainer.model.reference import Reference
 from grpo_trainer.objective.recipes import RECIPES, Objective
 from grpo_trainer.verify import self_test
 from grpo_trainer.verify.self_test import SelfTest
-from tests.silent_faults.faults import ALSO, FAULTS, Fault, micro_batch_dropped, not_centred
+from tests.silent_faults import faults
+from tests.silent_faults.faults import Fault, micro_batch_dropped, not_centred
 from tests.unit.trainer.forward_rig import adapted, qwen
 from tests.unit.trainer.tiny_policy import optimizer_of
 
@@ -120,7 +121,10 @@ def test_a_fault_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert words in message(bench(policy, **options))
 
 
-@pytest.mark.parametrize("fault", (FAULTS | ALSO).values(), ids=(FAULTS | ALSO))
+EVERY_FAULT = faults.FAULTS | faults.ALSO
+
+
+@pytest.mark.parametrize("fault", EVERY_FAULT.values(), ids=EVERY_FAULT)
 def test_every_fault_changes_code_that_exists(fault: Fault) -> None:
     """`make silent-faults` takes an hour, so it is run rarely."""
     with pytest.MonkeyPatch.context() as patch:
