@@ -24,7 +24,7 @@ DEADLINE_S = 400
 @pytest.mark.parametrize(
     ("pins", "checks", "tests"),
     [
-        ("verifiers.txt", "current.py", 17),
+        ("verifiers.txt", "current.py", 19),
         pytest.param("verifiers-classic.txt", "classic.py", 26, marks=pytest.mark.full),
     ],
 )

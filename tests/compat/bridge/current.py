@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import verifiers.v1 as vf
+from structlog.testing import capture_logs
 
 from grpo_core.errors import ServiceUnavailable
 from grpo_env.bridges.chat import ImagesUnsupported
 from grpo_env.bridges.errors import EnvironmentUnusable, RolloutFailed
 from grpo_env.bridges.verifiers import VerifiersTask
 from grpo_env.bridges.verifiers_harness import HARNESS_ID
-from grpo_env.bridges.verifiers_v1 import _config
+from grpo_env.bridges.verifiers_v1 import _config, _require_permission
 from grpo_env.tasks import Graded, TaskOptions
 from grpo_env.tasks.dialogue import ContextFull
 from tests.unit.env.bridges.scripted import ScriptedDialogue
@@ -233,3 +234,27 @@ def test_what_cannot_be_used_is_refused_by_name(
     monkeypatch.setitem(sys.modules, "classic", classic)
     with pytest.raises(EnvironmentUnusable, match=problem):
         VerifiersTask(name, TaskOptions(**options))
+
+
+BASH = {"harness": {"id": "bash"}}
+ON_THIS_HOST = {"runtime": {"type": "subprocess"}}
+
+
+def test_a_harness_that_the_user_chose_keeps_the_sandbox_of_verifiers() -> None:
+    made(Fine)
+    theirs = vf.resolve_env_config({"taskset": {"id": "made"}, "agent": BASH})
+    ours = _config("made", {"agent": BASH})
+    assert ours.agent.harness.id == theirs.agent.harness.id == "bash"
+    assert ours.agent.runtime == theirs.agent.runtime
+    assert not isinstance(ours.agent.runtime, vf.SubprocessConfig)
+
+
+def test_commands_of_the_model_run_on_this_host_only_if_the_user_says_so() -> None:
+    made(Fine)
+    allowed = {"agent": BASH | ON_THIS_HOST}
+    with capture_logs() as logs:
+        task_of(**allowed)
+    assert "verifiers.model_commands" in [line["event"] for line in logs]
+    env = vf.load_environment(_config("made", allowed))  # as an environment's author may choose
+    with pytest.raises(EnvironmentUnusable, match="runs commands that the model writes"):
+        _require_permission(env, {})

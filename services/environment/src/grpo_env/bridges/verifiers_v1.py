@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import structlog
 import verifiers.v1 as vf
 from pydantic import ValidationError
 from verifiers.v1.clients.client import SESSION_ID_HEADER
@@ -20,6 +21,8 @@ from grpo_env.bridges.errors import EnvironmentUnusable, RolloutFailed
 from grpo_env.bridges.openai_endpoint import MODEL, ChatEndpoint, Session
 from grpo_env.tasks import Graded, Message, Row, Split
 from grpo_env.tasks.dialogue import Dialogue
+
+log = structlog.get_logger()
 
 _DEFAULT_HARNESS = "bash"
 """The one that verifiers takes if neither environment nor user names one."""
@@ -54,6 +57,7 @@ class V1Environment:
                 f"{dict(arguments)}: {error}"
             ) from error
         _refuse_retries(env_id, self._env.config)
+        _require_permission(self._env, arguments)
         self._tasks: dict[int, vf.Task] = {}
         self._endpoint = ChatEndpoint(SESSION_ID_HEADER)
         self._server: asyncio.Task[None] | None = None
@@ -147,7 +151,8 @@ class V1Environment:
 
 def _config(env_id: str, arguments: Mapping[str, Any]) -> vf.EnvConfig:
     """The configuration, with our choice where neither environment nor user made one: agents
-    converse in this process, and need neither a sandbox nor an account for it."""
+    converse in this process, and need neither a sandbox nor an account for it. A harness that
+    somebody chose keeps verifiers' runtime, which is a sandbox."""
     config = {name: value for name, value in arguments.items() if name != _SELECT}
     config["taskset"] = {**config.get("taskset", {}), "id": env_id}
     bundles_harness = vf.default_harness_id(env_id) != _DEFAULT_HARNESS
@@ -155,12 +160,12 @@ def _config(env_id: str, arguments: Mapping[str, Any]) -> vf.EnvConfig:
         default = field.default
         if not isinstance(default, vf.AgentConfig):
             continue
-        chosen: dict[str, Any] = {}
-        if default.harness is None and not bundles_harness:
-            chosen["harness"] = {"id": verifiers_harness.HARNESS_ID}
-        if "runtime" not in default.model_fields_set:
-            chosen["runtime"] = {"type": "subprocess"}
-        config[name] = {**chosen, **config.get(name, {})}
+        given = config.get(name, {})
+        if default.harness is None and not bundles_harness and not given.get("harness"):
+            chosen: dict[str, Any] = {"harness": {"id": verifiers_harness.HARNESS_ID}}
+            if "runtime" not in default.model_fields_set:
+                chosen["runtime"] = {"type": "subprocess"}
+            config[name] = {**chosen, **given}
     return vf.resolve_env_config(config)
 
 
@@ -171,6 +176,30 @@ def _refuse_retries(env_id: str, config: vf.EnvConfig) -> None:
             f"the environment {env_id} repeats failed rollouts (`retries`), but the answers of a "
             "failed one are recorded too; set max_retries to 0 and remove the rules"
         )
+
+
+def _require_permission(env: vf.Env, arguments: Mapping[str, Any]) -> None:
+    """Commands that the model writes run outside a sandbox only if the user asks for it.
+
+    Raises:
+        EnvironmentUnusable: they would, and the user did not.
+    """
+    agents = {name: part for name, part in env.config if isinstance(part, vf.AgentConfig)}
+    for name, agent in agents.items():
+        harness = env._harnesses[name]
+        if not (harness.EXECUTES_CODE and isinstance(agent.runtime, vf.SubprocessConfig)):
+            continue
+        what = (
+            f"harness {harness.config.id} runs commands that the model writes, on this host and "
+            "as this user"
+        )
+        if "runtime" not in arguments.get(name, {}):
+            raise EnvironmentUnusable(
+                f"{what}; choose a sandbox with --task-args "
+                f"""'{{"{name}": {{"runtime": {{"type": "docker"}}}}}}', or allow it with """
+                '{"type": "subprocess"}'
+            )
+        log.warning("verifiers.model_commands", agent=name, effect=what)
 
 
 def _graded(env_id: str, episode: vf.Episode) -> Graded:
