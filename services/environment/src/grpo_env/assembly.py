@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from grpo_core.security.bearer_token import plain
 from grpo_env.config.mappings import MixturePart
 from grpo_env.config.settings import EnvServerSettings
 from grpo_env.inference.pool import InferencePool
-from grpo_env.loading import TaskUnusable, find_task, make_task
+from grpo_env.loading import TaskSpec, TaskUnusable, specs_from
+from grpo_env.reward_workers import RewardWorkers
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.generation import Generation
 from grpo_env.rollout.grading import Grader
@@ -40,6 +42,20 @@ class TaskSet:
         return max(task.max_sequences for task in self.tasks)
 
 
+def _parts(settings: EnvServerSettings) -> Sequence[MixturePart]:
+    return settings.mixture or (MixturePart(task=settings.task),)
+
+
+def specs_text(settings: EnvServerSettings) -> str:
+    """The tasks of the settings, for another process: `loading.specs_from` reads them."""
+    return json.dumps(
+        [
+            asdict(TaskSpec(part.task, options_of(settings, part), part.name, settings.held_out))
+            for part in _parts(settings)
+        ]
+    )
+
+
 @contextmanager
 def open_tasks(settings: EnvServerSettings) -> Iterator[TaskSet]:
     """Create the tasks and close them at the end.
@@ -48,17 +64,12 @@ def open_tasks(settings: EnvServerSettings) -> Iterator[TaskSet]:
         TaskUnusable: a task does not exist, or its code fails.
         DataUnusable, DatasetsMissing, GraderUnusable: what a task needs is missing.
     """
-    parts = settings.mixture or (MixturePart(task=settings.task),)
+    parts = _parts(settings)
     with contextlib.ExitStack() as stack:
         tasks = []
-        for part in parts:
-            task = make_task(part.task, find_task(part.task), options_of(settings, part))
-            stack.callback(task.close)
-            if settings.held_out is not None:
-                task.held_out = settings.held_out
-            if part.name is not None:
-                task.name = part.name
-            tasks.append(task)
+        for spec in specs_from(specs_text(settings)):
+            tasks.append(spec.make())
+            stack.callback(tasks[-1].close)
         names = [task.name for task in tasks]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise TaskUnusable(
@@ -102,8 +113,21 @@ def engine_on(
     generation: Generation, settings: EnvServerSettings, template: ChatTemplate
 ) -> Iterator[RolloutEngine]:
     """The rollout engine on any source of completions."""
-    with TaskCode(settings.reward_deadline_s) as code:
+    with task_code(settings) as code:
         yield RolloutEngine(generation, template, Grader(settings.reward_weights, code), code)
+
+
+@contextmanager
+def task_code(settings: EnvServerSettings) -> Iterator[TaskCode]:
+    """Calls the code of the tasks, in other processes where it can."""
+    count, deadline_s = settings.reward_workers, settings.reward_deadline_s
+    with (
+        RewardWorkers(specs_text(settings), count, deadline_s)
+        if count
+        else contextlib.nullcontext() as elsewhere,
+        TaskCode(deadline_s, elsewhere) as code,
+    ):
+        yield code
 
 
 def _most_requests(settings: EnvServerSettings, tasks: TaskSet) -> int:

@@ -15,7 +15,7 @@ class CodeStopped(RuntimeError):
     """The code raised one of `ESCAPING`."""
 
     def __init__(self, error: BaseException) -> None:
-        detail = f": {error}" if str(error) else ""
+        detail = f": {error}" if str(error) not in ("", "None") else ""
         super().__init__(f"{type(error).__name__}{detail}")
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -175,3 +177,28 @@ def _where(error: Exception) -> str:
     ]
     place = f"{frames[-1].filename} line {frames[-1].lineno}: " if frames else ""
     return f"{place}{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """What a task is made of. `name`, `held_out`: replace the task's own; None: they do not."""
+
+    source: str
+    options: TaskOptions
+    name: str | None
+    held_out: float | None
+
+    def make(self) -> Task:
+        """Raises `TaskUnusable` and what the task's code raises."""
+        task = make_task(self.source, find_task(self.source), self.options)
+        if self.held_out is not None:
+            task.held_out = self.held_out
+        if self.name is not None:
+            task.name = self.name
+        return task
+
+
+def specs_from(text: str) -> list[TaskSpec]:
+    """Read a list of tasks as JSON."""
+    specs = json.loads(text)
+    return [TaskSpec(**spec | {"options": TaskOptions(**spec["options"])}) for spec in specs]

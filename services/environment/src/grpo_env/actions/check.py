@@ -12,13 +12,12 @@ from pathlib import Path
 from grpo_core.errors import GrpoError
 from grpo_core.rollouts.text import printable
 from grpo_core.security.bearer_token import plain
-from grpo_env.assembly import TaskSet, open_engine, sampling_plan
+from grpo_env.assembly import TaskSet, open_engine, sampling_plan, task_code
 from grpo_env.config.settings import EnvServerSettings
 from grpo_env.inference.wait_for_servers import wait_for_servers
 from grpo_env.rollout.chat_template import load_template
 from grpo_env.rollout.grading import Grade, Grader, Ungraded
 from grpo_env.rollout.outcome import GroupLost
-from grpo_env.rollout.user_code import TaskCode
 from grpo_env.tasks import Answer, Message, State
 from grpo_env.tasks.items import Item, all_items
 
@@ -87,7 +86,7 @@ async def _sampled(
 
 async def _given(settings: EnvServerSettings, items: Sequence[Item], file: Path) -> list[Checked]:
     answers = [*_answers(file, len(items))]
-    with TaskCode(settings.reward_deadline_s) as code:
+    with task_code(settings) as code:
         grader = Grader(settings.reward_weights, code)
         found = [
             Checked(items[row], text, (await _graded(settings, grader, items[row], text))[0])

@@ -87,6 +87,7 @@ class EnvServerSettings(CommandSettings):
             "Reward": (
                 "reward_weights",
                 "reward_deadline_s",
+                "reward_workers",
                 "max_failed_rewards",
                 "mask_too_long_completions",
             ),
@@ -236,6 +237,13 @@ class EnvServerSettings(CommandSettings):
     )
     reward_deadline_s: float = Field(
         30.0, gt=0.0, description="Seconds that the reward of one answer may take"
+    )
+    reward_workers: int = Field(
+        16,
+        ge=0,
+        le=256,
+        description="Number of processes in which rewards and tools run, side by side. With 0 they "
+        "run in threads of env-server: without a hard deadline, but with all state of the task",
     )
     max_failed_rewards: float = Field(
         0.5,

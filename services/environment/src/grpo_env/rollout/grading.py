@@ -16,7 +16,7 @@ import structlog
 from grpo_core.errors import GrpoError
 from grpo_core.wire.fields import FLOAT32_MAX
 from grpo_env.grading.parts import SHAPING, raise_if_unknown, weighted
-from grpo_env.rollout.user_code import TaskCode
+from grpo_env.rollout.user_code import TaskCode, UserCodeFailed
 from grpo_env.tasks import Answer, Graded, Row, Task
 
 log = structlog.get_logger()
@@ -54,19 +54,27 @@ class SeenFailures:
     seen: set[str] = field(default_factory=set)
 
     def report(self, task: str, error: Exception) -> None:
-        frames = traceback.extract_tb(error.__traceback__)
-        place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        kind = f"{type(error).__name__} {place}"
+        name, place, trace = described(error)
+        kind = f"{name} {place}"
         if kind in self.seen:
             return
         self.seen.add(kind)
         log.warning(
             "reward.failed",
             task=task,
-            error=f"{type(error).__name__}: {error}",
+            error=f"{name}: {error}",
             hint="this kind of failure is only counted from now on",
-            traceback="".join(traceback.format_exception(error)),
+            traceback=trace,
         )
+
+
+def described(error: Exception) -> tuple[str, str, str]:
+    """Name, place and traceback of an error of a task's code."""
+    if isinstance(error, UserCodeFailed):
+        return error.kind, error.place, error.trace
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return type(error).__name__, place, "".join(traceback.format_exception(error))
 
 
 class Grader:
@@ -108,9 +116,8 @@ class Grader:
             raise_if_unknown(self._weights, self._parts)
 
     async def _grade(self, task: Task, answer: Answer, row: Row) -> Grade | Ungraded:
-        call = self._code.call if task.blocks else self._code.call_here
         try:
-            return self.checked(task, await call("the reward", task.reward, answer, row), answer)
+            return self.checked(task, await self._code.reward(task, answer, row), answer)
         except GrpoError:
             raise
         except Exception as error:  # noqa: BLE001 - code of a user
@@ -119,7 +126,7 @@ class Grader:
     def failed(self, task: Task, error: Exception) -> Ungraded:
         """Report an error of the task's code, once for each kind."""
         self._seen.report(task.name, error)
-        return Ungraded(f"{type(error).__name__}: {error}")
+        return Ungraded(f"{described(error)[0]}: {error}")
 
     def checked(self, task: Task, value: Any, answer: Answer) -> Grade:
         """The grade of what a reward returned.

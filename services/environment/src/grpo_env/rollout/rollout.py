@@ -151,9 +151,8 @@ class RolloutEngine:
         return _recorded(dialogue, answer)
 
     async def _step(self, task: Task, state: State, answer: Answer) -> Sequence[Message] | None:
-        call = self._code.call if task.blocks else self._code.call_here
         try:
-            more: Sequence[Message] | None = await call("the step", task.step, state, answer)
+            more = await self._code.step(task, state, answer)
         except GrpoError:
             raise
         except Exception as error:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, Self
 
 from pebble import ThreadPool
 
 from grpo_core.process.closing import ClosesOnExit
 from grpo_env.contained import contained, contained_await
+from grpo_env.tasks import Answer, Message, Row, State, Task
+from grpo_env.tasks.tools import ELSEWHERE
 
 _THREADS = 64
 _MOST_WAITS = 10
@@ -20,20 +23,73 @@ _MOST_WAITS = 10
 class TooSlow(ValueError):
     """The code of a task did not end within its deadline."""
 
+    @classmethod
+    def after(cls, name: str, deadline_s: float) -> Self:
+        return cls(
+            f"{name} did not end within {deadline_s:g} s; make it faster, or raise "
+            "--reward-deadline-s"
+        )
+
+
+class UserCodeFailed(Exception):
+    """An error of a task's code in another process. `place`: file and line; `trace`: the
+    traceback there."""
+
+    def __init__(self, kind: str, text: str, place: str = "", trace: str = "") -> None:
+        super().__init__(text)
+        self.kind, self.place, self.trace = kind, place, trace
+
+
+class Elsewhere(Protocol):
+    """Runs rewards and tools in other processes.
+
+    Raises:
+        TooSlow: the deadline has passed, and the call was ended.
+        UserCodeFailed: the code raised an error, or ended its process.
+        GrpoError: as the code raised it.
+    """
+
+    async def reward(self, task: Task, answer: Answer, row: Row) -> Any: ...
+
+    async def tool(self, task: Task, name: str, arguments: Mapping[str, Any]) -> Any: ...
+
 
 class TaskCode(ClosesOnExit):
-    """Functions run in threads, coroutines in an event loop of their own.
+    """Rewards and tools run in other processes. What needs the state of this process, such as a
+    step of a conversation, runs here: functions in threads, coroutines in an event loop of their
+    own.
 
     The threads are daemons: a call that never ends does not keep the process alive.
 
     Args:
         deadline_s: of one call
+        elsewhere: other processes; None: all code runs here
     """
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, elsewhere: Elsewhere | None = None) -> None:
         self._deadline_s = deadline_s
+        self._elsewhere = elsewhere
         self._threads = ThreadPool(max_workers=_THREADS)
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def reward(self, task: Task, answer: Answer, row: Row) -> Any:
+        """What the task's reward returns. Raises as `call`, and as `Elsewhere`."""
+        if not task.blocks:
+            return await self.call_here("the reward", task.reward, answer, row)
+        is_here = inspect.iscoroutinefunction(task.reward) or task.has_steps
+        if self._elsewhere is None or is_here:
+            return await self.call("the reward", task.reward, answer, row)
+        return await self._elsewhere.reward(task, answer, row)
+
+    async def step(self, task: Task, state: State, answer: Answer) -> Sequence[Message] | None:
+        """The task's next messages, see `Task.step`. Its tools run in other processes. Raises as
+        `call`."""
+        call = self.call if task.blocks else self.call_here
+        elsewhere = self._elsewhere
+        if elsewhere is not None:
+            ELSEWHERE.set(partial(elsewhere.tool, task))
+        more: Sequence[Message] | None = await call("the step", task.step, state, answer)
+        return more
 
     async def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """The function's value; if that is awaitable, what it yields.
@@ -81,10 +137,7 @@ class TaskCode(ClosesOnExit):
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise TooSlow(
-                f"{name} did not end within {self._deadline_s:g} s; make it faster, or raise "
-                "--reward-deadline-s"
-            ) from error
+            raise TooSlow.after(name, self._deadline_s) from error
         except asyncio.CancelledError as error:
             if me is None or me.cancelling():
                 raise

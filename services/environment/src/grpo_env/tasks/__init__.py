@@ -129,8 +129,9 @@ class Task:
     stop: texts that end a completion.
     weights: of the parts of the reward; 1 for parts that are missing here.
     held_out: share of the rows that are kept for evaluation if there is no other data for it.
-    blocks: whether `reward` may take long. It then runs outside the event loop, in a thread for
-        each answer.
+    blocks: whether `reward` may take long. It then runs in another process, where the task is made
+        again, without what its other methods have done to `self`. An `async` reward, and one of a
+        task with a `step` of its own, runs in a thread of this process.
     """
 
     name: str = ""
@@ -200,6 +201,11 @@ class Task:
         """Release what the task holds."""
 
     @property
+    def has_steps(self) -> bool:
+        """Whether the task answers the model with code of its own."""
+        return type(self).step is not Task.step
+
+    @property
     def is_conversation(self) -> bool:
         """Whether the policy may answer more than once."""
-        return bool(self.tools) or type(self).step is not Task.step
+        return bool(self.tools) or self.has_steps

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 Tool = Callable[..., Any] | Mapping[str, Any]
 
 _THREADS = 32
+ELSEWHERE: ContextVar[Callable[[str, Mapping[str, Any]], Awaitable[Any]] | None] = ContextVar(
+    "ELSEWHERE", default=None
+)
+"""Calls a tool of the task in another process, by name; None: tools run in threads."""
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 
 
@@ -95,7 +100,11 @@ async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -
         return f"error: no tool {call.name!r}; the tools are {', '.join(functions)}"
     try:
         inspect.signature(tool).bind(**call.arguments)
-        if inspect.iscoroutinefunction(tool):
+        elsewhere = ELSEWHERE.get()
+        # A coroutine or a method needs the state of this process.
+        if elsewhere is not None and inspect.isfunction(tool) and not _is_coroutine(tool):
+            return str(await elsewhere(call.name, call.arguments))
+        if _is_coroutine(tool):
             return str(await contained_await(tool(**call.arguments)))
         # Daemon threads: a tool that never ends does not keep the process alive.
         # A partial: an argument of the tool may have the name of one of pebble's.
@@ -103,6 +112,9 @@ async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -
         return str(await asyncio.wrap_future(done))
     except Exception as error:  # noqa: BLE001 - code of a user, and arguments of a model
         return f"error: {error or type(error).__name__}"
+
+
+_is_coroutine = inspect.iscoroutinefunction
 
 
 @cache

@@ -1,0 +1,104 @@
+"""Runs rewards and tools in a process of its own, in the main thread: as `signal.alarm` needs it.
+
+The code of a user may hold the interpreter's lock for minutes, for example in a slow regular
+expression, or end its process: that must be another process than the one that serves the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from grpo_core.errors import GrpoError
+from grpo_env.contained import contained
+from grpo_env.loading import specs_from
+from grpo_env.tasks import Answer, Row, Task
+
+TASKS_VARIABLE = "GRPO_REWARD_TASKS"
+"""Holds the tasks to load while the process that forks the workers starts."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of a user's code. `place`: file and line that raised it."""
+
+    kind: str
+    text: str
+    place: str
+    trace: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        frames = traceback.extract_tb(error.__traceback__)
+        return cls(
+            kind=type(error).__name__,
+            text=str(error),
+            place=f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "",
+            trace="".join(traceback.format_exception(error)),
+        )
+
+
+class _Loaded:
+    text = ""
+    tasks: Mapping[str, Task]
+
+
+def load(text: str) -> None:
+    """Make the tasks that `specs_from` reads from the text. Raises the errors of their code."""
+    if text != _Loaded.text:
+        tasks = [spec.make() for spec in specs_from(text)]
+        _Loaded.tasks, _Loaded.text = {task.name: task for task in tasks}, text
+
+
+def reward(text: str, task: str, answer: Answer, row: Row) -> Any:
+    """What the task's reward returns, or a `Failure`. Raises `GrpoError` as the reward does."""
+    return _outcome(text, lambda: _Loaded.tasks[task].reward(answer, row))
+
+
+def tool(text: str, task: str, name: str, arguments: Mapping[str, Any]) -> Any:
+    """What the tool returns, or a `Failure`."""
+
+    def call() -> Any:
+        for function in _Loaded.tasks[task].tools:
+            if callable(function) and function.__name__ == name:
+                return function(**arguments)
+        raise LookupError(name)
+
+    return _outcome(text, call)
+
+
+def _outcome(text: str, call: Callable[[], Any]) -> Any:
+    try:
+        contained(load, text)
+        value = contained(call)
+        return contained(asyncio.run, _awaited(value)) if inspect.isawaitable(value) else value
+    except GrpoError:
+        raise
+    except Exception as error:  # noqa: BLE001 - code of a user
+        return Failure.of(error)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The error of a worker that does not start; nothing if the environment ended meanwhile."""
+    if not issubclass(kind, FileNotFoundError | ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)
+
+
+if _text := os.environ.pop(TASKS_VARIABLE, ""):
+    sys.excepthook = _say
+    # Printed already when the environment loaded the task. An error is raised again in a worker.
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(BaseException):
+        load(_text)

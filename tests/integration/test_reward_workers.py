@@ -1,0 +1,140 @@
+"""Rewards and tools in worker processes: real ones, started once for all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from grpo_env.assembly import open_tasks, task_code
+from grpo_env.config.settings import load_env_settings
+from grpo_env.rollout.user_code import TaskCode, TooSlow, UserCodeFailed
+from grpo_env.tasks import Answer, State, Task
+
+CODE = '''
+import os, re, signal, sys, threading
+
+from grpo_env.tasks import Graded, Task
+
+
+def where(word: str) -> str:
+    """Tell where this runs.
+
+    Args:
+        word: a word
+    """
+    return f"{word} {os.getpid()}"
+
+
+def leave(word: str) -> str:
+    """Leave.
+
+    Args:
+        word: a word
+    """
+    sys.exit(word)
+
+
+class Rewarded(Task):
+    tools = [where, leave]
+
+    def reward(self, answer, row):
+        if answer == "alarm":  # as math_verify does
+            signal.signal(signal.SIGALRM, lambda *_: None)
+            signal.alarm(0)
+        if answer == "exit":
+            exit(3)
+        if answer == "crash":
+            os._exit(4)
+        if answer == "error":
+            raise KeyError("no such thing")
+        if answer == "coroutine":
+            return later()
+        if answer.startswith("aaa"):  # holds the lock of the interpreter for days
+            return float(bool(re.fullmatch(r"(\\w+\\s?)*", answer)))
+        parts = {"finished": answer.finished, "tokens": len(answer.token_ids), "row": row["value"]}
+        return Graded(parts, f"{os.getpid()} {answer.messages[-1]['content']}")
+
+
+async def later():
+    return 2.0
+'''
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    file = tmp_path_factory.mktemp("task") / "mine.py"
+    file.write_text(CODE)
+    words = [f"{file}:Rewarded", "check", "--model=m", "--reward-workers=2"]
+    return load_env_settings([*words, "--reward-deadline-s=3"])
+
+
+@pytest.fixture(scope="module")
+def task(settings: Any) -> Iterator[Task]:
+    with open_tasks(settings) as tasks:
+        yield tasks.tasks[0]
+
+
+@pytest.fixture(scope="module")
+def code(settings: Any) -> Iterator[TaskCode]:
+    with task_code(settings) as code:
+        yield code
+
+
+def answer_of(text: str) -> Answer:
+    messages = [{"role": "assistant", "content": text}]
+    return Answer(text, finished=False, messages=messages, token_ids=(1, 2), state=State({}))
+
+
+async def test_an_answer_arrives_whole_in_another_process(code: TaskCode, task: Task) -> None:
+    graded = await code.reward(task, answer_of("7"), {"value": 5.0})
+    pid, said = graded.reason.split()
+    assert graded.parts == {"finished": False, "tokens": 2, "row": 5.0}
+    assert (said, int(pid) != os.getpid()) == ("7", True)
+
+
+async def test_a_reward_may_need_the_main_thread_or_return_a_coroutine(
+    code: TaskCode, task: Task
+) -> None:
+    assert (await code.reward(task, answer_of("alarm"), {"value": 1.0})).parts["row"] == 1.0
+    assert await code.reward(task, answer_of("coroutine"), {}) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("exit", "CodeStopped", "SystemExit: 3"),
+        ("crash", "ProcessEnded", "the reward ended its process with status 4"),
+        ("error", "KeyError", "'no such thing'"),
+    ],
+)
+async def test_an_error_is_that_of_its_answer_alone(
+    code: TaskCode, task: Task, text: str, kind: str, message: str
+) -> None:
+    with pytest.raises(UserCodeFailed) as failed:
+        await code.reward(task, answer_of(text), {})
+    assert (failed.value.kind, str(failed.value)) == (kind, message)
+    if text == "error":
+        assert "mine.py:" in failed.value.place
+    assert await code.reward(task, answer_of("coroutine"), {}) == 2.0
+
+
+async def test_a_reward_that_holds_the_lock_is_ended(code: TaskCode, task: Task) -> None:
+    with pytest.raises(TooSlow, match="within 3 s; make it faster, or raise --reward-deadline-s"):
+        await code.reward(task, answer_of("a" * 60 + "!"), {})
+    assert await code.reward(task, answer_of("coroutine"), {}) == 2.0
+
+
+async def test_a_tool_runs_in_another_process(code: TaskCode, task: Task) -> None:
+    calls = [
+        f'<tool_call>{{"name": "{name}", "arguments": {{"word": "x"}}}}</tool_call>'
+        for name in ("where", "leave")
+    ]
+    messages = await code.step(task, State({}), answer_of("".join(calls)))
+    assert messages is not None
+    said, left = (message["content"] for message in messages)
+    assert said.split()[0] == "x"
+    assert int(said.split()[1]) != os.getpid()
+    assert left == "error: SystemExit: x"
