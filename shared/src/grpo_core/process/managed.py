@@ -142,10 +142,13 @@ class ManagedProcess:
             os.killpg(self.pid, signal.SIGKILL)
             self._child.wait()
 
+    def log_text(self) -> str:
+        """What this process logged."""
+        return self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
+
     def log_tail(self, lines: int = 15) -> str:
         """The last log lines that are marked as errors; without any, the last lines, cut short."""
-        own = self.log_path.read_bytes()[self._log_start :]
-        written = own.decode(errors="replace").splitlines()
+        written = self.log_text().splitlines()
         # An interpreter may print more lines at exit than the error itself has.
         errors = [line for line in written[-_SEARCHED_LINES:] if _MARKED_AS_ERROR.search(line)]
         shown = errors or [line[:_SHOWN_CHARACTERS] for line in written]

@@ -228,15 +228,24 @@ def test_the_death_of_a_service_ends_the_run_and_is_named(tmp_path: Path, name: 
         assert demo.all_ended()
 
 
-def follow(folder: Path, code: str, deadline_s: float = 300.0) -> None:
-    """Follow a trainer that has taken 2 of 5 steps and runs `code`."""
+def follow(
+    folder: Path, code: str, deadline_s: float = 300.0, environment: str | None = None
+) -> None:
+    """Follow a trainer that has taken 2 of 5 steps and runs `code`, and an environment."""
     run = RunDirectory(folder)
     run.metrics.write_text(metrics_line(1) + metrics_line(2))
     sizes = replace(BY_TASK["arithmetic"], steps=5, step_deadline_s=deadline_s)
     with StopRequest() as request, Stack(folder / "logs", request) as stack:
         command = [sys.executable, "-c", code]
-        stack.start([Service("trainer", command, lambda: True, 60.0, may_finish=True)])
-        follow_training(stack, run, sizes, MODES["none"], Shown())
+        services = [Service("trainer", command, lambda: True, 60.0, may_finish=True)]
+        names = [] if environment is None else ["env"]
+        for name in names:
+            (folder / "logs").mkdir()
+            (folder / "logs" / "env.log").write_text("run.completed, in an earlier part\n")
+            command = [sys.executable, "-c", str(environment)]
+            services.append(Service(name, command, lambda: True, 60.0, may_finish=True))
+        stack.start(services)
+        follow_training(stack, run, sizes, MODES["none"], Shown(), environments=names)
 
 
 def test_a_trainer_that_makes_no_step_in_time_is_named(tmp_path: Path) -> None:
@@ -249,6 +258,17 @@ def test_a_trainer_that_makes_no_step_in_time_is_named(tmp_path: Path) -> None:
 def test_a_trainer_that_ends_early_is_no_success(tmp_path: Path) -> None:
     with pytest.raises(ProcessFailed, match=r"trainer ended with status 0 after 2 of 5 steps; see"):
         follow(tmp_path, "")
+
+
+def test_an_environment_that_ends_early_is_noticed(tmp_path: Path) -> None:
+    """A model's program may call `os._exit(0)` in a task."""
+    with pytest.raises(ProcessFailed, match=r"env ended with status 0 before the run was complete"):
+        follow(tmp_path, SLEEP, environment="import os; os._exit(0)")
+
+
+def test_an_environment_that_completed_the_run_may_end(tmp_path: Path) -> None:
+    with pytest.raises(NoTrainingStep):
+        follow(tmp_path, SLEEP, deadline_s=5.0, environment="print('run.completed')")
 
 
 def test_latest_follows_runs_in_the_default_place(

@@ -53,6 +53,8 @@ from grpo_local.settings import DemoSettings
 
 FOLLOW_POLL_S = 0.2
 REDIS_DEADLINE_S = 5.0
+COMPLETE = "run.completed"
+"""The event that an environment logs when it ends as it should."""
 INDENT = 9 * " "
 
 
@@ -121,13 +123,20 @@ def _train_and_report(
             hand_off = start_services(factory, stack, screen, weights_socket_path(Path(temporary)))
             if settings.resume:  # not earlier, so that a failed start leaves the old one
                 run.write_config(resolved_yaml(settings.command, settings.resolved()))
+            names = [factory.environment_name(task) for task in settings.task]
             training_started = time.monotonic()
             records += follow_training(
-                stack, run, settings.sizes, settings.weight_mode, screen, len(records), evaluations
+                stack,
+                run,
+                settings.sizes,
+                settings.weight_mode,
+                screen,
+                len(records),
+                evaluations,
+                names,
             )
             training_s = time.monotonic() - training_started
             if settings.evaluates_every:
-                names = [factory.environment_name(task) for task in settings.task]
                 wait_for_evaluations(stack, names, settings.sizes, screen)
                 show_evaluations(evaluations, screen)
             with SupervisorClient(
@@ -224,13 +233,16 @@ def follow_training(
     screen: Screen,
     done: int = 0,
     evaluations: EvaluationsFile | None = None,
+    environments: Sequence[str] = (),
 ) -> list[StepRecord]:
     """Show every step until the trainer has ended; returns the records of the steps shown.
 
     Args:
         done: steps that are in the metrics file already
+        environments: names of their processes
     Raises:
-        ProcessFailed: a process failed, or the trainer ended before its last step.
+        ProcessFailed: a process failed, the trainer ended before its last step, or an environment
+            before the run was complete.
         NoTrainingStep: `step_deadline_s` passed without a step.
         ProtocolViolation: the metrics file breaks its contract.
         StopRequested: a stop signal arrived.
@@ -261,9 +273,20 @@ def follow_training(
                 f"the trainer ended with status 0 after {done + len(records)} of {sizes.steps} "
                 f"steps; see {trainer.log_path}\n{trainer.log_tail()}"
             )
+        for name in environments:
+            _require_unended_or_complete(stack.process(name))
         if time.monotonic() - last_step_at > sizes.step_deadline_s:
             raise NoTrainingStep(_no_step_message(sizes, done + len(records), trainer))
         stack.sleep(FOLLOW_POLL_S)
+
+
+def _require_unended_or_complete(environment: ManagedProcess) -> None:
+    """The code of a task may end its process, with status 0."""
+    if environment.exit_code == 0 and COMPLETE not in environment.log_text():
+        raise ProcessFailed(
+            f"{environment.name} ended with status 0 before the run was complete; see "
+            f"{environment.log_path}\n{environment.log_tail()}"
+        )
 
 
 def show_evaluations(evaluations: EvaluationsFile, screen: Screen) -> bool:
