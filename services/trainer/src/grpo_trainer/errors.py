@@ -14,6 +14,7 @@ GrpoError (grpo_core)
 │   └── StateOfAnotherRun   the checkpoint belongs to another run than the one at run-api
 ├── MissingPackage          an option needs a package that is not installed
 ├── NoSuchDevice            --device or --vllm-gpu names a GPU that this process cannot see
+├── UnsupportedModel        the model is an adapter, or transformers has no classes for it
 ├── FastPathRefused         the model does not support a faster computation that was requested
 ├── UnusableOptimizer       the optimizer's options do not fit the weights or their device
 ├── NoInferenceServer       nothing answers at the server's URL
@@ -159,6 +160,10 @@ class NonFiniteLoss(NonFiniteStep):
 
 class NonFiniteGradient(NonFiniteStep):
     """The gradient norm is NaN or infinite."""
+
+
+class UnsupportedModel(GrpoError):
+    """The model is an adapter, needs code of its own, or is no causal language model."""
 
 
 class LostRank(GrpoError):

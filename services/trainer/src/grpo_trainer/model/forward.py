@@ -247,9 +247,18 @@ class _Probe:
         self._tolerance = tolerance_of(policy)
 
     def require_equal(self, forward: ForwardPass, way: str) -> None:
-        """Raises `FastPathRefused` if `forward` differs by more than rounding. `way` names what
-        `forward` tests, for the message."""
-        off = float((self._logprobs(forward) - self._expected).abs().mean())
+        """Raises `FastPathRefused` if `forward` fails, or differs by more than rounding. `way`
+        names what `forward` tests, for the message."""
+        try:
+            found = self._logprobs(forward)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a family whose parts have other names or arguments
+            raise FastPathRefused(
+                f"{type(base_model(self._policy)).__name__} with {way} fails: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        off = float((found - self._expected).abs().mean())
         if not off <= self._tolerance:
             raise FastPathRefused(
                 f"the logprobs of {type(base_model(self._policy)).__name__} with and without "

@@ -10,13 +10,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from grpo_core.weights.directory_checks import ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB
+from grpo_core.weights.directory_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB
 from grpo_core.weights.ref import WeightKind
 from grpo_trainer.checkpoint.atomic_dir import whole_directory
 from grpo_trainer.checkpoint.export import as_in_files, model_tensors, write_adapter, write_model
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.config.trainer import AUTO_DEVICE
-from grpo_trainer.errors import NoSuchDevice, PolicyMismatch
+from grpo_trainer.errors import NoSuchDevice, PolicyMismatch, UnsupportedModel
 from grpo_trainer.model.adapter import adapter_tensors, with_adapter
 from grpo_trainer.model.policy_protocol import CausalLM
 
@@ -26,10 +26,31 @@ HOST = torch.device("cpu")
 
 
 def import_architecture(model_name: str) -> None:
-    """Import the classes of a model, which takes seconds, before the server has started."""
+    """Import the classes of a model, which takes seconds, before the server has started.
+
+    Raises:
+        UnsupportedModel: an adapter, a model with code of its own, or no model of text.
+    """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(model_name)
+    if (Path(model_name) / ADAPTER_CONFIG).is_file():
+        raise UnsupportedModel(
+            f"--model {model_name} is an adapter; merge it into its base model (peft's "
+            "merge_and_unload) and train the result, or pass the base model"
+        )
+    try:
+        # Without this argument, transformers would ask at the terminal.
+        config = transformers.AutoConfig.from_pretrained(model_name, trust_remote_code=False)
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModel(
+            f"--model {model_name}: transformers {transformers.__version__} has no classes for "
+            "this model, and code of its own (auto_map) is not run; choose a model that "
+            f"transformers supports ({str(error).splitlines()[0]})"
+        ) from error
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModel(
+            f"--model {model_name}: a {config.model_type} is no causal language model"
+        )
     for name in (*(config.architectures or ()), "AutoModelForCausalLM"):
         getattr(transformers, name, None)  # an attribute is imported when it is read
 
@@ -105,9 +126,11 @@ class TrainedWeights:
 
         Raises:
             PolicyMismatch: the options do not fit the model.
+            UnsupportedModel: see `import_architecture`.
         """
         from transformers import AutoModelForCausalLM
 
+        import_architecture(self.model_name)
         name = self.model_name
         policy: CausalLM = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
         log.info(
