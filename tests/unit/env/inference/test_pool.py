@@ -372,7 +372,8 @@ def _tasks() -> Counter[str]:
     """Numbers of tasks by coroutine, without those of the test and of its servers."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     names = Counter(getattr(task.get_coro(), "__qualname__", "") for task in others)
-    return Counter({name: n for name, n in names.items() if "RequestHandler" not in name})
+    of_servers = ("RequestHandler", "_accept_connection")
+    return Counter({k: n for k, n in names.items() if not any(part in k for part in of_servers)})
 
 
 @pytest.mark.parametrize("others", [[], ["http://127.0.0.1:10"]])
