@@ -6,7 +6,8 @@
 -- ARGV  1 env_id
 -- Returns nil if no such environment ever registered, else the number of dropped parts
 
-if tonumber(ARGV[1]) >= tonumber(redis.call('GET', KEYS[10]) or 0) then
+local ids = redis.call('GET', KEYS[10]) or redis.call('HLEN', KEYS[1])
+if tonumber(ARGV[1]) >= tonumber(ids) then
   return nil
 end
 return forget_environment(ARGV[1], unpack(KEYS))

@@ -29,6 +29,8 @@ end
 
 local run, env_id = find_receipt(resets, receipt)
 if not env_id then
+  -- runs of earlier releases counted the environments, and deleted none
+  redis.call('SETNX', last_env_id, redis.call('HLEN', environments))
   local now_ms = tonumber(now())
   local polls = redis.call('HGETALL', seen)
   for i = 1, #polls, 2 do
@@ -37,8 +39,6 @@ if not env_id then
         payloads, totals, large)
     end
   end
-  -- runs of earlier releases counted the environments
-  redis.call('SETNX', last_env_id, redis.call('HLEN', environments))
   env_id = redis.call('INCR', last_env_id) - 1
   redis.call('HINCRBY', totals, 'environments', 1)
   local ordinal = redis.call('HINCRBY', counts, desired_name, 1) - 1
