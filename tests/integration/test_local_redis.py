@@ -56,7 +56,7 @@ def test_somebody_elses_redis_is_used_and_never_replaced(tmp_path: Path) -> None
     port = free_port()
     theirs = start_redis(port, tmp_path / "theirs", server.bundled_redis())
     with LocalRedis(tmp_path / "unwritable" / "ours", port) as ours:
-        assert ours._watcher is None
+        assert not ours.is_ours
         assert not (tmp_path / "unwritable").exists()
     assert listens(port)
     theirs.stop()

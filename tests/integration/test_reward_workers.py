@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from grpo_env.assembly import open_tasks, task_code
 from grpo_env.config.settings import load_env_settings
 from grpo_env.rollout.user_code import TaskCode, TooSlow, UserCodeFailed
 from grpo_env.tasks import Answer, State, Task
+from tests.support.process_table import is_alive
+from tests.support.wait import wait_for
 
 CODE = '''
-import os, re, signal, sys, threading
+import os, re, signal, subprocess, sys
 
 from grpo_env.tasks import Graded, Task
 
@@ -44,6 +50,16 @@ class Rewarded(Task):
         if answer == "alarm":  # as math_verify does
             signal.signal(signal.SIGALRM, lambda *_: None)
             signal.alarm(0)
+        if answer == "late alarm":
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            return 1.0
+        if answer == "program":
+            child = subprocess.Popen(["sleep", "1000"])
+            open(row["file"], "w").write(str(child.pid))
+            child.wait()
+        if answer == "unreadable":
+            return Graded({"value": 1.0}, Unreadable())
         if answer == "exit":
             exit(3)
         if answer == "crash":
@@ -56,6 +72,11 @@ class Rewarded(Task):
             return float(bool(re.fullmatch(r"(\\w+\\s?)*", answer)))
         parts = {"finished": answer.finished, "tokens": len(answer.token_ids), "row": row["value"]}
         return Graded(parts, f"{os.getpid()} {answer.messages[-1]['content']}")
+
+
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
 
 
 async def later():
@@ -108,6 +129,7 @@ async def test_a_reward_may_need_the_main_thread_or_return_a_coroutine(
         ("exit", "CodeStopped", "SystemExit: 3"),
         ("crash", "ProcessEnded", "the reward ended its process with status 4"),
         ("error", "KeyError", "'no such thing'"),
+        ("unreadable", "ValueError", "invalid literal for int() with base 10: 'no number'"),
     ],
 )
 async def test_an_error_is_that_of_its_answer_alone(
@@ -122,9 +144,42 @@ async def test_an_error_is_that_of_its_answer_alone(
 
 
 async def test_a_reward_that_holds_the_lock_is_ended(code: TaskCode, task: Task) -> None:
-    with pytest.raises(TooSlow, match="within 3 s; make it faster, or raise --reward-deadline-s"):
+    with pytest.raises(TooSlow, match="did not end within 3 s; make it faster, load at import"):
         await code.reward(task, answer_of("a" * 60 + "!"), {})
     assert await code.reward(task, answer_of("coroutine"), {}) == 2.0
+
+
+async def test_the_programs_that_a_reward_started_end_with_it(
+    code: TaskCode, task: Task, tmp_path: Path
+) -> None:
+    file = tmp_path / "pid"
+    with pytest.raises(TooSlow):
+        await code.reward(task, answer_of("program"), {"file": str(file)})
+    child = int(file.read_text())
+    await asyncio.to_thread(wait_for, lambda: not is_alive(child))
+
+
+async def test_a_process_that_ends_between_two_calls_is_replaced(
+    code: TaskCode, task: Task
+) -> None:
+    """For example one that the kernel ends for its memory; the restart is logged."""
+    workers: Any = code._elsewhere
+    for child in psutil.Process().children(recursive=True):
+        if child.pid == os.getsid(child.pid) and child.ppid() != os.getpid():
+            child.kill()
+    await asyncio.to_thread(wait_for, lambda: not workers._rewards._pool.active)
+    with capture_logs() as logs:
+        assert await code.reward(task, answer_of("coroutine"), {}) == 2.0
+    assert [line["event"] for line in logs] == ["reward_workers.restarted"]
+
+
+async def test_a_timer_of_one_call_ends_no_later_one(code: TaskCode, task: Task) -> None:
+    for _ in range(4):
+        assert await code.reward(task, answer_of("late alarm"), {}) == 1.0
+    await asyncio.sleep(0.5)  # what would end both processes
+    with capture_logs() as logs:
+        assert await code.reward(task, answer_of("coroutine"), {}) == 2.0
+    assert logs == []
 
 
 async def test_a_tool_runs_in_another_process(code: TaskCode, task: Task) -> None:

@@ -11,18 +11,22 @@ import contextlib
 import inspect
 import io
 import os
+import pickle
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
 
 from grpo_core.errors import GrpoError
+from grpo_core.process.orphans import end_with_parent
 from grpo_env.contained import contained
 from grpo_env.loading import specs_from
 from grpo_env.tasks import Answer, Row, Task
 
+T = TypeVar("T")
 TASKS_VARIABLE = "GRPO_REWARD_TASKS"
 """Holds the tasks to load while the process that forks the workers starts."""
 
@@ -59,6 +63,20 @@ def load(text: str) -> None:
         _Loaded.tasks, _Loaded.text = {task.name: task for task in tasks}, text
 
 
+def begin(text: str) -> None:
+    """Prepare a worker, outside the deadline of any call. An error of the tasks' code is raised
+    again by the first call."""
+    os.setsid()  # the programs that a call starts end with it
+    end_with_parent()
+    signal.signal(signal.SIGTERM, _end_session)
+    with contextlib.suppress(Exception):
+        contained(load, text)
+
+
+def _end_session(_number: int, _frame: FrameType | None) -> None:
+    os.killpg(0, signal.SIGKILL)
+
+
 def reward(text: str, task: str, answer: Answer, row: Row) -> Any:
     """What the task's reward returns, or a `Failure`. Raises `GrpoError` as the reward does."""
     return _outcome(text, lambda: _Loaded.tasks[task].reward(answer, row))
@@ -80,11 +98,22 @@ def _outcome(text: str, call: Callable[[], Any]) -> Any:
     try:
         contained(load, text)
         value = contained(call)
-        return contained(asyncio.run, _awaited(value)) if inspect.isawaitable(value) else value
-    except GrpoError:
-        raise
+        if inspect.isawaitable(value):
+            value = contained(asyncio.run, _awaited(value))
+        return _portable(value)
+    except GrpoError as error:
+        raise _portable(error) from None
     except Exception as error:  # noqa: BLE001 - code of a user
         return Failure.of(error)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # it would end this process later
+
+
+def _portable(value: T) -> T:
+    """The value, which another process can read: any other one would break the pool. Raises the
+    errors of pickle."""
+    pickle.loads(pickle.dumps(value))
+    return value
 
 
 async def _awaited(value: Any) -> Any:

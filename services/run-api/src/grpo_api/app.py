@@ -122,12 +122,12 @@ def serve(settings: RunApiSettings) -> None:
     # Objects made so far live as long as the process, so the garbage collector can skip them.
     gc.freeze()
     directory = local_redis_directory()
-    if settings.may_start_redis and settings.redis_disk_bytes is None:
-        settings = settings.model_copy(update={"redis_disk_bytes": disk_bytes(directory)})
     with (
-        LocalRedis(directory) if settings.may_start_redis else nullcontext(),
+        LocalRedis(directory) if settings.may_start_redis else nullcontext() as local,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
+        if local is not None and local.is_ours and settings.redis_disk_bytes is None:
+            settings = settings.model_copy(update={"redis_disk_bytes": disk_bytes(directory)})
         runner.run(_serve(settings))
 
 

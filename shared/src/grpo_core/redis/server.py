@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -113,7 +114,10 @@ def disk_bytes(directory: Path) -> int:
     place = directory.absolute()
     while not place.exists():
         place = place.parent
-    held = sum(file.stat().st_size for file in directory.rglob("appendonly*") if file.is_file())
+    held = 0
+    for file in directory.rglob("appendonly*"):
+        with contextlib.suppress(FileNotFoundError):  # Redis writes it anew
+            held += file.stat().st_size
     return shutil.disk_usage(place).free + held
 
 
@@ -169,6 +173,11 @@ class LocalRedis(ClosesOnExit):
             raise
         self._watcher = threading.Thread(target=self._watch, name="local-redis", daemon=True)
         self._watcher.start()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a command of this user starts it, in this directory."""
+        return self._watcher is not None
 
     def close(self) -> None:
         """End Redis if this process started it."""

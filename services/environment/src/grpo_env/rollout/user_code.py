@@ -26,8 +26,8 @@ class TooSlow(ValueError):
     @classmethod
     def after(cls, name: str, deadline_s: float) -> Self:
         return cls(
-            f"{name} did not end within {deadline_s:g} s; make it faster, or raise "
-            "--reward-deadline-s"
+            f"{name} did not end within {deadline_s:g} s; make it faster, load at import what it "
+            "needs, or raise --reward-deadline-s"
         )
 
 
@@ -50,6 +50,9 @@ class Elsewhere(Protocol):
     """
 
     async def reward(self, task: Task, answer: Answer, row: Row) -> Any: ...
+
+    async def start_tools(self) -> None:
+        """Wait until tools can be called."""
 
     async def tool(self, task: Task, name: str, arguments: Mapping[str, Any]) -> Any: ...
 
@@ -82,11 +85,12 @@ class TaskCode(ClosesOnExit):
         return await self._elsewhere.reward(task, answer, row)
 
     async def step(self, task: Task, state: State, answer: Answer) -> Sequence[Message] | None:
-        """The task's next messages, see `Task.step`. Its tools run in other processes. Raises as
-        `call`."""
+        """The task's next messages, see `Task.step`. Its tools run in other processes, unless a
+        step of its own calls them. Raises as `call`."""
         call = self.call if task.blocks else self.call_here
         elsewhere = self._elsewhere
-        if elsewhere is not None:
+        if elsewhere is not None and task.tools and not task.has_steps:
+            await elsewhere.start_tools()
             ELSEWHERE.set(partial(elsewhere.tool, task))
         more: Sequence[Message] | None = await call("the step", task.step, state, answer)
         return more

@@ -101,8 +101,7 @@ async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -
     try:
         inspect.signature(tool).bind(**call.arguments)
         elsewhere = ELSEWHERE.get()
-        # A coroutine or a method needs the state of this process.
-        if elsewhere is not None and inspect.isfunction(tool) and not _is_coroutine(tool):
+        if elsewhere is not None and _is_stateless(tool):
             return str(await elsewhere(call.name, call.arguments))
         if _is_coroutine(tool):
             return str(await contained_await(tool(**call.arguments)))
@@ -112,6 +111,11 @@ async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -
         return str(await asyncio.wrap_future(done))
     except Exception as error:  # noqa: BLE001 - code of a user, and arguments of a model
         return f"error: {error or type(error).__name__}"
+
+
+def _is_stateless(tool: Callable[..., Any]) -> bool:
+    """False for a coroutine, a method or a closure, which need the state of this process."""
+    return inspect.isfunction(tool) and not _is_coroutine(tool) and tool.__closure__ is None
 
 
 _is_coroutine = inspect.iscoroutinefunction

@@ -31,11 +31,11 @@ async def watch_disk(
     """
     if disk_bytes is None:
         return
-    has_warned = False
+    was_large = False
     while not lifetime.closing.is_set():
         held = await _file_bytes(link)
-        is_large = held > WARN_SHARE * disk_bytes
-        if is_large and not has_warned:
+        is_large = was_large if held is None else held > WARN_SHARE * disk_bytes
+        if is_large and not was_large:
             _log.warning(
                 "redis.disk_nearly_full",
                 append_only_file_bytes=held,
@@ -43,14 +43,14 @@ async def watch_disk(
                 hint="Redis ends when its disk is full: enlarge the disk, or lower "
                 "--max-queued-bytes and --max-leased-bytes",
             )
-        has_warned = is_large
+        was_large = is_large
         await lifetime.closes_within(poll_s)
 
 
-async def _file_bytes(link: RedisLink) -> int:
-    """0 if Redis does not tell."""
+async def _file_bytes(link: RedisLink) -> int | None:
+    """None if Redis does not tell."""
     try:
         told = await link.call("INFO", "persistence")
     except (ResponseError, StoreUnavailable):
-        return 0
+        return None
     return int(told.get("aof_current_size", 0))
