@@ -60,16 +60,16 @@ class Environment:
         self._calls_left = 0
 
     async def run(self) -> None:
-        joined = [entry.env_id for entry in self.journal.past if isinstance(entry, Joined)]
-        env_id = joined[-1] if joined else None
-        while not self.stopping.is_set() or env_id is not None:
-            if env_id is None:
-                env_id = await self._join()
+        past = [entry for entry in self.journal.past if isinstance(entry, Joined)]
+        joined = past[-1] if past and past[-1].env_id is not None else None
+        while not self.stopping.is_set() or joined is not None:
+            if joined is None:
+                joined = await self._join()
             else:
-                await self._stay(env_id)
-                env_id = None
+                await self._stay(joined)
+                joined = None
 
-    async def _join(self) -> int | None:
+    async def _join(self) -> Joined | None:
         """Register; None while there is no trainer."""
         options = self.options
         registration = EnvironmentRegistration(
@@ -83,14 +83,23 @@ class Environment:
         if answer is None:
             await asyncio.sleep(_POLL_S)
             return None
-        self.journal.write(Joined(env_id=answer["env_id"]))
-        return int(answer["env_id"])
+        joined = Joined(env_id=answer["env_id"], run_uuid=answer["run_uuid"])
+        self.journal.write(joined)
+        return joined
 
-    async def _stay(self, env_id: int) -> None:
+    async def _stay(self, joined: Joined) -> None:
         """Send groups from registration to disconnection."""
+        env_id = joined.env_id
+        assert env_id is not None
         self._calls_left = self._dice.randint(*_CALLS_OF_A_MEMBERSHIP)
         sender = Sender(
-            env_id, self.options.group_size, self.clients, self._maker, self.journal, self._dice
+            env_id,
+            joined.run_uuid,
+            self.options.group_size,
+            self.clients,
+            self._maker,
+            self.journal,
+            self._dice,
         )
         async with asyncio.TaskGroup() as workers:
             for _ in range(_WORKERS):

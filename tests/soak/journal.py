@@ -39,6 +39,7 @@ class Joined(BaseModel):
 
     event: Literal["joined"] = "joined"
     env_id: int | None
+    run_uuid: str = ""
 
 
 class Sent(BaseModel):

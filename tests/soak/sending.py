@@ -86,9 +86,10 @@ class ListClient:
 
 @dataclass(frozen=True)
 class Sender:
-    """`env_id`: from run-api. `group_size`: sequences in a whole group."""
+    """`env_id`, `run_uuid`: from run-api. `group_size`: sequences in a whole group."""
 
     env_id: int
+    run_uuid: str
     group_size: int
     clients: Clients
     maker: GroupMaker
@@ -128,7 +129,7 @@ class Sender:
 
     async def _send_impatiently(self) -> None:
         group = self._make(self.group_size)
-        await self._try(self._begin([group]), self.clients.impatient.submit(group))
+        await self._try(self._begin([group]), self._sent(self.clients.impatient, group))
 
     async def _send_list(self) -> None:
         """Send; sometimes repeat with the same key, sometimes with a changed body."""
@@ -165,9 +166,12 @@ class Sender:
 
     async def _submit(self, group: ScoredGroup) -> dict[str, Any]:
         answer: dict[str, Any] = await self._deliver(
-            self._begin([group]), self.clients.patient.submit(group)
+            self._begin([group]), self._sent(self.clients.patient, group)
         )
         return answer
+
+    def _sent(self, client: EnvironmentClient, group: ScoredGroup) -> Awaitable[dict[str, Any]]:
+        return client.submit(group, self.run_uuid)
 
     def _begin(self, groups: Sequence[ScoredGroup]) -> str:
         return self.journal.sent({digest(group): group.size for group in groups})

@@ -132,7 +132,7 @@ async def _fill_up(cluster: Cluster, settings: Settings) -> None:
             for _ in range(-int(cluster.counts()["queued_sequences"]) % BATCH_SIZE):
                 group = maker.make(1, env_id=None)
                 call = journal.sent({digest(group): group.size})
-                await client.submit(group)
+                await client.submit(group, run_uuid="")
                 journal.settled(call, Outcome.ACKNOWLEDGED)
 
 
