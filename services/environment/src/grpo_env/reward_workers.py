@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as DeadlinePassed
@@ -97,6 +98,7 @@ class _Workers:
     def _started(self) -> ProcessPool:
         with self._starting:
             if self._pool is None:
+                _find_temporary_directory()
                 context = multiprocessing.get_context("forkserver")
                 context.set_forkserver_preload([reward_process.__name__])
                 os.environ[TASKS_VARIABLE] = self._text
@@ -123,3 +125,12 @@ class _Workers:
         if self._pool is not None:
             self._pool.stop()  # type: ignore[no-untyped-call]
             self._pool.join()
+
+
+def _find_temporary_directory() -> None:
+    """The processes meet at a socket in one. A container whose file system is read-only may have no
+    other than that of shared memory, where their semaphores are anyway."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        tempfile.tempdir = "/dev/shm"
