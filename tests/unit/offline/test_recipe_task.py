@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from grpo_env.tasks import Answer, Graded, TaskOptions
 from grpo_env.tasks.items import evaluation_items, training_items
+from grpo_env.tasks.reward_value import RewardInvalid
 from grpo_env.tasks.rows import DataUnusable
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.recipe.environment import environment_options
@@ -28,6 +30,7 @@ from grpo_offline.recipe.run_directory import open_directory
 from grpo_offline.recipe.task import RecipeTask
 
 Recipes = Callable[..., Recipe]
+ROW = {"prompt": "3+4=", "answer": "7", "other": 1}
 
 
 @pytest.fixture
@@ -103,6 +106,45 @@ def test_rewards_are_registered_read_from_files_and_adapted_from_trl(tmp_path: P
         return [float(one[0]["content"] == right) for one, right in pairs]
 
     assert from_trl(in_trls_form)(Answer("7"), {"answer": "7", "other": 1}) == 1.0
+
+
+def test_rewards_of_a_file_may_have_every_form(tmp_path: Path, recipe_of: Recipes) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import numpy\n"
+        "from grpo_env.tasks import Graded\n"
+        "async def later(answer, row): return 0.5\n"
+        "def parts(answer, row): return {'a': numpy.True_, 'b': None}\n"
+        "def reasoned(answer, row): return Graded({'c': 1.0}, 'why', score=3.0)\n"
+        "def skips(answer, row): return None\n"
+        "def trl(prompts, completions, other, **_): return [len(completions[0][0]['content'])]\n"
+        "async def slow_trl(completions, **_): return [None]\n"
+        "def verl(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': float(solution_str == ground_truth), 'acc': 1}\n"
+    )
+    names = [
+        f"{file}:{name}"
+        for name in ("later", "parts", "reasoned", "skips", "trl", "slow_trl", "verl")
+    ]
+    task = task_of(recipe_of(dataset_name="x.jsonl", reward_funcs=names))
+    value = task.reward(Answer("7", messages=[{"role": "user", "content": "3+4="}]), ROW)
+    graded = asyncio.run(_awaited(value))
+
+    later, parts, reasoned, skips, trl, slow_trl, verl = names
+    assert graded == Graded(
+        {
+            **{later: 0.5, parts: 1.0, f"{parts}.a": 1.0, reasoned: 3.0, f"{reasoned}.c": 1.0},
+            **{skips: None, trl: 1.0, slow_trl: None, verl: 1.0, f"{verl}.acc": 1.0},
+        },
+        "expected 7; why",
+        score=0.0,
+    )
+    with pytest.raises(RewardInvalid, match="every reward of reward_funcs returned None"):
+        task_of(recipe_of(dataset_name="x.jsonl", reward_funcs=[skips])).reward(Answer("7"), ROW)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
 
 
 def test_parts_of_the_reward_are_named_and_weighted(tmp_path: Path, recipe_of: Recipes) -> None:

@@ -21,6 +21,7 @@ from grpo_env.tasks import Answer, Reward, Row, Task, TaskOptions
 from grpo_env.tasks.arithmetic import Arithmetic
 from grpo_env.tasks.gsm8k import Gsm8k
 from grpo_env.tasks.math import Math
+from grpo_env.tasks.reward_forms import as_reward
 
 BUILT_IN: Mapping[str, type[Task]] = {"arithmetic": Arithmetic, "gsm8k": Gsm8k, "math": Math}
 
@@ -29,19 +30,17 @@ class TaskUnusable(GrpoError):
     """The task does not exist, or its file cannot be loaded. The message names file and line."""
 
 
-RewardFunction = Callable[[Answer, Row], Any]
-
-
 class FunctionTask(Task):
     """A task whose reward is a function of its own, and whose prompts are the rows of `--data`."""
 
-    def __init__(self, name: str, function: RewardFunction, options: TaskOptions) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], options: TaskOptions) -> None:
         self.name = name
         super().__init__(options)
-        self._function = function
+        self.function = function
+        self._reward = as_reward(function)
 
     def reward(self, answer: Answer, row: Row) -> Reward:
-        reward: Reward = self._function(answer, row)
+        reward: Reward = self._reward(answer, row)
         return reward
 
 
@@ -115,7 +114,7 @@ def _task_of(module: ModuleType, attribute: str, stem: str, source: str) -> Make
 
 def _check_signature(function: Callable[..., Any], attribute: str, source: str) -> None:
     try:
-        inspect.signature(function).bind("", {})
+        inspect.signature(as_reward(function)).bind("", {})
     except TypeError as error:
         code = getattr(function, "__code__", None)
         line = f" line {code.co_firstlineno}" if code else ""

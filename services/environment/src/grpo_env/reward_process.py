@@ -25,6 +25,7 @@ from grpo_core.process.orphans import end_with_parent
 from grpo_env.contained import contained
 from grpo_env.loading import specs_from
 from grpo_env.tasks import Answer, Row, Task
+from grpo_env.tasks.reward_value import graded_of
 
 T = TypeVar("T")
 TASKS_VARIABLE = "GRPO_REWARD_TASKS"
@@ -78,8 +79,9 @@ def _end_session(_number: int, _frame: FrameType | None) -> None:
 
 
 def reward(text: str, task: str, answer: Answer, row: Row) -> Any:
-    """What the task's reward returns, or a `Failure`. Raises `GrpoError` as the reward does."""
-    return _outcome(text, lambda: _Loaded.tasks[task].reward(answer, row))
+    """What the task's reward returns, as `graded_of` reads it here, where its libraries are
+    imported; or a `Failure`. Raises `GrpoError` as the reward does."""
+    return _outcome(text, lambda: _Loaded.tasks[task].reward(answer, row), graded_of)
 
 
 def tool(text: str, task: str, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -91,16 +93,16 @@ def tool(text: str, task: str, name: str, arguments: Mapping[str, Any]) -> Any:
                 return function(**arguments)
         raise LookupError(name)
 
-    return _outcome(text, call)
+    return _outcome(text, call, lambda value: value)
 
 
-def _outcome(text: str, call: Callable[[], Any]) -> Any:
+def _outcome(text: str, call: Callable[[], Any], read: Callable[[Any], Any]) -> Any:
     try:
         contained(load, text)
         value = contained(call)
         if inspect.isawaitable(value):
             value = contained(asyncio.run, _awaited(value))
-        return _portable(value)
+        return _portable(read(value))
     except GrpoError as error:
         raise _portable(error) from None
     except Exception as error:  # noqa: BLE001 - code of a user

@@ -6,7 +6,9 @@ import asyncio
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from structlog.testing import capture_logs
 
 from grpo_env.grading.parts import UnknownRewardPart
@@ -46,6 +48,21 @@ async def test_the_score_is_the_weighted_sum_of_the_parts() -> None:
     # Half of the tokens that the limit allows; -0.5, with the weight 0.1.
     answer = Answer("7", token_ids=[1, 2], max_tokens=4)
     assert await grade(1.0, {"length": 0.1}, answer) == Grade(0.95, {"reward": 1.0, "length": -0.5})
+
+
+async def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    for value in (np.float32(1), np.int64(1), np.True_, np.array(1.0), torch.tensor(1)):
+        assert await grade(value) == Grade(1.0, {"reward": 1.0})
+        assert await grade({"a": value}) == Grade(1.0, {"a": 1.0})
+    assert await grade(Graded({}, score=np.float32(0.5))) == Grade(0.5, {})  # type: ignore[arg-type]
+
+
+async def test_a_part_that_is_none_is_left_out_and_known() -> None:
+    with TaskCode(DEADLINE_S) as code:
+        grader = Grader({"b": 2.0}, code)
+        answers = [Answer("7")] * 64
+        grades = await grader.grade_all(Rewarded(lambda *_: {"a": 1.0, "b": None}), answers, {})
+    assert grades[0] == Grade(1.0, {"a": 1.0})
 
 
 async def test_a_coroutine_is_awaited_outside_of_the_event_loop() -> None:
@@ -99,7 +116,11 @@ async def test_code_that_has_not_ended_is_cancelled_at_the_end() -> None:
         (10**400, "the reward is inf, which is not finite in float32"),
         (1e39, "the reward is 1e+39, which is not finite in float32"),
         ("7", "the reward is '7', a str; expected a number, or a dict of named numbers"),
-        (None, "the reward is None, a NoneType; expected a number, or a dict of named numbers"),
+        (None, "the reward is None; a part may be None, or one of several rewards, but not all"),
+        (
+            np.zeros(1),
+            "the reward is array([0.]), a ndarray; expected a number, or a dict of named numbers",
+        ),
         ({}, "the reward is empty; expected a number, or a dict of named numbers"),
     ],
 )

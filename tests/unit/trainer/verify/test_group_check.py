@@ -70,6 +70,16 @@ def test_a_fault_is_named_within_ten_batches(name: CheckName) -> None:
     assert name in found(*[honest] * 3, *[faulty] * 10)
 
 
+def test_a_reward_that_is_the_same_for_all_completions_is_named_after_three_batches() -> None:
+    flat = [group(scores=[0.0] * 4)]
+    assert found(flat, flat) == []
+    assert found(flat, flat, flat) == [CheckName.EQUAL_SCORES]
+    assert found(flat, flat, flat, flat) == []
+    assert found(flat, flat, [group(scores=[0.0, 0.0, 0.0, 0.1])]) == []
+    other = [group(scores=[1.0] * 4)]  # equal within each group, as for easy and hard prompts
+    assert found(flat, other, flat) == []
+
+
 HONEST = {
     "all scores are equal": group(scores=[0.0] * 4, generation_params={"max_tokens": 1}),
     "process rewards": group(scores=[0.0] * 4, advantages=[[0.5]] * 4),

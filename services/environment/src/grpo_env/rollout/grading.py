@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import structlog
@@ -17,14 +15,13 @@ from grpo_core.errors import GrpoError
 from grpo_core.wire.fields import FLOAT32_MAX
 from grpo_env.grading.parts import SHAPING, raise_if_unknown, weighted
 from grpo_env.rollout.user_code import TaskCode, UserCodeFailed
-from grpo_env.tasks import Answer, Graded, Row, Task
+from grpo_env.tasks import Answer, Row, Task
+from grpo_env.tasks.reward_value import RewardInvalid, graded_of
 
 log = structlog.get_logger()
 
 _ANSWERS_TO_KNOW_ALL_PARTS = 64
 """A reward may leave a part out of some answers."""
-SINGLE = "reward"
-"""The name of the only part, if a reward is a single number."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +38,6 @@ class Ungraded:
     """Why an answer could not be graded."""
 
     problem: str
-
-
-class RewardInvalid(ValueError):
-    """A reward returned something that is not a number or named numbers."""
 
 
 @dataclass
@@ -136,7 +129,8 @@ class Grader:
         """
         graded = graded_of(value)
         weights = {**task.weights, **self._weights}
-        parts = dict(graded.parts)
+        self._parts |= graded.parts.keys()
+        parts = {name: part for name, part in graded.parts.items() if part is not None}
         for name in weights.keys() & SHAPING.keys() - parts.keys():
             parts[name] = SHAPING[name](answer)
         self._parts |= parts.keys()
@@ -151,40 +145,3 @@ def _grade(score: float, parts: Mapping[str, float], reason: str) -> Grade:
     if abs(score) > FLOAT32_MAX:
         raise RewardInvalid(f"the score is {score:g}, which float32 cannot hold; lower the weights")
     return Grade(score, parts, reason)
-
-
-def graded_of(value: Any) -> Graded:
-    """What a reward returned, as named finite numbers.
-
-    Raises:
-        RewardInvalid: see `Grader.checked`.
-    """
-    if isinstance(value, Graded):
-        score = value.score
-        if score is not None:
-            score = _numbers({SINGLE: score})[SINGLE]
-        return Graded(_numbers(value.parts), str(value.reason), score)
-    if isinstance(value, Mapping):
-        return Graded(_numbers(value))
-    return Graded(_numbers({SINGLE: value}))
-
-
-def _numbers(parts: Mapping[Any, Any]) -> dict[str, float]:
-    if not parts:
-        raise RewardInvalid("the reward is empty; expected a number, or a dict of named numbers")
-    found = {}
-    for name, value in parts.items():
-        which = "the reward" if name == SINGLE else f"the part {name!r} of the reward"
-        if not isinstance(value, Real):  # bool and the numbers of numpy are Real too
-            raise RewardInvalid(
-                f"{which} is {value!r}, a {type(value).__name__}; expected a number, or a dict of "
-                "named numbers"
-            )
-        try:
-            number = float(value)
-        except OverflowError:  # an integer of hundreds of digits
-            number = math.inf
-        if not abs(number) <= FLOAT32_MAX:
-            raise RewardInvalid(f"{which} is {number:g}, which is not finite in float32")
-        found[str(name)] = number
-    return found

@@ -10,6 +10,7 @@ from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 from grpo_env.pacing.failure_budget import FailureBudget, RefusalLimit
+from grpo_env.pacing.flat_rewards import FlatRewards
 from grpo_env.pacing.reward_failures import RewardFailures
 from grpo_env.rollout.outcome import FailureReason, Rollout, RolloutFailure, SamplingPlan
 from grpo_env.rollout.progress import Progress, RewardSample
@@ -54,6 +55,7 @@ class GroupProducer:
         self._inference = inference
         self._submissions = submissions
         self._reward_failures = reward_failures
+        self._flat_rewards = FlatRewards()
         self._rewards = RewardSample()
         self._generation_refusals = RefusalLimit("the inference server")
         self._submission_refusals = RefusalLimit("run-api")
@@ -101,6 +103,7 @@ class GroupProducer:
             return
         self._inference.succeeded()
         self._rewards.add(outcome.grades)
+        self._flat_rewards.graded(grade.score for grade in outcome.grades)
         self._observe_grading(outcome)
         if isinstance(outcome, Rollout):
             self._generation_refusals.accepted()

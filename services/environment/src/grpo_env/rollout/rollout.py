@@ -16,7 +16,7 @@ from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.dialogue import RecordedDialogue
 from grpo_env.rollout.generation import Generation
-from grpo_env.rollout.grading import Grade, Grader, RewardInvalid, Ungraded
+from grpo_env.rollout.grading import Grade, Grader, Ungraded
 from grpo_env.rollout.outcome import (
     CUT_OFF,
     STOPPED,
@@ -34,6 +34,7 @@ from grpo_env.rollout.user_code import TaskCode
 from grpo_env.tasks import Answer, Message, State, Task
 from grpo_env.tasks.dialogue import ContextFull
 from grpo_env.tasks.items import Item
+from grpo_env.tasks.reward_value import RewardInvalid
 from grpo_env.tasks.tools import tool_schemas
 
 T = TypeVar("T")

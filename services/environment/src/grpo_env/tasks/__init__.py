@@ -82,16 +82,17 @@ class Answer(str):
 class Graded:
     """The named parts of a reward, and why they are what they are, for the reader of rollouts.
 
+    parts: None: this part does not apply to this answer, and is left out.
     score: if the task computes it itself. None: the weighted sum of the parts.
     """
 
-    parts: Mapping[str, float]
+    parts: Mapping[str, float | None]
     reason: str = ""
     score: float | None = None
 
 
-Reward = float | Mapping[str, float] | Graded
-"""A single number is the part `reward`."""
+Reward = float | Mapping[str, float | None] | Graded
+"""A single number is the part `reward`. A part that is None is left out."""
 
 
 @dataclass(frozen=True)

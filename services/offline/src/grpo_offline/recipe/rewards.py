@@ -9,11 +9,11 @@ from typing import Any
 
 from grpo_env.grading.math_grader import MathGrader
 from grpo_env.grading.parts import accuracy
-from grpo_env.loading import find_task
-from grpo_env.tasks import Answer, Row, TaskOptions
+from grpo_env.loading import FunctionTask, find_task
+from grpo_env.tasks import Answer, Row, TaskOptions, reward_forms
+from grpo_env.tasks.reward_forms import RewardFunction, as_reward
 from grpo_offline.errors import RecipeInvalid
 
-RewardFunction = Callable[[Answer, Row], Any]
 REWARDS: dict[str, RewardFunction] = {}
 """A reward gets the completion and its row. `row["answer"]` is the solution column."""
 ANSWER = "answer"
@@ -36,34 +36,36 @@ def register(name: str) -> Callable[[RewardFunction], RewardFunction]:
 
 
 def find_reward(name: str) -> RewardFunction:
-    """A reward by its name, or a function `(answer, row)` of a file: `my.py:reward`.
+    """A reward by its name, or a function of a file: `my.py:reward`. It may have the form
+    `(answer, row)`, or that of TRL or verl.
 
     Raises:
         RecipeInvalid: there is no such reward.
         TaskUnusable: the file cannot be loaded.
     """
     if name in REWARDS:
-        return REWARDS[name]
+        return as_reward(REWARDS[name], _is_chat)
     source, colon, _ = name.partition(":")
     if colon or source.endswith(".py"):
-        return find_task(name)(TaskOptions()).reward
+        task = find_task(name)(TaskOptions())
+        if isinstance(task, FunctionTask):
+            return as_reward(task.function, _is_chat)
+        return task.reward
     raise RecipeInvalid(
         f"reward_funcs: no reward {name!r}; there are {', '.join(REWARDS)}, and functions of "
         "files, for example my.py:reward. Add yours to src/rewards.py"
     )
 
 
-def from_trl(function: Callable[..., list[float]]) -> RewardFunction:
+def from_trl(function: Callable[..., Any]) -> RewardFunction:
     """A reward in TRL's form, `(completions, **columns) -> list[float]`, as one of ours. It is
-    called with one completion at a time, and the columns of its row."""
+    called with one completion at a time, as messages, and the columns of its row."""
+    return reward_forms.from_trl(function, _is_chat)
 
-    def reward(answer: Answer, row: Row) -> float:
-        columns = {name: [value] for name, value in row.items()}
-        completions = [[{"role": "assistant", "content": str(answer)}]]
-        [score] = function(**columns | {"completions": completions})
-        return score
 
-    return reward
+def _is_chat(_row: Row) -> bool:
+    """Recipes make every prompt a conversation."""
+    return True
 
 
 def tagged_answer(text: str) -> str | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
+from grpo_env.grading.parts import weighted
 from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions
 from grpo_env.tasks.arguments import checked_arguments
+from grpo_env.tasks.reward_value import SINGLE, RewardInvalid, graded_of
 from grpo_env.tasks.rows import messages_of
 from grpo_offline.recipe.datasets import RecipeData
 from grpo_offline.recipe.rewards import ANSWER, close_rewards, find_reward
@@ -41,10 +44,13 @@ class RecipeTask(Task):
             )
         return messages_of(row, self.options.system_prompt)
 
-    def reward(self, answer: Answer, row: Row) -> Graded:
+    def reward(self, answer: Answer, row: Row) -> Graded | Awaitable[Graded]:
+        """The score is 0 plus what `reward_weights` make of the rewards by their names."""
         whole = self._with_end(answer)
-        parts = {name: float(reward(whole, row)) for name, reward in self._rewards.items()}
-        return Graded(parts, f"expected {row[ANSWER]}")
+        values = {name: reward(whole, row) for name, reward in self._rewards.items()}
+        if any(inspect.isawaitable(value) for value in values.values()):
+            return _awaited(values, row)
+        return _graded(values, row)
 
     def _with_end(self, answer: Answer) -> Answer:
         """The server leaves out the text that ended a completion."""
@@ -67,3 +73,30 @@ class RecipeTask(Task):
 def _with_answer(row: Row) -> Row:
     found = next((name for name in SOLUTION_COLUMNS if row.get(name) is not None), None)
     return row if found in (None, ANSWER) else {**row, ANSWER: row[found]}
+
+
+async def _awaited(values: Mapping[str, Any], row: Row) -> Graded:
+    found = {
+        name: await value if inspect.isawaitable(value) else value for name, value in values.items()
+    }
+    return _graded(found, row)
+
+
+def _graded(values: Mapping[str, Any], row: Row) -> Graded:
+    """Each reward as one part, and each of its own parts as `<reward>.<part>`, which counts only in
+    its sum. None: the reward does not apply to this row."""
+    parts: dict[str, float | None] = {}
+    reasons = [f"expected {row[ANSWER]}"]
+    for name, value in values.items():
+        parts[name] = None
+        if value is None:
+            continue
+        graded = graded_of(value)
+        own = {part: number for part, number in graded.parts.items() if number is not None}
+        parts[name] = weighted(own, {}) if graded.score is None else graded.score
+        if own.keys() - {SINGLE}:
+            parts |= {f"{name}.{part}": number for part, number in own.items()}
+        reasons += [graded.reason] if graded.reason else []
+    if all(number is None for number in parts.values()):
+        raise RewardInvalid("every reward of reward_funcs returned None for this row")
+    return Graded(parts, "; ".join(reasons), score=0.0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Self
 
 from grpo_core.wire.fields import MASKED
@@ -24,6 +24,8 @@ MIN_UNFINISHED = 16
 UNFINISHED_SHARE = 0.05
 """Share of the unfinished completions with the best score of their batch, at least."""
 MIN_EQUAL_GROUPS = 32
+FIRST_BATCHES = 3
+"""In so many batches, at least two completions should have different scores."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,24 @@ class _Counts:
         return _Counts(*(a + b for a, b in pairs))
 
 
+@dataclass
+class _Beginning:
+    """The first batches of an environment, while all their completions have one score."""
+
+    batches: int = 0
+    completions: int = 0
+    scores: set[float] = field(default_factory=set)
+
+    def has_ended(self, scores: Sequence[float]) -> bool:
+        """Count a batch; whether it is the last one of a beginning with one score."""
+        if self.batches >= FIRST_BATCHES or not scores:
+            return False
+        self.batches += 1
+        self.completions += len(scores)
+        self.scores.update(scores)
+        return self.batches == FIRST_BATCHES and len(self.scores) == 1 < self.completions
+
+
 class GroupCheck:
     """Args: end_tokens: token ids that end a completion"""
 
@@ -60,6 +80,7 @@ class GroupCheck:
         self._recent: defaultdict[int | None, deque[_Counts]] = defaultdict(
             lambda: deque(maxlen=WINDOW_BATCHES)
         )
+        self._beginnings: defaultdict[int | None, _Beginning] = defaultdict(_Beginning)
 
     def findings(self, groups: Sequence[UsableGroup], held: PolicyVersion) -> Iterator[Finding]:
         """Args:
@@ -80,6 +101,8 @@ class GroupCheck:
             recent.append(sum((self._counts(usable, best) for usable in scored), _Counts()))
             yield from _of_scores(env_id, sum(recent, _Counts()))
             yield from _of_equal_scores(env_id, recent)
+            if self._beginnings[env_id].has_ended(scores):
+                yield _of_beginning(env_id, self._beginnings[env_id])
 
     def _of_masks(self, env_id: int | None, groups: Iterable[UsableGroup]) -> Iterator[Finding]:
         last = [
@@ -194,3 +217,16 @@ def _of_equal_scores(env_id: int | None, recent: Sequence[_Counts]) -> Iterator[
             "check whether the environment gives a group's score to each of its completions. If "
             "the scores are right, the prompts are too easy or too hard",
         )
+
+
+def _of_beginning(env_id: int | None, seen: _Beginning) -> Finding:
+    [score] = seen.scores
+    return Finding(
+        CheckName.EQUAL_SCORES,
+        env_id,
+        f"all {seen.completions} completions of the first {seen.batches} batches have the score "
+        f"{score:g}, so nothing is learnt",
+        "try the reward with `env-server check`: does it find the answer where the model writes "
+        "it, and does the row hold the right answer in the form that the reward compares? If the "
+        "scores are right, the prompts are too easy or too hard for this model",
+    )

@@ -1,0 +1,98 @@
+"""Reward functions written for TRL or verl, in the form of this project: `(answer, row)`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from grpo_env.tasks import Answer, Graded, Row
+
+RewardFunction = Callable[[Answer, Row], Any]
+
+
+def _has_messages(row: Row) -> bool:
+    return not isinstance(row.get("prompt"), str)
+
+
+def as_reward(
+    function: Callable[..., Any], is_chat: Callable[[Row], bool] = _has_messages
+) -> RewardFunction:
+    """The function itself, unless its parameters say that it was written for TRL
+    (`completions`) or for verl (`solution_str`). Args: is_chat: as `from_trl`"""
+    try:
+        names = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of C code
+        return function
+    if "completions" in names:
+        return from_trl(function, is_chat)
+    if "solution_str" in names:
+        return from_verl(function)
+    return function
+
+
+def from_trl(function: Callable[..., Any], is_chat: Callable[[Row], bool]) -> RewardFunction:
+    """A reward in TRL's form, `(completions, **columns) -> list[float]`. It is called with one
+    completion at a time, and the columns of its row.
+
+    Args:
+        is_chat: whether completions are messages, as they are in TRL if the prompt is
+    """
+
+    def reward(answer: Answer, row: Row) -> Any:
+        columns: dict[str, Any] = {name: [value] for name, value in row.items()}
+        chat = is_chat(row)
+        if answer.messages:
+            columns["prompts"] = [list(answer.messages[:-1]) if chat else row["prompt"]]
+        said = [{"role": "assistant", "content": str(answer)}] if chat else str(answer)
+        columns |= {"completions": [said], "completion_ids": [list(answer.token_ids)]}
+        return _only(function(**_known(function, columns)))
+
+    return reward
+
+
+def from_verl(function: Callable[..., Any]) -> RewardFunction:
+    """A reward in verl's form: `compute_score(data_source, solution_str, ground_truth,
+    extra_info)`, which returns a number or a dict with the key `score`."""
+
+    def reward(answer: Answer, row: Row) -> Any:
+        return _scored(
+            function(
+                **_known(
+                    function,
+                    {
+                        "data_source": row.get("data_source"),
+                        "solution_str": str(answer),
+                        "ground_truth": row.get("answer"),
+                        "extra_info": row.get("extra_info"),
+                    },
+                )
+            )
+        )
+
+    return reward
+
+
+def _known(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(values)
+    return {name: value for name, value in values.items() if name in parameters}
+
+
+def _only(scores: Any) -> Any:
+    if inspect.isawaitable(scores):
+
+        async def awaited() -> Any:
+            return _only(await scores)
+
+        return awaited()
+    [score] = scores
+    return score
+
+
+def _scored(value: Any) -> Any:
+    if not (isinstance(value, Mapping) and "score" in value):
+        return value
+    parts = {k: v for k, v in value.items() if k != "score" and isinstance(v, int | float)}
+    return Graded(parts, score=value["score"])
