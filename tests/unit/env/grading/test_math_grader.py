@@ -44,6 +44,18 @@ class Marked(str):
         (r"\boxed{", "18", False),
         ("", "18", False),
         (Marked("36/2"), Marked("18"), True),
+        (r"3.0\times10^{-9}", r"4.0\times10^{-9}", False),
+        (r"3.0\times10^{-9}", r"3\cdot10^{-9}", True),
+        ("10^{-9}", "10^{-8}", False),
+        (r"\frac{1}{3000000}", r"\frac{1}{4000000}", False),
+        (r"\frac{\sqrt{2}}{10^{20}}", r"\frac{\sqrt{3}}{10^{20}}", False),
+        ("3^{90}", "3^{90}+1", False),
+        ("0.2500001", r"\frac{1}{4}", False),
+        ("0.142857", r"\frac{1}{7}", True),
+        ("0.14285", r"\frac{1}{7}", False),
+        ("1.732051", r"\sqrt{3}", True),
+        (r"(0.25, 2)", r"(\frac{1}{4}, 2)", True),
+        (r"(0.2500001, 2)", r"(\frac{1}{4}, 2)", False),
     ],
 )
 def test_equal_is_what_a_mathematician_calls_equal(

@@ -67,15 +67,27 @@ def test_everything_else_is_left_to_math_verify(text: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "gold"),
     [
-        ("0.3333333", "0.333333"),  # beyond the 6 decimals that math-verify compares
-        ("1234567890.123456", "1234567890.123456"),  # 16 digits
-        ("0.00001%", "0"),
         ("18 dollars", "18 euros"),  # the unit may matter, or be a product
         ("25%", "25%"),
     ],
 )
-def test_numbers_that_rounding_may_change_are_left_to_math_verify(answer: str, gold: str) -> None:
+def test_numbers_whose_unit_may_matter_are_left_to_math_verify(answer: str, gold: str) -> None:
     assert exact_verdict(answer, gold) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("0.3333333", "0.333333"),
+        ("0.5000001", "0.5"),
+        ("0.0000002", "0.0000001"),
+        ("12345678901234567890", "12345678901234567891"),
+        ("0.00001%", "0"),
+    ],
+)
+def test_numbers_are_equal_only_if_all_their_digits_are(answer: str, gold: str) -> None:
+    assert exact_verdict(answer, gold) is False
+    assert exact_verdict(gold, gold) is True
 
 
 DECIMALS = st.decimals(-(10**9), 10**9, places=None, allow_nan=False).map(

@@ -12,6 +12,8 @@ import resource
 import signal
 from multiprocessing.connection import Connection
 
+from grpo_env.grading import numeric_equality
+
 _START_DEADLINE_S = 120.0
 _WALL_S_PER_CPU_S = 10.0
 """A comparison may take so much longer than its CPU time, because it may wait for a CPU."""
@@ -83,6 +85,7 @@ def _serve(connection: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     # Its warning that timeouts are off does not apply: the kernel enforces the deadline.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
+    numeric_equality.make_exact()
     connection.send(_equal("2", "2"))
     while True:
         try:

@@ -11,10 +11,6 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 _LONGEST_CHARS = 96
-_MOST_DIGITS = 15
-_MOST_DECIMALS = 6
-"""`math-verify` rounds numbers to 6 decimals of 15 digits. Within both limits, rounding changes no
-number, so `math-verify` and an exact comparison agree."""
 
 _WRAPPERS = (
     *((r"\boxed{", "}"), ("**", "**")),
@@ -22,6 +18,9 @@ _WRAPPERS = (
 )
 _RESPELLED = (("\u2212", "-"), ("{,}", ","), (r"\!", ""), (r"\,", " "), ("\\ ", " "), ("~", " "))
 _TEXT = re.compile(r"\\(?:text|textrm|mathrm)\{([^{}]*)\}")
+
+_LATEX = re.compile(r"[\\^_{!]")
+"""Signs without which a text is no LaTeX. `math-verify` reads only the 10 of a bare `10^{-8}`."""
 
 # Words that change the value are no units.
 _UNIT = (
@@ -74,7 +73,7 @@ def exact_verdict(answer: str, gold: str) -> bool | None:
     25% equals 25 and 0.25: problems ask for percentages in both ways. Units are ignored.
     """
     pair = _number_pair(answer, gold)
-    if pair is None or not all(map(_is_exact, pair)):
+    if pair is None:
         return None
     said, right = (Decimal(number.digits) for number in pair)
     return said == right or (pair[0].percent and said / 100 == right)
@@ -83,7 +82,7 @@ def exact_verdict(answer: str, gold: str) -> bool | None:
 def respelled_pair(answer: str, gold: str) -> tuple[str, str]:
     """Both texts in spellings that `math-verify` reads.
 
-    Two numbers become plain digits. LaTeX without delimiters, such as `\\sqrt{2}`, gets a box.
+    Two numbers become plain digits. LaTeX without delimiters gets a box, for example `2^{10}`.
     """
     pair = _number_pair(answer, gold)
     if pair is not None:
@@ -101,12 +100,6 @@ def _number_pair(answer: str, gold: str) -> tuple[PlainNumber, PlainNumber] | No
         return None
     said = read_number(answer)
     return None if said is None else (said, right)
-
-
-def _is_exact(number: PlainNumber) -> bool:
-    whole, _, decimals = number.digits.lstrip("-").partition(".")
-    places = len(decimals) + 2 * number.percent
-    return places <= _MOST_DECIMALS and len(whole) + places <= _MOST_DIGITS
 
 
 def _unwrapped(text: str) -> str:
@@ -128,4 +121,5 @@ def _has_delimiter(text: str) -> bool:
 
 def _boxed_latex(text: str) -> str:
     prose = re.search(r"(?<![\\{A-Za-z])[A-Za-z]{2,}", text)
-    return text if "\\" not in text or prose or _has_delimiter(text) else rf"\boxed{{{text}}}"
+    is_plain = not _LATEX.search(text) or prose or _has_delimiter(text)
+    return text if is_plain else rf"\boxed{{{text}}}"

@@ -1,0 +1,66 @@
+"""When two numbers that `math-verify` has read are equal: exactly, not in six decimals.
+
+`math-verify` 0.9 rounds to an absolute number of decimals, so it finds 6.63e-34 equal to 1.6e-19,
+and 0.5 equal to 0.5000001.
+"""
+
+from __future__ import annotations
+
+from decimal import Context, Decimal
+from typing import Any
+
+from math_verify import grader
+
+_LEAST_DIGITS = 6
+"""A decimal with so many significant digits may be the rounded value of a number that has no end,
+such as 0.333333 for 1/3. `math-verify` allows that too."""
+_EXACT_DIGITS = 60
+_TOLERANCE, _TOLERANCE_OF_FLOATS = 1e-30, 1e-12
+"""Relative, for expressions such as roots. sympy keeps 15 digits of decimals inside them."""
+
+_rounded = grader.sympy_numeric_eq
+
+
+def make_exact() -> None:
+    """Replace the comparison of `math-verify` in this process."""
+    grader.sympy_numeric_eq = _equal
+
+
+def _equal(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:
+    if not _rounded(a, b, float_rounding, numeric_precision):
+        return False
+    if hasattr(a, "shape") or hasattr(b, "shape"):
+        return True  # its elements have been compared, by this function
+    are_whole = (grader.is_atomic_or_pct_atomic(one, grader.Integer) for one in (a, b))
+    return all(are_whole) or is_equal(*map(grader.safe_sympy_doit, (a, b)))
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    """Whether two expressions of sympy have one value; True for those that are no numbers."""
+    if not (a.is_number and b.is_number) or a == b:
+        return True
+    if a.is_Rational and b.is_Rational:
+        return False
+    if a.is_Float and b.is_Float:
+        return _written(a) == _written(b)
+    if a.is_Float:
+        return _rounds_to(b, _written(a))
+    if b.is_Float:
+        return _rounds_to(a, _written(b))
+    tolerance = _TOLERANCE_OF_FLOATS if a.has(grader.Float) or b.has(grader.Float) else _TOLERANCE
+    first, second = (one.evalf(_EXACT_DIGITS) for one in (a, b))
+    return bool(abs(first - second) <= tolerance * max(abs(first), abs(second)))
+
+
+def _written(number: Any) -> Decimal:
+    return Decimal(str(number)).normalize()
+
+
+def _rounds_to(number: Any, decimal: Decimal) -> bool:
+    """Whether `decimal` is the number, or the number rounded to the digits of `decimal`."""
+    if not number.is_real:
+        return False
+    exact = Decimal(str(number.evalf(_EXACT_DIGITS)))
+    digits = len(decimal.as_tuple().digits)
+    context = Context(prec=_EXACT_DIGITS // 2 if digits < _LEAST_DIGITS else digits)
+    return context.create_decimal(exact) == decimal
