@@ -25,6 +25,9 @@ class CannedTemplate:
     def prompt_ids(self, _prompt: str | Sequence[Message], _tools: object = ()) -> list[int]:
         return PROMPT
 
+    def opening(self, _prompt: str | Sequence[Message]) -> str:
+        return ""
+
     def turn_ids(self, _messages: Sequence[Message], _last_id: int) -> list[int]:
         return [50]
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from grpo_env.tasks import Answer, Graded, TaskOptions
+from grpo_env.tasks.data_files import DataUnusable
 from grpo_env.tasks.items import evaluation_items, training_items
 from grpo_env.tasks.reward_value import RewardInvalid
-from grpo_env.tasks.rows import DataUnusable
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.recipe.environment import environment_options
 from grpo_offline.recipe.main import row_count
@@ -75,6 +75,50 @@ def test_the_default_reward_is_an_exact_match_in_the_last_tags(
     completion: str, score: float
 ) -> None:
     assert exact_answer(Answer(completion), {"answer": "7"}) == score
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        "Two numbers: $3+4=7$, so \\boxed{7}",
+        "3+4=<<3+4=7>>7\n#### 7",
+        "<think>3+4</think><answer>7</answer>",
+        ["7"],
+        {"ground_truth": "7"},
+        7.0,
+    ],
+)
+def test_the_default_rewards_compare_with_the_final_answer_of_a_solution(solution: Any) -> None:
+    for reward in (exact_answer, find_reward("equal_answer")):
+        assert reward(Answer("<answer>7</answer>"), {"answer": solution}) == 1.0
+        assert reward(Answer("<answer>\\boxed{7}</answer>"), {"answer": solution}) == 1.0
+        assert reward(Answer("<answer>8</answer>"), {"answer": solution}) == 0.0
+
+
+def test_rows_without_an_answer_are_refused_by_rewards_that_need_one(
+    tmp_path: Path, recipe_of: Recipes
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    for answer, problem in (
+        (None, "is missing"),
+        ("", "is missing"),
+        (["1", "2"], "is a list of 2"),
+        ("We add the two. " * 9, r"a text of 36 words .* a reward of your own"),
+    ):
+        file.write_text(json.dumps({"problem": "3+4=", "answer": answer}) + "\n")
+        with pytest.raises(DataUnusable, match=problem):
+            training_items(task_of(recipe_of(dataset_name=str(file))))
+        own = recipe_of(dataset_name=str(file), reward_funcs=["answer_format"])
+        task = task_of(own)
+        task.held_out = 0.0
+        assert len(training_items(task)) == 1
+
+
+def test_the_format_counts_what_the_prompt_has_begun() -> None:
+    format_of = find_reward("answer_format")
+    said = "3+4</think> <answer>7</answer>"
+    assert format_of(Answer(said), {}) == 0.0
+    assert format_of(Answer(said, opening="<think>\n"), {}) == 1.0
 
 
 def test_an_exact_completion_has_no_tags() -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from grpo_env.assembly import TaskSet
 from grpo_env.tasks import Task
+from grpo_env.tasks.data_files import DataUnusable
 from grpo_env.tasks.items import Item, ItemStream, all_items, evaluation_items, training_items
-from grpo_env.tasks.rows import DataUnusable
 from grpo_offline.errors import KeysInvalid
 from grpo_offline.keys import OfflineKeys
 

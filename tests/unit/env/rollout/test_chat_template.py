@@ -1,10 +1,12 @@
-"""Equal prompts are rendered once."""
+"""Prompts are rendered once, and may begin the answer."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from grpo_env.rollout.chat_template import TokenizerTemplate
+import pytest
+
+from grpo_env.rollout.chat_template import TokenizerTemplate, answered
 
 QUESTION = [{"role": "user", "content": "3+4="}]
 
@@ -39,3 +41,46 @@ def test_the_oldest_prompt_makes_room() -> None:
     for number in (*range(257), 256, 1, 0):
         template.prompt_ids([{"role": "user", "content": f"{number}:"}])
     assert tokenizer.rendered[257:] == ["0:0"]
+
+
+class TextTokenizer:
+    """A template with marks. Args: opening: what it writes of every answer"""
+
+    def __init__(self, opening: str = "") -> None:
+        self._opening = opening
+
+    def apply_chat_template(
+        self, messages: Any, tools: Any = None, *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert not tokenize
+        assert add_generation_prompt
+        del tools
+        said = "".join(f"<{m['role']}>{m['content']}<end>" for m in messages)
+        return f"{said}<assistant>{self._opening}"
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return list(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("written", "begun", "prompt", "opening"),
+    [
+        ("", None, "<user>3+4=<end><assistant>", ""),
+        ("<think>\n", None, "<user>3+4=<end><assistant><think>\n", "<think>\n"),
+        ("", "<think>\nSo", "<user>3+4=<end><assistant><think>\nSo", "<think>\nSo"),
+        ("<think>\n", "<think>\nSo", "<user>3+4=<end><assistant><think>\nSo", "<think>\nSo"),
+        ("<think>\n", "So", "<user>3+4=<end><assistant><think>\nSo", "<think>\nSo"),
+    ],
+)
+def test_a_last_message_of_the_assistant_is_continued(
+    written: str, begun: str | None, prompt: str, opening: str
+) -> None:
+    template = TokenizerTemplate(TextTokenizer(written))
+    messages: Any = [*QUESTION, *([{"role": "assistant", "content": begun}] if begun else [])]
+    assert bytes(template.prompt_ids(messages)).decode() == prompt
+    assert template.opening(messages) == opening
+    assert template.opening("a text without template") == ""
+    assert answered(messages, "7") == [
+        *QUESTION,
+        {"role": "assistant", "content": f"{begun or ''}7"},
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -9,11 +10,18 @@ from typing import Any
 
 import pytest
 
-from grpo_env.tasks import TaskOptions
+from grpo_env.tasks import Answer, Task, TaskOptions
+from grpo_env.tasks.data_files import (
+    DatasetsMissing,
+    DataUnusable,
+    NoSuchSplit,
+    read_records,
+)
 from grpo_env.tasks.gsm8k import Gsm8k
-from grpo_env.tasks.items import evaluation_items, training_items
+from grpo_env.tasks.items import all_items, evaluation_items, training_items
 from grpo_env.tasks.math import Math
-from grpo_env.tasks.rows import DatasetsMissing, DataUnusable, rows_of
+from grpo_env.tasks.row_forms import answer_text
+from grpo_env.tasks.rows import rows_of
 
 EGGS = {"question": "How many eggs?", "answer": "16 - 3 = <<16-3=13>>13\n#### 13"}
 COST = {"question": "How much?", "answer": "A lot.\n#### 1,080,000"}
@@ -37,14 +45,83 @@ def test_a_file_of_json_lines_is_read_with_its_columns_renamed(tmp_path: Path) -
     assert rows_of(TaskOptions(data=data, eval_data=other), "test") == [{"q": "5"}]
 
 
-def test_other_files_are_read_with_datasets(
+ROWS = [{"prompt": "3+4=", "answer": "007"}, {"prompt": "a,\n\u2028b", "answer": "None"}]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+CSV = 'prompt,answer\n3+4=,007\n"a,\n\u2028b",None\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    {
+        "bom.jsonl": b"\xef\xbb\xbf" + LINES.encode(),
+        "rows.jsonl.gz": gzip.compress(LINES.encode()),
+        "array.json": json.dumps(ROWS, indent=1).encode(),
+        "lines.json": LINES.encode(),
+        "rows.csv": CSV.encode("utf-8-sig"),
+        "rows.csv.gz": gzip.compress(CSV.replace("\n", "\r\n").encode()),
+    }.items(),
+)
+def test_every_file_is_read_as_it_is_written(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    rows = rows_of(TaskOptions(data=str(tmp_path / name)), "train")
+    assert rows is not None
+    assert [{k: v.replace("\r", "") for k, v in row.items()} for row in rows] == ROWS
+
+
+def test_a_parquet_file_is_read_with_datasets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from pyarrow import Table, parquet
+
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "rows.csv").write_text("prompt,answer\n3+4=,7\n")
-    assert rows_of(TaskOptions(data=str(tmp_path / "rows.csv")), "train") == [
-        {"prompt": "3+4=", "answer": 7}
-    ]
+    parquet.write_table(Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    assert rows_of(TaskOptions(data=str(tmp_path / "rows.parquet")), "train") == ROWS
+
+
+@pytest.mark.parametrize(
+    ("split", "numbers"),
+    [
+        *(("train", range(10)), ("train[:3]", range(3)), ("train[3:5]", range(3, 5))),
+        *(("train[50%:]", range(5, 10)), ("train[:100]", range(10))),
+    ],
+)
+def test_a_slice_of_a_file_is_read(tmp_path: Path, split: str, numbers: range) -> None:
+    file = write(tmp_path / "rows.jsonl", *({"n": n} for n in range(10)))
+    records, _ = read_records(file, None, split)
+    assert [json.loads(record.content)["n"] for record in records] == [*numbers]
+    with pytest.raises(NoSuchSplit, match="has the split train only; got valid"):
+        read_records(file, None, "valid")
+
+
+BAD_TABLES = {
+    "a,a\n1,2\n": "several columns with the name a",
+    "a,b\n1,2\n1,2,3\n": "line 3 has 3 cells, and the first line names 2 columns",
+    'a,b\n1,"2\n': "line 2 is not CSV: unexpected end of data",
+}
+
+
+@pytest.mark.parametrize(("content", "problem"), BAD_TABLES.items())
+def test_a_bad_table_is_named(tmp_path: Path, content: str, problem: str) -> None:
+    (tmp_path / "rows.csv").write_text(content)
+    with pytest.raises(DataUnusable, match=problem):
+        rows_of(TaskOptions(data=str(tmp_path / "rows.csv")), "train")
+
+
+def test_a_file_that_hides_the_library_and_a_data_set_with_a_script_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script" / "script.py").write_text("import datasets\n")
+    with pytest.raises(DataUnusable, match=r"cannot read the data set .* scripts are no longer"):
+        rows_of(TaskOptions(data=str(tmp_path / "script")), "train")
+
+    (tmp_path / "datasets.py").write_text("mine = 1\n")
+    (tmp_path / "rows.parquet").touch()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "datasets"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DatasetsMissing, match=r"datasets\.py hides the Python package datasets"):
+        rows_of(TaskOptions(data=str(tmp_path / "rows.parquet")), "train")
 
 
 BAD_FILES = {
@@ -52,6 +129,7 @@ BAD_FILES = {
     "3": "line 1: the row is not an object with a name for each column",
     "": "contains no rows",
     '{"answer": "7"}': "line 1: no column 'q'; the row has answer",
+    '{"q": "half of \\ud83d"}': "line 1: the row holds .*ud83d.*, which is half of a character",
 }
 
 
@@ -118,7 +196,99 @@ def test_a_row_of_math_needs_a_problem_and_an_answer(tmp_path: Path) -> None:
     data = write(tmp_path / "rows.jsonl", {"problem": "x?", "final_answer": "2"}, {"problem": "y"})
     task = Math(TaskOptions(data=data))
     try:
-        with pytest.raises(DataUnusable, match="row 2: expected one of the columns answer, final"):
+        with pytest.raises(DataUnusable, match="row 2: expected the right answer in answer or"):
             training_items(task)
     finally:
         task.close()
+
+
+class Rewardless(Task):
+    """Its prompts are the rows of `--data`."""
+
+
+def prompts(path: Path, *rows: Any) -> list[Any]:
+    task = Rewardless(TaskOptions(data=write(path / "rows.jsonl", *rows)))
+    return [item.prompt for item in all_items(task)]
+
+
+USER = {"role": "user", "content": "3+4="}
+BEGUN = {"role": "assistant", "content": "<think>\n"}
+GOLD = {"role": "assistant", "content": "So \\boxed{7}"}
+REFUSED_PROMPTS = [
+    ({"prompt": "<|im_start|>user\n3+4=<|im_end|>\n"}, "already has a chat template's marks"),
+    ({"prompt": " [INST] 3+4= [/INST]"}, "already has a chat template's marks"),
+    ({"messages": [USER, GOLD]}, "ends with an answer of the assistant"),
+    ({"prompt": [USER, GOLD], "answer": "7"}, "ends with an answer of the assistant"),
+]
+
+
+@pytest.mark.parametrize(("row", "problem"), REFUSED_PROMPTS)
+def test_a_prompt_that_shows_marks_or_the_answer_is_refused(
+    tmp_path: Path, row: Any, problem: str
+) -> None:
+    with pytest.raises(DataUnusable, match=f"row 1: the column .* {problem}"):
+        prompts(tmp_path, row)
+
+
+def test_a_prompt_may_begin_the_answer(tmp_path: Path) -> None:
+    assert prompts(tmp_path, {"prompt": [USER, BEGUN], "answer": "7"}) == [[USER, BEGUN]]
+
+
+def test_rows_of_verl_have_their_answer(tmp_path: Path) -> None:
+    verl = {"prompt": [USER], "reward_model": {"ground_truth": "7", "style": "rule"}}
+    data = write(tmp_path / "rows.jsonl", verl, {"prompt": "1+1=", "ground_truth": "2"})
+    rows = rows_of(TaskOptions(data=data), "train")
+    assert rows is not None
+    assert [row["answer"] for row in rows] == ["7", "2"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *(("7", "7"), (7, "7"), (7.0, "7"), (0.5, "0.5"), (["7"], "7"), (True, "True")),
+        ({"ground_truth": ["7"], "style": "rule"}, "7"),
+    ],
+)
+def test_the_right_answer_is_one_text(value: Any, text: str) -> None:
+    assert answer_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (None, "is missing"),
+        (" ", "is missing"),
+        (["1", "2"], "is a list of 2"),
+        ({"value": "7"}, "is a dict"),
+        ([], "is a list of 0"),
+    ],
+)
+def test_what_is_no_right_answer_is_refused(value: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        answer_text(value)
+
+
+def test_math_takes_the_problem_from_messages_and_the_answer_from_a_solution(
+    tmp_path: Path,
+) -> None:
+    row = {"prompt": [USER], "solution": "We add: $3+4=7$, so it is $\\boxed{7}$."}
+    bad = [
+        {"prompt": [USER, BEGUN], "answer": "7"},
+        {"problem": "3+4=", "answer": ["1", "2"]},
+        {"problem": "3+4=", "solution": "It is seven. " * 20},
+    ]
+    task = Math(TaskOptions(data=write(tmp_path / "rows.jsonl", row)))
+    try:
+        (item,) = all_items(task)
+        assert isinstance(item.prompt, str)
+        assert "3+4=\n" in item.prompt
+        graded = task.reward(Answer("x</think> <answer>\\boxed{7}"), row)
+        assert graded.parts["accuracy"] == 1
+        write(tmp_path / "rows.jsonl", *bad)
+        with pytest.raises(DataUnusable) as failure:
+            all_items(task)
+    finally:
+        task.close()
+    assert "3 of 3 training rows cannot be used" in str(failure.value)
+    for problem in ("one message of the user", "is a list of 2", "a text of 60 words without"):
+        assert problem in str(failure.value)

@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from grpo_env.rollout.chat_template import TokenizerUnusable, load_template
 from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions
 from grpo_env.tasks.arithmetic import Arithmetic
+from grpo_env.tasks.data_files import DataUnusable
 from grpo_env.tasks.items import (
     Item,
     ItemStream,
@@ -27,7 +28,6 @@ from grpo_env.tasks.items import (
     is_held_out,
     training_items,
 )
-from grpo_env.tasks.rows import DataUnusable
 
 COUNTS, SEEDS = st.integers(1, 40), st.integers()
 

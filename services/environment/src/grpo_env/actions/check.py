@@ -15,10 +15,10 @@ from grpo_core.security.bearer_token import plain
 from grpo_env.assembly import TaskSet, open_engine, sampling_plan, task_code
 from grpo_env.config.settings import EnvServerSettings
 from grpo_env.inference.wait_for_servers import wait_for_servers
-from grpo_env.rollout.chat_template import load_template
+from grpo_env.rollout.chat_template import answered, divided, load_template
 from grpo_env.rollout.grading import Grade, Grader, Ungraded
 from grpo_env.rollout.outcome import GroupLost
-from grpo_env.tasks import Answer, Message, State
+from grpo_env.tasks import Answer, State
 from grpo_env.tasks.items import Item, all_items
 
 ANSWERS = 8
@@ -99,9 +99,15 @@ async def _given(settings: EnvServerSettings, items: Sequence[Item], file: Path)
 async def _graded(
     settings: EnvServerSettings, grader: Grader, item: Item, text: str
 ) -> list[Grade | Ungraded]:
-    messages: list[Message] = [*item.messages, {"role": "assistant", "content": text}]
+    messages = answered(item.messages, text)
     limit = settings.max_completion_tokens or item.task.max_completion_tokens or settings.seq_len
-    answer = Answer(text, messages=messages, state=State(item.row, messages), max_tokens=limit)
+    answer = Answer(
+        text,
+        messages=messages,
+        state=State(item.row, messages),
+        max_tokens=limit,
+        opening=divided(item.messages)[1],
+    )
     return await grader.grade_all(item.task, [answer], item.row)
 
 

@@ -16,8 +16,8 @@ from grpo_env.evaluation.runner import Evaluation, evaluate
 from grpo_env.rollout.outcome import SamplingPlan
 from grpo_env.rollout.rollout import RolloutEngine
 from grpo_env.tasks import Task
+from grpo_env.tasks.data_files import DataUnusable
 from grpo_env.tasks.items import Item
-from grpo_env.tasks.rows import DataUnusable
 
 log = structlog.get_logger()
 

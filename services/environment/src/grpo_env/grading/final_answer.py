@@ -19,6 +19,9 @@ ANSWER_TAG, END_OF_ANSWER = "<answer>", "</answer>"
 LONGEST_RESULT_CHARS = 64
 """Longer results are ignored: they are no plausible numbers, and parsing them is slow."""
 
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_MOST_WORDS = 20
+"""Longer texts are no answer that could be repeated word for word."""
 _BOX_OR_BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 
@@ -80,6 +83,28 @@ def last_box(text: str) -> str | None:
             if start is not None and (last is None or start > last[0]):
                 last = start, match.end()
     return text[slice(*last)] if last else None
+
+
+def stated_answer(solution: str) -> str | None:
+    """The final answer of a worked solution: the last `<answer>…</answer>`, else the content of the
+    last `\\boxed{…}`, else the text after the last `####`. None if it has none of them."""
+    found = _last_tagged(solution)
+    box = last_box(solution if found is None else found)
+    if box is not None:
+        found = box[box.index("{") + 1 : -1]
+    if found is None:
+        found = _marked(solution)
+    return found.strip() if found and found.strip() else None
+
+
+def require_short(answer: str) -> None:
+    """Raises `ValueError` if the text is a whole solution, which no answer can equal."""
+    words = len(_WORD.findall(answer))
+    if words > _MOST_WORDS:
+        raise ValueError(
+            f"the right answer is a text of {words} words without \\boxed{{}}, #### or <answer>, "
+            "which no answer equals; name a column with the answer alone, or a reward of your own"
+        )
 
 
 def _marked(text: str) -> str | None:

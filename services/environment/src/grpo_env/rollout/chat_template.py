@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 from grpo_core.errors import GrpoError
+from grpo_env.grading.formats import THINK_TAG
 from grpo_env.hidden_torch import hidden_torch
 from grpo_env.tasks import Message
 
 _KEPT_PROMPTS = 256
 _PLACEHOLDER = "\x02answer\x03"
 """Stands for an answer of the model. No conversation contains these control characters."""
+_QUESTION: Message = {"role": "user", "content": "?"}
+
+
+def divided(prompt: Sequence[Message]) -> tuple[Sequence[Message], str]:
+    """The messages that the policy answers, and the beginning of its answer: the text of a last
+    message of the assistant."""
+    last = prompt[-1]
+    if last["role"] != "assistant" or len(prompt) == 1:
+        return prompt, ""
+    return prompt[:-1], last["content"]
+
+
+def answered(messages: Sequence[Message], text: str) -> list[Message]:
+    """The conversation with the policy's answer. A last message of the assistant is its
+    beginning."""
+    asked, begun = divided(messages)
+    return [*asked, {"role": "assistant", "content": begun + text}]
 
 
 class TokenizerUnusable(GrpoError):
@@ -25,6 +44,9 @@ class ChatTemplate(Protocol):
         self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
         """[T] of a conversation that the policy continues, or of a text without template."""
+
+    def opening(self, prompt: str | Sequence[Message]) -> str:
+        """The beginning of the policy's answer that the prompt already holds: see `Answer`."""
 
     def turn_ids(self, messages: Sequence[Message], last_id: int) -> list[int]:
         """[T] of what follows an answer of the policy: the rest of the template's end of a turn,
@@ -59,15 +81,33 @@ class TokenizerTemplate:
         if isinstance(prompt, str):
             token_ids: list[int] = self.tokenizer.encode(prompt)
             return token_ids
-        return self._encode(self._render(prompt, tools))
+        return self._encode(self._rendered(prompt, tools))
+
+    def _rendered(self, prompt: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt with the beginning of the policy's answer."""
+        asked, begun = divided(prompt)
+        rendered = self._render(asked, tools)
+        if begun.lstrip().startswith(THINK_TAG) and rendered.rstrip().endswith(THINK_TAG):
+            rendered = rendered[: rendered.rindex(THINK_TAG)]  # both write it
+        return rendered + begun
+
+    def opening(self, prompt: str | Sequence[Message]) -> str:
+        if isinstance(prompt, str):
+            return ""
+        begun = divided(prompt)[1]
+        return begun if begun.lstrip().startswith(THINK_TAG) else self._thinking + begun
+
+    @cached_property
+    def _thinking(self) -> str:
+        """What the template itself writes of an answer, from `<think>` on."""
+        _, _, behind = self._render([_QUESTION], ()).rpartition(_QUESTION["content"])
+        _, tag, thought = behind.partition(THINK_TAG)
+        return tag + thought
 
     def turn_ids(self, messages: Sequence[Message], last_id: int) -> list[int]:
         # Only the text behind the answer counts. So nothing that the policy said is tokenised
         # again, and templates may show earlier turns in another way.
-        before: list[Message] = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": _PLACEHOLDER},
-        ]
+        before: list[Message] = [_QUESTION, {"role": "assistant", "content": _PLACEHOLDER}]
         rendered = self._render([*before, *messages], ())
         _, found, behind = rendered.rpartition(_PLACEHOLDER)
         if not found:

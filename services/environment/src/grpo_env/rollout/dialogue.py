@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_core.clients.inference import Completion
 from grpo_core.errors import ProtocolViolation, RequestRefused
-from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.chat_template import ChatTemplate, answered
 from grpo_env.rollout.generation import Session
 from grpo_env.rollout.outcome import (
     STOPPED,
@@ -33,6 +33,10 @@ class _Conversation:
     messages: list[Message]
     sequence: TrainingSequence = field(default_factory=TrainingSequence)
     is_answered: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        return not isinstance(self.prompt, str)
 
     def is_continued_by(self, messages: str | Sequence[Message]) -> bool:
         if not self.is_answered or isinstance(messages, str) or isinstance(self.prompt, str):
@@ -68,9 +72,15 @@ class RecordedDialogue:
         room = self._plan.max_token_length - 1 - len(sequence.tokens)
         limit = min(max_tokens or self._plan.completion_limit(self._task, room), room)
         completion = await self._sample(sequence.tokens, limit, stop)
+        is_first = not sequence.sampled_ids
+        prompt = conversation.messages if conversation.is_chat else ""
+        opening = self._template.opening(prompt)
         sequence.add_completion(completion)
-        answer: Message = {"role": "assistant", "content": completion.text}
-        conversation.messages.append(answer)
+        conversation.messages = (
+            answered(conversation.messages, completion.text)
+            if is_first
+            else [*conversation.messages, {"role": "assistant", "content": completion.text}]
+        )
         conversation.is_answered = True
         self._state.messages = [*conversation.messages]
         self._state.turn += 1
@@ -82,6 +92,7 @@ class RecordedDialogue:
             state=self._state,
             token_ids=[token for c in self._conversations for token in c.sequence.sampled_ids],
             max_tokens=self._allowed,
+            opening=opening,
         )
         return self.last_answer
 

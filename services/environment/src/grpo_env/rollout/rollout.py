@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from grpo_core.clients.inference import Completion, GenerateAnswer
 from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused
-from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.chat_template import ChatTemplate, answered
 from grpo_env.rollout.dialogue import RecordedDialogue
 from grpo_env.rollout.generation import Generation
 from grpo_env.rollout.grading import Grade, Grader, Ungraded
@@ -124,7 +124,7 @@ class RolloutEngine:
         raise_if_aborted(completions)
         sequences = sequences_of(prompt_ids, completions)
         return [
-            _sample(item, completion, sequence, limit)
+            _sample(item, completion, sequence, limit, self._template.opening(item.prompt))
             for completion, sequence in zip(completions, sequences, strict=True)
         ]
 
@@ -251,11 +251,8 @@ def _checked(answer: GenerateAnswer, prompt_ids: list[int], plan: SamplingPlan) 
     return completions
 
 
-def _sample(item: Item, completion: Completion, sequence: Any, limit: int) -> Sample:
-    messages: list[Message] = [
-        *item.messages,
-        {"role": "assistant", "content": completion.text},
-    ]
+def _sample(item: Item, completion: Completion, sequence: Any, limit: int, opening: str) -> Sample:
+    messages = answered(item.messages, completion.text)
     answer = Answer(
         completion.text,
         finished=completion.finish_reason == STOPPED,
@@ -263,6 +260,7 @@ def _sample(item: Item, completion: Completion, sequence: Any, limit: int) -> Sa
         state=State(item.row, messages),
         token_ids=completion.token_ids,
         max_tokens=limit,
+        opening=opening,
     )
     return Sample((sequence,), (messages,), answer)
 

@@ -51,6 +51,8 @@ class Answer(str):
     state: the conversation's state.
     token_ids: all tokens that the model sampled, in all its turns.
     max_tokens: the largest number of tokens that `token_ids` might have had.
+    opening: what the prompt already holds of this answer: the `<think>` of the chat template, and
+        the text of a last message of the assistant, which the model continues.
     """
 
     finished: bool
@@ -58,6 +60,7 @@ class Answer(str):
     state: State
     token_ids: Sequence[int]
     max_tokens: int
+    opening: str
 
     def __new__(
         cls,
@@ -68,6 +71,7 @@ class Answer(str):
         state: State | None = None,
         token_ids: Sequence[int] = (),
         max_tokens: int = 0,
+        opening: str = "",
     ) -> Self:
         self = super().__new__(cls, text)
         self.finished = finished
@@ -75,6 +79,7 @@ class Answer(str):
         self.state = State({}) if state is None else state
         self.token_ids = token_ids
         self.max_tokens = max_tokens
+        self.opening = opening
         return self
 
 
@@ -166,7 +171,7 @@ class Task:
 
     def prompt(self, row: Row) -> str | Sequence[Message]:
         """The conversation that the policy continues. A `str` is continued as it is, without the
-        chat template.
+        chat template. If the last message is the assistant's, the policy continues its text.
 
         Raises:
             ValueError: the row has no usable prompt.

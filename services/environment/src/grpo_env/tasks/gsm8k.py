@@ -12,7 +12,8 @@ from grpo_env.grading.math_grader import MathGrader
 from grpo_env.grading.parts import accuracy, marked_number_format
 from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions
 from grpo_env.tasks.arguments import checked_arguments
-from grpo_env.tasks.rows import NoSuchSplit, collect, read_records, renamed, source_of
+from grpo_env.tasks.data_files import NoSuchSplit, read_records
+from grpo_env.tasks.rows import collect, renamed, source_of
 
 INSTRUCTION = "Reason step by step. End with the line\n#### <number>"
 """Short, because with one token per character a problem alone has up to a thousand tokens."""
@@ -42,9 +43,9 @@ class Gsm8k(Task):
         source = source_of(self.options, split)
         if source is None:
             return None
-        records, name = read_records(source, self.options.data_config or _HUB_CONFIG, split)
-        columns = self.options.columns
+        config, columns = self.options.data_config or _HUB_CONFIG, self.options.columns
         try:
+            records, name = read_records(source[0], config, source[1])
             return collect(records, name, lambda content: problem_of(renamed(content, columns)))
         except NoSuchSplit:
             if split == "test" and self.options.eval_data is None:

@@ -12,7 +12,7 @@ from functools import cached_property
 import structlog
 
 from grpo_env.tasks import Message, Row, Task
-from grpo_env.tasks.rows import DataUnusable
+from grpo_env.tasks.data_files import DataUnusable
 
 log = structlog.get_logger()
 
@@ -132,8 +132,8 @@ def _items(task: Task, rows: Iterable[Row], kind: str) -> list[Item]:
     if wrong:
         listed = "\n".join(wrong[:_MAX_PROBLEMS_LISTED])
         raise DataUnusable(
-            f"task {task.name}: {len(wrong)} of {len(wrong) + len(found)} {kind} rows have no "
-            f"usable prompt:\n{listed}"
+            f"task {task.name}: {len(wrong)} of {len(wrong) + len(found)} {kind} rows cannot "
+            f"be used:\n{listed}"
         )
     if not found:
         raise DataUnusable(f"task {task.name}: the {kind} data has no rows")

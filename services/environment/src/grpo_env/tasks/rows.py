@@ -1,44 +1,34 @@
-"""Reads the records of a data set: JSON lines, or anything that the library `datasets` reads."""
+"""The rows of a task: records with their columns under the task's names, checked one by one."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_core.errors import GrpoError
+from grpo_env.grading.final_answer import stated_answer
 from grpo_env.tasks import Message, Row, Split, TaskOptions
+from grpo_env.tasks.data_files import (
+    DataUnusable,
+    NoSuchSplit,
+    Record,
+    is_file_name,
+    read_records,
+)
+from grpo_env.tasks.row_forms import ANSWER, with_answer
 
 PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
 """The first one that a row has is its prompt."""
 
-_LINES = (".jsonl", ".ndjson")
-_OTHER_FILES = {".json": "json", ".csv": "csv", ".parquet": "parquet"}
-_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_OF_SUPERVISED_TRAINING = "messages"
+TEMPLATE_MARKS = (
+    *("<|im_start|>", "<|start_header_id|>", "<|begin_of_text|>", "<start_of_turn>", "<bos>"),
+    *("[INST]", "<s>", "<|user|>", "<|system|>", "<|start|>", "<|turn>"),
+    *("<\uff5cUser\uff5c>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>"),
+)
+"""A prompt that begins so was rendered with the chat template of some model."""
 _MAX_PROBLEMS_LISTED = 10
-
-
-class DataUnusable(GrpoError):
-    """The data set is missing, unreadable or invalid. The message names the invalid file or row."""
-
-
-class NoSuchSplit(DataUnusable):
-    """The data set has no such split."""
-
-
-class DatasetsMissing(GrpoError):
-    """The package `datasets`, which reads the data set, is not installed."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """A record, or a line of JSON. `place`: names it in error messages."""
-
-    place: str
-    content: Any
 
 
 def rows_of(options: TaskOptions, split: Split) -> list[Row] | None:
@@ -55,7 +45,7 @@ def rows_of(options: TaskOptions, split: Split) -> list[Row] | None:
     found = source_of(options, split)
     if found is None:
         return None
-    records, source = read_records(found, options.data_config, split)
+    records, source = read_records(found[0], options.data_config, found[1])
     try:
         return checked_rows(records, source, options.columns)
     except NoSuchSplit:
@@ -64,49 +54,22 @@ def rows_of(options: TaskOptions, split: Split) -> list[Row] | None:
         raise
 
 
-def source_of(options: TaskOptions, split: Split) -> str | None:
-    """Where the rows of a split are; None if a file or a directory has no rows for evaluation."""
+def source_of(options: TaskOptions, split: Split) -> tuple[str, Split] | None:
+    """Where the rows of a split are, and the name that the split has there; None if a file or a
+    directory has no rows for evaluation."""
     if split == "test" and options.eval_data is not None:
-        return options.eval_data
+        return options.eval_data, "train" if _is_file(options.eval_data) else "test"
     assert options.data is not None
-    path = Path(options.data).expanduser()
-    is_file = path.is_file() or path.suffix in (*_LINES, *_OTHER_FILES)
-    if split == "test" and is_file:
+    if split == "test" and _is_file(options.data):
         return None
+    path = Path(options.data).expanduser()
     if split == "test" and (path / "train.jsonl").is_file() and not (path / "test.jsonl").is_file():
         return None
-    return options.data
+    return options.data, split
 
 
-def read_records(data: str, config: str | None, split: Split) -> tuple[Iterator[Record], str]:
-    """The records of a split, in the order of the source, and the source's name for messages.
-
-    Args:
-        data: a file; a directory with `<split>.jsonl`; a directory with a Hugging Face data set,
-            or the id of one.
-        config: the configuration of a Hugging Face data set.
-
-    Raises:
-        DataUnusable: there is no such data, or it cannot be read.
-        DatasetsMissing: the library `datasets` is needed but not installed.
-    """
-    path = Path(data).expanduser()
-    if path.is_file():
-        if path.suffix in _OTHER_FILES:
-            return _file_records(path, _OTHER_FILES[path.suffix]), str(path)
-        return _json_records(path), str(path)
-    lines = path / f"{split}.jsonl"
-    if lines.is_file():
-        return _json_records(lines), str(lines)
-    if not path.is_dir() and (
-        path.suffix in (*_LINES, *_OTHER_FILES) or not _HUB_ID.fullmatch(data)
-    ):
-        raise DataUnusable(
-            f"{data}: no such file or directory; set --data to a file of JSON lines, to a "
-            f"directory with {lines.name}, or to a Hugging Face id such as openai/gsm8k"
-        )
-    source = str(path) if path.is_dir() else data
-    return _dataset_records(source, config, split), f"{source} ({config or 'default'}, {split})"
+def _is_file(data: str) -> bool:
+    return Path(data).expanduser().is_file() or is_file_name(data)
 
 
 def checked_rows(records: Iterable[Record], source: str, columns: Any = None) -> list[Row]:
@@ -153,6 +116,7 @@ def messages_of(row: Row, system_prompt: str | None) -> list[Message]:
             f"{', '.join(row) or 'none'}; name it with --columns prompt=COLUMN"
         )
     messages = _as_messages(column, row[column])
+    _require_no_answer(column, messages, row)
     if system_prompt is None:
         return messages
     rest = messages[1:] if messages[0]["role"] == "system" else messages
@@ -163,6 +127,11 @@ def _as_messages(column: str, value: Any) -> list[Message]:
     if isinstance(value, str):
         if not value.strip():
             raise ValueError(f"the column {column!r} is empty")
+        if value.lstrip().startswith(TEMPLATE_MARKS):
+            raise ValueError(
+                f"the column {column!r} already has a chat template's marks, and the model's "
+                "template would be added; give the text alone, or a list of messages"
+            )
         return [{"role": "user", "content": value}]
     if not isinstance(value, Sequence) or not value:
         raise ValueError(f"the column {column!r} holds neither a text nor a list of messages")
@@ -181,14 +150,32 @@ def _as_messages(column: str, value: Any) -> list[Message]:
     return messages
 
 
+def _require_no_answer(column: str, messages: Sequence[Message], row: Row) -> None:
+    """Raises `ValueError` if the last message shows the answer, as in rows for supervised
+    training."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return
+    said = last["content"].strip()
+    shows_answer = row.get(ANSWER) in (said, stated_answer(said) or said)
+    if column == _OF_SUPERVISED_TRAINING or shows_answer:
+        raise ValueError(
+            f"the column {column!r} ends with an answer of the assistant, as rows for supervised "
+            "training do, so the model would see it; leave the last message out, and put its text "
+            "into the column answer. A beginning for the model to continue belongs into the column "
+            "prompt"
+        )
+
+
 def renamed(row: Row, columns: Any) -> dict[str, Any]:
-    """The row with further columns under the task's names. Raises `ValueError`."""
+    """The row with further columns under the task's names, and with the right answer as `answer`.
+    Raises `ValueError`."""
     missing = sorted(set(columns.values()) - set(row))
     if missing:
         raise ValueError(
             f"no column {', '.join(map(repr, missing))}; the row has {', '.join(row) or 'none'}"
         )
-    return {**row, **{ours: row[theirs] for ours, theirs in columns.items()}}
+    return with_answer({**row, **{ours: row[theirs] for ours, theirs in columns.items()}})
 
 
 def _object(content: Any) -> dict[str, Any]:
@@ -199,49 +186,11 @@ def _object(content: Any) -> dict[str, Any]:
             raise ValueError(f"the row is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError("the row is not an object with a name for each column")
+    try:
+        json.dumps(content, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(
+            f"the row holds {half!a}, which is half of a character (a lone surrogate)"
+        ) from None
     return content
-
-
-def _json_records(path: Path) -> Iterator[Record]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataUnusable(f"cannot read {path}: {error}") from error
-    # Not splitlines(), because a JSON string may contain Unicode line separators.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield Record(f"{path} line {number}", line)
-
-
-def _file_records(path: Path, kind: str) -> Iterator[Record]:
-    rows = _load(str(path), kind, data_files=str(path), split="train")
-    for number, row in enumerate(rows, start=1):
-        yield Record(f"{path} row {number}", row)
-
-
-def _dataset_records(source: str, config: str | None, split: Split) -> Iterator[Record]:
-    rows = _load(source, source, config, split=split)
-    for number, row in enumerate(rows, start=1):
-        yield Record(f"{source} ({config or 'default'}, {split}) row {number}", row)
-
-
-def _load(source: str, *arguments: str | None, **options: str) -> Iterable[Any]:
-    try:
-        from datasets import disable_progress_bars, load_dataset
-        from datasets.exceptions import DatasetsError
-    except ImportError as error:
-        raise DatasetsMissing(
-            f"{source} needs the Python package datasets: pip install -c constraints.txt datasets; "
-            "or set --data to a file of JSON lines"
-        ) from error
-    disable_progress_bars()
-    try:
-        rows: Iterable[Any] = load_dataset(*arguments, **options)
-    except (DatasetsError, OSError, ValueError) as error:
-        is_missing = str(error).startswith("Unknown split")
-        raise (NoSuchSplit if is_missing else DataUnusable)(
-            f"{source}: cannot read the data set ({', '.join(filter(None, arguments[1:]))} "
-            f"{options.get('split')}): {error}; check --data and --data-config, or use a file of "
-            "JSON lines"
-        ) from error
-    return rows

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from grpo_env.tasks.data_files import is_file_name
+from grpo_env.tasks.row_forms import ANSWER
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.recipe.datasets import DatasetConfig, DatasetMixtureConfig, RecipeData
 from grpo_offline.recipe.reading import Recipe
-from grpo_offline.recipe.rewards import ANSWER
 
 _PROMPT = "prompt"
 _SINGLE = ("dataset_config", "columns")
@@ -47,12 +48,13 @@ def data_of(recipe: Recipe) -> RecipeData:
     if recipe["eval_strategy"] == "no":
         return data
     if recipe["eval_dataset_name"] is not None:
-        test = DatasetConfig(
-            recipe["eval_dataset_name"], recipe["eval_dataset_config"], recipe["eval_dataset_split"]
-        )
+        name, split = recipe["eval_dataset_name"], recipe["eval_dataset_split"]
+        if is_file_name(name) and not recipe.gives("eval_dataset_split"):
+            split = "train"  # the only one that a file has
+        test = DatasetConfig(name, recipe["eval_dataset_config"], split)
         own = _columns(recipe["eval_dataset_prompt_column"], recipe["eval_dataset_solution_column"])
         return replace(data, test=test, test_columns={**columns, **own})
-    if recipe["dataset_mixture"] is not None or _is_a_file(mixture.datasets[0].id):
+    if recipe["dataset_mixture"] is not None or is_file_name(mixture.datasets[0].id):
         return data
     own_test = replace(mixture.datasets[0], split=recipe["dataset_test_split"])
     must_exist = recipe.gives("dataset_test_split")
@@ -71,7 +73,3 @@ def held_out(recipe: Recipe) -> float | None:
 def _columns(prompt: str | None, solution: str | None) -> dict[str, str]:
     named = {_PROMPT: prompt, ANSWER: solution}
     return {ours: theirs for ours, theirs in named.items() if theirs is not None}
-
-
-def _is_a_file(source: str) -> bool:
-    return source.endswith((".jsonl", ".ndjson", ".json", ".csv", ".parquet"))

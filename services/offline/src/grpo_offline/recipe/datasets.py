@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from grpo_env.tasks import Row, Split
-from grpo_env.tasks.rows import DataUnusable, checked_rows, read_records
+from grpo_env.tasks.data_files import DataUnusable, read_records
+from grpo_env.tasks.rows import checked_rows
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class RecipeData:
 
 
 def _rows(source: DatasetConfig, columns: Mapping[str, str], seed: int) -> list[Row]:
-    records, name = read_records(source.id, source.config, cast(Split, source.split))
+    records, name = read_records(source.id, source.config, source.split)
     rows: list[Row] = checked_rows(records, name, columns)
     if source.weight is not None and source.weight < 1:
         count = max(1, int(len(rows) * source.weight))

@@ -38,7 +38,7 @@ SCRIPT_KEYS: tuple[Key, ...] = (
         "dataset_solution_column",
         str | None,
         None,
-        "column of the right answer; default: answer, solution or final_answer",
+        "column of the right answer; default: answer, final_answer or solution",
     ),
     ruled("eval_dataset_name", str | None, None, "rows of evaluation, as `dataset_name`"),
     ruled("eval_dataset_config", str | None, None, "as `dataset_config`"),

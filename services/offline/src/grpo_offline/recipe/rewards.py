@@ -7,16 +7,17 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from grpo_env.grading.final_answer import stated_answer
 from grpo_env.grading.math_grader import MathGrader
 from grpo_env.grading.parts import accuracy
 from grpo_env.loading import FunctionTask, find_task
 from grpo_env.tasks import Answer, Row, TaskOptions, reward_forms
 from grpo_env.tasks.reward_forms import RewardFunction, as_reward
+from grpo_env.tasks.row_forms import ANSWER, answer_text
 from grpo_offline.errors import RecipeInvalid
 
 REWARDS: dict[str, RewardFunction] = {}
 """A reward gets the completion and its row. `row["answer"]` is the solution column."""
-ANSWER = "answer"
 
 _ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _FORMAT = re.compile(
@@ -84,11 +85,27 @@ def canonical(text: str) -> str:
     return _WITHOUT_MEANING.sub("", text).rstrip(".")
 
 
+def right_answer(row: Row) -> str:
+    """The row's answer, or the final one of a worked solution: `\\boxed{}`, `####` or the tag.
+
+    Raises:
+        ValueError: the row has none.
+    """
+    text = answer_text(row.get(ANSWER))
+    return stated_answer(text) or text
+
+
+def _said(answer: Answer) -> str | None:
+    """The content of the last tags, or of the box in it."""
+    said = tagged_answer(answer)
+    return None if said is None else stated_answer(said) or said
+
+
 @register("exact_answer")
 def exact_answer(answer: Answer, row: Row) -> float:
     """1 if the last `<answer>…</answer>` holds the row's answer, apart from white space."""
-    said = tagged_answer(answer)
-    return float(said is not None and canonical(said) == canonical(str(row[ANSWER])))
+    said = _said(answer)
+    return float(said is not None and canonical(said) == canonical(right_answer(row)))
 
 
 REWARDS["pure_accuracy_math"] = exact_answer
@@ -97,7 +114,7 @@ REWARDS["pure_accuracy_math"] = exact_answer
 @register("exact_completion")
 def exact_completion(answer: Answer, row: Row) -> float:
     """1 if the whole completion is the row's answer, apart from white space."""
-    return float(canonical(answer) == canonical(str(row[ANSWER])))
+    return float(canonical(answer) == canonical(answer_text(row.get(ANSWER))))
 
 
 @register("equal_answer")
@@ -105,13 +122,18 @@ def equal_answer(answer: Answer, row: Row) -> float:
     """1 if the last `<answer>…</answer>` equals the row's answer as a number or as LaTeX.
 
     Raises `NotGraded`: it could not be compared in time."""
-    return accuracy(tagged_answer(answer), str(row[ANSWER]), _grader().is_equal)
+    return accuracy(_said(answer), right_answer(row), _grader().is_equal)
+
+
+COMPARING = {"exact_answer", "pure_accuracy_math", "equal_answer", "exact_completion"}
+"""Those that need the row's answer."""
 
 
 @register("answer_format")
 def answer_format(answer: Answer, row: Row) -> float:  # noqa: ARG001
-    """1 for `<think>…</think> <answer>…</answer>` and nothing else."""
-    return float(_FORMAT.fullmatch(answer) is not None)
+    """1 for `<think>…</think> <answer>…</answer>` and nothing else. The prompt may already hold the
+    beginning."""
+    return float(_FORMAT.fullmatch(answer.opening + answer) is not None)
 
 
 @cache

@@ -6,16 +6,18 @@ import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
+from grpo_env.grading.final_answer import require_short
 from grpo_env.grading.parts import weighted
 from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions
 from grpo_env.tasks.arguments import checked_arguments
 from grpo_env.tasks.reward_value import SINGLE, RewardInvalid, graded_of
+from grpo_env.tasks.row_forms import ANSWER, answer_text
 from grpo_env.tasks.rows import messages_of
 from grpo_offline.recipe.datasets import RecipeData
-from grpo_offline.recipe.rewards import ANSWER, close_rewards, find_reward
+from grpo_offline.recipe.rewards import COMPARING, close_rewards, find_reward, right_answer
 
 TASK = "grpo_offline.recipe.task:RecipeTask"
-SOLUTION_COLUMNS = (ANSWER, "solution", "final_answer")
+SOLUTION_COLUMNS = (ANSWER, "final_answer", "solution")
 _END_OF_ANSWER = "</answer>"
 _DEFAULTS: Mapping[str, Any] = {"data": None, "rewards": ["exact_answer"], "stop": []}
 
@@ -37,11 +39,16 @@ class RecipeTask(Task):
         return None if found is None else [_with_answer(row) for row in found]
 
     def prompt(self, row: Row) -> Sequence[Message]:
-        if ANSWER not in row:
+        compared = self._rewards.keys() & COMPARING
+        if compared and ANSWER not in row:
             raise ValueError(
                 f"no column for the answer; expected one of {', '.join(SOLUTION_COLUMNS)}, found "
                 f"{', '.join(row)}; name it with dataset_solution_column"
             )
+        if compared - {"exact_completion"}:
+            require_short(right_answer(row))
+        elif compared:
+            answer_text(row[ANSWER])
         return messages_of(row, self.options.system_prompt)
 
     def reward(self, answer: Answer, row: Row) -> Graded | Awaitable[Graded]:
@@ -64,6 +71,7 @@ class RecipeTask(Task):
             state=answer.state,
             token_ids=answer.token_ids,
             max_tokens=answer.max_tokens,
+            opening=answer.opening,
         )
 
     def close(self) -> None:
@@ -71,7 +79,7 @@ class RecipeTask(Task):
 
 
 def _with_answer(row: Row) -> Row:
-    found = next((name for name in SOLUTION_COLUMNS if row.get(name) is not None), None)
+    found = next((name for name in SOLUTION_COLUMNS if row.get(name) not in (None, "")), None)
     return row if found in (None, ANSWER) else {**row, ANSWER: row[found]}
 
 
@@ -86,7 +94,7 @@ def _graded(values: Mapping[str, Any], row: Row) -> Graded:
     """Each reward as one part, and each of its own parts as `<reward>.<part>`, which counts only in
     its sum. None: the reward does not apply to this row."""
     parts: dict[str, float | None] = {}
-    reasons = [f"expected {row[ANSWER]}"]
+    reasons = [f"expected {row[ANSWER]}"] if ANSWER in row else []
     for name, value in values.items():
         parts[name] = None
         if value is None:
