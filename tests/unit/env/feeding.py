@@ -14,6 +14,7 @@ from grpo_env.config.settings import load_env_settings
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.tasks import Answer as TaskAnswer
 from grpo_env.tasks import Graded, Message, Row, Split, Task, TaskOptions
+from grpo_env.tasks.tool_calls import CallFormat
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import PROMPT, generate_answer, inference_routes
 from tests.unit.env.http_stub import Answer, Route, StubServer, stub_server
@@ -24,6 +25,8 @@ class CannedTemplate:
 
     def prompt_ids(self, _prompt: str | Sequence[Message], _tools: object = ()) -> list[int]:
         return PROMPT
+
+    call_format = CallFormat.TAGS
 
     def opening(self, _prompt: str | Sequence[Message]) -> str:
         return ""

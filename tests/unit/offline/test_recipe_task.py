@@ -212,6 +212,11 @@ def test_parts_of_the_reward_are_named_and_weighted(tmp_path: Path, recipe_of: R
         )
 
 
+def test_arguments_of_the_chat_template_reach_the_environment(recipe_of: Recipes) -> None:
+    recipe = recipe_of(dataset_name="x.jsonl", chat_template_kwargs={"enable_thinking": False})
+    assert environment_options(recipe)["template_args"] == {"enable_thinking": False}
+
+
 def test_a_stop_text_does_not_take_the_closing_tag_away(tmp_path: Path, recipe_of: Recipes) -> None:
     task = task_of(
         recipe_of(

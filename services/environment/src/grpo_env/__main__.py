@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(settings: EnvServerSettings) -> None:
-    from grpo_env.assembly import open_tasks
+    from grpo_env.assembly import open_tasks, open_template
 
     with open_tasks(settings) as tasks:
         if settings.action == "check":
@@ -50,9 +50,7 @@ def _run(settings: EnvServerSettings) -> None:
 
             check(settings, tasks)
             return
-        from grpo_env.rollout.chat_template import load_template
-
-        template = load_template(settings.tokenizer_name)
+        template = open_template(settings, tasks)
         # Objects made so far live as long as the process, so the garbage collector can skip them.
         gc.freeze()
         gc.set_threshold(_OBJECTS_PER_COLLECTION)

@@ -14,7 +14,7 @@ from grpo_env.config.settings import EnvServerSettings
 from grpo_env.inference.pool import InferencePool
 from grpo_env.loading import TaskSpec, TaskUnusable, specs_from
 from grpo_env.reward_workers import RewardWorkers
-from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.chat_template import ChatTemplate, TokenizerTemplate, load_template
 from grpo_env.rollout.generation import Generation
 from grpo_env.rollout.grading import Grader
 from grpo_env.rollout.outcome import SamplingPlan
@@ -22,6 +22,7 @@ from grpo_env.rollout.rollout import RolloutEngine
 from grpo_env.rollout.user_code import TaskCode
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.items import ItemStream, training_items
+from grpo_env.tasks.tools import tool_schemas
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,20 @@ def open_tasks(settings: EnvServerSettings) -> Iterator[TaskSet]:
                 "`name` of its own"
             )
         yield TaskSet(tuple(tasks), tuple(part.weight for part in parts))
+
+
+def open_template(settings: EnvServerSettings, tasks: TaskSet) -> TokenizerTemplate:
+    """The chat template of the model, which shows the tasks' tools.
+
+    Raises:
+        TokenizerUnusable: there is none, or it leaves tools or their answers out.
+        ToolUnusable: a tool has no schema.
+    """
+    template = load_template(settings.tokenizer_name, settings.template_args)
+    for task in tasks.tasks:
+        if task.tools:
+            template.require_tools(task.name, tool_schemas(task.tools[:1])[0])
+    return template
 
 
 def options_of(settings: EnvServerSettings, part: MixturePart) -> TaskOptions:

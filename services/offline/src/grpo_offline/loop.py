@@ -12,9 +12,8 @@ from pathlib import Path
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_env.assembly import TaskSet, open_tasks, sampling_plan
+from grpo_env.assembly import TaskSet, open_tasks, open_template, sampling_plan
 from grpo_env.config.settings import EnvServerSettings
-from grpo_env.rollout.chat_template import load_template
 from grpo_env.rollout.rollout import RolloutEngine
 from grpo_offline.backends.choice import Sampling, choose
 from grpo_offline.backends.opening import Backends
@@ -61,7 +60,7 @@ def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult
     environment = environment_settings(keys, directory)
     results: list[RunResult] = []
     with open_tasks(environment) as tasks:
-        template = load_template(environment.tokenizer_name)
+        template = open_template(environment, tasks)
         _introduce(keys, sampling, files, screen)
         backends = Backends(keys, sampling, tasks, template)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_env.rollout.chat_template import TokenizerTemplate, answered
+from grpo_env.rollout.chat_template import TokenizerTemplate, TokenizerUnusable, answered
 
 QUESTION = [{"role": "user", "content": "3+4="}]
 
@@ -84,3 +84,51 @@ def test_a_last_message_of_the_assistant_is_continued(
         *QUESTION,
         {"role": "assistant", "content": f"{begun or ''}7"},
     ]
+
+
+class ToolTokenizer(TextTokenizer):
+    """Args: shows: roles and `tools` that the template shows"""
+
+    def __init__(self, chat_template: str, *shows: str) -> None:
+        super().__init__()
+        self.chat_template = chat_template
+        self._shows = {"user", "assistant", *shows}
+
+    def apply_chat_template(self, messages: Any, tools: Any = None, **options: Any) -> str:
+        shown = [message for message in messages if message["role"] in self._shows]
+        listed = str(tools) if tools and "tools" in self._shows else ""
+        return listed + super().apply_chat_template(shown, **options)
+
+
+@pytest.mark.parametrize(
+    ("template", "shows", "problem"),
+    [
+        ("<tool_call>arguments", ("tools", "tool"), None),
+        ("<tool_call>arguments", ("tool",), "does not show its tools "),
+        ("<tool_call>arguments", ("tools",), "does not show the answers of its tools "),
+        ("", (), "does not show its tools and the answers of its tools "),
+        ("<arg_key>", ("tools", "tool"), "in a form that is not read here"),
+    ],
+)
+def test_a_template_that_hides_tools_is_refused(
+    template: str, shows: tuple[str, ...], problem: str | None
+) -> None:
+    checked = TokenizerTemplate(ToolTokenizer(template, *shows))
+    schema = {"type": "function", "function": {"name": "adds_two"}}
+    if problem is None:
+        checked.require_tools("sums", schema)
+        return
+    with pytest.raises(TokenizerUnusable, match=rf"{problem}.*chat_template\.jinja"):
+        checked.require_tools("sums", schema)
+
+
+def test_arguments_of_the_template_reach_it() -> None:
+    class Thinking(TextTokenizer):
+        def apply_chat_template(self, messages: Any, tools: Any = None, **options: Any) -> str:
+            is_on = options.pop("enable_thinking", True)
+            said = super().apply_chat_template(messages, tools, **options)
+            return said if is_on else f"{said}<think>\n\n</think>\n"
+
+    template = TokenizerTemplate(Thinking(), {"enable_thinking": False})
+    assert bytes(template.prompt_ids(QUESTION)).endswith(b"<think>\n\n</think>\n")
+    assert template.opening(QUESTION) == "<think>\n\n</think>\n"

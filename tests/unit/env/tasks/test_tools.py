@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from grpo_env.tasks import Answer, State, Task, TaskOptions
-from grpo_env.tasks.tools import ToolCall, ToolUnusable, answer_calls, tool_calls, tool_schemas
+from grpo_env.tasks.tool_calls import tool_calls
+from grpo_env.tasks.tools import ToolUnusable, answer_calls, tool_schemas
 
 
 def add(a: int, b: int = 1) -> int:
@@ -28,15 +29,6 @@ async def divide(a: float, b: float) -> float:
 
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
-def test_calls_are_read_in_their_order() -> None:
-    assert tool_calls(f"I add. {call('add', a=1)}\n{call('divide', a=1, b=2)}") == [
-        ToolCall("add", {"a": 1}),
-        ToolCall("divide", {"a": 1, "b": 2}),
-    ]
-    assert tool_calls('<tool_call>\n{"name": "add"}') == [ToolCall("add")]  # cut at its end
-    assert tool_calls("no call") == []
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from pathlib import Path
 from grpo_core.errors import GrpoError
 from grpo_core.rollouts.text import printable
 from grpo_core.security.bearer_token import plain
-from grpo_env.assembly import TaskSet, open_engine, sampling_plan, task_code
+from grpo_env.assembly import TaskSet, open_engine, open_template, sampling_plan, task_code
 from grpo_env.config.settings import EnvServerSettings
 from grpo_env.inference.wait_for_servers import wait_for_servers
-from grpo_env.rollout.chat_template import answered, divided, load_template
+from grpo_env.rollout.chat_template import answered, divided
 from grpo_env.rollout.grading import Grade, Grader, Ungraded
 from grpo_env.rollout.outcome import GroupLost
 from grpo_env.tasks import Answer, State
@@ -68,7 +68,7 @@ async def _sampled(
 ) -> list[Checked]:
     deadline_s = min(settings.start_deadline_s, _SERVER_DEADLINE_S)
     await wait_for_servers(settings.inference_url, deadline_s, plain(settings.vllm_api_key))
-    template = load_template(settings.tokenizer_name)
+    template = open_template(settings, tasks)
     plan = replace(
         sampling_plan(settings, tasks), group_size=ANSWERS // len(items), drop_equal_scores=False
     )

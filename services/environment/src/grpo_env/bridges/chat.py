@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_env.marks import between
-from grpo_env.tasks import Message
+from grpo_env.tasks import Answer, Message
 from grpo_env.tasks.dialogue import ContextFull, Dialogue
-from grpo_env.tasks.tools import CALL, END_OF_CALL
+from grpo_env.tasks.tool_calls import divided_by_calls, text_parameters
 
 ChatMessage = Mapping[str, Any]
 """A message of the chat completions API."""
@@ -79,7 +78,7 @@ class Chat:
             raise
         new_tokens = len(answer.token_ids) - self._sampled_tokens
         self._sampled_tokens = len(answer.token_ids)
-        content, calls = self._parsed(str(answer)) if tools else (str(answer), [])
+        content, calls = self._parsed(answer, tools) if tools else (str(answer), [])
         if calls:
             said = {"role": "assistant", "content": content, "tool_calls": calls}
             self._texts[calls[0]["id"]] = (plain_message(said), str(answer))
@@ -99,21 +98,19 @@ class Chat:
                 return {"role": "assistant", "content": text}
         return plain
 
-    def _parsed(self, text: str) -> tuple[str | None, list[dict[str, Any]]]:
-        """As vLLM's parser `hermes`: if one call is no valid JSON, the whole text is content."""
-        try:
-            calls = [json.loads(call) for call in between(text, CALL, END_OF_CALL)]
-            found = [(call["name"], json.dumps(call.get("arguments", {}))) for call in calls]
-        except (ValueError, TypeError, KeyError):
-            return text, []
-        if not found:
-            return text, []
+    def _parsed(
+        self, answer: Answer, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str | None, list[dict[str, Any]]]:
+        """As vLLM's parsers: if one call is not valid, the whole text is content."""
+        content, calls = divided_by_calls(answer, text_parameters(tools))
+        if not calls or any(call.error for call in calls):
+            return str(answer), []
         listed = []
-        for name, arguments in found:
+        for call in calls:
             self._calls += 1
-            function = {"name": str(name), "arguments": arguments}
+            function = {"name": call.name, "arguments": json.dumps(dict(call.arguments))}
             listed.append({"id": f"call_{self._calls}", "type": "function", "function": function})
-        return text[: text.index(CALL)].strip() or None, listed
+        return content.strip() or None, listed
 
 
 def plain_message(message: ChatMessage) -> Message:

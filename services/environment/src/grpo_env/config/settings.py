@@ -80,6 +80,7 @@ class EnvServerSettings(CommandSettings):
                 "data_config",
                 "columns",
                 "system_prompt",
+                "template_args",
                 "task_args",
                 "mixture",
                 "seed",
@@ -217,6 +218,11 @@ class EnvServerSettings(CommandSettings):
     )
     system_prompt: Annotated[str | None, Shown(default="the task's")] = Field(
         None, description="System message of every prompt. An empty text removes the task's own"
+    )
+    template_args: Annotated[Arguments, Shown(metavar="NAME=VALUE,...")] = Field(
+        default_factory=dict,
+        description="Arguments of the chat template, for example enable_thinking=false for Qwen3. "
+        "JSON is accepted too",
     )
     task_args: Annotated[Arguments, Shown(metavar="NAME=VALUE,...")] = Field(
         default_factory=dict,

@@ -10,10 +10,12 @@ from grpo_core.errors import GrpoError
 from grpo_env.grading.formats import THINK_TAG
 from grpo_env.hidden_torch import hidden_torch
 from grpo_env.tasks import Message
+from grpo_env.tasks.tool_calls import CallFormat, format_of
 
 _KEPT_PROMPTS = 256
 _PLACEHOLDER = "\x02answer\x03"
 """Stands for an answer of the model. No conversation contains these control characters."""
+_TOOL_ANSWER = "answer of the tool"
 _QUESTION: Message = {"role": "user", "content": "?"}
 
 
@@ -40,6 +42,10 @@ class TokenizerUnusable(GrpoError):
 class ChatTemplate(Protocol):
     """Converts what the policy continues to token ids."""
 
+    @property
+    def call_format(self) -> CallFormat | None:
+        """How the template asks for calls of tools; None: in a form that is not read here."""
+
     def prompt_ids(
         self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
@@ -58,10 +64,11 @@ class ChatTemplate(Protocol):
 
 
 class TokenizerTemplate:
-    """The chat template of a tokenizer."""
+    """The chat template of a tokenizer. Args: arguments: of the template"""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
+        self._arguments = arguments or {}
         self._prompts: dict[str, list[int]] = {}
 
     def prompt_ids(
@@ -98,6 +105,38 @@ class TokenizerTemplate:
         return begun if begun.lstrip().startswith(THINK_TAG) else self._thinking + begun
 
     @cached_property
+    def call_format(self) -> CallFormat | None:
+        return format_of(str(self.tokenizer.chat_template))
+
+    def require_tools(self, task: str, tool: Mapping[str, Any]) -> None:
+        """Check that the model sees the tools and their answers.
+
+        Raises:
+            TokenizerUnusable: the template leaves one of them out, or cannot render it.
+        """
+        name = (tool.get("function") or tool).get("name", "")
+        answer: Message = {"role": "tool", "name": name, "content": _TOOL_ANSWER}
+        said: Message = {"role": "assistant", "content": "!"}
+        shows = {
+            "its tools": name in self._render([_QUESTION], [tool]),
+            "the answers of its tools": _TOOL_ANSWER in self._render([_QUESTION, said, answer], ()),
+        }
+        remedy = (
+            "use another model, or put a template of your own as chat_template.jinja into the "
+            "directory of --tokenizer"
+        )
+        if hidden := [what for what, is_shown in shows.items() if not is_shown]:
+            raise TokenizerUnusable(
+                f"the chat template of the model does not show {' and '.join(hidden)} (task "
+                f"{task}), so the model cannot know them; {remedy}"
+            )
+        if self.call_format is None:
+            raise TokenizerUnusable(
+                f"the chat template of the model asks for calls of tools (task {task}) in a form "
+                f"that is not read here; {remedy}"
+            )
+
+    @cached_property
     def _thinking(self) -> str:
         """What the template itself writes of an answer, from `<think>` on."""
         _, _, behind = self._render([_QUESTION], ()).rpartition(_QUESTION["content"])
@@ -131,6 +170,7 @@ class TokenizerTemplate:
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=True,
+                **self._arguments,
             )
         except (TemplateError, TypeError, KeyError) as error:
             roles = ", ".join(message["role"] for message in messages)
@@ -146,8 +186,12 @@ class TokenizerTemplate:
         return token_ids
 
 
-def load_template(tokenizer_name: str) -> TokenizerTemplate:
+def load_template(
+    tokenizer_name: str, arguments: Mapping[str, Any] | None = None
+) -> TokenizerTemplate:
     """The chat template of the model's tokenizer.
+
+    Args: arguments: of the template, for example `{"enable_thinking": False}`
 
     Raises:
         TokenizerUnusable: the tokenizer is missing or has no chat template.
@@ -166,4 +210,4 @@ def load_template(tokenizer_name: str) -> TokenizerTemplate:
             f"the tokenizer of {tokenizer_name!r} has no chat template; use the tokenizer of an "
             "instruction-tuned model, or add chat_template.jinja to its directory"
         )
-    return TokenizerTemplate(tokenizer)
+    return TokenizerTemplate(tokenizer, arguments)

@@ -93,6 +93,7 @@ class RecordedDialogue:
             token_ids=[token for c in self._conversations for token in c.sequence.sampled_ids],
             max_tokens=self._allowed,
             opening=opening,
+            call_format=self._template.call_format,
         )
         return self.last_answer
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, Self, TypedDict
 
+from grpo_env.tasks.tool_calls import CallFormat
 from grpo_env.tasks.tools import answer_calls
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Answer(str):
     max_tokens: the largest number of tokens that `token_ids` might have had.
     opening: what the prompt already holds of this answer: the `<think>` of the chat template, and
         the text of a last message of the assistant, which the model continues.
+    call_format: how the model's chat template asks for calls of tools. None: not known.
     """
 
     finished: bool
@@ -61,6 +63,7 @@ class Answer(str):
     token_ids: Sequence[int]
     max_tokens: int
     opening: str
+    call_format: CallFormat | None
 
     def __new__(
         cls,
@@ -72,6 +75,7 @@ class Answer(str):
         token_ids: Sequence[int] = (),
         max_tokens: int = 0,
         opening: str = "",
+        call_format: CallFormat | None = None,
     ) -> Self:
         self = super().__new__(cls, text)
         self.finished = finished
@@ -80,6 +84,7 @@ class Answer(str):
         self.token_ids = token_ids
         self.max_tokens = max_tokens
         self.opening = opening
+        self.call_format = call_format
         return self
 
 

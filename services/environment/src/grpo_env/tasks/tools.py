@@ -1,17 +1,11 @@
-"""Tools that the model may call: their schemas, and the answers to calls in a message.
-
-A call is a block as the chat templates of Hermes and Qwen ask for it:
-`<tool_call>{"name": "calculator", "arguments": {"expression": "3+4"}}</tool_call>`
-"""
+"""Tools that the model may call: their schemas, and the answers to calls in a message."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +14,7 @@ from pebble import ThreadPool
 from grpo_core.errors import GrpoError
 from grpo_env.contained import contained, contained_await
 from grpo_env.hidden_torch import hidden_torch
-from grpo_env.marks import between
+from grpo_env.tasks.tool_calls import IsText, ToolCall, tool_calls
 
 if TYPE_CHECKING:
     from grpo_env.tasks import Message
@@ -32,25 +26,10 @@ ELSEWHERE: ContextVar[Callable[[str, Mapping[str, Any]], Awaitable[Any]] | None]
     "ELSEWHERE", default=None
 )
 """Calls a tool of the task in another process, by name; None: tools run in threads."""
-CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 
 
 class ToolUnusable(GrpoError):
     """A tool has no docstring or no types, so no schema can be made of it."""
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """One call in a message. `error`: why it is no valid call; None if it is one."""
-
-    name: str = ""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    error: str | None = None
-
-
-def tool_calls(text: str) -> list[ToolCall]:
-    """The calls in a message, in their order. An invalid one has an error."""
-    return [_call(content) for content in between(text, CALL, END_OF_CALL, to_end=True)]
 
 
 def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -69,7 +48,7 @@ async def answer_calls(text: str, tools: Sequence[Tool]) -> list[Message] | None
     Returns one message of the role `tool` for each call. An error of a tool becomes its content, so
     that the model can learn from it. Functions run in threads; coroutines are awaited.
     """
-    calls = tool_calls(text)
+    calls = tool_calls(text, _is_text(tools))
     functions = {tool.__name__: tool for tool in tools if not isinstance(tool, Mapping)}
     answers = await asyncio.gather(*(_answer(call, functions) for call in calls))
     messages: list[Message] = [
@@ -77,19 +56,6 @@ async def answer_calls(text: str, tools: Sequence[Tool]) -> list[Message] | None
         for call, answer in zip(calls, answers, strict=True)
     ]
     return messages or None
-
-
-def _call(content: str) -> ToolCall:
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return ToolCall(error="the call is not JSON")
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return ToolCall(error="the call has no name")
-    arguments = found.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return ToolCall(found["name"], error="the arguments are not an object")
-    return ToolCall(found["name"], arguments)
 
 
 async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -> str:
@@ -111,6 +77,17 @@ async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -
         return str(await asyncio.wrap_future(done))
     except Exception as error:  # noqa: BLE001 - code of a user, and arguments of a model
         return f"error: {error or type(error).__name__}"
+
+
+def _is_text(tools: Sequence[Tool]) -> IsText:
+    functions = {tool.__name__: tool for tool in tools if not isinstance(tool, Mapping)}
+
+    def is_text(tool: str, name: str) -> bool:
+        function = functions.get(tool)
+        parameter = None if function is None else inspect.signature(function).parameters.get(name)
+        return parameter is not None and parameter.annotation in (str, "str")
+
+    return is_text
 
 
 def _is_stateless(tool: Callable[..., Any]) -> bool:

@@ -21,6 +21,8 @@ def environment_options(recipe: Recipe) -> dict[str, Any]:
     options |= lengths(recipe)
     if recipe["system_prompt"] is not None:
         options["system_prompt"] = recipe["system_prompt"]
+    if recipe["chat_template_kwargs"]:
+        options["template_args"] = recipe["chat_template_kwargs"]
     share = held_out(recipe)
     if share is not None:
         options["held_out"] = share

@@ -34,7 +34,12 @@ GRPO_KEYS: tuple[Key, ...] = (
     used("repetition_penalty", float, 1.0, "generation.repetition_penalty"),
     refused("min_p", float | None, None, "write `top_p` or `top_k`", 0.0),
     refused("generation_kwargs", dict[str, Any] | str | None, None, "each option has its key", {}),
-    refused("chat_template_kwargs", dict[str, Any] | str | None, None, "see `chat_template`", {}),
+    ruled(
+        "chat_template_kwargs",
+        dict[str, Any] | str | None,
+        None,
+        "`env_server.template_args`, for example `{enable_thinking: false}`",
+    ),
     idle("cache_implementation", str | None, None, "the server manages its cache"),
     ruled(
         "generation_batch_size",

@@ -1,0 +1,224 @@
+"""Reads the tool calls in a message, in the forms of the families of models.
+
+These are the forms that vLLM's parsers `hermes`, `qwen3_coder`, `llama3_json` and `mistral` read.
+They are read here, because an environment has no vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
+END_OF_THINKING, THINKING = "</think>", "<think>"
+_FENCE = re.compile(r"```(?:json)?\s*")
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
+_PYTHON_TAG, _CALLS, _XML, _OF_GLM = "<|python_tag|>", "[TOOL_CALLS]", "<function=", "<arg_key>"
+_NAME = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+_DECODER = json.JSONDecoder(strict=False)  # a model writes line breaks into strings
+
+IsText = Callable[[str, str], bool]
+"""Whether the parameter of a tool, by both names, is a text. Other ones are JSON."""
+
+
+class CallFormat(StrEnum):
+    """How a family of models writes calls."""
+
+    TAGS = "tags"
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen2.5, Qwen3, SmolLM3), or
+    `<tool_call><function=name><parameter=key>…</parameter></function></tool_call>` (Qwen3-Coder,
+    Qwen3.5, Nemotron 3)."""
+    LLAMA3 = "llama3"
+    """The whole message is `{"name": …, "parameters": {…}}`; several are separated by `;`."""
+    MISTRAL = "mistral"
+    """`[TOOL_CALLS][{"name": …, "arguments": {…}}]`, or `[TOOL_CALLS]name[ARGS]{…}`."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call in a message. `error`: why it is no valid call; None if it is one."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+def format_of(template: str) -> CallFormat | None:
+    """The form that a chat template asks for; None for one that is not read here."""
+    if CALL in template:
+        is_known = _XML in template or "arguments" in template
+        return CallFormat.TAGS if is_known and _OF_GLM not in template else None
+    if _CALLS in template:
+        return CallFormat.MISTRAL
+    if "<|start_header_id|>" in template:
+        return CallFormat.LLAMA3
+    return None
+
+
+def tool_calls(text: str, is_text: IsText = lambda _tool, _name: False) -> list[ToolCall]:
+    """The calls in a message, in their order. An invalid one has an error.
+
+    Args: text: an `Answer` names the family; in any other text, every form counts
+    """
+    return divided_by_calls(text, is_text)[1]
+
+
+def divided_by_calls(
+    text: str, is_text: IsText = lambda _tool, _name: False
+) -> tuple[str, list[ToolCall]]:
+    """What stands before the first call, and the calls. Calls in a thought are drafts."""
+    if _ends_in_thought(getattr(text, "opening", "") + text):
+        return str(text), []
+    said = text.rpartition(END_OF_THINKING)[2]
+    wanted = getattr(text, "call_format", None)
+    for form, read in _READERS.items():
+        if wanted in (None, form) and (found := read(said, is_text)):
+            return text[: len(text) - len(said) + found[0]], found[1]
+    return str(text), []
+
+
+def _ends_in_thought(text: str) -> bool:
+    return text.rfind(THINKING) > text.rfind(END_OF_THINKING)
+
+
+Found = tuple[int, list[ToolCall]]
+
+
+def _of_tags(text: str, is_text: IsText) -> Found | None:
+    calls: list[ToolCall] = []
+    first = at = text.find(CALL)
+    while at >= 0:
+        at = _after_block(text, at + len(CALL), is_text, calls)
+        at = text.find(CALL, at)
+    return (first, calls) if calls else None
+
+
+def _after_block(text: str, at: int, is_text: IsText, calls: list[ToolCall]) -> int:
+    """Add the calls of a block; returns where it ends."""
+    if function := _FUNCTION.match(text, at):
+        end = _end(text, at)
+        calls.append(_of_xml(function[1].strip(), text[function.end() : end], is_text))
+        return end
+    try:
+        values, at = _values(text, at, "\n,")
+    except (ValueError, RecursionError):
+        calls.append(ToolCall(error="the call is not JSON"))
+        return _end(text, at)
+    calls += [_of_json(value) for value in values]
+    return at
+
+
+def _end(text: str, at: int) -> int:
+    end = text.find(END_OF_CALL, at)
+    return len(text) if end < 0 else end
+
+
+def _values(text: str, at: int, separators: str) -> tuple[list[Any], int]:
+    """JSON values from a place on; lists count as their elements. Raises `ValueError`."""
+    values: list[Any] = []
+    while True:
+        while at < len(text) and (text[at].isspace() or (values and text[at] in separators)):
+            at += 1
+        if fence := _FENCE.match(text, at):
+            at = fence.end()
+            continue
+        if values and (at >= len(text) or text[at] not in "{["):
+            return values, at
+        value, at = _DECODER.raw_decode(text, at)
+        values += value if isinstance(value, list) and value else [value]
+
+
+def _of_json(found: Any) -> ToolCall:
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return ToolCall(error="the call has no name")
+    arguments = found.get("arguments", found.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            arguments = _DECODER.decode(arguments)
+        except (ValueError, RecursionError):
+            return ToolCall(found["name"], error="the arguments are not JSON")
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return ToolCall(found["name"], error="the arguments are not an object")
+    return ToolCall(found["name"], arguments)
+
+
+def _of_xml(name: str, body: str, is_text: IsText) -> ToolCall:
+    arguments: dict[str, Any] = {}
+    for part in body.split("<parameter=")[1:]:
+        key, closed, rest = part.partition(">")
+        if not closed:
+            return ToolCall(name, error="a parameter has no name")
+        value = rest.partition("</parameter>")[0].removeprefix("\n").removesuffix("\n")
+        arguments[key.strip()] = value if is_text(name, key.strip()) else _of_text(value)
+    return ToolCall(name, arguments)
+
+
+def _of_text(value: str) -> Any:
+    try:
+        return _DECODER.decode(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _of_llama(text: str, _is_text: IsText) -> Found | None:
+    said = text.lstrip()
+    start = len(text) - len(said)
+    begin = said.removeprefix(_PYTHON_TAG).lstrip()
+    if not begin.startswith("{"):
+        return None
+    try:
+        values, end = _values(begin, 0, ";,")
+    except (ValueError, RecursionError):
+        is_call = begin.startswith('{"name"')
+        return (start, [ToolCall(error="the call is not JSON")]) if is_call else None
+    is_call = all(isinstance(v, dict) and {"parameters", "arguments"} & v.keys() for v in values)
+    is_whole = not begin[end:].strip()
+    return (start, [_of_json(value) for value in values]) if is_call and is_whole else None
+
+
+def _of_mistral(text: str, is_text: IsText) -> Found | None:
+    before, mark, behind = text.partition(_CALLS)
+    if not mark:  # a special token, which the text of a completion may leave out
+        before, behind = "", text
+        if not (text.lstrip().startswith('[{"name"') or _NAME.match(text)):
+            return None
+    return len(before), [*_mistral_calls(behind, is_text)]
+
+
+def _mistral_calls(text: str, _is_text: IsText) -> Iterator[ToolCall]:
+    for part in text.split(_CALLS):
+        named = _NAME.match(part)
+        try:
+            values, _ = _values(part, named.end() if named else 0, ",")
+        except (ValueError, RecursionError):
+            yield ToolCall(error="the call is not JSON")
+            continue
+        for value in values:
+            yield _of_json({"name": named[1], "arguments": value} if named else value)
+
+
+_READERS: Mapping[CallFormat, Callable[[str, IsText], Found | None]] = {
+    CallFormat.TAGS: _of_tags,
+    CallFormat.MISTRAL: _of_mistral,
+    CallFormat.LLAMA3: _of_llama,
+}
+
+
+def text_parameters(schemas: Sequence[Mapping[str, Any]]) -> IsText:
+    """Which parameters of these tools are texts, by their JSON schemas."""
+    texts = set()
+    for schema in schemas:
+        function = schema.get("function") or schema
+        properties = (function.get("parameters") or {}).get("properties") or {}
+        texts |= {
+            (function.get("name"), name)
+            for name, kind in properties.items()
+            if isinstance(kind, Mapping) and kind.get("type") == "string"
+        }
+    return lambda tool, name: (tool, name) in texts

@@ -1,0 +1,105 @@
+"""Calls of tools in a message, in the forms of several families of models."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_env.tasks import Answer
+from grpo_env.tasks.tool_calls import (
+    CallFormat,
+    ToolCall,
+    divided_by_calls,
+    format_of,
+    text_parameters,
+    tool_calls,
+)
+
+ADD = ToolCall("add", {"a": 1})
+IN_TAGS = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+ONE_CALL = {
+    "JSON in tags": f"I add. {IN_TAGS}",
+    "arguments as a text": r'<tool_call>{"name": "add", "arguments": "{\"a\": 1}"}</tool_call>',
+    "a list": '<tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>',
+    "a code fence": '<tool_call>\n```json\n{"name": "add", "arguments": {"a": 1}}\n```</tool_call>',
+    "Qwen3-Coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "Llama 3.1": '{"name": "add", "parameters": {"a": 1}}',
+    "Llama 3.1 with a tag": ' <|python_tag|>{"name": "add", "parameters": {"a": 1}}',
+    "Mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]',
+    "Mistral without its special token": '[{"name": "add", "arguments": {"a": 1}}]',
+    "Mistral Small 3": '[TOOL_CALLS]add[ARGS]{"a": 1}',
+    "after a thought": f"<think>{IN_TAGS.replace('1', '2')}</think>\n{IN_TAGS}",
+    "after a thought that the prompt began": f"{IN_TAGS.replace('1', '2')}</think>\n{IN_TAGS}",
+}
+
+
+@pytest.mark.parametrize("text", ONE_CALL.values(), ids=ONE_CALL)
+def test_every_form_is_read(text: str) -> None:
+    assert tool_calls(text) == [ADD]
+
+
+TWO_CALLS = {
+    "in one block": '<tool_call>{"name": "add", "arguments": {"a": 1}}\n'
+    '{"name": "add", "arguments": {"a": 1}}</tool_call>',
+    "in two blocks": IN_TAGS + IN_TAGS,
+    "Llama 3.1": '{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 1}}',
+    "Mistral Small 3": '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add{"a": 1}',
+}
+
+
+@pytest.mark.parametrize("text", TWO_CALLS.values(), ids=TWO_CALLS)
+def test_several_calls_are_read(text: str) -> None:
+    assert tool_calls(text) == [ADD, ADD]
+
+
+NO_CALLS = {
+    "a draft": f"<think>I may write {IN_TAGS}.</think> It is 7.",
+    "a thought that does not end": f"<think>I may write {IN_TAGS}",
+    "JSON as an answer": '{"name": "Ada", "born": 1815}',
+    "text": "3 + 4 is 7",
+}
+
+
+@pytest.mark.parametrize("text", NO_CALLS.values(), ids=NO_CALLS)
+def test_what_is_no_call_is_not_run(text: str) -> None:
+    assert divided_by_calls(text) == (text, [])
+
+
+def test_a_thought_that_the_prompt_began_and_that_does_not_end_holds_drafts() -> None:
+    assert tool_calls(Answer(IN_TAGS, opening="<think>\n")) == []
+    assert tool_calls(Answer(f"so</think>{IN_TAGS}", opening="<think>\n")) == [ADD]
+
+
+def test_only_the_form_of_the_family_counts() -> None:
+    bare = ONE_CALL["Llama 3.1"]
+    assert tool_calls(Answer(bare, call_format=CallFormat.TAGS)) == []
+    assert tool_calls(Answer(IN_TAGS, call_format=CallFormat.LLAMA3)) == []
+    assert tool_calls(Answer(bare, call_format=CallFormat.LLAMA3)) == [ADD]
+
+
+def test_a_mark_or_a_line_break_in_a_text_is_part_of_it() -> None:
+    text = 'So: <tool_call>{"name": "f", "arguments": {"x": "</tool_call>\n"}}</tool_call>'
+    assert divided_by_calls(text) == ("So: ", [ToolCall("f", {"x": "</tool_call>\n"})])
+
+
+def test_parameters_in_xml_are_texts_as_the_schema_says() -> None:
+    schema = {"name": "f", "parameters": {"properties": {"x": {"type": "string"}, "y": {}}}}
+    text = "<tool_call><function=f><parameter=x>\n1\n</parameter><parameter=y>\n1\n</parameter>"
+    for given in (schema, {"type": "function", "function": schema}):
+        assert tool_calls(text, text_parameters([given])) == [ToolCall("f", {"x": "1", "y": 1})]
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ('<tool_call>{"name": <name>, "arguments": <args>}</tool_call>', CallFormat.TAGS),
+        ("<tool_call><function=example><parameter=x>", CallFormat.TAGS),
+        ("<tool_call>{name}<arg_key>{key}</arg_key>, as arguments", None),
+        ("[AVAILABLE_TOOLS] [TOOL_CALLS]", CallFormat.MISTRAL),
+        ("<|start_header_id|> parameters", CallFormat.LLAMA3),
+        ("<|tool_call_start|>[f(x=1)]<|tool_call_end|>", None),
+    ],
+)
+def test_the_form_is_found_from_the_template(template: str, form: CallFormat | None) -> None:
+    assert format_of(template) is form
