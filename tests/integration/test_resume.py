@@ -164,7 +164,7 @@ def test_a_finished_run_ends_too_if_run_api_has_another_run(
         train.train(config)
     (entry,) = logs
     assert entry["reason"] == "nothing was trained, because all 2 steps are done"
-    assert "`--resume never`" in entry["hint"]
+    assert "raise --steps to continue" in entry["hint"]
 
 
 def test_full_leases_are_acknowledged_by_an_early_save(redis_url: str, tmp_path: Path) -> None:

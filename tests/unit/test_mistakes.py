@@ -58,6 +58,9 @@ MISTAKES = {
     "directory without a model": Mistake(
         grpo, "--model {tmp} --mode shared_vllm", "--model: no config.json in {tmp}"
     ),
+    "an adapter as the model": Mistake(
+        vllm_api_server, "--model {tmp}/adapter", "--model: {tmp}/adapter is an adapter; merge it"
+    ),
     "unknown mode": Mistake(grpo, "--model m --mode lora_restrat", "did you mean lora_restart?"),
     "several trainer processes": Mistake(
         grpo,
@@ -182,6 +185,8 @@ MISTAKES = {
 def places(tmp_path: Path) -> Iterator[dict[str, str]]:
     (tmp_path / "broken.yaml").write_text("model: m\nsteps: 3: 4\n")
     (tmp_path / "key.yaml").write_text("traning-steps: 3\n")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").touch()
     (tmp_path / "value.yaml").write_text("steps: many\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         yield {"tmp": str(tmp_path), "port": str(taken.getsockname()[1])}

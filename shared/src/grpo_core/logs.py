@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 
 import structlog
+from structlog.types import Processor
 
 
-def configure_logging(service: str, level: str = "INFO") -> None:
-    """Log every event of this process to stderr, with UTC time and the service's name."""
+def configure_logging(
+    service: str, level: str = "INFO", processors: Sequence[Processor] = ()
+) -> None:
+    """Log every event of this process to stderr, with UTC time and the service's name.
+
+    Args: processors: further ones, which change events before they are written
+    """
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            *processors,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="%Y-%m-%dT%H:%M:%S", utc=True),
             structlog.processors.StackInfoRenderer(),

@@ -18,6 +18,7 @@ from grpo_core.process.threads import share_cores
 from grpo_offline.command_words import given_names, words_for_hydra
 from grpo_offline.config_file import CONFIG_FILE
 from grpo_offline.errors import KeysInvalid
+from grpo_offline.key_names import Renamed, in_keys
 from grpo_offline.keys_of_job import keys_of_job, value_of
 
 PROG = "grpo-offline"
@@ -88,12 +89,7 @@ class Jobs:
             yield
         except GrpoError as error:
             self.is_usage = isinstance(error, KeysInvalid)
-            record.error = f"{type(error).__name__}: {error}"
-        except SystemExit as error:
-            if error.code != EXIT_USAGE:  # a signal
-                raise
-            self.is_usage = True
-            record.error = "an option is not valid; see above"
+            record.error = in_keys(f"{type(error).__name__}: {error}")
         except Exception as error:
             if self.directory is None:
                 raise
@@ -105,7 +101,7 @@ class Jobs:
 
 def _trained(content: dict[str, Any], given: dict[str, Any], directory: Path, is_job: bool) -> Any:
     keys = keys_of_job(content, given)
-    configure_logging("offline", keys.logging.level)
+    configure_logging("offline", keys.logging.level, [Renamed()])
     share_cores()
     from transformers.utils.logging import disable_progress_bar
 

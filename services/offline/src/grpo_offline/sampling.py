@@ -14,7 +14,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 from grpo_env.evaluation.runner import Evaluation, evaluate
 from grpo_env.rollout.outcome import Rollout, RolloutFailure, SamplingPlan
-from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.rollout.rollout import RolloutEngine, all_or_none
 from grpo_env.tasks.items import Item, ItemStream
 from grpo_offline.errors import RolloutsFail, StaleServer
 from grpo_offline.items import EvaluationItems
@@ -85,9 +85,7 @@ class Sampler:
             async with places:
                 return await self.engine.roll_out(item, self.plan)
 
-        async with asyncio.TaskGroup() as work:
-            tasks = [work.create_task(one(item)) for item in items]
-        return [task.result() for task in tasks]
+        return await all_or_none(one(item) for item in items)
 
     def _to_train_on(self, group: ScoredGroup) -> ScoredGroup:
         group = group.without_padding()

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
-from grpo_core.settings import load_settings
+from grpo_core.settings import EXIT_USAGE, CommandSettings, load_settings
 from grpo_env.config.settings import EnvServerSettings
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.errors import KeysInvalid
+from grpo_offline.key_names import line_in_keys
 from grpo_offline.keys import OfflineKeys
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.objective.recipes import RECIPES
+
+S = TypeVar("S", bound=CommandSettings)
 
 GRPO_FILE, ENV_SERVER_FILE = "grpo.yaml", "env-server.yaml"
 """In the run's directory: the options of the two commands."""
@@ -46,18 +52,20 @@ def trainer_command(
     *,
     at_start: bool = True,
 ) -> CommandLine:
-    """Options of `grpo`. A mistake ends the process with status 2 and one line.
+    """Options of `grpo`.
 
     Args:
         directory: of the run
         written_to: directory for the file of options, if it is another one
         at_start: check this machine too
+    Raises:
+        KeysInvalid: an option is not valid.
     """
     own = grpo_options(keys, sampling, directory)
     _require_open("grpo", keys.grpo, own)
     options = own | keys.grpo
     file = _written((written_to or directory) / GRPO_FILE, options)
-    return load_settings(CommandLine, ["--config", str(file)], _environment(), at_start=at_start)
+    return _loaded(CommandLine, ["--config", str(file)], at_start)
 
 
 def environment_settings(
@@ -68,7 +76,22 @@ def environment_settings(
     _require_open("env_server", keys.env_server, own)
     file = _written(directory / ENV_SERVER_FILE, own | keys.env_server)
     words = [keys.data.task, "serve", "--config", str(file)]
-    return load_settings(EnvServerSettings, words, _environment(), at_start=at_start)
+    return _loaded(EnvServerSettings, words, at_start)
+
+
+def _loaded(kind: type[S], words: Sequence[str], at_start: bool) -> S:
+    """Raises `KeysInvalid` with the mistakes, which name the keys that the user gives."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            settings = load_settings(kind, words, _environment(), at_start=at_start)
+    except SystemExit as error:
+        if error.code != EXIT_USAGE:
+            raise
+        lines = dict.fromkeys(map(line_in_keys, said.getvalue().splitlines()))
+        raise KeysInvalid("\n".join(lines)) from None
+    sys.stderr.write(said.getvalue())
+    return settings
 
 
 def seq_len(keys: OfflineKeys) -> int:

@@ -103,8 +103,7 @@ def open_run(
                 "run.already_complete",
                 reason=f"nothing was trained, because all {saved.record.step} steps are done",
                 checkpoint=str(saved.directory),
-                hint="raise --steps to continue; pass `--resume never` or another "
-                "--save-path to start again",
+                hint="raise --steps to continue, or start again with another --save-path",
             )
             yield None
             return

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 _CONNECT_S = 0.5
 _PATH_STARTS = (".", "/", "~")
+_ADAPTER_CONFIG = "adapter_config.json"
 
 
 def state_directory() -> Path:
@@ -38,9 +39,14 @@ def missing_directory(name: str) -> str | None:
 def missing_model(model: str) -> str | None:
     """The same for a model, which is a directory with config.json."""
     path = Path(model).expanduser()
-    if path.is_dir() and model.startswith(_PATH_STARTS) and not (path / "config.json").is_file():
-        return f"no config.json in {model}; name the directory of a model or an id on the hub"
-    return missing_directory(model)
+    if not path.is_dir() or (path / "config.json").is_file():
+        return missing_directory(model)
+    if (path / _ADAPTER_CONFIG).is_file():
+        return (
+            f"{model} is an adapter; merge it into its base model (peft's merge_and_unload) and "
+            "name the result, or name the base model"
+        )
+    return f"no config.json in {model}; name the directory of a model or an id on the hub"
 
 
 def not_writable(path: Path) -> str | None:

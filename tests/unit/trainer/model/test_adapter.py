@@ -62,8 +62,17 @@ def test_an_adapter_sits_in_the_chosen_layers_and_modules_only(model: str) -> No
     wrong = replace(LORA, target_modules=("q_proj", "c_attn"), layers=(0, 5))
     with pytest.raises(PolicyMismatch) as told:
         loaded(model, wrong)
-    assert "--lora-target-modules c_attn" in str(told.value)
+    assert "the model has no modules c_attn; its linear layers are q_proj, k_proj" in str(
+        told.value
+    )
     assert "--lora-layer-indices [5]: the model has layers 0 to 1" in str(told.value)
+
+
+def test_all_linear_layers_but_the_head_get_an_adapter(model: str) -> None:
+    policy = loaded(model, replace(LORA, target_modules=("all-linear",)))
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in trained_parameters(policy)}
+    linear = ("q", "k", "v", "o", "gate", "up", "down")
+    assert adapted == {f"{name}_proj" for name in linear}
 
 
 def test_vllm_is_started_with_the_lowest_rank_that_it_serves() -> None:

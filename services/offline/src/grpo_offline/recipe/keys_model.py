@@ -25,7 +25,7 @@ MODEL_KEYS: tuple[Key, ...] = (
         "lora_target_modules",
         list[str] | None,
         None,
-        "`grpo.lora_target_modules`; all-linear: the seven of each layer",
+        "`grpo.lora_target_modules`; all-linear: all linear layers but the head",
     ),
     refused("lora_target_parameters", list[str] | None, None, _PLAIN),
     refused("lora_modules_to_save", list[str] | None, None, _PLAIN),

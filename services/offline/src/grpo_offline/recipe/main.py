@@ -14,7 +14,8 @@ from grpo_core.logs import configure_logging
 from grpo_core.process.threads import share_cores
 from grpo_env.tasks import TaskOptions
 from grpo_env.tasks.items import training_items
-from grpo_offline.errors import RecipeInvalid
+from grpo_offline.errors import KeysInvalid, RecipeInvalid
+from grpo_offline.key_names import Renamed, in_recipe
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.recipe.benchmarks import Benchmark, benchmarks_of, evaluate
 from grpo_offline.recipe.chat_template import add_template, template_text, write_tokenizer
@@ -25,7 +26,7 @@ from grpo_offline.recipe.ranks import is_leader, rank_count
 from grpo_offline.recipe.reading import Recipe, read_recipe
 from grpo_offline.recipe.run_directory import open_directory
 from grpo_offline.recipe.task import RecipeTask
-from grpo_offline.recipe.translation import Translated, translate
+from grpo_offline.recipe.translation import Translated, names_of_recipe, translate
 from grpo_offline.run_files import RunFiles
 
 Script = Literal["grpo", "maxent"]
@@ -52,8 +53,11 @@ def main(script: Script, argv: Sequence[str] | None = None) -> None:
         _run(recipe, translated, benchmarks)
     except RecipeInvalid as error:
         _end(script, EXIT_USAGE, str(error))
+    except KeysInvalid as error:
+        _end(script, EXIT_USAGE, in_recipe(str(error), names_of_recipe()))
     except GrpoError as error:
-        _end(script, EXIT_FAILED, f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        _end(script, EXIT_FAILED, in_recipe(text, names_of_recipe()))
 
 
 def row_count(recipe: Recipe) -> int:
@@ -80,7 +84,7 @@ def _follow(translated: Translated) -> None:
 
 def _run(recipe: Recipe, translated: Translated, benchmarks: Sequence[Benchmark]) -> None:
     keys, directory = translated.keys, translated.directory
-    configure_logging("offline", keys.logging.level)
+    configure_logging("offline", keys.logging.level, [Renamed(names_of_recipe())])
     target = hub_target(recipe, directory)
     template = None if recipe["chat_template"] is None else template_text(recipe["chat_template"])
     target = None if target is None else prepare(target)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from grpo_core.validation import problems_of
 from grpo_offline.errors import RecipeInvalid
+from grpo_offline.key_names import in_recipe
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.recipe.environment import environment_options, lengths
 from grpo_offline.recipe.objective import kl_coef, objective_options, unused_keys
@@ -32,7 +33,42 @@ _OPTIMIZERS = {
 _SCHEDULES = {"constant_with_warmup": "constant"} | {
     name: name for name in ("linear", "cosine", "constant")
 }
-_EVERY_LINEAR_LAYER = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+_NAMES = {
+    "model.train_id": "model_name_or_path",
+    "model.dtype": "dtype",
+    "model.device": "use_cpu",
+    "sync.mode": "sync_mode",
+    "generation.backend": "use_vllm",
+    "generation.base_url": "vllm_server_base_url",
+    "train.iterations": "max_steps",
+    "train.kl_coef": "beta",
+    "train.grad_accum_steps": "gradient_accumulation_steps",
+    "eval.num_ids": "eval_dataset_split",
+    "eval.interval": "eval_steps",
+    "checkpoint.save_interval": "save_steps",
+    "checkpoint.keep_last_k": "save_total_limit",
+    "checkpoint.resume": "resume_from_checkpoint",
+    "hydra.run.dir": "output_dir",
+    "logging.level": "log_level",
+    "logging.wandb.enabled": "report_to",
+    "grpo.seq_len": "max_prompt_length",
+    "env_server.seq_len": "max_prompt_length",
+    "grpo.optimizer": "optim",
+    "grpo.lr_schedule": "lr_scheduler_type",
+    "grpo.warmup_steps": "warmup_steps",
+    "grpo.warmup_ratio": "warmup_ratio",
+    "grpo.objective": "loss_type",
+    "grpo.head_kernel": "use_liger_kernel",
+    "grpo.fsdp": "fsdp",
+    **{f"grpo.lora_{name}": f"lora_{name}" for name in ("r", "alpha", "dropout", "target_modules")},
+    "env_server.system_prompt": "system_prompt",
+    "env_server.template_args": "chat_template_kwargs",
+    "env_server.reward_weights": "reward_weights",
+    "env_server.data": "dataset_name",
+    "env_server.data_config": "dataset_config",
+    "env_server.columns": "dataset_prompt_column",
+    "env_server.tokenizer": "model_name_or_path",
+}
 _LORA_MODES = ("lora_only", "lora_restart")
 
 
@@ -74,7 +110,7 @@ def translate(
     try:
         keys = OfflineKeys.model_validate(content)
     except ValidationError as error:
-        raise RecipeInvalid(problems_of(error)) from error
+        raise RecipeInvalid(in_recipe(problems_of(error), names_of_recipe())) from error
     notes = [*recipe.without_effect, *unused_keys(recipe, script)]
     return Translated(keys, run_directory(recipe, script), notes)
 
@@ -103,8 +139,14 @@ def dtype_of(recipe: Recipe) -> str:
 
 
 def sync_mode(recipe: Recipe) -> str:
-    """Raises `RecipeInvalid`: the mode does not train what `use_peft` asks for."""
+    """Raises `RecipeInvalid`: the mode does not train what `use_peft` asks for, or nothing could
+    sample from an adapter."""
     mode: str = recipe["sync_mode"]
+    if recipe["use_peft"] and not recipe["use_vllm"]:
+        raise RecipeInvalid(
+            "use_peft: an adapter is sampled by a server; start `vllm-api-server --enable-lora` at "
+            f"{base_url(recipe)} and set use_vllm: true, or set use_peft: false"
+        )
     if recipe["use_peft"] and mode == "auto":
         return _LORA_MODES[0]
     if mode != "auto" and mode != "frozen" and recipe["use_peft"] != (mode in _LORA_MODES):
@@ -165,6 +207,11 @@ def _ruled(recipe: Recipe, script: str, row_count: Callable[[], int], ranks: int
     return found | {f"env_server.{name}": value for name, value in environment.items()}
 
 
+def names_of_recipe() -> dict[str, str]:
+    """The keys of a recipe, by those of the offline trainer that they set."""
+    return {key.path: key.name for key in KEYS if key.path and not key.alias_of} | _NAMES
+
+
 def _level(name: str) -> str:
     return _LEVELS.get(name.lower(), name.upper())
 
@@ -214,8 +261,6 @@ def _adapter(recipe: Recipe) -> dict[str, Any]:
         return {}
     options = {name: recipe[name] for name in ("lora_r", "lora_alpha", "lora_dropout")}
     targets = recipe["lora_target_modules"]
-    if targets == ["all-linear"]:
-        targets = _EVERY_LINEAR_LAYER
     return options | ({"lora_target_modules": targets} if targets else {})
 
 

@@ -118,7 +118,8 @@ class LoraSettings(ModeOptions):
     lora_target_modules: Annotated[CommaSeparated[str], AfterValidator(without_head)] = Field(
         ("q_proj", "v_proj"),
         min_length=1,
-        description="Names of the modules that get an adapter, separated by commas or spaces",
+        description="Names of the modules that get an adapter, separated by commas or spaces. "
+        "all-linear: all linear layers but the head",
     )
     lora_layer_indices: Annotated[
         CommaSeparated[str] | None, Shown(default="all layers", metavar="RANGES")

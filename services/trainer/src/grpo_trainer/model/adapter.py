@@ -15,6 +15,8 @@ from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.policy_protocol import CausalLM, text_config_of
 
 _DROPOUT = ".lora_dropout."
+ALL_LINEAR = "all-linear"
+"""Stands for all linear layers of the model, as in peft."""
 
 
 def with_adapter(model: CausalLM, lora: LoraOptions) -> CausalLM:
@@ -33,7 +35,7 @@ def with_adapter(model: CausalLM, lora: LoraOptions) -> CausalLM:
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=list(lora.target_modules),
+        target_modules=_targets(model, lora.target_modules),
         layers_to_transform=None if lora.layers is None else list(lora.layers),
         bias="none",
     )
@@ -119,14 +121,33 @@ def adapter_tensors(policy: CausalLM) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _targets(model: CausalLM, names: Sequence[str]) -> list[str]:
+    """The names of the modules; for `all-linear`, those of all linear layers but the head."""
+    return _linear_layers(model) if [*names] == [ALL_LINEAR] else [*names]
+
+
+def _linear_layers(model: CausalLM) -> list[str]:
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    linear = (
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    )
+    return [*dict.fromkeys(linear)]
+
+
 def _require_places(model: CausalLM, lora: LoraOptions) -> None:
     leaves = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     layers = int(text_config_of(model).num_hidden_layers)
-    problems = [
-        f"--lora-target-modules {name}: no module of the model has this name"
-        for name in lora.target_modules
-        if name.rpartition(".")[2] not in leaves
-    ]
+    problems = []
+    targets = _targets(model, lora.target_modules)
+    if missing := [name for name in targets if name.rpartition(".")[2] not in leaves]:
+        problems.append(
+            f"--lora-target-modules: the model has no modules {', '.join(missing)}; its linear "
+            f"layers are {', '.join(_linear_layers(model))}"
+        )
     beyond = [index for index in lora.layers or () if index >= layers]
     if beyond:
         problems.append(f"--lora-layer-indices {beyond}: the model has layers 0 to {layers - 1}")

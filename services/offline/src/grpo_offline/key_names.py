@@ -1,0 +1,104 @@
+"""Messages of the trainer and of the environment in the words of the user: the keys of Hydra or of
+a recipe instead of options of `grpo` and `env-server`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, MutableMapping
+from functools import cache
+from typing import Any
+
+from grpo_core.settings.options import options_of
+from grpo_env.config.settings import EnvServerSettings
+from grpo_trainer.config.cli import CommandLine
+
+KEY_OF_OPTION: Mapping[str, str] = {
+    "model": "model.train_id",
+    "reference_model": "model.ref_id",
+    "device": "model.device",
+    "dtype": "model.dtype",
+    "mode": "sync.mode",
+    "inference_url": "generation.base_url",
+    "steps": "train.iterations",
+    "batch_size": "train.batch_size",
+    "gradient_accumulation_steps": "train.grad_accum_steps",
+    "lr": "train.lr",
+    "max_grad_norm": "train.grad_clip",
+    "kl_coef": "train.kl_coef",
+    "entropy_coef": "train.entropy_coef",
+    "seed": "seed",
+    "save_path": "hydra.run.dir",
+    "resume": "checkpoint.resume",
+    "checkpoint_interval": "checkpoint.save_interval",
+    "keep_checkpoints": "checkpoint.keep_last_k",
+    "use_wandb": "logging.wandb.enabled",
+    "wandb_project": "logging.wandb.project",
+    "log_level": "logging.level",
+    "task": "data.task",
+    "group_size": "data.rollouts_per_problem",
+    "temperature": "generation.temperature",
+    "top_p": "generation.top_p",
+    "top_k": "generation.top_k",
+    "repetition_penalty": "generation.repetition_penalty",
+    "max_completion_tokens": "generation.max_new_tokens",
+    "max_concurrent_groups": "generation.batch_size",
+    "eval_items": "eval.num_ids",
+    "eval_samples": "eval.replicates",
+    "eval_temperature": "eval.temperature",
+    "eval_requests": "eval.batch_size",
+}
+"""Options that a key of their own sets. The sections `grpo` and `env_server` set all others."""
+_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])")
+_LINE = re.compile(r"(?:grpo|env-server): (?:\S+\.yaml: )?([a-z][\w-]*)(?=:)")
+_KEY = re.compile(
+    r"(?<![\w./])(?:sync|train|generation|eval|data|model|checkpoint|logging|grpo|env_server|hydra)"
+    r"\.[a-z_]+(?:\.[a-z_]+)*(?![\w(])"
+)
+
+
+def in_keys(text: str) -> str:
+    """`raise --steps` → `raise train.iterations`. Options of other commands stay."""
+    return _OPTION.sub(lambda found: _key_of(found[1]) or found[0], text)
+
+
+def line_in_keys(line: str) -> str:
+    """`grpo: out/grpo.yaml: lr: expected…` → `train.lr: expected…`."""
+    found = _LINE.match(line)
+    key = _key_of(found[1]) if found else None
+    return in_keys(key + line[found.end() :] if found and key else line)
+
+
+def _key_of(option: str) -> str | None:
+    name = option.replace("-", "_")
+    if name in KEY_OF_OPTION:
+        return KEY_OF_OPTION[name]
+    return next((f"{section}.{name}" for section, names in _open().items() if name in names), None)
+
+
+@cache
+def _open() -> Mapping[str, frozenset[str]]:
+    """The options of each open section."""
+    return {
+        "grpo": frozenset(options_of(CommandLine)),
+        "env_server": frozenset(options_of(EnvServerSettings)),
+    }
+
+
+def in_recipe(text: str, names: Mapping[str, str]) -> str:
+    """`raise --steps` → `raise max_steps`. Args: names: of a recipe's keys, by those of Hydra"""
+    return _KEY.sub(lambda found: names.get(found[0], found[0]), in_keys(text))
+
+
+class Renamed:
+    """A processor of structlog that translates the texts of an event."""
+
+    def __init__(self, names: Mapping[str, str] | None = None) -> None:
+        self._names = names or {}
+
+    def __call__(
+        self, _logger: Any, _method: str, event: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        for name, value in event.items():
+            if isinstance(value, str):
+                event[name] = in_recipe(value, self._names)
+        return event
