@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from grpo_env.evaluation.during_training import TrainingEvaluation
 from grpo_env.rollout.producer import NoPromptFits
 from grpo_env.tasks import Message, Row, Split
 from grpo_env.worker import GroupLargerThanBatch
@@ -60,6 +61,23 @@ async def test_a_complete_run_that_is_prolonged_later_is_fed() -> None:
 
     assert len(api.groups) >= 4
     assert api.disconnected == [0]
+
+
+@pytest.mark.parametrize(("words", "steps"), [([], []), (["--env.total-steps=3"], [3])])
+async def test_an_environment_that_knows_the_last_step_evaluates_though_it_sent_no_group(
+    words: list[str], steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished: list[int] = []
+
+    async def finish(_self: Any, step: int, _plan: Any) -> None:
+        finished.append(step)
+
+    monkeypatch.setattr(TrainingEvaluation, "finish", finish)
+    api = RunApi(num_steps=3)
+    api.steps_before = 3
+    await run(api, right_and_wrong, *words)
+    assert api.groups == []
+    assert finished == steps
 
 
 @pytest.mark.parametrize(("steps_before", "hinted"), [(3, True), (0, False)])

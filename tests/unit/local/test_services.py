@@ -43,14 +43,14 @@ def test_trainer_and_environment_start_once_they_can_connect(
 
 
 @pytest.mark.parametrize(("words", "given"), [([], False), (["--resume", "run"], True)])
-def test_an_environment_of_a_resumed_run_waits_for_the_trainer(
+def test_an_environment_of_a_resumed_run_knows_its_last_step(
     tmp_path: Path, words: list[str], given: bool
 ) -> None:
     settings = load_settings(DemoSettings, words)
     with HealthProbe() as probe:
         factory = ServiceFactory(settings, RunDirectory(tmp_path), probe)
         environment = factory.environment("arithmetic", "m", 1, 2)
-    assert ("--next-run-deadline-s" in environment.command) is given
+    assert ("--steps" in environment.command) is given
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from grpo_offline.results import RunResult, evaluations, result_of, train_record
 from grpo_offline.run_files import RunFiles
 from grpo_offline.screen import Screen
 from grpo_offline.translate import trainer_command
+from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, run_step
 from tests.unit.env.http_stub import stub_server
 from tests.unit.offline.conftest import MakeKeys
@@ -212,7 +213,7 @@ def test_the_first_step_is_that_of_grpo_on_the_same_groups(
         steps = keys.steps_per_iteration
         queue.put(optimizer_batches(groups, steps, settings.resolved_objective, limits))
         for _ in range(steps):
-            position = run_step(taken, position)
+            position = run_step(taken, position, Stop())
         weights = {name: p.detach().clone() for name, p in taken.policy.named_parameters()}
     trained = load_file(files.model / "model.safetensors")
     for name in trained.keys() & weights.keys():

@@ -160,7 +160,8 @@ class Worker:
                     await self._wait_for_a_group(_POLL_S)
                     continue
                 groups_sent = self._producer.progress.groups_sent
-                if groups_sent:
+                # A trainer that resumes near the end may find enough groups in the queue.
+                if groups_sent or self._settings.steps > 0:
                     await self._evaluation.finish(total_steps, self._sampling())
                 hint = {} if groups_sent else {"hint": _WAS_COMPLETE}
                 log.info("run.completed", step=status.current_step, groups_sent=groups_sent, **hint)

@@ -165,8 +165,8 @@ class ServiceFactory:
                 ),
                 *("--start-deadline-s", sizes.server_deadline_s),
                 *("--log-level", settings.log_level),
-                # run-api reports the complete run until the trainer of the resumed run registers.
-                *(("--next-run-deadline-s", sizes.server_deadline_s) if settings.resume else ()),
+                # run-api reports the earlier run until the trainer of the resumed run registers.
+                *(("--steps", sizes.steps) if settings.resume else ()),
                 *service_words(settings.options_of(ENV)),
             ),
             healthy=lambda: self.probe.has_environment(url(run_api_port), name),

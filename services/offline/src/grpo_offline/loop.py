@@ -42,6 +42,7 @@ from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of, vocabula
 from grpo_trainer.ranks.lead import ALONE, Alone
 from grpo_trainer.ranks.take_part import take_part
 from grpo_trainer.start import Run
+from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, run_step
 
 
@@ -241,7 +242,7 @@ class Job:
         batches = optimizer_batches(groups, steps, settings.resolved_objective, limits)
         queue.put(batches)
         for _ in batches:
-            position = run_step(run, position)
+            position = run_step(run, position, Stop())
             run.saver.step_taken(position)
         return position
 

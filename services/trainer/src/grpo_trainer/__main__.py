@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import structlog
 
@@ -16,6 +17,7 @@ from grpo_core.settings.machine import does_not_answer
 from grpo_trainer.config.cli import CommandLine, parse_command
 from grpo_trainer.config.processes import Processes
 from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.stop import STOP_SIGNALS, Stop
 
 EXIT_FAILED = 1
 
@@ -41,14 +43,17 @@ def _print_memory_plan(line: CommandLine) -> None:
 def _train(settings: TrainerSettings, processes: Processes) -> None:
     if not processes.rank:
         _warn_without_run_api(settings.run_api_url)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         signal.signal(number, _stop)
     share_cores()
 
     from grpo_trainer.ranks.take_part import take_part
     from grpo_trainer.train import train
 
-    take_part(settings, processes, train)
+    stop = Stop()
+    if processes.count == 1:  # other ranks end at once, so a step could not be finished
+        stop.listen()
+    take_part(settings, processes, partial(train, stop=stop))
 
 
 @contextlib.contextmanager

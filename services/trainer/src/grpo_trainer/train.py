@@ -31,6 +31,7 @@ from grpo_trainer.model.reference import divergences, log_likelihoods
 from grpo_trainer.objective.recipes import Objective
 from grpo_trainer.ranks.lead import ALONE, Alone
 from grpo_trainer.start import Run, start_run
+from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
 from grpo_trainer.telemetry.rollout_records import StepRollouts
 from grpo_trainer.telemetry.sinks import open_sinks
@@ -50,16 +51,19 @@ class Update:
     published: Published
 
 
-def train(settings: TrainerSettings, team: Alone = ALONE) -> None:
+def train(settings: TrainerSettings, team: Alone = ALONE, stop: Stop | None = None) -> None:
     """Train up to step `settings.steps`, from a checkpoint if there is one, and save the
-    final model.
+    final model. A stop between two steps saves a checkpoint.
 
     Args:
         team: the other trainer processes, if there are some
+        stop: listens to signals
 
     Raises:
         GrpoError: any of the named errors. The server keeps serving in every case.
+        SystemExit: a stop signal arrived.
     """
+    stop = stop or Stop()
     with (
         _run_api_client(settings) as api,
         open_run(settings, api, open_weight_sync, team) as opened,
@@ -67,10 +71,17 @@ def train(settings: TrainerSettings, team: Alone = ALONE) -> None:
         if opened is None:
             return
         run, position = opened
-        while position.step < run.settings.steps:
-            position = run_step(run, position)
-            # After the record: a checkpoint must not include a step that no record mentions.
-            run.saver.step_taken(position)
+        try:
+            while position.step < run.settings.steps:
+                position = run_step(run, position, stop)
+                # After the record: a checkpoint must not include a step that no record mentions.
+                run.saver.step_taken(position)
+                stop.in_step = False
+                stop.raise_if_asked()
+        except SystemExit:
+            if not stop.in_step:
+                run.saver.stop()
+            raise
         if run.settings.benchmark:
             run.recorder.report_times()
 
@@ -126,16 +137,19 @@ def open_weight_sync(settings: TrainerSettings) -> Iterator[WeightSync]:
         yield sync
 
 
-def run_step(run: Run, position: Position) -> Position:
+def run_step(run: Run, position: Position, stop: Stop) -> Position:
     """Take one optimizer step and record it. Batches that cannot be trained on are skipped.
 
     Args:
         position: the steps taken so far; its epoch and step are the served policy version
+        stop: is told when the wait for a batch has ended
     Returns:
         The position after the step.
     """
     settings, step, watch = run.settings, position.step, StepWatch()
+    stop.in_step = False
     taken = run.batches.take(position)
+    stop.in_step = True
     watch.fetched()
     run.batches.request_next(position)
     objective = replace(
@@ -145,7 +159,7 @@ def run_step(run: Run, position: Position) -> Position:
     try:
         update = update_policy(run, batch, taken.filtered.groups, objective, position, watch)
     except NonFiniteStep as error:
-        return run_step(run, run.batches.reject(taken, position, error))
+        return run_step(run, run.batches.reject(taken, position, error), stop)
     except RolloutMismatch as error:
         run.batches.quarantine.add(taken.batch_id, taken.groups, step, error)
         raise

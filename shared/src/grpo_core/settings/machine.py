@@ -46,6 +46,8 @@ def missing_model(model: str) -> str | None:
             f"{model} is an adapter; merge it into its base model (peft's merge_and_unload) and "
             "name the result, or name the base model"
         )
+    if not model.startswith(_PATH_STARTS):
+        return None  # a directory of this name may stand beside an id on the hub
     return f"no config.json in {model}; name the directory of a model or an id on the hub"
 
 

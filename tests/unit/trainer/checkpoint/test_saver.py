@@ -138,6 +138,16 @@ def test_a_resumed_run_saves_no_state_twice(tmp_path: Path) -> None:
         assert not rig.saver.release_batches()
 
 
+def test_a_stop_saves_what_the_newest_state_lacks_and_acknowledges_nothing(tmp_path: Path) -> None:
+    with bench(tmp_path, checkpoint_interval=0, state_interval=10) as rig:
+        take_steps(rig.saver, 2)
+        rig.saver.stop()
+        assert on_disk(rig.save_path) == ["000001_step_0", "000002_step_2"]
+        rig.saver.stop()
+        assert on_disk(rig.save_path) == ["000001_step_0", "000002_step_2"]
+        assert rig.seen == []
+
+
 def test_a_batch_without_a_step_is_acknowledged_with_the_next_state(tmp_path: Path) -> None:
     with bench(tmp_path, checkpoint_interval=0, state_interval=10) as rig:
         rig.saver.begin(START, is_saved=False)

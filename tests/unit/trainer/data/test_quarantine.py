@@ -36,6 +36,7 @@ from grpo_trainer.objective.tau_control import Tau
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
 from grpo_trainer.start import Run
+from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.recorder import Recorder
 from grpo_trainer.telemetry.rollout_records import StepRollouts
 from grpo_trainer.telemetry.sinks import Sinks
@@ -136,7 +137,7 @@ class Bench:
         run = Run(settings, source, *learner, Recorder(settings, sinks), saver, self.accumulate)
         position = Position(step=0, batch_id=0, epoch=1)
         while position.batch_id < len(batches):
-            position = train.run_step(run, position)
+            position = train.run_step(run, position, Stop())
         return position
 
     def accumulate(self, batch: Batch, objective: Objective, step: int) -> GradientStats:

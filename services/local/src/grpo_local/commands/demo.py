@@ -53,6 +53,8 @@ from grpo_local.settings import DemoSettings
 
 FOLLOW_POLL_S = 0.2
 REDIS_DEADLINE_S = 5.0
+SAVE_GRACE_S = 120.0
+"""After a stop signal, for the end of a step and a checkpoint."""
 COMPLETE = "run.completed"
 """The event that an environment logs when it ends as it should."""
 INDENT = 9 * " "
@@ -100,8 +102,10 @@ def _command() -> str:
 
 def _after_a_failure(run: RunDirectory) -> list[str]:
     lines = [f"logs of all services: {run.logs}"]
-    if run.newest_checkpoint_step() is not None:
-        lines.append(f"to continue this run: {_command()} --resume {run.path}")
+    saved, taken = run.newest_checkpoint_step(), len(MetricsFile(run.metrics).read_new())
+    if saved is not None:
+        repeated = f" (repeats {counted(taken - saved, 'step')})" if taken > saved else ""
+        lines.append(f"to continue this run: {_command()} --resume {run.path}{repeated}")
     return lines
 
 
@@ -143,6 +147,10 @@ def _train_and_report(
                 hand_off.redis_url, hand_off.run_id, REDIS_DEADLINE_S
             ) as supervisor:
                 status = supervisor.status_for_report()
+        except StopRequested:
+            with screen.activity("finishing the step and saving it; Ctrl-C again stops at once"):
+                stack.stop_in_time("trainer", SAVE_GRACE_S)
+            raise
         finally:
             with screen.activity("stopping all services"):
                 stack.stop()

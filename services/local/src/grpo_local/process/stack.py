@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -126,6 +128,14 @@ class Stack:
 
     def process(self, name: str) -> ManagedProcess:
         return next(process for service, process in self._running if service.name == name)
+
+    def stop_in_time(self, name: str, grace_s: float) -> None:
+        """Ask one process to end, and wait until it has. A second stop signal ends the wait."""
+        for service, process in self._running:
+            if service.name == name:
+                process.signal(signal.SIGTERM)
+                with contextlib.suppress(ProcessFailed):
+                    process.wait(grace_s, hurry=lambda: self._stop_request.is_urgent)
 
     def stop(self) -> None:
         """End every process, last started first. After a second stop signal, kill them at once."""

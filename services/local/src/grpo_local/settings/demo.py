@@ -333,7 +333,9 @@ class DemoSettings(ServerOptions, ModeOptions):
             yield Mistake(
                 None,
                 f"--resume {self.resume}: all {step} steps are done; pass a larger --steps, for "
-                f"example --steps {2 * step}",
+                f"example --steps {2 * step}. For its evaluation, run grpo-eval --model "
+                f"{run.checkpoints / self.weight_mode.final_directory}; for its page, grpo-report "
+                f"{self.resume}",
             )
 
     def _mistakes_of_task(self, task: str) -> Iterator[Mistake]:

@@ -112,6 +112,12 @@ class Saver:
         self._save_state(self._position)
         return True
 
+    def stop(self) -> None:
+        """Save a checkpoint between two steps, if the newest one lacks some. run-api may be
+        stopping too, so the next trainer acknowledges its batches."""
+        if self._position != self._saved:
+            self._save_state(self._position, acknowledges=False)
+
     def _save_model(self, name: str) -> None:
         settings = self.settings
         target = settings.save_path / name
@@ -122,7 +128,7 @@ class Saver:
         while len(self._checkpoints) > settings.keep_checkpoints:
             remove_checkpoint(settings.save_path / self._checkpoints.pop(0))
 
-    def _save_state(self, position: Position) -> None:
+    def _save_state(self, position: Position, *, acknowledges: bool = True) -> None:
         started = time.monotonic()
         run_uuid = self.api.run_uuid
         state = capture(
@@ -145,7 +151,7 @@ class Saver:
             batch_id=position.batch_id,
             seconds=round(time.monotonic() - started, 3),
         )
-        if position.batch_id:
+        if position.batch_id and acknowledges:
             self.api.acknowledge(position.batch_id)
 
 

@@ -1,0 +1,33 @@
+"""Stop signals: the trainer ends behind the step that it takes, so that nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass
+class Stop:
+    """Defers the first signal during a step to its end. Any other one ends the process at once.
+
+    `number`: of the deferred signal.
+    """
+
+    in_step: bool = False
+    number: int | None = None
+
+    def listen(self) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+
+    def raise_if_asked(self) -> None:
+        """Raises `SystemExit` after a deferred signal."""
+        if self.number is not None:
+            raise SystemExit(128 + self.number)
+
+    def _handle(self, number: int, _frame: object) -> None:
+        is_first, self.number = self.number is None, number
+        if not (self.in_step and is_first):
+            raise SystemExit(128 + number)
