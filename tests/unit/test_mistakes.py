@@ -58,6 +58,9 @@ MISTAKES = {
     "directory without a model": Mistake(
         grpo, "--model {tmp} --mode shared_vllm", "--model: no config.json in {tmp}"
     ),
+    "mistyped file of data": Mistake(
+        env_server, "gsm8k serve --model m --data rows/sumz.jsonl", "no such file: rows/sumz.jsonl"
+    ),
     "an adapter as the model": Mistake(
         vllm_api_server, "--model {tmp}/adapter", "--model: {tmp}/adapter is an adapter; merge it"
     ),

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 _CONNECT_S = 0.5
 _PATH_STARTS = (".", "/", "~")
+DATA_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 _ADAPTER_CONFIG = "adapter_config.json"
 
 
@@ -34,6 +35,17 @@ def missing_directory(name: str) -> str | None:
     if Path(name).expanduser().is_dir():
         return None
     return f"no such directory: {name}; name a directory or an id on the hub"
+
+
+def missing_data(data: str) -> str | None:
+    """The same for a data set, which may also be a file."""
+    path = Path(data).expanduser()
+    if path.is_file():
+        return None
+    is_file_name = data.removesuffix(".gz").endswith(DATA_FILES)
+    if is_file_name and not path.is_dir():
+        return f"no such file: {data}"
+    return missing_directory(data)
 
 
 def missing_model(model: str) -> str | None:

@@ -21,7 +21,7 @@ from grpo_core.settings import (
     Shown,
     load_settings,
 )
-from grpo_core.settings.machine import missing_directory, not_writable
+from grpo_core.settings.machine import missing_data, missing_directory, not_writable
 from grpo_core.wire.fields import Weight
 from grpo_env.config.atropos import ALIASES, REFUSED, WITHOUT_EFFECT, one_policy
 from grpo_env.config.mappings import (
@@ -449,10 +449,13 @@ class EnvServerSettings(CommandSettings):
         for task in [part.task for part in self.mixture] or [self.task]:
             if problem := problem_of(task):
                 yield Mistake("task", problem)
-        for name in ("tokenizer" if self.tokenizer else "model", "data", "eval_data"):
-            path = getattr(self, name)
-            is_file = path and Path(path).expanduser().is_file()
-            if path and not is_file and (problem := missing_directory(path)):
+        checks = {
+            "tokenizer" if self.tokenizer else "model": missing_directory,
+            "data": missing_data,
+            "eval_data": missing_data,
+        }
+        for name, check in checks.items():
+            if (path := getattr(self, name)) and (problem := check(path)):
                 yield Mistake(name, problem)
         outputs = {"output": self.output if self.action == "process" else None}
         outputs["eval_output"] = self.eval_output

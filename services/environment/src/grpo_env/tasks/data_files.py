@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.errors import GrpoError
+from grpo_core.settings.machine import DATA_FILES
 
-_LINES, _GZIP = (".jsonl", ".ndjson"), ".gz"
-_KINDS = (*_LINES, ".json", ".csv", ".parquet")
+_GZIP = ".gz"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _SLICE = re.compile(r"(?P<split>[^\[\]]+)\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\]")
 _MOST_CHARS_OF_A_CELL = 2**31 - 1
@@ -46,7 +46,7 @@ class Record:
 
 def is_file_name(data: str) -> bool:
     """Whether the name is that of a file that can be read, whether or not it exists."""
-    return data.removesuffix(_GZIP).endswith(_KINDS)
+    return data.removesuffix(_GZIP).endswith(DATA_FILES)
 
 
 def read_records(data: str, config: str | None, split: str) -> tuple[Iterator[Record], str]:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, SecretStr, field_validator
 from grpo_core.redis.keys import is_run_id
 from grpo_core.security.bearer_token import usable_token
 from grpo_core.settings import Command, CommaSeparated, Mistake, Shown
-from grpo_core.settings.machine import missing_directory, not_writable
+from grpo_core.settings.machine import missing_data, not_writable
 from grpo_core.settings.smollm2 import unusable_model
 from grpo_core.weights import bridge_config
 from grpo_local.defaults import BY_TASK, SIZE_NAMES, Sizes, name_of_task, sizes_for
@@ -303,8 +303,7 @@ class DemoSettings(ServerOptions, ModeOptions):
     def _machine_mistakes(self) -> Iterator[Mistake]:
         if self.model is not None and (problem := unusable_model(self.model)):
             yield Mistake("model", problem)
-        is_file = self.data is not None and Path(self.data).expanduser().is_file()
-        if self.data and not is_file and (problem := missing_directory(self.data)):
+        if self.data and (problem := missing_data(self.data)):
             yield Mistake("data", problem)
         for task in self.task:
             yield from self._mistakes_of_task(task)
