@@ -86,6 +86,9 @@ OTHER_TASK = Sizes(
 
 REASONING_TOKENS: Mapping[str, int] = {"arithmetic": 8, "gsm8k": 256}
 """Longest completion of a model that can reason."""
+FUNCTION_TOKENS = 256
+"""Longest completion for a reward function, if a pretrained model samples on a CPU. A class has a
+limit of its own."""
 REASONING_SEQ_LEN = 1152
 """Its longest sequence."""
 
@@ -96,6 +99,12 @@ def name_of_task(task: str) -> str:
     if source.endswith(".py"):
         return Path(source).stem
     return attribute if source == "verifiers" else source.rpartition(".")[2]
+
+
+def is_function(task: str) -> bool:
+    """`my.py:reward`, and not `my.py:MyTask` or `verifiers:NAME`: a function has no limits."""
+    source, _, attribute = task.partition(":")
+    return source.endswith(".py") and not attribute[:1].isupper()
 
 
 def sizes_for(
@@ -120,6 +129,8 @@ def sizes_for(
         sizes = _for_a_pretrained_model(sizes, tasks)
     if on_gpu:
         sizes = replace(sizes, kv_cache_mib=None)
+    elif not is_tiny and all(map(is_function, tasks)):
+        sizes = replace(sizes, max_completion_tokens=FUNCTION_TOKENS)
     lora_factor = LORA_LR_FACTOR if is_tiny else PRETRAINED_LORA_LR_FACTOR
     sizes = replace(_for_the_mode(sizes, mode, lora_factor), **given)
     if "max_model_len" not in given:

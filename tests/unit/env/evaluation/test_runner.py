@@ -61,6 +61,9 @@ async def test_evaluate_prints_and_saves_the_estimates_of_items_that_training_la
     shown = capsys.readouterr().out
     assert "pass@1" in shown
     assert str(output) in shown
+    assert "answers:" in shown
+    (page,) = output.with_suffix("").glob("*.html")
+    assert b"Answers to" in page.read_bytes()
 
 
 async def test_greedy_needs_one_answer_and_lost_items_are_counted(tmp_path: Path) -> None:

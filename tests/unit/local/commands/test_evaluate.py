@@ -85,7 +85,9 @@ items = [
 temperature = float(option("--eval-temperature"))
 result = EvalResult.of(items, task=task, temperature=temperature, duration_s=1.0)
 if task != "silent":
-    save(result, pathlib.Path(option("--eval-output")))
+    print("evaluation.progress done=20 items=40 left_s=7 task=x", flush=True)
+    details = save(result, pathlib.Path(option("--eval-output")))
+    details.with_suffix(".html").write_text("answers of " + served)
 """
 
 SMOLLM2 = """
@@ -156,6 +158,9 @@ def test_two_models_are_evaluated_on_the_same_items_and_the_lift_is_printed(
     assert (evaluation.run(*words), evaluation.shown.err) == (0, "")
 
     out = evaluation.shown.out
+    assert "20 of 40 items, about 7 s left" in out
+    pages = {path.read_text() for path in evaluation.folder.rglob("*.html")}
+    assert {page.rpartition("/")[2].rpartition(" ")[2] for page in pages} == {"trained", "plain"}
     assert "gsm8k: ./trained\n  40 items, 4 answers each, temperature 1" in out
     for task in ("arithmetic", "gsm8k"):
         lift = out.partition(f"{task}: lift, paired by item (40 items in both)")[2]
@@ -229,7 +234,7 @@ def test_without_a_task_the_options_of_the_run_apply(
     )
     Path("latest").symlink_to("run")
     assert evaluation.run("--model", "latest/checkpoints/trained", "--env.weight", "2") == 0
-    (asked,) = evaluation.log("evaluate")
+    asked = evaluation.log("evaluate")[0]
     assert asked.startswith("gsm8k evaluate --model latest/checkpoints/trained --data rows")
     assert "--max-completion-tokens 32" in asked
     assert asked.endswith("--format-reward=0.1 --weight=2")

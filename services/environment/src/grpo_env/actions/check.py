@@ -152,11 +152,17 @@ def table(checked: Sequence[Checked]) -> list[str]:
 
 def _entry(entry: Checked) -> list[str]:
     answer = _short(entry.answer, _WIDTH - 18)
+    whole = [] if answer == repr(entry.answer) else _whole(entry.answer)
     if isinstance(entry.grade, Ungraded):
-        return [f"   not graded   {answer}", f"                {entry.grade.problem}"]
+        return [f"   not graded   {answer}", f"                {entry.grade.problem}", *whole]
     parts = "  ".join(f"{name} {value:g}" for name, value in entry.grade.parts.items())
     details = f"{parts}  ({entry.grade.reason})" if entry.grade.reason else parts
-    return [f"  score {entry.grade.score:6.3f}  {answer}", f"                {details}"]
+    return [f"  score {entry.grade.score:6.3f}  {answer}", f"                {details}", *whole]
+
+
+def _whole(answer: str) -> list[str]:
+    """A long answer, so that its grade can be checked."""
+    return [f"                | {line}" for line in answer.splitlines()]
 
 
 def _short(text: str, width: int) -> str:

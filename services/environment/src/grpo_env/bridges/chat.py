@@ -101,14 +101,15 @@ class Chat:
     def _parsed(
         self, answer: Answer, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[str | None, list[dict[str, Any]]]:
-        """As vLLM's parsers: if one call is not valid, the whole text is content."""
+        """As vLLM's parsers: if one call is no JSON or has no name, the whole text is content."""
         content, calls = divided_by_calls(answer, text_parameters(tools))
-        if not calls or any(call.error for call in calls):
+        if not calls or not all(call.name for call in calls):
             return str(answer), []
         listed = []
         for call in calls:
             self._calls += 1
-            function = {"name": call.name, "arguments": json.dumps(dict(call.arguments))}
+            arguments = call.written if call.error else dict(call.arguments)
+            function = {"name": call.name, "arguments": json.dumps(arguments)}
             listed.append({"id": f"call_{self._calls}", "type": "function", "function": function})
         return content.strip() or None, listed
 

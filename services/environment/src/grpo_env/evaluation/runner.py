@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -15,7 +15,7 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.evaluation.results import EvalItem, EvalResult
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.config.settings import EnvServerSettings
-from grpo_env.rollout.outcome import FailureReason, RolloutFailure, Sample, SamplingPlan
+from grpo_env.rollout.outcome import FailureReason, Rollout, RolloutFailure, Sample, SamplingPlan
 from grpo_env.rollout.rollout import RolloutEngine, all_or_none
 from grpo_env.tasks import Task
 from grpo_env.tasks.items import Item, evaluation_items
@@ -92,10 +92,13 @@ async def evaluate(
     evaluation: Evaluation,
     training: SamplingPlan,
     model: str | None = None,
+    seen: Callable[[Rollout | RolloutFailure], None] = lambda _outcome: None,
 ) -> EvalResult:
     """Sample and grade all items of one task.
 
     An item whose answers cannot be sampled or graded is left out and counted.
+
+    Args: seen: is called with what each item gave
 
     Raises:
         NothingEvaluated: no item could be evaluated.
@@ -108,7 +111,7 @@ async def evaluate(
 
     async def add(item: Item) -> None:
         async with places:
-            await _add(engine, item, plan, found)
+            seen(await _add(engine, item, plan, found))
 
     await all_or_none(add(item) for item in items)
     versions = (min(found.versions), max(found.versions)) if found.versions else None
@@ -126,7 +129,10 @@ async def evaluate(
     )
 
 
-async def _add(engine: RolloutEngine, item: Item, plan: SamplingPlan, found: _Found) -> None:
+async def _add(
+    engine: RolloutEngine, item: Item, plan: SamplingPlan, found: _Found
+) -> Rollout | RolloutFailure:
+    outcome: Rollout | RolloutFailure
     try:
         outcome = await engine.roll_out(item, plan)
     except ServiceUnavailable as error:
@@ -143,7 +149,7 @@ async def _add(engine: RolloutEngine, item: Item, plan: SamplingPlan, found: _Fo
             reason=outcome.reason.value,
             detail=outcome.detail,
         )
-        return
+        return outcome
     found.versions += [version for sample in outcome.samples for version in _versions(sample)]
     found.items.append(
         EvalItem.graded(
@@ -155,6 +161,7 @@ async def _add(engine: RolloutEngine, item: Item, plan: SamplingPlan, found: _Fo
             truncated=[not sample.answer.finished for sample in outcome.samples],
         )
     )
+    return outcome
 
 
 def _versions(sample: Sample) -> list[PolicyVersion]:

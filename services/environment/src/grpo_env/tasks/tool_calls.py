@@ -40,11 +40,13 @@ class CallFormat(StrEnum):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call in a message. `error`: why it is no valid call; None if it is one."""
+    """One call in a message. `error`: why it is no valid call; None if it is one. `written`:
+    arguments that are no object."""
 
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
+    written: Any = None
 
 
 def format_of(template: str) -> CallFormat | None:
@@ -144,7 +146,8 @@ def _of_json(found: Any) -> ToolCall:
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        return ToolCall(found["name"], error="the arguments are not an object")
+        error = "the arguments are not an object"
+        return ToolCall(found["name"], error=error, written=arguments)
     return ToolCall(found["name"], arguments)
 
 

@@ -24,7 +24,13 @@ from grpo_local.process.peak_memory import MemoryPeaks
 from grpo_local.process.ports import free_port
 from grpo_local.process.signals import StopRequest, StopRequested
 from grpo_local.process.stack import Stack, start_on_screen
-from grpo_local.report.evaluation_lines import EvaluationsFile, evaluation_line, lift_text
+from grpo_local.report.evaluation_lines import (
+    EvaluationsFile,
+    evaluation_line,
+    few_items_warning,
+    lift_text,
+)
+from grpo_local.report.flat_start import flat_start_hint
 from grpo_local.report.metrics_file import MetricsFile, StepRecord, trim_records
 from grpo_local.report.step_table import (
     HEADER_EVERY_STEPS,
@@ -179,8 +185,10 @@ def _train_and_report(
     screen.lines(summary_lines(facts.summary, facts.publication, lifts), "bold")
     more = f"{_command()} --resume {run.path} --steps {2 * settings.sizes.steps}"
     screen.lines(closing_lines(run, settings.weight_mode, more, settings.report))
-    if warning := facts.crash_warning(run.server_log):
-        screen.warning(warning)
+    few = [few_items_warning(task, items) for task, _, items in evaluations.lifts()]
+    for warning in (facts.crash_warning(run.server_log), *few):
+        if warning is not None:
+            screen.warning(warning)
 
 
 def opening_lines(settings: DemoSettings, run: RunDirectory, done: int) -> list[str]:
@@ -272,6 +280,8 @@ def follow_training(
             screen.line(step_line(record))
             records.append(record)
             last_step_at = time.monotonic()
+            if not done and (hint := flat_start_hint(records, sizes.lr)):
+                screen.line(f"{INDENT}{hint}", style="dim")
             if news := mode.news(record.step, record.sync_s):
                 screen.line(f"{INDENT}{news}", style="dim")
         if finished:

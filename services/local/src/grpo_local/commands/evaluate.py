@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,10 @@ MAKES_ITS_DATA = frozenset({"arithmetic"})
 """Tasks without a data set. The default of other tasks may be on the hub."""
 _PROG = "env-server: "
 """Begins the line in which env-server names its failure."""
+
+PROGRESS = "evaluation.progress"
+"""An event in the log of env-server."""
+_FIELD = re.compile(r"(done|items|left_s)=(\d+)")
 
 Results = dict[EvaluatedModel, dict[str, EvalResult]]
 """By model and task."""
@@ -103,11 +108,12 @@ def _evaluated(
             if model.adapter:
                 _load(model.adapter, url(port), token)
             for task in settings.task:
-                for result in _results_of(task, model, url(port), settings, stack, screen):
+                for result, page in _results_of(task, model, url(port), settings, stack, screen):
                     results[model][result.task] = result
                     label = "" if model == settings.evaluated() else BASELINE
-                    save(result, settings.output, label)
-                    screen.lines(["", *table_lines(result)])
+                    answers = save(result, settings.output, label).with_suffix(".html")
+                    answers.write_bytes(page)
+                    screen.lines(["", *table_lines(result), f"answers: {answers}"])
         with screen.activity("stopping the server"):
             stack.stop()
     return results
@@ -146,21 +152,49 @@ def _results_of(
     settings: EvalSettings,
     stack: Stack,
     screen: Screen,
-) -> list[EvalResult]:
-    """One result per task, since a task may be a mixture of several."""
+) -> list[tuple[EvalResult, bytes]]:
+    """One result and the page of its answers per task, since a task may be a mixture of several."""
     with tempfile.TemporaryDirectory(prefix="grpo-eval-") as temporary:
         output = Path(temporary) / "eval.jsonl"
         job = evaluation_job(task, model, server_url, output, settings)
         log = settings.output.with_suffix("") / LOGS / f"{job.name}.log"
         written = log.stat().st_size if log.exists() else 0
+        progress = Progress(log, written, screen)
         with screen.activity(f"evaluating {model.name} on {task}: {_plan(settings)}"):
-            status = stack.join([job], lambda: None)[job.name]
+            status = stack.join([job], progress.show)[job.name]
         if status != 0:
             raise EvaluationFailed(f"{_why(log, written, status)}; see {log}")
         found = read_results(output)
+        pages = [page.read_bytes() for page in sorted(output.with_suffix("").glob("*.html"))]
     if not found:
         raise EvaluationFailed(f"env-server {task} evaluate wrote no results; see {log}")
-    return [_named(result, model, settings) for result in found]
+    named = (_named(result, model, settings) for result in found)
+    return [*zip(named, pages, strict=True)]
+
+
+class Progress:
+    """Shows how far `env-server` is, as its log tells.
+
+    Args: begun: size of the log before
+    """
+
+    def __init__(self, log: Path, begun: int, screen: Screen) -> None:
+        self._log, self._at, self._screen = log, begun, screen
+
+    def show(self) -> None:
+        if not self._log.exists():
+            return
+        with self._log.open("rb") as file:
+            file.seek(self._at)
+            new = file.read()
+        new = new[: new.rfind(b"\n") + 1]
+        self._at += len(new)
+        for line in new.decode(errors="replace").splitlines():
+            if PROGRESS in line:
+                of = {name: int(number) for name, number in _FIELD.findall(line)}
+                self._screen.line(
+                    f"  {of['done']} of {of['items']} items, about {of['left_s']} s left", "dim"
+                )
 
 
 def evaluation_job(

@@ -11,6 +11,8 @@ from grpo_core.evaluation.results import EvalSummary
 from grpo_local.report.metrics_file import GrowingFile
 
 SHOWN = "pass@1"
+FEW_ITEMS = 10
+"""With fewer items, an interval is so wide that it tells little."""
 
 
 class EvaluationsFile:
@@ -70,4 +72,14 @@ def lift_text(task: str, lift: Lift, items: int) -> str:
     return (
         f"{task}: {lift.metric} {lift.before:.3f} to {lift.after:.3f} on {items} held-out items, "
         f"{lift.change:+.3f}{between}"
+    )
+
+
+def few_items_warning(task: str, items: int) -> str | None:
+    """The line to show if an evaluation had few items."""
+    if items >= FEW_ITEMS:
+        return None
+    return (
+        f"{task}: {items} held-out items say little about the change; raise --env.held-out, give "
+        "more rows, or name other rows with --env.eval-data"
     )

@@ -158,11 +158,14 @@ class DemoSettings(ServerOptions, ModeOptions):
     )
     max_completion_tokens: Annotated[
         int | None,
-        Shown(default="8; gsm8k: 32; gsm8k with --model: 256; other tasks: their own limit"),
+        Shown(
+            default="8; gsm8k: 32; with --model, gsm8k and reward functions on a CPU: 256; other "
+            "tasks: their own limit"
+        ),
     ] = Field(None, ge=1, description="Longest completion, in tokens")
-    seq_len: Annotated[int | None, Shown(default="128; gsm8k: 1152")] = Field(
-        None, ge=2, description="Longest sequence (prompt and completion), in tokens"
-    )
+    seq_len: Annotated[
+        int | None, Shown(default="128; gsm8k: 1152; your own task: 256, with --model 1152")
+    ] = Field(None, ge=2, description="Longest sequence (prompt and completion), in tokens")
     max_model_len: Annotated[int | None, Shown(default="512; gsm8k: 1536; at least --seq-len")] = (
         Field(None, ge=2, description="Longest sequence that the server accepts, in tokens")
     )

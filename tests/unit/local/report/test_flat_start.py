@@ -1,0 +1,41 @@
+"""The hint for a run whose first steps change nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_local.report.flat_start import flat_start_hint
+from grpo_local.report.metrics_file import StepRecord
+
+TIMES = ("data_fetch_time", "compute_time", "sync_time", "step_time")
+
+
+def record(step: int, reward: float, ratio: float | None) -> StepRecord:
+    values = {f"train/{name}": 0.1 for name in TIMES} | {
+        **{"step": step, "steps": 60, "reward/mean": reward, "train/loss": 0.0},
+        **{"grpo/mean_ratio": ratio, "throughput/tokens_per_s": 1.0},
+    }
+    return StepRecord.model_validate_json(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("steps", "rise", "ratio", "is_shown"),
+    [
+        (10, 0.0, 1.0002, True),
+        (10, 0.0, None, True),
+        (10, 0.05, 1.0002, False),
+        (10, 0.0, 1.02, False),
+        (9, 0.0, 1.0, False),
+        (11, 0.0, 1.0, False),
+    ],
+)
+def test_a_hint_is_shown_once_if_neither_policy_nor_reward_moves(
+    steps: int, rise: float, ratio: float | None, is_shown: bool
+) -> None:
+    noise = (0.01, -0.01)
+    first = [record(n + 1, 0.3 + noise[n % 2] + rise * n, ratio) for n in range(steps)]
+    hint = flat_start_hint(first, 1e-5)
+    assert (hint is not None) is is_shown
+    assert hint is None or "raise --lr (now 1e-05)" in hint
