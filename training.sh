@@ -151,6 +151,10 @@ trap 'exit 129' HUP
 ended() { # ended NAME LOG: a process that should live has ended
   echo "training.sh: $1 has ended; the last lines of $2:" >&2
   tail -n 20 "$2" >&2
+  # A launcher prints a traceback of its own behind the cause.
+  local cause
+  cause=$(grep -aE '^(src/[a-z-]+\.py|vllm-api-server): |\[error +\]' "$2" | tail -n 1 || true)
+  [[ -z $cause || $cause == "$(tail -n 1 "$2")" ]] || echo "$cause" >&2
   exit 1
 }
 

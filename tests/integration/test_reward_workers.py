@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from grpo_env.assembly import open_tasks, task_code
 from grpo_env.config.settings import load_env_settings
 from grpo_env.rollout.user_code import TaskCode, TooSlow, UserCodeFailed
-from grpo_env.tasks import Answer, State, Task
+from grpo_env.tasks import Answer, Graded, State, Task
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
 
@@ -58,8 +58,6 @@ class Rewarded(Task):
             child = subprocess.Popen(["sleep", "1000"])
             open(row["file"], "w").write(str(child.pid))
             child.wait()
-        if answer == "unreadable":
-            return Graded({"value": 1.0}, Unreadable())
         if answer == "exit":
             exit(3)
         if answer == "crash":
@@ -72,11 +70,6 @@ class Rewarded(Task):
             return float(bool(re.fullmatch(r"(\\w+\\s?)*", answer)))
         parts = {"finished": answer.finished, "tokens": len(answer.token_ids), "row": row["value"]}
         return Graded(parts, f"{os.getpid()} {answer.messages[-1]['content']}")
-
-
-class Unreadable:
-    def __reduce__(self):
-        return int, ("no number",)
 
 
 async def later():
@@ -104,6 +97,9 @@ def code(settings: Any) -> Iterator[TaskCode]:
         yield code
 
 
+TWO = Graded({"reward": 2.0})
+
+
 def answer_of(text: str) -> Answer:
     messages = [{"role": "assistant", "content": text}]
     return Answer(text, finished=False, messages=messages, token_ids=(1, 2), state=State({}))
@@ -120,7 +116,7 @@ async def test_a_reward_may_need_the_main_thread_or_return_a_coroutine(
     code: TaskCode, task: Task
 ) -> None:
     assert (await code.reward(task, answer_of("alarm"), {"value": 1.0})).parts["row"] == 1.0
-    assert await code.reward(task, answer_of("coroutine"), {}) == 2.0
+    assert await code.reward(task, answer_of("coroutine"), {}) == TWO
 
 
 @pytest.mark.parametrize(
@@ -129,7 +125,6 @@ async def test_a_reward_may_need_the_main_thread_or_return_a_coroutine(
         ("exit", "CodeStopped", "SystemExit: 3"),
         ("crash", "ProcessEnded", "the reward ended its process with status 4"),
         ("error", "KeyError", "'no such thing'"),
-        ("unreadable", "ValueError", "invalid literal for int() with base 10: 'no number'"),
     ],
 )
 async def test_an_error_is_that_of_its_answer_alone(
@@ -140,13 +135,13 @@ async def test_an_error_is_that_of_its_answer_alone(
     assert (failed.value.kind, str(failed.value)) == (kind, message)
     if text == "error":
         assert "mine.py:" in failed.value.place
-    assert await code.reward(task, answer_of("coroutine"), {}) == 2.0
+    assert await code.reward(task, answer_of("coroutine"), {}) == TWO
 
 
 async def test_a_reward_that_holds_the_lock_is_ended(code: TaskCode, task: Task) -> None:
     with pytest.raises(TooSlow, match="did not end within 3 s; make it faster, load at import"):
         await code.reward(task, answer_of("a" * 60 + "!"), {})
-    assert await code.reward(task, answer_of("coroutine"), {}) == 2.0
+    assert await code.reward(task, answer_of("coroutine"), {}) == TWO
 
 
 async def test_the_programs_that_a_reward_started_end_with_it(
@@ -169,16 +164,16 @@ async def test_a_process_that_ends_between_two_calls_is_replaced(
             child.kill()
     await asyncio.to_thread(wait_for, lambda: not workers._rewards._pool.active)
     with capture_logs() as logs:
-        assert await code.reward(task, answer_of("coroutine"), {}) == 2.0
+        assert await code.reward(task, answer_of("coroutine"), {}) == TWO
     assert [line["event"] for line in logs] == ["reward_workers.restarted"]
 
 
 async def test_a_timer_of_one_call_ends_no_later_one(code: TaskCode, task: Task) -> None:
     for _ in range(4):
-        assert await code.reward(task, answer_of("late alarm"), {}) == 1.0
+        assert await code.reward(task, answer_of("late alarm"), {}) == Graded({"reward": 1.0})
     await asyncio.sleep(0.5)  # what would end both processes
     with capture_logs() as logs:
-        assert await code.reward(task, answer_of("coroutine"), {}) == 2.0
+        assert await code.reward(task, answer_of("coroutine"), {}) == TWO
     assert logs == []
 
 

@@ -17,6 +17,7 @@ import torch
 from vllm import envs
 from vllm.platforms import current_platform
 
+from grpo_core.errors import GrpoError
 from grpo_vllm.engine.vllm_compat.layers import PARALLEL_SIZES
 from grpo_vllm.engine.vllm_compat.platform_plugin import CPU_ADAPTERS
 
@@ -85,6 +86,10 @@ def _restore_model_infos() -> None:
         shutil.copytree(ours, vllms / "modelinfos", dirs_exist_ok=True)
 
 
+class ModelNotFound(GrpoError):
+    """The model does not exist, or cannot be downloaded."""
+
+
 @contextlib.asynccontextmanager
 async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
     """Start vLLM's processes; leaving the context ends them."""
@@ -94,7 +99,13 @@ async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
 
     usage = UsageContext.OPENAI_API_SERVER
     given = AsyncEngineArgs.from_cli_args(arguments)
-    config = given.create_engine_config(usage_context=usage)
+    try:
+        config = given.create_engine_config(usage_context=usage)
+    except OSError as error:  # of transformers: no such model on the hub, or no network
+        raise ModelNotFound(
+            f"--model {given.model}: {' '.join(str(error).split())} Name a directory, or download "
+            "the model first"
+        ) from error
     if config.lora_config is not None:
         refuse_adapters(config.model_config)
         warn_of_stock_adapters()
