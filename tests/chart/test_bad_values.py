@@ -22,6 +22,14 @@ BAD = {
         ["redis.enabled is true", "redis.external.existingSecret is mine", "redis.enabled=false"],
     ),
     "no Redis": (["redis.enabled=false"], ["redis.external.existingSecret", "redis.enabled=true"]),
+    "a reward without prompts": (
+        ["environment.task=my.py:reward", "environment.tasksConfigMap=mine"],
+        ["environment.task is my.py:reward", "environment.data"],
+    ),
+    "two data sets": (
+        ["environment.data=org/rows", "environment.dataClaim=rows"],
+        ["environment.data is org/rows", "environment.dataClaim is rows"],
+    ),
     "dra on a CPU": (["gpu.sharing=dra"], ["gpu.sharing is dra", "device=gpu"]),
     "RWO on two nodes": (
         ["mode=none", "trainer.nodeSelector.pool=a"],

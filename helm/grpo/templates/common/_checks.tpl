@@ -24,6 +24,13 @@
 {{- if and (not $v.redis.enabled) (not $v.redis.external.existingSecret) }}
 {{- $problems = append $problems "redis.enabled is false, but redis.external.existingSecret is empty: set it to a Secret with the URL of your Redis, or set redis.enabled=true" }}
 {{- end }}
+{{- if and $v.environment.data $v.environment.dataClaim }}
+{{- $problems = append $problems (printf "environment.data is %s and environment.dataClaim is %s, but a task has one data set: remove one of the two" $v.environment.data $v.environment.dataClaim) }}
+{{- end }}
+{{- $arguments := join " " $v.environment.extraArgs }}
+{{- if and (regexMatch "\\.py(:[^A-Z].*)?$" $v.environment.task) (not $v.environment.data) (not $v.environment.dataClaim) (not (contains "--data" $arguments)) }}
+{{- $problems = append $problems (printf "environment.task is %s, a reward function, which has no prompts of its own: set environment.data to a file of environment.tasksConfigMap or an id on the Hugging Face hub, or environment.dataClaim" $v.environment.task) }}
+{{- end }}
 {{- if eq $v.gpu.sharing "dra" }}
 {{- if ne $v.device "gpu" }}
 {{- $problems = append $problems "gpu.sharing is dra, but device is cpu: set device=gpu, or gpu.sharing=singleContainer" }}

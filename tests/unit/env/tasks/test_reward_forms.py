@@ -43,3 +43,11 @@ def test_other_functions_stay_as_they_are() -> None:
 
     assert as_reward(reward) is reward
     assert as_reward(max) is max
+
+
+def test_a_reward_for_trl_may_look_at_the_tokens_only() -> None:
+    class Shorter:
+        def __call__(self, completion_ids: list[list[int]], **_columns: Any) -> list[float]:
+            return [-float(len(ids)) for ids in completion_ids]
+
+    assert as_reward(Shorter())(Answer("7", token_ids=(1, 2)), {}) == -2.0

@@ -19,12 +19,12 @@ def as_reward(
     function: Callable[..., Any], is_chat: Callable[[Row], bool] = _has_messages
 ) -> RewardFunction:
     """The function itself, unless its parameters say that it was written for TRL
-    (`completions`) or for verl (`solution_str`). Args: is_chat: as `from_trl`"""
+    (`completions`, `completion_ids`) or for verl (`solution_str`). Args: is_chat: as `from_trl`"""
     try:
         names = inspect.signature(function).parameters
     except (TypeError, ValueError):  # of C code
         return function
-    if "completions" in names:
+    if names.keys() & {"completions", "completion_ids"}:
         return from_trl(function, is_chat)
     if "solution_str" in names:
         return from_verl(function)
