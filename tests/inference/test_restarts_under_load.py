@@ -17,7 +17,7 @@ PROMPT = [5, 6, 7]
     ("mode", "action", "restarts"),
     [
         ("plain", Action.RESTART_WITH_CHECKPOINT, 1),
-        ("lora", Action.RESTART_WITH_ADAPTER, 1),
+        pytest.param("lora", Action.RESTART_WITH_ADAPTER, 1, marks=pytest.mark.full),
         pytest.param("plain", Action.RESTART_WITH_CHECKPOINT, 3, marks=pytest.mark.full),
     ],
 )

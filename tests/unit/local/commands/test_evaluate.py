@@ -208,7 +208,7 @@ def test_an_adapter_and_its_base_model_share_one_server(evaluation: Evaluation) 
 @pytest.mark.parametrize(
     ("words", "served"),
     [
-        ("--model smollm2", ["made"]),
+        pytest.param("--model smollm2", ["made"], marks=pytest.mark.full),
         ("--model plain --baseline smollm2", ["made", "plain"]),
         ("--model trained --base-model smollm2 --baseline base", ["made"]),
     ],
