@@ -140,6 +140,7 @@ if sys.argv[1] == "arithmetic":
         for step, rate in ((0, 0.3), (25, 0.75)):
             line = {EVALUATION!r} | {{"step": step, "metrics": {{"pass@1": rate}}}}
             file.write(json.dumps(line) + "\\n")
+print("run.completed", flush=True)
 """
 
 TINY_MODEL = """

@@ -39,6 +39,12 @@ def test_a_line_about_the_files_of_a_run_names_the_key() -> None:
     assert line_in_keys("grpo: runs/x/grpo.yaml: lr: expected a number") == (
         "train.lr: expected a number"
     )
+    assert line_in_keys("env-server: x/env-server.yaml: seq-len: expected") == (
+        "env_server.seq_len: expected"
+    )
+    assert line_in_keys("env-server: x/env-server.yaml: bogus: no such option") == (
+        "env_server.bogus: no such option"
+    )
     assert line_in_keys("grpo: --steps excludes --config") == (
         "grpo: train.iterations excludes --config"
     )

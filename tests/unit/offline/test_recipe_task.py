@@ -103,7 +103,7 @@ def test_rows_without_an_answer_are_refused_by_rewards_that_need_one(
         (None, "is missing"),
         ("", "is missing"),
         (["1", "2"], "is a list of 2"),
-        ("We add the two. " * 9, r"a text of 36 words .* a reward of your own"),
+        ("We add the two. " * 18, r"a text of 72 words .* a reward of your own"),
     ):
         file.write_text(json.dumps({"problem": "3+4=", "answer": answer}) + "\n")
         with pytest.raises(DataUnusable, match=problem):
@@ -119,6 +119,9 @@ def test_the_format_counts_what_the_prompt_has_begun() -> None:
     said = "3+4</think> <answer>7</answer>"
     assert format_of(Answer(said), {}) == 0.0
     assert format_of(Answer(said, opening="<think>\n"), {}) == 1.0
+    empty = "<think>\n\n</think>\n\n"  # of a template whose thinking is off
+    assert format_of(Answer(f"<think>{said}", opening=empty), {}) == 1.0
+    assert format_of(Answer("<answer>7</answer>", opening=empty), {}) == 0.0
 
 
 def test_an_exact_completion_has_no_tags() -> None:

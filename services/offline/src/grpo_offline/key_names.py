@@ -49,7 +49,7 @@ KEY_OF_OPTION: Mapping[str, str] = {
 }
 """Options that a key of their own sets. The sections `grpo` and `env_server` set all others."""
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])")
-_LINE = re.compile(r"(?:grpo|env-server): (?:\S+\.yaml: )?([a-z][\w-]*)(?=:)")
+_LINE = re.compile(r"(grpo|env-server): (?:\S+\.yaml: )?([a-z][\w-]*)(?=:)")
 _KEY = re.compile(
     r"(?<![\w./])(?:sync|train|generation|eval|data|model|checkpoint|logging|grpo|env_server|hydra)"
     r"\.[a-z_]+(?:\.[a-z_]+)*(?![\w(])"
@@ -64,15 +64,22 @@ def in_keys(text: str) -> str:
 def line_in_keys(line: str) -> str:
     """`grpo: out/grpo.yaml: lr: expected…` → `train.lr: expected…`."""
     found = _LINE.match(line)
-    key = _key_of(found[1]) if found else None
-    return in_keys(key + line[found.end() :] if found and key else line)
+    if found is None:
+        return in_keys(line)
+    section = found[1].replace("-", "_")
+    key = _key_of(found[2], section) or f"{section}.{found[2]}"
+    return in_keys(key + line[found.end() :])
 
 
-def _key_of(option: str) -> str | None:
+def _key_of(option: str, section: str | None = None) -> str | None:
+    """Args: section: where to look first"""
     name = option.replace("-", "_")
     if name in KEY_OF_OPTION:
         return KEY_OF_OPTION[name]
-    return next((f"{section}.{name}" for section, names in _open().items() if name in names), None)
+    sections = [one for one, names in _open().items() if name in names]
+    if not sections:
+        return None
+    return f"{section if section in sections else sections[0]}.{name}"
 
 
 @cache

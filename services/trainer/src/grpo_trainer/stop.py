@@ -12,13 +12,16 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Stop:
     """Defers the first signal during a step to its end. Any other one ends the process at once.
 
-    `number`: of the deferred signal.
+    `number`: of the deferred signal. `listens`: whether signals come here. Otherwise a checkpoint
+    cannot be saved at a stop, because other ranks end at once.
     """
 
     in_step: bool = False
     number: int | None = None
+    listens: bool = False
 
     def listen(self) -> None:
+        self.listens = True
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 

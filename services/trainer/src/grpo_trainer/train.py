@@ -79,7 +79,7 @@ def train(settings: TrainerSettings, team: Alone = ALONE, stop: Stop | None = No
                 stop.in_step = False
                 stop.raise_if_asked()
         except SystemExit:
-            if not stop.in_step:
+            if stop.listens and not stop.in_step:
                 run.saver.stop()
             raise
         if run.settings.benchmark:
@@ -148,6 +148,7 @@ def run_step(run: Run, position: Position, stop: Stop) -> Position:
     """
     settings, step, watch = run.settings, position.step, StepWatch()
     stop.in_step = False
+    stop.raise_if_asked()  # during a step that was given up
     taken = run.batches.take(position)
     stop.in_step = True
     watch.fetched()

@@ -199,6 +199,33 @@ async def test_a_task_may_conduct_the_rollout_itself(template: TokenizerTemplate
     assert outcome.group.size == 1
 
 
+class Prefilled(SelfDriven):
+    """Begins the policy's answer, and goes on with the messages as a chat client sends them."""
+
+    async def run(self, row: Row, dialogue: Dialogue) -> float:  # type: ignore[override]
+        begun: list[Message] = [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": "Sure: "},
+        ]
+        first = await dialogue.say(begun)
+        assert first.messages[1:] == [{"role": "assistant", "content": "Sure: 7"}]
+        question: Message = {"role": "user", "content": "sure?"}
+        last = await dialogue.say([*begun, {"role": "assistant", "content": "7"}, question])
+        assert (first.opening, last.opening) == ("Sure: ", "")
+        return 1.0
+
+
+async def test_an_answer_that_the_prompt_began_is_continued_in_one_sequence(
+    template: TokenizerTemplate,
+) -> None:
+    outcome, server = await sample(scripted("7", "8"), Prefilled(), ONE, template=template)
+    assert isinstance(outcome, Rollout)
+    assert outcome.group.size == 1
+    first, second = (b["prompt"]["prompt_token_ids"] for b in server.bodies("POST /generate"))
+    assert template.tokenizer.decode(first).endswith("Sure: ")
+    assert second[: len(first) + 3] == first + SAID
+
+
 class Branching(SelfDriven):
     """Asks the same question twice at the same time, then goes on with the first answer."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from grpo_env.tasks import Answer, Graded
@@ -51,3 +52,23 @@ def test_a_reward_for_trl_may_look_at_the_tokens_only() -> None:
             return [-float(len(ids)) for ids in completion_ids]
 
     assert as_reward(Shorter())(Answer("7", token_ids=(1, 2)), {}) == -2.0
+
+
+def test_an_async_reward_for_verl_has_its_score() -> None:
+    async def compute_score(solution_str: str, ground_truth: str) -> Any:
+        return {"score": float(solution_str == ground_truth), "acc": 1.0}
+
+    row = {"answer": "a solution", "reward_model": {"ground_truth": "7"}}
+    found = asyncio.run(_awaited(as_reward(compute_score)(Answer("7"), row)))
+    assert found == Graded({"acc": 1.0}, score=1.0)
+
+
+def test_a_reward_for_trl_gets_texts_whatever_the_column_is_called() -> None:
+    def reward(completions: Any, **_: Any) -> list[float]:
+        return [float(completions == ["7"])]
+
+    assert as_reward(reward)(Answer("7", messages=MESSAGES), {"question": "3+4="}) == 1.0  # type: ignore[arg-type]
+
+
+async def _awaited(value: Any) -> Any:
+    return await value

@@ -82,7 +82,7 @@ def test_a_parquet_file_is_read_with_datasets(
     ("split", "numbers"),
     [
         *(("train", range(10)), ("train[:3]", range(3)), ("train[3:5]", range(3, 5))),
-        *(("train[50%:]", range(5, 10)), ("train[:100]", range(10))),
+        *(("train[50%:]", range(5, 10)), ("train[:100]", range(10)), ("train[-3:]", range(7, 10))),
     ],
 )
 def test_a_slice_of_a_file_is_read(tmp_path: Path, split: str, numbers: range) -> None:
@@ -207,7 +207,7 @@ class Rewardless(Task):
 
 
 def prompts(path: Path, *rows: Any) -> list[Any]:
-    task = Rewardless(TaskOptions(data=write(path / "rows.jsonl", *rows)))
+    task = Rewardless(TaskOptions(data=write(path / "rows.jsonl", *rows), system_prompt=""))
     return [item.prompt for item in all_items(task)]
 
 
@@ -217,6 +217,7 @@ GOLD = {"role": "assistant", "content": "So \\boxed{7}"}
 REFUSED_PROMPTS = [
     ({"prompt": "<|im_start|>user\n3+4=<|im_end|>\n"}, "already has a chat template's marks"),
     ({"prompt": " [INST] 3+4= [/INST]"}, "already has a chat template's marks"),
+    ({"prompt": [{"role": "system", "content": "Be brief."}]}, "holds nothing but a system"),
     ({"messages": [USER, GOLD]}, "ends with an answer of the assistant"),
     ({"prompt": [USER, GOLD], "answer": "7"}, "ends with an answer of the assistant"),
 ]
@@ -277,6 +278,10 @@ def test_math_takes_the_problem_from_messages_and_the_answer_from_a_solution(
         {"problem": "3+4=", "answer": ["1", "2"]},
         {"problem": "3+4=", "solution": "It is seven. " * 20},
     ]
+    good = [
+        {"problem": "3+4=", "answer": "", "final_answer": "7"},
+        {"problem": "3+4=", "answer": float("nan"), "final_answer": 7},
+    ]
     task = Math(TaskOptions(data=write(tmp_path / "rows.jsonl", row)))
     try:
         (item,) = all_items(task)
@@ -284,6 +289,8 @@ def test_math_takes_the_problem_from_messages_and_the_answer_from_a_solution(
         assert "3+4=\n" in item.prompt
         graded = task.reward(Answer("x</think> <answer>\\boxed{7}"), row)
         assert graded.parts["accuracy"] == 1
+        write(tmp_path / "rows.jsonl", *good)
+        assert len(all_items(task)) == 2
         write(tmp_path / "rows.jsonl", *bad)
         with pytest.raises(DataUnusable) as failure:
             all_items(task)

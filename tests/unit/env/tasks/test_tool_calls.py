@@ -90,6 +90,10 @@ def test_parameters_in_xml_are_texts_as_the_schema_says() -> None:
         assert tool_calls(text, text_parameters([given])) == [ToolCall("f", {"x": "1", "y": 1})]
 
 
+def test_a_message_full_of_broken_calls_ends() -> None:
+    assert len(tool_calls("<tool_call>[</tool_call>" * 10_000)) == 64
+
+
 @pytest.mark.parametrize(
     ("template", "form"),
     [
@@ -99,6 +103,7 @@ def test_parameters_in_xml_are_texts_as_the_schema_says() -> None:
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", CallFormat.MISTRAL),
         ("<|start_header_id|> parameters", CallFormat.LLAMA3),
         ("<|tool_call_start|>[f(x=1)]<|tool_call_end|>", None),
+        ("no mark: the model was taught by examples", CallFormat.TAGS),
     ],
 )
 def test_the_form_is_found_from_the_template(template: str, form: CallFormat | None) -> None:

@@ -20,7 +20,7 @@ LONGEST_RESULT_CHARS = 64
 """Longer results are ignored: they are no plausible numbers, and parsing them is slow."""
 
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-_MOST_WORDS = 20
+_MOST_WORDS = 50
 """Longer texts are no answer that could be repeated word for word."""
 _BOX_OR_BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 

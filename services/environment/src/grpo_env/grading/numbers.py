@@ -19,8 +19,13 @@ _WRAPPERS = (
 _RESPELLED = (("\u2212", "-"), ("{,}", ","), (r"\!", ""), (r"\,", " "), ("\\ ", " "), ("~", " "))
 _TEXT = re.compile(r"\\(?:text|textrm|mathrm)\{([^{}]*)\}")
 
-_LATEX = re.compile(r"[\\^_{!]")
+_LATEX = re.compile(r"[\\^]|_\{")
 """Signs without which a text is no LaTeX. `math-verify` reads only the 10 of a bare `10^{-8}`."""
+_FACTORIAL = re.compile(r"[0-9a-z)]!")
+_BARE_EXPONENT = re.compile(r"\^\s*(-\s*[0-9a-zA-Z]+)")
+_ORDINAL = re.compile(r"\^\{?(?:\\text\{|\\mathrm\{)?(?:st|nd|rd|th)\}*")
+_WITH_UNIT = re.compile(r"[-+]?[0-9][0-9.,]* ?[A-Za-z]")
+"""`5 m^2`: a number with a unit, of which the number counts."""
 
 # Words that change the value are no units.
 _UNIT = (
@@ -87,10 +92,15 @@ def respelled_pair(answer: str, gold: str) -> tuple[str, str]:
     pair = _number_pair(answer, gold)
     if pair is not None:
         return pair[0].text, pair[1].text
-    gold = _boxed_latex(gold)
+    has_factorial = _FACTORIAL.search(gold) is not None  # a `!` may also be an exclamation
+    answer, gold = (_ORDINAL.sub("", _BARE_EXPONENT.sub(r"^{\1}", one)) for one in (answer, gold))
+    is_plain = read_number(gold) is not None
+    if is_plain and _WITH_UNIT.match(answer):
+        return answer, gold
+    gold = _boxed_latex(gold, has_factorial)
     if gold.startswith(r"\boxed") and not _has_delimiter(answer):
         return rf"\boxed{{{answer}}}", gold
-    return _boxed_latex(answer), gold
+    return _boxed_latex(answer, has_factorial), gold
 
 
 def _number_pair(answer: str, gold: str) -> tuple[PlainNumber, PlainNumber] | None:
@@ -119,7 +129,7 @@ def _has_delimiter(text: str) -> bool:
     return any(sign in text for sign in ("$", r"\(", r"\[", r"\boxed"))
 
 
-def _boxed_latex(text: str) -> str:
+def _boxed_latex(text: str, has_factorial: bool) -> str:
     prose = re.search(r"(?<![\\{A-Za-z])[A-Za-z]{2,}", text)
-    is_plain = not _LATEX.search(text) or prose or _has_delimiter(text)
-    return text if is_plain else rf"\boxed{{{text}}}"
+    is_latex = _LATEX.search(text) or (has_factorial and "!" in text)
+    return text if not is_latex or prose or _has_delimiter(text) else rf"\boxed{{{text}}}"

@@ -6,7 +6,7 @@ and 0.5 equal to 0.5000001.
 
 from __future__ import annotations
 
-from decimal import Context, Decimal
+from decimal import ROUND_DOWN, ROUND_HALF_EVEN, Context, Decimal
 from typing import Any
 
 from math_verify import grader
@@ -15,6 +15,7 @@ _LEAST_DIGITS = 6
 """A decimal with so many significant digits may be the rounded value of a number that has no end,
 such as 0.333333 for 1/3. `math-verify` allows that too."""
 _EXACT_DIGITS = 60
+_DIGITS_OF_FLOATS = 15
 _TOLERANCE, _TOLERANCE_OF_FLOATS = 1e-30, 1e-12
 """Relative, for expressions such as roots. sympy keeps 15 digits of decimals inside them."""
 
@@ -42,7 +43,9 @@ def is_equal(a: Any, b: Any) -> bool:
     if a.is_Rational and b.is_Rational:
         return False
     if a.is_Float and b.is_Float:
-        return _written(a) == _written(b)
+        shorter, longer = sorted((_written(a), _written(b)), key=_digits)
+        is_computed = _digits(longer) >= _DIGITS_OF_FLOATS - 1
+        return shorter == longer or (is_computed and _is_rounded(longer, shorter))
     if a.is_Float:
         return _rounds_to(b, _written(a))
     if b.is_Float:
@@ -57,10 +60,22 @@ def _written(number: Any) -> Decimal:
 
 
 def _rounds_to(number: Any, decimal: Decimal) -> bool:
-    """Whether `decimal` is the number, or the number rounded to the digits of `decimal`."""
+    """Whether `decimal` is the number, or the number in the digits of `decimal`."""
     if not number.is_real:
         return False
-    exact = Decimal(str(number.evalf(_EXACT_DIGITS)))
-    digits = len(decimal.as_tuple().digits)
-    context = Context(prec=_EXACT_DIGITS // 2 if digits < _LEAST_DIGITS else digits)
-    return context.create_decimal(exact) == decimal
+    return _is_rounded(Decimal(str(number.evalf(_EXACT_DIGITS))), decimal)
+
+
+def _is_rounded(exact: Decimal, decimal: Decimal) -> bool:
+    """Whether both are equal in the digits of `decimal`, rounded or cut off."""
+    digits = _digits(decimal)
+    if digits < _LEAST_DIGITS:
+        return Context(prec=_EXACT_DIGITS // 2).create_decimal(exact) == decimal
+    if digits > _DIGITS_OF_FLOATS:  # as Python prints 2/3
+        return abs(exact - decimal) <= abs(exact) * Decimal(10) ** (1 - _DIGITS_OF_FLOATS)
+    ways = (Context(prec=digits, rounding=way) for way in (ROUND_HALF_EVEN, ROUND_DOWN))
+    return any(context.create_decimal(exact) == decimal for context in ways)
+
+
+def _digits(decimal: Decimal) -> int:
+    return len(decimal.as_tuple().digits)

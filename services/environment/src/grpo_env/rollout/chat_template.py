@@ -164,9 +164,11 @@ class TokenizerTemplate:
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         from jinja2 import TemplateError
 
+        # Mistral's templates require an id, of this length.
+        shown = [{"tool_call_id": "000000000", **m} if m["role"] == "tool" else m for m in messages]
         try:
             text: str = self.tokenizer.apply_chat_template(
-                list(messages),
+                shown,
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=True,

@@ -31,6 +31,7 @@ class _Conversation:
 
     prompt: str | list[Message]
     messages: list[Message]
+    as_given: list[Message]
     sequence: TrainingSequence = field(default_factory=TrainingSequence)
     is_answered: bool = False
 
@@ -38,10 +39,15 @@ class _Conversation:
     def is_chat(self) -> bool:
         return not isinstance(self.prompt, str)
 
-    def is_continued_by(self, messages: str | Sequence[Message]) -> bool:
+    def known_part(self, messages: str | Sequence[Message]) -> int:
+        """Number of messages that this conversation begins with; 0 if it is another one. A message
+        that the policy continued may be there with its answer, or before it."""
         if not self.is_answered or isinstance(messages, str) or isinstance(self.prompt, str):
-            return False
-        return list(messages[: len(self.messages)]) == self.messages
+            return 0
+        for known in (self.messages, self.as_given):
+            if list(messages[: len(known)]) == known:
+                return len(known)
+        return 0
 
 
 class RecordedDialogue:
@@ -73,14 +79,17 @@ class RecordedDialogue:
         limit = min(max_tokens or self._plan.completion_limit(self._task, room), room)
         completion = await self._sample(sequence.tokens, limit, stop)
         is_first = not sequence.sampled_ids
-        prompt = conversation.messages if conversation.is_chat else ""
-        opening = self._template.opening(prompt)
+        # A later answer begins behind a turn that the template has closed.
+        behind_a_turn: list[Message] = [{"role": "user", "content": ""}]
+        begun = conversation.messages if is_first else behind_a_turn
+        opening = self._template.opening(begun if conversation.is_chat else "")
         sequence.add_completion(completion)
         conversation.messages = (
             answered(conversation.messages, completion.text)
             if is_first
             else [*conversation.messages, {"role": "assistant", "content": completion.text}]
         )
+        conversation.as_given.append({"role": "assistant", "content": completion.text})
         conversation.is_answered = True
         self._state.messages = [*conversation.messages]
         self._state.turn += 1
@@ -111,14 +120,14 @@ class RecordedDialogue:
         self, messages: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> _Conversation:
         for known in reversed(self._conversations):
-            if known.is_continued_by(messages):
-                self._continue(known, messages[len(known.messages) :])  # type: ignore[arg-type]
+            if count := known.known_part(messages):
+                self._continue(known, messages[count:])  # type: ignore[arg-type]
                 return known
         prompt = messages if isinstance(messages, str) else [*messages]
         shown: list[Message] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
         )
-        begun = _Conversation(prompt, shown)
+        begun = _Conversation(prompt, shown, [*shown])
         begun.sequence.add_prompt(self._template.prompt_ids(prompt, tools))
         self._check_room(len(begun.sequence.tokens))
         self._conversations.append(begun)
@@ -130,6 +139,7 @@ class RecordedDialogue:
         self._check_room(len(sequence.tokens) + len(turn_ids))
         sequence.add_prompt(turn_ids)
         conversation.messages += new
+        conversation.as_given += new
 
     def _check_room(self, tokens: int) -> None:
         if tokens >= self._plan.max_token_length - 1:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 """One record of a data set: column name → value."""
+PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
+"""The first one that a row has is its prompt."""
 Split = Literal["train", "test"]
 
 

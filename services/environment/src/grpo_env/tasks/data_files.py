@@ -20,7 +20,7 @@ from grpo_core.settings.machine import DATA_FILES
 
 _GZIP = ".gz"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_SLICE = re.compile(r"(?P<split>[^\[\]]+)\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\]")
+_SLICE = re.compile(r"(?P<split>[^\[\]]+)\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\]")
 _MOST_CHARS_OF_A_CELL = 2**31 - 1
 
 
@@ -89,7 +89,7 @@ def _sliced(split: str) -> tuple[str, Any]:
     ends = found["start"], found["stop"]
 
     def cut(records: Iterable[Record]) -> Iterator[Record]:
-        if not any((end or "").endswith("%") for end in ends):
+        if not any("%" in end or "-" in end for end in ends if end):
             return itertools.islice(records, *(None if e is None else int(e) for e in ends))
         rows = [*records]
         return iter(rows[slice(*(_of_share(end, len(rows)) for end in ends))])
@@ -187,7 +187,8 @@ def _why_no_datasets() -> str:
     found = importlib.util.find_spec("datasets")
     if found is not None and found.origin is not None:
         own = Path(found.origin)
-        if not any(own.is_relative_to(packages) for packages in site.getsitepackages()):
+        places = (*site.getsitepackages(), site.getusersitepackages())
+        if not any(own.is_relative_to(packages) for packages in places):
             return f"{own} hides the Python package datasets, which is needed; rename this file"
     return (
         "it needs the Python package datasets: pip install -c constraints.txt datasets; or set "

@@ -6,13 +6,17 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grpo_env.tasks import Answer, Graded, Row
+from grpo_env.tasks import PROMPT_COLUMNS, Answer, Graded, Row
 
 RewardFunction = Callable[[Answer, Row], Any]
 
 
+def _prompt(row: Row) -> Any:
+    return next((row[name] for name in PROMPT_COLUMNS if row.get(name) is not None), None)
+
+
 def _has_messages(row: Row) -> bool:
-    return not isinstance(row.get("prompt"), str)
+    return not isinstance(_prompt(row), str)
 
 
 def as_reward(
@@ -43,7 +47,7 @@ def from_trl(function: Callable[..., Any], is_chat: Callable[[Row], bool]) -> Re
         columns: dict[str, Any] = {name: [value] for name, value in row.items()}
         chat = is_chat(row)
         if answer.messages:
-            columns["prompts"] = [list(answer.messages[:-1]) if chat else row["prompt"]]
+            columns["prompts"] = [list(answer.messages[:-1]) if chat else _prompt(row)]
         said = [{"role": "assistant", "content": str(answer)}] if chat else str(answer)
         columns |= {"completions": [said], "completion_ids": [list(answer.token_ids)]}
         return _only(function(**_known(function, columns)))
@@ -63,7 +67,7 @@ def from_verl(function: Callable[..., Any]) -> RewardFunction:
                     {
                         "data_source": row.get("data_source"),
                         "solution_str": str(answer),
-                        "ground_truth": row.get("answer"),
+                        "ground_truth": _ground_truth(row),
                         "extra_info": row.get("extra_info"),
                     },
                 )
@@ -91,7 +95,19 @@ def _only(scores: Any) -> Any:
     return score
 
 
+def _ground_truth(row: Row) -> Any:
+    nested = row.get("reward_model")
+    found = nested.get("ground_truth") if isinstance(nested, Mapping) else None
+    return row.get("answer") if found is None else found
+
+
 def _scored(value: Any) -> Any:
+    if inspect.isawaitable(value):
+
+        async def awaited() -> Any:
+            return _scored(await value)
+
+        return awaited()
     if not (isinstance(value, Mapping) and "score" in value):
         return value
     parts = {k: v for k, v in value.items() if k != "score" and isinstance(v, int | float)}

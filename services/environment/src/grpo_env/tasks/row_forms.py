@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 from grpo_env.tasks import Message, Row
@@ -25,6 +26,12 @@ def with_answer(row: Mapping[str, Any]) -> dict[str, Any]:
     return dict(row)
 
 
+def is_missing(value: Any) -> bool:
+    """Whether it is null, an empty text or NaN."""
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return value is None or is_nan or (isinstance(value, str) and not value.strip())
+
+
 def answer_text(value: Any) -> str:
     """The right answer as one text.
 
@@ -37,11 +44,11 @@ def answer_text(value: Any) -> str:
         return answer_text(value[_RIGHT])
     if isinstance(value, list | tuple) and len(value) == 1:
         return answer_text(value[0])
+    if is_missing(value):
+        raise ValueError("the right answer is missing: its column is null or empty")
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
         return str(int(value))
-    if value is None or (isinstance(value, str) and not value.strip()):
-        raise ValueError("the right answer is missing: its column is null or empty")
-    if isinstance(value, str | int | float):
+    if isinstance(value, str | Number):
         return str(value)
     if isinstance(value, Sequence):
         raise ValueError(
@@ -78,12 +85,10 @@ def question_text(value: Any) -> str:
 def answer_of(row: Row, columns: Sequence[str]) -> str:
     """The right answer in the first of these columns that the row has. Raises `ValueError`."""
     for column in columns:
-        if column in row:
+        if not is_missing(row.get(column)):
             try:
                 return answer_text(row[column])
             except ValueError as error:
-                problem = f"column {column!r}: {error}"
-                if row[column] is not None:
-                    raise ValueError(problem) from error
+                raise ValueError(f"column {column!r}: {error}") from error
     found = ", ".join(row) or "none"
     raise ValueError(f"expected the right answer in {' or '.join(columns)}; found {found}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_env.grading.final_answer import stated_answer
-from grpo_env.tasks import Message, Row, Split, TaskOptions
+from grpo_env.tasks import PROMPT_COLUMNS, Message, Row, Split, TaskOptions
 from grpo_env.tasks.data_files import (
     DataUnusable,
     NoSuchSplit,
@@ -17,9 +17,6 @@ from grpo_env.tasks.data_files import (
     read_records,
 )
 from grpo_env.tasks.row_forms import ANSWER, with_answer
-
-PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
-"""The first one that a row has is its prompt."""
 
 _OF_SUPERVISED_TRAINING = "messages"
 TEMPLATE_MARKS = (
@@ -120,6 +117,8 @@ def messages_of(row: Row, system_prompt: str | None) -> list[Message]:
     if system_prompt is None:
         return messages
     rest = messages[1:] if messages[0]["role"] == "system" else messages
+    if not rest:
+        raise ValueError(f"the column {column!r} holds nothing but a system message")
     return [{"role": "system", "content": system_prompt}, *rest] if system_prompt else rest
 
 

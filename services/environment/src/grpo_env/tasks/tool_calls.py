@@ -17,8 +17,17 @@ CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 END_OF_THINKING, THINKING = "</think>", "<think>"
 _FENCE = re.compile(r"```(?:json)?\s*")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
-_PYTHON_TAG, _CALLS, _XML, _OF_GLM = "<|python_tag|>", "[TOOL_CALLS]", "<function=", "<arg_key>"
+_PYTHON_TAG, _CALLS = "<|python_tag|>", "[TOOL_CALLS]"
+_OF_OTHERS = (
+    *("<arg_key>", "<|tool_call_start|>", "<|tool_list_start|>", "<|tool_call>", "<|call|>"),
+    *("<|tool_call_begin|>", "<|tool_calls_section_begin|>", "<tool_calls>", "Action: ```json"),
+    *("<\uff5ctool\u2581call", "<|START_ACTION|>"),
+)
+"""Marks of forms that are not read here: GLM, LFM2, Gemma 4, gpt-oss, Kimi, Hunyuan, Cohere,
+DeepSeek."""
 _NAME = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+_MOST_CALLS = 64
+"""Of one message. An error of JSON counts lines from the beginning of the text."""
 _DECODER = json.JSONDecoder(strict=False)  # a model writes line breaks into strings
 
 IsText = Callable[[str, str], bool]
@@ -50,15 +59,17 @@ class ToolCall:
 
 
 def format_of(template: str) -> CallFormat | None:
-    """The form that a chat template asks for; None for one that is not read here."""
+    """The form that a chat template asks for; None for one that is not read here. Without a known
+    mark, the model was taught in another way than by its template: then `TAGS`."""
+    if any(mark in template for mark in _OF_OTHERS):
+        return None
     if CALL in template:
-        is_known = _XML in template or "arguments" in template
-        return CallFormat.TAGS if is_known and _OF_GLM not in template else None
+        return CallFormat.TAGS
     if _CALLS in template:
         return CallFormat.MISTRAL
     if "<|start_header_id|>" in template:
         return CallFormat.LLAMA3
-    return None
+    return CallFormat.TAGS
 
 
 def tool_calls(text: str, is_text: IsText = lambda _tool, _name: False) -> list[ToolCall]:
@@ -93,7 +104,7 @@ Found = tuple[int, list[ToolCall]]
 def _of_tags(text: str, is_text: IsText) -> Found | None:
     calls: list[ToolCall] = []
     first = at = text.find(CALL)
-    while at >= 0:
+    while at >= 0 and len(calls) < _MOST_CALLS:
         at = _after_block(text, at + len(CALL), is_text, calls)
         at = text.find(CALL, at)
     return (first, calls) if calls else None

@@ -14,7 +14,7 @@ from pebble import ThreadPool
 from grpo_core.errors import GrpoError
 from grpo_env.contained import contained, contained_await
 from grpo_env.hidden_torch import hidden_torch
-from grpo_env.tasks.tool_calls import IsText, ToolCall, tool_calls
+from grpo_env.tasks.tool_calls import IsText, ToolCall, text_parameters, tool_calls
 
 if TYPE_CHECKING:
     from grpo_env.tasks import Message
@@ -80,14 +80,13 @@ async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -
 
 
 def _is_text(tools: Sequence[Tool]) -> IsText:
-    functions = {tool.__name__: tool for tool in tools if not isinstance(tool, Mapping)}
+    """Reads the tools' schemas only if a call asks: most are JSON."""
 
-    def is_text(tool: str, name: str) -> bool:
-        function = functions.get(tool)
-        parameter = None if function is None else inspect.signature(function).parameters.get(name)
-        return parameter is not None and parameter.annotation in (str, "str")
+    @cache
+    def of_schemas() -> IsText:
+        return text_parameters(tool_schemas(tools))
 
-    return is_text
+    return lambda tool, name: of_schemas()(tool, name)
 
 
 def _is_stateless(tool: Callable[..., Any]) -> bool:

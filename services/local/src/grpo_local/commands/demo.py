@@ -31,7 +31,7 @@ from grpo_local.report.evaluation_lines import (
     lift_text,
 )
 from grpo_local.report.flat_start import flat_start_hint
-from grpo_local.report.metrics_file import MetricsFile, StepRecord, trim_records
+from grpo_local.report.metrics_file import GrowingFile, MetricsFile, StepRecord, trim_records
 from grpo_local.report.step_table import (
     HEADER_EVERY_STEPS,
     header_lines,
@@ -108,7 +108,7 @@ def _command() -> str:
 
 def _after_a_failure(run: RunDirectory) -> list[str]:
     lines = [f"logs of all services: {run.logs}"]
-    saved, taken = run.newest_checkpoint_step(), len(MetricsFile(run.metrics).read_new())
+    saved, taken = run.newest_checkpoint_step(), len(GrowingFile(run.metrics).new_lines())
     if saved is not None:
         repeated = f" (repeats {counted(taken - saved, 'step')})" if taken > saved else ""
         lines.append(f"to continue this run: {_command()} --resume {run.path}{repeated}")

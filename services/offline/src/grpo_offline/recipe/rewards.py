@@ -133,7 +133,9 @@ COMPARING = {"exact_answer", "pure_accuracy_math", "equal_answer", "exact_comple
 def answer_format(answer: Answer, row: Row) -> float:  # noqa: ARG001
     """1 for `<think>…</think> <answer>…</answer>` and nothing else. The prompt may already hold the
     beginning."""
-    return float(_FORMAT.fullmatch(answer.opening + answer) is not None)
+    opening = answer.opening
+    is_open = opening.rfind("<think>") > opening.rfind("</think>")
+    return float(_FORMAT.fullmatch((opening if is_open else "") + answer) is not None)
 
 
 @cache

@@ -65,6 +65,7 @@ _NAMES = {
     "env_server.template_args": "chat_template_kwargs",
     "env_server.reward_weights": "reward_weights",
     "env_server.data": "dataset_name",
+    "env_server.eval_data": "eval_dataset_name",
     "env_server.data_config": "dataset_config",
     "env_server.columns": "dataset_prompt_column",
     "env_server.tokenizer": "model_name_or_path",
