@@ -58,10 +58,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "mode",
-    [
-        pytest.param(mode, marks=() if mode in ("shared_vllm", "lora_only") else pytest.mark.full)
-        for mode in BY_MODE
-    ],
+    [pytest.param(mode, marks=() if mode == "lora_only" else pytest.mark.full) for mode in BY_MODE],
 )
 def test_a_step_of_the_tiny_model_keeps_what_the_plan_says(tiny: Path, mode: str) -> None:
     """Modes with equal memory take different numbers of micro-batches."""

@@ -305,6 +305,7 @@ def test_a_first_engine_that_does_not_start_ends_the_server_with_its_status(tmp_
         assert server.process.wait(START_S) == 3
 
 
+@pytest.mark.full  # it waits until the claim of a server that is lost would expire
 def test_a_second_server_of_a_run_is_refused_by_name(
     server: Supervised, redis_url: str, tmp_path: Path
 ) -> None:
