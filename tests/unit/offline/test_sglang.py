@@ -310,6 +310,7 @@ def test_weights_are_published_at_the_start_when_due_and_at_the_end(
     assert names(tmp_path / "weights") == ["epoch_1_step_4", "epoch_1_step_5"]
 
 
+@pytest.mark.full
 def test_a_run_publishes_its_own_weights_in_a_new_epoch(server: StandIn, tmp_path: Path) -> None:
     first = weights_of(server, tmp_path / "first")
     take_steps(first, begun(first), range(2))

@@ -210,7 +210,11 @@ def test_an_adapter_and_its_base_model_share_one_server(evaluation: Evaluation) 
     [
         pytest.param("--model smollm2", ["made"], marks=pytest.mark.full),
         ("--model plain --baseline smollm2", ["made", "plain"]),
-        ("--model trained --base-model smollm2 --baseline base", ["made"]),
+        pytest.param(
+            "--model trained --base-model smollm2 --baseline base",
+            ["made"],
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_smollm2_is_made_before_it_is_evaluated(

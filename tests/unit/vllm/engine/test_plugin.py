@@ -29,7 +29,13 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("start", [FORKED, SPAWNED], ids=["forked", "spawned"])
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(FORKED, id="forked"),
+        pytest.param(SPAWNED, id="spawned", marks=pytest.mark.full),
+    ],
+)
 def test_what_it_started_ends_with_it(start: str) -> None:
     engine = subprocess.Popen(
         [sys.executable, "-c", ENGINE_PROCESS.format(start=start)],
