@@ -43,16 +43,28 @@ VISION = {
     **dict.fromkeys(("num_attention_heads", "num_heads"), 2),
     **{"image_size": 28, "patch_size": 14, "out_hidden_size": 32},
 }
-PER_LAYER = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
-"""Their head size differs by layer."""
+OWN_HEAD_SIZE = (
+    *("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),  # differs by layer
+    *("axk1", "deepseek_v3", "youtu", "falcon"),  # follows from other sizes
+)
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16}
+_HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "bamba": _MAMBA,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": _MAMBA,
+    "plbart": _HEADS,
+    "whisper": _HEADS,
+}
 IN_MAKE_TEST = ("gemma3", "modernbert-decoder", "qwen3_5_text")
 OTHERS = {
-    *("axk1", "bamba", "blt", "codegen", "cohere_compass_text", "dbrx", "deepseek_v3", "dots1"),
-    *("falcon", "gemma3n", "gemma3n_text", "gemma4_assistant", "gemma4_unified_assistant", "git"),
-    *("gpt_neo", "gptj", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "longcat_flash"),
-    *("mamba2", "marian", "mbart", "mimo_v2_flash", "musicgen", "musicgen_melody", "mvp"),
-    *("pegasus", "phi4_multimodal", "plbart", "prophetnet", "qwen4_exp", "qwen4_exp_text"),
-    *("reformer", "whisper", "xlnet", "xlstm", "xmod", "youtu", "zamba", "zamba2", "zaya"),
+    *("blt", "codegen", "cohere_compass_text", "dbrx", "dots1", "gemma3n"),
+    *("gemma3n_text", "gemma4_assistant", "gemma4_unified_assistant", "git"),
+    *("lfm2_moe", "longcat_flash", "mamba2", "mimo_v2_flash", "musicgen"),
+    *("musicgen_melody", "phi4_multimodal", "prophetnet", "qwen4_exp"),
+    *("qwen4_exp_text", "reformer", "xlnet", "xlstm", "xmod", "zamba", "zamba2"),
+    *("zaya"),
 }
 FAMILIES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - OTHERS)
 
@@ -61,7 +73,8 @@ def small_model(family: str) -> Any:
     kind = CONFIG_MAPPING[family]
     default = kind()
     text, vision = (getattr(default, f"{name}_config", None) for name in ("text", "vision"))
-    sizes = {k: v for k, v in SIZES.items() if not (k == "head_dim" and family in PER_LAYER)}
+    sizes = {k: v for k, v in SIZES.items() if not (k == "head_dim" and family in OWN_HEAD_SIZE)}
+    sizes |= OWN_SIZES.get(family, {})
     if hasattr(text, "to_dict"):
         config = kind(
             text_config=type(text)(**_known(text, sizes)).to_dict(),
