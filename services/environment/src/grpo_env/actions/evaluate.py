@@ -32,7 +32,7 @@ async def evaluate_once(
     settings: EnvServerSettings, tasks: TaskSet, template: TokenizerTemplate
 ) -> None:
     """Print a table for each task, append the results to `--eval-output`, and write a page with
-    all answers and their grades.
+    answers and their grades.
 
     Raises:
         GrpoError: the evaluation cannot be done.

@@ -17,11 +17,11 @@ _OF_VERL = "reward_model"
 def with_answer(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with the column `answer`, if it has the right answer where verl keeps it:
     `reward_model: {"ground_truth": …}`, or a column `ground_truth`."""
-    if row.get(ANSWER) is not None:
+    if not is_missing(row.get(ANSWER)):
         return dict(row)
     nested = row.get(_OF_VERL)
     for holder in (nested, row):
-        if isinstance(holder, Mapping) and holder.get(_RIGHT) is not None:
+        if isinstance(holder, Mapping) and not is_missing(holder.get(_RIGHT)):
             return {**row, ANSWER: holder[_RIGHT]}
     return dict(row)
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from grpo_env.grading.formats import END_OF_THINKING, THINK_TAG
+
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
-END_OF_THINKING, THINKING = "</think>", "<think>"
 _FENCE = re.compile(r"```(?:json)?\s*")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
 _PYTHON_TAG, _CALLS = "<|python_tag|>", "[TOOL_CALLS]"
@@ -95,7 +96,7 @@ def divided_by_calls(
 
 
 def _ends_in_thought(text: str) -> bool:
-    return text.rfind(THINKING) > text.rfind(END_OF_THINKING)
+    return text.rfind(THINK_TAG) > text.rfind(END_OF_THINKING)
 
 
 Found = tuple[int, list[ToolCall]]
@@ -196,16 +197,16 @@ def _of_llama(text: str, _is_text: IsText) -> Found | None:
     return (start, [_of_json(value) for value in values]) if is_call and is_whole else None
 
 
-def _of_mistral(text: str, is_text: IsText) -> Found | None:
+def _of_mistral(text: str, _is_text: IsText) -> Found | None:
     before, mark, behind = text.partition(_CALLS)
     if not mark:  # a special token, which the text of a completion may leave out
         before, behind = "", text
         if not (text.lstrip().startswith('[{"name"') or _NAME.match(text)):
             return None
-    return len(before), [*_mistral_calls(behind, is_text)]
+    return len(before), [*_mistral_calls(behind)]
 
 
-def _mistral_calls(text: str, _is_text: IsText) -> Iterator[ToolCall]:
+def _mistral_calls(text: str) -> Iterator[ToolCall]:
     for part in text.split(_CALLS):
         named = _NAME.match(part)
         try:

@@ -11,7 +11,7 @@ from grpo_env.grading.parts import weighted
 from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions
 from grpo_env.tasks.arguments import checked_arguments
 from grpo_env.tasks.reward_value import SINGLE, RewardInvalid, graded_of
-from grpo_env.tasks.row_forms import ANSWER, answer_text
+from grpo_env.tasks.row_forms import ANSWER, answer_text, is_missing
 from grpo_env.tasks.rows import messages_of
 from grpo_offline.recipe.datasets import RecipeData
 from grpo_offline.recipe.rewards import COMPARING, close_rewards, find_reward, right_answer
@@ -79,7 +79,7 @@ class RecipeTask(Task):
 
 
 def _with_answer(row: Row) -> Row:
-    found = next((name for name in SOLUTION_COLUMNS if row.get(name) not in (None, "")), None)
+    found = next((name for name in SOLUTION_COLUMNS if not is_missing(row.get(name))), None)
     return row if found in (None, ANSWER) else {**row, ANSWER: row[found]}
 
 
