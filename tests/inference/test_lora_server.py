@@ -18,7 +18,6 @@ from tests.inference.engine_load import running_sequences
 from tests.inference.request_load import load_on
 from tests.support.wait import wait_for
 
-SWAPS = 20
 SHORT, LONG = [5, 6, 7], [(7 * i) % 200 for i in range(300)]
 """The second prompt is longer than two blocks of the KV cache."""
 
@@ -113,11 +112,12 @@ def test_a_request_in_flight_finishes_on_the_adapter_that_it_began_with(
     wait_for(lambda: lora_status(lora)["in_use"] == [str(lora.weights[1])])
 
 
-def test_no_request_fails_in_twenty_swaps_under_load(lora: HandedOffServer) -> None:
+@pytest.mark.parametrize("swaps", [3, pytest.param(20, marks=pytest.mark.full)])
+def test_no_request_fails_in_swaps_under_load(swaps: int, lora: HandedOffServer) -> None:
     first = lora.publish(lora.weights[0])
     with load_on(lora.server.url) as report:
         report.wait_for_answers(3)
-        for i in range(SWAPS):
+        for i in range(swaps):
             last = lora.publish(lora.weights[i % 3])
             wait_for(lambda version=tuple(last): report.versions[version])
     assert report.problems == []

@@ -51,7 +51,6 @@ REFUSED = {
 """Words of the server's refusal, by shape and mode."""
 IN_MAKE_TEST = {
     ("Llama", LORA),
-    ("Qwen2, untied", SHARED),
     ("GPT-2", LORA),
 }
 CASES = [

@@ -53,7 +53,7 @@ def test_a_fault_of_an_adapter_is_named(name: str, adapters: Site, tmp_path: Pat
     assert run_with(FAULTS[name], adapters, tmp_path).first(FAULTS[name].named)
 
 
-@pytest.mark.parametrize("batches_late", [0, 2])
+@pytest.mark.parametrize("batches_late", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_nothing_is_said_of_a_healthy_run(batches_late: int, site: Site, tmp_path: Path) -> None:
     healthy = Fault("nothing", ())
     outcome = run_with(healthy, site, tmp_path, batches_late, steps=HEALTHY_STEPS, lr=3e-5)

@@ -15,7 +15,9 @@ from tests.support.wait import DEADLINE_S, wait_for
 
 SCRIPT = Path(__file__).parents[2] / "containers" / "restarting.sh"
 LIMIT = "2"
-ENVIRONMENT = os.environ | {"RUN_ID": "run"}
+SHORT_SLEEP = {"BASH_FUNC_sleep%%": "() { command sleep 0.01; }"}
+"""An exported function of bash, which the script takes for `sleep`."""
+ENVIRONMENT = os.environ | {"RUN_ID": "run"} | SHORT_SLEEP
 TRAINER = """
 echo start >> starts
 n=$(wc -l < starts)

@@ -268,7 +268,7 @@ def test_an_environment_that_ends_early_is_noticed(tmp_path: Path) -> None:
 
 def test_an_environment_that_completed_the_run_may_end(tmp_path: Path) -> None:
     with pytest.raises(NoTrainingStep):
-        follow(tmp_path, SLEEP, deadline_s=5.0, environment="print('run.completed')")
+        follow(tmp_path, SLEEP, deadline_s=1.0, environment="print('run.completed')")
 
 
 def test_latest_follows_runs_in_the_default_place(

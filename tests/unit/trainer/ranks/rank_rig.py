@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.ranks.follow import follow
 from grpo_trainer.ranks.group import join
 from grpo_trainer.ranks.lead import ALONE, Alone, Leader
+from tests.support.forked import forked
 from tests.unit.trainer.forward_rig import ragged_batch
 
 RANKS = 2
@@ -100,9 +100,9 @@ def _overflows(accumulate: Any, batch: Batch) -> bool:
 def together(cases: list[Case], model: Path, directory: Path) -> None:
     """Run the cases on two processes, and write each result below `directory`. Then rank 0 ends
     without a word."""
-    context = multiprocessing.get_context("spawn")
     workers = [
-        context.Process(target=_work, args=(rank, cases, model, directory)) for rank in range(RANKS)
+        forked().Process(target=_work, args=(rank, cases, model, directory))
+        for rank in range(RANKS)
     ]
     for worker in workers:
         worker.start()

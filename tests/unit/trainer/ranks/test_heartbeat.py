@@ -3,12 +3,12 @@ exchange over NCCL."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -16,12 +16,13 @@ import pytest
 from grpo_trainer.config.processes import Processes
 from grpo_trainer.ranks.group import join, leave
 from grpo_trainer.ranks.heartbeat import EXIT_FAILED, Heartbeat
+from tests.support.forked import forked
 from tests.support.wait import wait_for
 
 DEADLINE_S = 60.0
 ENDS = {
     # what the second process does, and what the first one says
-    "stops": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "did not answer for 3 s"),
+    "stops": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "did not answer for 1 s"),
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "another trainer process ended"),
     "raises": (lambda: sys.exit("out of memory"), "rank 1 ended with an error"),
 }
@@ -30,7 +31,7 @@ ENDS = {
 @pytest.mark.parametrize("how", ENDS)
 def test_a_rank_ends_if_another_one_is_lost(how: str, tmp_path: Path) -> None:
     """It says why, although its main thread notices nothing."""
-    silent_s = 3.0 if how == "stops" else DEADLINE_S
+    silent_s = 1.0 if how == "stops" else DEADLINE_S
     first, second = _start(how, tmp_path, silent_s)
     try:
         wait_for(lambda: first.exitcode is not None, deadline_s=DEADLINE_S)
@@ -47,9 +48,8 @@ def test_ranks_that_are_done_wait_for_each_other(tmp_path: Path) -> None:
     assert [process.exitcode for process in processes] == [0, 0]
 
 
-def _start(how: str, directory: Path, silent_s: float) -> list[multiprocessing.process.BaseProcess]:
-    context = multiprocessing.get_context("spawn")
-    found = [context.Process(target=_work, args=(r, how, directory, silent_s)) for r in (0, 1)]
+def _start(how: str, directory: Path, silent_s: float) -> list[BaseProcess]:
+    found = [forked().Process(target=_work, args=(r, how, directory, silent_s)) for r in (0, 1)]
     for process in found:
         process.start()
     return list(found)

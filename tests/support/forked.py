@@ -1,0 +1,17 @@
+"""Processes that are forked from one that has imported torch and the trainer."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from multiprocessing.context import ForkServerContext
+
+PRELOADED = ["grpo_trainer.ranks.heartbeat", "tests.unit.trainer.ranks.rank_rig"]
+
+
+@functools.cache
+def forked() -> ForkServerContext:
+    """Its process imports PRELOADED once, which takes three seconds, and ends with the tests."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
