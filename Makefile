@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 PACKAGES := shared services/run-api services/environment services/vllm-server services/trainer \
   services/local services/offline tiny-model
-SOURCES := $(addsuffix /src,$(PACKAGES))
+SOURCES := $(PACKAGES)
 
 # cpu or cuda: the build of vLLM and torch, and where `make demo` and `make compare` train. Without it,
 # the device that .venv was installed for.

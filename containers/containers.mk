@@ -2,7 +2,7 @@
 # the same time: `make up MODE=none RUN_API_PORT=8001 VLLM_PORT=9101 GPU_ID=1`.
 
 # Labels of the images that Compose builds.
-export STACK_VERSION := $(file < shared/src/grpo_core/VERSION)
+export STACK_VERSION := $(file < shared/grpo_core/VERSION)
 export REVISION := $(or $(REVISION),$(shell git rev-parse HEAD 2>/dev/null))
 
 STACK_MODES := shared_vllm lora_only lora_restart none

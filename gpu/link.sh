@@ -36,7 +36,7 @@ for project in projects:
 END
 rm -rf "$site"/grpo_*.dist-info
 cp -R "$metadata"/*/*.dist-info "$site"
-for package in "$repo"/shared/src/*/__init__.py "$repo"/services/*/src/*/__init__.py "$repo"/tiny-model/src/*/__init__.py; do
+for package in "$repo"/shared/*/__init__.py "$repo"/services/*/*/__init__.py "$repo"/tiny-model/*/__init__.py; do
   ln -sfn "$(dirname "$package")" "$site/"
 done
 

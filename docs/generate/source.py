@@ -9,14 +9,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
-    "grpo_core": "shared/src",
-    "grpo_env": "services/environment/src",
-    "grpo_api": "services/run-api/src",
-    "grpo_trainer": "services/trainer/src",
-    "grpo_vllm": "services/vllm-server/src",
-    "grpo_local": "services/local/src",
-    "grpo_offline": "services/offline/src",
-    "grpo_tiny_model": "tiny-model/src",
+    "grpo_core": "shared",
+    "grpo_env": "services/environment",
+    "grpo_api": "services/run-api",
+    "grpo_trainer": "services/trainer",
+    "grpo_vllm": "services/vllm-server",
+    "grpo_local": "services/local",
+    "grpo_offline": "services/offline",
+    "grpo_tiny_model": "tiny-model",
 }
 """In the order of the data's way: prompt → rollout → scored group → batch → update → weights."""
 

@@ -168,7 +168,7 @@ def test_a_readwriteonce_volume_keeps_its_pods_on_one_node() -> None:
 
 def test_the_chart_has_the_version_of_the_packages() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    version = (ROOT / "shared/src/grpo_core/VERSION").read_text().strip()
+    version = (ROOT / "shared/grpo_core/VERSION").read_text().strip()
     assert (chart["version"], chart["appVersion"]) == (version, version)
 
 

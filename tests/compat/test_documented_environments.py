@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]  # the first use inst
 
 ATROPOS = "docs/tutorials/atropos-environment.md"
 VERIFIERS = "docs/how-to/verifiers.md"
-SOURCES = (ROOT / "shared/src", ROOT / "services/environment/src")
+SOURCES = (ROOT / "shared", ROOT / "services/environment")
 """Of `env-server`, which the page installs beside verifiers."""
 MIN_LIFT = 0.06
 """Of the mean reward over all sums, which is exact: it comes from the probabilities of the saved

@@ -15,7 +15,7 @@ from tests.compat.upstream_install import NoPackageIndex, ensure_python
 pytestmark = pytest.mark.timeout(1800)  # the first use installs verifiers
 
 ROOT = Path(__file__).parents[2]
-SOURCES = (ROOT, ROOT / "shared/src", ROOT / "services/environment/src")
+SOURCES = (ROOT, ROOT / "shared", ROOT / "services/environment")
 OTHERS = {"mcp", "mcp-types", "openai"}
 """Packages of which verifiers accepts other versions than vLLM."""
 DEADLINE_S = 400

@@ -15,7 +15,7 @@ from tests.containers.registry import Registry
 from tests.containers.stack import ROOT, TEST_WITHIN_S, Done, docker, run
 from tests.containers.test_images import inside
 
-VERSION = (ROOT / "shared/src/grpo_core/VERSION").read_text().strip()
+VERSION = (ROOT / "shared/grpo_core/VERSION").read_text().strip()
 ALL = ("environment", "redis", "run-api", "single", "trainer", "vllm-server")
 SMALL = ("redis",)
 

@@ -68,7 +68,7 @@ def test_links_out_of_the_site_lead_somewhere(name: str) -> None:
 
 
 def test_citation_and_changelog_name_the_version_of_the_packages() -> None:
-    version = (ROOT / "shared/src/grpo_core/VERSION").read_text().strip()
+    version = (ROOT / "shared/grpo_core/VERSION").read_text().strip()
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
 

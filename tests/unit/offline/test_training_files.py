@@ -74,7 +74,7 @@ def test_slurm_reads_the_whole_header_of_the_guide() -> None:
 def test_the_page_lists_every_variable() -> None:
     of_script = set(re.findall(r"^(?:export )?([A-Z_0-9]+)=\$\{\1:-", SCRIPT, re.MULTILINE))
     of_script |= set(re.findall(r"\$\{([A-Z_0-9]+):-[^}]", SCRIPT))
-    plan = (ROOT / "services/offline/src/grpo_offline/recipe/server_plan.py").read_text()
+    plan = (ROOT / "services/offline/grpo_offline/recipe/server_plan.py").read_text()
     of_plan = set(re.findall(r'environment\.get\("([A-Z_]+)"', plan)) - {"GPUS"}
     listed = set(re.findall(r"^\| `([A-Z_]+)` \|", PAGE, re.MULTILINE))
     ours = {"CONFIG", "USE_CONDA", "PYTHON", "VLLM_MODEL", "SYNC_MODE", *of_plan}
