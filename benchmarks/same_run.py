@@ -68,7 +68,7 @@ CASES = {
     "lora_only": Case("lora_only", server=ADAPTER),
     "none": Case("none"),
     "none, KL penalty": Case("none", KL),
-    "none, MaxEnt": Case("none", ("--objective", "maxent")),
+    "none, MaxEnt": Case("none", ("--objective", "maxent", "--maxent-tau", "1")),
     "none, two ranks": Case("none", KL, command=TORCHRUN),
     "none, two ranks, FSDP2": Case("none", ("--fsdp", "--kl-coef", "0.1"), command=TORCHRUN),
     "lora_only, two ranks": Case("lora_only", server=ADAPTER, command=TORCHRUN),
@@ -185,10 +185,19 @@ def run(case: Case, model: Path, groups: list[dict[str, Any]], directory: Path) 
         options = [
             *("--model", str(model), "--mode", case.mode, "--run-api-url", api_url),
             *("--inference-url", f"http://127.0.0.1:{server}", "--steps", str(STEPS)),
-            *("--batch-size", str(BATCH_SIZE), "--lr", "1e-3", "--seq-len", "64"),
+            *(
+                "--batch-size",
+                str(BATCH_SIZE),
+                "--gradient-accumulation-steps",
+                "1",
+                "--lr",
+                "1e-3",
+                "--seq-len",
+                "64",
+            ),
             *("--metrics-file", str(directory / "metrics.jsonl"), "--save-path", str(saved)),
             *("--checkpoint-interval", "0", "--state-interval", "7"),
-            *(("--micro-batch-tokens", "100")),
+            *("--tokens-per-micro-batch", "40"),
             *(of_run if files else ()),
             *(("--vllm-restart-interval", "10") if case.mode in ("none", "lora_restart") else ()),
             *case.options,
@@ -219,7 +228,7 @@ def run_offline(model: Path, directory: Path) -> dict[str, Any]:
         json.loads(p.read_text()) for p in sorted(directory.glob("run/**/train_iter_*.json"))
     ]
     return {
-        "losses": [record["loss"] for record in records],
+        "losses": [record["loss_total"] for record in records],
         "norms": [record["grad_norm"] for record in records],
         "weights": _checksum(directory.glob("run/**/final_model/model.safetensors")),
     }

@@ -193,9 +193,9 @@ class _Publisher:
         self._optimizer.writes = writes
         if writes:
             _touch(self._policy)
-        published = self._sync.apply(self._optimizer, self._step)
+        self._optimizer.step(self._step)
         self._step += 1
-        return published.publish_s * MS_PER_S
+        return self._sync.publish(self._optimizer, self._step).seconds * MS_PER_S
 
     def _check(self) -> None:
         unwritten = self._optimizer.unwritten_parameters()
@@ -297,9 +297,10 @@ class _Both:
         began = time.monotonic()
         for _ in range(steps):
             self._trainee.gather(self._taken)
-            self._sync.apply(self._trainee.optimizer, self._taken)
-            synchronize(self._bench.device)
+            self._trainee.optimizer.step(self._taken)
             self._taken += 1
+            self._sync.publish(self._trainee.optimizer, self._taken)
+            synchronize(self._bench.device)
         return time.monotonic() - began
 
     def decode(self, trains: bool = False) -> tuple[int, float]:

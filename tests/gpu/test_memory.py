@@ -101,7 +101,8 @@ def test_a_step_adds_moments_and_gradients_and_nothing_else(large_server: Infere
         before = torch.cuda.memory_allocated()
         trainer.gather_gradient(1)
         gathered = torch.cuda.memory_allocated() - before
-        trainer.sync.apply(trainer.optimizer, 1)
+        trainer.optimizer.step(1)
+        trainer.sync.publish(trainer.optimizer, 2)
         after = torch.cuda.memory_allocated() - before
         peak = torch.cuda.max_memory_allocated() - before
         say("second step", weights=size, gathered=gathered, kept_after=after, peak=peak)

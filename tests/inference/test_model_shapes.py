@@ -126,7 +126,8 @@ def test_a_step_is_served_exported_and_loaded_again(
         # The check of the served weights shares passes with these requests.
         with load_on(server.url, clients=4) as report:
             report.wait_for_answers(3)
-            sync.apply(optimizer, 0)
+            optimizer.step(0)
+            sync.publish(optimizer, 1)
             after = probe.measure(sync.served_logprobs)
         assert report.problems == []
         assert server.status()["crashes"] == 0

@@ -52,7 +52,8 @@ class AttachedTrainer:
     def step(self, step: int) -> Published:
         """One whole update."""
         self.gather_gradient(step)
-        return self.sync.apply(self.optimizer, step)
+        self.optimizer.step(step)
+        return self.sync.publish(self.optimizer, step + 1)
 
     def gather_gradient(self, step: int) -> None:
         """From a supervised loss on random tokens, because any gradient is sufficient."""
@@ -96,7 +97,8 @@ def _attempt_in_flight(
     }
     with posted_in_background(server.url, body) as request:
         began = wait_until_running(server, FLIGHTS, request)
-        after = trainer.sync.apply(trainer.optimizer, before.step).version
+        trainer.optimizer.step(before.step)
+        after = trainer.sync.publish(trainer.optimizer, before.step + 1).version
         went_on = unfinished_sequences(server) == FLIGHTS
         reply = request.result()
     return UpdateInFlight(old_policy, before, after, reply) if began and went_on else None

@@ -111,7 +111,8 @@ class Trainer:
     def step(self) -> None:
         step = self.version.step
         gather_gradient(self.policy, seed=step)
-        done = self.sync.apply(self.optimizer, step)
+        self.optimizer.step(step)
+        done = self.sync.publish(self.optimizer, step + 1)
         assert done.alignment is not None
         assert done.alignment.mean < FLOAT32_NOISE
         assert done.alignment.is_conclusive

@@ -21,16 +21,15 @@ import torch
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer import train
-from grpo_trainer.algo import accumulate, loss
+from grpo_trainer.algo import accumulate
 from grpo_trainer.algo.loss import LossParts
 from grpo_trainer.model import loading
 from grpo_trainer.model.reference import Reference
-from grpo_trainer.objective import advantage
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.masters import Masters
-from grpo_trainer.ranks import lead
 from grpo_trainer.verify.causes import Cause
 from grpo_trainer.verify.findings import CheckName
+from grpo_trainer.weight_sync import build as build_module
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
 from tests.silent_faults.exercise import TokenIds
 from tests.silent_faults.producer import Change, unchanged
@@ -195,14 +194,14 @@ class PrivateCopy(SharedVllm):
 
 
 def train_a_copy(patch: pytest.MonkeyPatch) -> None:
-    build = train.build_weight_sync
+    build = build_module.build_weight_sync
 
-    def build_copy(config: Any) -> Any:
-        sync = build(config)
+    def build_copy(*arguments: Any) -> Any:
+        sync = build(*arguments)
         sync.__class__ = PrivateCopy  # type: ignore[assignment]
         return sync
 
-    patch.setattr(train, "build_weight_sync", build_copy)
+    patch.setattr(build_module, "build_weight_sync", build_copy)
 
 
 def write_only_once(patch: pytest.MonkeyPatch) -> None:
@@ -215,18 +214,6 @@ def write_only_once(patch: pytest.MonkeyPatch) -> None:
         written.append(None)
 
     patch.setattr(MasterOptimizer, "write_into_parameters", forgetful)
-
-
-def penalty_reversed(patch: pytest.MonkeyPatch) -> None:
-    right = loss.kl_penalty
-    patch.setattr(loss, "kl_penalty", lambda *columns: -right(*columns))
-
-
-def not_centred(patch: pytest.MonkeyPatch) -> None:
-    def divided(groups: Any) -> Any:
-        return [scores / (scores.std(correction=0) + 1e-8) for scores in groups]
-
-    patch.setitem(advantage.ADVANTAGES, "group_std", divided)  # type: ignore[arg-type]
 
 
 def rounded_to_bfloat16(patch: pytest.MonkeyPatch) -> None:
@@ -254,7 +241,7 @@ def dropout_in_the_check(patch: pytest.MonkeyPatch) -> None:
 
 def reference_is_policy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        lead, "build_reference", lambda policy, forward, _: Reference(policy, forward, False)
+        train, "build_reference", lambda policy, forward, _: Reference(policy, forward, False)
     )
 
 
@@ -300,12 +287,6 @@ FAULTS = {
         (CheckName.INCONSISTENT_SCORES,),
         change=failed_as_zero,
     ),
-    "KL sign inverted": Fault(
-        "the KL penalty is subtracted from the loss",
-        ("its sign is wrong",),
-        options=PENALTY,
-        sabotage=penalty_reversed,
-    ),
     "stale weights": Fault(
         "updates never reach the server",
         (Cause.STALE_WEIGHTS, "does not serve the trainer's weights"),
@@ -321,11 +302,6 @@ FAULTS = {
         ("trained_after_end_token",),
         change=padded,
         producer=UNPACED,
-    ),
-    "advantages not centred": Fault(
-        "scores are divided by their deviation without subtracting the mean",
-        ("instead of 0",),
-        sabotage=not_centred,
     ),
     "duplicated batch": Fault(
         "run-api hands out the first batch again",

@@ -37,13 +37,11 @@ from grpo_offline.screen import Screen
 from grpo_offline.translate import environment_settings, trainer_command
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.group_checks import GroupLimits
-from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of, vocabulary_of
-from grpo_trainer.ranks.lead import ALONE, Alone
-from grpo_trainer.ranks.take_part import take_part
-from grpo_trainer.start import Run
+from grpo_trainer.model.policy_protocol import limits_of
+from grpo_trainer.ranks.group import ALONE, Ranks, settings_of_rank
+from grpo_trainer.ranks.heartbeat import joined
 from grpo_trainer.stop import Stop
-from grpo_trainer.train import open_run, run_step
+from grpo_trainer.train import Lead, Run, open_run, train, training_steps
 
 
 def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult:
@@ -59,19 +57,15 @@ def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult
     sampling = choose(keys)
     line = trainer_command(keys, sampling, directory)
     environment = environment_settings(keys, directory)
-    results: list[RunResult] = []
     with open_tasks(environment) as tasks:
         template = open_template(environment, tasks)
         _introduce(keys, sampling, files, screen)
         backends = Backends(keys, sampling, tasks, template)
 
-        def lead(settings: TrainerSettings, team: Alone) -> None:
-            job = Job(keys, sampling, settings, environment, tasks, backends, files, screen, team)
-            with asyncio.Runner() as runner:
-                results.append(job.run(runner))
-
-        take_part(line.settings(), line.processes(), lead)
-    return results[0]
+        with joined(line.processes()) as ranks, asyncio.Runner() as runner:
+            settings = settings_of_rank(line.settings(), line.processes())
+            job = Job(keys, sampling, settings, environment, tasks, backends, files, screen, ranks)
+            return job.run(runner)
 
 
 def follow_offline(keys: OfflineKeys, directory: Path) -> None:
@@ -84,11 +78,8 @@ def follow_offline(keys: OfflineKeys, directory: Path) -> None:
     """
     with tempfile.TemporaryDirectory() as written_to:
         line = trainer_command(keys, choose(keys), directory, Path(written_to))
-    take_part(line.settings(), line.processes(), _only_rank_0_leads)
-
-
-def _only_rank_0_leads(_settings: TrainerSettings, _team: Alone) -> None:
-    raise AssertionError("call run_offline on rank 0")
+    with joined(line.processes()) as ranks:
+        train(settings_of_rank(line.settings(), line.processes()), ranks)
 
 
 def _introduce(keys: OfflineKeys, sampling: Sampling, files: RunFiles, screen: Screen) -> None:
@@ -118,7 +109,7 @@ class Job:
     backends: Backends
     files: RunFiles
     screen: Screen
-    team: Alone = ALONE
+    ranks: Ranks = ALONE
 
     @property
     def _end(self) -> IterationEnd:
@@ -128,20 +119,25 @@ class Job:
         queue = InProcessQueue()
         to_train = items_to_train(self.tasks, self.keys)
         to_evaluate = items_to_evaluate(self.tasks, self.keys) if self.keys.eval.enabled else []
-        with open_run(self.settings, queue, self.backends.weight_sync, self.team) as opened:
+        with open_run(self.settings, queue, self.backends.weight_sync, self.ranks) as opened:
             if opened is None:
                 self._end.close_complete()
             else:
                 run, position = opened
-                with self._engines(runner, run, position) as engines:
-                    self._iterate(runner, run, position, queue, engines, to_train, to_evaluate)
+                assert run.lead is not None, "call run_offline on rank 0"
+                with self._engines(runner, run, run.lead, position) as engines:
+                    self._iterate(
+                        runner, run, run.lead, position, queue, engines, to_train, to_evaluate
+                    )
         self._finish()
         return result_of(self.files)
 
     @contextlib.contextmanager
-    def _engines(self, runner: asyncio.Runner, run: Run, position: Position) -> Iterator[Engines]:
+    def _engines(
+        self, runner: asyncio.Runner, run: Run, lead: Lead, position: Position
+    ) -> Iterator[Engines]:
         stack = contextlib.AsyncExitStack()
-        version = HeldVersion(position, run.sync.begun_as)
+        version = HeldVersion(position, lead.sync.begun_as)
         keys = self.keys
 
         async def opened() -> Engines:
@@ -171,6 +167,7 @@ class Job:
         self,
         runner: asyncio.Runner,
         run: Run,
+        lead: Lead,
         position: Position,
         queue: InProcessQueue,
         engines: Engines,
@@ -192,7 +189,7 @@ class Job:
             engines.version,
             to_evaluate,
             plan,
-            run.recorder,
+            lead.recorder,
             keys,
             files,
             self.sampling.is_frozen and keys.eval.backend != "local",
@@ -203,6 +200,7 @@ class Job:
         else:
             self.screen.say(f"continues after {begun_at} of {keys.train.iterations} iterations")
             self._end.close_again(evaluator.evaluate, begun_at - 1)
+        training = training_steps(run, position, Stop())
         stream = to_train.stream(begun_at, problems)
         total = keys.train.iterations
         with self.screen.bar(begun_at, total) as bar:
@@ -211,13 +209,16 @@ class Job:
                 items = [stream.next() for _ in range(problems)]
                 groups = files.read_groups(iteration)
                 if groups is None:
-                    run.sync.recover_server()
+                    lead.sync.recover_server()
                     if sampler.has_logprobs and not self.sampling.is_frozen:
                         runner.run(require_own_policy(engines.training, run.policy))
                     groups = runner.run(sampler.groups(items, to_train.spare(iteration))).groups
                     self._require_fresh(groups, engines.version.accepted)
                     files.write_groups(iteration, groups)
-                position = self._train(run, position, queue, groups)
+                batches = self._batches(run, lead, groups)
+                queue.put(batches)
+                for _ in batches:
+                    position = next(training)
                 engines.version.trained(position)
                 record, results = self._end.close(evaluator.evaluate, iteration, groups)
                 self.screen.iteration(record, total, time.monotonic() - started, results)
@@ -227,24 +228,16 @@ class Job:
         if not self.sampling.is_frozen:
             require_fresh(groups, accepted)
 
-    def _train(
-        self,
-        run: Run,
-        position: Position,
-        queue: InProcessQueue,
-        groups: Sequence[ScoredGroup],
-    ) -> Position:
+    def _batches(
+        self, run: Run, lead: Lead, groups: Sequence[ScoredGroup]
+    ) -> Sequence[list[ScoredGroup]]:
+        """Those of the optimizer steps of an iteration."""
         settings = self.settings
-        limits = limits_of(settings, run.policy)
+        limits = limits_of(run.policy, settings.seq_len, settings.recompute_logprobs)
         steps = self.keys.steps_per_iteration
         if settings.recompute_logprobs and steps > 1:
-            groups = with_own_logprobs(groups, run, limits)
-        batches = optimizer_batches(groups, steps, settings.resolved_objective, limits)
-        queue.put(batches)
-        for _ in batches:
-            position = run_step(run, position, Stop())
-            run.saver.step_taken(position)
-        return position
+            groups = with_own_logprobs(groups, run, lead.batches.preparation.collate, limits)
+        return optimizer_batches(groups, steps, settings.resolved_objective, limits)
 
     def _finish(self) -> None:
         from grpo_local.report.page import write_report
@@ -258,16 +251,6 @@ class Job:
         self.screen.say(f"model:  {self.files.model}")
         self.screen.say(f"curves: {self.files.plot}")
         self.screen.say(f"report: {report}")
-
-
-def limits_of(settings: TrainerSettings, policy: CausalLM) -> GroupLimits:
-    """What groups must keep to for the trainer to train on them."""
-    return GroupLimits(
-        vocabulary_of(policy),
-        settings.seq_len,
-        settings.recompute_logprobs,
-        end_tokens_of(policy),
-    )
 
 
 @dataclass(frozen=True)

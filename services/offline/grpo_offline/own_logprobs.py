@@ -9,13 +9,14 @@ import torch
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import OWN_LOGPROBS, ScoredGroup
 from grpo_trainer.data.group_checks import GroupLimits, usable_group
+from grpo_trainer.data.preparation import Collate
 from grpo_trainer.model.policy_protocol import device_of
-from grpo_trainer.start import Run
+from grpo_trainer.train import Run
 
 
 @torch.no_grad()
 def with_own_logprobs(
-    groups: Sequence[ScoredGroup], run: Run, limits: GroupLimits
+    groups: Sequence[ScoredGroup], run: Run, collate: Collate, limits: GroupLimits
 ) -> list[ScoredGroup]:
     """The groups with the policy's logprobs of their tokens at the sampling temperature.
 
@@ -23,7 +24,7 @@ def with_own_logprobs(
     and their clipping.
     """
     usable = [usable_group(number, group, limits) for number, group in enumerate(groups)]
-    batch = run.batches.preparation.collate(usable)
+    batch = collate(usable)
     found: list[list[float]] = []
     for micro in batch.micro_batches:
         logp = run.forward(run.policy, micro.to(device_of(run.policy))).logp.cpu()  # [B, T]

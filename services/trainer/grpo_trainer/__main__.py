@@ -6,7 +6,6 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import structlog
 
@@ -47,13 +46,15 @@ def _train(settings: TrainerSettings, processes: Processes) -> None:
         signal.signal(number, _stop)
     share_cores()
 
-    from grpo_trainer.ranks.take_part import take_part
+    from grpo_trainer.ranks.group import settings_of_rank
+    from grpo_trainer.ranks.heartbeat import joined
     from grpo_trainer.train import train
 
     stop = Stop()
     if processes.count == 1:  # other ranks end at once, so a step could not be finished
         stop.listen()
-    take_part(settings, processes, partial(train, stop=stop))
+    with joined(processes) as ranks:
+        train(settings_of_rank(settings, processes), ranks, stop)
 
 
 @contextlib.contextmanager

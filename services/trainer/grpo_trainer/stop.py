@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -25,8 +27,12 @@ class Stop:
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 
-    def raise_if_asked(self) -> None:
-        """Raises `SystemExit` after a deferred signal."""
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Raises `SystemExit` at the end of the block if a signal arrived in it."""
+        self.in_step = True
+        yield
+        self.in_step = False
         if self.number is not None:
             raise SystemExit(128 + self.number)
 

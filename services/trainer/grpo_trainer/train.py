@@ -1,11 +1,14 @@
-"""The training loop: batch → advantages → loss → update → publication."""
+"""The training loop: take → advantages → gradients → checks → step → publish → record → checkpoint.
+
+Every rank runs it. Rank 0 also exchanges data with run-api and the server, checks and records.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import structlog
 import torch
@@ -13,50 +16,96 @@ import torch
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.algo.accumulate import GradientStats
+from grpo_trainer.algo.accumulate import Accumulate, GradientStats, build_learner
 from grpo_trainer.algo.logprob_comparison import Distance
 from grpo_trainer.checkpoint.atomic_dir import hold_save_path, remove_unfinished, write_whole
-from grpo_trainer.checkpoint.resume import continued_settings, find_state, rejoin
+from grpo_trainer.checkpoint.resume import (
+    continued_settings,
+    find_state,
+    leave_complete_run,
+    restore,
+)
+from grpo_trainer.checkpoint.saver import BATCH_FOLLOWS, CHECKPOINT_FIRST, Saver
 from grpo_trainer.checkpoint.state import Position
-from grpo_trainer.checkpoint.store import StateStore
+from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
-from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.config.trainer import AUTO, TrainerSettings
 from grpo_trainer.data.batch_queue import BatchQueue
-from grpo_trainer.data.batch_source import TakenBatch
-from grpo_trainer.data.collate import Batch, with_penalties
+from grpo_trainer.data.batch_source import BatchSource, TakenBatch
+from grpo_trainer.data.collate import Batch, shared_batch, with_penalties
 from grpo_trainer.data.completion_weights import with_completion_weights
-from grpo_trainer.data.group_checks import UsableGroup
-from grpo_trainer.errors import NonFiniteStep, RolloutMismatch, StateOfAnotherRun
-from grpo_trainer.model.reference import divergences, log_likelihoods
+from grpo_trainer.data.group_filter import FilteredBatch
+from grpo_trainer.data.staleness import VersionHistory
+from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
+from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.forward import FastForward, build_forward_pass
+from grpo_trainer.model.layers import train_only
+from grpo_trainer.model.loading import shared_policy, warn_of_slow_type
+from grpo_trainer.model.logprobs import tolerance_of
+from grpo_trainer.model.policy_protocol import CausalLM, limits_of
+from grpo_trainer.model.reference import (
+    Reference,
+    build_reference,
+    divergences,
+    log_likelihoods,
+)
+from grpo_trainer.objective.kl_control import KlCoefficient
 from grpo_trainer.objective.recipes import Objective
-from grpo_trainer.ranks.lead import ALONE, Alone
-from grpo_trainer.start import Run, start_run
+from grpo_trainer.objective.tau_control import Tau
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.ranks.group import ALONE, Ranks
 from grpo_trainer.stop import Stop
-from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
+from grpo_trainer.telemetry.metrics import Record, StepOutcome, StepWatch
+from grpo_trainer.telemetry.recorder import Recorder, begin_records
 from grpo_trainer.telemetry.rollout_records import StepRollouts
-from grpo_trainer.telemetry.sinks import open_sinks
+from grpo_trainer.telemetry.sinks import Sinks, open_sinks
+from grpo_trainer.verify.alignment import Bound
+from grpo_trainer.verify.data_checks import DataChecks
+from grpo_trainer.verify.self_test import SelfTest
 from grpo_trainer.weight_sync.base import Published, WeightSync
-from grpo_trainer.weight_sync.build import build_weight_sync
-from grpo_trainer.weight_sync.files.server_process import inference_server
+from grpo_trainer.weight_sync.build import open_weight_sync
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Update:
-    """`fresh`: the logprob difference over fresh tokens."""
+class Lead:
+    """What rank 0 alone has: it exchanges data with run-api and the server, checks and records."""
 
-    gradients: GradientStats
-    fresh: Distance
-    published: Published
+    sync: WeightSync
+    batches: BatchSource
+    checks: DataChecks
+    recorder: Recorder
+    saver: Saver
+    kl_coefficient: KlCoefficient
+    tau: Tau
 
 
-def train(settings: TrainerSettings, team: Alone = ALONE, stop: Stop | None = None) -> None:
+@dataclass(frozen=True)
+class Run:
+    """What every rank has. `lead`: None on ranks above 0."""
+
+    settings: TrainerSettings
+    ranks: Ranks
+    policy: CausalLM
+    forward: FastForward
+    reference: Reference | None
+    optimizer: MasterOptimizer
+    accumulate: Accumulate
+    lead: Lead | None
+
+    @property
+    def names(self) -> list[str]:
+        """Of the trained parameters, in the order of the master weights."""
+        return list(trained_parameters(self.policy))
+
+
+def train(settings: TrainerSettings, ranks: Ranks = ALONE, stop: Stop | None = None) -> None:
     """Train up to step `settings.steps`, from a checkpoint if there is one, and save the
     final model. A stop between two steps saves a checkpoint.
 
     Args:
-        team: the other trainer processes, if there are some
+        ranks: this process among the trainer's processes
         stop: listens to signals
 
     Raises:
@@ -64,26 +113,213 @@ def train(settings: TrainerSettings, team: Alone = ALONE, stop: Stop | None = No
         SystemExit: a stop signal arrived.
     """
     stop = stop or Stop()
+    token = plain(settings.run_api_token)
     with (
-        _run_api_client(settings) as api,
-        open_run(settings, api, open_weight_sync, team) as opened,
+        TrainerClient(settings.run_api_url, settings.service_deadline_s, token) as api,
+        open_run(settings, api, open_weight_sync, ranks) as opened,
     ):
         if opened is None:
             return
         run, position = opened
         try:
-            while position.step < run.settings.steps:
-                position = run_step(run, position, stop)
-                # After the record: a checkpoint must not include a step that no record mentions.
-                run.saver.step_taken(position)
-                stop.in_step = False
-                stop.raise_if_asked()
+            for _ in training_steps(run, position, stop):
+                pass
         except SystemExit:
-            if stop.listens and not stop.in_step:
-                run.saver.stop()
+            if run.lead is not None and stop.listens and not stop.in_step:
+                run.lead.saver.stop()
             raise
-        if run.settings.benchmark:
-            run.recorder.report_times()
+        if run.lead is not None and settings.benchmark:
+            run.lead.recorder.report_times()
+
+
+def training_steps(run: Run, position: Position, stop: Stop) -> Iterator[Position]:
+    """The training loop. Yields the position after each step. Batches that cannot be trained on are
+    skipped.
+
+    Args:
+        position: the steps taken so far; its epoch and step are the served policy version
+        stop: defers a signal during a step to the step's end
+    """
+    optimizer, lead = run.optimizer, run.lead
+    while position.step < run.settings.steps:
+        watch = StepWatch()
+        taken = take(run, position)
+        watch.fetched()
+        with stop.deferred():
+            objective = objective_now(run)
+            batch, weights_entropy = with_advantages(run, taken, objective)
+            try:
+                update = update_masters(run, taken, batch, objective, position, watch)
+            except NonFiniteStep as error:
+                if lead is not None:
+                    position = lead.batches.reject(taken, position, error)
+                continue
+            step = position.step + 1
+            if lead is None:
+                optimizer.write_into_parameters()
+                position = Position(step, 0, 0)
+            else:
+                published = lead.sync.publish(optimizer, step)
+                lead.checks.after_update(optimizer, position.step)
+                times = watch.times(published.seconds, lead.recorder.started)
+                record(run, lead, position, taken, batch, weights_entropy, update, published, times)
+                position = Position(step, taken.batch_id, published.version.epoch)
+            # After the record: a checkpoint must not include a step that no record mentions.
+            save(run, position)
+        yield position
+
+
+def take(run: Run, position: Position) -> TakenBatch:
+    """Rank 0 waits for a batch of run-api, and sends its micro-batches to the others."""
+    lead, ranks = run.lead, run.ranks
+    if lead is not None:
+        taken = lead.batches.take(position)
+        lead.batches.request_next(position)
+        ranks.shared(BATCH_FOLLOWS)
+        shared_batch(taken.collated, ranks)
+        return taken
+    while ranks.shared(BATCH_FOLLOWS, "a batch") == CHECKPOINT_FIRST:
+        run.optimizer.tensors(run.names)  # rank 0 saves a checkpoint before its next batch
+    return TakenBatch(0, [], FilteredBatch([], 0, 0), shared_batch(None, ranks))
+
+
+def objective_now(run: Run) -> Objective:
+    """The objective with this step's coefficients, which rank 0 controls."""
+    objective, lead = run.settings.resolved_objective, run.lead
+    now = None if lead is None else (lead.kl_coefficient.value, lead.tau.value)
+    kl_coef, tau = run.ranks.shared(now) or (0.0, 0.0)
+    return replace(objective, kl_coef=kl_coef, maxent_tau=tau)
+
+
+def with_advantages(
+    run: Run, taken: TakenBatch, objective: Objective
+) -> tuple[Batch, float | None]:
+    """The batch with the reference model's logprobs, and with the advantages that need them; the
+    mean entropy in nats of MaxEnt-GRPO's weights, None if there are none.
+
+    `collate` computed all other advantages.
+    """
+    batch, groups, entropy = taken.collated, taken.filtered.groups, None
+    if run.reference is not None:
+        batch = run.reference.added(batch, run.ranks)
+    if objective.advantage == "maxent":
+        if groups:
+            is_prior = run.reference is not None and objective.kl_in == "weights"
+            prior = log_likelihoods(batch) if is_prior else None
+            batch, entropy = with_completion_weights(batch, groups, objective, prior)
+    elif run.reference is None or objective.kl_in != "reward":
+        return batch, None
+    elif groups:
+        penalties = objective.kl_coef * divergences(batch, objective.kl_estimator)
+        batch = with_penalties(batch, groups, objective, penalties)
+    for micro in batch.micro_batches:
+        run.ranks.from_leader(micro.advantages, "the advantages")
+    return batch, entropy
+
+
+@dataclass(frozen=True)
+class Update:
+    """Of the master weights. `fresh`: the logprob difference over fresh tokens; None on ranks above
+    0. `grad_norm`: before clipping."""
+
+    objective: Objective
+    gradients: GradientStats
+    fresh: Distance | None
+    grad_norm: float
+
+
+def update_masters(
+    run: Run,
+    taken: TakenBatch,
+    batch: Batch,
+    objective: Objective,
+    position: Position,
+    watch: StepWatch,
+) -> Update:
+    """Gradients, checks, step. A failed attempt is repeated once, because the machine may have
+    caused it.
+
+    Raises:
+        NonFiniteStep: both attempts failed, on all ranks alike; no weight was changed.
+        RolloutMismatch: the batch is in quarantine.
+    """
+    step, lead, fresh, is_repeated = position.step, run.lead, None, False
+    while True:
+        try:
+            run.ranks.seed(run.settings.seed, step)
+            gradients = run.accumulate(batch, objective, step)
+            if lead is not None and fresh is None:  # the checks keep counts: once for each batch
+                held = PolicyVersion(position.epoch, step)
+                fresh = lead.checks.before_update(
+                    batch, taken.filtered.groups, gradients.tokens, held
+                )
+            grad_norm = run.optimizer.step(step)
+            watch.updated()
+            return Update(objective, gradients, fresh, grad_norm)
+        except NonFiniteStep as error:
+            run.optimizer.gradients.clear()
+            if is_repeated:
+                raise
+            is_repeated = True
+            log.warning("step.retried", step=step, reason=str(error))
+        except RolloutMismatch as error:
+            if lead is not None:
+                lead.batches.quarantine.add(taken.batch_id, taken.groups, step, error)
+            raise
+
+
+def record(
+    run: Run,
+    lead: Lead,
+    position: Position,
+    taken: TakenBatch,
+    batch: Batch,
+    weights_entropy: float | None,
+    update: Update,
+    published: Published,
+    times: Record,
+) -> None:
+    """Record the step that began at `position`, and let the coefficients follow its results."""
+    step, objective, quarantine = position.step, update.objective, lead.batches.quarantine
+    assert batch.stats is not None, "rank 0 has them"
+    assert update.fresh is not None
+    outcome = StepOutcome(
+        step=step,
+        steps=run.settings.steps,
+        lr=run.optimizer.learning_rate(step),
+        kl_coef=None if run.reference is None else objective.kl_coef,
+        maxent=None if weights_entropy is None else (objective.maxent_tau, weights_entropy),
+        filtered=taken.filtered,
+        quarantined_batches=quarantine.since_step,
+        failed_checks=lead.checks.failed,
+        facts=batch.stats,
+        origins=batch.origins,
+        held=PolicyVersion(position.epoch, step),
+        gradients=update.gradients,
+        grad_norm=update.grad_norm,
+        fresh=update.fresh,
+        published=published,
+        times=times,
+        save_s=lead.saver.seconds,
+    )
+    if run.reference is not None:
+        divergence = update.gradients.sums.mean("reference_kl") or 0.0
+        lead.kl_coefficient.observe(divergence, len(batch.origins))
+    if weights_entropy is not None:
+        lead.tau.observe(weights_entropy, step)
+    quarantine.step_taken()
+    groups, tokens = taken.filtered.groups, update.gradients.tokens
+    epoch = published.version.epoch
+    lead.recorder.record(outcome, StepRollouts(step + 1, epoch, groups, batch, tokens))
+
+
+def save(run: Run, position: Position) -> None:
+    """Save what is due after a step. With FSDP2 every rank has a part of the optimizer's state."""
+    lead = run.lead
+    if run.ranks.shared(lead is not None and lead.saver.is_due(position)) and lead is None:
+        run.optimizer.tensors(run.names)
+    if lead is not None:
+        lead.saver.step_taken(position)
 
 
 @contextlib.contextmanager
@@ -91,167 +327,117 @@ def open_run(
     settings: TrainerSettings,
     api: BatchQueue,
     weight_sync: Callable[[TrainerSettings], AbstractContextManager[WeightSync]],
-    team: Alone = ALONE,
+    ranks: Ranks = ALONE,
 ) -> Iterator[tuple[Run, Position] | None]:
-    """A run whose first weights are served, and the position to begin at; None if the run is
+    """Load, restore, serve, check. Gives the run and the position to begin at; None if the run is
     complete already.
 
     Args:
         api: where batches come from
         weight_sync: opens the object that brings weights to the server
-        team: the other trainer processes, if there are some
+        ranks: this process among the trainer's processes
     """
     torch.manual_seed(settings.seed)
-    with hold_save_path(settings.save_path):
-        store = StateStore(settings.save_path)
-        remove_unfinished(store.directory)
-        saved = find_state(settings, store)
-        if saved is not None and saved.record.step >= settings.steps:
-            # If run-api has another run, nothing needs to be acknowledged.
-            with contextlib.suppress(StateOfAnotherRun):
-                rejoin(api, settings, saved)
-            log.warning(
-                "run.already_complete",
-                reason=f"nothing was trained, because all {saved.record.step} steps are done",
-                checkpoint=str(saved.directory),
-                hint="raise --steps to continue, or start again with another --save-path",
-            )
+    with contextlib.ExitStack() as stack:
+        store, saved, sync, sinks = StateStore(settings.save_path), None, None, None
+        if ranks.leads:
+            stack.enter_context(hold_save_path(settings.save_path))
+            remove_unfinished(store.directory)
+            saved = find_state(settings, store)
+        steps_taken = ranks.shared(None if saved is None else saved.record.step)
+        if steps_taken is not None and steps_taken >= settings.steps:
+            if saved is not None:
+                leave_complete_run(api, settings, saved)
             yield None
             return
-        settings = continued_settings(settings, saved)
-        write_whole(settings.save_path / CONFIG_FILE, config_yaml(settings))
-        with (
-            open_sinks(settings, 0 if saved is None else saved.record.step) as sinks,
-            weight_sync(settings) as sync,
-        ):
-            yield start_run(settings, api, sync, store, saved, sinks, team)
+        if ranks.leads:
+            settings = continued_settings(settings, saved)
+            write_whole(settings.save_path / CONFIG_FILE, config_yaml(settings))
+            sinks = stack.enter_context(open_sinks(settings, steps_taken or 0))
+            sync = stack.enter_context(weight_sync(settings))
+        run = load(settings, sync, ranks, is_restoring=steps_taken is not None)
+        if sync is None or sinks is None:
+            position = join_in(run, steps_taken)
+        else:
+            run, position = lead(run, api, sync, store, saved, sinks)
+        SelfTest(
+            *(run.policy, run.forward, run.reference, run.optimizer, run.settings),
+            *(run.accumulate, ranks),
+        ).require()
+        yield run, position
 
 
-@contextlib.contextmanager
-def open_weight_sync(settings: TrainerSettings) -> Iterator[WeightSync]:
-    """That of the mode, with its inference server, which is started if the mode may do so."""
-    with (
-        inference_server(settings),
-        contextlib.closing(build_weight_sync(settings)) as sync,
-    ):
-        yield sync
+def load(
+    settings: TrainerSettings, sync: WeightSync | None, ranks: Ranks, *, is_restoring: bool
+) -> Run:
+    """The policy and what computes its steps. Args: sync: None on ranks above 0"""
+    policy = None
+    if sync is not None:
+        # Dropout would make the trainer's logprobs differ from the server's at random.
+        policy = sync.load_policy(is_restoring).eval()
+        warn_of_slow_type(policy)
+        settings = settings.model_copy(update={"run_id": sync.server_run_id})
+    policy, settings = shared_policy(policy, settings, ranks)
+    if settings.trained_layers is not None:
+        train_only(policy, settings.trained_layers)
+    forward = build_forward_pass(policy, settings, differentiates_entropy=settings.entropy_coef > 0)
+    reference = build_reference(policy, forward, settings)
+    optimizer, accumulate = build_learner(policy, forward, settings, ranks)
+    return Run(settings, ranks, policy, forward, reference, optimizer, accumulate, None)
 
 
-def run_step(run: Run, position: Position, stop: Stop) -> Position:
-    """Take one optimizer step and record it. Batches that cannot be trained on are skipped.
-
-    Args:
-        position: the steps taken so far; its epoch and step are the served policy version
-        stop: is told when the wait for a batch has ended
-    Returns:
-        The position after the step.
-    """
-    settings, step, watch = run.settings, position.step, StepWatch()
-    stop.in_step = False
-    stop.raise_if_asked()  # during a step that was given up
-    taken = run.batches.take(position)
-    stop.in_step = True
-    watch.fetched()
-    run.batches.request_next(position)
-    objective = replace(
-        settings.resolved_objective, kl_coef=run.kl_coefficient.value, maxent_tau=run.tau.value
-    )
-    batch, weights_entropy = compare_with_reference(run, taken, objective)
-    try:
-        update = update_policy(run, batch, taken.filtered.groups, objective, position, watch)
-    except NonFiniteStep as error:
-        return run_step(run, run.batches.reject(taken, position, error), stop)
-    except RolloutMismatch as error:
-        run.batches.quarantine.add(taken.batch_id, taken.groups, step, error)
-        raise
-    check, published = run.shared_memory, update.published
-    run.checks.after_update(run.optimizer, step)
-    outcome = StepOutcome(
-        step=step,
-        steps=settings.steps,
-        lr=run.optimizer.learning_rate(step),
-        kl_coef=None if run.reference is None else objective.kl_coef,
-        maxent=None if weights_entropy is None else (objective.maxent_tau, weights_entropy),
-        filtered=taken.filtered,
-        quarantined_batches=run.batches.quarantine.since_step,
-        failed_checks=run.checks.failed,
-        facts=batch.stats,
-        origins=batch.origins,
-        held=PolicyVersion(position.epoch, step),
-        gradients=update.gradients,
-        fresh=update.fresh,
-        published=published,
-        alignment=published.alignment if check is None else check.after_step(step),
-        times=watch.times(published, run.recorder.started),
-        save_s=run.saver.seconds,
-    )
-    if run.reference is not None:
-        divergence = update.gradients.sums.mean("reference_kl") or 0.0
-        run.kl_coefficient.observe(divergence, len(batch.origins))
-    if weights_entropy is not None:
-        run.tau.observe(weights_entropy, step)
-    run.batches.quarantine.step_taken()
-    rollouts = StepRollouts(
-        step + 1,
-        published.version.epoch,
-        taken.filtered.groups,
-        batch,
-        update.gradients.tokens,
-    )
-    run.recorder.record(outcome, rollouts)
-    return Position(step + 1, taken.batch_id, published.version.epoch)
+def join_in(run: Run, steps_taken: int | None) -> Position:
+    """What ranks above 0 do while rank 0 runs `lead`. Args: steps_taken: of the checkpoint"""
+    if steps_taken is not None:
+        run.optimizer.load_tensors(run.names, {})
+    run.optimizer.write_into_parameters()
+    if run.ranks.shared(False):
+        run.optimizer.tensors(run.names)
+    return Position(steps_taken or 0, 0, 0)
 
 
-def compare_with_reference(
-    run: Run, taken: TakenBatch, objective: Objective
-) -> tuple[Batch, float | None]:
-    """The batch with what a KL penalty needs, and with the weights of MaxEnt-GRPO; the mean entropy
-    of these weights in nats, None if there are none."""
-    batch, groups = taken.collated, taken.filtered.groups
-    if run.reference is not None:
-        batch = run.reference.added(batch)
-    if objective.advantage == "maxent":
-        is_prior = run.reference is not None and objective.kl_in == "weights"
-        prior = log_likelihoods(batch) if is_prior else None
-        return with_completion_weights(batch, groups, objective, prior)
-    if run.reference is not None and objective.kl_in == "reward":
-        penalties = objective.kl_coef * divergences(batch, objective.kl_estimator)
-        batch = with_penalties(batch, groups, objective, penalties)
-    return batch, None
-
-
-def update_policy(
+def lead(
     run: Run,
-    batch: Batch,
-    groups: Sequence[UsableGroup],
-    objective: Objective,
-    position: Position,
-    watch: StepWatch,
-) -> Update:
-    """Compute gradients, check the rollouts and update the weights. A failed attempt is repeated
-    once, because the machine may have caused it.
-
-    Raises:
-        NonFiniteStep: both attempts failed; no weight was changed.
-    """
-    step, optimizer = position.step, run.optimizer
-    held = PolicyVersion(position.epoch, step)
-    fresh, is_repeated = None, False
-    while True:
-        try:
-            gradients = run.accumulate(batch, objective, step)
-            if fresh is None:  # the check keeps counts: run it once for each batch
-                fresh = run.checks.before_update(batch, groups, gradients.tokens, held)
-            watch.computed()
-            return Update(gradients, fresh, run.sync.apply(optimizer, step))
-        except NonFiniteStep as error:
-            optimizer.gradients.clear()
-            if is_repeated:
-                raise
-            is_repeated = True
-            log.warning("step.retried", step=step, reason=str(error))
-
-
-def _run_api_client(settings: TrainerSettings) -> TrainerClient:
-    token = plain(settings.run_api_token)
-    return TrainerClient(settings.run_api_url, settings.service_deadline_s, token)
+    api: BatchQueue,
+    sync: WeightSync,
+    store: StateStore,
+    saved: SavedState | None,
+    sinks: Sinks,
+) -> tuple[Run, Position]:
+    """Restore the checkpoint, publish the first weights, and build what rank 0 alone has."""
+    settings, policy, optimizer, ranks = run.settings, run.policy, run.optimizer, run.ranks
+    kl_coefficient, tau = settings.kl_coefficient, settings.tau
+    if saved is None:
+        api.register(settings.registration(first_step=0))
+        position = Position(step=0, batch_id=0, epoch=0)
+    else:
+        kl_coefficient.resume(saved.record.kl_coef)
+        tau.resume(saved.record.maxent)
+        position = restore(saved, policy, optimizer, api, settings)
+    begin_records(settings, None if saved is None else saved.record.step)
+    bound = Bound(
+        tolerance_of(policy),
+        noise=None if saved is None else saved.record.noise,
+        learns=saved is None and (settings.sync.hands_off or settings.verify_every_steps > 0),
+    )
+    served = sync.start(optimizer, position.step, position.epoch, bound)
+    position = replace(position, epoch=served.epoch)
+    saver = Saver(settings, policy, optimizer, api, store, bound, kl_coefficient, tau, ranks)
+    # A checkpoint that the user named may belong to another directory or run: leave it as it is.
+    own = saved if settings.resume == AUTO else None
+    ranks.shared(own is None)
+    saver.begin(position, own is not None, own.record.checkpoints if own else ())
+    log.info("objective.chosen", name=settings.objective, **asdict(settings.resolved_objective))
+    history, recover = VersionHistory(served, sync.begun_as), sync.recover_server
+    limits = limits_of(policy, settings.seq_len, settings.recompute_logprobs)
+    cut = run.forward.layout.cut
+    leading = Lead(
+        sync=sync,
+        batches=BatchSource.of(settings, api, saver, recover, limits, history, cut),
+        checks=DataChecks.of(policy, run.forward, run.reference, sync.served_logprobs, bound.value),
+        recorder=Recorder(settings, sinks),
+        saver=saver,
+        kl_coefficient=kl_coefficient,
+        tau=tau,
+    )
+    return replace(run, lead=leading), position

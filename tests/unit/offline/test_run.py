@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.inference.server import NoGenerateRoute
-from grpo_offline import closing, evaluating, loop
+from grpo_offline import closing, evaluating
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.backends.local import LocalGeneration
 from grpo_offline.backends.opening import Backends
@@ -30,8 +30,10 @@ from grpo_offline.results import RunResult, evaluations, result_of, train_record
 from grpo_offline.run_files import RunFiles
 from grpo_offline.screen import Screen
 from grpo_offline.translate import trainer_command
+from grpo_trainer import train
+from grpo_trainer.model.policy_protocol import limits_of
 from grpo_trainer.stop import Stop
-from grpo_trainer.train import open_run, run_step
+from grpo_trainer.train import open_run, training_steps
 from tests.unit.env.http_stub import stub_server
 from tests.unit.offline.conftest import MakeKeys
 
@@ -91,7 +93,7 @@ def test_a_run_leaves_the_files_that_the_guide_names(whole: RunFiles) -> None:
 @pytest.mark.parametrize(
     ("module", "place", "calls", "done"),
     [
-        (loop, "run_step", 3, 1),  # between the two optimizer steps of the second iteration
+        (train, "update_masters", 3, 1),  # between the two optimizer steps of the second iteration
         # Between its checkpoint and its record, and between its record and its evaluation.
         pytest.param(closing, "iteration_record", 1, 1, marks=pytest.mark.full),
         pytest.param(evaluating, "evaluate_all", 1, 2, marks=pytest.mark.full),
@@ -205,11 +207,10 @@ def test_the_first_step_is_that_of_grpo_on_the_same_groups(
     with open_run(settings, queue, _local(keys)) as opened:
         assert opened is not None
         taken, position = opened
-        limits = loop.limits_of(settings, taken.policy)
+        limits = limits_of(taken.policy, settings.seq_len, settings.recompute_logprobs)
         steps = keys.steps_per_iteration
         queue.put(optimizer_batches(groups, steps, settings.resolved_objective, limits))
-        for _ in range(steps):
-            position = run_step(taken, position, Stop())
+        assert len([*training_steps(taken, position, Stop())]) == steps
         weights = {name: p.detach().clone() for name, p in taken.policy.named_parameters()}
     trained = load_file(files.model / "model.safetensors")
     for name in trained.keys() & weights.keys():

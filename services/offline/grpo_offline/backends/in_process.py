@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import torch
 
-from grpo_core.clients.inference import Completion
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
 from grpo_trainer.model.logprobs import logprobs_of
-from grpo_trainer.model.policy_protocol import CausalLM, device_of
+from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Bound
 from grpo_trainer.weight_sync.base import Published
@@ -41,19 +39,18 @@ class WeightsInProcess:
         optimizer: MasterOptimizer,
         step: int,
         last_epoch: int = 0,
-        bound: Bound | None = None,  # noqa: ARG002
+        bound: Bound | None = None,
     ) -> PolicyVersion:
+        if bound is not None:
+            bound.learn(0.0)  # the policy samples itself
         optimizer.write_into_parameters()
         self.version = PolicyVersion(last_epoch + 1, step)
         return self.version
 
-    def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
-        """Raises `NonFiniteGradient`; nothing was changed."""
-        started = time.monotonic()
-        grad_norm = optimizer.step(step)
+    def publish(self, optimizer: MasterOptimizer, step: int) -> Published:
         optimizer.write_into_parameters()
-        self.version = PolicyVersion(self.version.epoch, step + 1)
-        return Published(self.version, grad_norm, time.monotonic() - started, 0.0)
+        self.version = PolicyVersion(self.version.epoch, step)
+        return Published(self.version, 0.0)
 
     def recover_server(self) -> None:
         """There is no server."""
@@ -61,22 +58,6 @@ class WeightsInProcess:
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         found: list[float] = logprobs_of(self.policy, token_ids).tolist()
         return found
-
-    @torch.no_grad()
-    def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
-        tokens, start = [*prompt_token_ids], len(prompt_token_ids)
-        for _ in range(max_tokens):
-            ids = torch.tensor([tokens], device=device_of(self.policy))
-            logits = self.policy(input_ids=ids, use_cache=False).logits[0, -1].float()
-            tokens.append(int(torch.multinomial(logits.softmax(-1), 1)))
-        return Completion(
-            text="",
-            finish_reason="length",
-            token_ids=tokens[start:],
-            logprobs=logprobs_of(self.policy, tokens)[start - 1 :].tolist(),
-            first_version=self.version,
-            last_version=self.version,
-        )
 
     def close(self) -> None:
         """Nothing is open."""

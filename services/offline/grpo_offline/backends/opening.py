@@ -16,7 +16,6 @@ from grpo_env.rollout.rollout import RolloutEngine
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.backends.in_process import WeightsInProcess
 from grpo_offline.backends.local import LocalGeneration
-from grpo_offline.backends.own_start import OwnStart
 from grpo_offline.backends.sglang_client import SglangClient
 from grpo_offline.backends.sglang_generation import SglangGeneration
 from grpo_offline.backends.sglang_weights import SglangWeights
@@ -26,8 +25,8 @@ from grpo_trainer.config.sync import served_weights_directory
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.policy_protocol import CausalLM
-from grpo_trainer.train import open_weight_sync
 from grpo_trainer.weight_sync.base import WeightSync
+from grpo_trainer.weight_sync.build import open_weight_sync
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
 
 
@@ -50,8 +49,8 @@ class Backends:
             with contextlib.closing(self._sglang_weights(settings)) as weights:
                 yield weights
             return
-        with open_weight_sync(settings) as sync:
-            yield OwnStart(sync, settings) if self.sampling.mode == "shared_vllm" else sync
+        with open_weight_sync(settings, starts_from_model=True) as sync:
+            yield sync
 
     def _sglang_weights(self, settings: TrainerSettings) -> SglangWeights:
         key = plain(settings.vllm_api_key)

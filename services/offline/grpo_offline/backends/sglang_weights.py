@@ -19,7 +19,7 @@ from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, Bound
 from grpo_trainer.verify.publication import DEFAULT_BLOCK, ProbeLengths, PublicationCheck
-from grpo_trainer.weight_sync.base import Published
+from grpo_trainer.weight_sync.base import PeriodicSync
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
 
 log = structlog.get_logger()
@@ -28,7 +28,7 @@ AUTO = "auto"
 
 
 @dataclass(eq=False)
-class SglangWeights:
+class SglangWeights(PeriodicSync):
     """A `WeightSync`. Every run first publishes its own weights.
 
     Args:
@@ -51,7 +51,7 @@ class SglangWeights:
     server_run_id: str | None = field(init=False, default=None)
     _policy: CausalLM = field(init=False)
     _check: PublicationCheck = field(init=False)
-    _version: PolicyVersion = field(init=False, default=UNTRAINED)
+    version: PolicyVersion = field(init=False, default=UNTRAINED)
     _served: PolicyVersion = field(init=False, default=UNTRAINED)
 
     def load_policy(self, restoring: bool = False) -> CausalLM:  # noqa: ARG002
@@ -89,35 +89,9 @@ class SglangWeights:
         self.directories.prepare()
         served = self.server.weight_version() or UNTRAINED
         epoch = 1 + max(last_epoch, served.epoch, self.directories.newest_epoch())
-        self._version = PolicyVersion(epoch, step)
-        self._publish("At the start")
-        return self._version
-
-    def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
-        """Update the master weights, write them into the policy, and publish if a publication is
-        due.
-
-        Raises:
-            NonFiniteGradient: nothing was changed.
-            CheckpointNotSaved, WeightsRefused, ServiceUnavailable: the server serves the previous
-                weights, or none.
-            ServedWeightsDiffer: the server reports the new weights but does not serve them.
-        """
-        started = time.monotonic()
-        grad_norm = optimizer.step(step)
-        optimizer.write_into_parameters()
-        stepped = time.monotonic()
-        self._version = PolicyVersion(self._version.epoch, step + 1)
-        is_due = (step + 1) % self.every_steps == 0 or step + 1 == self.last_step
-        alignment = self._publish(f"After step {step + 1}") if is_due else None
-        return Published(
-            version=self._version,
-            grad_norm=grad_norm,
-            optimizer_s=stepped - started,
-            publish_s=time.monotonic() - stepped if is_due else 0.0,
-            is_served=is_due,
-            alignment=alignment,
-        )
+        self.version = PolicyVersion(epoch, step)
+        self.publish_now("At the start")
+        return self.version
 
     def recover_server(self) -> None:
         """Publish the weights again if the server restarted; else check that it still serves them.
@@ -129,14 +103,14 @@ class SglangWeights:
         served = self.server.weight_version()
         if served is None:
             log.warning("weights.lost", lost_policy_version=tuple(self._served))
-            self._publish("After a restart of the server")
+            self.publish_now("After a restart of the server")
         elif served != self._served:
             raise ServedWeightsDiffer(
                 f"SGLang at {self.server.base_url} serves policy version {served}, but this run "
                 f"published {self._served}: another run publishes to this server. Give each run a "
                 "server of its own, or start the runs one after the other"
             )
-        elif self._version == self._served:
+        elif self.version == self._served:
             self._check.require(served, "Since the publication")
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -150,8 +124,15 @@ class SglangWeights:
     def close(self) -> None:
         self.server.close()
 
-    def _publish(self, label: str) -> Alignment:
-        started, version = time.monotonic(), self._version
+    def publish_now(self, label: str) -> Alignment:
+        """Write the policy's weights into a directory, and let the server load them.
+
+        Raises:
+            CheckpointNotSaved, WeightsRefused, ServiceUnavailable: the server serves the previous
+                weights, or none.
+            ServedWeightsDiffer: the server reports the new weights but does not serve them.
+        """
+        started, version = time.monotonic(), self.version
         files = self.directories.write(
             version, WeightKind.CHECKPOINT, lambda to: self.weights.write(self._policy, to)
         )

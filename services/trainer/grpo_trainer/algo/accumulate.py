@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,14 +22,22 @@ from grpo_trainer.algo.loss import (
     loss_sums,
     step_loss,
 )
+from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.errors import NonFiniteLoss
 from grpo_trainer.model.adapter import adapter_dropouts, dropout_on
-from grpo_trainer.model.forward import ForwardPass, plain_forward
+from grpo_trainer.model.forward import FastForward, ForwardPass, plain_forward
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.policy_protocol import CausalLM, device_of
+from grpo_trainer.model.reference import values_of_all
 from grpo_trainer.objective.recipes import Objective
-from grpo_trainer.optim.master_gradients import LossScale
+from grpo_trainer.optim.build import build_optimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.sharding import RankOptimizer, is_divided, shard
+from grpo_trainer.ranks.group import ALONE, Ranks
+
+_SUMS = [field.name for field in fields(LossSums)]
+_MAXIMA = [name for name in _SUMS if name.endswith("max")]
 
 
 @dataclass(frozen=True)
@@ -59,36 +68,70 @@ def accumulate_gradients(
     objective: Objective,
     step: int,
     forward: ForwardPass = plain_forward,
-    loss_scale: LossScale | None = None,
+    optimizer: MasterOptimizer | None = None,
+    ranks: Ranks = ALONE,
 ) -> GradientStats:
     """Run forward and backward over the micro-batches; their gradients add up to the batch's.
 
+    Each rank computes its portion of the micro-batches. Sums, never averages: the weights of the
+    tokens are those of the whole batch, so the sum of the ranks' gradients is the gradient that one
+    process computes.
+
     Args:
-        loss_scale: multiplies the gradients; if they overflow, the batch is computed again with a
-            smaller one
+        policy: the whole policy, or this rank's part of it (FSDP2), whose passes add up the
+            gradients themselves
+        batch: the whole batch
+        optimizer: collects the gradients, which are multiplied by its loss scale. If they overflow,
+            the batch is computed again with a smaller scale
     Raises:
-        NonFiniteLoss: the loss of a micro-batch is NaN or infinite.
+        NonFiniteLoss: the loss is NaN or infinite, on all ranks alike.
     """
 
     def scaled_by(scale: float) -> GradientStats:
-        found = computed(policy, batch.micro_batches, objective, step, forward, scale)
-        return GradientStats(found.loss_parts, found.sums, TokenTable.of(found.micros, found.seen))
+        micro_batches = batch.micro_batches
+        portion = ranks.portion(micro_batches, micro_batches[0].without_weight())
+        with ranks.exchange("computing gradients"):
+            found = computed(policy, portion, objective, step, forward, scale, ranks.count == 1)
+        parts, sums = _over_ranks(found, ranks)
+        if not math.isfinite(sum(parts)):
+            raise _non_finite(f"step {step}", sum(parts), sums)
+        if optimizer is not None and ranks.count > 1 and not is_divided(policy):
+            optimizer.gradients.add_up(ranks, optimizer.masters)
+        seen = values_of_all(found.seen, micro_batches, ranks)
+        known = [m.with_recomputed(s.logp) for m, s in zip(micro_batches, seen, strict=True)]
+        return GradientStats(parts, sums, TokenTable.of(known, seen))
 
-    return scaled_by(1.0) if loss_scale is None else loss_scale.without_overflow(scaled_by)
+    scale = None if optimizer is None else optimizer.loss_scale
+    return scaled_by(1.0) if scale is None else scale.without_overflow(scaled_by)
+
+
+def build_learner(
+    policy: CausalLM, forward: FastForward, settings: TrainerSettings, ranks: Ranks
+) -> tuple[MasterOptimizer, Accumulate]:
+    """What computes and takes the steps. Called on all ranks, with equal policies. With --fsdp
+    rank 0 keeps the whole policy beside its part. Raises the errors of `build_optimizer`."""
+    if ranks.count == 1:
+        optimizer = build_optimizer(policy, settings)
+        return optimizer, partial(
+            accumulate_gradients, policy, forward=forward, optimizer=optimizer
+        )
+    sharded = shard(policy, ranks) if settings.fsdp else None
+    part = policy if sharded is None else sharded.policy
+    used = forward if sharded is None or forward.head is None else sharded.within(forward)
+    kind = partial(RankOptimizer, ranks=ranks, sharded=sharded)
+    optimizer = build_optimizer(part, settings, kind)
+    return optimizer, partial(
+        accumulate_gradients, part, forward=used, optimizer=optimizer, ranks=ranks
+    )
 
 
 @dataclass(frozen=True)
 class Computed:
-    """Loss and metrics of some micro-batches.
-
-    Args:
-        micros: with the behaviour logprobs that were recomputed
-        seen: [B, T] each, without gradient, in host memory
-    """
+    """Loss and metrics of some micro-batches. `seen`: [B, T] each, without gradient, in host
+    memory"""
 
     loss_parts: Sequence[float]
     sums: LossSums
-    micros: Sequence[MicroBatch]
     seen: Sequence[TokenValues]
 
 
@@ -111,7 +154,6 @@ def computed(
         NonFiniteLoss: the loss of a micro-batch is NaN or infinite.
     """
     totals, sums = [0.0] * len(LossParts._fields), NO_SUMS
-    micros: list[MicroBatch] = []
     seen: list[TokenValues] = []
     dropouts, device = adapter_dropouts(policy), device_of(policy)
     for i, micro in enumerate(micro_batches):
@@ -133,11 +175,7 @@ def computed(
             found = loss_sums(
                 values.logp, values.entropy, micro.reference_logp, *_columns(known), objective
             )
-            raise NonFiniteLoss(
-                f"step {step}, micro-batch {i}: the loss is {sum(read)} (largest importance ratio "
-                f"{found.ratio_max:.3g}, largest |log importance ratio| {found.diff_max:.3g}). The "
-                "step changed no weight. Lower the learning rate, or inspect the batch's logprobs"
-            )
+            raise _non_finite(f"step {step}, micro-batch {i}", sum(read), found)
         # Dropout is on again, because layers that are recomputed must repeat the forward pass.
         with dropout_on(dropouts):
             (scale * loss).backward()  # type: ignore[no-untyped-call]
@@ -146,9 +184,29 @@ def computed(
         sums += loss_sums(
             values.logp, values.entropy, micro.reference_logp, *_columns(known), objective
         )
-        micros.append(known)
         seen.append(values)
-    return Computed(totals, sums, micros, seen)
+    return Computed(totals, sums, seen)
+
+
+def _non_finite(where: str, loss: float, sums: LossSums) -> NonFiniteLoss:
+    return NonFiniteLoss(
+        f"{where}: the loss is {loss} (largest importance ratio {sums.ratio_max:.3g}, largest |log "
+        f"importance ratio| {sums.diff_max:.3g}). The step changed no weight. Lower the learning "
+        "rate, or inspect the batch's logprobs"
+    )
+
+
+def _over_ranks(found: Computed, ranks: Ranks) -> tuple[Sequence[float], LossSums]:
+    """The loss's parts and the sums of the whole batch."""
+    if ranks.count == 1:
+        return found.loss_parts, found.sums
+    values = [getattr(found.sums, name) for name in _SUMS]
+    flat = torch.tensor([*found.loss_parts, *values], dtype=torch.float64)
+    largest = torch.tensor([getattr(found.sums, name) for name in _MAXIMA]).double()
+    totals, parts = ranks.total(flat).tolist(), len(LossParts._fields)
+    whole = dict(zip(_SUMS, totals[parts:], strict=True))
+    maxima = dict(zip(_MAXIMA, ranks.maximum(largest).tolist(), strict=True))
+    return totals[:parts], LossSums(**whole | maxima)
 
 
 def _to_host(parts: LossParts, values: TokenValues) -> tuple[list[float], TokenValues]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,6 +117,19 @@ def rejoin(api: BatchQueue, settings: TrainerSettings, saved: SavedState) -> Pos
     at = at if known else replace(at, batch_id=0)
     api.resume_after(at.batch_id)
     return at
+
+
+def leave_complete_run(api: BatchQueue, settings: TrainerSettings, saved: SavedState) -> None:
+    """Acknowledge the batches of a run in which nothing is left to train."""
+    # If run-api has another run, nothing needs to be acknowledged.
+    with contextlib.suppress(StateOfAnotherRun):
+        rejoin(api, settings, saved)
+    log.warning(
+        "run.already_complete",
+        reason=f"nothing was trained, because all {saved.record.step} steps are done",
+        checkpoint=str(saved.directory),
+        hint="raise --steps to continue, or start again with another --save-path",
+    )
 
 
 def _of_another_run(saved: SavedState, api: BatchQueue, found: str) -> StateOfAnotherRun:

@@ -25,9 +25,13 @@ from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.objective.kl_control import KlCoefficient
 from grpo_trainer.objective.tau_control import Tau
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.ranks.group import ALONE, Ranks
 from grpo_trainer.verify.alignment import Bound
 
 log = structlog.get_logger()
+
+BATCH_FOLLOWS, CHECKPOINT_FIRST = 0, 1
+"""What rank 0 tells the others while they wait for a batch."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Saver:
     bound: Bound
     kl_coefficient: KlCoefficient
     tau: Tau
+    ranks: Ranks = ALONE
     seconds: float | None = field(init=False, default=None)
 
     def begin(self, position: Position, is_saved: bool, checkpoints: Sequence[str] = ()) -> None:
@@ -82,6 +87,10 @@ class Saver:
         _log_disk_need(self.settings, self.policy, self.optimizer)
         if not is_saved:
             self._save_state(position)
+
+    def is_due(self, position: Position) -> bool:
+        """Whether `step_taken` will save a checkpoint."""
+        return due_after(position.step, self._saved.step, self.settings).state
 
     def step_taken(self, position: Position) -> None:
         """Save what is due; the checkpoint comes last.
@@ -109,6 +118,7 @@ class Saver:
         checkpoint already includes them all. Raises the errors of `step_taken`."""
         if self._position == self._saved:
             return False
+        self.ranks.shared(CHECKPOINT_FIRST)
         self._save_state(self._position)
         return True
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Self
 
 import structlog
 
@@ -20,10 +21,13 @@ from grpo_trainer.checkpoint.saver import Saver
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batch_queue import BatchQueue
-from grpo_trainer.data.collate import Batch
-from grpo_trainer.data.group_filter import FilteredBatch
+from grpo_trainer.data.collate import Batch, collate
+from grpo_trainer.data.group_checks import GroupLimits
+from grpo_trainer.data.group_filter import FilteredBatch, GroupFilter
+from grpo_trainer.data.micro_batches import Cut
 from grpo_trainer.data.preparation import Preparation, PreparedBatch
 from grpo_trainer.data.quarantine import Quarantine
+from grpo_trainer.data.staleness import VersionHistory
 from grpo_trainer.errors import NoEnvironmentLeft, StaleData, UnusableGroup
 
 log = structlog.get_logger()
@@ -54,6 +58,42 @@ class BatchSource:
     environments: EnvironmentWatch
     quarantine: Quarantine
     saver: Saver
+
+    @classmethod
+    def of(
+        cls,
+        settings: TrainerSettings,
+        api: BatchQueue,
+        saver: Saver,
+        recover_server: Callable[[], None],
+        limits: GroupLimits,
+        history: VersionHistory,
+        cut: Cut,
+    ) -> Self:
+        """That of a run.
+
+        Args:
+            limits: of the policy
+            history: begins with the first served weights
+            cut: divides sequences into micro-batches
+        """
+        collated = partial(
+            collate,
+            seq_len=settings.seq_len,
+            tokens_per_micro_batch=settings.micro_batch_tokens,
+            cut=cut,
+            objective=settings.resolved_objective,
+        )
+        group_filter = GroupFilter(limits, history, settings.max_staleness)
+        return cls(
+            settings=settings,
+            api=api,
+            recover_server=recover_server,
+            preparation=Preparation(group_filter, collated),
+            environments=EnvironmentWatch(settings.environment_return_deadline_s),
+            quarantine=Quarantine(settings.save_path, api.run_uuid),
+            saver=saver,
+        )
 
     def take(self, position: Position) -> TakenBatch:
         """Wait for a batch with at least one group to train on.

@@ -23,6 +23,7 @@ from grpo_trainer.data.stats import BatchStats, batch_stats
 from grpo_trainer.objective.advantage import ADVANTAGES, overlong_penalty
 from grpo_trainer.objective.aggregation import token_weights
 from grpo_trainer.objective.recipes import Objective
+from grpo_trainer.ranks.group import Ranks
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,23 @@ class MicroBatch:
             reference_logp=None,
         )
 
+    def without_weight(self) -> MicroBatch:
+        """A single token of it, which adds 0 to every sum."""
+        has_reference = self.reference_logp is not None
+        return replace(
+            self,
+            inputs=self.inputs[:1, :1],
+            targets=self.targets[:1, :1],
+            behaviour_logp=self.behaviour_logp[:1, :1],
+            token_weight=torch.zeros(1, 1),
+            advantages=torch.zeros(1, 1),
+            temperature=self.temperature[:1],
+            lengths=(1,),
+            shared=(0,),
+            is_logged=(True,),
+            reference_logp=torch.zeros(1, 1) if has_reference else None,
+        )
+
     def with_recomputed(self, logp: Tensor) -> MicroBatch:
         """With the trainer's logprobs from before the update in place of those that were not
         logged, so that their importance ratio is 1. Args: logp: [B, T]"""
@@ -104,7 +122,7 @@ class Batch:
     micro_batches: list[MicroBatch]
     origins: list[Origin]
     order: list[int]
-    stats: BatchStats
+    stats: BatchStats | None
 
     def tokens(self, sequence: int, length: int) -> Tensor:
         """[length] the first `length` (at least 2) tokens of a sequence."""
@@ -114,6 +132,17 @@ class Batch:
         row = sequence - ends[number] + len(micro.lengths)
         last = micro.targets[row, length - 2 : length - 1]
         return torch.cat([micro.inputs[row, : length - 1], last])
+
+
+def shared_batch(batch: Batch | None, ranks: Ranks) -> Batch:
+    """Rank 0's micro-batches, on every rank. Ranks above 0 have nothing else of the batch.
+
+    Args:
+        batch: None on other ranks
+    """
+    known = None if batch is None else [vars(micro) for micro in batch.micro_batches]
+    found = ranks.shared(known, "a batch") or []
+    return batch or Batch([MicroBatch(**fields) for fields in found], [], [], None)
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,22 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from grpo_core.process.cpu_types import SLOW, is_slow_in_bfloat16
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB
 from grpo_core.weights.ref import WeightKind
 from grpo_trainer.checkpoint.atomic_dir import whole_directory
 from grpo_trainer.checkpoint.export import as_in_files, model_tensors, write_adapter, write_model
 from grpo_trainer.config.sync import LoraOptions
-from grpo_trainer.config.trainer import AUTO_DEVICE
-from grpo_trainer.errors import NoSuchDevice, PolicyMismatch, UnsupportedModel
+from grpo_trainer.config.trainer import AUTO_DEVICE, TrainerSettings
+from grpo_trainer.errors import (
+    NoSuchDevice,
+    PolicyMismatch,
+    UnsupportedModel,
+    UnusableOptimizer,
+)
 from grpo_trainer.model.adapter import adapter_tensors, with_adapter
 from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.ranks.group import Ranks
 
 log = structlog.get_logger()
 
@@ -168,4 +175,48 @@ class TrainedWeights:
         return found.keys() == ours.keys() and all(
             tensor.dtype == ours[name].dtype and torch.equal(tensor, ours[name].cpu())
             for name, tensor in found.items()
+        )
+
+
+def shared_policy(
+    policy: CausalLM | None, settings: TrainerSettings, ranks: Ranks
+) -> tuple[CausalLM, TrainerSettings]:
+    """Rank 0's policy, and settings with its optimizer, on every rank. The others load the model,
+    and take all weights of rank 0, also those that are not trained.
+
+    Args:
+        policy: None on ranks above 0
+
+    Raises:
+        UnusableOptimizer: several ranks, and weights in float16.
+    """
+    chosen = None
+    if policy is not None:
+        if ranks.count > 1 and any(p.dtype == torch.float16 for p in policy.parameters()):
+            raise UnusableOptimizer(
+                "several trainer processes need weights in bfloat16 or float32, not float16; serve "
+                "the model in bfloat16, or start one trainer process"
+            )
+        weights = next(policy.parameters())
+        name = str(weights.dtype).removeprefix("torch.")
+        chosen = [name, settings.optimizer_on(weights.device.type)]
+    dtype, optimizer = ranks.shared(chosen, "the model") or ["", ""]
+    if policy is None:
+        device = device_to_load_on(settings.device)
+        own = TrainedWeights(settings.model, settings.lora)
+        policy = own.load(getattr(torch, dtype), device).eval()
+        settings = settings.model_copy(update={"optimizer": optimizer})
+    for parameter in policy.parameters():
+        ranks.from_leader(parameter.data, "the weights")
+    return policy, settings
+
+
+def warn_of_slow_type(policy: CausalLM) -> None:
+    """Log if the policy is in bfloat16 on a CPU without instructions for it."""
+    weights = next(policy.parameters())
+    if weights.dtype == torch.bfloat16 and weights.device.type == "cpu" and is_slow_in_bfloat16():
+        log.warning(
+            "dtype.slow",
+            reason=SLOW,
+            hint="start the server and the trainer without --dtype, or with --dtype float32",
         )

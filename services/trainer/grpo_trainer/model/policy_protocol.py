@@ -9,6 +9,8 @@ from typing import Any, Protocol, Self, cast
 import torch
 from torch import Tensor, nn
 
+from grpo_trainer.data.group_checks import GroupLimits
+
 
 class CausalOutput(Protocol):
     """The part of a model call's result that the trainer reads."""
@@ -82,3 +84,8 @@ def end_tokens_of(policy: CausalLM) -> frozenset[int]:
     named = (getattr(config, "eos_token_id", None) for config in configs)
     ends = next((found for found in named if found is not None), ())
     return frozenset([ends] if isinstance(ends, int) else ends)
+
+
+def limits_of(policy: CausalLM, seq_len: int, recomputes: bool) -> GroupLimits:
+    """What groups must keep to, so that the policy can be trained on them."""
+    return GroupLimits(vocabulary_of(policy), seq_len, recomputes, end_tokens_of(policy))

@@ -8,6 +8,7 @@ reference model is a second copy.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +16,15 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import Batch, in_group_order
+from grpo_trainer.data.collate import Batch, MicroBatch, in_group_order
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.policy_protocol import CausalLM, device_of, vocabulary_of
 from grpo_trainer.objective.kl import kl_terms
 from grpo_trainer.objective.recipes import KlEstimatorName
+from grpo_trainer.ranks.group import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -33,15 +36,17 @@ class Reference:
     is_policy: bool
 
     @torch.no_grad()
-    def added(self, batch: Batch) -> Batch:
-        """The batch with the reference's logprobs of all trained tokens."""
-        device, model = device_of(self.model), self.model
+    def added(self, batch: Batch, ranks: Ranks = ALONE) -> Batch:
+        """The batch with the reference's logprobs of all trained tokens. Each rank computes its
+        portion."""
+        device, model, whole = device_of(self.model), self.model, batch.micro_batches
+        portion = ranks.portion(whole, whole[0].without_weight())
         with self.active():
-            found = [self.forward(model, micro.to(device)).logp for micro in batch.micro_batches]
-        pairs = zip(batch.micro_batches, found, strict=True)
+            found = [self.forward(model, micro.to(device)) for micro in portion]
+        seen = [TokenValues(*(value.cpu() for value in values)) for values in found]
+        pairs = zip(whole, values_of_all(seen, whole, ranks), strict=True)
         return replace(
-            batch,
-            micro_batches=[replace(micro, reference_logp=logp.cpu()) for micro, logp in pairs],
+            batch, micro_batches=[replace(micro, reference_logp=s.logp) for micro, s in pairs]
         )
 
     def active(self) -> Any:
@@ -75,6 +80,19 @@ def build_reference(
         parameter.requires_grad_(False)
     options = settings.model_copy(update={"compile": False, "gradient_checkpointing": False})
     return Reference(copy, build_forward_pass(copy, options), is_policy=False)
+
+
+def values_of_all(
+    seen: Sequence[TokenValues], micro_batches: Sequence[MicroBatch], ranks: Ranks
+) -> list[TokenValues]:
+    """The values of all micro-batches. Args: seen: those of this rank's portion"""
+    if ranks.count == 1:
+        return [*seen]
+    width = len(TokenValues._fields)
+    flat = [torch.cat([value.flatten() for value in values]) for values in seen]
+    found = ranks.joined(flat, [width * micro.inputs.numel() for micro in micro_batches])
+    pairs = zip(found, micro_batches, strict=True)
+    return [TokenValues(*part.view(width, *micro.inputs.shape)) for part, micro in pairs]
 
 
 def log_likelihoods(batch: Batch) -> Tensor:

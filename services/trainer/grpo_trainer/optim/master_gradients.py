@@ -17,6 +17,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from grpo_trainer.ranks.group import Ranks
+
 log = structlog.get_logger()
 
 GROWTH_STEPS = 100
@@ -62,6 +64,24 @@ class GatheredGradients:
         ]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         return norm if self.total is None else self.total(norm.square()).sqrt()
+
+    @torch.no_grad()
+    def add_up(self, ranks: Ranks, masters: Sequence[Tensor]) -> None:
+        """Add up the gradients of all ranks, in fp32. A parameter may have none on some ranks.
+
+        Args:
+            masters: have the gradients' shapes
+        """
+        has = ranks.total(torch.tensor([int(gradient is not None) for gradient in self.tensors]))
+        for index, master in enumerate(masters):
+            if not has[index]:
+                continue
+            gradient = self.tensors[index]
+            wide = torch.zeros_like(master, dtype=torch.float32)
+            if gradient is not None:
+                wide.copy_(gradient)
+            self.tensors[index] = gradient = None  # frees its memory
+            self.tensors[index] = ranks.total(wide)
 
     def pop(self, index: int) -> Tensor | None:
         """Remove and return a parameter's gradient; None if there is none."""

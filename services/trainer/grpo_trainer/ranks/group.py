@@ -1,4 +1,4 @@
-"""The trainer's processes, and what they exchange: tensors alone, never pickles.
+"""The trainer's processes (ranks), and what they exchange: tensors and plain values, never objects.
 
 Every exchange has a deadline. If a process ends, its connections close, and the exchange of every
 other process ends with `LostRank`.
@@ -7,7 +7,9 @@ other process ends with `LostRank`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import io
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -24,16 +26,22 @@ LEADER = 0
 """The rank that exchanges data with other services, and writes all files."""
 GLOO, BOTH = "gloo", "cpu:gloo,cuda:nccl"
 _LIBRARIES = ("gloo", "NCCL")
+T = TypeVar("T")
 S = TypeVar("S", bound=TrainerSettings)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process as one of `count`. Every rank must call the same methods in the same order."""
+    """This process as one of `count`. Every rank must call the same methods in the same order. A
+    single process exchanges nothing: what it passes comes back as it is."""
 
-    count: int
-    index: int
-    deadline_s: float
+    count: int = 1
+    index: int = LEADER
+    deadline_s: float = 0.0
+
+    @property
+    def leads(self) -> bool:
+        return self.index == LEADER
 
     def total(self, tensor: Tensor) -> Tensor:
         """Add up a tensor over all ranks, in place."""
@@ -45,9 +53,54 @@ class Ranks:
 
     def from_leader(self, tensor: Tensor, what: str = "a tensor") -> Tensor:
         """Replace a tensor by the leader's, in place."""
-        with self.exchange(f"waiting for {what} of rank {LEADER}"):
-            dist.broadcast(tensor, src=LEADER)
+        if self.count > 1:
+            with self.exchange(f"waiting for {what} of rank {LEADER}"):
+                dist.broadcast(tensor, src=LEADER)
         return tensor
+
+    def shared(self, value: T, what: str = "a value") -> T:
+        """The leader's value, on every rank: None, numbers, texts and tensors in host memory, and
+        lists, tuples and dictionaries of them. Args: value: not read on other ranks"""
+        if self.count == 1:
+            return value
+        written = io.BytesIO()
+        if self.leads:
+            torch.save(value, written)
+        raw = torch.frombuffer(bytearray(written.getvalue()) or bytearray(1), dtype=torch.uint8)
+        size = int(self.from_leader(torch.tensor([len(raw)]), what))
+        raw = self.from_leader(raw if self.leads else torch.empty(size, dtype=torch.uint8), what)
+        if self.leads:
+            return value
+        found: T = torch.load(io.BytesIO(raw.numpy().tobytes()), weights_only=True)
+        return found
+
+    def portion(self, items: Sequence[T], filling: T) -> list[T]:
+        """This rank's part of a sequence; `filling` completes it, so that all parts have the same
+        length. Item i belongs to rank i modulo `count`."""
+        own = [*items[self.index :: self.count]]
+        return own + [filling] * (-(-len(items) // self.count) - len(own))
+
+    def joined(self, items: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """The tensors of all ranks, in the order of the items that `portion` divided.
+
+        Args:
+            items: flat, of this rank's part and its filling, in host memory
+            sizes: of each item on any rank
+        """
+        if self.count == 1:
+            return [*items]
+        flat = torch.zeros(sum(sizes))
+        places = torch.split(flat, list(sizes))
+        for place, item in zip(places[self.index :: self.count], items, strict=False):
+            place.copy_(item)
+        self.total(flat)  # each place is 0 on all ranks but one
+        return [*places]
+
+    def seed(self, seed: int, step: int) -> None:
+        """Seed the random numbers of dropout on the ranks above 0, whose generators no checkpoint
+        holds. Rank 0 has its own from the checkpoint."""
+        if not self.leads:
+            torch.manual_seed(random.Random(f"{seed}/{step}/{self.index}").getrandbits(63))
 
     @contextlib.contextmanager
     def exchange(self, what: str) -> Iterator[None]:
@@ -68,9 +121,13 @@ class Ranks:
             ) from error
 
     def _reduced(self, tensor: Tensor, how: dist.ReduceOp.RedOpType, what: str) -> Tensor:
-        with self.exchange(f"computing {what} over all ranks"):
-            dist.all_reduce(tensor, op=how)
+        if self.count > 1:
+            with self.exchange(f"computing {what} over all ranks"):
+                dist.all_reduce(tensor, op=how)
         return tensor
+
+
+ALONE = Ranks()
 
 
 def join(processes: Processes) -> Ranks:
@@ -80,7 +137,7 @@ def join(processes: Processes) -> Ranks:
         LostRank: one of them did not come.
     """
     ranks = Ranks(processes.count, processes.rank, processes.deadline_s)
-    # Batches and messages are in host memory: gloo, which notices at once if a process ends.
+    # Batches are in host memory: gloo, which notices at once if a process ends.
     backend = BOTH if torch.cuda.is_available() and dist.is_nccl_available() else GLOO
     with ranks.exchange(f"meeting the other ranks at {processes.init_method}"):
         dist.init_process_group(
@@ -94,13 +151,10 @@ def join(processes: Processes) -> Ranks:
     return ranks
 
 
-def leave() -> None:
-    """Close the connections."""
-    dist.destroy_process_group()
-
-
 def settings_of_rank(settings: S, processes: Processes) -> S:
-    """The settings with this process's GPU, if there are GPUs."""
-    if settings.device not in (AUTO_DEVICE, "cuda") or not torch.cuda.is_available():
+    """The settings with this process's GPU, if there are several processes and GPUs."""
+    if processes.count == 1 or not torch.cuda.is_available():
+        return settings
+    if settings.device not in (AUTO_DEVICE, "cuda"):
         return settings
     return settings.model_copy(update={"device": f"cuda:{processes.local_rank}"})

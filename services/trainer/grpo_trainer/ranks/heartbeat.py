@@ -8,9 +8,11 @@ also adds up a few numbers over gloo, whose connections close when a process end
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from types import TracebackType
 
@@ -18,8 +20,9 @@ import structlog
 import torch
 import torch.distributed as dist
 
+from grpo_trainer.config.processes import Processes
 from grpo_trainer.errors import LostRank
-from grpo_trainer.ranks.group import GLOO, Ranks
+from grpo_trainer.ranks.group import ALONE, GLOO, Ranks, join
 
 BEAT_S = 1.0
 """Time between two exchanges."""
@@ -105,3 +108,19 @@ class Heartbeat:
             if over == self._ranks.count:
                 return None
             self._is_over.wait(self._beat_s)
+
+
+@contextlib.contextmanager
+def joined(processes: Processes) -> Iterator[Ranks]:
+    """This process among the trainer's processes, which begin and end the block together.
+
+    Raises:
+        LostRank: another process ended. An error on one rank ends all ranks.
+    """
+    if processes.count == 1:
+        yield ALONE
+        return
+    ranks = join(processes)
+    with Heartbeat(ranks):
+        yield ranks
+    dist.destroy_process_group()

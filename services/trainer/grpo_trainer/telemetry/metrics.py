@@ -15,7 +15,6 @@ from grpo_trainer.data.collate import Origin
 from grpo_trainer.data.group_filter import FilteredBatch
 from grpo_trainer.data.stats import BatchStats
 from grpo_trainer.telemetry.by_lag import by_lag
-from grpo_trainer.verify.alignment import Alignment
 from grpo_trainer.weight_sync.base import Published
 
 Record = dict[str, float]
@@ -26,19 +25,19 @@ class StepWatch:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._begin = self._fetched = self._computed = clock()
+        self._begin = self._fetched = self._updated = clock()
 
     def fetched(self) -> None:
         """The batch has arrived."""
         self._fetched = self._clock()
 
-    def computed(self) -> None:
-        """The gradients are computed."""
-        self._computed = self._clock()
+    def updated(self) -> None:
+        """The optimizer step is taken."""
+        self._updated = self._clock()
 
-    def times(self, published: Published, run_started: float) -> Record:
-        """End the step; returns its times in seconds. Compute time includes the optimizer, and step
-        time includes everything. "time_s" counts from the first step of this process.
+    def times(self, publish_s: float, run_started: float) -> Record:
+        """End the step; returns its times in seconds. Step time includes everything. "time_s"
+        counts from the first step of this process.
 
         Args: run_started: the clock when the first step began
         """
@@ -47,8 +46,8 @@ class StepWatch:
             "time_s": end - run_started,
             "train/step_time": end - self._begin,
             "train/data_fetch_time": self._fetched - self._begin,
-            "train/compute_time": self._computed - self._fetched + published.optimizer_s,
-            "train/sync_time": published.publish_s,
+            "train/compute_time": self._updated - self._fetched,
+            "train/sync_time": publish_s,
         }
 
 
@@ -61,8 +60,8 @@ class StepOutcome:
         held: version of the weights that computed the gradients
         kl_coef: weight of the KL penalty in this step; None without a reference model
         maxent: tau and the mean entropy of a group's weights; None for other objectives
+        grad_norm: before clipping
         fresh: the logprob difference over fresh tokens
-        alignment: None if this step had no check of the server
         quarantined_batches: number of batches quarantined since the previous step
         failed_checks: number of findings of this step
         save_s: seconds of saving since the previous step, None if nothing was saved
@@ -80,9 +79,9 @@ class StepOutcome:
     origins: Sequence[Origin]
     held: PolicyVersion
     gradients: GradientStats
+    grad_norm: float
     fresh: Distance
     published: Published
-    alignment: Alignment | None
     times: Record
     save_s: float | None
 
@@ -129,7 +128,7 @@ def _training(outcome: StepOutcome) -> dict[str, float | None]:
         "train/loss_policy": policy,
         "train/loss_kl": kl,
         "train/loss_entropy": entropy,
-        "train/grad_norm": outcome.published.grad_norm,
+        "train/grad_norm": outcome.grad_norm,
         "train/lr": outcome.lr,
         "train/pos_logp": _mean(sums.positive_logp, sums.positive_tokens),
         "train/neg_logp": _mean(sums.negative_logp, sums.negative_tokens),
@@ -162,7 +161,7 @@ def _maxent(found: tuple[float, float] | None) -> dict[str, float | None]:
 
 
 def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
-    sums, fresh, probe = outcome.gradients.sums, outcome.fresh, outcome.alignment
+    sums, fresh, probe = outcome.gradients.sums, outcome.fresh, outcome.published.alignment
     found: dict[str, float | None] = {
         "alignment/diff_mean": sums.mean("diff"),
         "alignment/diff_abs_mean": sums.mean("diff_abs"),

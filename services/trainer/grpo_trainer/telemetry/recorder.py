@@ -14,7 +14,8 @@ from grpo_trainer.telemetry.alerts import RangeWatch
 from grpo_trainer.telemetry.benchmark import Stopwatch, server_status
 from grpo_trainer.telemetry.metrics import StepOutcome, step_record
 from grpo_trainer.telemetry.rollout_records import StepRollouts
-from grpo_trainer.telemetry.sinks import Sinks
+from grpo_trainer.telemetry.rollout_writer import prepare_rollouts
+from grpo_trainer.telemetry.sinks import Sinks, rotate_records, trim_records
 
 log = structlog.get_logger()
 
@@ -57,3 +58,18 @@ class Recorder:
         )
         summary.write(settings.save_path)
         sys.stdout.write(f"\n{summary}")
+
+
+def begin_records(settings: TrainerSettings, resumed_step: int | None) -> None:
+    """Prepare the files of metrics and rollouts: those of another run are put aside, and records of
+    steps that a checkpoint lacks are removed.
+
+    Args:
+        resumed_step: of the checkpoint that the run resumes from; None without one
+    """
+    if settings.metrics_file is not None:
+        if resumed_step is None:
+            rotate_records(settings.metrics_file)
+        else:
+            trim_records(settings.metrics_file, resumed_step)
+    prepare_rollouts(settings, resumed_step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 
@@ -11,7 +12,11 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.logprob_comparison import Distance, TokenTable
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.group_checks import UsableGroup
+from grpo_trainer.model.forward import FastForward
+from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of
+from grpo_trainer.model.reference import Reference
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.verify.alignment import ServedLogprobs
 from grpo_trainer.verify.findings import CheckName, Finding, FindingLog
 from grpo_trainer.verify.group_check import GroupCheck
 from grpo_trainer.verify.ratio_check import RatioCheck, UnlikelyRatio
@@ -37,6 +42,24 @@ class DataChecks:
     rollouts: RolloutCheck
     log: FindingLog = field(default_factory=FindingLog)
     failed: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        policy: CausalLM,
+        forward: FastForward,
+        reference: Reference | None,
+        served_logprobs: ServedLogprobs,
+        tolerance: float,
+    ) -> Self:
+        """Those of a run. Args: tolerance: for the mean |difference| of fresh tokens"""
+        return cls(
+            GroupCheck(end_tokens_of(policy)),
+            RatioCheck(),
+            SamplingCheck(policy, forward),
+            None if reference is None else ReferenceCheck(reference),
+            RolloutCheck(policy, served_logprobs, tolerance),
+        )
 
     def before_update(
         self,

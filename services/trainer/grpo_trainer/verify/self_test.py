@@ -18,20 +18,20 @@ from torch import Tensor
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.algo.accumulate import Accumulate, GradientStats
-from grpo_trainer.algo.loss import step_loss
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import Batch, MicroBatch, collate, with_penalties
+from grpo_trainer.data.collate import Batch, collate, shared_batch
 from grpo_trainer.data.completion_weights import with_completion_weights
 from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_group
 from grpo_trainer.errors import SelfTestFailed
 from grpo_trainer.model.adapter import adapter_dropouts
 from grpo_trainer.model.forward import FastForward
-from grpo_trainer.model.logprobs import TokenValues, logprobs_of, probe_tokens, tolerance_of
+from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
 from grpo_trainer.model.policy_protocol import CausalLM, device_of, vocabulary_of
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.objective.recipes import Objective
 from grpo_trainer.optim.master_gradients import LossScale
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.ranks.group import ALONE, Ranks
 
 log = structlog.get_logger()
 
@@ -39,6 +39,8 @@ PROMPT_TOKENS = 6
 COMPLETION_TOKENS = (2, 3, 5, 4)
 SCORES = (1.0, 0.0, 0.25, 0.75)
 LONGEST = PROMPT_TOKENS + max(COMPLETION_TOKENS)
+LARGE = 2 * len(SCORES) * LONGEST
+"""Tokens of a micro-batch that holds all sequences."""
 GRADIENT_TOLERANCE = 0.1
 """Relative difference of two ways to compute one gradient. In bfloat16 rounding reaches a few per
 cent. Without one of the eight sequences, the gradient changes by about a third."""
@@ -56,6 +58,7 @@ class SelfTest:
     optimizer: MasterOptimizer
     settings: TrainerSettings
     accumulate: Accumulate
+    ranks: Ranks = ALONE
 
     def require(self) -> None:
         """Raises:
@@ -76,14 +79,14 @@ class SelfTest:
         log.info("self_test.passed")
 
     def _problems(self) -> list[str]:
-        objective, groups = self.settings.resolved_objective, self._groups()
-        batch = self._batch(groups, objective, tokens=len(groups) * len(SCORES) * LONGEST)
+        objective = self.settings.resolved_objective
         with _unchanged(self.optimizer.loss_scale, device_of(self.policy)):
+            # Rank 0 alone may have the whole policy, which gives the behaviour logprobs.
+            groups = self._groups() if self.ranks.leads else []
+            whole, parts = (self._batch(groups, objective, tokens) for tokens in (LARGE, 1))
             return [
-                *_of_advantages(batch, groups, objective),
-                *_of_loss(batch.micro_batches[0], objective),
-                *self._of_logprobs(batch, objective),
-                *self._of_gradients(groups, batch, objective),
+                *self._of_logprobs(whole, objective),
+                *self._of_gradients(whole, parts, objective),
             ]
 
     def _groups(self) -> list[UsableGroup]:
@@ -105,14 +108,17 @@ class SelfTest:
         )
 
     def _batch(self, groups: Sequence[UsableGroup], objective: Objective, tokens: int) -> Batch:
-        """Args: tokens: of a micro-batch"""
-        cut = self.forward.layout.cut
-        batch = collate(groups, self.settings.seq_len, tokens, cut, objective)
-        if objective.advantage == "maxent":
-            # Without the reference model, higher scores have higher weights.
-            alone = replace(objective, maxent_tau=objective.maxent_tau or 1.0)
-            batch, _ = with_completion_weights(batch, groups, alone)
-        return batch if self.reference is None else self.reference.added(batch)
+        """Args: groups: on rank 0; tokens: of a micro-batch"""
+        batch = None
+        if groups:
+            cut = self.forward.layout.cut
+            batch = collate(groups, self.settings.seq_len, tokens, cut, objective)
+            if objective.advantage == "maxent":
+                # Without the reference model, higher scores have higher weights.
+                alone = replace(objective, maxent_tau=objective.maxent_tau or 1.0)
+                batch, _ = with_completion_weights(batch, groups, alone)
+        batch = shared_batch(batch, self.ranks)
+        return batch if self.reference is None else self.reference.added(batch, self.ranks)
 
     def _of_logprobs(self, batch: Batch, objective: Objective) -> Iterator[str]:
         """With dropout as in training."""
@@ -125,11 +131,8 @@ class SelfTest:
                 "or tokens and logprobs are misaligned"
             )
 
-    def _of_gradients(
-        self, groups: Sequence[UsableGroup], whole: Batch, objective: Objective
-    ) -> Iterator[str]:
+    def _of_gradients(self, whole: Batch, parts: Batch, objective: Objective) -> Iterator[str]:
         """One micro-batch of all sequences, and one of each, have the same gradient."""
-        parts = self._batch(groups, objective, tokens=1)
         with _dropout_at_zero(self.policy):
             expected, found = (self._gradient(batch, objective) for batch in (whole, parts))
         norm = float(expected.norm())
@@ -158,64 +161,6 @@ class SelfTest:
         found = torch.cat(some).cpu() if some else torch.zeros(1)
         gradients.clear()
         return found / (1.0 if scale is None else scale.value)
-
-
-def _of_advantages(
-    batch: Batch, groups: Sequence[UsableGroup], objective: Objective
-) -> Iterator[str]:
-    advantages = _in_order(batch).view(len(groups), len(SCORES))
-    sums = advantages.sum() if objective.advantage == "batch_std" else advantages.sum(-1)
-    expected = len(SCORES) if objective.advantage == "maxent" else 0  # weights are not centred
-    worst = float(sums[(sums - expected).abs().argmax()] if sums.dim() else sums)
-    if abs(worst - expected) > 1e-4:
-        yield (
-            f"--advantage {objective.advantage}: the advantages of scores {SCORES} add up to "
-            f"{worst:.3g} instead of {expected}"
-        )
-    if not bool((advantages.argsort(-1) == torch.tensor(SCORES).argsort()).all()):
-        yield f"--advantage {objective.advantage}: a higher score has a lower advantage"
-    if objective.kl_coef and objective.kl_in == "reward":
-        penalties = torch.zeros(len(batch.order))
-        penalties[0] = 0.1 * objective.kl_coef
-        if not _in_order(with_penalties(batch, groups, objective, penalties))[0] < advantages[0, 0]:
-            yield "a KL penalty does not lower the advantage of its completion"
-
-
-def _in_order(batch: Batch) -> Tensor:
-    """[sequences] the advantages, in the order of the groups."""
-    advantages = torch.cat([micro.advantages[:, 0] for micro in batch.micro_batches])
-    return advantages[torch.tensor(batch.order).argsort()]
-
-
-def _of_loss(micro: MicroBatch, objective: Objective) -> Iterator[str]:
-    """The signs of the loss's parts, by its derivatives."""
-    trained, logp = micro.token_weight > 0, micro.behaviour_logp
-    ones = torch.ones_like(micro.advantages)
-    plain = replace(objective, kl_coef=0.0, entropy_coef=0.0)
-    better = _derivatives(replace(micro, advantages=ones), plain)
-    if not bool((better.logp[trained] < 0).all()):
-        yield "a step would make completions with a positive advantage less likely"
-    still = replace(micro, advantages=0 * ones, reference_logp=logp - 0.5)
-    if objective.kl_coef and objective.kl_in == "loss":
-        away = _derivatives(still, replace(objective, entropy_coef=0.0))
-        if not bool((away.logp[trained] > 0).all()):
-            yield "the KL penalty drives the policy from the reference model: its sign is wrong"
-    if objective.entropy_coef:
-        flat = _derivatives(still, replace(objective, kl_coef=0.0))
-        if not bool((flat.entropy[trained] < 0).all()):
-            yield "the entropy bonus lowers the entropy: its sign is wrong"
-
-
-def _derivatives(micro: MicroBatch, objective: Objective) -> TokenValues:
-    """Of the loss at the policy that sampled, by logprob and by entropy."""
-    leaves = TokenValues(
-        micro.behaviour_logp.clone().requires_grad_(),
-        torch.ones_like(micro.behaviour_logp).requires_grad_(),
-        torch.zeros_like(micro.behaviour_logp).requires_grad_(),
-    )
-    loss = torch.stack(step_loss(leaves, micro, objective)).sum()
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return TokenValues(*(torch.zeros_like(leaves.logp) if g is None else g for g in found))
 
 
 @contextlib.contextmanager

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from grpo_core.clients.inference import Completion
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -14,23 +14,15 @@ from grpo_trainer.verify.alignment import Alignment, Bound
 
 @dataclass(frozen=True)
 class Published:
-    """The result of one optimizer step and its publication.
-
-    `version` names the trainer's current weights, even if the server does not serve them yet.
-    """
+    """`version` names the trainer's current weights, even if the server does not serve them yet."""
 
     version: PolicyVersion
-    grad_norm: float
-    optimizer_s: float
-    """Duration of the optimizer step in seconds. The server keeps sampling meanwhile if the mode
-    allows it."""
-    publish_s: float
-    """Seconds from the end of the optimizer step until the server serves the new weights; 0 if they
-    were not published."""
+    seconds: float
+    """Until the server serves the new weights; 0 if they were not published."""
     is_served: bool = True
     """False if the server continues with older weights."""
     alignment: Alignment | None = None
-    """The result of the check of this publication, in modes that check every one."""
+    """The result of the check of the served weights; None if no check was due."""
 
 
 class WeightSync(Protocol):
@@ -66,9 +58,13 @@ class WeightSync(Protocol):
                 learns)
         """
 
-    def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
-        """Take the optimizer step with index `step`, and publish its result if a publication is
-        due."""
+    def publish(self, optimizer: MasterOptimizer, step: int) -> Published:
+        """Write the master weights into the policy as the weights of `step`, and publish them if a
+        publication is due.
+
+        Args:
+            step: optimizer steps taken so far
+        """
 
     def recover_server(self) -> None:
         """Wait for the server's return if it stopped. Called repeatedly while the trainer waits for
@@ -77,8 +73,29 @@ class WeightSync(Protocol):
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
         """The server's logprobs of token_ids[1:]: [T] → [T-1]."""
 
-    def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
-        """Exactly `max_tokens` tokens that the server samples at temperature 1."""
-
     def close(self) -> None:
         """Disconnect from the server. It keeps serving the latest published weights."""
+
+
+class PeriodicSync:
+    """Publishes after every `every_steps` steps and after `last_step`. `version`: of the policy's
+    weights."""
+
+    every_steps: int
+    last_step: int
+    version: PolicyVersion
+
+    def publish(self, optimizer: MasterOptimizer, step: int) -> Published:
+        """As `WeightSync.publish`. Raises the errors of `publish_now`."""
+        started = time.monotonic()
+        optimizer.write_into_parameters()
+        self.version = PolicyVersion(self.version.epoch, step)
+        if step % self.every_steps and step != self.last_step:
+            return Published(self.version, 0.0, is_served=False)
+        alignment = self.publish_now(f"After step {step}")
+        return Published(self.version, time.monotonic() - started, alignment=alignment)
+
+    def publish_now(self, label: str) -> Alignment:
+        """Publish the policy's weights, and check the server. Args: label: names the moment in
+        error messages"""
+        raise NotImplementedError

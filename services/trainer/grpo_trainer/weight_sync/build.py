@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.security.bearer_token import plain
@@ -20,6 +23,7 @@ from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.files.file_sync import FileSync
 from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
+from grpo_trainer.weight_sync.files.server_process import inference_server
 from grpo_trainer.weight_sync.files.supervisor_commands import Publisher
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
 from grpo_trainer.weight_sync.shared_memory.attachment import WeightPlaces
@@ -32,11 +36,24 @@ ACTIONS = {
 }
 
 
-def build_weight_sync(settings: TrainerSettings) -> WeightSync:
-    """Create the object without sending a request."""
+@contextlib.contextmanager
+def open_weight_sync(
+    settings: TrainerSettings, starts_from_model: bool = False
+) -> Iterator[WeightSync]:
+    """That of the mode, with its inference server, which is started if the mode may do so. Args:
+    starts_from_model: see `SharedVllm`"""
+    with (
+        inference_server(settings),
+        contextlib.closing(build_weight_sync(settings, starts_from_model)) as sync,
+    ):
+        yield sync
+
+
+def build_weight_sync(settings: TrainerSettings, starts_from_model: bool = False) -> WeightSync:
+    """Create the object without sending a request. Args: starts_from_model: see `SharedVllm`"""
     chosen = settings.sync
     if isinstance(chosen, SharedVllmSettings):
-        return _shared(settings, chosen)
+        return _shared(settings, chosen, starts_from_model)
     return _by_files(settings, chosen)
 
 
@@ -45,7 +62,9 @@ def _bridge(settings: TrainerSettings, control_url: str | None = None) -> Bridge
     return BridgeClient(settings.inference_url, settings.service_deadline_s, control_url, key)
 
 
-def _shared(settings: TrainerSettings, chosen: SharedVllmSettings) -> SharedVllm:
+def _shared(
+    settings: TrainerSettings, chosen: SharedVllmSettings, starts_from_model: bool
+) -> SharedVllm:
     return SharedVllm(
         bridge=_bridge(settings, chosen.vllm_control_url),
         model_name=settings.model,
@@ -55,6 +74,8 @@ def _shared(settings: TrainerSettings, chosen: SharedVllmSettings) -> SharedVllm
         lease_s=chosen.pause_lease_s,
         return_deadline_s=settings.server_return_deadline_s,
         epochs=OpenedEpochs(settings.save_path),
+        verify_every_steps=chosen.verify_every_steps,
+        starts_from_model=starts_from_model,
     )
 
 

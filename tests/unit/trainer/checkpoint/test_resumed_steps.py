@@ -37,9 +37,8 @@ class Trainer:
         taken = []
         for step in steps:
             batch = collated(group(), group(scores=[0.0, 1.0 + step]))
-            scale = self.optimizer.loss_scale
-            loss = accumulate_gradients(self.policy, batch, GRPO, step, loss_scale=scale).loss
-            taken.append((loss, self.optimizer.step(step)))
+            found = accumulate_gradients(self.policy, batch, GRPO, step, optimizer=self.optimizer)
+            taken.append((found.loss, self.optimizer.step(step)))
             self.optimizer.write_into_parameters()
             logprobs_of(self.policy, [1, 2, 3])  # a check draws no random number
         return taken

@@ -17,7 +17,6 @@ from torch import Tensor
 from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_tiny_model.model import Recipe, build_model
-from grpo_trainer import train
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
 from grpo_trainer.algo.logprob_comparison import Distance
 from grpo_trainer.checkpoint.state import Position
@@ -35,11 +34,12 @@ from grpo_trainer.objective.recipes import Objective
 from grpo_trainer.objective.tau_control import Tau
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
-from grpo_trainer.start import Run
+from grpo_trainer.ranks.group import ALONE
 from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.recorder import Recorder
 from grpo_trainer.telemetry.rollout_records import StepRollouts
 from grpo_trainer.telemetry.sinks import Sinks
+from grpo_trainer.train import Lead, Run, training_steps
 from grpo_trainer.weight_sync.base import Published
 from tests.support.directories import names
 from tests.unit.trainer.groups import LIMITS, good, in_order, preparation
@@ -81,10 +81,9 @@ class Bench:
             logp = self.harm(logp, next(policy.parameters()).flatten()[0])
         return values._replace(logp=logp)
 
-    def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
-        norm = optimizer.step(step)
+    def publish(self, optimizer: MasterOptimizer, step: int) -> Published:
         optimizer.write_into_parameters()
-        return Published(PolicyVersion(1, step + 1), norm, 0.0, 0.0)
+        return Published(PolicyVersion(1, step), 0.0)
 
     def before_update(self, *_: object) -> Distance:
         if self.mismatch:
@@ -115,12 +114,15 @@ class Bench:
         api: Any = SimpleNamespace(
             next_batch=lambda *_: next(leased), request_ahead=lambda *_: None
         )
-        sync: Any = SimpleNamespace(apply=self.apply)
+        sync: Any = SimpleNamespace(publish=self.publish)
         checks: Any = SimpleNamespace(
             before_update=self.before_update, after_update=lambda *_: None, failed=0
         )
         saver: Any = SimpleNamespace(
-            seconds=None, batch_skipped=lambda at: self.skipped.append(at.batch_id)
+            seconds=None,
+            batch_skipped=lambda at: self.skipped.append(at.batch_id),
+            is_due=lambda _: False,
+            step_taken=lambda _: None,
         )
         source = BatchSource(
             settings=settings,
@@ -131,13 +133,15 @@ class Bench:
             quarantine=Quarantine(self.save_path, "run"),
             saver=saver,
         )
-        forward: Any = (self, self.reference, settings.kl_coefficient, settings.tau)
-        learner: Any = (self.policy, *forward, self.optimizer, sync, checks, None)
         sinks = Sinks([self.records.append], [self.rollouts.append])
-        run = Run(settings, source, *learner, Recorder(settings, sinks), saver, self.accumulate)
+        recorder, tau = Recorder(settings, sinks), settings.tau
+        lead = Lead(sync, source, checks, recorder, saver, settings.kl_coefficient, tau)
+        policy: Any = (self.policy, self, self.reference, self.optimizer)
+        run = Run(settings, ALONE, *policy, self.accumulate, lead)
         position = Position(step=0, batch_id=0, epoch=1)
+        steps = training_steps(run, position, Stop())
         while position.batch_id < len(batches):
-            position = train.run_step(run, position, Stop())
+            position = next(steps)
         return position
 
     def accumulate(self, batch: Batch, objective: Objective, step: int) -> GradientStats:

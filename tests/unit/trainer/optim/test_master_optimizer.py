@@ -242,7 +242,7 @@ def take_tiny_step(policy: Any, optimizer: MasterOptimizer) -> float:
     whole = ragged_batch()
     micros = [replace(m, token_weight=m.token_weight * 2e-5) for m in whole.micro_batches]
     batch = replace(whole, micro_batches=micros)
-    accumulate_gradients(policy, batch, GRPO, 0, loss_scale=optimizer.loss_scale)
+    accumulate_gradients(policy, batch, GRPO, 0, optimizer=optimizer)
     return optimizer.step(0)
 
 

@@ -1,4 +1,4 @@
-"""Trains a tiny model alone, or with a second real process that follows, on the same batches."""
+"""Trains a tiny model alone, or with a second real process, on the same batches."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 
-from grpo_trainer.algo.accumulate import GradientStats
+from grpo_trainer.algo.accumulate import GradientStats, build_learner
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.processes import Processes
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import Batch
+from grpo_trainer.data.collate import Batch, shared_batch
 from grpo_trainer.errors import LostRank, NonFiniteLoss
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import build_forward_pass
-from grpo_trainer.model.loading import TrainedWeights
-from grpo_trainer.ranks.follow import follow
-from grpo_trainer.ranks.group import join
-from grpo_trainer.ranks.lead import ALONE, Alone, Leader
+from grpo_trainer.model.loading import TrainedWeights, shared_policy
+from grpo_trainer.model.reference import build_reference
+from grpo_trainer.ranks.group import ALONE, Ranks, join
 from tests.support.forked import forked
 from tests.unit.trainer.forward_rig import ragged_batch
 
@@ -49,28 +48,33 @@ class Case:
         return CommandLine.model_validate(given).settings()
 
 
-def learn(case: Case, model: Path, team: Alone = ALONE) -> dict[str, Any]:
-    """The gradients, sums and tokens of a batch, and the weights after some steps."""
+def learn(case: Case, model: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
+    """The gradients, sums and tokens of a batch, and the weights after some steps. Every rank runs
+    it; rank 0 alone has the model's and the batch's values."""
     settings = case.settings(model)
-    policy = TrainedWeights(settings.model, settings.lora).load(torch.float32).eval()
-    torch.manual_seed(1)
-    for parameter in policy.parameters():  # so that a follower needs the leader's weights
-        parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
-    team.share_model(policy, settings)
+    policy: Any = None
+    if ranks.leads:
+        policy = TrainedWeights(settings.model, settings.lora).load(torch.float32).eval()
+        torch.manual_seed(1)
+        for parameter in policy.parameters():  # so that the others need rank 0's weights
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
+    policy, settings = shared_policy(policy, settings, ranks)
     forward = build_forward_pass(policy, settings)
-    learner = team.learner(policy, forward, settings)
-    optimizer, objective = learner.optimizer, settings.resolved_objective
+    reference = build_reference(policy, forward, settings)
+    optimizer, accumulate = build_learner(policy, forward, settings, ranks)
+    objective = settings.resolved_objective
     whole = ragged_batch(forward.layout.cut, case.tokens)
-    batch = whole if learner.reference is None else learner.reference.added(whole)
-    overflowed = _overflows(lambda b: learner.accumulate(b, objective, 0), batch)
+    whole = shared_batch(whole if ranks.leads else None, ranks)
+    batch = whole if reference is None else reference.added(whole, ranks)
+    overflowed = _overflows(lambda b: accumulate(b, objective, 0), batch)
     optimizer.gradients.clear()
-    found = learner.accumulate(batch, objective, 0)
+    found = accumulate(batch, objective, 0)
     gradients = [None if g is None else g.clone() for g in optimizer.gradients.tensors]
     norm, names = optimizer.step(0), list(trained_parameters(policy))
     for step in range(1, case.steps):
         optimizer.write_into_parameters()
         optimizer.load_tensors(names, {k: t.clone() for k, t in optimizer.tensors(names).items()})
-        learner.accumulate(batch, objective, step)
+        accumulate(batch, objective, step)
         optimizer.step(step)
     optimizer.write_into_parameters()
     return {
@@ -116,16 +120,13 @@ def _work(rank: int, cases: list[Case], model: Path, directory: Path) -> None:
     meeting = (directory / "meeting").as_uri()
     ranks = join(Processes(RANKS, rank, rank, meeting, DEADLINE_S))
     for case in cases:
-        if rank:
-            follow(case.settings(model), ranks)
-        else:
-            leader = Leader(ranks)
-            torch.save(learn(case, model, leader), directory / case.name)
-            leader.finish()
-    if not rank:
+        found = learn(case, model, ranks)
+        if ranks.leads:
+            torch.save(found, directory / case.name)
+    if ranks.leads:
         os._exit(3)
     try:
-        follow(cases[0].settings(model), ranks)
+        ranks.shared(None, "the next batch")
     except LostRank as error:
         (directory / LOST).write_text(str(error))
     os._exit(0)

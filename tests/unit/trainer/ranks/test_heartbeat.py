@@ -12,9 +12,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from grpo_trainer.config.processes import Processes
-from grpo_trainer.ranks.group import join, leave
+from grpo_trainer.ranks.group import join
 from grpo_trainer.ranks.heartbeat import EXIT_FAILED, Heartbeat
 from tests.support.forked import forked
 from tests.support.wait import wait_for
@@ -64,4 +65,4 @@ def _work(rank: int, how: str, directory: Path, silent_s: float) -> None:
         if how != "done":
             end: Callable[[], object] = ENDS[how][0] if rank else threading.Event().wait
             end()
-    leave()
+    dist.destroy_process_group()

@@ -57,6 +57,6 @@ def test_two_ranks_compute_the_step_of_one(name: str, model: Path, results: Path
     assert found["overflowed"]
 
 
-def test_a_follower_ends_with_an_error_if_rank_0_ends(results: Path) -> None:
+def test_a_rank_ends_with_an_error_if_rank_0_ends(results: Path) -> None:
     message = (results / LOST).read_text()
-    assert message.startswith("rank 1 of 2, waiting for the next message of rank 0: another")
+    assert message.startswith("rank 1 of 2, waiting for the next batch of rank 0: another")

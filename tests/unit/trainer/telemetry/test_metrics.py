@@ -67,8 +67,12 @@ OUTCOME = StepOutcome(
     held=PolicyVersion(3, 7),
     gradients=GradientStats((0.25, 0.75, -0.5), SUMS, table(DIFFERENCES)),
     fresh=Distance(tokens=2, mean=0.01, max=0.02, lower_bound=0.0),
-    published=Published(PolicyVersion(3, 8), 1.5, 0.1, 0.2),
-    alignment=Alignment(1e-6, 2e-6, moved=0.01, previous=0.01, sampled_mean=3e-6),
+    grad_norm=1.5,
+    published=Published(
+        PolicyVersion(3, 8),
+        0.2,
+        alignment=Alignment(1e-6, 2e-6, moved=0.01, previous=0.01, sampled_mean=3e-6),
+    ),
     times={
         "time_s": 9.0,
         "train/step_time": 2.0,
@@ -129,13 +133,12 @@ def test_every_metric_is_documented() -> None:
 
 
 def test_times_of_a_step() -> None:
-    """The step begins at 10, has its batch at 11 and its gradient at 14, and ends at 20."""
-    ticks = iter([10.0, 11.0, 14.0, 20.0])
+    """The step begins at 10, has its batch at 11 and its new weights at 14.5, and ends at 20."""
+    ticks = iter([10.0, 11.0, 14.5, 20.0])
     watch = StepWatch(clock=lambda: next(ticks))
     watch.fetched()
-    watch.computed()
-    published = Published(PolicyVersion(1, 1), 1.0, optimizer_s=0.5, publish_s=0.25)
-    assert watch.times(published, run_started=2.0) == {
+    watch.updated()
+    assert watch.times(0.25, run_started=2.0) == {
         "time_s": 18.0,
         "train/step_time": 10.0,
         "train/data_fetch_time": 1.0,
@@ -176,7 +179,7 @@ def test_undefined_values_are_absent_not_zero() -> None:
         held=PolicyVersion(3, 7),
         gradients=GradientStats((0.0, 0.0, 0.0), NO_SUMS, table([])),
         fresh=Distance(0, 0.0, 0.0, 0.0),
-        alignment=None,
+        published=Published(PolicyVersion(3, 8), 0.0),
         save_s=None,
     )
     names = set(step_record(nothing))

@@ -199,9 +199,10 @@ def take_steps(sync: FileSync, optimizer: MasterOptimizer, steps: range) -> list
     published = []
     for step in steps:
         gather_gradient(sync._policy, seed=step)
-        done = sync.apply(optimizer, step)
+        optimizer.step(step)
+        done = sync.publish(optimizer, step + 1)
         assert done.version.step == step + 1
-        assert (done.alignment is not None) == done.is_served == (done.publish_s > 0)
+        assert (done.alignment is not None) == done.is_served == (done.seconds > 0)
         published.append(done.is_served)
     return published
 

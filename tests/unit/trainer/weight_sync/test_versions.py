@@ -75,7 +75,8 @@ def test_an_epoch_that_was_opened_is_opened_no_second_time(tmp_path: Path) -> No
             # The epoch must be recorded before the server learns it.
             assert OpenedEpochs(tmp_path).newest() == version.epoch
 
-        chosen = CommandLine(model="model", mode="shared_vllm", save_path=tmp_path).settings()
+        options = {"mode": "shared_vllm", "save_path": tmp_path, "verify_every_steps": 0}
+        chosen = CommandLine.model_validate({"model": "model", **options}).settings()
         with contextlib.closing(build_weight_sync(chosen)) as built:
             sync: Any = built
             sync._server = SimpleNamespace(

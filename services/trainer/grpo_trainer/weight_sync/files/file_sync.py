@@ -31,7 +31,7 @@ from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, Bound
 from grpo_trainer.verify.publication import ProbeLengths, PublicationCheck
-from grpo_trainer.weight_sync.base import Published
+from grpo_trainer.weight_sync.base import PeriodicSync
 from grpo_trainer.weight_sync.crash_watch import CrashWatch
 from grpo_trainer.weight_sync.files.server_monitor import POLL_S, ServerMonitor
 from grpo_trainer.weight_sync.files.supervisor_commands import Publisher
@@ -45,7 +45,7 @@ PROBE_DEADLINE_S = 30.0
 
 
 @dataclass(eq=False)
-class FileSync:
+class FileSync(PeriodicSync):
     """Args:
     bridge: client of the inference server
     supervisor: client of that server's supervisor
@@ -72,7 +72,7 @@ class FileSync:
     server_run_id: str | None = field(init=False, default=None)
     _policy: CausalLM = field(init=False)
     _check: PublicationCheck = field(init=False)
-    _epoch: int = field(init=False, default=0)
+    version: PolicyVersion = field(init=False, default=PolicyVersion(0, 0))
 
     def load_policy(self, restoring: bool = False) -> CausalLM:  # noqa: ARG002
         """Load the model of --model, in the LoRA modes with an adapter that changes nothing
@@ -111,49 +111,22 @@ class FileSync:
         is_untrained = optimizer.unwritten_parameters() == 0
         optimizer.write_into_parameters()
         self.directories.prepare()
-        self._epoch = 1 + max(
+        epoch = 1 + max(
             last_epoch,
             status.epoch,
             self.directories.newest_epoch(),
             self.supervisor.newest_epoch(),
         )
-        version = PolicyVersion(self._epoch, step)
+        self.version = PolicyVersion(epoch, step)
         # Without a restart a publication is cheap, so it is done even if the server has these
         # weights.
         if not self.publisher.action.restarts or not self._has(status, is_untrained):
-            self._publish(version)
+            self.publish_now(f"After step {step}")
         else:
             self.begun_as = status.version
             self._check.require(status.version, "At the start")
             log.info("weights.already_served", policy_version=tuple(status.version))
-        return version
-
-    def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
-        """Update the master weights, write them into the policy, and publish if a publication is
-        due.
-
-        Raises:
-            NonFiniteGradient: nothing was changed.
-            WeightsRefused, NotPublished, LostServer: the server serves the previous weights, or
-                none.
-            ServedWeightsDiffer: the server reports the new weights but does not serve them.
-            EngineCrashed: a request of the check crashes the engine.
-        """
-        started = time.monotonic()
-        grad_norm = optimizer.step(step)
-        optimizer.write_into_parameters()
-        stepped = time.monotonic()
-        version = PolicyVersion(self._epoch, step + 1)
-        is_due = (step + 1) % self.every_steps == 0 or step + 1 == self.last_step
-        alignment = self._publish(version) if is_due else None
-        return Published(
-            version=version,
-            grad_norm=grad_norm,
-            optimizer_s=stepped - started,
-            publish_s=time.monotonic() - stepped if is_due else 0.0,
-            is_served=is_due,
-            alignment=alignment,
-        )
+        return self.version
 
     def recover_server(self) -> None:
         """Wait for the server's return if it is down. Raises `LostServer`."""
@@ -180,8 +153,16 @@ class FileSync:
         self.supervisor.close()
         self.bridge.close()
 
-    def _publish(self, version: PolicyVersion) -> Alignment:
-        started = time.monotonic()
+    def publish_now(self, label: str) -> Alignment:
+        """Write the policy's weights into a directory, and let the server load them.
+
+        Raises:
+            WeightsRefused, NotPublished, LostServer: the server serves the previous weights, or
+                none.
+            ServedWeightsDiffer: the server reports the new weights but does not serve them.
+            EngineCrashed: a request of the check crashes the engine.
+        """
+        started, version = time.monotonic(), self.version
         files = self.directories.write(
             version,
             self.weights.kind,
@@ -190,7 +171,7 @@ class FileSync:
         if not self.publisher.action.restarts:  # a restart empties the caches
             self._check.prime()
         in_use = self.publisher.publish(files)
-        alignment = self._check.require(version, f"After step {version.step}")
+        alignment = self._check.require(version, label)
         self.directories.remove_older(in_use)
         log.info(
             "weights.published",

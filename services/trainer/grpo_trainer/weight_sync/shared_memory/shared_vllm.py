@@ -23,10 +23,10 @@ from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import PolicyMismatch, TornWeights, WeightSyncError
 from grpo_trainer.model.layers import frozen_checksum
-from grpo_trainer.model.loading import import_architecture
+from grpo_trainer.model.loading import TrainedWeights, import_architecture
 from grpo_trainer.model.policy_protocol import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.verify.alignment import Bound
+from grpo_trainer.verify.alignment import AlignmentProbe, Bound, SharedMemoryCheck
 from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.crash_watch import CrashWatch
 from grpo_trainer.weight_sync.shared_memory.attachment import (
@@ -39,6 +39,7 @@ from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights
 from grpo_trainer.weight_sync.shared_memory.views import (
     build_policy,
     check_views,
+    load_masters,
     move_views,
     release_views,
 )
@@ -60,6 +61,10 @@ class SharedVllm:
     lease_s: maximum length of one pause
     return_deadline_s: how long the trainer waits for a stopped server to return
     epochs: the epochs that earlier trainers of this save path started
+    verify_every_steps: check the server after the first update and after every so many steps; 0:
+        never
+    starts_from_model: a new run publishes the weights of --model first. The server may hold those
+        of another run: of an earlier job of a sweep, for example
     """
 
     begun_as: PolicyVersion | None = None  # always None: `start` publishes
@@ -75,6 +80,8 @@ class SharedVllm:
         lease_s: float = 30.0,
         return_deadline_s: float = RETURN_DEADLINE_S,
         epochs: OpenedEpochs | None = None,
+        verify_every_steps: int = 0,
+        starts_from_model: bool = False,
     ) -> None:
         self._bridge = bridge
         self._server = ServerConnection(
@@ -83,6 +90,9 @@ class SharedVllm:
         self._model_name = model_name
         self._lease_s = lease_s
         self._epochs = epochs
+        self._verify_every_steps = verify_every_steps
+        self._starts_from_model = starts_from_model
+        self._check: SharedMemoryCheck | None = None
         self._policy: CausalLM
         self._optimizer: MasterOptimizer | None = None
         self._frozen = 0
@@ -109,7 +119,8 @@ class SharedVllm:
         attachment = self._server.attach()
         info = attachment.info
         self.server_run_id = info.run_id
-        if not restoring:
+        self._starts_from_model &= not restoring
+        if not (restoring or self._starts_from_model):
             self._refuse_torn(info)
             _log_starting_weights(info)
         self._policy = build_policy(self._model_name, attachment.weights)
@@ -128,38 +139,50 @@ class SharedVllm:
         optimizer: MasterOptimizer,
         step: int,
         last_epoch: int = 0,
-        bound: Bound | None = None,  # noqa: ARG002
+        bound: Bound | None = None,
     ) -> PolicyVersion:
         """Publish the master weights under a new epoch: later than the server's, than `last_epoch`
-        and than every epoch started before."""
+        and than every epoch started before. Then check the server, unless checks are off.
+
+        Raises:
+            ServedWeightsDiffer: the server serves other weights; or layers that are not trained are
+                those of another run.
+        """
+        if self._starts_from_model:
+            load_masters(self._policy, TrainedWeights(self._model_name), optimizer)
         self._optimizer = optimizer
         self._frozen = frozen_checksum(self._policy)
         if self._epochs is not None:
             last_epoch = max(last_epoch, self._epochs.newest())
         self._version = _opened_after(self._version, last_epoch)
-        return self._publish(step)
+        version = self._publish(step)
+        if self._verify_every_steps:
+            self._check = SharedMemoryCheck(
+                AlignmentProbe(self._policy, bound),
+                self._policy,
+                optimizer,
+                self.served_logprobs,
+                self.sample,
+                self._verify_every_steps,
+            )
+            self._check.at_start()
+        return version
 
-    def apply(self, optimizer: MasterOptimizer, step: int) -> Published:
-        """Update the master weights while the server samples, then write them into the served
-        weights.
+    def publish(self, optimizer: MasterOptimizer, step: int) -> Published:  # noqa: ARG002
+        """Write the master weights into the served weights, and check the server if that is due.
 
         Raises:
             MovedParameters: the policy no longer consists of views; nothing was written.
-            NonFiniteGradient: nothing was written.
             LostServer: the server stopped and did not come back in time.
+            ServedWeightsDiffer: the server serves other weights, or the update was not written.
         """
         check_views(self._policy, self.weights)
-        started = time.monotonic()
-        grad_norm = optimizer.step(step)
         self.weights.wait_until_written()  # a GPU finishes the step before the pause begins
-        stepped = time.monotonic()
-        version = self._publish(step + 1)
-        return Published(
-            version=version,
-            grad_norm=grad_norm,
-            optimizer_s=stepped - started,
-            publish_s=time.monotonic() - stepped,
-        )
+        started = time.monotonic()
+        version = self._publish(step)
+        seconds = time.monotonic() - started
+        alignment = None if self._check is None else self._check.after_step(step - 1)
+        return Published(version, seconds, alignment=alignment)
 
     def recover_server(self) -> None:
         """If the server stopped, wait for its return and write the weights back.

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from grpo_core.weights.manifest import WeightManifest
-from grpo_trainer.errors import MovedParameters, PolicyMismatch
+from grpo_trainer.errors import MovedParameters, PolicyMismatch, ServedWeightsDiffer
+from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights
 
 
@@ -120,3 +122,23 @@ def _check_fit(
             + "\n  ".join(problems)
             + "\nload the same model on both sides"
         )
+
+
+@torch.no_grad()
+def load_masters(policy: CausalLM, weights: TrainedWeights, optimizer: MasterOptimizer) -> None:
+    """Replace the master weights by those of a model's files.
+
+    Raises:
+        ServedWeightsDiffer: layers that are not trained differ from the files.
+    """
+    files = dict(weights.load(next(policy.parameters()).dtype).named_parameters())
+    views = dict(policy.named_parameters())
+    frozen = [name for name, p in views.items() if not p.requires_grad]
+    if any(not torch.equal(views[name].cpu(), files[name]) for name in frozen):
+        raise ServedWeightsDiffer(
+            "the server holds an earlier run's weights in layers that this run does not train "
+            "(grpo.train_layer_indices); restart the server, so that it loads its model again"
+        )
+    trained = [name for name, p in views.items() if p.requires_grad]
+    for name, master in zip(trained, optimizer.masters, strict=True):
+        master.copy_(files[name])

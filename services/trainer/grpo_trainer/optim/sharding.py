@@ -1,4 +1,4 @@
-"""Divides a policy among the ranks with PyTorch's FSDP2.
+"""Several ranks: the optimizer of each, and a policy that PyTorch's FSDP2 divides among them.
 
 Each parameter is divided by rows. A pass collects the rows of one layer at a time and adds up the
 gradients. The leader also keeps the whole policy, in the weights' data type: from it come checks,
@@ -8,13 +8,14 @@ exports and publications.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -30,7 +31,8 @@ from grpo_trainer.model.forward import ForwardPass
 from grpo_trainer.model.layers import layers_of
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.policy_protocol import CausalLM, device_of
-from grpo_trainer.ranks.group import LEADER, Ranks
+from grpo_trainer.optim.master_optimizer import MASTER, MasterOptimizer
+from grpo_trainer.ranks.group import Ranks
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,8 @@ def shard(policy: CausalLM, ranks: Ranks) -> Sharded:
     Raises:
         FastPathRefused: the model has no list of layers.
     """
-    whole = policy if ranks.index == LEADER else None
-    part = copy.deepcopy(policy) if ranks.index == LEADER else policy
+    whole = policy if ranks.leads else None
+    part = copy.deepcopy(policy) if ranks.leads else policy
     shapes = {name: p.shape for name, p in trained_parameters(policy).items()}
     mesh = init_device_mesh(device_of(policy).type, (ranks.count,))
     layers = layers_of(part)
@@ -109,3 +111,82 @@ def shard(policy: CausalLM, ranks: Ranks) -> Sharded:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return Sharded(part, whole, ranks, mesh, shapes)
+
+
+def is_divided(policy: CausalLM) -> bool:
+    """Whether a policy is one rank's part."""
+    return isinstance(policy, FSDPModule)
+
+
+class RankOptimizer(MasterOptimizer):
+    """The optimizer of one of several ranks. All ranks take the same steps, so no weights are sent
+    after a step. Checkpoints hold whole tensors, so they do not depend on the number of ranks.
+
+    Every rank calls `step`, `write_into_parameters`, `tensors` and `load_tensors`.
+
+    Args:
+        sharded: None if each rank holds the whole policy
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        ranks: Ranks,
+        sharded: Sharded | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(parameters, **options)
+        self._ranks, self._sharded = ranks, sharded
+        if sharded is not None:
+            self.gradients.total = ranks.total
+
+    def write_into_parameters(self) -> None:
+        super().write_into_parameters()
+        if self._sharded is not None:
+            with self._ranks.exchange("collecting the weights"):
+                self._sharded.write_into_whole()
+
+    def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Whole tensors, in host memory if the policy is sharded. Then the ranks above 0 keep none
+        of them: together they are as large as the state of all ranks."""
+        if self._sharded is None:
+            return super().tensors(names)
+        found: dict[str, Tensor] = {}
+        for path, part in super().tensors(names).items():
+            with self._ranks.exchange("collecting the optimizer's state"):
+                whole = self._sharded.collected(name_of(path), part)
+            if self._ranks.leads:
+                found[path] = whole.cpu()
+        return found
+
+    @torch.no_grad()
+    def load_tensors(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        """Load one parameter at a time, so that no rank holds a second state.
+
+        Args: tensors: whole ones on the leader; not read on other ranks
+        """
+        counts = Counter(map(name_of, tensors))  # one tensor: the master weights alone
+        stepped = torch.tensor([int(counts[name] > 1) for name in names])
+        has_state = self._ranks.from_leader(stepped, "a checkpoint").tolist()
+        for index, name in enumerate(names):
+            whole = self._whole_like(name, self.masters[index])
+            state = self._update.initial_state(whole) if has_state[index] else {}
+            own: dict[str, Tensor] = {}
+            for kind, place in {MASTER: whole, **state}.items():
+                if self._ranks.leads:
+                    place.copy_(tensors[f"{kind}/{name}"])
+                own[kind] = self._own(self._ranks.from_leader(place, "a checkpoint"))
+            self._load_one(index, own)
+
+    def _whole_like(self, name: str, master: Tensor) -> Tensor:
+        shape = master.shape if self._sharded is None else self._sharded.shape(name)
+        return torch.empty(shape, dtype=master.dtype, device=master.device)
+
+    def _own(self, whole: Tensor) -> Tensor:
+        return whole if self._sharded is None else self._sharded.own(whole)
+
+
+def name_of(path: str) -> str:
+    """The parameter's name in the path of one of its tensors, `kind/name`."""
+    return path.partition("/")[2]
