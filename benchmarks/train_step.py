@@ -28,7 +28,7 @@ from benchmarks.train_bench.work import GROUP_SIZE, BatchFile, batch, prompt_tok
 from grpo_core.logs import configure_logging
 from grpo_core.settings import Command, CommandSettings, load_settings
 from grpo_tiny_model.model import ensure_tiny_model
-from grpo_trainer.objective.advantage import group_std
+from grpo_trainer.advantages import group_std
 
 SECTION = "training step"
 SAME_LOSS, SAME_NORM = 1e-5, 1e-4

@@ -46,7 +46,7 @@ from grpo_trainer.data.group_checks import GroupLimits, usable_group
 from grpo_trainer.data.micro_batches import by_length
 from grpo_trainer.errors import MissingPackage
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
-from grpo_trainer.objective.recipes import GRPO
+from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 

@@ -23,7 +23,7 @@ from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.group_checks import GroupLimits, usable_group
 from grpo_trainer.data.micro_batches import Cut, common_prefix
 from grpo_trainer.model.forward import build_forward_pass
-from grpo_trainer.objective.recipes import GRPO
+from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
 

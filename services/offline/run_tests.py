@@ -24,7 +24,7 @@ from grpo_offline.run_files import RunFiles, resumed_keys
 from grpo_offline.screen import Screen
 from grpo_offline.script_tests import run_tests
 from grpo_trainer.objective.kl_control import KlCoefficient
-from grpo_trainer.objective.recipes import KlControlName, Objective
+from grpo_trainer.objectives import KlControlName, Objective
 
 ITERATIONS = 2
 
@@ -86,7 +86,7 @@ def test_kl_divergence_and_its_control() -> None:
 def test_maxent_weights() -> None:
     import torch
 
-    from grpo_trainer.objective.maxent import completion_weights
+    from grpo_trainer.advantages import completion_weights
 
     scores, reference = torch.tensor([1.0, 0, 0, 0]), torch.tensor([-0.5, -0.4, -1, -2])
     found = completion_weights(scores, reference, Objective(maxent_tau=0.2), beta=0.1)

@@ -22,7 +22,7 @@ from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer import train
 from grpo_trainer.algo import accumulate
-from grpo_trainer.algo.loss import LossParts
+from grpo_trainer.losses import LossParts
 from grpo_trainer.model import loading
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.optim.master_optimizer import MasterOptimizer

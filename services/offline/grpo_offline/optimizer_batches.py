@@ -9,7 +9,7 @@ from grpo_core.wire.scored_group import ScoredGroup
 from grpo_offline.errors import KeysInvalid
 from grpo_trainer.data.collate import group_advantages
 from grpo_trainer.data.group_checks import GroupLimits, usable_group
-from grpo_trainer.objective.recipes import Objective
+from grpo_trainer.objectives import Objective
 
 _OF_STEPS = ("maxent", "batch_std")
 """Advantages that the trainer computes from all groups of a step."""

@@ -20,7 +20,7 @@ from grpo_offline.errors import KeysInvalid
 from grpo_offline.key_names import line_in_keys
 from grpo_offline.keys import OfflineKeys
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.objective.recipes import RECIPES
+from grpo_trainer.objectives import RECIPES
 
 S = TypeVar("S", bound=CommandSettings)
 

@@ -126,6 +126,10 @@ class MissingPackage(GrpoError):
     """An option needs a package that is not installed. The message shows the install command."""
 
 
+class FunctionUnusable(GrpoError):
+    """The user's own loss or advantage cannot be loaded, or fails on a small batch."""
+
+
 class NoSuchDevice(GrpoError):
     """The trainer cannot use the GPU that an option names."""
 

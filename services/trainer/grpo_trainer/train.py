@@ -50,8 +50,8 @@ from grpo_trainer.model.reference import (
     log_likelihoods,
 )
 from grpo_trainer.objective.kl_control import KlCoefficient
-from grpo_trainer.objective.recipes import Objective
 from grpo_trainer.objective.tau_control import Tau
+from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE, Ranks
 from grpo_trainer.stop import Stop
@@ -61,6 +61,7 @@ from grpo_trainer.telemetry.rollout_records import StepRollouts
 from grpo_trainer.telemetry.sinks import Sinks, open_sinks
 from grpo_trainer.verify.alignment import Bound
 from grpo_trainer.verify.data_checks import DataChecks
+from grpo_trainer.verify.own_functions import require_own_functions
 from grpo_trainer.verify.self_test import SelfTest
 from grpo_trainer.weight_sync.base import Published, WeightSync
 from grpo_trainer.weight_sync.build import open_weight_sync
@@ -337,6 +338,7 @@ def open_run(
         weight_sync: opens the object that brings weights to the server
         ranks: this process among the trainer's processes
     """
+    require_own_functions(settings.resolved_objective)
     torch.manual_seed(settings.seed)
     with contextlib.ExitStack() as stack:
         store, saved, sync, sinks = StateStore(settings.save_path), None, None, None

@@ -10,8 +10,8 @@ import pytest
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.recipe.objective import objective_options
 from grpo_offline.recipe.reading import read_recipe
-from grpo_trainer.algo.loss import bounds
-from grpo_trainer.objective.recipes import Objective, resolved
+from grpo_trainer.losses import bounds
+from grpo_trainer.objectives import Objective, resolved
 
 
 def objective_of(*keys: str) -> Objective:

@@ -17,7 +17,7 @@ from grpo_trainer.data.group_checks import GroupLimits, usable_group
 from grpo_trainer.data.micro_batches import Cut, by_prefix
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.forward import ForwardPass
-from grpo_trainer.objective.recipes import GRPO
+from grpo_trainer.objectives import GRPO
 from tests.unit.trainer.tiny_policy import LORA
 
 VOCABULARY = 48

@@ -14,7 +14,7 @@ from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_grou
 from grpo_trainer.data.group_filter import FilteredBatch, GroupFilter
 from grpo_trainer.data.micro_batches import Tokens
 from grpo_trainer.data.preparation import Preparation
-from grpo_trainer.objective.recipes import GRPO
+from grpo_trainer.objectives import GRPO
 
 P = PROMPT_LOGPROB
 VOCABULARY = 100

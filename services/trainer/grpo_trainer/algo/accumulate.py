@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.algo.logprob_comparison import TokenTable
-from grpo_trainer.algo.loss import (
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.collate import Batch, MicroBatch
+from grpo_trainer.errors import NonFiniteLoss
+from grpo_trainer.losses import (
     NO_SUMS,
     LossParts,
     LossSums,
     loss_sums,
     step_loss,
 )
-from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import Batch, MicroBatch
-from grpo_trainer.errors import NonFiniteLoss
 from grpo_trainer.model.adapter import adapter_dropouts, dropout_on
 from grpo_trainer.model.forward import FastForward, ForwardPass, plain_forward
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.policy_protocol import CausalLM, device_of
 from grpo_trainer.model.reference import values_of_all
-from grpo_trainer.objective.recipes import Objective
+from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.build import build_optimizer
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.sharding import RankOptimizer, is_divided, shard

@@ -157,6 +157,7 @@ COMMAND = Command(
         "training-steps": "steps",
         "atropos-url": "run_api_url",
         "vllm-url": "inference_url",
+        "surrogate": "loss",
         "vllm-port": Alias("inference_url", _url_of_port, yields=True),
         "vllm-gpu-memory-utilization": "gpu_memory_utilization",
         "single-copy": flag_for("mode", "shared_vllm"),

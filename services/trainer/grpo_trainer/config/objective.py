@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from grpo_core.settings import Mistake, Shown
 from grpo_trainer.objective.kl_control import KlCoefficient
-from grpo_trainer.objective.recipes import (
-    AdvantageName,
+from grpo_trainer.objective.tau_control import Tau
+from grpo_trainer.objectives import (
+    ADVANTAGES,
+    LOSSES,
     AggregationName,
     CorrectionName,
     KlControlName,
@@ -21,10 +24,8 @@ from grpo_trainer.objective.recipes import (
     Level,
     Objective,
     ObjectiveName,
-    SurrogateName,
     resolved,
 )
-from grpo_trainer.objective.tau_control import Tau
 
 BY_RECIPE = Shown(default="that of --objective")
 
@@ -38,13 +39,14 @@ class ObjectiveOptions(BaseModel):
         "grpo",
         description="Named recipe that sets the options below it; each of them can be overridden",
     )
-    advantage: Annotated[AdvantageName | None, BY_RECIPE] = Field(
+    advantage: Annotated[str | None, BY_RECIPE] = Field(
         None,
         description="How advantages follow from scores. group_std: the distance to the group's "
         "mean, divided by the group's standard deviation. group_mean: not divided. leave_one_out: "
         "the distance to the mean of the group's other scores. batch_std: the distance to the "
         "batch's mean, divided by the batch's standard deviation. maxent: the weights of "
-        "MaxEnt-GRPO, see --maxent-tau. Advantages that an environment sends have priority",
+        "MaxEnt-GRPO, see --maxent-tau. Or FILE.py:FUNCTION, your own function of the scores of a "
+        "batch's groups. Advantages that an environment sends have priority",
     )
     overlong_buffer: Annotated[float | None, Shown(default="0; 0.2 for dapo")] = Field(
         None,
@@ -53,11 +55,12 @@ class ObjectiveOptions(BaseModel):
         description="Last part of the longest allowed completion, as a fraction of it, in which a "
         "completion's score loses up to 1, in proportion to its length",
     )
-    surrogate: Annotated[SurrogateName | None, BY_RECIPE] = Field(
+    loss: Annotated[str | None, BY_RECIPE] = Field(
         None,
         description="How importance ratio and advantage form the loss. clip: PPO's clipped "
         "surrogate. cispo: the clipped ratio is a constant factor of the token's logprob. "
-        "reinforce: so is the ratio, which is not clipped. likelihood: the logprob without a ratio",
+        "reinforce: so is the ratio, which is not clipped. likelihood: the logprob without a "
+        "ratio. Or FILE.py:FUNCTION, your own function of the tokens",
     )
     clip_eps: Annotated[float | None, Shown(default="that of --objective; 0.2 for grpo")] = Field(
         None,
@@ -179,6 +182,14 @@ class ObjectiveOptions(BaseModel):
         0, ge=0, description="First steps, in which tau does not change"
     )
 
+    @field_validator("advantage", "loss")
+    @classmethod
+    def _is_known(cls, value: str | None, info: ValidationInfo) -> str | None:
+        table = ADVANTAGES if info.field_name == "advantage" else LOSSES
+        if value is None or value in table or re.fullmatch(r".+\.py:\w+", value):
+            return value
+        raise ValueError(f"expected {', '.join(table)}, or FILE.py:FUNCTION")
+
     @property
     def tau(self) -> Tau:
         """The weight of the entropy at the start of a run."""
@@ -216,24 +227,24 @@ class ObjectiveOptions(BaseModel):
             yield Mistake("recompute_logprobs", "excludes --kl-in reward, which needs logged ones")
         if self.kl_horizon != _default("kl_horizon") and self.kl_control != "adaptive":
             yield Mistake("kl_horizon", f"has no effect on --kl-control {self.kl_control}")
-        if whole.importance_correction == "truncate" and whole.surrogate == "cispo":
-            problem = "truncate is what --surrogate cispo does itself; pass none or mask"
+        if whole.importance_correction == "truncate" and whole.loss == "cispo":
+            problem = "truncate is what --loss cispo does itself; pass none or mask"
             yield Mistake("importance_correction", problem)
         if whole.importance_correction == "truncate" and whole.importance_level == "sequence":
             problem = "truncate does not fit --importance-level sequence; pass none or mask"
             yield Mistake("importance_correction", problem)
         yield from self._maxent_conflicts(whole)
-        if whole.surrogate == "likelihood":
+        if whole.loss == "likelihood":
             if whole.importance_correction != "none":
-                yield Mistake("importance_correction", "must be none with --surrogate likelihood")
+                yield Mistake("importance_correction", "must be none with --loss likelihood")
             if self.importance_level is not None:
-                yield Mistake("importance_level", "has no effect on --surrogate likelihood")
+                yield Mistake("importance_level", "has no effect on --loss likelihood")
         if self.aggregation_tokens is not None and whole.aggregation != "constant":
             yield Mistake("aggregation_tokens", "needs --aggregation constant")
-        if self.clip_eps is not None and whole.surrogate != "clip":
-            yield Mistake("clip_eps", f"has no effect on --surrogate {whole.surrogate}")
-        if self.clip_eps_high is not None and whole.surrogate in ("reinforce", "likelihood"):
-            yield Mistake("clip_eps_high", f"has no effect on --surrogate {whole.surrogate}")
+        if self.clip_eps is not None and whole.loss in ("cispo", "reinforce", "likelihood"):
+            yield Mistake("clip_eps", f"has no effect on --loss {whole.loss}")
+        if self.clip_eps_high is not None and whole.loss in ("reinforce", "likelihood"):
+            yield Mistake("clip_eps_high", f"has no effect on --loss {whole.loss}")
         if whole.importance_correction == "none":
             for name in ("importance_correction_level", "importance_correction_cap"):
                 if getattr(self, name) is not None:
@@ -247,8 +258,8 @@ class ObjectiveOptions(BaseModel):
             if whole.kl_in == "weights":
                 yield Mistake("kl_in", "weights needs --advantage maxent")
             return
-        if whole.surrogate != "likelihood":
-            yield Mistake("surrogate", "must be likelihood with --advantage maxent")
+        if whole.loss != "likelihood":
+            yield Mistake("loss", "must be likelihood with --advantage maxent")
         if whole.kl_in == "reward":
             yield Mistake("kl_in", "reward does not fit --advantage maxent; pass weights or loss")
         if not whole.maxent_tau and not (self.kl_coef and whole.kl_in == "weights"):

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.advantages import overlong_penalty, token_weights
 from grpo_trainer.data.group_checks import UsableGroup
 from grpo_trainer.data.micro_batches import Cut, common_prefix
 from grpo_trainer.data.stats import BatchStats, batch_stats
-from grpo_trainer.objective.advantage import ADVANTAGES, overlong_penalty
-from grpo_trainer.objective.aggregation import token_weights
-from grpo_trainer.objective.recipes import Objective
+from grpo_trainer.functions import function_of
+from grpo_trainer.objectives import ADVANTAGES, Objective
 from grpo_trainer.ranks.group import Ranks
 
 
@@ -250,7 +250,7 @@ def group_advantages(
     if scores:
         rollouts = [rollout_places(groups[i].group.rollouts) for i in open_ones]
         of_rollouts = [mean_by(*pair) for pair in zip(scores, rollouts, strict=True)]
-        computed = ADVANTAGES[objective.advantage](of_rollouts)
+        computed = function_of(objective.advantage, ADVANTAGES)(of_rollouts)
         for i, advantages, places in zip(open_ones, computed, rollouts, strict=True):
             found[i] = advantages[places]
     return found

@@ -11,6 +11,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from grpo_trainer.advantages import completion_weights, entropy_of
 from grpo_trainer.data.collate import (
     Batch,
     in_group_order,
@@ -20,8 +21,7 @@ from grpo_trainer.data.collate import (
     with_advantages,
 )
 from grpo_trainer.data.group_checks import UsableGroup
-from grpo_trainer.objective.maxent import completion_weights, entropy_of
-from grpo_trainer.objective.recipes import Objective
+from grpo_trainer.objectives import Objective
 
 
 def with_completion_weights(

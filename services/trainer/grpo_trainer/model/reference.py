@@ -23,7 +23,7 @@ from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.policy_protocol import CausalLM, device_of, vocabulary_of
 from grpo_trainer.objective.kl import kl_terms
-from grpo_trainer.objective.recipes import KlEstimatorName
+from grpo_trainer.objectives import KlEstimatorName
 from grpo_trainer.ranks.group import ALONE, Ranks
 
 

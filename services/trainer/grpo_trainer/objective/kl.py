@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_trainer.objective.recipes import KlEstimatorName
+from grpo_trainer.objectives import KlEstimatorName
 
 MAX_LOG_RATIO = 20.0
+"""Bound on |log ratio|, far outside every clipping interval."""
 
 
 def kl_terms(logp: Tensor, reference_logp: Tensor, estimator: KlEstimatorName) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grpo_trainer.objective.recipes import KlControlName
+from grpo_trainer.objectives import KlControlName
 
 ADAPTIVE_ERROR = 0.2
 BAND, BAND_FACTOR = (0.8, 1.2), 1.5

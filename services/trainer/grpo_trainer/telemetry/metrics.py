@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats
 from grpo_trainer.algo.logprob_comparison import Distance
-from grpo_trainer.algo.loss import LossSums
 from grpo_trainer.data.collate import Origin
 from grpo_trainer.data.group_filter import FilteredBatch
 from grpo_trainer.data.stats import BatchStats
+from grpo_trainer.losses import LossSums
 from grpo_trainer.telemetry.by_lag import by_lag
 from grpo_trainer.weight_sync.base import Published
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from grpo_trainer.algo.accumulate import accumulate_gradients
-from grpo_trainer.algo.loss import policy_loss
+from grpo_trainer.losses import policy_loss
 from grpo_trainer.model.forward import FastForward
 from grpo_trainer.model.fused_head import EAGER
-from grpo_trainer.objective.recipes import GRPO
+from grpo_trainer.objectives import GRPO
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 
 

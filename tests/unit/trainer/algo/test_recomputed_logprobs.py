@@ -14,7 +14,7 @@ from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.group_checks import GroupLimits, usable_group
 from grpo_trainer.model.forward import FastForward
-from grpo_trainer.objective.recipes import GRPO
+from grpo_trainer.objectives import GRPO
 from tests.unit.trainer.forward_rig import VOCABULARY, qwen
 from tests.unit.trainer.groups import P, group, in_order, sampled_by
 

@@ -14,7 +14,7 @@ from grpo_trainer.algo.logprob_comparison import TokenTable
 from grpo_trainer.data.collate import Origin, collate
 from grpo_trainer.data.micro_batches import Cut, by_length, by_prefix
 from grpo_trainer.model.logprobs import TokenValues
-from grpo_trainer.objective.recipes import GRPO, Objective
+from grpo_trainer.objectives import GRPO, Objective
 from tests.unit.trainer.groups import VOCABULARY, P, collated, group, in_order, usable
 
 

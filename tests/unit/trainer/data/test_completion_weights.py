@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from grpo_core.wire.scored_group import ScoredGroup
+from grpo_trainer.advantages import completion_weights, entropy_of
 from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.completion_weights import with_completion_weights
 from grpo_trainer.data.group_checks import UsableGroup
 from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.model.reference import log_likelihoods
-from grpo_trainer.objective.maxent import completion_weights, entropy_of
-from grpo_trainer.objective.recipes import Objective, resolved
+from grpo_trainer.objectives import Objective, resolved
 from tests.unit.trainer.forward_rig import qwen
 from tests.unit.trainer.groups import P, group, usable
 

@@ -30,8 +30,8 @@ from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.packing import Layout, padded
 from grpo_trainer.model.reference import Reference
-from grpo_trainer.objective.recipes import Objective
 from grpo_trainer.objective.tau_control import Tau
+from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
 from grpo_trainer.ranks.group import ALONE

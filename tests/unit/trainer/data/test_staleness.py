@@ -20,7 +20,7 @@ from grpo_trainer.data.collate import collate
 from grpo_trainer.data.group_filter import GroupFilter
 from grpo_trainer.data.staleness import VersionHistory
 from grpo_trainer.errors import StaleData
-from grpo_trainer.objective.recipes import GRPO
+from grpo_trainer.objectives import GRPO
 from tests.unit.trainer.groups import LIMITS, filtered, good, in_order, preparation, sampled_by
 
 RESUMED = VersionHistory(PolicyVersion(2, 6), begun_as=PolicyVersion(1, 6))

@@ -19,7 +19,7 @@ from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.adapter import adapter_dropouts, served_rank, trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of
-from grpo_trainer.objective.recipes import GRPO
+from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.tiny_policy import LORA, model_directory, move, optimizer_of

@@ -18,7 +18,7 @@ from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import build_forward_pass
-from grpo_trainer.objective.recipes import GRPO
+from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
 from tests.unit.trainer.forward_rig import VOCABULARY, ragged_batch

@@ -36,7 +36,7 @@ from grpo_trainer.model.forward import (
 )
 from grpo_trainer.model.fused_head import EAGER
 from grpo_trainer.model.packing import PACKED, PADDED
-from grpo_trainer.objective.recipes import GRPO
+from grpo_trainer.objectives import GRPO
 from tests.unit.trainer.forward_rig import (
     SMALL,
     WINDOW,

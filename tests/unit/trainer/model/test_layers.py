@@ -16,7 +16,7 @@ from grpo_trainer.errors import FastPathRefused, PolicyMismatch
 from grpo_trainer.model.adapter import adapter_dropouts, trained_parameters, with_adapter
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
 from grpo_trainer.model.layers import train_only
-from grpo_trainer.objective.recipes import GRPO
+from grpo_trainer.objectives import GRPO
 from tests.unit.trainer.forward_rig import (
     adapted,
     outcome,

@@ -9,10 +9,9 @@ from math import exp
 import pytest
 import torch
 
-from grpo_trainer.algo.loss import entropy_bonus, kl_penalty
-from grpo_trainer.objective.kl import kl_terms
+from grpo_trainer.losses import entropy_bonus, kl_penalty, kl_terms
 from grpo_trainer.objective.kl_control import KlCoefficient
-from grpo_trainer.objective.recipes import KlControlName, KlEstimatorName
+from grpo_trainer.objectives import KlControlName, KlEstimatorName
 
 LOG2 = math.log(2)
 

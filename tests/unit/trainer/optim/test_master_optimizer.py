@@ -18,7 +18,7 @@ from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteGradient, UnusableOptimizer
 from grpo_trainer.model.adapter import with_adapter
-from grpo_trainer.objective.recipes import GRPO
+from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.build import build_optimizer, build_update
 from grpo_trainer.optim.master_gradients import GROWTH_STEPS, LossScale, ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer

@@ -13,10 +13,10 @@ import torch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats
 from grpo_trainer.algo.logprob_comparison import Distance, TokenTable
-from grpo_trainer.algo.loss import NO_SUMS
 from grpo_trainer.data.collate import Origin
 from grpo_trainer.data.group_filter import FilteredBatch
 from grpo_trainer.data.stats import BatchStats
+from grpo_trainer.losses import NO_SUMS
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch, step_record
 from grpo_trainer.verify.alignment import Alignment
 from grpo_trainer.weight_sync.base import Published

@@ -19,7 +19,7 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import collate
 from grpo_trainer.data.group_checks import UsableGroup
 from grpo_trainer.errors import CheckpointNotSaved
-from grpo_trainer.objective.recipes import GRPO
+from grpo_trainer.objectives import GRPO
 from grpo_trainer.telemetry import rollout_writer
 from grpo_trainer.telemetry.rollout_records import StepRollouts
 from grpo_trainer.telemetry.rollout_samples import MAX_BYTES, sample_table

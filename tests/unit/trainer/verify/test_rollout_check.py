@@ -24,7 +24,7 @@ from grpo_trainer.algo.logprob_comparison import TokenTable
 from grpo_trainer.data.collate import Origin
 from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.model.logprobs import token_logprobs
-from grpo_trainer.objective.recipes import GRPO
+from grpo_trainer.objectives import GRPO
 from grpo_trainer.verify.causes import Cause
 from grpo_trainer.verify.findings import Finding
 from grpo_trainer.verify.rollout_check import RolloutCheck, groups_with_unlikely_prefix

@@ -16,7 +16,7 @@ from grpo_trainer.errors import SelfTestFailed
 from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.packing import PADDED
 from grpo_trainer.model.reference import Reference
-from grpo_trainer.objective.recipes import RECIPES
+from grpo_trainer.objectives import RECIPES
 from grpo_trainer.verify.self_test import SelfTest
 from tests.silent_faults import faults
 from tests.silent_faults.faults import Fault, micro_batch_dropped

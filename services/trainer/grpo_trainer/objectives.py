@@ -1,8 +1,5 @@
-"""The parts of an objective, and the named recipes that combine them.
-
-Every part is one pure function: advantages in `advantage`, token weights in `aggregation`, KL
-estimates in `kl`; importance ratios, surrogates and corrections in `grpo_trainer.algo.loss`.
-"""
+"""The named objectives: a table of their parts. Each loss and each way to compute advantages is one
+pure function, in `losses` and `advantages`, or the user's own."""
 
 from __future__ import annotations
 
@@ -13,9 +10,7 @@ from typing import Any, Literal
 ObjectiveName = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "maxent"
 ]
-AdvantageName = Literal["group_std", "group_mean", "leave_one_out", "batch_std", "maxent"]
 AggregationName = Literal["sequence", "token", "constant"]
-SurrogateName = Literal["clip", "cispo", "reinforce", "likelihood"]
 Level = Literal["token", "sequence"]
 CorrectionName = Literal["truncate", "mask", "none"]
 KlEstimatorName = Literal["k1", "k2", "k3"]
@@ -23,33 +18,44 @@ KlPlace = Literal["loss", "reward", "weights"]
 KlControlName = Literal["fixed", "adaptive", "band", "dual"]
 
 
+LOSSES: Mapping[str, str] = {
+    name: f"grpo_trainer.losses:{name}" for name in ("clip", "cispo", "reinforce", "likelihood")
+}
+ADVANTAGES: Mapping[str, str] = {
+    name: f"grpo_trainer.advantages:{name}"
+    for name in ("group_std", "group_mean", "leave_one_out", "batch_std", "maxent")
+}
+"""The named functions, by import path. Any other `FILE.py:FUNCTION` is the user's own."""
+
+
 @dataclass(frozen=True)
 class Objective:
     """What a step minimises.
 
     Args:
-        advantage: see `advantage.ADVANTAGES`
-        overlong_buffer: share of the allowed completion length; see `advantage.overlong_penalty`
-        surrogate: see `loss.policy_loss`
+        advantage: one of ADVANTAGES, or FILE.py:FUNCTION
+        overlong_buffer: share of the allowed completion length; see `advantages.overlong_penalty`
+        loss: one of LOSSES, or FILE.py:FUNCTION
         clip_eps, clip_eps_high: how far an importance ratio may be below and above 1
         importance_level: of the surrogate's importance ratios
         importance_correction: of tokens or sequences (`importance_correction_level`) whose ratio is
-            above `importance_correction_cap`; see `loss.correction`
-        aggregation: see `aggregation.token_weights`
+            above `importance_correction_cap`; see `losses.correction`
+        aggregation: see `losses.token_weights`
         aggregation_tokens: divisor of the aggregation `constant`; None: --seq-len
         entropy_coef: weight of the bonus for the policy's entropy
         kl_coef: weight of the penalty for the KL divergence from the reference model; see `kl`
         kl_in: whether the penalty is part of the loss, of each completion's score, or of the
-            weights of a group's completions (see `maxent`)
-        maxent_tau: weight of the entropy of a group's weights; see `maxent`, as for the next three
+            weights of a group's completions (see `advantages`)
+        maxent_tau: weight of the entropy of a group's weights; see `advantages`, as for the next
+            three
         maxent_q_temperature: divides the scores
         maxent_q_epsilon: least share of a completion
         maxent_length_normalize_ref: divide the reference model's log-likelihood by the tokens
     """
 
-    advantage: AdvantageName = "group_std"
+    advantage: str = "group_std"
     overlong_buffer: float = 0.0
-    surrogate: SurrogateName = "clip"
+    loss: str = "clip"
     clip_eps: float = 0.2
     clip_eps_high: float = 0.2
     importance_level: Level = "token"
@@ -89,7 +95,7 @@ RECIPES: Mapping[ObjectiveName, Mapping[str, Any]] = {
     # MiniMax-M1, arXiv 2506.13585, equation 4: no lower bound; the ratio is at most 5, as
     # ScaleRL, arXiv 2510.13786, and TRL recommend. The surrogate itself truncates.
     "cispo": {
-        "surrogate": "cispo",
+        "loss": "cispo",
         "clip_eps_high": 4.0,
         "importance_correction": "none",
         "aggregation": "token",
@@ -97,7 +103,7 @@ RECIPES: Mapping[ObjectiveName, Mapping[str, Any]] = {
     # arXiv 2402.14740: REINFORCE on whole completions, each compared with the others.
     "rloo": {
         "advantage": "leave_one_out",
-        "surrogate": "reinforce",
+        "loss": "reinforce",
         "aggregation": "constant",
         "kl_estimator": "k1",
         "kl_in": "reward",
@@ -109,10 +115,11 @@ RECIPES: Mapping[ObjectiveName, Mapping[str, Any]] = {
         "kl_estimator": "k1",
         "kl_in": "reward",
     },
-    # Soft policy improvement, arXiv 1806.06920, with the reference model as prior: see `maxent`.
+    # Soft policy improvement, arXiv 1806.06920, with the reference model as prior: see
+    # `advantages`.
     "maxent": {
         "advantage": "maxent",
-        "surrogate": "likelihood",
+        "loss": "likelihood",
         "importance_correction": "none",
         "kl_in": "weights",
     },

@@ -1,5 +1,11 @@
-"""The policy's loss, put together from an objective's parts. Pure maths, without forward pass,
-logging or I/O.
+"""Losses, each one pure function, and what they are made of. Maths alone: no forward pass, logging
+or I/O.
+
+A loss function gets `LossInputs` and the objective, and returns a scalar to be minimised:
+
+    loss = - sum over tokens of weight * surrogate(ratio, A)
+
+So does the user's own, `--loss my.py:loss`.
 
 Legend: B sequences of the micro-batch, T positions after the causal shift.
 """
@@ -14,9 +20,15 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.data.collate import MicroBatch
+from grpo_trainer.functions import function_of
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.objective.kl import MAX_LOG_RATIO, kl_terms
-from grpo_trainer.objective.recipes import KlEstimatorName, Level, Objective
+from grpo_trainer.objectives import (
+    LOSSES,
+    KlEstimatorName,
+    Level,
+    Objective,
+)
 
 
 @dataclass(frozen=True)
@@ -89,48 +101,62 @@ class LossSums:
 NO_SUMS = LossSums(**{field.name: 0.0 for field in fields(LossSums)})
 
 
-def policy_loss(
-    logp: Tensor,
-    behaviour_logp: Tensor,
-    advantages: Tensor,
-    token_weight: Tensor,
-    objective: Objective,
-) -> Tensor:
-    """Sum over tokens of `-weight * correction * surrogate(r, A)`, r = exp(logp - behaviour).
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss function gets of a micro-batch. [B, T] each, in float32.
 
-    Surrogates, with the bounds 1 - `clip_eps` and 1 + `clip_eps_high`:
+    Example, two sequences of which three tokens and one are trained on:
 
-    - clip: min(r A, clip(r) A), PPO's (arXiv 1707.06347, equation 7). The minimum is right for both
-      signs of A: if A < 0 and the ratio is too high, it keeps the gradient that a maximum would
-      remove.
-    - cispo: min(r, upper bound) A log p, where the first factor has no gradient (arXiv 2506.13585,
-      equation 4). No token loses its gradient.
-    - reinforce: r A log p, where r has no gradient: the policy gradient with importance sampling.
-    - likelihood: A log p, whatever policy sampled the tokens.
+        logp            [[-1.0, -0.5, -2.0], [-0.7, 0.0, 0.0]]   of the policy, with gradient
+        behaviour_logp  [[-1.0, -0.6, -2.0], [-0.7, 1.0, 1.0]]   of the server when it sampled
+        ratio           [[1.0, 1.105, 1.0], [1.0, ...]]           see `importance_ratio`
+        advantages      [[0.5], [-0.5]]                          [B, 1] or [B, T]
+        weight          [[1/6, 1/6, 1/6], [1/2, 0.0, 0.0]]       0: not trained on
 
     Args:
-        logp: [B, T] logprob of each target token under the policy, at the temperature that sampled
-            it
-        behaviour_logp: [B, T] the server's logprob when it sampled the token
-        advantages: [B, 1] or [B, T]
-        token_weight: [B, T] weight of each token; 0 if it is not trained on
-
-    Returns:
-        The loss: a scalar, to be minimised.
+        weight: of each token in the batch's loss, times the factor of --importance-correction
+        entropy: of the policy's distributions, in nats, with gradient if --entropy-coef is above 0
+        reference_logp: of the reference model; None without one
     """
-    is_trained = token_weight > 0
-    log_ratio = _log_ratio(logp, behaviour_logp)
-    ratio = importance_ratio(log_ratio, is_trained, objective.importance_level)
-    low, high = bounds(objective)
-    if objective.surrogate == "clip":
-        clipped = ratio.clamp(low, high)
-        surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    elif objective.surrogate == "likelihood":
-        surrogate = advantages * logp
-    else:
-        surrogate = ratio.detach().clamp(max=high) * advantages * logp
-    weight = token_weight * correction(log_ratio.detach(), is_trained, objective)
-    return -(weight * surrogate).sum()
+
+    logp: Tensor
+    behaviour_logp: Tensor
+    ratio: Tensor
+    advantages: Tensor
+    weight: Tensor
+    entropy: Tensor | None
+    reference_logp: Tensor | None
+
+
+def clip(tokens: LossInputs, objective: Objective) -> Tensor:
+    """min(r A, clip(r) A): PPO's surrogate (arXiv 1707.06347, equation 7), with the bounds
+    1 - `clip_eps` and 1 + `clip_eps_high`.
+
+    The minimum is right for both signs of A: if A < 0 and the ratio is too high, it keeps the
+    gradient that a maximum would remove.
+    """
+    clipped = tokens.ratio.clamp(*bounds(objective))
+    surrogate = torch.minimum(tokens.ratio * tokens.advantages, clipped * tokens.advantages)
+    return -(tokens.weight * surrogate).sum()
+
+
+def cispo(tokens: LossInputs, objective: Objective) -> Tensor:
+    """min(r, 1 + `clip_eps_high`) A log p, where the first factor has no gradient (MiniMax-M1,
+    arXiv 2506.13585, equation 4). No token loses its gradient."""
+    _, high = bounds(objective)
+    surrogate = tokens.ratio.detach().clamp(max=high) * tokens.advantages * tokens.logp
+    return -(tokens.weight * surrogate).sum()
+
+
+def reinforce(tokens: LossInputs, objective: Objective) -> Tensor:  # noqa: ARG001
+    """r A log p, where r has no gradient: the policy gradient with importance sampling."""
+    surrogate = tokens.ratio.detach() * tokens.advantages * tokens.logp
+    return -(tokens.weight * surrogate).sum()
+
+
+def likelihood(tokens: LossInputs, objective: Objective) -> Tensor:  # noqa: ARG001
+    """A log p, whatever policy sampled the tokens."""
+    return -(tokens.weight * (tokens.advantages * tokens.logp)).sum()
 
 
 class LossParts(NamedTuple):
@@ -142,6 +168,40 @@ class LossParts(NamedTuple):
     entropy: Tensor
 
 
+def policy_loss(
+    logp: Tensor,
+    behaviour_logp: Tensor,
+    advantages: Tensor,
+    token_weight: Tensor,
+    objective: Objective,
+    entropy: Tensor | None = None,
+    reference_logp: Tensor | None = None,
+) -> Tensor:
+    """The objective's loss of a micro-batch: a scalar.
+
+    Args:
+        logp: [B, T] logprob of each target token under the policy, at the temperature that sampled
+            it
+        behaviour_logp: [B, T] the server's logprob when it sampled the token
+        advantages: [B, 1] or [B, T]
+        token_weight: [B, T] weight of each token; 0 if it is not trained on
+        entropy, reference_logp: [B, T], for the user's own loss
+    """
+    is_trained = token_weight > 0
+    log_ratio = _log_ratio(logp, behaviour_logp)
+    inputs = LossInputs(
+        logp=logp,
+        behaviour_logp=behaviour_logp,
+        ratio=importance_ratio(log_ratio, is_trained, objective.importance_level),
+        advantages=advantages,
+        weight=token_weight * correction(log_ratio.detach(), is_trained, objective),
+        entropy=entropy,
+        reference_logp=reference_logp,
+    )
+    loss: Tensor = function_of(objective.loss, LOSSES)(inputs, objective)
+    return loss
+
+
 def step_loss(values: TokenValues, micro: MicroBatch, objective: Objective) -> LossParts:
     """The policy's loss, the KL penalty, and minus the entropy bonus.
 
@@ -150,7 +210,7 @@ def step_loss(values: TokenValues, micro: MicroBatch, objective: Objective) -> L
     """
     weight = micro.token_weight
     columns = micro.behaviour_logp, micro.advantages, weight
-    loss = policy_loss(values.logp, *columns, objective)
+    loss = policy_loss(values.logp, *columns, objective, values.entropy, micro.reference_logp)
     kl = entropy = torch.zeros_like(loss)
     if objective.entropy_coef:
         entropy = -objective.entropy_coef * entropy_bonus(values.entropy, weight)
@@ -177,9 +237,8 @@ def entropy_bonus(entropy: Tensor, token_weight: Tensor) -> Tensor:
 
 def bounds(objective: Objective) -> tuple[float, float]:
     """Between these a ratio is not clipped."""
-    low = 1.0 - objective.clip_eps if objective.surrogate == "clip" else 0.0
-    is_open = objective.surrogate in ("reinforce", "likelihood")
-    high = math.inf if is_open else 1.0 + objective.clip_eps_high
+    low = 1.0 - objective.clip_eps if objective.loss == "clip" else 0.0
+    high = 1.0 + objective.clip_eps_high if objective.loss in ("clip", "cispo") else math.inf
     return low, high
 
 
@@ -229,7 +288,7 @@ def loss_sums(
 ) -> LossSums:
     """Sums for the metrics.
 
-    Args: `entropy` and `reference_logp` [B, T], and those of `policy_loss`, in host memory, because
+    Args: `entropy` and `reference_logp` [B, T], and those of `LossInputs`, in host memory, because
         each sum is read
     """
     trained = token_weight > 0

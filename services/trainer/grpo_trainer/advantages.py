@@ -1,16 +1,19 @@
 """Advantages: how much better a completion scored than others. Pure functions of a batch's scores.
 
+Each function takes the scores of a batch's groups, [n] each, and returns their advantages, [n]
+float64 each. So does the user's own, `--advantage my.py:advantage`.
+
 Legend: n completions of one group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from grpo_trainer.objective.recipes import AdvantageName
+from grpo_trainer.objectives import AggregationName, Objective
 
 MIN_STD = 1e-8
 """Rounding leaves a deviation of about 1e-17 among equal scores. This floor turns their advantages
@@ -46,21 +49,10 @@ def batch_std(groups: Sequence[Tensor]) -> list[Tensor]:
     return list(torch.split(_divided(whole, whole), [len(scores) for scores in groups]))
 
 
-def share_of_group(groups: Sequence[Tensor]) -> list[Tensor]:
+def maxent(groups: Sequence[Tensor]) -> list[Tensor]:
     """n softmax(scores): MaxEnt-GRPO's weights at tau 1, before the reference model is known. The
     training loop and the self-test replace them, see `grpo_trainer.data.completion_weights`."""
     return [len(scores) * scores.double().softmax(0) for scores in groups]
-
-
-ADVANTAGES: Mapping[AdvantageName, Callable[[Sequence[Tensor]], list[Tensor]]] = {
-    "group_std": group_std,
-    "group_mean": group_mean,
-    "leave_one_out": leave_one_out,
-    "batch_std": batch_std,
-    "maxent": share_of_group,
-}
-"""Each takes the scores of a batch's groups, [n] each, and returns their advantages, [n] float64
-each."""
 
 
 def overlong_penalty(length: int, allowed: int, buffer: float) -> float:
@@ -86,3 +78,58 @@ def _centred(scores: Tensor) -> Tensor:
 def _divided(values: Tensor, centred: Tensor) -> Tensor:
     """Divide by the population's standard deviation of `centred`."""
     return values / centred.square().mean().sqrt().clamp_min(MIN_STD)
+
+
+# MaxEnt-GRPO: completions are weighted by a soft improvement of the policy, and the loss is their
+# weighted negative log-likelihood. The weights maximise the expected log q plus the weights'
+# entropy times tau, less the KL divergence from the reference model times beta: arXiv 1805.00909
+# (control as inference) and 1806.06920 (MPO).
+
+
+def improved(utilities: Tensor, temperature: float, epsilon: float) -> Tensor:
+    """[n] q: epsilon + (1 - n epsilon) softmax(utilities / temperature). No completion gets less
+    than epsilon, so its logarithm is finite. Args: utilities: [n] scores"""
+    soft = (utilities.double() / temperature).softmax(0)
+    return epsilon + (1 - len(soft) * epsilon) * soft
+
+
+def completion_weights(
+    utilities: Tensor, reference: Tensor, objective: Objective, beta: float
+) -> Tensor:
+    """[n] softmax((log q + beta reference) / (tau + beta)), float64.
+
+    Args:
+        utilities: [n] scores
+        reference: [n] log-likelihood of each completion under the reference model, divided by its
+            number of tokens if --maxent-length-normalize-ref
+    """
+    q = improved(utilities, objective.maxent_q_temperature, objective.maxent_q_epsilon)
+    return ((q.log() + beta * reference.double()) / (objective.maxent_tau + beta)).softmax(0)
+
+
+def entropy_of(weights: Tensor) -> float:
+    """In nats. Args: weights: [n], they add up to 1"""
+    return float(-torch.xlogy(weights, weights).sum())
+
+
+def token_weights(
+    is_trained: Tensor, aggregation: AggregationName, sequences: int, tokens: int, constant: int
+) -> Tensor:
+    """[B, T] weight of each token; 0 if it is not trained on.
+
+    Args:
+        is_trained: [B, T] bool, of some of the batch's sequences
+        aggregation: sequence: the mean over a sequence's tokens, then over sequences (DeepSeekMath,
+            arXiv 2402.03300, equation 3). token: the mean over all tokens (DAPO, arXiv 2503.14476,
+            equation 12). constant: the sum over all tokens, divided by a number that does not
+            depend on their lengths (Dr. GRPO, arXiv 2503.20783, section 3.2)
+        sequences: number of sequences in the batch
+        tokens: number of trained tokens in the batch
+        constant: divisor for each sequence, in tokens
+    """
+    trained = is_trained.float()
+    if aggregation == "token":
+        return trained / max(1, tokens)
+    if aggregation == "constant":
+        return trained / (sequences * constant)
+    return trained / trained.sum(-1, keepdim=True).clamp_min(1) / sequences
