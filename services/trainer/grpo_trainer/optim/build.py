@@ -51,18 +51,11 @@ def build_update(settings: TrainerSettings, parameters: Sequence[Tensor]) -> Mas
         UnusableOptimizer: the weights or their device do not fit the options.
         MissingPackage: the device's default optimizer needs a package that is not installed.
     """
-    if settings.fused_step:
-        return _fused(parameters)
     device = parameters[0].device
     rule = _rule(settings.optimizer_on(device.type), device)
     if settings.master_dtype == "float32":
         return Masters(rule)
-    _require_dtypes(
-        parameters,
-        {torch.bfloat16},
-        "--master-dtype bfloat16: the weights are in {found}, and bfloat16 would lose part of "
-        "their precision; pass --master-dtype float32, or serve the model in bfloat16",
-    )
+    _require_bfloat16(parameters)
     return Masters(rule, torch.bfloat16, _rounding(settings, device))
 
 
@@ -92,27 +85,14 @@ def _rounding(settings: TrainerSettings, device: torch.device) -> StochasticRoun
     return None
 
 
-def _fused(parameters: Sequence[Tensor]) -> Masters:
-    device = parameters[0].device
-    if device.type != "cuda":
-        raise UnusableOptimizer(
-            f"--fused-step needs a GPU, but the weights are on {device}; omit --fused-step"
-        )
-    _require_dtypes(
-        parameters,
-        {torch.bfloat16, torch.float32},
-        "--fused-step rounds to bfloat16, but the weights are in {found}; omit --fused-step",
-    )
-    from grpo_trainer.optim.fused_adamw import FusedAdamW
-
-    return FusedAdamW()
-
-
-def _require_dtypes(parameters: Sequence[Tensor], usable: set[torch.dtype], message: str) -> None:
-    unusable = Counter(p.dtype for p in parameters if p.dtype not in usable)
-    if unusable:
+def _require_bfloat16(parameters: Sequence[Tensor]) -> None:
+    others = Counter(p.dtype for p in parameters if p.dtype != torch.bfloat16)
+    if others:
         found = " and ".join(
             f"{str(dtype).removeprefix('torch.')} ({count} of {len(parameters)} tensors)"
-            for dtype, count in unusable.items()
+            for dtype, count in others.items()
         )
-        raise UnusableOptimizer(message.format(found=found))
+        raise UnusableOptimizer(
+            f"--master-dtype bfloat16: the weights are in {found}, and bfloat16 would lose part of "
+            "their precision; pass --master-dtype float32, or serve the model in bfloat16"
+        )

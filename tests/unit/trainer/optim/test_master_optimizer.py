@@ -198,12 +198,11 @@ def test_options_that_exclude_each_other_are_all_told_at_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        settings("--fused-step", *MASTERS, *EIGHT_BITS, mode="lora_only")
+        settings(*MASTERS, "--fsdp", *EIGHT_BITS, mode="lora_only")
     assert stopped.value.code == 2
     told = capsys.readouterr().err
     assert "--master-dtype: mode lora_only trains an adapter, which must be in float32" in told
-    assert "--fused-step: needs --optimizer adamw\n" in told
-    assert "--fused-step: needs --master-dtype float32" in told
+    assert "--fsdp: needs --optimizer adamw\n" in told
 
 
 @pytest.mark.parametrize(
@@ -223,11 +222,6 @@ def test_options_choose_the_parts_and_rounding_to_the_nearest_warns(
     rounding = None if masters.rounding is None else type(masters.rounding).__name__
     assert (type(masters.rule).__name__, masters.dtype, rounding) == parts
     assert [event["log_level"] for event in logs] == ["warning"] * ("nearest" in flags)
-
-
-def test_the_fused_step_without_a_gpu_is_refused_by_name() -> None:
-    with pytest.raises(UnusableOptimizer, match="needs a GPU, but the weights are on cpu"):
-        build_update(settings("--fused-step"), WEIGHTS)
 
 
 def test_the_policys_optimizer_is_the_one_that_was_asked_for() -> None:
