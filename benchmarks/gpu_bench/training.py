@@ -47,8 +47,7 @@ from grpo_trainer.data.micro_batches import by_length
 from grpo_trainer.errors import MissingPackage
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.objective.recipes import GRPO
-from grpo_trainer.optim.build import build_optimizer
-from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
 
 Options = Mapping[str, object]
 """Of `TrainerSettings`, by the names of its fields."""

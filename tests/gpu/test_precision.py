@@ -22,8 +22,8 @@ from grpo_trainer.data.micro_batches import by_prefix
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
 from grpo_trainer.model.packing import AttentionCalls, Layout, PackedBounds, Part, packed
 from grpo_trainer.objective.recipes import GRPO
-from grpo_trainer.optim.build import build_update
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.master_update import build_update
 from grpo_trainer.optim.schedule import constant
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 

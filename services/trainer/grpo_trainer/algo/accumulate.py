@@ -28,7 +28,7 @@ from grpo_trainer.model.forward import ForwardPass, plain_forward
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.policy_protocol import CausalLM, device_of
 from grpo_trainer.objective.recipes import Objective
-from grpo_trainer.optim.master_gradients import LossScale
+from grpo_trainer.optim.gradients import LossScale
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from grpo_trainer.errors import StateMismatch
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.layers import base_checksum, frozen_checksum
 from grpo_trainer.model.policy_protocol import CausalLM, device_of
-from grpo_trainer.optim.master_gradients import ScaleRecord
+from grpo_trainer.optim.gradients import ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 

@@ -17,8 +17,7 @@ from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.policy_protocol import CausalLM
-from grpo_trainer.optim.adafactor import Adafactor
-from grpo_trainer.optim.adamw import AdamW32, State, empty_8bit_state
+from grpo_trainer.optim.rules import Adafactor, AdamW32, State, empty_8bit_state
 
 INITIAL_STATE: dict[OptimizerName, Callable[[Tensor], State]] = {
     "adamw": AdamW32().initial_state,

@@ -18,8 +18,7 @@ from grpo_trainer.model.forward import FastForward
 from grpo_trainer.model.policy_protocol import CausalLM, device_of
 from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.objective.recipes import Objective
-from grpo_trainer.optim.build import build_optimizer
-from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
 from grpo_trainer.ranks.group import Ranks
 from grpo_trainer.ranks.joint import Joint
 from grpo_trainer.ranks.messages import Command, Message, send, send_batch

@@ -30,7 +30,7 @@ from grpo_trainer.model.logprobs import TokenValues, logprobs_of, probe_tokens, 
 from grpo_trainer.model.policy_protocol import CausalLM, device_of, vocabulary_of
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.objective.recipes import Objective
-from grpo_trainer.optim.master_gradients import LossScale
+from grpo_trainer.optim.gradients import LossScale
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 log = structlog.get_logger()

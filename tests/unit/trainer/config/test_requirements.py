@@ -14,7 +14,7 @@ from grpo_trainer.config.cli import parse_settings
 from grpo_trainer.config.packages import BITSANDBYTES_PIN
 from grpo_trainer.errors import MissingPackage
 from grpo_trainer.model.download import ModelNotFound, provide
-from grpo_trainer.optim.build import build_update
+from grpo_trainer.optim.master_update import build_update
 from tests.support.directories import names
 
 TRAINER = ["--model", "m", "--mode", "shared_vllm"]

@@ -24,7 +24,7 @@ from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.reference import build_reference
 from grpo_trainer.objective.recipes import GRPO
-from grpo_trainer.optim.build import build_optimizer
+from grpo_trainer.optim.master_optimizer import build_optimizer
 from grpo_trainer.weight_sync.shared_memory.views import build_policy
 from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.served_memory import served

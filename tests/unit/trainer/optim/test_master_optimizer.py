@@ -19,9 +19,9 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteGradient, UnusableOptimizer
 from grpo_trainer.model.adapter import with_adapter
 from grpo_trainer.objective.recipes import GRPO
-from grpo_trainer.optim.build import build_optimizer, build_update
-from grpo_trainer.optim.master_gradients import GROWTH_STEPS, LossScale, ScaleRecord
-from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.gradients import GROWTH_STEPS, LossScale, ScaleRecord
+from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
+from grpo_trainer.optim.master_update import build_update
 from grpo_trainer.optim.schedule import Schedule, constant
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 from tests.unit.trainer.tiny_policy import LORA

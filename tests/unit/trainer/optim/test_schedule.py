@@ -8,8 +8,8 @@ from torch import nn
 
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.optimizer import ScheduleName
-from grpo_trainer.optim.adamw import Adam
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.rules import Adam
 from grpo_trainer.optim.schedule import Schedule, constant
 
 
