@@ -84,7 +84,7 @@ TRAINING_KEYS: tuple[Key, ...] = (
         "auto_find_batch_size",
         bool,
         False,
-        "a batch that does not fit ends the run; `grpo --memory-plan` computes one that fits",
+        "a batch that does not fit ends the run; `grpo --memory-plan` prints what one needs",
     ),
     refused("full_determinism", bool, False, "completions of a server are not deterministic"),
     ruled("use_cpu", bool, False, "`model.device`: cpu"),

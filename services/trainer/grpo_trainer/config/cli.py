@@ -193,8 +193,8 @@ class CommandLine(
 
     memory_plan: bool = Field(
         False,
-        description="Print how much memory each combination of options needs and which of them fit "
-        "on the GPU, then exit. Reads only the model's configuration",
+        description="Print how much memory trainer and server need with these options, and whether "
+        "they fit, then exit. Reads only the model's configuration",
     )
 
     @classmethod

@@ -17,8 +17,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from grpo_tiny_model.model import Recipe, build_model
 from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.memory.kept import KeptBytes
-from grpo_trainer.memory.plan import MemoryPlan, memory_plan
+from grpo_trainer.memory.plan import memory_plan
+from grpo_trainer.memory.sizes import KeptBytes
 from grpo_trainer.model.forward import FastForward
 from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.loading import TrainedWeights
@@ -104,27 +104,13 @@ def require_as_planned(
         "gradient_accumulation_steps": micro_batches,
         "kl_coef": kl_coef,
     }
-    plan = memory_plan(CommandLine(**options, train_layer_indices=SOME))
     for changes in BY_MODE[mode][:combinations]:
         line = CommandLine(**options, **changes)
-        planned = kept_of(plan, line)
+        planned = memory_plan(line.settings()).kept
         with older_objects_hidden():
             measured, parts = measured_bytes(line)
         assert planned.total == pytest.approx(measured, rel=0.05), changes
         assert vars(planned) == pytest.approx(vars(parts), rel=0.001), changes
-
-
-def kept_of(plan: MemoryPlan, line: CommandLine) -> KeptBytes:
-    is_adapter = line.mode.startswith("lora")
-    layers = "adapter r=16" if is_adapter else "all" if line.train_layer_indices is None else SOME
-    (found,) = (
-        one.kept
-        for one in plan.combinations
-        if line.mode in one.trainee.modes
-        and (one.trainee.layers, one.optimizer, one.master_dtype)
-        == (layers, line.optimizer, line.master_dtype)
-    )
-    return found
 
 
 def measured_bytes(line: CommandLine) -> tuple[int, KeptBytes]:
