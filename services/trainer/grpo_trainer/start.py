@@ -32,9 +32,8 @@ from grpo_trainer.objective.kl_control import KlCoefficient
 from grpo_trainer.objective.tau_control import Tau
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.lead import ALONE, Alone
-from grpo_trainer.telemetry.recorder import Recorder
-from grpo_trainer.telemetry.rollout_writer import prepare_rollouts
-from grpo_trainer.telemetry.sinks import Sinks, rotate_records, trim_records
+from grpo_trainer.telemetry.rollouts import prepare_rollouts
+from grpo_trainer.telemetry.sinks import Recorder, Sinks, rotate_records, trim_records
 from grpo_trainer.verify.alignment import AlignmentProbe, Bound, SharedMemoryCheck
 from grpo_trainer.verify.data_checks import DataChecks
 from grpo_trainer.verify.group_check import GroupCheck

@@ -33,7 +33,7 @@ from grpo_trainer.ranks.lead import ALONE, Alone
 from grpo_trainer.start import Run, start_run
 from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
-from grpo_trainer.telemetry.rollout_records import StepRollouts
+from grpo_trainer.telemetry.rollouts import StepRollouts
 from grpo_trainer.telemetry.sinks import open_sinks
 from grpo_trainer.weight_sync.base import Published, WeightSync
 from grpo_trainer.weight_sync.build import build_weight_sync

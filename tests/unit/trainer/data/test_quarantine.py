@@ -37,9 +37,8 @@ from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
 from grpo_trainer.start import Run
 from grpo_trainer.stop import Stop
-from grpo_trainer.telemetry.recorder import Recorder
-from grpo_trainer.telemetry.rollout_records import StepRollouts
-from grpo_trainer.telemetry.sinks import Sinks
+from grpo_trainer.telemetry.rollouts import StepRollouts
+from grpo_trainer.telemetry.sinks import Recorder, Sinks
 from grpo_trainer.weight_sync.base import Published
 from tests.support.directories import names
 from tests.unit.trainer.groups import LIMITS, good, in_order, preparation

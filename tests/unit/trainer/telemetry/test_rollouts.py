@@ -20,10 +20,14 @@ from grpo_trainer.data.collate import collate
 from grpo_trainer.data.group_checks import UsableGroup
 from grpo_trainer.errors import CheckpointNotSaved
 from grpo_trainer.objective.recipes import GRPO
-from grpo_trainer.telemetry import rollout_writer
-from grpo_trainer.telemetry.rollout_records import StepRollouts
-from grpo_trainer.telemetry.rollout_samples import MAX_BYTES, sample_table
-from grpo_trainer.telemetry.rollout_writer import RolloutWriter, prepare_rollouts
+from grpo_trainer.telemetry import rollouts
+from grpo_trainer.telemetry.rollouts import (
+    MAX_BYTES,
+    RolloutWriter,
+    StepRollouts,
+    prepare_rollouts,
+    sample_table,
+)
 from tests.support.directories import files_of_at_most, names
 from tests.support.wait import DEADLINE_S
 from tests.unit.core.rollouts.records import record
@@ -111,7 +115,7 @@ def test_at_most_two_steps_wait_for_the_disk_and_one_that_hangs_is_given_up(
         begins.set()
         goes_on.wait(DEADLINE_S)
 
-    monkeypatch.setattr(rollout_writer, "write_step", write)
+    monkeypatch.setattr(rollouts, "write_step", write)
     writer = RolloutWriter(tmp_path, keep=9, deadline_s=0.2)
     step = rollouts_of([usable_of(good(1))])
     with capture_logs() as logs:
