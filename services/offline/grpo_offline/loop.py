@@ -38,7 +38,7 @@ from grpo_offline.translate import environment_settings, trainer_command
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.group_checks import GroupLimits
-from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of, vocabulary_of
+from grpo_trainer.model.policy import CausalLM, end_tokens_of, vocabulary_of
 from grpo_trainer.ranks.lead import ALONE, Alone
 from grpo_trainer.ranks.take_part import take_part
 from grpo_trainer.start import Run

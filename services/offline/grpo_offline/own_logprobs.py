@@ -9,7 +9,7 @@ import torch
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import OWN_LOGPROBS, ScoredGroup
 from grpo_trainer.data.group_checks import GroupLimits, usable_group
-from grpo_trainer.model.policy_protocol import device_of
+from grpo_trainer.model.policy import device_of
 from grpo_trainer.start import Run
 
 

@@ -24,9 +24,8 @@ from grpo_trainer.data.preparation import Preparation
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.data.staleness import VersionHistory
 from grpo_trainer.model.forward import FastForward, build_forward_pass
-from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.logprobs import tolerance_of
-from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of, vocabulary_of
+from grpo_trainer.model.policy import CausalLM, end_tokens_of, train_only, vocabulary_of
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.objective.kl_control import KlCoefficient
 from grpo_trainer.objective.tau_control import Tau

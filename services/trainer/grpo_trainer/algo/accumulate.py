@@ -26,7 +26,7 @@ from grpo_trainer.errors import NonFiniteLoss
 from grpo_trainer.model.adapter import adapter_dropouts, dropout_on
 from grpo_trainer.model.forward import ForwardPass, plain_forward
 from grpo_trainer.model.logprobs import TokenValues
-from grpo_trainer.model.policy_protocol import CausalLM, device_of
+from grpo_trainer.model.policy import CausalLM, device_of
 from grpo_trainer.objective.recipes import Objective
 from grpo_trainer.optim.gradients import LossScale
 

@@ -24,8 +24,7 @@ from grpo_trainer.memory.sizes import (
 )
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.download import ModelNotFound
-from grpo_trainer.model.layers import train_only
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM, train_only
 
 DEFAULT_MODEL_LEN = 4096
 

@@ -23,7 +23,7 @@ from grpo_trainer.config.optimizer import OptimizerName
 from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.fused_head import CHUNK_LOGITS
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.rules import Adafactor, AdamW32, State, empty_8bit_state
 
 GIB, MIB = 2**30, 2**20

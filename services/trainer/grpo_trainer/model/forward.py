@@ -20,9 +20,7 @@ from grpo_trainer.config.forward import Choice, ForwardOptions
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model import fused_head, packed_attention
-from grpo_trainer.model.compile import compile_layers, require_compiler
 from grpo_trainer.model.fused_head import EAGER, Arithmetic, linear_logprobs
-from grpo_trainer.model.layers import prepare_recomputing, recomputing
 from grpo_trainer.model.logprobs import (
     TokenValues,
     probability_above,
@@ -32,7 +30,16 @@ from grpo_trainer.model.logprobs import (
     values_of,
 )
 from grpo_trainer.model.packing import PACKED, PADDED, Layout
-from grpo_trainer.model.policy_protocol import CausalLM, base_model, device_of, vocabulary_of
+from grpo_trainer.model.policy import (
+    CausalLM,
+    base_model,
+    compile_layers,
+    device_of,
+    prepare_recomputing,
+    recomputing,
+    require_compiler,
+    vocabulary_of,
+)
 
 log = structlog.get_logger()
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 
 CHUNK_LOGITS = 2**27
 """Number of logits that exist at a time: half a GB in float32. This gives enough rows for an

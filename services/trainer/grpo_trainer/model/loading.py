@@ -18,7 +18,7 @@ from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import NoSuchDevice, PolicyMismatch, UnsupportedModel
 from grpo_trainer.model.adapter import adapter_tensors, with_adapter
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 
 log = structlog.get_logger()
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteGradient
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.layers import middle
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM, middle
 from grpo_trainer.optim.gradients import GatheredGradients, LossScale, own_part
 from grpo_trainer.optim.master_update import MasterUpdate, build_update
 from grpo_trainer.optim.rules import ADAM, Adam, AdamW32, State, StepOptions

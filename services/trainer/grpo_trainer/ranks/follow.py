@@ -13,9 +13,8 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import LostRank, NonFiniteStep
 from grpo_trainer.model.adapter import adapter_dropouts, trained_parameters
 from grpo_trainer.model.forward import build_forward_pass
-from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM, train_only
 from grpo_trainer.ranks.group import LEADER, Ranks
 from grpo_trainer.ranks.joint import Joint
 from grpo_trainer.ranks.lead import DTYPES, OPTIMIZERS, build_joint, share_weights

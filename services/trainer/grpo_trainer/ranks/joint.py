@@ -22,7 +22,7 @@ from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import NonFiniteLoss
 from grpo_trainer.model.forward import ForwardPass
 from grpo_trainer.model.logprobs import TokenValues
-from grpo_trainer.model.policy_protocol import CausalLM, device_of
+from grpo_trainer.model.policy import CausalLM, device_of
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.objective.recipes import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer

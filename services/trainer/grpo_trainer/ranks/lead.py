@@ -15,7 +15,7 @@ from grpo_trainer.data.collate import Batch
 from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.adapter import adapter_dropouts
 from grpo_trainer.model.forward import FastForward
-from grpo_trainer.model.policy_protocol import CausalLM, device_of
+from grpo_trainer.model.policy import CausalLM, device_of
 from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.objective.recipes import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer

@@ -20,8 +20,8 @@ from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.memory.plan import memory_plan
 from grpo_trainer.memory.sizes import KeptBytes
 from grpo_trainer.model.forward import FastForward
-from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.model.policy import train_only
 from grpo_trainer.model.reference import build_reference
 from grpo_trainer.objective.recipes import GRPO
 from grpo_trainer.optim.master_optimizer import build_optimizer

@@ -16,11 +16,10 @@ import torch
 from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.errors import FastPathRefused, MissingPackage
 from grpo_trainer.model import forward, packed_attention
-from grpo_trainer.model.compile import compile_layers
 from grpo_trainer.model.forward import FastForward, build_forward_pass, plain_forward
 from grpo_trainer.model.fused_head import EAGER
 from grpo_trainer.model.packing import PACKED
-from grpo_trainer.model.policy_protocol import base_model
+from grpo_trainer.model.policy import base_model, compile_layers
 from tests.unit.trainer.forward_rig import adapted, outcome, qwen, ragged, require_equal
 
 TRACED = "aot_eager"

@@ -15,7 +15,7 @@ from grpo_trainer.config.forward import Choice, ForwardOptions
 from grpo_trainer.errors import FastPathRefused, PolicyMismatch
 from grpo_trainer.model.adapter import adapter_dropouts, trained_parameters, with_adapter
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
-from grpo_trainer.model.layers import train_only
+from grpo_trainer.model.policy import train_only
 from grpo_trainer.objective.recipes import GRPO
 from tests.unit.trainer.forward_rig import (
     adapted,

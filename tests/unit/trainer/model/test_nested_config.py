@@ -12,7 +12,7 @@ from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.forward import _probe_batch, build_forward_pass
 from grpo_trainer.model.logprobs import logprobs_of, sampled_tokens, tolerance_of
-from grpo_trainer.model.policy_protocol import end_tokens_of, vocabulary_of
+from grpo_trainer.model.policy import end_tokens_of, vocabulary_of
 from tests.unit.trainer.tiny_policy import LORA
 
 TEXT: dict[str, Any] = {

@@ -11,7 +11,7 @@ from torch import nn
 
 from grpo_core.weights.manifest import WeightManifest
 from grpo_trainer.errors import MovedParameters, PolicyMismatch
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights
 
 
