@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_tiny_model.model import Recipe, build_model
 from grpo_trainer.algo.accumulate import accumulate_gradients
@@ -68,25 +67,6 @@ def test_a_step_of_the_tiny_model_keeps_what_the_plan_says(tiny: Path, mode: str
 @pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
 def test_only_a_whole_model_needs_memory_for_a_reference_model(tiny: Path, mode: str) -> None:
     require_as_planned(tiny, mode, micro_batches=1, kl_coef=0.1, combinations=1)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mode", BY_MODE)
-def test_a_step_of_a_model_of_100_million_weights_keeps_what_the_plan_says(
-    mode: str, tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=32000,
-        hidden_size=640,
-        intermediate_size=2560,
-        num_hidden_layers=12,
-        num_attention_heads=10,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).to(BF16).save_pretrained(tmp_path)
-    require_as_planned(tmp_path, mode, micro_batches=2)
 
 
 def require_as_planned(
