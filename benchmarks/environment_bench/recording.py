@@ -22,8 +22,7 @@ from grpo_trainer.data.group_checks import GroupLimits, usable_group
 from grpo_trainer.data.micro_batches import Tokens
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.objectives import GRPO
-from grpo_trainer.telemetry.rollout_records import StepRollouts
-from grpo_trainer.telemetry.rollout_writer import RolloutWriter
+from grpo_trainer.telemetry.rollouts import RolloutWriter, StepRollouts
 
 GROUPS, SIZE = 16, 8
 PROMPT, COMPLETION = 24, 5

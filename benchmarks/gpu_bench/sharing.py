@@ -40,9 +40,9 @@ from benchmarks.gpu_bench.training import (
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.errors import GrpoError
 from grpo_trainer.config.forward import ForwardOptions
-from grpo_trainer.optim.adamw import AdamW32, State, StepOptions
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.masters import Masters
+from grpo_trainer.optim.master_update import MasterUpdate
+from grpo_trainer.optim.rules import AdamW32, State, StepOptions
 from grpo_trainer.optim.schedule import constant
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
 
@@ -100,7 +100,7 @@ class NotPublished(GrpoError):
     """The served weights are not what was written, so that a time would say nothing."""
 
 
-class Nudge(Masters):
+class Nudge(MasterUpdate):
     """Costs little and keeps nothing: up in one step, down in the next."""
 
     def __init__(self) -> None:
@@ -122,10 +122,8 @@ class Nudge(Masters):
         gradient: Tensor,  # noqa: ARG002
         state: State,  # noqa: ARG002
         options: StepOptions,  # noqa: ARG002
-        served: torch.dtype,
-    ) -> Tensor | None:
+    ) -> None:
         master.add_(self._by)
-        return None if served == master.dtype else master.to(served)
 
 
 class TimedOptimizer(MasterOptimizer):

@@ -47,14 +47,12 @@ from grpo_trainer.data.micro_batches import by_length
 from grpo_trainer.errors import MissingPackage
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.objectives import GRPO
-from grpo_trainer.optim.build import build_optimizer
-from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
 
 Options = Mapping[str, object]
 """Of `TrainerSettings`, by the names of its fields."""
 
 ADAMW: Options = {}
-FUSED: Options = {"fused_step": True}
 ADAMW_8BIT: Options = {"optimizer": "adamw_8bit"}
 ADAMW_8BIT_BFLOAT16: Options = {"optimizer": "adamw_8bit", "master_dtype": "bfloat16"}
 ADAMW_BFLOAT16: Options = {"master_dtype": "bfloat16"}
@@ -86,7 +84,7 @@ def optimizer_variants(besides: Options) -> list[Variant]:
     forward = ForwardOptions()
     return [
         Variant(f"default; {optimizer_name(options)}", forward, options)
-        for options in (ADAMW, FUSED, ADAMW_8BIT, ADAMW_8BIT_BFLOAT16, ADAMW_BFLOAT16)
+        for options in (ADAMW, ADAMW_8BIT, ADAMW_8BIT_BFLOAT16, ADAMW_BFLOAT16)
         if options != besides
     ]
 
@@ -104,9 +102,8 @@ def optimizer_beside_server(size: ShapeName) -> Options:
 
 
 def optimizer_name(options: Options) -> str:
-    name = "fused adamw" if options.get("fused_step") else str(options.get("optimizer", "adamw"))
     masters = options.get("master_dtype", "float32")
-    return f"{name}, {masters} masters"
+    return f"{options.get('optimizer', 'adamw')}, {masters} masters"
 
 
 PROMPT_SHARE = 8

@@ -1,7 +1,7 @@
 """On the GPU every fast path gives the plain path's results, and every optimizer its library's.
 
 The same comparisons as in tests/unit/trainer, for code that needs a GPU: flash attention, compiled
-Triton kernels, bitsandbytes' and torch's fused kernels.
+kernels, bitsandbytes' and torch's fused kernels.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.cli import parse_settings
-from grpo_trainer.config.forward import LIGER, ForwardOptions
+from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.data.micro_batches import by_prefix
-from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
 from grpo_trainer.model.packing import AttentionCalls, Layout, PackedBounds, Part, packed
 from grpo_trainer.objectives import GRPO
-from grpo_trainer.optim.build import build_update
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.master_update import build_update
 from grpo_trainer.optim.schedule import constant
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 
@@ -38,7 +37,6 @@ FAST: list[dict[str, Any]] = [
     dict(zip(("packing", "fused_head", "compile"), choice, strict=True))
     for choice in itertools.product(("on", "off"), ("on", "off"), (True, False))
 ]
-FAST.append({"packing": "on", "fused_head": "on", "head_kernel": LIGER})
 
 
 def policy(dtype: torch.dtype) -> Any:
@@ -131,13 +129,6 @@ def stepped(*flags: str, lr: float = 1e-3, steps: int = STEPS) -> tuple[Tensor, 
     return before, owner.masters[0], parameter.detach()
 
 
-def test_the_fused_step_is_adamw_and_serves_what_it_computes() -> None:
-    _, plain, _ = stepped("--optimizer", "adamw")
-    _, fused, served = stepped("--fused-step")
-    torch.testing.assert_close(fused, plain, rtol=2e-6, atol=1e-8)
-    assert torch.equal(served, fused.to(torch.bfloat16))
-
-
 def test_moments_in_eight_bits_move_the_weights_alike() -> None:
     before, plain, _ = stepped("--optimizer", "adamw")
     _, small, _ = stepped("--optimizer", "adamw_8bit")
@@ -177,9 +168,3 @@ def test_peak_memory_is_the_sum_of_its_parts() -> None:
         held = (torch.cuda.memory_allocated() - before) / SIZE - 2  # the parameter itself
         assert held == pytest.approx(expected, rel=0.05), flags
         del parameter, owner
-
-
-def test_the_fused_step_is_refused_where_there_is_no_gpu() -> None:
-    settings = parse_settings(["--model", "m", "--mode", "shared_vllm", "--fused-step"])
-    with pytest.raises(UnusableOptimizer, match="needs a GPU"):
-        build_update(settings, [torch.zeros(3)])

@@ -26,7 +26,7 @@ from grpo_trainer.losses import LossParts
 from grpo_trainer.model import loading
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.masters import Masters
+from grpo_trainer.optim.master_update import MasterUpdate
 from grpo_trainer.verify.causes import Cause
 from grpo_trainer.verify.findings import CheckName
 from grpo_trainer.weight_sync import build as build_module
@@ -217,14 +217,13 @@ def write_only_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def rounded_to_bfloat16(patch: pytest.MonkeyPatch) -> None:
-    right = Masters.step
+    right = MasterUpdate.step
 
-    def rounding(self: Masters, master: Any, *others: Any) -> Any:
-        found = right(self, master, *others)
+    def rounding(self: MasterUpdate, master: Any, *others: Any) -> None:
+        right(self, master, *others)
         master.copy_(master.bfloat16())
-        return found
 
-    patch.setattr(Masters, "step", rounding)
+    patch.setattr(MasterUpdate, "step", rounding)
 
 
 def dropout_in_the_check(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from grpo_offline.keys import OfflineKeys
 from grpo_offline.results import Metrics
 from grpo_offline.run_files import RunFiles
 from grpo_offline.sampling import evaluate_all, require_fresh_evaluation
-from grpo_trainer.telemetry.recorder import Recorder
+from grpo_trainer.telemetry.sinks import Recorder
 
 
 @dataclass(frozen=True)

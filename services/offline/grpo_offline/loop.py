@@ -37,7 +37,7 @@ from grpo_offline.screen import Screen
 from grpo_offline.translate import environment_settings, trainer_command
 from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.model.policy_protocol import limits_of
+from grpo_trainer.model.policy import limits_of
 from grpo_trainer.ranks.group import ALONE, Ranks, settings_of_rank
 from grpo_trainer.ranks.heartbeat import joined
 from grpo_trainer.stop import Stop

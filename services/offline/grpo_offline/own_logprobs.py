@@ -10,7 +10,7 @@ from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import OWN_LOGPROBS, ScoredGroup
 from grpo_trainer.data.group_checks import GroupLimits, usable_group
 from grpo_trainer.data.preparation import Collate
-from grpo_trainer.model.policy_protocol import device_of
+from grpo_trainer.model.policy import device_of
 from grpo_trainer.train import Run
 
 

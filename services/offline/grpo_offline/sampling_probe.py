@@ -11,7 +11,7 @@ import torch
 from grpo_env.rollout.rollout import RolloutEngine
 from grpo_offline.errors import StaleServer
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
-from grpo_trainer.model.policy_protocol import CausalLM, vocabulary_of
+from grpo_trainer.model.policy import CausalLM, vocabulary_of
 from grpo_trainer.verify.alignment import START_FACTOR
 
 PROMPT_TOKENS, SAMPLED_TOKENS = 16, 8

@@ -13,7 +13,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_core.process.threads import share_cores
 from grpo_core.settings.machine import does_not_answer
-from grpo_trainer.config.cli import CommandLine, parse_command
+from grpo_trainer.config.cli import parse_command
 from grpo_trainer.config.processes import Processes
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.stop import STOP_SIGNALS, Stop
@@ -27,16 +27,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     configure_logging("trainer", settings.log_level)
     with _errors_logged():
         if line.memory_plan:
-            _print_memory_plan(line)
+            _print_memory_plan(settings)
         else:
             _train(settings, line.processes())
 
 
-def _print_memory_plan(line: CommandLine) -> None:
-    from grpo_trainer.memory.plan import memory_plan
-    from grpo_trainer.memory.table import text_of
+def _print_memory_plan(settings: TrainerSettings) -> None:
+    from grpo_trainer.memory.plan import memory_plan, text_of
 
-    sys.stdout.write(text_of(memory_plan(line)))
+    sys.stdout.write(text_of(memory_plan(settings)))
 
 
 def _train(settings: TrainerSettings, processes: Processes) -> None:

@@ -15,7 +15,7 @@ Level = Literal["token", "sequence"]
 CorrectionName = Literal["truncate", "mask", "none"]
 KlEstimatorName = Literal["k1", "k2", "k3"]
 KlPlace = Literal["loss", "reward", "weights"]
-KlControlName = Literal["fixed", "adaptive", "band", "dual"]
+KlControlName = Literal["fixed", "adaptive"]
 
 
 LOSSES: Mapping[str, str] = {

@@ -39,10 +39,9 @@ from grpo_trainer.data.staleness import VersionHistory
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import FastForward, build_forward_pass
-from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.loading import shared_policy, warn_of_slow_type
 from grpo_trainer.model.logprobs import tolerance_of
-from grpo_trainer.model.policy_protocol import CausalLM, limits_of
+from grpo_trainer.model.policy import CausalLM, limits_of, train_only
 from grpo_trainer.model.reference import (
     Reference,
     build_reference,
@@ -56,9 +55,8 @@ from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE, Ranks
 from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.metrics import Record, StepOutcome, StepWatch
-from grpo_trainer.telemetry.recorder import Recorder, begin_records
-from grpo_trainer.telemetry.rollout_records import StepRollouts
-from grpo_trainer.telemetry.sinks import Sinks, open_sinks
+from grpo_trainer.telemetry.rollouts import StepRollouts
+from grpo_trainer.telemetry.sinks import Recorder, Sinks, begin_records, open_sinks
 from grpo_trainer.verify.alignment import Bound
 from grpo_trainer.verify.data_checks import DataChecks
 from grpo_trainer.verify.own_functions import require_own_functions

@@ -18,7 +18,7 @@ from grpo_offline.sampling_probe import require_own_policy
 from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.model.forward import _probe_batch, build_forward_pass
 from grpo_trainer.model.logprobs import logprobs_of
-from grpo_trainer.model.policy_protocol import vocabulary_of
+from grpo_trainer.model.policy import vocabulary_of
 from tests.unit.trainer.tiny_policy import model_directory
 
 PROMPT = [10, 20, 30]

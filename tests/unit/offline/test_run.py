@@ -31,7 +31,7 @@ from grpo_offline.run_files import RunFiles
 from grpo_offline.screen import Screen
 from grpo_offline.translate import trainer_command
 from grpo_trainer import train
-from grpo_trainer.model.policy_protocol import limits_of
+from grpo_trainer.model.policy import limits_of
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, training_steps
 from tests.unit.env.http_stub import stub_server

@@ -7,10 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.optim.adafactor import Adafactor
-from grpo_trainer.optim.adamw import ADAM, Adam, AdamW8bit, AdamW32, StepOptions
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.masters import Masters, StochasticRounding
+from grpo_trainer.optim.master_update import MasterUpdate, StochasticRounding
+from grpo_trainer.optim.rules import ADAM, Adafactor, Adam, AdamW8bit, AdamW32, StepOptions
 from grpo_trainer.optim.schedule import constant
 
 CPU = torch.device("cpu")
@@ -21,15 +20,15 @@ def stochastic() -> StochasticRounding:
     return StochasticRounding(seed=7, device=CPU)
 
 
-VARIANTS: dict[str, Callable[[], Masters]] = {
-    "adamw": lambda: Masters(AdamW32()),
-    "adamw, torch's fused": lambda: Masters(AdamW32(fused=True)),
-    "adamw_8bit": lambda: Masters(AdamW8bit(CPU)),
-    "adamw, bf16 stochastic": lambda: Masters(AdamW32(), BF16, stochastic()),
-    "adamw, bf16 nearest": lambda: Masters(AdamW32(), BF16),
-    "adafactor": lambda: Masters(Adafactor()),
-    "adafactor, bf16 stochastic": lambda: Masters(Adafactor(), BF16, stochastic()),
-    "adamw_8bit, bf16 stochastic": lambda: Masters(AdamW8bit(CPU), BF16, stochastic()),
+VARIANTS: dict[str, Callable[[], MasterUpdate]] = {
+    "adamw": lambda: MasterUpdate(AdamW32()),
+    "adamw, torch's fused": lambda: MasterUpdate(AdamW32(fused=True)),
+    "adamw_8bit": lambda: MasterUpdate(AdamW8bit(CPU)),
+    "adamw, bf16 stochastic": lambda: MasterUpdate(AdamW32(), BF16, stochastic()),
+    "adamw, bf16 nearest": lambda: MasterUpdate(AdamW32(), BF16),
+    "adafactor": lambda: MasterUpdate(Adafactor()),
+    "adafactor, bf16 stochastic": lambda: MasterUpdate(Adafactor(), BF16, stochastic()),
+    "adamw_8bit, bf16 stochastic": lambda: MasterUpdate(AdamW8bit(CPU), BF16, stochastic()),
 }
 
 
@@ -42,7 +41,7 @@ class Model:
 
     def __init__(
         self,
-        update: Masters | None = None,
+        update: MasterUpdate | None = None,
         dtype: torch.dtype = torch.bfloat16,
         lr: float = 0.01,
         seed: int = 0,
@@ -100,7 +99,7 @@ RATE = 1e-8
 """Learning rate times weight decay: half of float32's resolution below 1."""
 
 
-def decay_per_step(build: Callable[[], Masters], size: int) -> float:
+def decay_per_step(build: Callable[[], MasterUpdate], size: int) -> float:
     """Average relative decrease per step of a weight between 1 and 2, due to a weight decay of 0.01
     at a learning rate of 1e-6. `RATE` is the right value. Counted from the second step, because the
     first one moves every weight equally."""
@@ -109,13 +108,15 @@ def decay_per_step(build: Callable[[], Masters], size: int) -> float:
     return (drift[1] - drift[0]) / 8 / 1.5
 
 
-def _after_nine_steps(update: Masters, size: int, weight_decay: float) -> tuple[Tensor, Tensor]:
+def _after_nine_steps(
+    update: MasterUpdate, size: int, weight_decay: float
+) -> tuple[Tensor, Tensor]:
     """The master weights after the first and after the last of nine steps on random gradients."""
     drawn = torch.Generator().manual_seed(3)
     master = 1 + torch.rand(size, generator=drawn)
     state, first = update.initial_state(master), master
     for step in range(9):
         gradient = torch.randn(size, generator=drawn)
-        update.step(master, gradient, state, StepOptions(1e-6, weight_decay), torch.float32)
+        update.step(master, gradient, state, StepOptions(1e-6, weight_decay))
         first = master.clone() if step == 0 else first
     return first, master

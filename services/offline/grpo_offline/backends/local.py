@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from grpo_core.clients.inference import GenerateAnswer
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.model.policy_protocol import CausalLM, device_of, end_tokens_of, vocabulary_of
+from grpo_trainer.model.policy import CausalLM, device_of, end_tokens_of, vocabulary_of
 
 LOGITS_AT_ONCE = 1 << 28
 """transformers returns the logits of all tokens at the end of a pass: 1 GiB in float32. Completions

@@ -24,7 +24,7 @@ from grpo_offline.keys import OfflineKeys
 from grpo_trainer.config.sync import served_weights_directory
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.loading import TrainedWeights
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.build import open_weight_sync
 from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories

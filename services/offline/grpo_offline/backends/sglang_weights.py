@@ -15,7 +15,7 @@ from grpo_offline.backends.sglang_client import UNTRAINED, ServerInfo, SglangCli
 from grpo_offline.errors import ServerUnsuitable
 from grpo_trainer.errors import PolicyMismatch, ServedWeightsDiffer
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on, import_architecture
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, Bound
 from grpo_trainer.verify.publication import DEFAULT_BLOCK, ProbeLengths, PublicationCheck

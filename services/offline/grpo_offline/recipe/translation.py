@@ -58,7 +58,6 @@ _NAMES = {
     "grpo.warmup_steps": "warmup_steps",
     "grpo.warmup_ratio": "warmup_ratio",
     "grpo.objective": "loss_type",
-    "grpo.head_kernel": "use_liger_kernel",
     "grpo.fsdp": "fsdp",
     **{f"grpo.lora_{name}": f"lora_{name}" for name in ("r", "alpha", "dropout", "target_modules")},
     "env_server.system_prompt": "system_prompt",
@@ -241,8 +240,6 @@ def _optimizer(recipe: Recipe) -> dict[str, Any]:
         options["warmup_ratio"] = ratio or warmup
     else:
         options["warmup_steps"] = int(warmup)
-    if recipe["use_liger_kernel"]:
-        options["head_kernel"] = "liger"
     if recipe["optim"] == "adafactor":  # grpo refuses options of another optimizer
         for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
             if recipe.gives(name):

@@ -28,11 +28,10 @@ from grpo_trainer.losses import (
 from grpo_trainer.model.adapter import adapter_dropouts, dropout_on
 from grpo_trainer.model.forward import FastForward, ForwardPass, plain_forward
 from grpo_trainer.model.logprobs import TokenValues
-from grpo_trainer.model.policy_protocol import CausalLM, device_of
+from grpo_trainer.model.policy import CausalLM, device_of
 from grpo_trainer.model.reference import values_of_all
 from grpo_trainer.objectives import Objective
-from grpo_trainer.optim.build import build_optimizer
-from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
 from grpo_trainer.optim.sharding import RankOptimizer, is_divided, shard
 from grpo_trainer.ranks.group import ALONE, Ranks
 

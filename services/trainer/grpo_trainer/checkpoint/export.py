@@ -13,7 +13,7 @@ import structlog
 from torch import Tensor
 
 from grpo_trainer.checkpoint.atomic_dir import remove_directory, whole_directory
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 
 log = structlog.get_logger()
 

@@ -14,7 +14,7 @@ from grpo_trainer.checkpoint.store import RECORD, OpenedEpochs, SavedState, Stat
 from grpo_trainer.config.trainer import AUTO, NEVER, TrainerSettings
 from grpo_trainer.data.batch_queue import BatchQueue
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 log = structlog.get_logger()

@@ -21,7 +21,7 @@ from grpo_trainer.config.sync import SERVED_KEPT
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batch_queue import BatchQueue
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.objective.kl_control import KlCoefficient
 from grpo_trainer.objective.tau_control import Tau
 from grpo_trainer.optim.master_optimizer import MasterOptimizer

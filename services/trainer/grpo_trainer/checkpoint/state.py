@@ -27,9 +27,8 @@ from grpo_trainer.config.sync import LoraOptions, ModeName
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import StateMismatch
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.layers import base_checksum, frozen_checksum
-from grpo_trainer.model.policy_protocol import CausalLM, device_of
-from grpo_trainer.optim.master_gradients import ScaleRecord
+from grpo_trainer.model.policy import CausalLM, base_checksum, device_of, frozen_checksum
+from grpo_trainer.optim.gradients import ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 

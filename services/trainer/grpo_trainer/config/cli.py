@@ -19,7 +19,6 @@ from grpo_core.settings import (
     resolved_yaml,
 )
 from grpo_core.settings.machine import missing_model, not_writable
-from grpo_trainer.config.forward import LIGER
 from grpo_trainer.config.objective import ObjectiveOptions
 from grpo_trainer.config.packages import missing_packages
 from grpo_trainer.config.processes import ProcessOptions
@@ -104,13 +103,11 @@ COMMAND = Command(
             "max_grad_norm",
             "master_dtype",
             "rounding",
-            "fused_step",
         ),
         "Objective": tuple(ObjectiveOptions.model_fields),
         "Forward pass": (
             "packing",
             "fused_head",
-            "head_kernel",
             "compile",
             "gradient_checkpointing",
         ),
@@ -197,8 +194,8 @@ class CommandLine(
 
     memory_plan: bool = Field(
         False,
-        description="Print how much memory each combination of options needs and which of them fit "
-        "on the GPU, then exit. Reads only the model's configuration",
+        description="Print how much memory trainer and server need with these options, and whether "
+        "they fit, then exit. Reads only the model's configuration",
     )
 
     @classmethod
@@ -230,12 +227,9 @@ class CommandLine(
             )
         yield from self.objective_conflicts()
         yield from self.optimizer_conflicts()
-        yield from self.forward_conflicts()
         waits_s = self.batch_deadline_s + self.server_return_deadline_s
         yield from self.process_conflicts(self.mode, self.device, waits_s)
         yield from self._sharding_conflicts(issubclass(kind, LoraSettings))
-        if self.entropy_coef and self.head_kernel == LIGER:
-            yield Mistake("entropy_coef", "needs --head-kernel torch")
         # Right before a publication the newest data is this old.
         oldest = self.settings().sync.publish_every_steps - 1
         if self.max_staleness is not None and self.max_staleness < oldest:

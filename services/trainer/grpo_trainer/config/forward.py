@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_core.settings import Mistake
-
-LIGER = "liger"
 Choice = Literal["auto", "on", "off"]
 """`auto` turns a feature on if it pays and the model allows it, and logs the reason otherwise.
 `on` fails if the feature is not available."""
@@ -31,11 +27,6 @@ class ForwardOptions(BaseModel):
         description="Compute logprobs with a fused head, which never holds the logits of all tokens"
         " in memory at once. auto: on if the model supports the fused head",
     )
-    head_kernel: Literal["torch", "liger"] = Field(
-        "torch",
-        description="Implementation of the fused head. torch: PyTorch. liger: the Triton kernel of "
-        "liger-kernel, which needs a GPU",
-    )
     compile: bool = Field(
         False,
         description="Compile the model's layers with torch.compile, which needs a C++ compiler "
@@ -46,8 +37,3 @@ class ForwardOptions(BaseModel):
         description="Store only the input of each layer, and compute the layer again in the "
         "backward pass. This saves memory and increases the computation of a step by about a third",
     )
-
-    def forward_conflicts(self) -> Iterator[Mistake]:
-        """Options that exclude each other."""
-        if self.head_kernel == LIGER and self.fused_head == "off":
-            yield Mistake("head_kernel", "liger needs the fused head; omit --fused-head off")

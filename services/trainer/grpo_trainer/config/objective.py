@@ -139,10 +139,7 @@ class ObjectiveOptions(BaseModel):
     kl_control: KlControlName = Field(
         "fixed",
         description="How the weight of the penalty follows the KL divergence. adaptive: in "
-        "proportion to the distance from --kl-target. band: times or divided by 1.5 if the "
-        "divergence is a fifth too high or too low. dual: as the multiplier of the constraint that "
-        "the divergence is at most --kl-target. band and dual keep it between 0.001 and 0.2, and "
-        "let it return to --kl-coef",
+        "proportion to the distance from --kl-target",
     )
     kl_target: Annotated[float | None, Shown(default="none")] = Field(
         None, gt=0, description="Mean KL divergence per token for --kl-control, in nats"

@@ -66,12 +66,6 @@ class OptimizerOptions(BaseModel):
         description="Rounding when bfloat16 master weights are updated. With nearest, small updates"
         " are lost",
     )
-    fused_step: bool = Field(
-        False,
-        description="Run the whole optimizer step in one GPU kernel. Requires --optimizer adamw and"
-        " float32 master weights",
-    )
-
     fsdp: bool = Field(
         False,
         description="Divide master weights, gradients and optimizer state among the trainer "
@@ -80,7 +74,7 @@ class OptimizerOptions(BaseModel):
 
     def optimizer_on(self, device_type: str) -> OptimizerName:
         """The optimizer on a device of this type, "cuda" or "cpu"."""
-        is_8bit = device_type == "cuda" and not (self.fused_step or self.fsdp)
+        is_8bit = device_type == "cuda" and not self.fsdp
         return self.optimizer or ("adamw_8bit" if is_8bit else "adamw")
 
     def optimizer_conflicts(self) -> Iterator[Mistake]:
@@ -98,7 +92,3 @@ class OptimizerOptions(BaseModel):
             is_default = getattr(self, name) == OptimizerOptions.model_fields[name].default
             if self.optimizer == "adafactor" and not is_default:
                 yield Mistake(name, "has no effect on --optimizer adafactor")
-        needed = {"optimizer": "adamw", "master_dtype": "float32"}
-        for name, value in needed.items():
-            if self.fused_step and getattr(self, name) not in (None, value):
-                yield Mistake("fused_step", f"needs --{name.replace('_', '-')} {value}")

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from grpo_core.settings import Mistake
-from grpo_trainer.config.forward import LIGER
 from grpo_trainer.config.trainer import RunOptions
 
 BITSANDBYTES = "bitsandbytes"
 BITSANDBYTES_PIN = "bitsandbytes==0.50.2"
-LIGER_PIN = "liger-kernel==0.8.5"
 """As in constraints.txt."""
 
 
@@ -26,10 +24,6 @@ def _needs(options: RunOptions) -> Iterator[tuple[str, str, str, str]]:
     """Option, its value, the package, and where the package comes from."""
     if options.optimizer == "adamw_8bit":
         yield "optimizer", "adamw_8bit ", BITSANDBYTES, f"pip install {BITSANDBYTES_PIN}"
-    if options.fused_step:
-        yield "fused_step", "", "triton", "CUDA builds of torch for Linux include triton"
-    if options.head_kernel == LIGER:
-        yield "head_kernel", "liger ", "liger_kernel", f"pip install {LIGER_PIN}"
     if options.tensorboard_dir is not None:
         yield "tensorboard_dir", "", "tensorboard", "pip install tensorboard"
     if options.use_wandb:

@@ -1,1 +1,1 @@
-"""The memory plan of a run, from the model's configuration alone (`grpo --memory-plan`)."""
+"""The memory plan of `grpo --memory-plan`, from the model's configuration alone."""

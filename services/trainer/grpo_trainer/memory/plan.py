@@ -1,188 +1,139 @@
-"""Plans the memory of every combination of options, and which of them fit on one GPU or host."""
+"""Plans the memory of trainer and server with the chosen options, and shows it as text."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from grpo_core.process.cpu_types import is_slow_in_bfloat16
-from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.optimizer import OptimizerName
-from grpo_trainer.config.trainer import AUTO_DEVICE
+from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import UnusableOptimizer
-from grpo_trainer.memory.kept import MASTER_BYTES, KeptBytes, kept_bytes, planned_policy
-from grpo_trainer.memory.working import LayerSizes, pass_bytes, update_bytes
-from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.memory.sizes import (
+    GIB,
+    KeptBytes,
+    LayerSizes,
+    Machine,
+    kept_bytes,
+    pass_bytes,
+    update_bytes,
+)
+from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.download import ModelNotFound
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM, train_only
 
-GIB, MIB = 2**30, 2**20
-TRAINER_ON_GPU = GIB
-"""Estimate: the trainer's CUDA context, workspaces of libraries, and gaps between tensors."""
-SERVER_ON_GPU = 2 * GIB
-"""Estimate: the engine's CUDA context, activations and CUDA graphs."""
-TRAINER_ON_CPU = 512 * MIB
-"""Python, torch and transformers."""
-SERVER_ON_CPU = 1200 * MIB
-"""Python, torch, vLLM, and the workspaces of an engine."""
-ASSUMED_GPU_BYTES = 80 * GIB
-"""Used for --device cuda if this machine has no GPU."""
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 DEFAULT_MODEL_LEN = 4096
-WHOLE = "all"
-ADAPTER_MODES = "lora_only, lora_restart"
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where server and trainer compute: on one GPU, or on the CPU of this host.
-
-    Args:
-        name: of the GPU; None if one is assumed
-        total_bytes: the GPU's memory, or the host's
-        trainer_reserve, server_reserve: bytes that each process needs beside what the plan counts
-    """
-
-    is_gpu: bool
-    name: str | None
-    total_bytes: int
-    trainer_reserve: int
-    server_reserve: int
-
-    @classmethod
-    def find(cls, device: str) -> Machine:
-        """Args: device: the value of --device."""
-        is_gpu = torch.cuda.is_available() if device == AUTO_DEVICE else device.startswith("cuda")
-        if not is_gpu:
-            return cls(False, None, _host_bytes(), TRAINER_ON_CPU, SERVER_ON_CPU)
-        if not torch.cuda.is_available():
-            return cls(True, None, ASSUMED_GPU_BYTES, TRAINER_ON_GPU, SERVER_ON_GPU)
-        found = torch.cuda.get_device_properties(device if device.startswith("cuda") else "cuda")
-        return cls(True, found.name, found.total_memory, TRAINER_ON_GPU, SERVER_ON_GPU)
-
-
-def _host_bytes() -> int:
-    """This host's memory, or what the container may use of it."""
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.exists() else ""
-    return min(host, int(limit)) if limit.isdecimal() else host
-
-
-@dataclass(frozen=True)
-class Server:
-    """The engine's memory. `kv_bytes`: keys and values of the longest sequence."""
-
-    weights_bytes: int
-    kv_bytes: int
-    reserve_bytes: int
-
-    @property
-    def least_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + self.reserve_bytes
-
-
-@dataclass(frozen=True)
-class Trainee:
-    """One choice of trained weights. `modes`: those that need the same memory. `layers`: numbers of
-    the trained layers, "all", or the adapter."""
-
-    modes: str
-    layers: str
-    policy: CausalLM
-    first_layer: int
-
-    @property
-    def is_adapter(self) -> bool:
-        return self.modes == ADAPTER_MODES
-
-
-@dataclass(frozen=True)
-class Combination:
-    """One row of the plan. `working_bytes`: without and with --gradient-checkpointing."""
-
-    trainee: Trainee
-    optimizer: OptimizerName
-    master_dtype: str
-    kept: KeptBytes
-    working_bytes: tuple[int, int]
-
-    def needed(self, is_recomputed: bool) -> int:
-        """Highest memory of the trainer, in bytes."""
-        return self.kept.total + self.working_bytes[is_recomputed]
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    model: str
+    """Bytes of one choice of options.
+
+    Args:
+        policy: on the meta device
+        kv_bytes: keys and values of the longest sequence, in the server
+        master_dtype: float32 for an adapter
+        kept: in the trainer, from step to step
+        working_bytes: in the trainer for a short time, without and with --gradient-checkpointing
+    """
+
+    settings: TrainerSettings
+    machine: Machine
+    policy: CausalLM
     dtype: torch.dtype
     layers: int
-    machine: Machine
-    server: Server
-    utilization: float
-    is_recomputed: bool
-    combinations: list[Combination]
-    chosen: Combination
-    micro_batch_tokens: int
+    kv_bytes: int
+    optimizer: OptimizerName
+    kept: KeptBytes
+    working_bytes: tuple[int, int]
 
-    def usable_utilization(self, combination: Combination, is_recomputed: bool) -> float | None:
+    @property
+    def weights_bytes(self) -> int:
+        return sum(p.nbytes for p in self.policy.parameters())
+
+    @property
+    def least_server_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.machine.server_reserve
+
+    @property
+    def server_bytes(self) -> float:
+        """What the server takes: on a GPU its share, even if it needs less."""
+        if self.machine.is_gpu:
+            return self.settings.gpu_memory_utilization * self.machine.total_bytes
+        return self.least_server_bytes
+
+    def trainer_bytes(self, is_recomputed: bool) -> int:
+        """Highest memory of the trainer. Args: is_recomputed: with --gradient-checkpointing"""
+        working = self.working_bytes[is_recomputed]
+        return self.kept.total + working + self.machine.trainer_reserve
+
+    def usable_utilization(self, is_recomputed: bool) -> float | None:
         """The given --gpu-memory-utilization if server and trainer fit with it; otherwise the
         largest one with which they do. None: there is none. On a CPU the option has no effect."""
-        total = self.machine.total_bytes
-        room = total - combination.needed(is_recomputed) - self.machine.trainer_reserve
+        total, given = self.machine.total_bytes, self.settings.gpu_memory_utilization
+        room = total - self.trainer_bytes(is_recomputed)
         if not self.machine.is_gpu:
-            return self.utilization if room >= self.server.least_bytes else None
-        largest = math.floor(100 * room / total) / 100
-        best = min(largest, self.utilization)
-        for utilization in (best, largest):
-            if utilization * total >= self.server.least_bytes:
-                return utilization
-        return None
+            return given if room >= self.least_server_bytes else None
+        usable = min(given, math.floor(100 * room / total) / 100)
+        return usable if usable * total >= self.least_server_bytes else None
 
 
-def memory_plan(line: CommandLine) -> MemoryPlan:
-    """Raises:
-    ModelNotFound: the model has no configuration here or on the hub.
-    PolicyMismatch: the model has no such layers or modules.
-    UnusableOptimizer: --master-dtype does not fit the model's data type.
+def memory_plan(settings: TrainerSettings) -> MemoryPlan:
+    """Reads the model's configuration alone.
+
+    Raises:
+        ModelNotFound: the model has no configuration here or on the hub.
+        PolicyMismatch: the model has no such layers or modules.
+        UnusableOptimizer: --master-dtype does not fit the model's data type.
     """
-    config = _text_config(line.model)
-    machine = Machine.find(line.device)
-    dtype = _dtype(line, config, machine)
-    if line.master_dtype == "bfloat16" != name_of(dtype):
+    config = _text_config(settings.model)
+    machine = Machine.find(settings.device)
+    dtype = _dtype(settings, config, machine)
+    if settings.master_dtype == "bfloat16" != name_of(dtype):
         raise UnusableOptimizer(
             f"--master-dtype bfloat16: the weights are in {name_of(dtype)}; pass "
             "--master-dtype float32, or --dtype bfloat16"
         )
-    sizes = LayerSizes.of(config, dtype.itemsize)
-    combinations = [
-        combination
-        for trainee in _trainees(line, dtype, config.num_hidden_layers)
-        for combination in _combinations(line, trainee, sizes, config.num_hidden_layers)
+    sizes, layers = LayerSizes.of(config, dtype.itemsize), int(config.num_hidden_layers)
+    policy = _untrained_policy(settings, dtype)
+    trained = list(trained_parameters(policy).values())
+    optimizer = settings.optimizer_on("cuda" if machine.is_gpu else "cpu")
+    micro_batches = settings.gradient_accumulation_steps
+    update = update_bytes(
+        trained, settings.master_dtype, micro_batches > 1, settings.weight_decay > 0
+    )
+    passes = [
+        pass_bytes(
+            sizes,
+            tokens=settings.micro_batch_tokens,
+            layers=layers - _first_trained_layer(settings),
+            is_recomputed=is_recomputed,
+            is_fused=settings.fused_head != "off",
+            trains_head=bool(policy.get_output_embeddings().weight.requires_grad),
+        )
+        for is_recomputed in (False, True)
     ]
-    model = combinations[0].trainee.policy
-    longest = line.max_model_len or min(config.max_position_embeddings, DEFAULT_MODEL_LEN)
+    longest = settings.max_model_len or min(config.max_position_embeddings, DEFAULT_MODEL_LEN)
     return MemoryPlan(
-        model=line.model,
-        dtype=dtype,
-        layers=config.num_hidden_layers,
+        settings=settings,
         machine=machine,
-        server=Server(
-            weights_bytes=sum(p.nbytes for p in model.parameters()),
-            kv_bytes=2 * config.num_hidden_layers * sizes.keys * sizes.element * longest,
-            reserve_bytes=machine.server_reserve,
+        policy=policy,
+        dtype=dtype,
+        layers=layers,
+        kv_bytes=2 * layers * sizes.keys * sizes.element * longest,
+        optimizer=optimizer,
+        kept=kept_bytes(
+            policy,
+            optimizer,
+            settings.master_dtype,
+            micro_batches,
+            copies=(settings.sync.mode != "shared_vllm") + _has_reference_copy(settings),
         ),
-        utilization=line.gpu_memory_utilization,
-        is_recomputed=line.gradient_checkpointing,
-        combinations=combinations,
-        chosen=next(one for one in combinations if _is_chosen(line, one, machine)),
-        micro_batch_tokens=line.micro_batch_tokens,
+        working_bytes=(max(passes[0], update), max(passes[1], update)),
     )
 
 
@@ -200,81 +151,117 @@ def _text_config(model: str) -> Any:
         raise ModelNotFound(f"--model {model}: cannot read its config.json: {reason}") from error
 
 
-def _dtype(line: CommandLine, config: Any, machine: Machine) -> torch.dtype:
+def _dtype(settings: TrainerSettings, config: Any, machine: Machine) -> torch.dtype:
     """The data type of the served weights."""
-    if line.dtype != "auto":
-        found: torch.dtype = getattr(torch, line.dtype)
+    if settings.dtype != "auto":
+        found: torch.dtype = getattr(torch, settings.dtype)
         return found
     if not machine.is_gpu and is_slow_in_bfloat16():
         return torch.float32
     return config.dtype or torch.float32
 
 
-def _trainees(line: CommandLine, dtype: torch.dtype, layers: int) -> Iterator[Trainee]:
-    """Both full-model modes with the whole model and with frozen layers, then the adapter."""
-    chosen = line.trained_layers or tuple(range(3 * layers // 4, layers))
-    whole = planned_policy(line.model, dtype)
-    some = planned_policy(line.model, dtype, trained_layers=chosen)
-    for mode in ("shared_vllm", "none"):
-        yield Trainee(mode, WHOLE, whole, 0)
-        yield Trainee(mode, _ranges(chosen), some, min(chosen))
-    adapted = planned_policy(line.model, dtype, lora=line.lora)
-    yield Trainee(ADAPTER_MODES, f"adapter r={line.lora_r}", adapted, min(line.lora.layers or (0,)))
+def _untrained_policy(settings: TrainerSettings, dtype: torch.dtype) -> CausalLM:
+    """On the meta device, which has shapes but no memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(settings.model)
+        policy: CausalLM = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if settings.trained_layers is not None:
+        train_only(policy, settings.trained_layers)
+    return policy if settings.lora is None else with_adapter(policy, settings.lora)
 
 
-def _ranges(indices: tuple[int, ...]) -> str:
-    """0, 1, 2, 3, 28 → 0-3,28"""
-    # Within a range, the difference between a number and its place is constant.
-    found = itertools.groupby(enumerate(indices), key=lambda item: item[1] - item[0])
-    runs = [[index for _, index in run] for _, run in found]
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+def _first_trained_layer(settings: TrainerSettings) -> int:
+    layers = settings.trained_layers if settings.lora is None else settings.lora.layers
+    return min(layers or (0,))
 
 
-def _combinations(
-    line: CommandLine, trainee: Trainee, sizes: LayerSizes, layers: int
-) -> Iterator[Combination]:
-    trained = list(trained_parameters(trainee.policy).values())
-    head = trainee.policy.get_output_embeddings().weight
-    micro_batches = line.gradient_accumulation_steps
-    passes = [
-        pass_bytes(
-            sizes,
-            tokens=line.micro_batch_tokens,
-            layers=layers - trainee.first_layer,
-            is_recomputed=is_recomputed,
-            is_fused=line.fused_head != "off",
-            trains_head=bool(head.requires_grad),
-        )
-        for is_recomputed in (False, True)
-    ]
-    # An adapter is trained in float32; bfloat16 master weights need weights in bfloat16.
-    is_bfloat16 = trained[0].dtype == torch.bfloat16
-    for optimizer in get_args(OptimizerName):
-        for master_dtype in MASTER_BYTES if is_bfloat16 else ("float32",):
-            update = update_bytes(trained, master_dtype, micro_batches > 1, line.weight_decay > 0)
-            yield Combination(
-                trainee=trainee,
-                optimizer=optimizer,
-                master_dtype=master_dtype,
-                kept=kept_bytes(
-                    trainee.policy,
-                    optimizer,
-                    master_dtype,
-                    micro_batches,
-                    is_shared=trainee.modes == "shared_vllm",
-                    has_reference=line.kl_coef > 0
-                    and (not trainee.is_adapter or line.reference_model not in (None, line.model)),
-                ),
-                working_bytes=(max(passes[0], update), max(passes[1], update)),
-            )
+def _has_reference_copy(settings: TrainerSettings) -> bool:
+    """Whether the reference model is not the policy without its adapter."""
+    is_other = settings.reference_model not in (None, settings.model)
+    return settings.kl_coef > 0 and (settings.lora is None or is_other)
 
 
-def _is_chosen(line: CommandLine, one: Combination, machine: Machine) -> bool:
-    trainee = one.trainee
-    optimizer = line.optimizer_on("cuda" if machine.is_gpu else "cpu")
-    if line.mode not in trainee.modes.split(", ") or one.optimizer != optimizer:
-        return False
-    trains_all = line.trained_layers is None
-    return trainee.is_adapter or (
-        trains_all == (trainee.layers == WHOLE) and one.master_dtype == line.master_dtype
+def text_of(plan: MemoryPlan) -> str:
+    return "\n".join([_head(plan), _server(plan), _trainer(plan), _verdict(plan)])
+
+
+def _head(plan: MemoryPlan) -> str:
+    machine, weights = plan.machine, sum(p.numel() for p in plan.policy.parameters())
+    total = f"{_gib(machine.total_bytes)} GiB"
+    found = machine.name or "no GPU found, so this size is assumed"
+    place = f"GPU      {total} ({found})" if machine.is_gpu else f"memory   {total} of this host"
+    return (
+        f"model    {plan.settings.model}: {weights / 1e9:.3g} billion weights, {plan.layers} "
+        f"layers, {name_of(plan.dtype)}\n{place}, for trainer and server"
     )
+
+
+def _server(plan: MemoryPlan) -> str:
+    least = f"{_gib(plan.least_server_bytes)} GiB"
+    share = (
+        f"{_gib(plan.server_bytes)} GiB by --gpu-memory-utilization "
+        f"{plan.settings.gpu_memory_utilization:g}; it needs {least} or more"
+        if plan.machine.is_gpu
+        else f"{least}, if --kv-cache-memory-bytes limits it"  # otherwise vLLM takes 92 %
+    )
+    parts = {
+        "weights": plan.weights_bytes,
+        "keys and values of one sequence": plan.kv_bytes,
+        "engine (estimated)": plan.machine.server_reserve,
+    }
+    return f"server   {share}\n" + _lines(parts)
+
+
+def _trainer(plan: MemoryPlan) -> str:
+    settings, kept = plan.settings, plan.kept
+    trained = sum(p.numel() for p in trained_parameters(plan.policy).values())
+    per_weight = {
+        f"master weights, {settings.master_dtype}": kept.masters,
+        "gradients": kept.gradients,
+        f"moments of {plan.optimizer}": kept.moments,
+    }
+    is_recomputed = settings.gradient_checkpointing
+    activations = f"activations, logits and buffers of {settings.micro_batch_tokens:,} tokens"
+    rest = "CUDA (estimated)" if plan.machine.is_gpu else "Python and its packages"
+    parts = {
+        **{f"{name}, {n / trained:.2f} bytes per weight": n for name, n in per_weight.items()},
+        "copies of the model and of a reference model": kept.weights,
+        f"{activations} (estimated)": plan.working_bytes[is_recomputed],
+        rest: plan.machine.trainer_reserve,
+    }
+    return (
+        f"trainer  {_gib(plan.trainer_bytes(is_recomputed))} GiB in mode {settings.sync.mode}, "
+        f"which trains {trained / 1e9:.3g} billion weights\n"
+    ) + _lines(parts)
+
+
+def _lines(parts: Mapping[str, int]) -> str:
+    return "".join(f"         {_gib(size):>5}  {name}\n" for name, size in parts.items())
+
+
+def _verdict(plan: MemoryPlan) -> str:
+    """Whether they fit, if necessary with --gradient-checkpointing or less for the server."""
+    settings, total = plan.settings, _gib(plan.machine.total_bytes)
+    is_recomputed = settings.gradient_checkpointing
+    needed = _gib(plan.trainer_bytes(is_recomputed))
+    found = f"trainer {needed} GiB + server {_gib(plan.server_bytes)} GiB of {total} GiB\n"
+    for recomputes in sorted({is_recomputed, True}):
+        usable = plan.usable_utilization(recomputes)
+        if usable is None:
+            continue
+        changes = ["--gradient-checkpointing"] * (recomputes != is_recomputed)
+        if usable != settings.gpu_memory_utilization:
+            changes.append(f"--gpu-memory-utilization {usable:g}")
+        return f"{found}They fit{' with ' * bool(changes)}{' '.join(changes)}\n"
+    return (
+        f"{found}They do not fit. Smaller: --optimizer adafactor, --master-dtype bfloat16,\n"
+        "--tokens-per-micro-batch, --train-layer-indices, or an adapter (--mode lora_only)\n"
+    )
+
+
+def _gib(count: float) -> str:
+    size = count / GIB
+    return f"{size:.1f}" if size >= 0.1 or not size else f"{size:.3f}"

@@ -12,7 +12,7 @@ from torch import nn
 from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.errors import PolicyMismatch
-from grpo_trainer.model.policy_protocol import CausalLM, text_config_of
+from grpo_trainer.model.policy import CausalLM, text_config_of
 
 _DROPOUT = ".lora_dropout."
 ALL_LINEAR = "all-linear"

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from grpo_core.wire.fields import PROMPT_LOGPROB
-from grpo_trainer.config.forward import LIGER, Choice, ForwardOptions
+from grpo_trainer.config.forward import Choice, ForwardOptions
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model import fused_head, packed_attention
-from grpo_trainer.model.compile import compile_layers, require_compiler
-from grpo_trainer.model.fused_head import EAGER, Arithmetic, liger_arithmetic, linear_logprobs
-from grpo_trainer.model.layers import prepare_recomputing, recomputing
+from grpo_trainer.model.fused_head import EAGER, Arithmetic, linear_logprobs
 from grpo_trainer.model.logprobs import (
     TokenValues,
     probability_above,
@@ -32,7 +30,16 @@ from grpo_trainer.model.logprobs import (
     values_of,
 )
 from grpo_trainer.model.packing import PACKED, PADDED, Layout
-from grpo_trainer.model.policy_protocol import CausalLM, base_model, device_of, vocabulary_of
+from grpo_trainer.model.policy import (
+    CausalLM,
+    base_model,
+    compile_layers,
+    device_of,
+    prepare_recomputing,
+    recomputing,
+    require_compiler,
+    vocabulary_of,
+)
 
 log = structlog.get_logger()
 
@@ -134,16 +141,15 @@ def build_forward_pass(
         FastPathRefused: the model does not support a way that was explicitly requested.
         MissingPackage: there is no compiler.
     """
-    device = device_of(policy)
     if options.compile:
-        require_compiler(device)
-    arithmetic = _arithmetic(options, device)
-    probed = EAGER if options.compile else arithmetic  # compiled code is tested at the end
+        require_compiler(device_of(policy))
     probe = _Probe(policy)
     is_packed = is_enabled("packing", options.packing, lambda: _enable_packing(policy, probe))
     is_fused = is_enabled(
-        "fused-head", options.fused_head, lambda: _probe_fused_head(policy, probe, probed)
+        "fused-head", options.fused_head, lambda: _probe_fused_head(policy, probe)
     )
+    # Compiled code is tested at the end.
+    arithmetic = Arithmetic.compiled() if options.compile else EAGER
     forward = FastForward(
         PACKED if is_packed else PADDED,
         arithmetic if is_fused else None,
@@ -212,21 +218,10 @@ def _enable_packing(policy: CausalLM, probe: _Probe) -> None:
         raise
 
 
-def _arithmetic(options: ForwardOptions, device: torch.device) -> Arithmetic:
-    if options.head_kernel == LIGER:
-        if device.type != "cuda":
-            raise FastPathRefused(
-                f"--head-kernel liger needs a GPU, but the weights are on {device}; omit "
-                "--head-kernel"
-            )
-        return liger_arithmetic()
-    return Arithmetic.compiled() if options.compile else EAGER
-
-
-def _probe_fused_head(policy: CausalLM, probe: _Probe, arithmetic: Arithmetic) -> None:
+def _probe_fused_head(policy: CausalLM, probe: _Probe) -> None:
     model = base_model(policy)
     _require_none(model, "a fused head", fused_head.obstacles(model))
-    probe.require_equal(FastForward(head=arithmetic), "a fused head")
+    probe.require_equal(FastForward(head=EAGER), "a fused head")
 
 
 def _require_none(model: CausalLM, way: str, obstacles: list[str]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 
 CHUNK_LOGITS = 2**27
 """Number of logits that exist at a time: half a GB in float32. This gives enough rows for an
@@ -37,9 +37,6 @@ _CHANGES_LOGITS = (
 )
 """Options of a model's configuration that change its logits. The fused head does not
 support them."""
-_NO_TARGET = -100
-_PLAIN = (None, _NO_TARGET, 0.0, 0.0, "none", None, False)
-"""Liger's options: no weights, z-loss, smoothing, reduction or cap."""
 
 
 def obstacles(model: CausalLM) -> list[str]:
@@ -219,42 +216,3 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _zeros_like(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, dtype=torch.float32)
-
-
-def liger_arithmetic() -> Arithmetic:
-    return Arithmetic(_liger_logprobs, _liger_logits_gradient)
-
-
-def _liger_logprobs(
-    logits: Tensor, targets: Tensor, temperature: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """[K] logprobs of the targets, NaN instead of entropies, which Liger does not compute, and [K]
-    unused values, because its gradient needs no logsumexp."""
-    loss, _ = _cross_entropy(_scaled(logits, temperature), targets)
-    return -loss, torch.full_like(loss, torch.nan), -loss
-
-
-def _liger_logits_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    logsumexp: Tensor,
-    gradient: Tensor,
-    of_entropy: Tensor | None,
-) -> Tensor:
-    """[K] gradient of the logprobs → [K, V] gradient of the logits, in their type."""
-    del logsumexp, of_entropy  # an option refuses an entropy bonus
-    _, of_loss = _cross_entropy(_scaled(logits, temperature).requires_grad_(), targets)
-    return of_loss.detach().mul_(-(gradient / temperature).unsqueeze(-1)).to(logits.dtype)
-
-
-def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
-    return logits.float() / temperature.unsqueeze(-1)  # [K, V]
-
-
-def _cross_entropy(scaled: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """[K] losses. Their gradient [K, V] replaces `scaled` if that requires one."""
-    from liger_kernel.ops.cross_entropy import cross_entropy_forward
-
-    loss, _, _, _, in_place = cross_entropy_forward(scaled, targets, *_PLAIN)
-    return loss, in_place

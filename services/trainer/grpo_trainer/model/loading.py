@@ -24,7 +24,7 @@ from grpo_trainer.errors import (
     UnusableOptimizer,
 )
 from grpo_trainer.model.adapter import adapter_tensors, with_adapter
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.ranks.group import Ranks
 
 log = structlog.get_logger()

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from grpo_trainer.model.policy_protocol import (
+from grpo_trainer.model.policy import (
     CausalLM,
     base_model,
     device_of,

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model.packing import AttentionCalls, PackedBounds
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 
 NAME = "packed_sequences"
 DEFAULT = "sdpa"

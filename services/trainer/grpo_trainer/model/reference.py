@@ -21,7 +21,7 @@ from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import TokenValues
-from grpo_trainer.model.policy_protocol import CausalLM, device_of, vocabulary_of
+from grpo_trainer.model.policy import CausalLM, device_of, vocabulary_of
 from grpo_trainer.objective.kl import kl_terms
 from grpo_trainer.objectives import KlEstimatorName
 from grpo_trainer.ranks.group import ALONE, Ranks

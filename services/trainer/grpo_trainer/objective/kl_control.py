@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from grpo_trainer.objectives import KlControlName
 
 ADAPTIVE_ERROR = 0.2
-BAND, BAND_FACTOR = (0.8, 1.2), 1.5
-DUAL_RATE = 0.1
-LEAST, MOST = 0.001, 0.2
-"""Bounds of a coefficient under band and dual control."""
-_MOST_ERROR = 1000.0
-"""Below the overflow of exp."""
 
 
 @dataclass
@@ -23,17 +16,12 @@ class KlCoefficient:
     - fixed: it stays.
     - adaptive: it grows or shrinks in proportion to the distance from the target, by at most a
       fifth of the sequences over the horizon (Ziegler et al., arXiv 1909.08593, section 2.2).
-    - band: it is multiplied by 1.5 above 1.2 times the target, and divided by 1.5 below 0.8 times
-      the target (as in PPO, arXiv 1707.06347, section 4).
-    - dual: gradient ascent on the logarithm of the multiplier of the constraint that the divergence
-      is at most the target (arXiv 2007.03964, section 3).
-
-    Band and dual stay in [0.001, 0.2], widened by the first value.
 
     Args:
         initial: its first value
         target: mean divergence per token; unused if fixed
-        horizon: sequences over which an adaptive coefficient follows the divergence
+        horizon: sequences over which an adaptive coefficient follows the divergence; unused if
+            fixed
     """
 
     control: KlControlName
@@ -58,14 +46,6 @@ class KlCoefficient:
         """Args: divergence: mean of a step's sequences"""
         if self.control == "fixed":
             return
-        ratio = divergence / self.target
-        if self.control == "adaptive":
-            share = min(1.0, sequences / self.horizon)
-            self.value *= 1 + share * min(ADAPTIVE_ERROR, max(-ADAPTIVE_ERROR, ratio - 1))
-            return
-        if self.control == "dual":
-            factor = math.exp(DUAL_RATE * min(ratio - 1, _MOST_ERROR))
-        else:
-            factor = BAND_FACTOR ** ((ratio > BAND[1]) - (ratio < BAND[0]))
-        least, most = min(LEAST, self.initial), max(MOST, self.initial)
-        self.value = min(most, max(least, self.value * factor))
+        share = min(1.0, sequences / self.horizon)
+        error = min(ADAPTIVE_ERROR, max(-ADAPTIVE_ERROR, divergence / self.target - 1))
+        self.value *= 1 + share * error

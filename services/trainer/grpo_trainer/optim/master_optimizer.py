@@ -1,8 +1,8 @@
-"""Updates master weights with AdamW, then writes them into the policy's parameters.
+"""Updates master weights, then writes them into the policy's parameters.
 
 A bf16 weight has 8 bits of mantissa: at a learning rate of 1e-6 almost every update would round to
 nothing. So the step updates master weights: fp32 copies, or bf16 copies with stochastic rounding
-(`masters`). The step does not touch the served weights, so the server keeps sampling. Only
+(`master_update`). The step does not touch the served weights, so the server keeps sampling. Only
 `write_into_parameters` needs a pause.
 
 To shorten the pause, a step also rounds its result to the served data type, if that differs, into
@@ -12,17 +12,19 @@ the staging copy. Each part of this copy replaces a gradient that was used.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteGradient
-from grpo_trainer.model.layers import middle
-from grpo_trainer.optim.adamw import ADAM, Adam, AdamW32, State, StepOptions
-from grpo_trainer.optim.master_gradients import GatheredGradients, LossScale, own_part
-from grpo_trainer.optim.masters import Masters
-from grpo_trainer.optim.schedule import LearningRate
+from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.policy import CausalLM, middle
+from grpo_trainer.optim.gradients import GatheredGradients, LossScale, own_part
+from grpo_trainer.optim.master_update import MasterUpdate, build_update
+from grpo_trainer.optim.rules import ADAM, Adam, AdamW32, State, StepOptions
+from grpo_trainer.optim.schedule import LearningRate, Schedule
 
 MASTER = "master"
 WATCHED_TENSORS, WATCHED_WEIGHTS = 8, 256
@@ -50,13 +52,13 @@ class MasterOptimizer:
         learning_rate: LearningRate,
         weight_decay: float,
         max_grad_norm: float,
-        update: Masters | None = None,
+        update: MasterUpdate | None = None,
         scales_loss: bool = False,
         adam: Adam = ADAM,
     ) -> None:
         whole = list(parameters)
         self._parameters = [own_part(p) for p in whole]
-        self._update = update or Masters(AdamW32())
+        self._update = update or MasterUpdate(AdamW32())
         self.masters = [_contiguous_copy(p, self._update.dtype) for p in self._parameters]
         self.gradients = GatheredGradients(whole)
         self.loss_scale = LossScale(self.gradients) if scales_loss else None
@@ -171,13 +173,30 @@ class MasterOptimizer:
         gradient, master = self.gradients.pop(index), self.masters[index]
         if gradient is None:
             return
-        served = self._parameters[index].dtype
         state = self._states[index] or self._update.initial_state(master)
-        staged = self._update.step(master, gradient, state, options, served)
+        self._update.step(master, gradient, state, options)
         del gradient  # frees the memory that the staging copy needs
         self._states[index] = state
-        # `to` makes no copy if both have one type
-        self._staged[index] = master.to(served) if staged is None else staged
+        self._staged[index] = master.to(self._parameters[index].dtype)  # no copy if it is the same
+
+
+def build_optimizer(
+    policy: CausalLM,
+    settings: TrainerSettings,
+    kind: Callable[..., MasterOptimizer] = MasterOptimizer,
+) -> MasterOptimizer:
+    """Raises the errors of `build_update`. Args: kind: creates the object"""
+    parameters = list(trained_parameters(policy).values())
+    return kind(
+        parameters,
+        learning_rate=Schedule.of(settings, settings.steps),
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        update=build_update(settings, parameters),
+        # Even an adapter in float32 needs it, because its gradients pass through a float16 model.
+        scales_loss=any(p.dtype == torch.float16 for p in policy.parameters()),
+        adam=Adam(settings.adam_beta1, settings.adam_beta2, settings.adam_eps),
+    )
 
 
 class _UpdateWatch:

@@ -28,9 +28,8 @@ from torch.distributed.tensor import DTensor, Shard
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import ForwardPass
-from grpo_trainer.model.layers import layers_of
 from grpo_trainer.model.logprobs import TokenValues
-from grpo_trainer.model.policy_protocol import CausalLM, device_of
+from grpo_trainer.model.policy import CausalLM, device_of, layers_of
 from grpo_trainer.optim.master_optimizer import MASTER, MasterOptimizer
 from grpo_trainer.ranks.group import Ranks
 

@@ -24,7 +24,7 @@ _GB, _MB = 1e9, 1e6
 
 
 @dataclass(frozen=True)
-class Summary:
+class BenchmarkSummary:
     """The fields of `benchmark.json`. A field is None if there is no GPU, no publication, no
     reward, no such file, or no supervisor status in Redis."""
 
@@ -55,66 +55,48 @@ class Summary:
         (save_path / FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     def __str__(self) -> str:
-        per_step = self.steps or 1
-        bar = "=" * _WIDTH
+        bar, title = "=" * _WIDTH, f"BENCHMARK SUMMARY ({self.mode})"
+        sync_s = self.sync_s_mean or 0.0
+        sections: dict[str, dict[str, object]] = {
+            "TIMING BREAKDOWN": {
+                "Avg step time": f"{self.step_s_mean:.2f}s",
+                "Total step time": f"{self.step_s_mean * self.steps:.2f}s",
+                "Avg sync time": f"{sync_s:.2f}s (x{self.publishes} syncs)",
+                "Total sync time": f"{self.sync_s_total:.2f}s",
+                "Avg data fetch time": f"{self.fetch_s_total / (self.steps or 1):.2f}s",
+                "Total data fetch time": f"{self.fetch_s_total:.2f}s",
+                "Total compute time": f"{self.compute_s_total:.2f}s",
+            },
+            "MEMORY": {
+                "Peak GPU memory": _size(self.peak_cuda_bytes),
+                "Avg GPU memory": _size(self.cuda_bytes_mean),
+                "Peak resident memory": _size(self.peak_rss_bytes),
+                "Avg resident memory": _size(self.rss_bytes_mean),
+            },
+            "DISK": {
+                "Checkpoint size": _size(self.checkpoint_bytes),
+                "Model size": _size(self.model_bytes),
+                "Adapter size": _size(self.adapter_bytes),
+            },
+        }
+        if self.restarts is not None:
+            sections["INFERENCE SERVER"] = {
+                "Restarts": self.restarts,
+                "Crashes of the engine": self.crashes,
+                "Dropped requests": self.dropped_requests,
+                "Generated tokens": self.generation_tokens,
+            }
         lines = [
-            bar,
-            f"BENCHMARK SUMMARY ({self.mode})",
-            bar,
             f"  Total training time:     {self.total_s:.2f}s ({self.total_s / 60:.2f} min)",
             f"  Total steps:             {self.steps}",
-            "",
-            "  TIMING BREAKDOWN:",
-            f"    Avg step time:         {self.step_s_mean:.2f}s",
-            f"    Total step time:       {self.step_s_mean * self.steps:.2f}s",
-            f"    Avg sync time:         {self.sync_s_mean or 0.0:.2f}s (x{self.publishes} syncs)",
-            f"    Total sync time:       {self.sync_s_total:.2f}s",
-            f"    Avg data fetch time:   {self.fetch_s_total / per_step:.2f}s",
-            f"    Total data fetch time: {self.fetch_s_total:.2f}s",
-            f"    Total compute time:    {self.compute_s_total:.2f}s",
-            "",
-            "  MEMORY:",
-            *self._of_gpu(),
-            f"    Peak resident memory:  {_size(self.peak_rss_bytes)}",
-            f"    Avg resident memory:   {_size(self.rss_bytes_mean)}",
-            "",
-            "  DISK:",
-            *self._on_disk(),
-            *self._of_server(),
-            bar,
         ]
-        return "\n".join(lines) + "\n"
-
-    def _of_gpu(self) -> list[str]:
-        if self.peak_cuda_bytes is None or self.cuda_bytes_mean is None:
-            return []
-        return [
-            f"    Peak GPU memory:       {_size(self.peak_cuda_bytes)}",
-            f"    Avg GPU memory:        {_size(self.cuda_bytes_mean)}",
-        ]
-
-    def _on_disk(self) -> list[str]:
-        sizes = {
-            "Checkpoint size:": self.checkpoint_bytes,
-            "Model size:": self.model_bytes,
-            "Adapter size:": self.adapter_bytes,
-        }
-        return [f"    {name:<22} {_size(held)}" for name, held in sizes.items() if held is not None]
-
-    def _of_server(self) -> list[str]:
-        if self.restarts is None:
-            return []
-        return [
-            "",
-            "  INFERENCE SERVER:",
-            f"    Restarts:              {self.restarts}",
-            f"    Crashes of the engine: {self.crashes}",
-            f"    Dropped requests:      {self.dropped_requests}",
-            f"    Generated tokens:      {self.generation_tokens}",
-        ]
+        for name, values in sections.items():
+            shown = {label: value for label, value in values.items() if value is not None}
+            lines += ["", f"  {name}:", *(f"    {k + ':':<22} {v}" for k, v in shown.items())]
+        return "\n".join([bar, title, bar, *lines, bar]) + "\n"
 
 
-class Stopwatch:
+class RunTotals:
     """Adds up the records of a run's steps. Their names are those of `metrics`."""
 
     def __init__(self) -> None:
@@ -137,10 +119,12 @@ class Stopwatch:
             self._cuda_bytes += torch.cuda.memory_allocated()
         self._rewards = [*self._rewards[:1], record.get("reward/mean")]
 
-    def summary(self, mode: str, server: SupervisorStatus | None, save_path: Path) -> Summary:
+    def summary(
+        self, mode: str, server: SupervisorStatus | None, save_path: Path
+    ) -> BenchmarkSummary:
         steps, has_gpu = self._steps or 1, torch.cuda.is_available()
         checkpoint = StateStore(save_path).newest()
-        return Summary(
+        return BenchmarkSummary(
             mode=mode,
             steps=self._steps,
             total_s=self._total_s,
@@ -189,5 +173,7 @@ def directory_bytes(directory: Path) -> int | None:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def _size(held: float) -> str:
-    return f"{held / _GB:.2f} GB" if held >= _GB else f"{held / _MB:.2f} MB"
+def _size(count: float | None) -> str | None:
+    if count is None:
+        return None
+    return f"{count / _GB:.2f} GB" if count >= _GB else f"{count / _MB:.2f} MB"

@@ -1,23 +1,33 @@
-"""Builds the record of one optimizer step, with the metric names that are common in the field."""
+"""Builds the record of one optimizer step, with the metric names that are common in the field.
+
+Metrics of tokens are also given by lag: how many steps older the weights are that sampled them. An
+old policy moves every one of these metrics, so only tokens of one lag can be compared from step to
+step.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.accumulate import GradientStats
-from grpo_trainer.algo.logprob_comparison import Distance
+from grpo_trainer.algo.logprob_comparison import Distance, TokenTable
 from grpo_trainer.data.collate import Origin
 from grpo_trainer.data.group_filter import FilteredBatch
 from grpo_trainer.data.stats import BatchStats
 from grpo_trainer.losses import LossSums
-from grpo_trainer.telemetry.by_lag import by_lag
+from grpo_trainer.objective.kl import MAX_LOG_RATIO
 from grpo_trainer.weight_sync.base import Published
 
 Record = dict[str, float]
+
+OLDEST_LAG = 4
+"""Larger lags are counted together."""
 
 
 class StepWatch:
@@ -101,7 +111,7 @@ def step_record(outcome: StepOutcome) -> Record:
         **_maxent(outcome.maxent),
         **_alignment(outcome),
         **_staleness(outcome),
-        **_by_lag(outcome),
+        **dict(_by_lag(outcome)),
     }
     return {name: value for name, value in defined_or_not.items() if value is not None}
 
@@ -182,8 +192,39 @@ def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
     return found
 
 
-def _by_lag(outcome: StepOutcome) -> dict[str, float]:
-    return dict(by_lag(outcome.gradients.tokens, outcome.origins, outcome.held))
+def _by_lag(outcome: StepOutcome) -> Iterator[tuple[str, float]]:
+    """Name and value of each metric; those of tokens of an unknown version are missing."""
+    table, trainer = outcome.gradients.tokens, outcome.held
+    lags = torch.tensor([_lag(origin.version, trainer) for origin in outcome.origins])
+    lags = lags[table.sequence]  # [N]
+    for lag in sorted(set(lags.tolist()) - {-1}):
+        prefix = f"lag_{lag}{'_or_more' if lag == OLDEST_LAG else ''}"
+        for name, value in _metrics_of(table.where(lags == lag)):
+            yield f"{prefix}/{name}", value
+
+
+def _lag(version: PolicyVersion | None, trainer: PolicyVersion) -> int:
+    """-1 if it is unknown."""
+    if version is None or version.epoch != trainer.epoch:
+        return -1
+    return max(0, min(OLDEST_LAG, trainer.step - version.step))
+
+
+def _metrics_of(table: TokenTable) -> Iterator[tuple[str, float]]:
+    """Args: table: not empty"""
+    distance = table.diff.abs().double()
+    diff = table.diff.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = diff.exp()
+    yield "tokens", len(table)
+    yield "kl_k1", -float(diff.mean())
+    yield "kl_k3", float((ratio - 1 - diff).mean())
+    yield "diff_abs_mean", float(distance.mean())
+    yield "diff_abs_p99", table.diff_abs_quantile(0.99) or 0.0
+    yield "diff_abs_max", float(distance.max())
+    yield "mean_ratio", float(ratio.mean())
+    yield "effective_sample_fraction", float(ratio.mean().square() / ratio.square().mean())
+    if not bool(table.entropy.isnan().any()):
+        yield "entropy", float(table.entropy.mean())
 
 
 def _staleness(outcome: StepOutcome) -> dict[str, float | None]:

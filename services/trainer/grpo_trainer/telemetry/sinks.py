@@ -1,12 +1,14 @@
-"""Writes the record of each step to the metrics file, TensorBoard and Weights & Biases, and its
-rollouts to files."""
+"""Writes the record of each step to the log, the metrics file, TensorBoard and Weights & Biases,
+and its rollouts to files."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,10 +21,17 @@ from grpo_core.wandb_run.sink import WandbRun, WandbSink, start_wandb
 from grpo_trainer.checkpoint.atomic_dir import write_whole
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import CheckpointNotSaved, MetricsNotWritten
-from grpo_trainer.telemetry.metrics import Record
-from grpo_trainer.telemetry.rollout_records import StepRollouts
-from grpo_trainer.telemetry.rollout_samples import sample_table, samples_are_due
-from grpo_trainer.telemetry.rollout_writer import rollout_writer
+from grpo_trainer.telemetry.alerts import RangeWatch
+from grpo_trainer.telemetry.benchmark import RunTotals, server_status
+from grpo_trainer.telemetry.metrics import Record, StepOutcome, step_record
+from grpo_trainer.telemetry.rollouts import (
+    RolloutWriter,
+    StepRollouts,
+    prepare_rollouts,
+    rollouts_directory,
+    sample_table,
+    samples_are_due,
+)
 
 log = structlog.get_logger()
 
@@ -75,7 +84,8 @@ def open_sinks(settings: TrainerSettings, steps_taken: int = 0) -> Iterator[Sink
             boards.append(sink.write)
             keepers.append(partial(write_samples, sink))
         if settings.keep_rollouts:
-            keepers.append(stack.enter_context(rollout_writer(settings)).add)
+            writer = RolloutWriter(rollouts_directory(settings), settings.keep_rollouts)
+            keepers.append(stack.enter_context(contextlib.closing(writer)).add)
         yield Sinks([*writers, *boards], keepers, boards)
 
 
@@ -125,6 +135,47 @@ def _api_key(file: Path | None) -> str | None:
         raise WandbUnavailable(
             f"--wandb-key-file {file}: {error}; name a file that contains only the API key"
         ) from error
+
+
+class Recorder:
+    """Records every step, and checks its metrics for alerts. Create the recorder when the first
+    step of this process begins.
+
+    `started`: time.monotonic() at creation.
+    """
+
+    def __init__(self, settings: TrainerSettings, sinks: Sinks) -> None:
+        self._settings = settings
+        self._sinks = sinks
+        self._ranges = RangeWatch()
+        self._totals = RunTotals()
+        self.started = time.monotonic()
+
+    def record(self, outcome: StepOutcome, rollouts: StepRollouts) -> None:
+        record = step_record(outcome)
+        # The log is read by people: the same metrics by lag are for plots.
+        shown = {name: value for name, value in record.items() if not name.startswith("lag_")}
+        log.info("step.finished", **shown)
+        self._sinks.write(record)
+        self._sinks.write_rollouts(rollouts)
+        self._ranges.look(record)
+        self._totals.add(record, outcome.published.is_served)
+
+    def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """To TensorBoard and W&B; the run that evaluates keeps its own file.
+
+        Args: step: steps that the evaluated weights include
+        """
+        self._sinks.write_evaluation({**metrics, "step": step})
+
+    def report_times(self) -> None:
+        """Write the summary to standard output and to benchmark.json."""
+        settings = self._settings
+        summary = self._totals.summary(
+            settings.sync.mode, server_status(settings), settings.save_path
+        )
+        summary.write(settings.save_path)
+        sys.stdout.write(f"\n{summary}")
 
 
 def trim_records(path: Path, steps_taken: int) -> None:
@@ -189,3 +240,18 @@ def append_record(path: Path, record: Record) -> None:
             f"--metrics-file {path}: {error}; free disk space, or choose another file, then start "
             "the trainer again to resume from its newest checkpoint"
         ) from error
+
+
+def begin_records(settings: TrainerSettings, resumed_step: int | None) -> None:
+    """Prepare the files of metrics and rollouts: those of another run are put aside, and records of
+    steps that a checkpoint lacks are removed.
+
+    Args:
+        resumed_step: of the checkpoint that the run resumes from; None without one
+    """
+    if settings.metrics_file is not None:
+        if resumed_step is None:
+            rotate_records(settings.metrics_file)
+        else:
+            trim_records(settings.metrics_file, resumed_step)
+    prepare_rollouts(settings, resumed_step)

@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_core.clients.inference import Completion
 from grpo_trainer.errors import ServedWeightsDiffer
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, sampled_tokens, tolerance_of
-from grpo_trainer.model.policy_protocol import CausalLM, vocabulary_of
+from grpo_trainer.model.policy import CausalLM, vocabulary_of
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 log = structlog.get_logger()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_trainer.algo.logprob_comparison import MIN_TOKENS, Distance, TokenTable
 from grpo_trainer.data.collate import Batch
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.verify.alignment import MISMATCH
 from grpo_trainer.verify.recomputed import logits_of, targets_of
 

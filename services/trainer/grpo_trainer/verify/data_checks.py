@@ -13,7 +13,7 @@ from grpo_trainer.algo.logprob_comparison import Distance, TokenTable
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.group_checks import UsableGroup
 from grpo_trainer.model.forward import FastForward
-from grpo_trainer.model.policy_protocol import CausalLM, end_tokens_of
+from grpo_trainer.model.policy import CausalLM, end_tokens_of
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import ServedLogprobs

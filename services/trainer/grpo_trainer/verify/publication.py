@@ -28,7 +28,7 @@ from grpo_trainer.model.logprobs import (
     sampled_tokens,
     tolerance_of,
 )
-from grpo_trainer.model.policy_protocol import CausalLM, vocabulary_of
+from grpo_trainer.model.policy import CausalLM, vocabulary_of
 from grpo_trainer.verify.alignment import (
     FAR_BETTER,
     MISMATCH,

@@ -17,7 +17,7 @@ from grpo_trainer.algo.logprob_comparison import TokenTable
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.micro_batches import by_length
 from grpo_trainer.model.adapter import without_dropout
-from grpo_trainer.model.policy_protocol import CausalLM, device_of
+from grpo_trainer.model.policy import CausalLM, device_of
 
 SAMPLE_SEQUENCES, SAMPLE_TOKENS = 64, 16
 """Sequences of a sample, and tokens at each end of a sequence."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
-from grpo_trainer.model.policy_protocol import vocabulary_of
+from grpo_trainer.model.policy import vocabulary_of
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.verify.findings import CheckName, Finding
 

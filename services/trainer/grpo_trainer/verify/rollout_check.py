@@ -28,7 +28,7 @@ from grpo_trainer.algo.logprob_comparison import Distance, TokenTable
 from grpo_trainer.data.collate import Batch, Origin
 from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.model.logprobs import logprobs_of
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.verify.alignment import MISMATCH, ServedLogprobs
 from grpo_trainer.verify.causes import (
     UNCHANGED,

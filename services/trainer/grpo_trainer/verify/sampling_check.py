@@ -28,7 +28,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.algo.logprob_comparison import TokenTable
 from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.model.forward import ForwardPass
-from grpo_trainer.model.policy_protocol import CausalLM, device_of
+from grpo_trainer.model.policy import CausalLM, device_of
 from grpo_trainer.verify.findings import CheckName, Finding
 
 LOOK_EVERY_STEPS = 4

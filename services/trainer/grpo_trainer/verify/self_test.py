@@ -26,10 +26,10 @@ from grpo_trainer.errors import SelfTestFailed
 from grpo_trainer.model.adapter import adapter_dropouts
 from grpo_trainer.model.forward import FastForward
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
-from grpo_trainer.model.policy_protocol import CausalLM, device_of, vocabulary_of
+from grpo_trainer.model.policy import CausalLM, device_of, vocabulary_of
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.objectives import Objective
-from grpo_trainer.optim.master_gradients import LossScale
+from grpo_trainer.optim.gradients import LossScale
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE, Ranks
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, Bound
 

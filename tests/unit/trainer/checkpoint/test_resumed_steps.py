@@ -1,6 +1,6 @@
 """A resumed trainer of a real adapter with dropout takes exactly the same steps.
 
-It uses fixed batches and no server. `test_adamw.py` saves and restores the update rules.
+It uses fixed batches and no server. `test_rules.py` saves and restores the update rules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.objectives import GRPO
-from grpo_trainer.optim.build import build_optimizer
+from grpo_trainer.optim.master_optimizer import build_optimizer
 from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.tiny_policy import model_directory
 

@@ -87,7 +87,7 @@ def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
     routes: dict[str, Route] = {"POST /register": lambda _body: (200, {"uuid": 5, "run_uuid": "r"})}
     with stub_server(routes) as run_api, TrainerClient(run_api.url) as api:
         api.register(chosen.registration(first_step=0))
-        penalty = KlCoefficient("band", initial=0.25, target=1.0, horizon=1)
+        penalty = KlCoefficient("adaptive", initial=0.25, target=1.0, horizon=1)
         tau = Tau(initial=0.5, target=1.0)
         tau.observe(1.0, step=0)
         saver = Saver(chosen, model, optimizer, api, store, Bound(1.0), penalty, tau)

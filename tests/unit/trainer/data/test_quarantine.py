@@ -36,9 +36,8 @@ from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
 from grpo_trainer.ranks.group import ALONE
 from grpo_trainer.stop import Stop
-from grpo_trainer.telemetry.recorder import Recorder
-from grpo_trainer.telemetry.rollout_records import StepRollouts
-from grpo_trainer.telemetry.sinks import Sinks
+from grpo_trainer.telemetry.rollouts import StepRollouts
+from grpo_trainer.telemetry.sinks import Recorder, Sinks
 from grpo_trainer.train import Lead, Run, training_steps
 from grpo_trainer.weight_sync.base import Published
 from tests.support.directories import names

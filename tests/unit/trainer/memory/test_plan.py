@@ -1,15 +1,16 @@
-"""The plan of `grpo --memory-plan` names what fits, and depends on the options."""
+"""The plan of `grpo --memory-plan` says what fits, and depends on the options."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.memory.plan import GIB, MemoryPlan, memory_plan
-from grpo_trainer.memory.table import text_of
+from grpo_trainer.memory.plan import MemoryPlan, memory_plan, text_of
+from grpo_trainer.memory.sizes import GIB
 
 WIDTH = 100
 
@@ -36,61 +37,64 @@ def plan(model: Path, **options: object) -> MemoryPlan:
     redis_url = "redis://127.0.0.1:6379/0"
     chosen = {"model": str(model), "mode": "shared_vllm", "redis_url": redis_url}
     chosen |= {"device": "cuda", **options}
-    return memory_plan(CommandLine.model_validate(chosen))
+    return memory_plan(CommandLine.model_validate(chosen).settings())
 
 
-def test_a_whole_model_of_8_billion_weights_fits_on_80_gib_and_the_plan_says_how(
-    eight_billion: Path,
+SMALL = {"optimizer": "adafactor", "master_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "trainer 104.7 GiB + server 36.0 GiB of 80.0 GiB\nThey do not fit. Smaller: "),
+        (SMALL, "They fit with --gradient-checkpointing --gpu-memory-utilization 0.35\n"),
+        ({"mode": "lora_only"}, "They fit\n"),
+    ],
+)
+def test_the_plan_of_8_billion_weights_says_what_fits_on_80_gib(
+    options: dict[str, str], told: str, eight_billion: Path
 ) -> None:
     """Adafactor with bfloat16 master weights needs 2 + 4 bytes per weight: 44.9 GiB."""
-    out = text_of(plan(eight_billion))
-    assert max(map(len, out.splitlines()[5:])) <= WIDTH
-    assert "44.9" in out
-    (chosen,) = (line.split() for line in out.splitlines() if line.startswith(">"))
-    assert chosen[1:5] == ["shared_vllm", "all", "adamw_8bit", "float32"]
-    assert chosen[5:9] == ["4.00", "4.00", "2.03", "0.00"]
+    found = plan(eight_billion, **options)
+    out = text_of(found)
+    assert max(map(len, out.splitlines()[1:])) <= WIDTH
     assert "GPU      80.0 GiB (no GPU found, so this size is assumed)" in out
-    assert out.endswith(
-        "They do not fit.\n"
-        "The whole model fits, for example, with --mode shared_vllm --optimizer adafactor\n"
-        "--master-dtype bfloat16 --gpu-memory-utilization 0.35 --gradient-checkpointing\n"
-    )
+    assert told in out
+    if not options:
+        for line in (
+            "29.9  master weights, float32, 4.00 bytes per weight",
+            "29.9  gradients, 4.00 bytes per weight",
+            "15.2  moments of adamw_8bit, 2.03 bytes per weight",
+            "0.0  copies of the model",
+        ):
+            assert line in out
+    for recomputes in (False, True):
+        if (usable := found.usable_utilization(recomputes)) is not None:
+            server = usable * found.machine.total_bytes
+            assert server + found.trainer_bytes(recomputes) <= found.machine.total_bytes
+            assert server >= found.least_server_bytes
 
 
-def test_what_the_plan_calls_fitting_leaves_room_for_the_server(eight_billion: Path) -> None:
-    found = plan(eight_billion)
-    fitting = 0
-    for one in found.combinations:
-        for is_recomputed in (False, True):
-            utilization = found.usable_utilization(one, is_recomputed)
-            if utilization is None:
-                continue
-            fitting += 1
-            server = utilization * found.machine.total_bytes
-            assert server + one.needed(is_recomputed) + GIB <= found.machine.total_bytes
-            assert server >= found.server.least_bytes
-    assert 0 < fitting < 2 * len(found.combinations)
-
-
-def test_options_change_the_chosen_row_alone(eight_billion: Path) -> None:
-    chosen = plan(
-        eight_billion, optimizer="adafactor", mode="none", train_layer_indices="0-3,28-31"
-    ).chosen
-    assert (chosen.trainee.modes, chosen.trainee.layers) == ("none", "0-3,28-31")
-    one_pass = plan(eight_billion, gradient_accumulation_steps=1).chosen
-    several = plan(eight_billion).chosen
+def test_layers_passes_and_copies_change_their_part_alone(eight_billion: Path) -> None:
+    several = plan(eight_billion)
+    one_pass = plan(eight_billion, gradient_accumulation_steps=1)
     assert 2 * one_pass.kept.gradients == several.kept.gradients
     assert one_pass.kept.moments == several.kept.moments
+    copied = plan(eight_billion, mode="none")
+    assert replace(copied.kept, weights=0) == several.kept
+    assert copied.kept.weights == several.weights_bytes
+    some = plan(eight_billion, train_layer_indices="24-31")
+    assert some.kept.masters < several.kept.masters / 4
+    assert some.working_bytes < several.working_bytes
 
 
 def test_on_a_cpu_the_plan_takes_the_memory_of_this_host(eight_billion: Path) -> None:
     found = plan(eight_billion, device="cpu", tokens_per_micro_batch=512, dtype="bfloat16")
-    assert found.chosen.optimizer == "adamw"
+    assert found.optimizer == "adamw"
     out = text_of(found)
     assert "GPU" not in out
     assert f"memory   {found.machine.total_bytes / GIB:.1f} GiB of this host" in out
-    assert "for a micro-batch of 512 tokens" in out
+    assert "buffers of 512 tokens" in out
     assert "--gpu-memory-utilization" not in out
-    needed = found.chosen.needed(False) + found.machine.trainer_reserve
-    fits = needed + found.server.least_bytes <= found.machine.total_bytes
-    assert (found.usable_utilization(found.chosen, False) is not None) == fits
+    fits = found.trainer_bytes(False) + found.least_server_bytes <= found.machine.total_bytes
+    assert (found.usable_utilization(False) is not None) == fits

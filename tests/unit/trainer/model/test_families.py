@@ -16,12 +16,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.forward import ForwardOptions
-from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.forward import build_forward_pass
+from grpo_trainer.model.logprobs import PROBE_LENGTH, logprobs_of, sampled_tokens
+from grpo_trainer.model.policy import end_tokens_of, vocabulary_of
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
 from tests.unit.trainer.forward_rig import VOCABULARY, ragged_batch
+from tests.unit.trainer.tiny_policy import LORA
 
 WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "d_model", "n_embd", "d_ff")
 SIZES = {
@@ -102,7 +105,19 @@ def _known(config: Any, sizes: dict[str, int]) -> dict[str, int]:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_family_takes_a_step(family: str) -> None:
-    policy = small_model(family)
+    require_step(small_model(family))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_language_model_that_is_nested_in_one_that_takes_images_trains_an_adapter() -> None:
+    policy = with_adapter(small_model("gemma3"), LORA).eval()
+    assert vocabulary_of(policy) == VOCABULARY
+    assert end_tokens_of(policy)
+    assert len(logprobs_of(policy, sampled_tokens(policy))) == PROBE_LENGTH - 1
+    require_step(policy)
+
+
+def require_step(policy: Any) -> None:
     forward = build_forward_pass(policy, ForwardOptions())
     parameters = trained_parameters(policy)
     before = {name: p.detach().clone() for name, p in parameters.items()}

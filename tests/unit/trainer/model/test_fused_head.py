@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_trainer.config.forward import LIGER, ForwardOptions
-from grpo_trainer.errors import FastPathRefused
-from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.model.fused_head import EAGER, Arithmetic, linear_logprobs
 from grpo_trainer.model.logprobs import TokenValues, values_of
-from tests.unit.trainer.forward_rig import qwen
 
 ROWS, WIDTH, VOCABULARY = 20, 16, 30
 
@@ -110,30 +102,3 @@ def test_no_more_logits_exist_than_allowed() -> None:
     with Largest() as largest:
         case.gradients(case.fused(1), with_entropy=True)
     assert largest.elements == WIDTH * VOCABULARY  # the weight's gradient
-
-
-@pytest.mark.full
-def test_ligers_own_kernel_gives_torchs_numbers() -> None:
-    """Run in a new process in which Triton interprets from the start."""
-    code = f"""
-from {__name__} import *
-from grpo_trainer.model.fused_head import liger_arithmetic
-for dtype in (torch.float32, torch.bfloat16):
-    case = Case(dtype, bias=True)
-    case.require_equal(case.fused(ROWS, liger_arithmetic()), with_entropy=False)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[4],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_liger_is_refused_without_a_gpu() -> None:
-    options = ForwardOptions(fused_head="on", head_kernel=LIGER)
-    with pytest.raises(FastPathRefused, match=r"--head-kernel liger needs a GPU.* on cpu"):
-        build_forward_pass(qwen(), options)

@@ -1,14 +1,25 @@
-"""Obstacles between the trainer and its device are reported when the run begins."""
+"""Models and devices that a run cannot use are named when it begins."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from transformers import T5Config
 
 from grpo_core.weights.memory_grant import CudaMemory, CudaPlace
-from grpo_trainer.errors import NoSuchDevice, PolicyMismatch, UnreachableWeights
-from grpo_trainer.model.loading import device_to_load_on, require_device
+from grpo_trainer.errors import NoSuchDevice, PolicyMismatch, UnreachableWeights, UnsupportedModel
+from grpo_trainer.model.adapter import with_adapter
+from grpo_trainer.model.loading import (
+    TrainedWeights,
+    device_to_load_on,
+    import_architecture,
+    require_device,
+)
 from grpo_trainer.weight_sync.shared_memory.cuda_ipc import OpenedCuda, OwnPlace
+from tests.unit.trainer.tiny_policy import LORA, model_directory
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -67,3 +78,24 @@ def test_all_obstacles_to_memory_on_a_gpu_are_named_before_cuda_is_called() -> N
         "ipc: service",
     ):
         assert named in str(refused.value)
+
+
+def test_an_adapter_says_how_to_merge_it(tmp_path: Path) -> None:
+    base = TrainedWeights(str(model_directory(tmp_path / "base"))).load(torch.float32)
+    with_adapter(base, LORA).save_pretrained(tmp_path / "adapter")  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedModel, match="is an adapter; merge it into its base model"):
+        TrainedWeights(str(tmp_path / "adapter")).load(torch.float32)
+
+
+def test_code_of_a_model_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "configuration_own.py").write_text("raise SystemExit('was run')")
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    with pytest.raises(UnsupportedModel, match=r"code of its own \(auto_map\) is not run"):
+        import_architecture(str(tmp_path))
+
+
+def test_a_model_that_does_not_continue_text_is_named(tmp_path: Path) -> None:
+    T5Config().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="a t5 is no causal language model"):
+        import_architecture(str(tmp_path))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from itertools import product
-from math import exp
 
 import pytest
 import torch
 
-from grpo_trainer.losses import entropy_bonus, kl_penalty, kl_terms
+from grpo_trainer.losses import entropy_bonus, kl_penalty
+from grpo_trainer.objective.kl import kl_terms
 from grpo_trainer.objective.kl_control import KlCoefficient
 from grpo_trainer.objectives import KlControlName, KlEstimatorName
 
@@ -58,12 +57,6 @@ def test_penalty_and_bonus_are_weighted_like_the_loss() -> None:
         ("adaptive", 0.2, 0.050128),  # twice the target, 128 of 10,000 sequences
         ("adaptive", 0.11, 0.05 * (1 + 0.0128 * 0.1)),
         ("adaptive", 0.0, 0.05 * (1 - 0.0128 * 0.2)),
-        ("band", 0.119, 0.05),
-        ("band", 0.121, 0.075),
-        ("band", 0.079, 0.05 / 1.5),
-        ("dual", 0.2, 0.055259),
-        ("dual", 0.0, 0.05 * exp(-0.1)),
-        ("dual", 9e9, 0.2),
     ],
 )
 def test_a_coefficient_follows_the_divergence(
@@ -75,7 +68,8 @@ def test_a_coefficient_follows_the_divergence(
 
 
 @pytest.mark.parametrize(
-    ("control", "saved", "value"), [("band", 2.0, 2.0), ("band", None, 0.5), ("fixed", 2.0, 0.5)]
+    ("control", "saved", "value"),
+    [("adaptive", 2.0, 2.0), ("adaptive", None, 0.5), ("fixed", 2.0, 0.5)],
 )
 def test_a_resumed_run_goes_on_with_its_coefficient_unless_it_is_fixed(
     control: KlControlName, saved: float | None, value: float
@@ -85,21 +79,15 @@ def test_a_resumed_run_goes_on_with_its_coefficient_unless_it_is_fixed(
     assert coefficient.value == value
 
 
-def test_no_coefficient_changes_its_sign_or_is_lost() -> None:
-    """Batches longer than the horizon, and a divergence that begins at 0."""
-    adaptive = KlCoefficient("adaptive", initial=0.5, target=0.1, horizon=10)
-    adaptive.observe(0.0, sequences=64)
-    assert adaptive.value == pytest.approx(0.4)
-    for control, initial in product(("band", "dual"), (0.5, 1e-4)):
-        coefficient = KlCoefficient(control, initial, target=0.1, horizon=10)
-        for _ in range(100):
-            coefficient.observe(0.0, sequences=64)
-        assert coefficient.value == min(initial, 0.001)
+def test_batches_longer_than_the_horizon_change_a_coefficient_by_a_fifth() -> None:
+    coefficient = KlCoefficient("adaptive", initial=0.5, target=0.1, horizon=10)
+    coefficient.observe(0.0, sequences=64)
+    assert coefficient.value == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(
     ("control", "initial", "saved"),
-    [("fixed", 0.1, None), ("band", 0.0, None), ("band", 0.1, 0.1 * 1.5)],
+    [("fixed", 0.1, None), ("adaptive", 0.0, None), ("adaptive", 0.1, 0.1 * 1.02)],
 )
 def test_only_a_coefficient_that_moves_is_saved(
     control: KlControlName, initial: float, saved: float | None

@@ -181,7 +181,7 @@ def test_options_override_a_recipe_and_one_clipping_range_counts_for_both_sides(
         ({"kl_estimator": "k2"}, "kl_estimator"),
         ({"kl_coef": 0.1, "kl_horizon": 5}, "kl_horizon"),
         ({"kl_coef": 0.1, "kl_target": 0.1}, "kl_target"),
-        ({"kl_coef": 0.1, "kl_control": "dual"}, "kl_target"),
+        ({"kl_coef": 0.1, "kl_control": "adaptive"}, "kl_target"),
         ({"kl_coef": 0.1, "kl_in": "weights"}, "kl_in"),
         ({"objective": "maxent"}, "maxent_tau"),
         ({"objective": "maxent", "kl_coef": 0.1, "kl_in": "reward", "maxent_tau": 1}, "kl_in"),

@@ -19,18 +19,17 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteGradient, UnusableOptimizer
 from grpo_trainer.model.adapter import with_adapter
 from grpo_trainer.objectives import GRPO
-from grpo_trainer.optim.build import build_optimizer, build_update
-from grpo_trainer.optim.master_gradients import GROWTH_STEPS, LossScale, ScaleRecord
-from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import Schedule, constant
+from grpo_trainer.optim.gradients import GROWTH_STEPS, LossScale, ScaleRecord
+from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
+from grpo_trainer.optim.master_update import build_update
+from grpo_trainer.optim.schedule import constant
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 from tests.unit.trainer.tiny_policy import LORA
 from tests.unit.trainer.update_variants import VARIANTS, Model, differing
 
 
-def optimizer(parameter: nn.Parameter, lr: float, warmup_steps: int = 0) -> MasterOptimizer:
-    schedule = Schedule("constant", lr, warmup_steps, steps=100)
-    return MasterOptimizer([parameter], schedule, weight_decay=0.0, max_grad_norm=1.0)
+def optimizer(parameter: nn.Parameter, lr: float) -> MasterOptimizer:
+    return MasterOptimizer([parameter], constant(lr), weight_decay=0.0, max_grad_norm=1.0)
 
 
 def take_step(parameter: nn.Parameter, masters: MasterOptimizer, step: int = 0) -> None:
@@ -73,12 +72,6 @@ def test_the_share_of_lost_updates(dtype: str, rounding: str, lr: float, lost: f
     parameter[:2].float().sum().backward()  # type: ignore[no-untyped-call]
     masters.step(0)
     assert masters.unchanged_fraction() == lost
-
-
-def test_warm_up_by_hand() -> None:
-    masters = optimizer(nn.Parameter(torch.zeros(1)), lr=0.4, warmup_steps=4)
-    rates = [masters.learning_rate(step) for step in range(6)]
-    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
 
 
 def test_a_non_finite_gradient_stops_before_any_weight_moves() -> None:
@@ -145,15 +138,6 @@ def test_a_write_copies_the_staged_result_and_does_not_round_again() -> None:
     assert model.optimizer.unwritten_parameters() == 1
 
 
-def test_a_loaded_state_replaces_the_staged_result() -> None:
-    saved, model = Model(), Model(seed=1)
-    saved.steps(0, 2)
-    model.step(0)
-    model.optimizer.load_tensors(model.names, saved.optimizer.tensors(saved.names))
-    model.optimizer.write_into_parameters()
-    assert differing(model.tensors(), saved.tensors()) == []
-
-
 @pytest.mark.parametrize(
     ("variant", "dtype", "staged"),
     [
@@ -198,12 +182,11 @@ def test_options_that_exclude_each_other_are_all_told_at_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        settings("--fused-step", *MASTERS, *EIGHT_BITS, mode="lora_only")
+        settings(*MASTERS, "--fsdp", *EIGHT_BITS, mode="lora_only")
     assert stopped.value.code == 2
     told = capsys.readouterr().err
     assert "--master-dtype: mode lora_only trains an adapter, which must be in float32" in told
-    assert "--fused-step: needs --optimizer adamw\n" in told
-    assert "--fused-step: needs --master-dtype float32" in told
+    assert "--fsdp: needs --optimizer adamw\n" in told
 
 
 @pytest.mark.parametrize(
@@ -219,20 +202,15 @@ def test_options_choose_the_parts_and_rounding_to_the_nearest_warns(
     flags: tuple[str, ...], parts: tuple[str, torch.dtype, str | None]
 ) -> None:
     with capture_logs() as logs:
-        masters = build_update(settings(*flags), WEIGHTS)
-    rounding = None if masters.rounding is None else type(masters.rounding).__name__
-    assert (type(masters.rule).__name__, masters.dtype, rounding) == parts
+        update = build_update(settings(*flags), WEIGHTS)
+    rounding = None if update.rounding is None else type(update.rounding).__name__
+    assert (type(update.rule).__name__, update.dtype, rounding) == parts
     assert [event["log_level"] for event in logs] == ["warning"] * ("nearest" in flags)
+    optimizer = build_optimizer(qwen(torch.bfloat16), settings(*flags))
+    assert {master.dtype for master in optimizer.masters} == {parts[1]}
 
 
-def test_the_fused_step_without_a_gpu_is_refused_by_name() -> None:
-    with pytest.raises(UnusableOptimizer, match="needs a GPU, but the weights are on cpu"):
-        build_update(settings("--fused-step"), WEIGHTS)
-
-
-def test_the_policys_optimizer_is_the_one_that_was_asked_for() -> None:
-    optimizer = build_optimizer(qwen(torch.bfloat16), settings(*MASTERS, *EIGHT_BITS))
-    assert {master.dtype for master in optimizer.masters} == {torch.bfloat16}
+def test_master_weights_in_bfloat16_need_weights_in_bfloat16() -> None:
     with pytest.raises(UnusableOptimizer, match="weights are in float32"):
         build_optimizer(qwen(), settings(*MASTERS))
 

@@ -21,7 +21,7 @@ from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import build_forward_pass
-from grpo_trainer.optim.build import build_optimizer
+from grpo_trainer.optim.master_optimizer import build_optimizer
 from grpo_trainer.optim.sharding import RankOptimizer, shard
 from grpo_trainer.ranks.group import LEADER, Ranks
 from tests.unit.trainer.forward_rig import qwen, ragged_batch

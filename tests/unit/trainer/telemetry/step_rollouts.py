@@ -11,7 +11,7 @@ from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_grou
 from grpo_trainer.data.micro_batches import Tokens
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.objectives import GRPO
-from grpo_trainer.telemetry.rollout_records import StepRollouts
+from grpo_trainer.telemetry.rollouts import StepRollouts
 from tests.unit.trainer.groups import VOCABULARY
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from grpo_core.weights.supervisor_protocol import SupervisorPhase, SupervisorStatus
-from grpo_trainer.telemetry.benchmark import Stopwatch, Summary, directory_bytes
+from grpo_trainer.telemetry.benchmark import BenchmarkSummary, RunTotals, directory_bytes
 
 
 def step(time_s: float) -> dict[str, float]:
@@ -19,9 +19,9 @@ def step(time_s: float) -> dict[str, float]:
     return {"time_s": time_s} | {f"train/{name}_time": took for name, took in times.items()}
 
 
-def measured(save_path: Path) -> Summary:
+def measured(save_path: Path) -> BenchmarkSummary:
     """Two steps, of which the second one is published."""
-    watch = Stopwatch()
+    watch = RunTotals()
     watch.add(step(2.0), is_served=False)
     watch.add(step(4.0), is_served=True)
     return watch.summary("lora_only", None, save_path)
@@ -36,7 +36,7 @@ def test_times_are_added_up_and_a_publication_costs_what_all_cost_by_their_numbe
 
 
 def test_resident_memory_is_measured_after_each_step(tmp_path: Path) -> None:
-    watch = Stopwatch()
+    watch = RunTotals()
     watch.add(step(2.0), is_served=True)
     # A tensor may reuse memory that the process has freed, but not returned.
     ballast = mmap.mmap(-1, 256 * 2**20)
@@ -82,5 +82,5 @@ def test_the_text_names_resident_memory_on_a_cpu_and_gpu_memory_on_a_gpu(tmp_pat
 
 def test_crashes_of_the_engine_are_counted(tmp_path: Path) -> None:
     status = SupervisorStatus(state=SupervisorPhase.SERVING, epoch=1, step=1, restarts=3, crashes=1)
-    summary = Stopwatch().summary("none", status, tmp_path)
+    summary = RunTotals().summary("none", status, tmp_path)
     assert "    Restarts:              3\n    Crashes of the engine: 1\n" in str(summary)

@@ -1,4 +1,4 @@
-"""The rollouts of a step as the trainer records them: by hand, and for a real update."""
+"""The rollouts of a step as the trainer records them, by hand, and their files."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from structlog.testing import capture_logs
 
 from grpo_core.rollouts.files import read_steps, steps_in, write_step
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_tiny_model.model import Recipe, build_model
-from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import collate
 from grpo_trainer.data.group_checks import UsableGroup
 from grpo_trainer.errors import CheckpointNotSaved
-from grpo_trainer.objectives import GRPO
-from grpo_trainer.telemetry import rollout_writer
-from grpo_trainer.telemetry.rollout_records import StepRollouts
-from grpo_trainer.telemetry.rollout_samples import MAX_BYTES, sample_table
-from grpo_trainer.telemetry.rollout_writer import RolloutWriter, prepare_rollouts
+from grpo_trainer.telemetry import rollouts
+from grpo_trainer.telemetry.rollouts import (
+    MAX_BYTES,
+    RolloutWriter,
+    prepare_rollouts,
+    sample_table,
+)
 from tests.support.directories import files_of_at_most, names
 from tests.support.wait import DEADLINE_S
 from tests.unit.core.rollouts.records import record
-from tests.unit.trainer.groups import LIMITS, good, group
-from tests.unit.trainer.telemetry.step_rollouts import rollouts_of, shuffled, usable_of
+from tests.unit.trainer.groups import good, group
+from tests.unit.trainer.telemetry.step_rollouts import rollouts_of, usable_of
 from tests.unit.trainer.tiny_policy import model_directory
 
 PER_TOKEN = [[0.0, 0.0, 0.5], [0.0, 0.0, 1.0, 2.0, 6.0]]
@@ -76,21 +74,6 @@ def test_values_that_are_missing_or_impossible() -> None:
     assert other.logprobs == [pytest.approx(-3.4e38, rel=0.01), -0.09]
 
 
-def test_the_logprobs_are_the_policys_before_the_update() -> None:
-    torch.manual_seed(0)
-    policy = build_model(LIMITS.vocab_size, Recipe(layers=1, width=32)).eval()
-    groups = [usable_of(good(1)), usable_of(good(2, generation_params={"temperature": 0.5}))]
-    batch = collate(groups, 100, 3, shuffled, GRPO)
-    tokens = accumulate_gradients(policy, batch, GRPO, step=0).tokens
-    for found in StepRollouts(1, 1, groups, batch, tokens).records():
-        with torch.no_grad():
-            logits = policy(input_ids=torch.tensor([found.tokens])).logits[0] / found.temperature
-        logp = logits.log_softmax(-1)
-        trained = [t for t, trains in enumerate(found.mask) if trains]
-        expected = [float(logp[t - 1, found.tokens[t]]) for t in trained]
-        assert found.logprobs == pytest.approx(expected, abs=1e-5)
-
-
 def test_the_last_step_is_on_disk_when_the_writer_is_closed(tmp_path: Path) -> None:
     writer = RolloutWriter(tmp_path, keep=2)
     for step in (1, 2, 3):
@@ -111,7 +94,7 @@ def test_at_most_two_steps_wait_for_the_disk_and_one_that_hangs_is_given_up(
         begins.set()
         goes_on.wait(DEADLINE_S)
 
-    monkeypatch.setattr(rollout_writer, "write_step", write)
+    monkeypatch.setattr(rollouts, "write_step", write)
     writer = RolloutWriter(tmp_path, keep=9, deadline_s=0.2)
     step = rollouts_of([usable_of(good(1))])
     with capture_logs() as logs:

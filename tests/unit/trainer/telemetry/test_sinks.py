@@ -18,7 +18,7 @@ from grpo_trainer.checkpoint.resume import continued_settings
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import MetricsNotWritten, NonFiniteLoss
-from grpo_trainer.telemetry.rollout_samples import COLUMNS
+from grpo_trainer.telemetry.rollouts import COLUMNS
 from grpo_trainer.telemetry.sinks import (
     append_record,
     open_sinks,

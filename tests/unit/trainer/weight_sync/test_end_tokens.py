@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from grpo_trainer.model.loading import TrainedWeights
-from grpo_trainer.model.policy_protocol import end_tokens_of
+from grpo_trainer.model.policy import end_tokens_of
 from grpo_trainer.weight_sync.shared_memory.views import build_policy
 from tests.unit.trainer.served_memory import served
 from tests.unit.trainer.tiny_policy import model_directory

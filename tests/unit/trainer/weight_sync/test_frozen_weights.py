@@ -15,8 +15,8 @@ from grpo_trainer.checkpoint.state import Position, capture, require_fit
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.errors import PolicyMismatch, StateMismatch
 from grpo_trainer.model.adapter import with_adapter
-from grpo_trainer.model.layers import frozen_checksum, train_only
-from grpo_trainer.optim.build import build_optimizer
+from grpo_trainer.model.policy import frozen_checksum, train_only
+from grpo_trainer.optim.master_optimizer import build_optimizer
 from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
 from grpo_trainer.weight_sync.shared_memory.views import build_policy
 from tests.unit.trainer.forward_rig import qwen

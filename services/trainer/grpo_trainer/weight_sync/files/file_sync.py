@@ -27,7 +27,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.atomic_dir import make_directory
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on, import_architecture
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import Alignment, Bound
 from grpo_trainer.verify.publication import ProbeLengths, PublicationCheck

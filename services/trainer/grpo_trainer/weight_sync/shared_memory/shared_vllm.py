@@ -22,9 +22,8 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import PolicyMismatch, TornWeights, WeightSyncError
-from grpo_trainer.model.layers import frozen_checksum
 from grpo_trainer.model.loading import TrainedWeights, import_architecture
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM, frozen_checksum
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.verify.alignment import AlignmentProbe, Bound, SharedMemoryCheck
 from grpo_trainer.weight_sync.base import Published

@@ -12,7 +12,7 @@ from torch import nn
 from grpo_core.weights.manifest import WeightManifest
 from grpo_trainer.errors import MovedParameters, PolicyMismatch, ServedWeightsDiffer
 from grpo_trainer.model.loading import TrainedWeights
-from grpo_trainer.model.policy_protocol import CausalLM
+from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights
 

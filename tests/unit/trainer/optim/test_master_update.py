@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_trainer.optim import masters
-from grpo_trainer.optim.masters import StochasticRounding
+from grpo_trainer.optim import master_update
+from grpo_trainer.optim.master_update import StochasticRounding
 
 DRAWS = 1 << 18
 DEVIATION = math.sqrt(math.log(2e12) / (2 * DRAWS))
@@ -73,7 +73,7 @@ def test_tensors_of_one_step_and_parts_of_a_tensor_have_numbers_of_their_own(
     wide = torch.full((2, 4096), BETWEEN)
     one, other = torch.empty(2, 2, 4096, dtype=torch.bfloat16)
     stochastic.round_into(one, wide)
-    monkeypatch.setattr(masters, "CHUNK_ELEMENTS", 4096)
+    monkeypatch.setattr(master_update, "CHUNK_ELEMENTS", 4096)
     stochastic.round_into(other, wide)
     assert is_independent(one, other)
     assert is_independent(other[0], other[1])

@@ -12,19 +12,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_tiny_model.model import Recipe, build_model
 from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.memory.kept import KeptBytes
-from grpo_trainer.memory.plan import MemoryPlan, memory_plan
+from grpo_trainer.memory.plan import memory_plan
+from grpo_trainer.memory.sizes import KeptBytes
 from grpo_trainer.model.forward import FastForward
-from grpo_trainer.model.layers import train_only
 from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.model.policy import train_only
 from grpo_trainer.model.reference import build_reference
 from grpo_trainer.objectives import GRPO
-from grpo_trainer.optim.build import build_optimizer
+from grpo_trainer.optim.master_optimizer import build_optimizer
 from grpo_trainer.weight_sync.shared_memory.views import build_policy
 from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.served_memory import served
@@ -70,25 +69,6 @@ def test_only_a_whole_model_needs_memory_for_a_reference_model(tiny: Path, mode:
     require_as_planned(tiny, mode, micro_batches=1, kl_coef=0.1, combinations=1)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("mode", BY_MODE)
-def test_a_step_of_a_model_of_100_million_weights_keeps_what_the_plan_says(
-    mode: str, tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=32000,
-        hidden_size=640,
-        intermediate_size=2560,
-        num_hidden_layers=12,
-        num_attention_heads=10,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).to(BF16).save_pretrained(tmp_path)
-    require_as_planned(tmp_path, mode, micro_batches=2)
-
-
 def require_as_planned(
     model: Path,
     mode: str,
@@ -104,27 +84,13 @@ def require_as_planned(
         "gradient_accumulation_steps": micro_batches,
         "kl_coef": kl_coef,
     }
-    plan = memory_plan(CommandLine(**options, train_layer_indices=SOME))
     for changes in BY_MODE[mode][:combinations]:
         line = CommandLine(**options, **changes)
-        planned = kept_of(plan, line)
+        planned = memory_plan(line.settings()).kept
         with older_objects_hidden():
             measured, parts = measured_bytes(line)
         assert planned.total == pytest.approx(measured, rel=0.05), changes
         assert vars(planned) == pytest.approx(vars(parts), rel=0.001), changes
-
-
-def kept_of(plan: MemoryPlan, line: CommandLine) -> KeptBytes:
-    is_adapter = line.mode.startswith("lora")
-    layers = "adapter r=16" if is_adapter else "all" if line.train_layer_indices is None else SOME
-    (found,) = (
-        one.kept
-        for one in plan.combinations
-        if line.mode in one.trainee.modes
-        and (one.trainee.layers, one.optimizer, one.master_dtype)
-        == (layers, line.optimizer, line.master_dtype)
-    )
-    return found
 
 
 def measured_bytes(line: CommandLine) -> tuple[int, KeptBytes]:

@@ -96,8 +96,8 @@ class GatheredGradients:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         gradient = own_part(gradient)
-        held = self.tensors[index]
-        self.tensors[index] = gradient if held is None else held.float().add_(gradient)
+        previous = self.tensors[index]
+        self.tensors[index] = gradient if previous is None else previous.float().add_(gradient)
 
 
 class ScaleRecord(BaseModel):

@@ -1,9 +1,7 @@
-"""AdamW's update rules: with moments in fp32, or quantised to 8 bits by bitsandbytes.
+"""The update rules: AdamW with moments in fp32, or quantised to 8 bits by bitsandbytes; Adafactor.
 
-A rule (`UpdateRule`) works on fp32 weights; the module `masters` stores and rounds them, so rules
-and roundings combine freely. Parameters are updated one at a time: beside weights, moments and
-gradients, a step needs a few times the memory of the largest parameter. Each gradient is freed once
-it is used.
+A rule works on fp32 weights; `MasterUpdate` stores and rounds them, so rules and roundings combine
+freely.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.optim._adafactor import adafactor
 from torch.optim.adamw import adamw
 
 from grpo_trainer.errors import UnusableOptimizer
@@ -34,8 +33,15 @@ MIN_8BIT_ELEMENTS = 4096
 MAP_VALUES = 256
 _SIGNED = {"qmap1": True, "qmap2": False}
 """The maps from 8 bits to values; the first moment can be negative."""
+ROW, COLUMN, VECTOR = "row_var", "col_var", "variance"
+BETA2_DECAY = -0.8
+MAX_UPDATE_RMS = 1.0
+"""The paper's section 6: β2 of step t is 1 - t^-0.8, and larger updates are scaled down."""
+EPS1 = 1e-15
+"""torch squares it, and 1e-30 is the paper's smallest second moment."""
+_RELATIVE_LR = 2.0**-40
 _NO_DECAY = 0.0
-"""The module `masters` adds weight decay."""
+"""`MasterUpdate` adds weight decay."""
 _ADAM, _UNUSED = "adam", 0.0
 
 
@@ -85,7 +91,7 @@ class UpdateRule(Protocol):
         yield weights, gradient, state
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
-        """Take one step in place, without weight decay, which the module `masters` adds.
+        """Take one step in place, without weight decay, which `MasterUpdate` adds.
 
         Args:
             weights: fp32, contiguous
@@ -269,3 +275,41 @@ def _no_kernel(device: torch.device, why: str) -> UnusableOptimizer:
         f"--optimizer adamw_8bit: bitsandbytes has no working 8-bit optimizer for {device} "
         f"({why}); pass --optimizer adamw, or see `python -m bitsandbytes`"
     )
+
+
+class Adafactor(UpdateRule):
+    """Adafactor (arXiv 1804.04235, algorithms 4 and 5) in fp32. The step size is the learning rate
+    itself, not a fraction of the weights' size.
+
+    Kinds of state: step; row_var and col_var in matrices; variance in vectors.
+    """
+
+    def initial_state(self, weights: Tensor) -> State:
+        shape, device = weights.shape, weights.device
+        if weights.dim() < 2:
+            moments = {VECTOR: torch.zeros(shape, device=device)}
+        else:
+            moments = {
+                ROW: torch.zeros((*shape[:-1], 1), device=device),
+                COLUMN: torch.zeros((*shape[:-2], 1, shape[-1]), device=device),
+            }
+        return {STEP: torch.zeros(()), **moments}
+
+    def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
+        adafactor(
+            [weights],
+            [scaled(gradient, options.gradient_scale)],
+            [state.get(ROW)],
+            [state.get(COLUMN)],
+            [state.get(VECTOR)],
+            [state[STEP]],
+            d=MAX_UPDATE_RMS,
+            # torch's step size is min(lr, 1 / sqrt(step)) times the RMS of the weights, or times
+            # eps2 if that is larger. With these two values the step size is the learning rate.
+            lr=_RELATIVE_LR,
+            eps2=options.lr / _RELATIVE_LR,
+            beta2_decay=BETA2_DECAY,
+            weight_decay=_NO_DECAY,
+            eps1=EPS1,
+            maximize=False,
+        )

@@ -1,0 +1,254 @@
+"""The policy: a causal language model of transformers, with or without an adapter; and its layers,
+which may be frozen, recomputed in the backward pass, or compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from grpo_trainer.data.group_checks import GroupLimits
+from grpo_trainer.errors import FastPathRefused, MissingPackage, PolicyMismatch
+
+CHUNK_ELEMENTS = 1 << 24
+"""Elements that are summed at a time: the sum may need a copy in 64 bits."""
+BASE_ELEMENTS = 4096
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+_LISTS = ("layers", "h")
+"""Names of the list of layers in transformers' decoders; GPT-2 and Falcon call it h."""
+_COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
+"""For each type of device: the variable that names a compiler, and the names to look for without
+it. On a GPU, Triton compiles kernels, and a C compiler compiles the code that launches them."""
+
+
+class CausalOutput(Protocol):
+    """The part of a model call's result that the trainer reads."""
+
+    logits: Tensor  # [B, T, V]
+
+
+class CausalLM(Protocol):
+    """The methods of a policy that the trainer uses. An `nn.Module`; PEFT's wrapper
+    forwards them."""
+
+    config: Any
+    generation_config: Any
+
+    def __call__(self, **model_inputs: Any) -> CausalOutput: ...
+
+    def eval(self) -> Self: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+    def get_submodule(self, target: str) -> nn.Module: ...
+
+    def get_decoder(self) -> nn.Module: ...
+
+    def get_output_embeddings(self) -> nn.Module: ...
+
+    def _set_gradient_checkpointing(
+        self, enable: bool, gradient_checkpointing_func: Callable[..., Any]
+    ) -> None: ...
+
+    def set_attn_implementation(self, name: str) -> None: ...
+
+    def save_pretrained(self, directory: str | Path, **options: Any) -> object: ...
+
+
+def device_of(policy: CausalLM) -> torch.device:
+    """The device of the policy's weights; its inputs must be there too."""
+    return next(policy.parameters()).device
+
+
+def base_model(policy: CausalLM) -> CausalLM:
+    """The transformers model without PEFT's wrapper. The adapter's layers are part of it."""
+    # Only PEFT's wrapper has this method. Checking for its class would import PEFT without need.
+    unwrapped = getattr(policy, "get_base_model", None)
+    return policy if unwrapped is None else cast(CausalLM, unwrapped())
+
+
+def text_config_of(policy: CausalLM) -> Any:
+    """The configuration of the language model; models that also take images nest it."""
+    return policy.config.get_text_config()
+
+
+def vocabulary_of(policy: CausalLM) -> int:
+    """Number of token ids."""
+    return int(text_config_of(policy).vocab_size)
+
+
+def end_tokens_of(policy: CausalLM) -> frozenset[int]:
+    """Token ids that end a completion; empty if the model names none."""
+    configs = (base_model(policy).generation_config, policy.config, text_config_of(policy))
+    named = (getattr(config, "eos_token_id", None) for config in configs)
+    ends = next((found for found in named if found is not None), ())
+    return frozenset([ends] if isinstance(ends, int) else ends)
+
+
+def limits_of(policy: CausalLM, seq_len: int, recomputes: bool) -> GroupLimits:
+    """What groups must keep to, so that the policy can be trained on them."""
+    return GroupLimits(vocabulary_of(policy), seq_len, recomputes, end_tokens_of(policy))
+
+
+def layers_of(model: CausalLM) -> nn.ModuleList | None:
+    """The layers, or None if the model has no list of them.
+
+    Args:
+        model: the transformers model, without an adapter's wrapper
+    """
+    decoder = model.get_decoder()
+    found = (getattr(decoder, name, None) for name in _LISTS)
+    return next((layers for layers in found if isinstance(layers, nn.ModuleList)), None)
+
+
+def train_only(model: CausalLM, indices: tuple[int, ...]) -> None:
+    """Freeze every parameter outside the layers with these indices. A frozen parameter has no
+    gradient, and the optimizer does not include it.
+
+    Raises:
+        PolicyMismatch: the model has no such layers; names all of them.
+    """
+    layers = layers_of(model)
+    if layers is None:
+        raise PolicyMismatch(
+            f"--train-layer-indices: {type(model).__name__} has no list of layers; omit the option"
+        )
+    beyond = [index for index in indices if index >= len(layers)]
+    if beyond:
+        raise PolicyMismatch(
+            f"--train-layer-indices {beyond}: the model has layers 0 to {len(layers) - 1}"
+        )
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for index in indices:
+        layers[index].requires_grad_(True)
+
+
+@torch.no_grad()
+def frozen_checksum(model: CausalLM) -> int:
+    """A checksum of all frozen parameters; 0 if there are none. It depends on their bits and on
+    their order."""
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    return sum(place * _sum_of_bits(p) for place, p in enumerate(frozen, 1))
+
+
+@torch.no_grad()
+def base_checksum(model: CausalLM) -> int:
+    """The same of a few elements of each frozen parameter, rounded to bfloat16: enough to recognise
+    another model below an adapter, in any data type."""
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    return sum(
+        place * _sum_of_bits(middle(p, BASE_ELEMENTS).to(torch.bfloat16))
+        for place, p in enumerate(frozen, 1)
+    )
+
+
+def middle(tensor: Tensor, elements: int) -> Tensor:
+    """[n ≤ elements] Some elements in the middle: the first row of an embedding may never be
+    trained."""
+    start = max(0, tensor.numel() - elements) // 2
+    return tensor.reshape(-1)[start : start + elements]
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    integers = _INTEGERS[tensor.element_size()]
+    parts = torch.split(tensor.reshape(-1).view(integers), CHUNK_ELEMENTS)
+    return sum(int(part.sum(dtype=torch.int64)) for part in parts)
+
+
+def prepare_recomputing(model: CausalLM) -> None:
+    """Call this once before `recomputing`. It changes nothing yet.
+
+    Args:
+        model: the transformers model, without an adapter's wrapper
+
+    Raises:
+        FastPathRefused: the model does not support it.
+    """
+    if layers_of(model) is None or not getattr(model, "supports_gradient_checkpointing", False):
+        raise FastPathRefused(
+            f"--gradient-checkpointing: {type(model).__name__} does not support it; omit the option"
+        )
+    model._set_gradient_checkpointing(True, _checkpointed)
+
+
+@contextlib.contextmanager
+def recomputing(model: CausalLM) -> Iterator[None]:
+    """Compute each layer that is called in this context again in the backward pass, instead of
+    storing its activations (arXiv 1604.06174).
+
+    transformers recomputes layers in training mode only, and drops their cache. So a layer is in
+    training mode from here to its call and no longer: neither what it computes nor what is sampled
+    with the model may depend on it.
+
+    Args:
+        model: the transformers model that was given to `prepare_recomputing`
+    """
+    layers = layers_of(model)
+    assert layers is not None
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
+def _checkpointed(run: partial[Tensor], *inputs: Tensor) -> Tensor:
+    """Args: run: the call of a layer, as transformers' `GradientCheckpointingLayer` passes it"""
+    run.func.__self__.training = False  # type: ignore[attr-defined]
+    return checkpoint(run, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def require_compiler(device: torch.device) -> None:
+    """Raises `MissingPackage` if torch.compile would fail in the first step."""
+    variable, *names = _COMPILERS[device.type]
+    candidates = [os.environ[variable]] if os.environ.get(variable) else names
+    if not any(shutil.which(name) for name in candidates):
+        raise MissingPackage(
+            f"--compile needs a compiler on {device.type}, but there is no "
+            f"{' or '.join(candidates)}: run apt-get install build-essential, name a compiler "
+            f"in ${variable}, or omit --compile"
+        )
+
+
+def compile_layers(model: CausalLM, backend: str = "inductor") -> None:
+    """Compile each layer with torch.compile when it is first called: one short compilation serves
+    all equal layers. The modules and their parameters stay the same objects, so views into shared
+    memory keep their addresses, and gradient hooks still run.
+
+    Args:
+        model: the transformers model, without an adapter's wrapper
+        backend: of torch.compile
+
+    Raises:
+        FastPathRefused: the model has no list of layers.
+    """
+    layers = layers_of(model)
+    if layers is None:
+        raise FastPathRefused(
+            f"--compile: {type(model).__name__} has no list of layers; omit --compile"
+        )
+    for layer in layers:
+        # Dynamic shapes, because lengths differ between batches: one compilation serves all of
+        # them.
+        layer.compile(dynamic=True, backend=backend)
