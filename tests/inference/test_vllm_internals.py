@@ -27,8 +27,9 @@ def internals() -> ModuleType:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from grpo_vllm.engine import vllm_compat
-        from grpo_vllm.engine.vllm_compat import launch, layers, requests
+        from grpo_vllm.engine.vllm_compat import cpu, launch, layers, requests
 
+        assert cpu
         assert launch
         assert layers
         assert requests
@@ -67,7 +68,7 @@ def test_the_table_has_everything_that_is_imported(internals: ModuleType) -> Non
             known |= {module, f"{module}.{path}", f"{module}.{path.split('.')[0]}"}
     imported = {
         f"{node.module}.{alias.name}"
-        for module in (internals.launch, internals.layers, internals.requests)
+        for module in (internals.cpu, internals.launch, internals.layers, internals.requests)
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm")
         for alias in node.names

@@ -33,7 +33,7 @@ def control_plugin(control: str, directory: Path) -> dict[str, str]:
 
 
 def register() -> None:
-    from grpo_vllm.engine.vllm_compat.cpu_blocks import offer_small_blocks
+    from grpo_vllm.engine.vllm_compat.launch import offer_small_blocks
 
     offer_small_blocks()
     control = os.environ[VARIABLE]

@@ -1,7 +1,8 @@
 """The only package that imports vLLM; it hides differences between vLLM's versions.
 
 If a new version of vLLM breaks the server, the fix belongs here: in `launch` (options, engine,
-application), `layers` (model loading, weight layout) or `requests` (types). We use:
+application), `layers` (model loading, weight layout), `requests` (types) or `cpu` (adapters and
+attention on a CPU). We use:
 
 1. model loading: `register_model_loader`, `DefaultModelLoader` (methods `load_weights`,
    `get_all_weights`, `load_model`), `LoadConfig`
