@@ -1,4 +1,4 @@
-"""A table of all parts of vLLM that `grpo_vllm` uses; see the docstring of `vllm_compat`."""
+"""A table of all parts of vLLM that `grpo_vllm` uses."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 SHARE_WEIGHTS_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
 LOAD_FORMAT = "grpo_shared"
-WORKER_EXTENSION = "grpo_vllm.engine.worker_extension.WeightExport"
+WORKER_EXTENSION = "grpo_vllm.weights.loader.WeightExport"
 SERVER_VARIABLE = "GRPO_VLLM_SERVER"
 """Environment variable that our server sets for its processes."""
 VARIABLE = "GRPO_VLLM_ENGINE_PROCESS"
