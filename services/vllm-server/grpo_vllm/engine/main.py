@@ -27,7 +27,8 @@ from grpo_vllm.engine.apps import (
 from grpo_vllm.engine.args import parsed_engine_arguments
 from grpo_vllm.engine.engine_client import FINISHED_FIRST_TOKENS, EngineControl
 from grpo_vllm.engine.vllm_compat.launch import device_type, open_engine
-from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan
+from grpo_vllm.forkserver.protocol import EnginePlan
+from grpo_vllm.http.connection_handover import EngineEnd
 from grpo_vllm.http.in_flight import InFlight
 from grpo_vllm.http.readiness_gate import ReadinessGate
 from grpo_vllm.http.server import HttpServer, require_api_key, serve_until

@@ -11,7 +11,7 @@ from grpo_core.security.bearer_token import plain
 from grpo_core.weights.supervisor_protocol import SupervisorPhase, SupervisorStatus
 from grpo_vllm.http.server import require_api_key
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.supervisor.health_app import health_app
+from grpo_vllm.supervisor.main import health_app
 
 KEY = SecretStr("one-key")
 GUARDED = ("/generate", "/bridge/info", "/bridge/pause", "/lora/load", "/v1/models", "/docs")

@@ -21,9 +21,9 @@ from grpo_core.weights.supervisor_protocol import (
     SupervisorStatus,
 )
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.forkserver.protocol import SupervisorEnd
+from grpo_vllm.http.connection_handover import SupervisorEnd
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.supervisor.redis_commands import ControlPlane
+from grpo_vllm.supervisor.commands import ControlPlane
 from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.weights.served_store import ServedWeights
 from tests.support.wait import wait_for_async

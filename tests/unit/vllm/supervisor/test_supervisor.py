@@ -26,7 +26,7 @@ from grpo_core.weights.ref import UNTRAINED
 from grpo_core.weights.supervisor_protocol import Action, OutcomeState, commands_key
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.supervisor.sockets import Sockets
+from grpo_vllm.supervisor.host import Sockets
 from grpo_vllm.supervisor.state import STABLE_AFTER_S, RestartPolicy
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
