@@ -138,12 +138,7 @@ def test_there_is_one_copy_of_the_weights(shared_server: InferenceServer) -> Non
 
 
 @pytest.mark.parametrize(
-    "control",
-    [
-        "private_copy",
-        pytest.param("stock_unchecked", marks=[ON_CPU, pytest.mark.full]),
-        pytest.param("packed_lm_head", marks=[ON_CPU, pytest.mark.full]),
-    ],
+    "control", ["private_copy", pytest.param("packed_lm_head", marks=[ON_CPU, pytest.mark.full])]
 )
 def test_a_server_that_serves_copies_is_caught_after_one_step(
     control: str, tiny_model: Path, tmp_path: Path
