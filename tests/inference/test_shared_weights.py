@@ -172,34 +172,6 @@ def assert_state_changes_on_the_control_port_alone(server: InferenceServer) -> N
     assert httpx.post(f"{server.control_url}/generate", json={}).status_code == 404
 
 
-@pytest.mark.full
-def test_bfloat16_agrees_within_its_own_noise(tmp_path: Path) -> None:
-    server = start_inference(
-        untied_bfloat16_model(tmp_path / "model"),
-        tmp_path,
-        *("--dtype", "bfloat16"),
-        preloaded=False,
-    )
-    try:
-        with attached_trainer(server, lr=3e-3) as trainer:
-            for step in range(STEPS):
-                trainer.step(step)
-                alignment = trainer.alignment()
-                require_alignment(alignment, tolerance_of(trainer.policy), f"After step {step}")
-                assert alignment.mean < alignment.moved / 5
-    finally:
-        stop_inference(server)
-
-
-def untied_bfloat16_model(directory: Path) -> Path:
-    torch.manual_seed(0)
-    tokenizer = build_tokenizer()
-    model = build_model(len(tokenizer), Recipe(layers=2, tie_word_embeddings=False))
-    model.to(torch.bfloat16).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
 @ON_CPU
 def test_a_model_that_cannot_be_shared_is_refused_naming_every_parameter(
     tiny_model: Path, tmp_path: Path

@@ -25,7 +25,7 @@ from grpo_vllm.engine.apps import (
     public_app,
 )
 from grpo_vllm.engine.args import parsed_engine_arguments
-from grpo_vllm.engine.engine_client import FINISHED_FIRST_TOKENS, EngineControl
+from grpo_vllm.engine.control import FINISHED_FIRST_TOKENS, EngineControl
 from grpo_vllm.engine.vllm_compat.launch import device_type, open_engine
 from grpo_vllm.forkserver.protocol import EnginePlan
 from grpo_vllm.http.connection_handover import EngineEnd

@@ -23,7 +23,7 @@ import structlog
 from grpo_core.errors import GrpoError
 from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.engine.engine_client import EngineControl
+from grpo_vllm.engine.control import EngineControl
 from grpo_vllm.http.readiness_gate import Refusal, ServingState, refusal_in
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.engine.engine_client import EngineControl, EngineTimeout
+from grpo_vllm.engine.control import EngineControl, EngineTimeout
 from grpo_vllm.http.readiness_gate import ServingState
 from grpo_vllm.weights.served_store import ServedWeights
 from grpo_vllm.weights.write_lease import HANDOVER_S, BridgeConflict, WeightBridge
