@@ -71,7 +71,7 @@ class PartialCompletion:
         return [list(version) for version in (self.first_version, self.last_version) if version]
 
 
-class Generation:
+class RunningRequest:
     """One request that runs in the engine.
 
     Args:

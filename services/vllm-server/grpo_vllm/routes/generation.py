@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from grpo_core.errors import GrpoError
 from grpo_vllm.generate.request import parse_generate_request
-from grpo_vllm.generate.runner import Generation, GenerationFailed
+from grpo_vllm.generate.runner import GenerationFailed, RunningRequest
 from grpo_vllm.http.in_flight import unless_disconnected
 from grpo_vllm.routes.errors import BodyTooLarge, ErrorHandlingRoute
 from grpo_vllm.weights.lora import AdapterSwitch
@@ -46,10 +46,10 @@ def generation_router(
     """`POST /generate` and `GET /health_generate`."""
     router = APIRouter(route_class=ErrorHandlingRoute)
 
-    def start(body: bytes) -> Generation:
+    def start(body: bytes) -> RunningRequest:
         request = parse_generate_request(body, engine.model_config, engine.get_tokenizer())
         adapter = adapters.current if adapters else None
-        return Generation(engine, request, lambda: bridge.version, adapter)
+        return RunningRequest(engine, request, lambda: bridge.version, adapter)
 
     @router.post("/generate")
     async def post_generate(request: Request) -> Response:
@@ -80,14 +80,14 @@ def generation_router(
     return router
 
 
-async def _whole_answer(generation: Generation) -> dict[str, Any]:
+async def _whole_answer(generation: RunningRequest) -> dict[str, Any]:
     async with aclosing(generation.advance()) as progress:
         async for _ in progress:
             pass
     return generation.answer()
 
 
-async def _stream(request: Request, generation: Generation) -> Response:
+async def _stream(request: Request, generation: RunningRequest) -> Response:
     lines = json_lines(generation)
     first = await unless_disconnected(request.receive, asyncio.create_task(anext(lines)))
     if first is None:
@@ -104,7 +104,7 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def json_lines(generation: Generation) -> AsyncGenerator[bytes, None]:
+async def json_lines(generation: RunningRequest) -> AsyncGenerator[bytes, None]:
     """One line for each output of the engine, each with the whole text of every completion."""
     prompt = generation.prompt_text
     async with aclosing(generation.advance()) as progress:

@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from grpo_vllm.http.readiness_gate import ReadinessGate, Refusal
+from grpo_vllm.http.readiness_gate import GateRefusal, ReadinessGate
 
-WAITING = Refusal("weights are missing", hold=True)
-GIVEN_UP = Refusal("nobody came", hold=False)
+WAITING = GateRefusal("weights are missing", hold=True)
+GIVEN_UP = GateRefusal("nobody came", hold=False)
 HOLD_S = 20.0
 
 
@@ -22,7 +22,7 @@ class Asking:
     """One request to the gate, with a body in `parts`. The application behind the gate answers with
     the whole body."""
 
-    def __init__(self, refusal: Refusal | None, *parts: bytes) -> None:
+    def __init__(self, refusal: GateRefusal | None, *parts: bytes) -> None:
         self._refusal, self._changed = refusal, asyncio.Event()
         self._incoming: asyncio.Queue[Message] = asyncio.Queue()
         for i, part in enumerate(parts or [b""], 1):
@@ -37,7 +37,7 @@ class Asking:
             async with asyncio.timeout(at_most_s):
                 await self._changed.wait()
 
-    def become(self, refusal: Refusal | None) -> None:
+    def become(self, refusal: GateRefusal | None) -> None:
         self._refusal = refusal
         self._changed.set()
 
@@ -85,7 +85,7 @@ class Asking:
     ],
 )
 async def test_requests_that_sample_nothing_always_pass(
-    refusal: Refusal, method: str, path: str
+    refusal: GateRefusal, method: str, path: str
 ) -> None:
     assert (await Asking(refusal).done(path, method)).answered
 
