@@ -15,13 +15,15 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.http.in_flight import InFlight
 from tests.support.wait import wait_for_async
 
+REFUSED, TRY_AGAIN = 409, 503
+
 
 @pytest.fixture(scope="module")
-def lora() -> ModuleType:
+def errors() -> ModuleType:
     """vLLM's import warns about its own dependencies, which we cannot change."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from grpo_vllm.weights import lora as module
+        from grpo_vllm.routes import errors as module
     return module
 
 
@@ -47,25 +49,38 @@ class LoraEngine:
         return True
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no room"), FileNotFoundError(2, "gone")])
+def adapters_of(engine: LoraEngine) -> Any:
+    from grpo_vllm.weights.lora import AdapterSwitch
+
+    return AdapterSwitch(engine, "m", InFlight())
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "says", "status"),
+    [
+        (RuntimeError("no room"), "AdapterRefused", "/b: no room", REFUSED),
+        (FileNotFoundError(2, "gone"), "AdapterRefused", "/b: .*gone", REFUSED),
+        (TimeoutError(), "EngineTimeout", "send the request again", TRY_AGAIN),
+    ],
+)
 async def test_an_adapter_that_fails_to_load_leaves_nothing_in_the_engine(
-    lora: ModuleType, error: Exception
+    errors: ModuleType, error: Exception, name: str, says: str, status: int
 ) -> None:
     engine = LoraEngine()
-    switch = lora.AdapterSwitch(engine, "m", InFlight())
+    switch = adapters_of(engine)
     served = await switch.load(Path("/a"), PolicyVersion(1, 1))
     engine.add = error
-    with pytest.raises(lora.AdapterRefused, match=f"/b: .*{error.args[-1]}"):
+    with pytest.raises(tuple(errors.STATUS), match=says) as raised:
         await switch.load(Path("/b"), PolicyVersion(1, 2))
+    assert (raised.typename, errors.STATUS[raised.type]) == (name, status)
     assert switch.in_use() == [served]
     await wait_for_async(lambda: engine.there == {1})
 
 
-async def test_an_adapter_that_is_not_removed_is_let_go_of_and_later_ones_are_removed(
-    lora: ModuleType,
-) -> None:
+@pytest.mark.usefixtures("errors")
+async def test_an_adapter_that_is_not_removed_is_let_go_of_and_later_ones_are_removed() -> None:
     engine = LoraEngine(remove=RuntimeError("not now"))
-    switch = lora.AdapterSwitch(engine, "m", InFlight())
+    switch = adapters_of(engine)
     for step in (1, 2):
         newest = await switch.load(Path(f"/{step}"), PolicyVersion(1, step))
     await wait_for_async(lambda: switch.in_use() == [newest])

@@ -12,7 +12,7 @@ SLOTS = torch.tensor([1, -1, 0, 1, -1, 0, 1])
 
 @pytest.mark.parametrize("slots", [SLOTS, torch.full((ROWS,), 1), torch.full((ROWS,), -1)])
 def test_rows_of_any_mixture_get_their_own_adapter(slots: torch.Tensor) -> None:
-    from grpo_vllm.engine.vllm_compat import cpu_adapters
+    from grpo_vllm.engine.vllm_compat import cpu
 
     torch.manual_seed(0)
     x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, sum(SLICES))
@@ -25,5 +25,5 @@ def test_rows_of_any_mixture_get_their_own_adapter(slots: torch.Tensor) -> None:
             expected[row] += 0.5 * torch.cat(parts)
     ends = torch.bincount(slots + 1, minlength=3).cumsum(0)
     rows = slots.argsort(stable=True)
-    cpu_adapters._add_adapters(y, x, a, b, list(SLICES), 0.5, rows, ends)
+    cpu._add_adapters(y, x, a, b, list(SLICES), 0.5, rows, ends)
     torch.testing.assert_close(y, expected)

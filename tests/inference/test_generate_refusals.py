@@ -85,23 +85,13 @@ def test_a_mistake_is_named(shared_server: InferenceServer, mistake: str) -> Non
     assert httpx.post(f"{shared_server.url}/generate", json=VALID).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("content", "status"),
-    [
-        (b"{", 400),
-        (b"[]", 400),
-        (b"\xff", 400),
-        (b'{"prompt": NaN}', 400),
-        (b"[" * 100_000, 400),
-        (b" " * 17 * 2**20, 413),
-    ],
-    ids=["cut off", "a list", "no UTF-8", "NaN", "deep", "17 MiB"],
-)
 def test_bodies_that_are_no_json_object_or_too_large_are_refused(
-    shared_server: InferenceServer, content: bytes, status: int
+    shared_server: InferenceServer,
 ) -> None:
-    answer = httpx.post(f"{shared_server.url}/generate", content=content)
-    assert answer.status_code == status
+    bodies = (b"{", b"[]", b"\xff", b'{"prompt": NaN}', b"[" * 100_000, b" " * 17 * 2**20)
+    for content, status in zip(bodies, [*[400] * 5, 413], strict=True):
+        answer = httpx.post(f"{shared_server.url}/generate", content=content)
+        assert answer.status_code == status, content[:20]
 
 
 @pytest.mark.parametrize("prompt", [{"prompt": "1"}, {"messages": CHAT}])

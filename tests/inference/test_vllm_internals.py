@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from torch import nn
 
-from grpo_vllm.weights.in_place_checks import LayoutFacts
 from tests.inference.vllm_hooks import HOOKS, Hook, module_and_path
 
 
@@ -29,9 +28,12 @@ def internals() -> ModuleType:
         from grpo_vllm.engine import vllm_compat
         from grpo_vllm.engine.vllm_compat import launch, layers, requests
 
-        assert launch
         assert layers
         assert requests
+        if launch.current_platform.is_cpu():
+            from grpo_vllm.engine.vllm_compat import cpu
+
+            assert cpu
     return vllm_compat
 
 
@@ -67,7 +69,8 @@ def test_the_table_has_everything_that_is_imported(internals: ModuleType) -> Non
             known |= {module, f"{module}.{path}", f"{module}.{path.split('.')[0]}"}
     imported = {
         f"{node.module}.{alias.name}"
-        for module in (internals.launch, internals.layers, internals.requests)
+        for module in vars(internals).values()
+        if isinstance(module, ModuleType)
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm")
         for alias in node.names
@@ -94,33 +97,45 @@ def test_vllm_has_no_sampling_parameter_that_nobody_has_looked_at(internals: Mod
 
 
 @pytest.mark.usefixtures("environment")
-def test_obstacles_to_sharing_are_read_off_vllms_configuration(
-    internals: ModuleType, tiny_model: Path
+def test_obstacles_to_sharing_are_listed_at_once_but_each_cause_only_once(
+    internals: ModuleType, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test sets the fields directly, because no platform supports all of the options."""
-    config = engine_config(internals, tiny_model)
-    plain = LayoutFacts(parallel_sizes=dict.fromkeys(internals.layers.PARALLEL_SIZES, 1))
-    assert internals.layers.layout_facts(config) == plain
-    config.parallel_config.tensor_parallel_size = 2
-    config.parallel_config.enable_expert_parallel = True
-    config.model_config.quantization = "fp8"
-    config.model_config.enable_sleep_mode = True
-    config.offload_config.uva.cpu_offload_gb = 2.0
-    config.speculative_config = SimpleNamespace(method="eagle3")
-    facts = internals.layers.layout_facts(config)
-    assert facts == LayoutFacts(
-        quantization="fp8",
-        parallel_sizes={
-            **dict.fromkeys(internals.layers.PARALLEL_SIZES, 1),
-            "tensor_parallel_size": 2,
-        },
-        expert_parallel=True,
-        sleep_mode=True,
-        uva_offload_gb=2.0,
-        draft="eagle3",
-    )
-    config.speculative_config.method = "ngram"
-    assert internals.layers.layout_facts(config).draft is None
+    why_not_shareable = internals.layers.why_not_shareable
+    config, no_layers = engine_config(internals, tiny_model), nn.Module()
+    model, parallel, offload = config.model_config, config.parallel_config, config.offload_config
+    assert why_not_shareable(config, no_layers) == []
+    config.speculative_config = SimpleNamespace(method="ngram")  # a draft without weights
+    packed = nn.ModuleList([layer_of(internals, "UnquantizedFusedMoEMethod") for _ in range(5)])
+    (layers,) = why_not_shareable(config, packed)
+    assert "2: UnquantizedFusedMoEMethod, and 2 more" in layers
+    parallel.tensor_parallel_size, parallel.data_parallel_size = 2, 4
+    parallel.enable_expert_parallel = True
+    model.quantization = "fp8"
+    monkeypatch.setattr(type(model), "use_mla", True)
+    monkeypatch.setattr(type(model), "get_num_experts", lambda _: 64)
+    model.enable_sleep_mode = model.enable_cumem_allocator = True
+    offload.uva.cpu_offload_gb, offload.prefetch.offload_group_size = 2.5, 3
+    config.speculative_config.method = "eagle3"
+    lines = why_not_shareable(config, packed)
+    for line, words in zip(
+        lines,
+        (
+            "quantised weights (fp8)",
+            "(MLA)",
+            "mixture of experts (64)",
+            "speculative decoding (eagle3)",
+            "several workers (--tensor-parallel-size 2, --data-parallel-size 4)",
+            "--enable-expert-parallel",
+            "--enable-sleep-mode",
+            "--cpu-offload-gb 2.5",
+            "--offload-group-size 3",
+        ),
+        strict=True,
+    ):
+        assert words in line
+    model.enable_sleep_mode = False
+    assert any("--enable-cumem-allocator" in line for line in why_not_shareable(config))
 
 
 def engine_config(internals: ModuleType, model: Path) -> Any:
@@ -135,22 +150,30 @@ def engine_config(internals: ModuleType, model: Path) -> Any:
 def test_layers_that_are_not_plain_are_named(internals: ModuleType) -> None:
     """Experts are detected by the class of their layers, not by the model's name."""
     from vllm.model_executor.layers.attention import MLAAttention
-    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
-    def bare(kind: type) -> Any:
-        made = kind.__new__(kind)
-        if isinstance(made, nn.Module):
-            nn.Module.__init__(made)
-        return made
-
-    plain, experts = nn.Module(), nn.Module()
-    plain.quant_method = bare(internals.layers.UnquantizedLinearMethod)
-    experts.quant_method = bare(UnquantizedFusedMoEMethod)
-    model = nn.ModuleDict({"q": plain, "experts": experts, "latent": bare(MLAAttention)})
-    assert internals.layers._special_layers(model) == {
+    latent = MLAAttention.__new__(MLAAttention)
+    nn.Module.__init__(latent)
+    layers = {
+        "q": layer_of(internals, "UnquantizedLinearMethod"),
+        "experts": layer_of(internals, "UnquantizedFusedMoEMethod"),
+        "latent": latent,
+    }
+    assert internals.layers._special_layers(nn.ModuleDict(layers)) == {
         "experts": "UnquantizedFusedMoEMethod",
         "latent": "MLAAttention",
     }
+
+
+def layer_of(internals: ModuleType, method: str) -> nn.Module:
+    """A layer without weights that this method serves."""
+    from vllm.model_executor.layers import fused_moe
+
+    kind = getattr(fused_moe, method, None) or getattr(internals.layers, method)
+    made = nn.Module()
+    made.quant_method = kind.__new__(kind)
+    if isinstance(made.quant_method, nn.Module):
+        nn.Module.__init__(made.quant_method)
+    return made
 
 
 @pytest.mark.usefixtures("environment")

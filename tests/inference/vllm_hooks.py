@@ -1,4 +1,4 @@
-"""A table of all parts of vLLM that `grpo_vllm` uses; see the docstring of `vllm_compat`."""
+"""A table of all parts of vLLM that `grpo_vllm` uses."""
 
 from __future__ import annotations
 
@@ -135,7 +135,15 @@ _ON_CPU = {
     ],
     "vllm.lora.model_manager": [" ~ lora_config=self.lora_config,"],
     "vllm.utils.torch_utils": ["direct_register_custom_op(op_name, op_func, mutates_args)"],
-    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": ["get_supported_head_sizes"],
+    # small blocks of the KV cache
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": [
+        *("get_supported_head_sizes", "get_supported_kernel_block_sizes")
+    ],
+    "vllm.v1.attention.backends.registry": [
+        *("register_backend(backend, class_path)", "AttentionBackendEnum.CPU_ATTN")
+    ],
+    "vllm.v1.attention.backend": ["MultipleOf"],
+    "vllm.platforms:CpuArchEnum": ["X86"],
 }
 _ON_CUDA = {
     "vllm.platforms.cuda:NvmlCudaPlatform": ["get_device_capability ~ pynvml"],

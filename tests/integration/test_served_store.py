@@ -27,6 +27,7 @@ from grpo_vllm.weights.served_store import (
 from tests.support.redis_server import start_redis
 from tests.support.wait import DEADLINE_S, wait_for_async
 
+NEVER_AGAIN_S = 1000.0
 FIRST = ServedWeights(WeightRef(version=PolicyVersion(1, 0)))
 TORN = ServedWeights(WeightRef(version=PolicyVersion(2, 4), kind=WeightKind.MEMORY), intact=False)
 LATEST = ServedWeights(
@@ -130,23 +131,26 @@ class NotesAttempts(RedisServedStore):
         return await super()._write(served, deadline_s)
 
 
-async def test_a_redis_that_was_away_gets_the_latest_note_once_it_is_back(
-    tmp_path: Path, run_id: str
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_redis_that_was_away_gets_the_latest_note_once_it_is_back_or_the_server_ends(
+    ends: bool, tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if ends:
+        monkeypatch.setattr(served_store, "RETRY_S", NEVER_AGAIN_S)
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
-    async with RedisServedStore(url, run_id) as record:
-        for served in (FIRST, LATEST):
-            await record.save(served)
-        server = await asyncio.to_thread(start_redis, port, tmp_path, bundled_redis())
-        try:
+    record = RedisServedStore(url, run_id)
+    for served in (FIRST, LATEST):
+        await record.save(served)
+    server = await asyncio.to_thread(start_redis, port, tmp_path, bundled_redis())
+    try:
+        if not ends:
             await wait_for_async(lambda: record._catching_up is None)
             assert await stored(url, run_id) == LATEST
-        finally:
-            server.stop()
-
-
-NEVER_AGAIN_S = 1000.0
+        await record.close()
+        assert await stored(url, run_id) == LATEST
+    finally:
+        server.stop()
 
 
 async def test_a_redis_that_hangs_costs_one_attempt_and_one_more_at_the_end(
@@ -165,20 +169,3 @@ async def test_a_redis_that_hangs_costs_one_attempt_and_one_more_at_the_end(
         # The last write may take longer, because no later write replaces it.
         assert record.deadlines_s == [None, 0.2]
     assert events[-1]["event"] == "served_version.not_saved"
-
-
-async def test_the_end_of_the_server_writes_the_latest_note_that_redis_lacks(
-    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(served_store, "RETRY_S", NEVER_AGAIN_S)
-    port = free_port()
-    url = f"redis://127.0.0.1:{port}/0"
-    record = RedisServedStore(url, run_id)
-    for served in (FIRST, LATEST):
-        await record.save(served)
-    server = await asyncio.to_thread(start_redis, port, tmp_path, bundled_redis())
-    try:
-        await record.close()
-        assert await stored(url, run_id) == LATEST
-    finally:
-        server.stop()

@@ -33,7 +33,7 @@ def control_plugin(control: str, directory: Path) -> dict[str, str]:
 
 
 def register() -> None:
-    from grpo_vllm.engine.vllm_compat.cpu_blocks import offer_small_blocks
+    from grpo_vllm.engine.vllm_compat.launch import offer_small_blocks
 
     offer_small_blocks()
     control = os.environ[VARIABLE]
@@ -73,12 +73,11 @@ def register_layers(control: str) -> None:
         def prepare_layers(self, model: nn.Module) -> None:
             pass
 
-    class UncheckedStockLayers(StockLayers):
+    class PackedLmHead(SharedModelLoader):
+        """Plain linear layers; only lm_head serves from a packed copy."""
+
         def check_shareable(self, model: nn.Module) -> None:
             pass
-
-    class PackedLmHead(UncheckedStockLayers):
-        """Plain linear layers; only lm_head serves from a packed copy."""
 
         def prepare_layers(self, model: nn.Module) -> None:
             from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -98,7 +97,6 @@ def register_layers(control: str) -> None:
     register_model_loader(LOAD_FORMAT)(
         {
             "stock": StockLayers,
-            "stock_unchecked": UncheckedStockLayers,
             "packed_lm_head": PackedLmHead,
             "private_copy": PrivateCopy,
         }[control]

@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from grpo_vllm.engine.vllm_compat.platform_plugin import VARIABLE as OUR_SERVER
+from grpo_vllm.engine.plugin import SERVER_VARIABLE
 
 VARIABLE = "GRPO_TEST_FORK_SOCKET"
 MODULE = "tests.support.preloaded"
@@ -68,7 +68,7 @@ def _fork_on_request(path: str) -> None:
     listener.bind(path)
     listener.listen(16)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    os.environ[OUR_SERVER] = "1"  # vLLM chooses its platform when it is imported
+    os.environ[SERVER_VARIABLE] = "1"  # vLLM chooses its platform when it is imported
 
     from grpo_vllm.engine import main  # noqa: F401
     from grpo_vllm.engine.vllm_compat import launch

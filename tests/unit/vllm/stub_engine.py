@@ -22,9 +22,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan
+from grpo_vllm.forkserver.protocol import EnginePlan
+from grpo_vllm.http.connection_handover import EngineEnd
 from grpo_vllm.http.in_flight import InFlight
-from grpo_vllm.http.server import HttpServer, serve_until
+from grpo_vllm.http.server import DrainingServer, serve_until
 
 DIRECTORY = "STUB_ENGINE_DIRECTORY"
 OBSTACLE = "STUB_ENGINE_OBSTACLE"
@@ -92,7 +93,7 @@ class StubEngine:
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             await self.in_flight.pass_on(app, scope, receive, send)
 
-        public = HttpServer(counted)
+        public = DrainingServer(counted)
 
         async def post_drain(request: Request) -> Response:
             within_s = (await request.json())["within_s"]
@@ -106,12 +107,12 @@ class StubEngine:
                 Route("/lora/load", self.load, methods=["POST"]),
             ]
         )
-        servers = {public: self.plan.public, HttpServer(private): self.plan.private}
+        servers = {public: self.plan.public, DrainingServer(private): self.plan.private}
         arrival = asyncio.create_task(self._arrive(public, channel))
         await serve_until(lambda: False, servers)
         await arrival
 
-    async def _arrive(self, public: HttpServer, channel: EngineEnd) -> None:
+    async def _arrive(self, public: DrainingServer, channel: EngineEnd) -> None:
         await public.adopt(self.plan.parked)
         channel.serving()
 

@@ -16,11 +16,9 @@ from grpo_vllm.engine.vllm_compat.launch import (
     why_no_sleep,
 )
 from grpo_vllm.http.in_flight import InFlight
-from grpo_vllm.routes.bridge_control import bridge_control_router
-from grpo_vllm.routes.bridge_info import bridge_info_router
+from grpo_vllm.routes.bridge import bridge_control_router, bridge_info_router, engine_router
 from grpo_vllm.routes.generation import generation_router
 from grpo_vllm.routes.lora import AdapterControl, lora_router, lora_status_router
-from grpo_vllm.routes.private import engine_router
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.lora import AdapterNames, AdapterSwitch
 from grpo_vllm.weights.write_lease import WeightBridge
@@ -72,9 +70,7 @@ def control_app(serving: Serving) -> FastAPI:
 def private_app(serving: Serving, drain: Callable[[float], None]) -> FastAPI:
     """Routes for the supervisor."""
     app = FastAPI(title="vllm-server engine process")
-    app.include_router(
-        engine_router(serving.bridge, serving.in_flight, serving.adapter_control, drain)
-    )
+    app.include_router(engine_router(serving.bridge, serving.in_flight, serving.adapters, drain))
     app.include_router(lora_router(serving.adapter_control))
     return app
 

@@ -6,19 +6,19 @@ import argparse
 
 import structlog
 
+from grpo_core.process.cpu_types import SLOW, is_slow_in_bfloat16
 from grpo_core.security.bearer_token import plain
 from grpo_core.weights.ref import WeightRef
 from grpo_vllm.engine.plugin import LOAD_FORMAT, WORKER_EXTENSION
-from grpo_vllm.engine.sampling_params_check import PROCESSOR
-from grpo_vllm.engine.vllm_compat.cpu_blocks import use_small_blocks
-from grpo_vllm.engine.vllm_compat.cpu_types import use_fast_type
 from grpo_vllm.engine.vllm_compat.launch import (
     check_requests_with,
     parse_engine_arguments,
     refuse_parallel_engines,
     switch_lora_pdl_off,
+    use_small_blocks,
 )
 from grpo_vllm.engine.vllm_compat.layers import current_platform
+from grpo_vllm.engine.vllm_compat.requests import PROCESSOR
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.lora import BASE_SUFFIX
 
@@ -56,6 +56,14 @@ def parsed_engine_arguments(settings: ServerSettings, weights: WeightRef) -> arg
         use_small_blocks(arguments)
         use_fast_type(arguments)
     return arguments
+
+
+def use_fast_type(arguments: argparse.Namespace) -> None:
+    """Make float32 the default on a CPU without instructions for bfloat16, which is what vLLM would
+    take. Args: arguments: vLLM's parsed options"""
+    if arguments.dtype == "auto" and is_slow_in_bfloat16():
+        arguments.dtype = "float32"
+        log.info("dtype.chosen", dtype="float32", reason=SLOW)
 
 
 IGNORED = {

@@ -25,12 +25,13 @@ from grpo_vllm.engine.apps import (
     public_app,
 )
 from grpo_vllm.engine.args import parsed_engine_arguments
-from grpo_vllm.engine.engine_client import FINISHED_FIRST_TOKENS, EngineControl
+from grpo_vllm.engine.control import FINISHED_FIRST_TOKENS, EngineControl
 from grpo_vllm.engine.vllm_compat.launch import device_type, open_engine
-from grpo_vllm.forkserver.protocol import EngineEnd, EnginePlan
+from grpo_vllm.forkserver.protocol import EnginePlan
+from grpo_vllm.http.connection_handover import EngineEnd
 from grpo_vllm.http.in_flight import InFlight
 from grpo_vllm.http.readiness_gate import ReadinessGate
-from grpo_vllm.http.server import HttpServer, require_api_key, serve_until
+from grpo_vllm.http.server import DrainingServer, require_api_key, serve_until
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
@@ -90,15 +91,15 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
             settings.write_back_hold_s,
         )
         pages = frozenset(arguments.allowed_origins) - {"*"}  # "*" is vLLM's default
-        public = HttpServer(_guarded(gated, settings, pages))
+        public = DrainingServer(_guarded(gated, settings, pages))
         app.state.server = public  # vLLM's error handler stops this server if the engine is dead
 
         def drain(within_s: float) -> None:
             public.drain(within_s, channel.park, in_flight)
 
-        servers = {public: plan.public, HttpServer(private_app(serving, drain)): plan.private}
+        servers = {public: plan.public, DrainingServer(private_app(serving, drain)): plan.private}
         if plan.control is not None:
-            servers[HttpServer(_guarded(control_app(serving), settings))] = plan.control
+            servers[DrainingServer(_guarded(control_app(serving), settings))] = plan.control
         log.info(
             "engine.serving",
             host=settings.host,
@@ -115,7 +116,7 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
             raise EngineDied("the engine did not resume after a pause; the supervisor restarts it")
 
 
-async def _arrive(server: HttpServer, parked: tuple[int, ...], channel: EngineEnd) -> None:
+async def _arrive(server: DrainingServer, parked: tuple[int, ...], channel: EngineEnd) -> None:
     await server.adopt(parked)
     channel.serving()
 

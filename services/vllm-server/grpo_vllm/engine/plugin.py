@@ -16,7 +16,9 @@ from collections.abc import Mapping, Sequence
 
 SHARE_WEIGHTS_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
 LOAD_FORMAT = "grpo_shared"
-WORKER_EXTENSION = "grpo_vllm.engine.worker_extension.WeightExport"
+WORKER_EXTENSION = "grpo_vllm.weights.loader.WeightExport"
+SERVER_VARIABLE = "GRPO_VLLM_SERVER"
+"""Environment variable that our server sets for its processes."""
 VARIABLE = "GRPO_VLLM_ENGINE_PROCESS"
 """Environment variable with the engine's process id, for the processes that it starts."""
 
@@ -25,7 +27,7 @@ def register() -> None:
     """Called by vLLM in each of its processes. Registers small KV blocks for a CPU, and the shared
     load format only if the server shares weights."""
     end_with_the_engine_process()
-    from grpo_vllm.engine.vllm_compat.cpu_blocks import offer_small_blocks
+    from grpo_vllm.engine.vllm_compat.launch import offer_small_blocks
 
     offer_small_blocks()
     if os.environ.get(SHARE_WEIGHTS_VARIABLE) == "1":

@@ -13,8 +13,11 @@ import structlog
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_core.process.threads import share_cores
-from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE, tie_children_to_this_process
-from grpo_vllm.engine.vllm_compat.platform_plugin import VARIABLE as OUR_SERVER
+from grpo_vllm.engine.plugin import (
+    SERVER_VARIABLE,
+    SHARE_WEIGHTS_VARIABLE,
+    tie_children_to_this_process,
+)
 from grpo_vllm.forkserver.protocol import EnginePlan
 from grpo_vllm.settings import ServerSettings, load_server_settings
 
@@ -59,7 +62,7 @@ def _set_environment(settings: ServerSettings) -> None:
     share_cores()
     # vLLM's processes inherit this; our plugin reads it there.
     os.environ[SHARE_WEIGHTS_VARIABLE] = "1" if settings.share_weights else "0"
-    os.environ[OUR_SERVER] = "1"
+    os.environ[SERVER_VARIABLE] = "1"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # vLLM's development routes let anyone pause the engine and call its workers without a token.
     # Its routes for adapters accept any path.

@@ -11,11 +11,11 @@ import msgspec
 import orjson
 
 from grpo_core.errors import GrpoError
-from grpo_vllm.engine.sampling_params_check import refusal_of
 from grpo_vllm.engine.vllm_compat.requests import (
     EngineRefusal,
     SamplingParams,
     StructuredOutputsParams,
+    refusal_of,
 )
 
 MAX_COMPLETIONS = 1024

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.engine.engine_client import stamps_versions
+from grpo_vllm.engine.control import stamps_versions
 from grpo_vllm.engine.vllm_compat.requests import (
     EngineDeadError,
     EngineGenerateError,
@@ -71,7 +71,7 @@ class PartialCompletion:
         return [list(version) for version in (self.first_version, self.last_version) if version]
 
 
-class Generation:
+class RunningRequest:
     """One request that runs in the engine.
 
     Args:

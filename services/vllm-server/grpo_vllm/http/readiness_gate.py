@@ -36,7 +36,7 @@ LOOKAHEAD_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
-class Refusal:
+class GateRefusal:
     """Why the server generates nothing now. `hold`: this may end soon, so requests should wait."""
 
     reason: str
@@ -56,7 +56,7 @@ class ReadinessGate:
     def __init__(
         self,
         app: ASGIApp,
-        refusal: Callable[[], Refusal | None],
+        refusal: Callable[[], GateRefusal | None],
         wait: Callable[[float], Awaitable[None]],
         hold_s: float,
     ) -> None:
@@ -94,7 +94,7 @@ class ReadinessGate:
         else:
             await refuse(refusal.reason, scope, incoming.receive, send)
 
-    async def _wait_for_opening(self) -> Refusal | None:
+    async def _wait_for_opening(self) -> GateRefusal | None:
         """Returns None as soon as requests may pass, or the refusal when the hold is over."""
         hold = Deadline(self._hold_s, asyncio.get_running_loop().time)
         while True:
@@ -163,10 +163,10 @@ _CLOSED_BECAUSE = {
 }
 
 
-def refusal_in(state: ServingState, version: PolicyVersion) -> Refusal | None:
+def refusal_in(state: ServingState, version: PolicyVersion) -> GateRefusal | None:
     """Why the server may generate nothing in this state. None in a pause, which ends soon."""
     reason = _CLOSED_BECAUSE.get(state)
     if reason is None:
         return None
     hold = state is ServingState.AWAITING_WEIGHTS
-    return Refusal(reason.format(version=list(version)), hold)
+    return GateRefusal(reason.format(version=list(version)), hold)

@@ -34,7 +34,7 @@ them. A server that closes first can lose a request."""
 _STARTED_POLL_S = 0.02
 
 
-class HttpServer(uvicorn.Server):
+class DrainingServer(uvicorn.Server):
     """A uvicorn server without signal handlers. uvicorn's would raise the signal again at the end
     and kill this process before vLLM's processes have ended."""
 
@@ -86,9 +86,9 @@ class HttpServer(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: ASGIApp, listening: socket.socket) -> AsyncIterator[HttpServer]:
+async def serving(app: ASGIApp, listening: socket.socket) -> AsyncIterator[DrainingServer]:
     """`app` answers on `listening` while the context is open. The socket stays open afterwards."""
-    server = HttpServer(app)
+    server = DrainingServer(app)
     running = asyncio.create_task(server.serve(sockets=[listening.dup()]))
     try:
         yield server
@@ -106,7 +106,7 @@ def require_api_key(app: App, key: SecretStr | None) -> BearerTokenGuard:
     return BearerTokenGuard(app, key, OPEN_PATHS, {"OPTIONS"}, credential="API key")
 
 
-async def serve_until(ended: Callable[[], bool], servers: Mapping[HttpServer, int]) -> None:
+async def serve_until(ended: Callable[[], bool], servers: Mapping[DrainingServer, int]) -> None:
     """Serve until SIGTERM, SIGINT, the end of one server, or until `ended` returns True.
 
     Args:

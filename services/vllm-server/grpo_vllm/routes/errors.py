@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 
 from grpo_core.errors import GrpoError
 from grpo_core.weights.directory_checks import UnusableWeights
-from grpo_vllm.engine.engine_client import EngineTimeout
+from grpo_vllm.engine.control import EngineTimeout
 from grpo_vllm.generate.request import BadGenerateRequest
 from grpo_vllm.generate.runner import GenerationFailed
 from grpo_vllm.weights.lora import AdapterRefused

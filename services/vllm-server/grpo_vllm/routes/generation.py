@@ -1,23 +1,39 @@
-"""`POST /generate`, and a health check that generates one token."""
+"""`POST /generate`, and a health check that generates one token.
+
+With `"stream": true` the answer comes as JSON lines while tokens are sampled:
+
+    {"text": ["2+2=4"]}                                           prompt and text so far
+    {"text": ["2+2=4."], "finish_reasons": ["stop"], ...}         last line of a complete answer
+
+An answer is complete only if its last line has `finish_reasons`. A failed answer ends with
+`{"error": "..."}` and without the end mark of the chunked transfer, so that HTTP clients raise an
+error.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 import orjson
+import structlog
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from grpo_core.errors import GrpoError
 from grpo_vllm.generate.request import parse_generate_request
-from grpo_vllm.generate.runner import Generation, GenerationFailed
-from grpo_vllm.generate.streaming import JsonLines, json_lines
+from grpo_vllm.generate.runner import GenerationFailed, RunningRequest
 from grpo_vllm.http.in_flight import unless_disconnected
 from grpo_vllm.routes.errors import BodyTooLarge, ErrorHandlingRoute
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.write_lease import WeightBridge
 
+log = structlog.get_logger()
+
+MEDIA_TYPE = "application/x-ndjson"
 CLIENT_CLOSED_REQUEST = 499
 MAX_BODY_BYTES = 16 * 1024 * 1024
 HEALTH_DEADLINE_S = 5.0
@@ -30,10 +46,10 @@ def generation_router(
     """`POST /generate` and `GET /health_generate`."""
     router = APIRouter(route_class=ErrorHandlingRoute)
 
-    def start(body: bytes) -> Generation:
+    def start(body: bytes) -> RunningRequest:
         request = parse_generate_request(body, engine.model_config, engine.get_tokenizer())
         adapter = adapters.current if adapters else None
-        return Generation(engine, request, lambda: bridge.version, adapter)
+        return RunningRequest(engine, request, lambda: bridge.version, adapter)
 
     @router.post("/generate")
     async def post_generate(request: Request) -> Response:
@@ -64,14 +80,14 @@ def generation_router(
     return router
 
 
-async def _whole_answer(generation: Generation) -> dict[str, Any]:
+async def _whole_answer(generation: RunningRequest) -> dict[str, Any]:
     async with aclosing(generation.advance()) as progress:
         async for _ in progress:
             pass
     return generation.answer()
 
 
-async def _stream(request: Request, generation: Generation) -> Response:
+async def _stream(request: Request, generation: RunningRequest) -> Response:
     lines = json_lines(generation)
     first = await unless_disconnected(request.receive, asyncio.create_task(anext(lines)))
     if first is None:
@@ -86,3 +102,62 @@ async def _body(request: Request) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             raise BodyTooLarge(f"body: larger than the limit of {MAX_BODY_BYTES} bytes")
     return bytes(body)
+
+
+async def json_lines(generation: RunningRequest) -> AsyncGenerator[bytes, None]:
+    """One line for each output of the engine, each with the whole text of every completion."""
+    prompt = generation.prompt_text
+    async with aclosing(generation.advance()) as progress:
+        async for _ in progress:
+            if not all(c.finish_reason for c in generation.completions):
+                yield _line({"text": [prompt + c.text for c in generation.completions]})
+    answer = generation.answer()
+    yield _line({**answer, "text": [prompt + text for text in answer["text"]]})
+
+
+class JsonLines(Response):
+    """Args:
+    first: the first line. It is produced before the response starts, so that an early failure
+        still gets an error status.
+    rest: the lines after it
+    """
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(media_type=MEDIA_TYPE)
+        del self.headers["content-length"]
+        self._first = first
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        async with aclosing(self._rest):
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            await unless_disconnected(receive, asyncio.create_task(self._write(send)))
+
+    async def _write(self, send: Send) -> None:
+        await _send(send, self._first)
+        try:
+            async for line in self._rest:
+                await _send(send, line)
+        except GrpoError as error:
+            log.warning(
+                "streamed_response.failed",
+                reason=str(error),
+                effect="the client received only a part of the response, and this error",
+            )
+            await _send(send, _line({"error": str(error)}))
+            return  # without the end mark: the server then closes the connection
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send(send: Send, line: bytes) -> None:
+    await send({"type": "http.response.body", "body": line, "more_body": True})
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE)

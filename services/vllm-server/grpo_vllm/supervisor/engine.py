@@ -1,10 +1,14 @@
-"""Starts, queries and ends one engine at a time, over its private socket and by signals."""
+"""One engine: the fork server that starts it, its private socket, and the signals that end it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
+import socket
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,116 +16,88 @@ import httpx
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_core.process.orphans import end_orphans
-from grpo_core.weights.ref import WeightRef
-from grpo_vllm.forkserver.client import ForkedEngine, ForkServer
-from grpo_vllm.forkserver.protocol import EnginePlan, SupervisorEnd
-from grpo_vllm.settings import ServerSettings
-from grpo_vllm.supervisor.preflight import gpu_memory_mib, memory_is_back
-from grpo_vllm.supervisor.sockets import Sockets
+from grpo_core.process.orphans import killed_with_parent
+from grpo_vllm.forkserver.protocol import EnginePlan, receive_fact, send_plan
 
 log = structlog.get_logger()
 
-ANSWERING = ("serving", "paused")
-"""States in which an engine answers requests. A pause lasts milliseconds."""
+ENGINE_MODULE = "grpo_vllm.engine.process"
+SEND_DEADLINE_S = 30.0
+END_DEADLINE_S = 10.0
 ASK_DEADLINE_S = 5.0
 LOAD_DEADLINE_S = 150.0
 
 
-class EngineSlot:
-    """Holds the engine that is running, if there is one.
+class ForkServer:
+    """Starts the fork server's process with the first engine, and again if the process has died.
+    Needs a running event loop.
 
     Args:
-        sockets: the listening sockets that every engine gets
-        host: forks the engines
+        module: the module that the fork server imports; see `grpo_vllm.forkserver.server`
+        options: the command line of the engines
     """
 
-    def __init__(
-        self,
-        settings: ServerSettings,
-        sockets: Sockets,
-        host: ForkServer,
-    ) -> None:
-        self._settings = settings
-        self._sockets = sockets
-        self._host = host
-        self.channel = SupervisorEnd()
-        self._memory_before_mib: list[int] = []
-        self._dropped_before = self._tokens_before = 0
-        self._tokens = 0
-        self.engine: EngineProcess | None = None
-        self.answers = False
-        """True if the engine answered requests at the last status query."""
+    def __init__(self, module: str, options: Sequence[str]) -> None:
+        self._command = [sys.executable, "-m", "grpo_vllm.forkserver.server"]
+        self._arguments = [module, *options]
+        self._process: asyncio.subprocess.Process | None = None
+        self._socket: socket.socket | None = None
 
     @property
-    def dropped_requests(self) -> int:
-        return self._dropped_before + self.channel.dropped
+    def pids(self) -> frozenset[int]:
+        """The fork server's process id; empty if it is not running."""
+        running = self._process is not None and self._process.returncode is None
+        return frozenset({self._process.pid} if self._process and running else ())
 
-    @property
-    def generation_tokens(self) -> int:
-        return self._tokens_before + self._tokens
+    async def start_engine(self, plan: EnginePlan, private_path: Path) -> Engine:
+        """Returns at once. The first engine starts when the fork server has finished importing.
 
-    async def measure_memory(self) -> None:
-        """Measure the GPU memory in use before the first engine starts. Later engines wait until
-        their predecessor has released its memory."""
-        self._memory_before_mib = await asyncio.to_thread(gpu_memory_mib)
-
-    async def launch(self, weights: WeightRef) -> EngineProcess:
-        theirs = self.channel.open()
-        sockets, parked = self._sockets, tuple(self.channel.parked)
-        plan = EnginePlan(
-            channel=theirs.fileno(),
-            public=sockets.public.fileno(),
-            control=sockets.control.fileno() if sockets.control else None,
-            private=sockets.private.fileno(),
-            parked=parked,
-            weights=weights,
-        )
-        process = await self._host.start_engine(plan)
-        theirs.close()
-        engine = self.engine = EngineProcess(process, self.channel, sockets.private_path)
-        log.info(
-            "engine.starting",
-            policy_version=tuple(weights.version),
-            weights=str(weights.path or self._settings.model),
-            waiting_connections=len(parked),
-        )
+        Args:
+            private_path: the unix socket on which the engine will answer the supervisor
+        """
+        if not self.pids:
+            await self._start()
+        assert self._process is not None
+        assert self._socket is not None
+        engine = Engine(self._process, self._socket, private_path)
+        with contextlib.closing(self._socket.dup()) as sending:
+            sending.settimeout(SEND_DEADLINE_S)
+            try:
+                await asyncio.to_thread(send_plan, sending, plan)
+            except OSError as error:
+                log.error(
+                    "fork_server.killed",
+                    reason=f"the fork server did not receive the engine's settings: {error}",
+                )
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
         return engine
 
-    async def look(self) -> dict[str, Any] | None:
-        """The engine's own status; None if no engine answers."""
-        engine = self.engine
-        if engine is None:
-            return None
+    async def close(self) -> None:
+        """Call this when no engine is running."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is None:
+            return
         try:
-            seen = await engine.status()
-        except (EngineDoesNotAnswer, EngineRefused) as error:
-            self.answers = False
-            log.debug("engine.unresponsive", reason=str(error))
-            return None
-        if engine is not self.engine:
-            return None
-        self.answers = seen["state"] in ANSWERING
-        self._tokens = seen["generation_tokens"]
-        return seen
+            await asyncio.wait_for(self._process.wait(), END_DEADLINE_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
 
-    async def end(self) -> int:
-        """End the engine and its processes, and wait until its memory is free. Returns its exit
-        code."""
-        assert self.engine is not None, "call launch() first"
-        code = await self.engine.end(self._settings.stop_grace_s)
-        # vLLM's worker processes become our children when the engine ends.
-        end_orphans(self._host.pids)
-        self.engine, self.answers = None, False
-        self._dropped_before += self.channel.dropped
-        self._tokens_before += self._tokens
-        self.channel.dropped = self._tokens = 0
-        if not await memory_is_back(self._memory_before_mib):
-            log.error(
-                "gpu_memory.not_released",
-                effect="the next engine starts anyway and may run out of memory",
+    async def _start(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *(*self._command, str(theirs.fileno()), *self._arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                preexec_fn=killed_with_parent,
             )
-        return code
 
 
 class EngineDoesNotAnswer(GrpoError):
@@ -132,29 +108,34 @@ class EngineRefused(GrpoError):
     """The engine answered a request with status 4xx, because it cannot carry out the request."""
 
 
-class EngineProcess:
+class Engine:
     """One engine, from its start to its end. Needs a running event loop.
 
     Args:
-        process: the engine that the fork server started
-        channel: receives the engine's messages
+        server: the fork server's process
+        facts: the socket on which the fork server reports this engine's start and end
         private_path: the unix socket on which the engine answers the supervisor
     """
 
-    def __init__(self, process: ForkedEngine, channel: SupervisorEnd, private_path: Path) -> None:
-        self._process = process
-        self._channel = channel
+    def __init__(
+        self, server: asyncio.subprocess.Process, facts: socket.socket, private_path: Path
+    ) -> None:
+        self.pid = 0
+        """The process id; 0 until the fork server has forked the engine."""
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[int] = loop.create_future()
+        """The engine's exit code. A negative code is the signal that ended it."""
+        self._server = server
+        self._pidfd: int | None = None
+        self._descriptor = facts.fileno()
+        self._facts = facts
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=str(private_path)),
             base_url="http://engine",
             timeout=ASK_DEADLINE_S,
         )
-        self.ended = process.ended
-
-    @property
-    def pid(self) -> int:
-        """The process id; 0 until the process exists."""
-        return self._process.pid
+        loop.add_reader(self._descriptor, self._read)
+        self._watching = asyncio.create_task(self._watch_server())
 
     async def status(self) -> dict[str, Any]:
         """`GET /engine/status`. Raises `EngineDoesNotAnswer`."""
@@ -184,19 +165,54 @@ class EngineProcess:
     async def end(self, grace_s: float) -> int:
         """Send SIGTERM and, after `grace_s` seconds, SIGKILL. Returns the exit code."""
         if not self.ended.done():
-            self._process.send(signal.SIGTERM)
+            self._send(signal.SIGTERM)
         if not await self.ended_within(grace_s):
             log.warning(
                 "engine.killed",
                 pid=self.pid,
                 reason=f"the engine did not end within {grace_s:g} s of SIGTERM",
             )
-            self._process.send(signal.SIGKILL)
+            self._send(signal.SIGKILL)
         code = await self.ended
-        self._process.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
         await self._http.aclose()
-        self._channel.close()
         return code
+
+    def _send(self, number: signal.Signals) -> None:
+        """Send the engine a signal. If it does not exist yet, kill the fork server instead."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._pidfd is not None:
+                signal.pidfd_send_signal(self._pidfd, number)
+            elif not self.ended.done():
+                self._server.kill()
+
+    def _read(self) -> None:
+        try:
+            fact = receive_fact(self._facts)
+        except BlockingIOError:
+            return
+        match fact:
+            case None:  # the fork server ended; `_watch_server` gets its exit code
+                asyncio.get_running_loop().remove_reader(self._descriptor)
+            case (exit_code, None):
+                self._watching.cancel()
+                self._end(exit_code)
+            case (pid, pidfd):
+                self.pid, self._pidfd = pid, pidfd
+                log.info("engine.forked", pid=pid)
+
+    async def _watch_server(self) -> None:
+        # The kernel kills the engine together with the fork server.
+        code = await self._server.wait()
+        log.error("fork_server.ended", status=code)
+        self._end(code or 1)
+
+    def _end(self, code: int) -> None:
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        if not self.ended.done():
+            self.ended.set_result(code)
 
     async def _ask(self, method: str, path: str, deadline_s: float, **request: Any) -> Any:
         try:

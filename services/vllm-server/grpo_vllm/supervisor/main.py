@@ -1,4 +1,4 @@
-"""Starts the supervisor: checks the host, opens the sockets and connects its parts."""
+"""Starts the supervisor: checks the host, opens the sockets, connects its parts, reports health."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
+from pydantic import SecretStr
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from grpo_core.process.orphans import adopt_orphans, children
-from grpo_vllm.forkserver.client import ENGINE_MODULE, ForkServer
-from grpo_vllm.http.server import serving
+from grpo_core.weights.supervisor_protocol import SupervisorPhase, SupervisorStatus
+from grpo_vllm.http.server import require_api_key, serving
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.supervisor.health_app import health_app
+from grpo_vllm.supervisor.commands import CommandStream, ControlPlane
+from grpo_vllm.supervisor.engine import ENGINE_MODULE, ForkServer
+from grpo_vllm.supervisor.host import Sockets, require_shared_memory
 from grpo_vllm.supervisor.initial_weights import first_weights
 from grpo_vllm.supervisor.ownership import RunOwner
-from grpo_vllm.supervisor.preflight import require_shared_memory
-from grpo_vllm.supervisor.redis_commands import CommandStream, ControlPlane
-from grpo_vllm.supervisor.sockets import Sockets
 from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.weights.served_store import RedisServedStore, ServedStore
 from grpo_vllm.weights.socket_server import make_private_directory
@@ -106,3 +111,29 @@ def _allow_many_connections() -> None:
     """Raise the limit of open files: every parked connection needs a descriptor."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def health_app(
+    status: Callable[[], SupervisorStatus], ready: Callable[[], bool], api_key: SecretStr | None
+) -> ASGIApp:
+    """`/healthz`: 200 unless the supervisor has given up. `/readyz`: 200 if requests are answered
+    now. `/status`: the whole status; needs the API key."""
+
+    async def healthz(_request: Request) -> Response:
+        now = status()
+        return _answer(now, now.state is not SupervisorPhase.FAILED)
+
+    async def readyz(_request: Request) -> Response:
+        return _answer(status(), ready())
+
+    async def everything(_request: Request) -> Response:
+        return JSONResponse(status().model_dump(mode="json"))
+
+    handlers = {"/healthz": healthz, "/readyz": readyz, "/status": everything}
+    app = Starlette(routes=[Route(path, handler) for path, handler in handlers.items()])
+    return require_api_key(app, api_key)
+
+
+def _answer(status: SupervisorStatus, good: bool) -> Response:
+    body = {"state": status.state.value, "reason": status.reason}
+    return JSONResponse(body, 200 if good else 503)

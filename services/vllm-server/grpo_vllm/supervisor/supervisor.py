@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import structlog
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.supervisor_protocol import (
@@ -22,15 +24,13 @@ from grpo_core.weights.supervisor_protocol import (
     SupervisorStatus,
 )
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.forkserver.client import ForkServer
 from grpo_vllm.http.server import serving
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.supervisor.commands import CommandHandler
-from grpo_vllm.supervisor.engine import EngineProcess, EngineSlot
-from grpo_vllm.supervisor.health_app import given_up
+from grpo_vllm.supervisor.commands import CommandHandler, ControlPlane
+from grpo_vllm.supervisor.engine import Engine, ForkServer
+from grpo_vllm.supervisor.engine_slot import EngineSlot
+from grpo_vllm.supervisor.host import Sockets
 from grpo_vllm.supervisor.initial_weights import found_serving
-from grpo_vllm.supervisor.redis_commands import ControlPlane
-from grpo_vllm.supervisor.sockets import Sockets
 from grpo_vllm.supervisor.state import RestartPolicy, SupervisorState
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 
@@ -38,6 +38,7 @@ log = structlog.get_logger()
 
 END_MARGIN_S = 10.0
 """Time after a drain's deadline for writing the last answers and ending the engine."""
+RETRY_AFTER_S = 10
 EXIT_FAILED = 1
 
 
@@ -137,7 +138,7 @@ class Supervisor:
         self._slot.channel.release_parked()
         return 0
 
-    async def _has_started(self, engine: EngineProcess) -> bool:
+    async def _has_started(self, engine: Engine) -> bool:
         serving = asyncio.create_task(self._slot.channel.serving.wait())
         await self._first_of(serving, engine, self._settings.engine_deadline_s)
         if not serving.done():
@@ -146,7 +147,7 @@ class Supervisor:
         self._slot.channel.release_parked()
         return True
 
-    async def _serving(self, engine: EngineProcess, beside: list[asyncio.Future[None]]) -> None:
+    async def _serving(self, engine: Engine, beside: list[asyncio.Future[None]]) -> None:
         """Watch an engine that serves, until it has ended."""
         self._policy.serving()
         self._state.phase, self._state.reason = SupervisorPhase.SERVING, ""
@@ -165,7 +166,7 @@ class Supervisor:
         else:
             await self._drain(engine)
 
-    async def _after_crash_or_stop(self, engine: EngineProcess) -> None:
+    async def _after_crash_or_stop(self, engine: Engine) -> None:
         """The engine crashed, or the supervisor was told to stop."""
         self._state.phase = SupervisorPhase.RESTARTING
         code = await self._slot.end()
@@ -176,7 +177,7 @@ class Supervisor:
         log.error("engine.crashed", status=code, pid=engine.pid)
         await self._back_off()
 
-    async def _drain(self, engine: EngineProcess) -> None:
+    async def _drain(self, engine: Engine) -> None:
         """Drain and end the engine, so that the requested one can start."""
         self._state.phase = SupervisorPhase.DRAINING
         started, drain_s = time.monotonic(), self._settings.drain_s
@@ -240,7 +241,7 @@ class Supervisor:
     async def _first_of(
         self,
         event: asyncio.Task[bool],
-        engine: EngineProcess,
+        engine: Engine,
         deadline_s: float | None,
         *beside: asyncio.Future[None],
     ) -> None:
@@ -299,3 +300,15 @@ class Supervisor:
         """True if the engine serves a newer version that the supervisor did not request."""
         now = self._state
         return now.serving and version > now.weights.version and not self._commands.loading
+
+
+def given_up(reason: str) -> ASGIApp:
+    """Answers every request with status 503 and the reason."""
+    headers = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
+    response = JSONResponse({"detail": reason}, 503, headers=headers)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await response(scope, receive, send)
+
+    return answer

@@ -6,6 +6,7 @@ the memory that vLLM allocated.
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,15 +22,14 @@ from grpo_vllm.engine.vllm_compat.layers import (
     DefaultModelLoader,
     LoadConfig,
     current_platform,
-    layout_facts,
     packed_layers,
     register_model_loader,
     replace_config,
     use_plain_layout,
+    why_not_shareable,
 )
 from grpo_vllm.weights.checkpoint_map import CheckpointMap, ServedParameters
-from grpo_vllm.weights.cuda_ipc import why_not_exportable
-from grpo_vllm.weights.in_place_checks import why_not_shareable
+from grpo_vllm.weights.cuda_ipc import exported, why_not_exportable
 from grpo_vllm.weights.memory import WeightMemory, aligned, region_at
 
 _ATTRIBUTE = "grpo_shared_parameters"
@@ -37,16 +37,10 @@ _ATTRIBUTE = "grpo_shared_parameters"
 
 @dataclass(frozen=True)
 class SharedParameters:
-    """The loader stores this on the model, and the worker extension exports it."""
+    """`SharedModelLoader` stores this on the model, and `WeightExport` exports it."""
 
     memory: WeightMemory
     manifest: WeightManifest
-
-
-def shared_parameters(model: nn.Module) -> SharedParameters:
-    """Raises `AttributeError` if another loader loaded the model."""
-    shared: SharedParameters = getattr(model, _ATTRIBUTE)
-    return shared
 
 
 class UnshareableWeights(GrpoError):
@@ -78,15 +72,15 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         """Raises `UnshareableWeights`: before loading with all options that prevent sharing, after
         loading with all parameters that a trainer cannot reach."""
-        _require_no(why_not_shareable(layout_facts(vllm_config)), model_config)
+        _require_no(why_not_shareable(vllm_config), model_config)
         model: nn.Module = super().load_model(vllm_config, model_config, prefix)
-        _require_no(why_not_shareable(layout_facts(vllm_config, model)), model_config)
+        _require_no(why_not_shareable(vllm_config, model), model_config)
         self._describe(model, str(model_config.model))
         self.check_shareable(model)
         return model
 
     def _describe(self, model: nn.Module, model_name: str) -> None:
-        """Store the description for `shared_parameters`. All parameters must be in their final
+        """Store the description on the model. All parameters must be in their final
         place."""
         assert self._map is not None, "vLLM built the model without calling load_weights"
         found = {name: self._served.mapping(at) for name, at in self._map.regions().items()}
@@ -122,7 +116,7 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def check_shareable(self, model: nn.Module) -> None:
         assert self._map is not None
-        shared = shared_parameters(model)
+        shared: SharedParameters = getattr(model, _ATTRIBUTE)
         problems = {
             **self._map.unshareable(),
             **_unplaced(self._map, shared),
@@ -136,6 +130,38 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 f"cannot share {len(problems)} parameters of {shared.manifest.model} with a "
                 f"trainer:\n{listed}\nuse another weight-sync mode for this model"
             )
+
+
+class WeightExport:
+    """Methods that vLLM adds to its worker, so that the server can export the worker's weights:
+    `--worker-extension-cls grpo_vllm.weights.loader.WeightExport`"""
+
+    def describe_weights(self) -> dict[str, Any]:
+        """The manifest as JSON. On CPU also this process's id and the descriptor of its arena."""
+        shared = self._shared_parameters()
+        described: dict[str, Any] = {"manifest": shared.manifest.model_dump_json()}
+        if shared.memory.fd is not None:
+            described |= {"pid": os.getpid(), "fd": shared.memory.fd}
+        return described
+
+    def export_weights(self) -> dict[str, str]:
+        """Export the GPU memory to one more trainer: `memory` as JSON, or `refused`: the reason."""
+        shared = self._shared_parameters().memory
+        try:
+            memory = exported(shared)
+        except RuntimeError as error:  # from torch or CUDA
+            return {"refused": f"CUDA cannot export the weights: {error}"}
+        return {"memory": memory.model_dump_json()}
+
+    def wait_for_device(self) -> None:
+        """Return when all queued work on this worker's GPU is done."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def _shared_parameters(self) -> SharedParameters:
+        model: nn.Module = self.get_model()  # type: ignore[attr-defined]
+        shared: SharedParameters = getattr(model, _ATTRIBUTE)
+        return shared
 
 
 def move_into_arena(model: nn.Module) -> WeightMemory:

@@ -17,7 +17,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.engine.engine_client import EngineTimeout
+from grpo_vllm.engine.control import EngineTimeout
 from grpo_vllm.engine.vllm_compat.requests import EngineDeadError, LoRARequest
 from grpo_vllm.http.in_flight import InFlight
 

@@ -29,7 +29,7 @@ from grpo_core.weights.bridge_config import (
 from grpo_core.weights.manifest import WeightManifest
 from grpo_core.weights.memory_grant import CudaMemory, MemfdMemory, WeightGrant
 from grpo_core.weights.socket import send_grant, send_refusal
-from grpo_vllm.engine.engine_client import EngineTimeout
+from grpo_vllm.engine.control import EngineTimeout
 from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 
 log = structlog.get_logger()

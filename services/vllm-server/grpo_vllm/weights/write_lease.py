@@ -23,8 +23,8 @@ import structlog
 from grpo_core.errors import GrpoError
 from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.engine.engine_client import EngineControl
-from grpo_vllm.http.readiness_gate import Refusal, ServingState, refusal_in
+from grpo_vllm.engine.control import EngineControl
+from grpo_vllm.http.readiness_gate import GateRefusal, ServingState, refusal_in
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 
 log = structlog.get_logger()
@@ -139,7 +139,7 @@ class WeightBridge:
             return ServingState.SLEEPING
         return ServingState.PAUSED if self.paused else ServingState.SERVING
 
-    def refusal(self) -> Refusal | None:
+    def refusal(self) -> GateRefusal | None:
         """The reason why requests may not pass now; None if they may."""
         return refusal_in(self.state, self.version)
 

@@ -37,23 +37,15 @@ time.sleep(600)
     ],
 )
 def test_what_it_started_ends_with_it(start: str) -> None:
-    engine = subprocess.Popen(
-        [sys.executable, "-c", ENGINE_PROCESS.format(start=start)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert engine.stdout is not None
-        pid = int(engine.stdout.readline())
-        assert is_alive(pid)
-        engine.kill()
-        engine.wait()
-        wait_for(lambda: not is_alive(pid))
-    finally:
-        engine.kill()
-        engine.wait()
-        if engine.stdout is not None:
-            engine.stdout.close()
+    command = [sys.executable, "-c", ENGINE_PROCESS.format(start=start)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
+        try:
+            assert engine.stdout is not None
+            pid = int(engine.stdout.readline())
+            assert is_alive(pid)
+        finally:
+            engine.kill()
+    wait_for(lambda: not is_alive(pid))
 
 
 def test_what_it_forks_does_not_hold_its_connections_open() -> None:

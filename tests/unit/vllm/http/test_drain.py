@@ -10,7 +10,7 @@ import pytest
 
 from grpo_vllm.http import connection_handover
 from grpo_vllm.http.in_flight import InFlight
-from grpo_vllm.http.server import HttpServer
+from grpo_vllm.http.server import DrainingServer
 
 AN_HOUR_S = 3600.0
 
@@ -41,7 +41,7 @@ async def test_half_a_request_does_not_hold_up_a_drain(
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await in_flight.pass_on(ok, scope, receive, send)
 
-    server = HttpServer(app)
+    server = DrainingServer(app)
     running = asyncio.create_task(server.serve(sockets=[listening]))
     await server.adopt([])  # waits for the start
     reader, writer = await asyncio.open_connection(*listening.getsockname())

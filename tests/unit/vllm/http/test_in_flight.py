@@ -20,37 +20,27 @@ class Request:
     def __init__(self, in_flight: InFlight, begins: bool = False) -> None:
         self.may_answer = asyncio.Event()
         self.received: list[Message] = []
-        self._begins = begins
-        self._in_flight = in_flight
-        self.task: asyncio.Task[None]
 
-    async def start(self) -> Request:
-        self.task = asyncio.create_task(
-            self._in_flight.pass_on(self._application, SCOPE, self._nothing, self._send)
-        )
-        await a_while()
-        return self
+        async def application(_scope: Scope, _receive: Receive, send: Send) -> None:
+            if not begins:
+                await self.may_answer.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await self.may_answer.wait()
+            await send({"type": "http.response.body", "body": b"ok"})
+
+        async def send(message: Message) -> None:
+            self.received.append(message)
+
+        self.task = asyncio.create_task(in_flight.pass_on(application, SCOPE, nothing, send))
 
     async def finish(self) -> None:
         self.may_answer.set()
         await self.task
 
-    async def _application(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        start: Message = {"type": "http.response.start", "status": 200, "headers": []}
-        if self._begins:
-            await send(start)
-        await self.may_answer.wait()
-        if not self._begins:
-            await send(start)
-        await send({"type": "http.response.body", "body": b"ok"})
 
-    async def _send(self, message: Message) -> None:
-        self.received.append(message)
-
-    @staticmethod
-    async def _nothing() -> Message:
-        await asyncio.Event().wait()
-        raise AssertionError
+async def nothing() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
 async def a_while() -> None:
@@ -60,11 +50,13 @@ async def a_while() -> None:
 
 async def test_weights_are_free_once_no_request_is_left_that_can_use_them() -> None:
     in_flight = InFlight()
-    old = await Request(in_flight).start()
+    old = Request(in_flight)
+    await a_while()
     former = in_flight.generation
     in_flight.next_generation()
     free = asyncio.create_task(in_flight.finished_up_to(former))
-    new = await Request(in_flight).start()
+    new = Request(in_flight)
+    await a_while()
     assert not free.done()
     await old.finish()
     await a_while()
@@ -78,7 +70,8 @@ async def test_weights_are_free_once_no_request_is_left_that_can_use_them() -> N
 async def test_a_request_that_is_given_up_is_answered_503_or_broken_off(begins: bool) -> None:
     told: list[None] = []
     in_flight = InFlight(on_dropped=lambda: told.append(None))
-    request = await Request(in_flight, begins=begins).start()
+    request = Request(in_flight, begins=begins)
+    await a_while()
     in_flight.give_up_all()
     await request.task
     assert (len(told), len(in_flight)) == (1, 0)

@@ -7,12 +7,14 @@ import contextlib
 import json
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from grpo_vllm.http.readiness_gate import ReadinessGate, Refusal
+from grpo_vllm.http.readiness_gate import GateRefusal, ReadinessGate
 
-WAITING = Refusal("weights are missing", hold=True)
-GIVEN_UP = Refusal("nobody came", hold=False)
+WAITING = GateRefusal("weights are missing", hold=True)
+GIVEN_UP = GateRefusal("nobody came", hold=False)
 HOLD_S = 20.0
 
 
@@ -20,19 +22,14 @@ class Asking:
     """One request to the gate, with a body in `parts`. The application behind the gate answers with
     the whole body."""
 
-    def __init__(self, refusal: Refusal | None, *parts: bytes) -> None:
+    def __init__(self, refusal: GateRefusal | None, *parts: bytes) -> None:
         self._refusal, self._changed = refusal, asyncio.Event()
         self._incoming: asyncio.Queue[Message] = asyncio.Queue()
-        left = list(parts or [b""])
-        while left:
-            part = left.pop(0)
-            message = {"type": "http.request", "body": part, "more_body": bool(left)}
+        for i, part in enumerate(parts or [b""], 1):
+            message = {"type": "http.request", "body": part, "more_body": i < len(parts)}
             self._incoming.put_nowait(message)
         self.received: list[Message] = []
         self.answered = False
-
-    def refusal(self) -> Refusal | None:
-        return self._refusal
 
     async def wait(self, at_most_s: float) -> None:
         assert at_most_s > 0, "the hold is over"
@@ -40,7 +37,7 @@ class Asking:
             async with asyncio.timeout(at_most_s):
                 await self._changed.wait()
 
-    def become(self, refusal: Refusal | None) -> None:
+    def become(self, refusal: GateRefusal | None) -> None:
         self._refusal = refusal
         self._changed.set()
 
@@ -48,50 +45,35 @@ class Asking:
         self._incoming.put_nowait({"type": "http.disconnect"})
 
     async def done(self, path: str = "/generate", method: str = "POST") -> Asking:
+        async def send(message: Message) -> None:
+            self.received.append(message)
+
         scope: Scope = {"type": "http", "path": path, "method": method, "headers": []}
-        gate = ReadinessGate(self._application, self.refusal, self.wait, HOLD_S)
-        await gate(scope, self._incoming.get, self._send)
+        gate = ReadinessGate(self._application, lambda: self._refusal, self.wait, HOLD_S)
+        await gate(scope, self._incoming.get, send)
         return self
 
     async def held(self, path: str = "/generate") -> asyncio.Task[Asking]:
         """Returns when the request has been held for nearly the longest allowed time."""
         task = asyncio.create_task(self.done(path))
         await asyncio.sleep(HOLD_S - 1.0)
-        assert not task.done()
-        assert self.received == []
-        assert not self.answered
+        assert (task.done(), self.received, self.answered) == (False, [], False)
         return task
 
-    async def _application(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body += message["body"]
-            more = message["more_body"]
+    async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.answered = True
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": body})
-
-    async def _send(self, message: Message) -> None:
-        self.received.append(message)
+        await Response(await Request(scope, receive).body())(scope, receive, send)
 
     @property
     def body(self) -> bytes:
-        """The body of an answer with status 200."""
-        assert self.received[0]["status"] == 200
-        return self._content
+        return b"".join(message["body"] for message in self.received[1:])
 
     @property
     def refused_because(self) -> str:
-        """The body of an answer with status 503, given without the application."""
-        assert self.received[0]["status"] == 503
-        assert not self.answered
-        reason: str = json.loads(self._content)["detail"]
+        """The reason in an answer with status 503, given without the application."""
+        assert (self.received[0]["status"], self.answered) == (503, False)
+        reason: str = json.loads(self.body)["detail"]
         return reason
-
-    @property
-    def _content(self) -> bytes:
-        return b"".join(message["body"] for message in self.received[1:])
 
 
 @pytest.mark.parametrize("refusal", [WAITING, GIVEN_UP])
@@ -103,7 +85,7 @@ class Asking:
     ],
 )
 async def test_requests_that_sample_nothing_always_pass(
-    refusal: Refusal, method: str, path: str
+    refusal: GateRefusal, method: str, path: str
 ) -> None:
     assert (await Asking(refusal).done(path, method)).answered
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from grpo_core.weights.supervisor_protocol import (
     SupervisorStatus,
 )
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.forkserver.protocol import SupervisorEnd
+from grpo_vllm.http.connection_handover import SupervisorEnd
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.supervisor.redis_commands import ControlPlane
+from grpo_vllm.supervisor.commands import ControlPlane
 from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.weights.served_store import ServedWeights
 from tests.support.wait import wait_for_async
@@ -90,7 +90,7 @@ class Control(ControlPlane):
     def __init__(self, slot: Slot) -> None:
         self.sent: asyncio.Queue[Command] = asyncio.Queue()
         self.answers: list[tuple[OutcomeState, PolicyVersion]] = []
-        self.statuses: list[SupervisorStatus] = []
+        self.reports = 0
         self._slot = slot
 
     async def commands(self) -> AsyncIterator[list[Command]]:
@@ -100,8 +100,8 @@ class Control(ControlPlane):
     async def answer(self, _command: Command, outcome: Outcome) -> None:
         self.answers.append((outcome.state, self._slot.launched[-1].version))
 
-    async def report(self, status: SupervisorStatus) -> None:
-        self.statuses.append(status)
+    async def report(self, _status: SupervisorStatus) -> None:
+        self.reports += 1
 
 
 class HeldRecord(Record):
@@ -123,16 +123,12 @@ class Rig:
         self.slot = Slot()
         self.control, self.record = Control(self.slot), HeldRecord()
         monkeypatch.setattr("grpo_vllm.supervisor.supervisor.EngineSlot", lambda *_: self.slot)
-        flags = ["--model", "m", "--weights-dir", str(directory)]
-        nothing: Any = None
-        self.supervisor = Supervisor(
-            load_server_settings(flags),
-            nothing,
-            self.weights(1),
-            self.control,
-            self.record,
-            nothing,
+        settings = load_server_settings(["--model", "m", "--weights-dir", str(directory)])
+        first = WeightRef(
+            version=PolicyVersion(1, 1), kind=WeightKind.CHECKPOINT, path=self.checkpoint(1)
         )
+        nothing: Any = None
+        self.supervisor = Supervisor(settings, nothing, first, self.control, self.record, nothing)
 
     def checkpoint(self, step: int) -> Path:
         path = self.directory / str(step)
@@ -141,39 +137,28 @@ class Rig:
         (path / "model.safetensors").write_text(str(step))
         return path
 
-    def weights(self, step: int) -> WeightRef:
-        return WeightRef(
-            version=PolicyVersion(1, step),
-            kind=WeightKind.CHECKPOINT,
-            path=self.checkpoint(step),
-        )
-
     def send(self, step: int) -> None:
-        path = self.checkpoint(step)
-        self.control.sent.put_nowait(
-            Command(
-                id=f"c-{step}",
-                action=Action.RESTART_WITH_CHECKPOINT,
-                epoch=1,
-                step=step,
-                path=str(path),
-                sha256=directory_digest(path),
-            )
-        )
+        path, action = self.checkpoint(step), Action.RESTART_WITH_CHECKPOINT
+        identity = {"id": f"c-{step}", "path": str(path), "sha256": directory_digest(path)}
+        self.control.sent.put_nowait(Command(action=action, epoch=1, step=step, **identity))
+
+    def crash(self) -> None:
+        assert self.slot.engine is not None
+        self.slot.engine.end(9)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         running = asyncio.create_task(self.supervisor.run())
         try:
-            await self.until(lambda: self.supervisor.ready())
+            await wait_for_async(self.supervisor.ready)
             yield
         finally:
             self.record.free.set()
             self.supervisor.stop()
             assert await running == 0
 
-    async def until(self, happened: Callable[[], bool]) -> None:
-        await wait_for_async(happened)
+    async def answers(self, number: int) -> None:
+        await wait_for_async(lambda: len(self.control.answers) == number)
 
 
 @pytest.fixture
@@ -186,28 +171,24 @@ async def test_done_is_answered_for_weights_that_were_launched_alone(rig: Rig) -
     async with rig.serving():
         rig.record.free.clear()
         noted = len(rig.record.saved)
-        assert rig.slot.engine is not None
-        rig.slot.engine.end(9)
-        await rig.until(lambda: len(rig.record.saved) > noted)
+        rig.crash()
+        await wait_for_async(lambda: len(rig.record.saved) > noted)
         rig.send(2)
-        await rig.until(lambda: len(rig.control.answers) == 1)
+        await rig.answers(1)
         rig.record.free.set()
-        await rig.until(lambda: len(rig.control.answers) == 2)
-    accepted, done = rig.control.answers
-    assert accepted == (OutcomeState.ACCEPTED, (1, 1))
-    assert done == (OutcomeState.DONE, (1, 2))
+        await rig.answers(2)
+    assert rig.control.answers == [(OutcomeState.ACCEPTED, (1, 1)), (OutcomeState.DONE, (1, 2))]
 
 
 async def test_an_engine_that_ends_before_the_answer_has_not_done_it(rig: Rig) -> None:
     async with rig.serving():
         rig.record.free.clear()
         rig.send(2)
-        await rig.until(lambda: len(rig.record.saved) == 2)
-        assert rig.slot.engine is not None
-        rig.slot.engine.end(9)
+        await wait_for_async(lambda: len(rig.record.saved) == 2)
+        rig.crash()
         rig.record.free.set()
-        await rig.until(lambda: len(rig.control.answers) == 2)
-        await rig.until(lambda: len(rig.slot.launched) == 3)
+        await rig.answers(2)
+        await wait_for_async(lambda: len(rig.slot.launched) == 3)
     assert rig.control.answers[1][0] is OutcomeState.FAILED
     assert [weights.version.step for weights in rig.slot.launched] == [1, 2, 1]
 
@@ -222,15 +203,15 @@ async def test_an_adapter_that_vanishes_while_it_is_looked_at_ends_nothing(rig: 
 
     async with rig.serving():
         rig.slot.seen = seen(rig.directory / "gone")
-        reports = len(rig.control.statuses)
-        await rig.until(lambda: len(rig.control.statuses) > reports + 2)
+        reports = rig.control.reports
+        await wait_for_async(lambda: rig.control.reports > reports + 2)
         assert rig.supervisor.status().step == 1
         rig.slot.seen = seen(rig.checkpoint(5))
-        await rig.until(lambda: rig.supervisor.status().step == 5)
+        await wait_for_async(lambda: rig.supervisor.status().step == 5)
         assert rig.record.saved[-1].weights.path == rig.checkpoint(5)
         rig.slot.broken = {PolicyVersion(1, 6)}
         rig.send(6)
-        await rig.until(lambda: len(rig.slot.launched) == 3)
-        await rig.until(lambda: len(rig.control.answers) == 2)
+        await wait_for_async(lambda: len(rig.slot.launched) == 3)
+        await rig.answers(2)
     assert [weights.version.step for weights in rig.slot.launched] == [1, 6, 5]
     assert rig.control.answers[-1][0] is OutcomeState.FAILED

@@ -26,7 +26,7 @@ from grpo_core.weights.ref import UNTRAINED
 from grpo_core.weights.supervisor_protocol import Action, OutcomeState, commands_key
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.supervisor.sockets import Sockets
+from grpo_vllm.supervisor.host import Sockets
 from grpo_vllm.supervisor.state import STABLE_AFTER_S, RestartPolicy
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
@@ -267,7 +267,7 @@ def test_a_killed_supervisor_ends_its_engine_and_the_next_one_serves_the_same(
         assert not psutil.pid_exists(engine)
 
 
-def test_only_an_engine_that_served_for_a_while_ends_a_series_of_failures() -> None:
+def test_an_engine_that_served_for_a_while_ends_a_series_of_failures_and_no_other() -> None:
     clock = iter((0.0, 0.0, 100.0, 100.0 + STABLE_AFTER_S, 200.0, 199.0 + STABLE_AFTER_S))
     policy = RestartPolicy(limit=2, clock=lambda: next(clock))
     for delay in (1, 1, None):
@@ -275,19 +275,21 @@ def test_only_an_engine_that_served_for_a_while_ends_a_series_of_failures() -> N
         assert policy.delay_after_failure(UNTRAINED) == delay
 
 
-def test_engines_that_end_after_newer_weights_are_no_series_of_failures() -> None:
-    policy = RestartPolicy(limit=3)
-    served = [(1, 0), (1, 1), (1, 1), (2, 0), (2, 0), (2, 0)]
-    delays = [policy.delay_after_failure(PolicyVersion(*each)) for each in served]
-    assert delays == [1, 1, 2, 1, 2, None]
-
-
-def test_restarts_are_delayed_by_up_to_half_a_minute_until_a_command_starts_over() -> None:
-    policy = RestartPolicy(limit=8)
-    delays = [policy.delay_after_failure(UNTRAINED) for _ in range(8)]
-    assert delays == [1, 2, 4, 8, 16, 30, 30, None]
+@pytest.mark.parametrize(
+    ("limit", "served", "delays"),
+    [
+        (8, [(0, 0)] * 8, [1, 2, 4, 8, 16, 30, 30, None]),
+        # an engine that ends after newer weights begins a new series
+        (3, [(1, 0), (1, 1), (1, 1), (2, 0), (2, 0), (2, 0)], [1, 1, 2, 1, 2, None]),
+    ],
+)
+def test_restarts_are_delayed_until_a_command_starts_over(
+    limit: int, served: list[tuple[int, int]], delays: list[float | None]
+) -> None:
+    policy = RestartPolicy(limit)
+    assert [policy.delay_after_failure(PolicyVersion(*each)) for each in served] == delays
     policy.forget()
-    assert policy.delay_after_failure(UNTRAINED) == 1
+    assert policy.delay_after_failure(PolicyVersion(*served[-1])) == 1
 
 
 def test_it_imports_neither_vllm_nor_torch() -> None:
@@ -303,17 +305,6 @@ def test_a_first_engine_that_does_not_start_ends_the_server_with_its_status(tmp_
     (tmp_path / BROKEN).touch()
     with supervised(tmp_path, None, waits=False) as server:
         assert server.process.wait(START_S) == 3
-
-
-@pytest.mark.full  # it waits until the claim of a server that is lost would expire
-def test_a_second_server_of_a_run_is_refused_by_name(
-    server: Supervised, redis_url: str, tmp_path: Path
-) -> None:
-    with supervised(tmp_path, redis_url, run_id=server.sender.run_id, waits=False) as second:
-        assert second.process.wait(START_S) == 1
-        said = second.process.log_path.read_text()
-    assert f"--run-id {server.sender.run_id}: another vllm-api-server" in said
-    assert f"port {server.port}, process {server.process.pid}" in said
 
 
 def test_a_port_that_is_taken_is_named(server: Supervised) -> None:

@@ -24,18 +24,17 @@ PLACES = ("explicit", "logs", "cwd", "common")
 """The paths in the order in which a trainer tries them."""
 
 
+MAPPING = ParameterMapping(
+    offset=256, nbytes=32, shape=(2, 4), dtype="float32", vllm_name="qkv_proj", slice=(4, 6)
+)
+
+
 def config(generation: str) -> BridgeConfig:
-    mapping = ParameterMapping(
-        offset=256, nbytes=32, shape=(2, 4), dtype="float32", vllm_name="qkv_proj", slice=(4, 6)
-    )
     return BridgeConfig(
-        model="tiny",
-        dtype="float32",
+        **{"model": "tiny", "dtype": "float32", "device": "cpu", "total_bytes": 512},
         generation=generation,
         weights_socket=Path("/run/weights.sock"),
-        total_bytes=512,
-        device="cpu",
-        param_mappings={"k_proj": mapping, "norm": mapping.model_copy(update={"slice": None})},
+        param_mappings={"k_proj": MAPPING, "norm": MAPPING.model_copy(update={"slice": None})},
     )
 
 
@@ -54,15 +53,6 @@ def find(root: Path, generation: str | None) -> BridgeConfig:
     return find_bridge_config(explicit, environment, generation)
 
 
-def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give `path` to another user. Only root can do that; otherwise the test pretends to be another
-    user."""
-    if os.geteuid() == 0:
-        os.chown(path, NOBODY_UID, -1, follow_symlinks=False)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: NOBODY_UID)
-
-
 def test_places_are_looked_at_in_order_for_the_wanted_server(root: Path) -> None:
     for place in reversed(PLACES):
         write_bridge_config(config(place), root / place / FILE_NAME)
@@ -79,7 +69,11 @@ def test_the_error_lists_every_path_and_what_was_wrong_there(
     write_bridge_config(config("old"), root / "logs" / FILE_NAME)
     (root / "cwd" / FILE_NAME).write_text('{"model": "m", "param_mappings": {}}')
     write_bridge_config(config("g1"), root / "common" / FILE_NAME)
-    give_away(root / "common" / FILE_NAME, monkeypatch)
+    others = root / "common" / FILE_NAME
+    if os.geteuid() == 0:  # only root can give a file away
+        os.chown(others, NOBODY_UID, -1, follow_symlinks=False)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: NOBODY_UID)
     with pytest.raises(BridgeConfigNotFound) as raised:
         find(root, "g1")
     _, *lines, advice = str(raised.value).splitlines()

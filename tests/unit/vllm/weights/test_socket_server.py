@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_vllm.engine.engine_client import EngineControl
+from grpo_vllm.engine.control import EngineControl
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.main import supervise
 from grpo_vllm.weights.socket_server import UnsafeSocketDirectory, serve_weights

@@ -1,4 +1,8 @@
-"""The bridge with an engine that fails on demand, which the real engine cannot do."""
+"""The bridge with an engine that fails on demand, which the real engine cannot do.
+
+The last part is the bridge of an engine that restarted during a run: which requests pass, with
+which version.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,18 @@ import asyncio
 
 import pytest
 
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.engine.engine_client import EngineControl, EngineTimeout
+from grpo_vllm.engine.control import EngineControl, EngineTimeout
 from grpo_vllm.http.readiness_gate import ServingState
+from grpo_vllm.weights.served_store import ServedWeights
 from grpo_vllm.weights.write_lease import HANDOVER_S, BridgeConflict, WeightBridge
-from tests.unit.vllm.fake_engine import FakeEngine
+from tests.unit.vllm.fake_engine import FakeEngine, Record
 
 NEXT, LATER = PolicyVersion(1, 0), PolicyVersion(2, 0)
 LEASE_S = 60.0
+SERVED_BEFORE = PolicyVersion(2, 7)
+DEADLINE_S = 300.0
 
 
 async def paused(engine: FakeEngine, lease_s: float = LEASE_S) -> tuple[WeightBridge, str]:
@@ -168,3 +176,84 @@ async def test_a_sleeping_engine_says_so_until_it_is_awake() -> None:
     assert "/bridge/wake_up" in refusal.reason
     await bridge.engine.wake_up()
     assert bridge.refusal() is None
+
+
+@pytest.fixture
+def record() -> Record:
+    return Record()
+
+
+@pytest.fixture
+async def restarted(record: Record) -> WeightBridge:
+    """The bridge of a restarted engine."""
+    bridge = WeightBridge(EngineControl(FakeEngine()), SERVED_BEFORE, record)
+    bridge.write_back.begin(SERVED_BEFORE, DEADLINE_S)
+    return bridge
+
+
+async def write_back(bridge: WeightBridge, version: PolicyVersion) -> None:
+    session = await bridge.open_session()
+    await bridge.pause(session, LEASE_S, version)
+    await bridge.resume(session, written=True)
+    await bridge.close_session(session)
+
+
+@pytest.mark.parametrize("version", [SERVED_BEFORE, PolicyVersion(2, 8), PolicyVersion(3, 0)])
+async def test_it_serves_once_the_same_or_later_weights_are_back(
+    restarted: WeightBridge, record: Record, version: PolicyVersion
+) -> None:
+    refusal = restarted.refusal()
+    assert restarted.state is ServingState.AWAITING_WEIGHTS
+    assert refusal is not None
+    assert refusal.hold
+    assert "[2, 7]" in refusal.reason
+    await write_back(restarted, version)
+    await asyncio.sleep(2 * DEADLINE_S)
+    assert restarted.refusal() is None
+    assert restarted.state is ServingState.SERVING
+    assert restarted.version == version
+    assert record.saved == [ServedWeights(WeightRef(version=version, kind=WeightKind.MEMORY))]
+
+
+async def test_older_weights_are_refused_and_the_same_ones_when_they_are_back(
+    restarted: WeightBridge,
+) -> None:
+    session = await restarted.open_session()
+    with pytest.raises(BridgeConflict, match="is not newer than"):
+        await restarted.pause(session, LEASE_S, PolicyVersion(2, 6))
+    await restarted.close_session(session)
+    await write_back(restarted, SERVED_BEFORE)
+    with pytest.raises(BridgeConflict, match="is not newer than"):
+        await write_back(restarted, SERVED_BEFORE)
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+async def test_a_trainer_that_did_not_write_everything_back_may_try_again(
+    restarted: WeightBridge, record: Record, cut_off: bool
+) -> None:
+    session = await restarted.open_session()
+    await restarted.pause(session, LEASE_S, SERVED_BEFORE)
+    if not cut_off:
+        await restarted.resume(session, written=False)
+    await restarted.close_session(session)
+    assert restarted.state is ServingState.AWAITING_WEIGHTS
+    assert not restarted.paused
+    assert restarted.weights_intact is not cut_off
+    assert record.saved == []  # no request is answered with them, so they need no new version
+    await write_back(restarted, SERVED_BEFORE)
+    assert restarted.weights_intact
+    assert restarted.refusal() is None
+
+
+async def test_beyond_the_deadline_requests_are_refused_at_once_until_a_trainer_comes(
+    restarted: WeightBridge,
+) -> None:
+    await restarted.write_back.wait(2 * DEADLINE_S)
+    assert asyncio.get_running_loop().time() == pytest.approx(DEADLINE_S), "held requests wake"
+    refusal = restarted.refusal()
+    assert restarted.state is ServingState.FAILED
+    assert refusal is not None
+    assert not refusal.hold
+    assert "Start the trainer again" in refusal.reason
+    await write_back(restarted, SERVED_BEFORE)
+    assert restarted.state is ServingState.SERVING

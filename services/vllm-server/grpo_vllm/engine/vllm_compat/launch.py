@@ -30,6 +30,7 @@ START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 ONE_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 """On CPU the engine also does the worker's job in the same process. This saves half a gigabyte."""
 LORA_WITHOUT_PDL = ("VLLM_LORA_DISABLE_PDL", "1")
+_SMALL_BLOCKS = "grpo_vllm.engine.vllm_compat.cpu.SmallBlocks"
 SM100_MAJOR = 10
 """Major compute capability of B200 and B300."""
 
@@ -84,6 +85,22 @@ def _restore_model_infos() -> None:
     ours, vllms = Path(sys.prefix, "share", "vllm-modelinfos"), Path(envs.VLLM_CACHE_ROOT)
     if ours.exists():
         shutil.copytree(ours, vllms / "modelinfos", dirs_exist_ok=True)
+
+
+def offer_small_blocks() -> None:
+    """On a CPU, register the backend with vLLM. Each of vLLM's processes needs this."""
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        register_backend(AttentionBackendEnum.CPU_ATTN, _SMALL_BLOCKS)
+
+
+def use_small_blocks(arguments: argparse.Namespace) -> None:
+    """Make the smallest blocks the default on a CPU. Args: arguments: vLLM's parsed options"""
+    from grpo_vllm.engine.vllm_compat.cpu import smallest_block
+
+    if arguments.block_size is None:
+        arguments.block_size = smallest_block()
 
 
 class ModelNotFound(GrpoError):

@@ -1,4 +1,4 @@
-"""Keeps vLLM's weights in the checkpoint's layout on CPU, and reports layers that change it.
+"""Keeps vLLM's weights in the checkpoint's layout on CPU, and finds what prevents writing in place.
 
 vLLM's CPU build packs linear weights for its kernels and serves from the packed copies, so writing
 to the originals has no effect. The plain methods here do not pack: they multiply with the original
@@ -7,6 +7,7 @@ tensor by `torch.nn.functional.linear`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,17 +21,15 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
-from grpo_vllm.weights.in_place_checks import LayoutFacts
-
 __all__ = [
     "DefaultModelLoader",
     "LoadConfig",
     "current_platform",
-    "layout_facts",
     "packed_layers",
     "register_model_loader",
     "replace_config",
     "use_plain_layout",
+    "why_not_shareable",
 ]
 
 PARALLEL_SIZES = (
@@ -40,6 +39,8 @@ PARALLEL_SIZES = (
     "prefill_context_parallel_size",
 )
 DRAFTS_WITHOUT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
+OTHER_MODES = "use --mode lora_only or none"
+NAMED_LAYERS = 3
 _METHOD = "quant_method"
 _CPU_KERNEL = "cpu_linear"
 
@@ -76,30 +77,88 @@ def packed_layers(model: nn.Module) -> list[str]:
     ]
 
 
-def layout_facts(vllm_config: Any, model: nn.Module | None = None) -> LayoutFacts:
-    """Facts that decide whether weights can be shared. Layers are included only with `model`."""
-    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
-    offload, speculative = vllm_config.offload_config, vllm_config.speculative_config
-    quantization = model_config.quantization
+def why_not_shareable(vllm_config: Any, model: nn.Module | None = None) -> list[str]:
+    """One line for each option or layer of vLLM that prevents a trainer from writing the weights in
+    place, with its fix; [] if there is none. Layers are checked only with `model`."""
+    return [
+        *_of_the_model(vllm_config, {} if model is None else _special_layers(model)),
+        *_of_the_workers(vllm_config.parallel_config),
+        *_of_the_memory(vllm_config.model_config, vllm_config.offload_config),
+    ]
+
+
+def _of_the_model(vllm_config: Any, special_layers: Mapping[str, str]) -> Iterator[str]:
+    model_config, speculative = vllm_config.model_config, vllm_config.speculative_config
+    quantization, experts = model_config.quantization, model_config.get_num_experts()
     if quantization is None and vllm_config.quant_config is not None:
         quantization = type(vllm_config.quant_config).__name__
-    return LayoutFacts(
-        quantization=quantization,
-        latent_attention=model_config.use_mla,
-        experts=model_config.get_num_experts(),
-        parallel_sizes={name: getattr(parallel, name) for name in PARALLEL_SIZES},
-        expert_parallel=parallel.enable_expert_parallel,
-        sleep_mode=model_config.enable_sleep_mode,
-        cumem_allocator=model_config.enable_cumem_allocator,
-        uva_offload_gb=offload.uva.cpu_offload_gb,
-        prefetch_offload_groups=offload.prefetch.offload_group_size,
-        draft=speculative.method if speculative and _has_weights(speculative) else None,
-        special_layers={} if model is None else _special_layers(model),
-    )
+    if quantization is not None:
+        yield (
+            f"quantised weights ({quantization}): vLLM stores these weights in its own form; "
+            f"serve the original checkpoint, or {OTHER_MODES}"
+        )
+    if model_config.use_mla:
+        yield (
+            "multi-head latent attention (MLA): the server computes with copies of the weights, "
+            f"which it makes at its start; {OTHER_MODES}"
+        )
+    if experts:
+        yield (
+            f"mixture of experts ({experts}): the server rearranges the experts' weights for "
+            "its kernels; use --mode none, or on a GPU lora_only"
+        )
+    if speculative and speculative.method not in DRAFTS_WITHOUT_WEIGHTS:
+        yield (
+            f"speculative decoding ({speculative.method}): the trainer does not update the draft "
+            f"model; remove --speculative-config, or {OTHER_MODES}"
+        )
+    # Layers of quantised, MLA and expert models are reported above as one obstacle.
+    if special_layers and not (quantization or model_config.use_mla or experts):
+        yield (
+            f"a trainer cannot write layers that store weights in their own form "
+            f"({_some(special_layers)}); {OTHER_MODES}"
+        )
 
 
-def _has_weights(speculative: Any) -> bool:
-    return speculative.method not in DRAFTS_WITHOUT_WEIGHTS
+def _of_the_workers(parallel: Any) -> Iterator[str]:
+    several = {name: getattr(parallel, name) for name in PARALLEL_SIZES}
+    flags = [f"--{n.replace('_', '-')} {size}" for n, size in several.items() if size > 1]
+    if flags:
+        yield (
+            f"several workers ({', '.join(flags)}): a trainer writes only one worker's weights; "
+            f"remove these options, or {OTHER_MODES}"
+        )
+    if parallel.enable_expert_parallel:
+        yield (
+            "--enable-expert-parallel: a trainer writes only one worker's weights; remove this "
+            "option"
+        )
+
+
+def _of_the_memory(model_config: Any, offload: Any) -> Iterator[str]:
+    if model_config.enable_sleep_mode:
+        yield (
+            "--enable-sleep-mode: other processes cannot share this memory, and sleeping would "
+            "release it; remove this option"
+        )
+    elif model_config.enable_cumem_allocator:  # sleep mode implies it
+        yield "--enable-cumem-allocator: other processes cannot share its memory; omit it"
+    if offload.uva.cpu_offload_gb > 0:
+        yield (
+            f"--cpu-offload-gb {offload.uva.cpu_offload_gb:g}: weights are in the host's memory "
+            "instead of the GPU's; remove this option, or serve a smaller model"
+        )
+    if offload.prefetch.offload_group_size > 0:
+        yield (
+            f"--offload-group-size {offload.prefetch.offload_group_size}: layers are copied to the "
+            "GPU only when they are needed; remove this option, or serve a smaller model"
+        )
+
+
+def _some(layers: Mapping[str, str]) -> str:
+    named = [f"{name}: {served_by}" for name, served_by in list(layers.items())[:NAMED_LAYERS]]
+    left = len(layers) - len(named)
+    return ", ".join([*named, f"and {left} more"] if left else named)
 
 
 def _special_layers(model: nn.Module) -> dict[str, str]:

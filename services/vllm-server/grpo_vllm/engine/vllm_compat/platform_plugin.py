@@ -1,22 +1,31 @@
-"""A vLLM platform plugin: on a CPU, adapters are computed by `vllm_compat.cpu_adapters`.
+"""A vLLM platform plugin: on a CPU, adapters are computed by `vllm_compat.cpu`.
 
 Only in the processes of our server: its routes refuse the adapters that this class cannot compute.
+vLLM imports this module while it chooses the platform, so nothing here may need one.
 """
 
 from __future__ import annotations
 
 import os
 
-VARIABLE = "GRPO_VLLM_SERVER"
-"""Environment variable that our server sets for its processes."""
-CPU_ADAPTERS = "grpo_vllm.engine.vllm_compat.cpu_adapters.CpuAdapters"
+from vllm.platforms.cpu import CpuPlatform
+
+from grpo_vllm.engine.plugin import SERVER_VARIABLE
+
+CPU_ADAPTERS = "grpo_vllm.engine.vllm_compat.cpu.CpuAdapters"
 _STOCK = "vllm.platforms.cpu.CpuPlatform"
-_OURS = "grpo_vllm.engine.vllm_compat.cpu_platform.CpuPlatformWithAdapters"
+_OURS = f"{__name__}.CpuPlatformWithAdapters"
+
+
+class CpuPlatformWithAdapters(CpuPlatform):  # type: ignore[misc]
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return CPU_ADAPTERS
 
 
 def platform() -> str | None:
     """The class of our platform; None leaves the choice to vLLM, for example on a GPU."""
-    if VARIABLE not in os.environ:
+    if SERVER_VARIABLE not in os.environ:
         return None
     from vllm.platforms import cpu_platform_plugin
 

@@ -1,11 +1,18 @@
-"""vLLM's types of requests, adapters, outputs and errors, under the same names in all versions."""
+"""vLLM's types of requests, adapters, outputs and errors, under the same names in all versions.
+
+`Admission` refuses sampling parameters that would crash the engine or falsify the answers to other
+requests: vLLM passes the parameters of every request, on every route, to its logits processors for
+validation. It does not change the logits.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -18,6 +25,8 @@ except ImportError:  # vLLM 0.24
     EngineRefusal = ValueError
 
 __all__ = [
+    "PROCESSOR",
+    "Admission",
     "EngineDeadError",
     "EngineGenerateError",
     "EngineRefusal",
@@ -27,11 +36,56 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "TokensPrompt",
+    "refusal_of",
     "stamped_versions",
 ]
+
+PROCESSOR = "grpo_vllm.engine.vllm_compat.requests:Admission"
 
 
 def stamped_versions(output: Any) -> list[PolicyVersion]:
     """The policy versions stamped on a finished completion, in token order; [] if none are."""
     spans = getattr(output, "weight_versions", None) or ()
     return [PolicyVersion.parse(span.version) for span in spans]
+
+
+def refusal_of(sampling: Any) -> str | None:
+    """The reason why `sampling` (vLLM's `SamplingParams`) cannot be served; None if it can."""
+    if sampling.seed is not None and current_platform.is_cpu():
+        # vLLM rewinds a request's random generator if its prefill is chunked or is recomputed after
+        # a pause. torch cannot rewind generators on CPU, and the engine crashes.
+        return "seed: not supported per request on CPU; start the server with --seed"
+    if sampling.logprob_token_ids is not None:
+        # vLLM's sampler then gathers these tokens for the whole batch. Other requests lose their
+        # alternatives, and if they sampled token 0, its logprob becomes -inf.
+        return (
+            "logprob_token_ids: not supported, because it falsifies the logprobs of other "
+            "requests; use logprobs"
+        )
+    if sampling.prompt_logprobs is not None and not sampling.skip_reading_prefix_cache:
+        # Logprobs are not computed for tokens from the cache. The answer would hold uninitialised
+        # memory, and the server would crash if that is not a token id.
+        return "skip_reading_prefix_cache: must not be false with prompt_logprobs"
+    return None
+
+
+class Admission(LogitsProcessor):  # type: ignore[misc]
+    """`--logits-processors grpo_vllm.engine.vllm_compat.requests:Admission`"""
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        refusal = refusal_of(sampling_params)
+        if refusal is not None:
+            raise ValueError(refusal)  # vLLM answers 400
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        """Has no state."""
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: Any) -> None:
+        """Has no state."""
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits

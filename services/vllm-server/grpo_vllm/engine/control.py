@@ -28,7 +28,7 @@ class EngineControl:
 
     Args:
         engine: vLLM's engine client
-        shares_weights: True if the worker has the methods of `grpo_vllm.engine.worker_extension`
+        shares_weights: True if the worker has the methods of `weights.loader.WeightExport`
         finished_first_tokens: a pause waits for the requests in flight if none of them can sample
             more tokens than this
     """

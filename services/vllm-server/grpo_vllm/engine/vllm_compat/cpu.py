@@ -1,12 +1,17 @@
-"""Computes LoRA adapters on a CPU: y += scale · (x Aᵀ) Bᵀ for the rows of each adapter.
+"""What vLLM computes differently on a CPU: LoRA adapters, and attention over small KV blocks.
 
-It replaces vLLM's `PunicaWrapperCPU` (0.32), which has three faults:
+`CpuAdapters` computes y += scale · (x Aᵀ) Bᵀ for the rows of each adapter. It replaces vLLM's
+`PunicaWrapperCPU` (0.32), which has three faults:
 
 - It copies A and B once for each row of the batch, which takes most of the time of a decoding pass.
 - In a pass with and without adapters, rows without one get the adapter in the last slot.
 - It applies the rows of the sampled tokens to the logits of prompt tokens: one request for
   `prompt_logprobs` in a pass with sampling requests ends the engine with "einsum(): subscript b
   has size …". Models with `embedding_modules`, such as Llama, are affected. See `add_lora_logits`.
+
+`SmallBlocks` offers blocks of the KV cache of 16 tokens, so that completions share more of their
+prompt. vLLM shares whole blocks only, and its default of 128 tokens on a CPU is longer than many
+prompts. Its kernels also compute smaller blocks, but its backend does not offer them.
 
 Legend: T rows (tokens) of a pass, r rank, S slots for adapters.
 """
@@ -19,9 +24,28 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.platforms import CpuArchEnum, current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-__all__ = ["CpuAdapters"]
+_SMALLEST = 16
+_SMALLEST_EVERYWHERE = 32
+"""Kernels of other processors, and the AMX kernel, need multiples of 32."""
+
+
+class SmallBlocks(CPUAttentionBackend):  # type: ignore[misc]
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
+        del kv_cache_spec
+        return [MultipleOf(smallest_block())]
+
+
+def smallest_block() -> int:
+    """The smallest block that the kernels of this CPU compute, in tokens."""
+    is_x86 = current_platform.get_cpu_architecture() == CpuArchEnum.X86
+    has_amx = torch.cpu._is_amx_tile_supported()
+    return _SMALLEST if is_x86 and not has_amx else _SMALLEST_EVERYWHERE
 
 
 class CpuAdapters(PunicaWrapperCPU):  # type: ignore[misc]

@@ -1,0 +1,214 @@
+"""Routes that report and change the engine's state: `/bridge/*`, for the supervisor `/engine/*`.
+
+Pausing, sleeping and draining are offered to the trainer, the operator and the supervisor only; see
+`grpo_vllm.engine.apps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from grpo_core.weights.bridge_config import BridgeConfig
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_vllm.engine.vllm_compat.launch import device_type, generation_tokens
+from grpo_vllm.http.in_flight import InFlight
+from grpo_vllm.routes.errors import ErrorHandlingRoute, NotOffered
+from grpo_vllm.routes.lora import described
+from grpo_vllm.settings import ServerSettings
+from grpo_vllm.weights.lora import AdapterSwitch
+from grpo_vllm.weights.memory import dtype_name
+from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
+
+PAUSE_BODY = (
+    '{"session": ..., "lease_s": seconds, "policy_version": [epoch, step]}; the weight socket '
+    "gives the attached trainer its session"
+)
+RESUME_BODY = '{"session": ..., "written": true or false}, sent by the session that paused'
+Probe = Annotated[
+    str,
+    Query(
+        pattern=r"^probe-[0-9a-f]{1,64}$",
+        description="name of an empty file that the trainer has just created in the server's "
+        "--weights-dir. The answer tells whether the server sees this file",
+    ),
+]
+
+
+class PauseRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    session: str
+    lease_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    policy_version: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+
+
+class ResumeRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    session: str
+    written: bool
+
+
+class DrainRequest(BaseModel):
+    """`within_s`: the deadline for requests in flight."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    within_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def bridge_control_router(
+    bridge: WeightBridge, settings: ServerSettings, why_no_sleep: str | None
+) -> APIRouter:
+    """Args:
+    why_no_sleep: the reason why the engine cannot sleep; None if it can
+    """
+    router = APIRouter(prefix="/bridge", route_class=ErrorHandlingRoute)
+
+    @router.post("/pause", summary=PAUSE_BODY)
+    async def post_pause(request: PauseRequest) -> dict[str, Any]:
+        lease_s = min(request.lease_s, settings.max_pause_lease_s)
+        await bridge.pause(request.session, lease_s, PolicyVersion(*request.policy_version))
+        return {"status": "paused", "lease_s": lease_s}
+
+    @router.post("/resume", summary=RESUME_BODY)
+    async def post_resume(request: ResumeRequest) -> dict[str, Any]:
+        await bridge.resume(request.session, request.written)
+        return {"status": "resumed", "policy_version": list(bridge.version)}
+
+    @router.get("/is_paused")
+    async def get_is_paused() -> dict[str, bool]:
+        return {"paused": bridge.paused}
+
+    @router.post("/notify_update")
+    async def post_notify_update() -> dict[str, Any]:
+        reset = await bridge.take_notice()
+        return {
+            "status": "ok",
+            "notice_count": bridge.notice_count,
+            "update_count": bridge.update_count,
+            "policy_version": list(bridge.version),
+            "prefix_cache_reset": reset,
+        }
+
+    def check_offered() -> None:
+        if settings.share_weights:
+            raise BridgeConflict(
+                "sleeping would discard the memory that a trainer writes into; to use sleep, start "
+                "the server without --share-weights"
+            )
+        if why_no_sleep is not None:
+            raise NotOffered(f"the engine cannot sleep: {why_no_sleep}")
+
+    @router.post("/sleep")
+    async def post_sleep() -> dict[str, str]:
+        check_offered()
+        await bridge.engine.sleep()
+        return {"status": "sleeping"}
+
+    @router.post("/wake_up")
+    async def post_wake_up() -> dict[str, str]:
+        check_offered()
+        await bridge.engine.wake_up()
+        return {"status": "awake"}
+
+    @router.get("/is_sleeping")
+    async def get_is_sleeping() -> dict[str, bool]:
+        return {"sleeping": bridge.engine.sleeping}
+
+    return router
+
+
+def bridge_info_router(
+    engine: Any,
+    bridge: WeightBridge,
+    settings: ServerSettings,
+    shared: BridgeConfig | None,
+    adapters: AdapterSwitch | None,
+) -> APIRouter:
+    """`GET /bridge/info`, `GET /bridge/weights_dir` and `GET /bridge/state_dict_info`.
+
+    Args:
+        shared: None without --share-weights
+    """
+    router = APIRouter(prefix="/bridge", route_class=ErrorHandlingRoute)
+    device, dtype = device_type(engine), dtype_name(engine.model_config.dtype)
+
+    @router.get("/info")
+    async def get_info() -> dict[str, Any]:
+        refusal = bridge.refusal()
+        adapter = adapters.current if adapters else None
+        return {
+            "enabled": shared is not None,
+            "shared_weights": shared is not None,
+            "model_name": settings.model,
+            "dtype": dtype,
+            "device": device,
+            "max_model_len": engine.model_config.max_model_len,
+            "kv_block_size": engine.vllm_config.cache_config.block_size,
+            "lora_enabled": adapters is not None,
+            "adapter": {"name": adapter.name, "path": str(adapter.directory)} if adapter else None,
+            "run_id": settings.run_id if settings.redis else None,
+            "weights_dir": None if shared else str(settings.loads_from.absolute()),
+            "generation": shared.generation if shared else None,
+            "weights_socket": str(shared.weights_socket) if shared else None,
+            "policy_version": list(bridge.version),
+            "weights_intact": bridge.weights_intact,
+            "paused": bridge.paused,
+            "state": bridge.state.value,
+            "state_reason": refusal.reason if refusal else None,
+            "update_count": bridge.update_count,
+            "notice_count": bridge.notice_count,
+            "last_update_time": bridge.last_update_time,
+        }
+
+    @router.get("/weights_dir")
+    async def get_weights_dir(probe: Probe) -> dict[str, bool]:
+        return {"has_probe": (settings.loads_from / probe).exists()}
+
+    @router.get("/state_dict_info")
+    async def get_state_dict_info() -> dict[str, Any]:
+        nothing: dict[str, Any] = {"total_bytes": None, "param_mappings": {}}
+        described = shared.model_dump(mode="json") if shared else nothing
+        return {
+            "model": settings.model,
+            "dtype": dtype,
+            "shared_weights_enabled": shared is not None,
+            **described,
+        }
+
+    return router
+
+
+def engine_router(
+    bridge: WeightBridge,
+    in_flight: InFlight,
+    adapters: AdapterSwitch | None,
+    drain: Callable[[float], None],
+) -> APIRouter:
+    """`GET /engine/status` and `POST /engine/drain`. The engine ends after a drain."""
+    router = APIRouter(prefix="/engine", route_class=ErrorHandlingRoute)
+
+    @router.get("/status")
+    async def get_status() -> dict[str, Any]:
+        refusal = bridge.refusal()
+        current = adapters.current if adapters else None
+        return {
+            "policy_version": list(bridge.version),
+            "state": bridge.state.value,
+            "reason": refusal.reason if refusal else "",
+            "adapter": described(current) if current else None,
+            "in_flight": len(in_flight),
+            "generation_tokens": generation_tokens(),
+        }
+
+    @router.post("/drain")
+    async def post_drain(request: DrainRequest) -> dict[str, str]:
+        drain(request.within_s)
+        return {"status": "draining"}
+
+    return router

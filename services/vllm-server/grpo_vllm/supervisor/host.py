@@ -1,0 +1,110 @@
+"""What the server takes from its host: room in /dev/shm, and listening sockets that stay open while
+one engine replaces another."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from grpo_core.errors import GrpoError
+from grpo_core.process.closing import ClosesOnExit
+from grpo_vllm.http.server import BACKLOG
+from grpo_vllm.settings import ServerSettings
+
+SHARED_MEMORY = Path("/dev/shm")
+MIB = 1024 * 1024
+BROADCAST_MIB = 160
+"""Size of vLLM's queue to all workers: 10 chunks of VLLM_MQ_MAX_CHUNK_BYTES_MB (16)."""
+RESPONSE_MIB = 240
+"""Size of the queue from one worker: 10 chunks of 24 MiB."""
+PARALLEL_FLAGS = {
+    **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tensor"),
+    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "pipeline"),
+}
+
+
+class SharedMemoryTooSmall(GrpoError):
+    """/dev/shm is too small for the messages between vLLM's workers."""
+
+
+def require_shared_memory(engine_arguments: Sequence[str]) -> None:
+    """Check that the queues of vLLM's workers fit into /dev/shm. A single worker needs none.
+
+    vLLM detects the lack itself, but only after importing for half a minute.
+
+    Raises:
+        SharedMemoryTooSmall: the queues do not fit.
+    """
+    workers = worker_count(engine_arguments)
+    if workers == 1 or not SHARED_MEMORY.is_dir():
+        return
+    needed = BROADCAST_MIB + workers * RESPONSE_MIB
+    size = os.statvfs(SHARED_MEMORY)
+    free = size.f_bavail * size.f_frsize // MIB
+    if free < needed:
+        raise SharedMemoryTooSmall(
+            f"{SHARED_MEMORY} has {free} MiB free, but {workers} workers need {needed} MiB; set "
+            "SHM_SIZE for docker compose, or pass --shm-size or --ipc host to docker run"
+        )
+
+
+def worker_count(engine_arguments: Sequence[str]) -> int:
+    """The number of workers that vLLM starts for one model. vLLM itself refuses invalid numbers."""
+    sizes = {"tensor": 1, "pipeline": 1}
+    words = [part for word in engine_arguments for part in word.split("=", 1)]
+    for flag, value in itertools.pairwise(words):
+        kind = PARALLEL_FLAGS.get(flag.replace("_", "-"))
+        if kind is not None and value.isdecimal():
+            sizes[kind] = max(1, int(value))
+    return sizes["tensor"] * sizes["pipeline"]
+
+
+@dataclass(frozen=True)
+class Sockets(ClosesOnExit):
+    """Listening sockets. `private_path`: the path of the unix socket to the engine."""
+
+    public: socket.socket
+    control: socket.socket | None
+    health: socket.socket
+    private: socket.socket
+    private_path: Path
+
+    @classmethod
+    def open(cls, settings: ServerSettings) -> Self:
+        """Raises `OSError` with the address that is in use."""
+        assert settings.health_port is not None, "the settings compute a default"
+        public = _listening(settings.host, settings.port)
+        control = None
+        if settings.control_port is not None:
+            control = _listening(settings.control_host, settings.control_port)
+        health = _listening(settings.control_host, settings.health_port)
+        path = Path(tempfile.mkdtemp(prefix="grpo-engine-")) / "private.sock"
+        private = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        private.bind(str(path))
+        private.listen(BACKLOG)
+        return cls(public, control, health, private, path)
+
+    def close(self) -> None:
+        for each in (self.public, self.control, self.health, self.private):
+            if each is not None:
+                each.close()
+        self.private_path.unlink(missing_ok=True)
+        self.private_path.parent.rmdir()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    is_v6 = ":" in host
+    family = socket.AF_INET6 if is_v6 else socket.AF_INET
+    try:
+        # From here on the kernel queues new connections instead of refusing them.
+        return socket.create_server(
+            (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_v6
+        )
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
