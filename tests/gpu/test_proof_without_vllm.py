@@ -24,7 +24,7 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.socket import connect_weights
 from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights, map_weights
 from tests.gpu.exporter import COLUMNS, ROWS, SMALL
-from tests.inference.engine_load import wait_for
+from tests.support.wait import wait_for
 
 START_DEADLINE_S = 90.0
 SETTLING_S = 2.0

@@ -15,7 +15,8 @@ import torch
 from grpo_core.clients.inference import BridgeClient, GenerateAnswer
 from grpo_core.weights.manifest import TensorRegion
 from grpo_local.process.ports import free_port
-from grpo_tiny_model.model import Recipe, build_model, build_tokenizer
+from grpo_tiny_model.model import build_model, build_tokenizer
+from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.errors import MovedParameters, PolicyMismatch, ServedWeightsDiffer
 from grpo_trainer.model.logprobs import probe_tokens, token_logprobs, tolerance_of
 from grpo_trainer.verify.alignment import require_alignment

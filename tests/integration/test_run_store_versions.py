@@ -13,13 +13,13 @@ from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.weights.served_store import RedisServedStore, ServedWeights
 from tests.integration.run_store_rig import (
-    DEADLINE_S,
     LARGE,
     LIMITS,
     PATIENT,
     Run,
     open_run,
 )
+from tests.integration.test_run_api_openapi import DEADLINE_S
 
 RUN_ID = "version-tests"
 OLD, NEW, NEWEST = PolicyVersion(1, 9), PolicyVersion(2, 10), PolicyVersion(2, 11)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from grpo_core.clients.run_api import LeasedBatch
+from grpo_core.clients.run_api_answers import LeasedBatch
 from grpo_core.wire.run_api import EnvironmentCount, Registration, RunStatus
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from grpo_core.clients.run_api import LeasedBatch
+from grpo_core.clients.run_api_answers import LeasedBatch
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.group_checks import UsableGroup

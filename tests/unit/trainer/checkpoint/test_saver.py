@@ -16,7 +16,8 @@ from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.clients.run_api import TrainerClient
-from grpo_tiny_model.model import Recipe, build_model, build_tokenizer
+from grpo_tiny_model.model import build_model, build_tokenizer
+from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.checkpoint.export import (
     FINAL_MODEL,
     save_policy,

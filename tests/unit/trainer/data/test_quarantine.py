@@ -14,9 +14,10 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from grpo_core.clients.run_api import LeasedBatch
+from grpo_core.clients.run_api_answers import LeasedBatch
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_tiny_model.model import Recipe, build_model
+from grpo_tiny_model.model import build_model
+from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
 from grpo_trainer.algo.logprob_comparison import Distance
 from grpo_trainer.checkpoint.state import Position

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_tiny_model.model import Recipe, build_model
+from grpo_tiny_model.model import build_model
+from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.memory.plan import memory_plan
