@@ -16,13 +16,13 @@ from statistics import median
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.algo.logprob_comparison import TokenTable
 from grpo_trainer.data.collate import collate
-from grpo_trainer.data.group_checks import GroupLimits, usable_group
+from grpo_trainer.data.groups import GroupLimits, usable_group
 from grpo_trainer.data.micro_batches import Tokens
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.telemetry.rollouts import RolloutWriter, StepRollouts
+from grpo_trainer.token_table import TokenTable
 
 GROUPS, SIZE = 16, 8
 PROMPT, COMPLETION = 24, 5

@@ -44,7 +44,7 @@ from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.master_update import MasterUpdate
 from grpo_trainer.optim.rules import AdamW32, State, StepOptions
 from grpo_trainer.optim.schedule import constant
-from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
+from grpo_trainer.weight_sync.shared import SharedVllm
 
 LEASE_S = 60.0
 

@@ -36,15 +36,15 @@ from benchmarks.gpu_bench.settings import (
 from grpo_core.errors import GrpoError
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.config.packages import missing_packages
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, collate
-from grpo_trainer.data.group_checks import GroupLimits, usable_group
+from grpo_trainer.data.groups import GroupLimits, usable_group
 from grpo_trainer.data.micro_batches import by_length
 from grpo_trainer.errors import MissingPackage
+from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer

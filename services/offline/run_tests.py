@@ -23,7 +23,7 @@ from grpo_offline.keys import OfflineKeys
 from grpo_offline.run_files import RunFiles, resumed_keys
 from grpo_offline.screen import Screen
 from grpo_offline.script_tests import run_tests
-from grpo_trainer.objective.kl_control import KlCoefficient
+from grpo_trainer.control import KlCoefficient
 from grpo_trainer.objectives import Objective
 
 ITERATIONS = 2
@@ -67,7 +67,7 @@ def test_configuration() -> None:
 def test_kl_divergence_and_its_control() -> None:
     import torch
 
-    from grpo_trainer.objective.kl import kl_terms
+    from grpo_trainer.kl import kl_terms
 
     distance = torch.tensor([math.log(2)])
     found = [float(kl_terms(distance, torch.zeros(1), name)) for name in ("k1", "k2", "k3")]

@@ -19,10 +19,10 @@ import torch
 from grpo_core.clients.run_api import TrainerClient
 from grpo_trainer import __main__ as grpo
 from grpo_trainer.checkpoint import store
-from grpo_trainer.data.batch_source import BatchSource
-from grpo_trainer.data.group_filter import digest
+from grpo_trainer.checks import served_weights as alignment
+from grpo_trainer.data.batches import BatchSource
+from grpo_trainer.data.filter import digest
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.verify import alignment
 from tests.faults.stages import (
     HALF_SAVED,
     HALF_WRITTEN,

@@ -22,7 +22,7 @@ import torch
 
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.socket import connect_weights
-from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights, map_weights
+from grpo_trainer.weight_sync.shared_memory import MappedWeights, map_weights
 from tests.gpu.exporter import COLUMNS, ROWS, SMALL
 from tests.support.wait import wait_for
 
@@ -135,8 +135,8 @@ import sys, time
 from pathlib import Path
 import torch
 from grpo_core.weights.socket import connect_weights
-from grpo_trainer.weight_sync.shared_memory.memory import map_weights
-from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights
+from grpo_trainer.weight_sync.shared_memory import map_weights
+from grpo_trainer.weight_sync.shared_memory import MappedWeights
 
 connection = connect_weights(Path(sys.argv[1]))
 weights = map_weights(connection)

@@ -14,7 +14,7 @@ import pytest
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import LostServer
-from grpo_trainer.weight_sync.shared_memory.attachment import WeightPlaces
+from grpo_trainer.weight_sync.attachment import WeightPlaces
 from tests.fixtures.inference import FLOAT32_NOISE, LEASE_S, InferenceServer
 from tests.inference.trainer_side import (
     AttachedTrainer,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from grpo_core.clients.inference import BridgeClient, Completion
+from grpo_trainer.checks.served_weights import ProbeLengths, PublicationCheck
 from grpo_trainer.errors import ServedWeightsDiffer
-from grpo_trainer.verify.publication import ProbeLengths, PublicationCheck
 from tests.fixtures.adapters import load, make_adapter
 from tests.fixtures.file_sync import serve_by_hand
 from tests.fixtures.inference import FILE_NOISE

@@ -17,10 +17,10 @@ from grpo_core.weights.manifest import TensorRegion
 from grpo_local.process.ports import free_port
 from grpo_tiny_model.model import build_model, build_tokenizer
 from grpo_tiny_model.recipe import Recipe
+from grpo_trainer.checks.served_weights import require_alignment
 from grpo_trainer.errors import MovedParameters, PolicyMismatch, ServedWeightsDiffer
 from grpo_trainer.model.logprobs import probe_tokens, token_logprobs, tolerance_of
-from grpo_trainer.verify.alignment import require_alignment
-from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
+from grpo_trainer.weight_sync.shared import SharedVllm
 from tests.fixtures.inference import (
     FLOAT32_NOISE,
     START_DEADLINE_S,

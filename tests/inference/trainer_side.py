@@ -14,13 +14,13 @@ from torch import Tensor
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.weights.socket import connect_weights
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.checks.served_weights import Alignment, AlignmentProbe
 from grpo_trainer.model.logprobs import probe_tokens
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
-from grpo_trainer.verify.alignment import Alignment, AlignmentProbe
 from grpo_trainer.weight_sync.base import Published
-from grpo_trainer.weight_sync.shared_memory.memory import map_weights
-from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
+from grpo_trainer.weight_sync.shared import SharedVllm
+from grpo_trainer.weight_sync.shared_memory import map_weights
 from tests.fixtures.inference import LEASE_S, START_DEADLINE_S, InferenceServer
 from tests.inference.engine_load import (
     posted_in_background,

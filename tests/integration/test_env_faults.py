@@ -15,7 +15,7 @@ from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire.run_api import Registration
 from grpo_local.process.ports import free_port
-from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
+from grpo_trainer.data.batches import BatchSource, EnvironmentWatch
 from grpo_trainer.errors import NoEnvironmentLeft
 from tests.fixtures.environment import environment, register_trainer
 from tests.fixtures.run_api import start_run_api

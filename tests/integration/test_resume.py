@@ -15,13 +15,13 @@ from grpo_core.errors import LeasesFull
 from grpo_trainer import train
 from grpo_trainer.checkpoint.resume import find_state, rejoin
 from grpo_trainer.checkpoint.saver import Saver
-from grpo_trainer.checkpoint.state import Position, capture
+from grpo_trainer.checkpoint.state import capture
 from grpo_trainer.checkpoint.store import SavedState, StateStore
+from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
+from grpo_trainer.data.batches import BatchSource, EnvironmentWatch, Position
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
-from grpo_trainer.verify.alignment import Bound
 from tests.fixtures.run_api import start_run_api
 from tests.integration.run_api_calls import bulky, register, status, submit
 from tests.support.small_trainer import NO_PENALTY, Side

@@ -39,7 +39,7 @@ from grpo_offline.translate import environment_settings
 from grpo_trainer.errors import ServedWeightsDiffer, WeightsRefused
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
+from grpo_trainer.weight_sync.publisher import WeightDirectories
 from tests.support.directories import names
 from tests.unit.trainer.tiny_policy import gather_gradient, optimizer_of
 

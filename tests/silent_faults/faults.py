@@ -20,17 +20,17 @@ import torch
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
+from grpo_trainer import gradients as accumulate
 from grpo_trainer import train
-from grpo_trainer.algo import accumulate
+from grpo_trainer.checks.causes import Cause
+from grpo_trainer.checks.findings import CheckName
 from grpo_trainer.losses import LossParts
 from grpo_trainer.model import loading
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.master_update import MasterUpdate
-from grpo_trainer.verify.causes import Cause
-from grpo_trainer.verify.findings import CheckName
 from grpo_trainer.weight_sync import build as build_module
-from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
+from grpo_trainer.weight_sync.shared import SharedVllm
 from tests.silent_faults.exercise import TokenIds
 from tests.silent_faults.producer import Change, unchanged
 

@@ -9,11 +9,11 @@ import numpy
 import torch
 from torch import nn
 
-from grpo_trainer.checkpoint.state import Position, capture, load_state, require_fit
+from grpo_trainer.checkpoint.state import capture, load_state, require_fit
 from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.objective.kl_control import KlCoefficient
-from grpo_trainer.objective.tau_control import Tau
+from grpo_trainer.control import KlCoefficient, Tau
+from grpo_trainer.data.batches import Position
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import Schedule
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.checkpoint.state import Position
+from grpo_trainer.data.batches import Position
 
 
 @dataclass

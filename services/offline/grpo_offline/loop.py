@@ -35,8 +35,8 @@ from grpo_offline.sampling import (
 from grpo_offline.sampling_probe import require_own_policy
 from grpo_offline.screen import Screen
 from grpo_offline.translate import environment_settings, trainer_command
-from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.batches import Position
 from grpo_trainer.model.policy import limits_of
 from grpo_trainer.ranks.group import ALONE, Ranks, settings_of_rank
 from grpo_trainer.ranks.heartbeat import joined

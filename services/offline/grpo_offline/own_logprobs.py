@@ -8,8 +8,8 @@ import torch
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import OWN_LOGPROBS, ScoredGroup
-from grpo_trainer.data.group_checks import GroupLimits, usable_group
-from grpo_trainer.data.preparation import Collate
+from grpo_trainer.data.batches import Collate
+from grpo_trainer.data.groups import GroupLimits, usable_group
 from grpo_trainer.model.policy import device_of
 from grpo_trainer.train import Run
 

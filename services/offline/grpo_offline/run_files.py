@@ -13,7 +13,7 @@ import yaml
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_offline.errors import RunUnusable
 from grpo_offline.keys import OfflineKeys
-from grpo_trainer.checkpoint.atomic_dir import write_whole
+from grpo_trainer.atomic_files import write_whole
 
 BEFORE = "before"
 _FINAL = ("final_model", "final_adapter")

@@ -10,9 +10,9 @@ import torch
 
 from grpo_env.rollout.rollout import RolloutEngine
 from grpo_offline.errors import StaleServer
+from grpo_trainer.checks.served_weights import START_FACTOR
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
 from grpo_trainer.model.policy import CausalLM, vocabulary_of
-from grpo_trainer.verify.alignment import START_FACTOR
 
 PROMPT_TOKENS, SAMPLED_TOKENS = 16, 8
 

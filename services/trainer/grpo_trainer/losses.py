@@ -21,8 +21,8 @@ from torch import Tensor
 
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.functions import function_of
+from grpo_trainer.kl import MAX_LOG_RATIO, kl_terms
 from grpo_trainer.model.logprobs import TokenValues
-from grpo_trainer.objective.kl import MAX_LOG_RATIO, kl_terms
 from grpo_trainer.objectives import (
     LOSSES,
     KlEstimatorName,

@@ -16,9 +16,7 @@ import torch
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.algo.accumulate import Accumulate, GradientStats, build_learner
-from grpo_trainer.algo.logprob_comparison import Distance
-from grpo_trainer.checkpoint.atomic_dir import hold_save_path, remove_unfinished, write_whole
+from grpo_trainer.atomic_files import hold_save_path, remove_unfinished, write_whole
 from grpo_trainer.checkpoint.resume import (
     continued_settings,
     find_state,
@@ -26,17 +24,20 @@ from grpo_trainer.checkpoint.resume import (
     restore,
 )
 from grpo_trainer.checkpoint.saver import BATCH_FOLLOWS, CHECKPOINT_FIRST, Saver
-from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import SavedState, StateStore
+from grpo_trainer.checks.data_checks import DataChecks
+from grpo_trainer.checks.own_functions import require_own_functions
+from grpo_trainer.checks.self_test import SelfTest
+from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
 from grpo_trainer.config.trainer import AUTO, TrainerSettings
-from grpo_trainer.data.batch_queue import BatchQueue
-from grpo_trainer.data.batch_source import BatchSource, TakenBatch
+from grpo_trainer.control import KlCoefficient, Tau
+from grpo_trainer.data.batches import BatchQueue, BatchSource, Position, TakenBatch
 from grpo_trainer.data.collate import Batch, shared_batch, with_penalties
 from grpo_trainer.data.completion_weights import with_completion_weights
-from grpo_trainer.data.group_filter import FilteredBatch
-from grpo_trainer.data.staleness import VersionHistory
+from grpo_trainer.data.filter import FilteredBatch, VersionHistory
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
+from grpo_trainer.gradients import Accumulate, GradientStats, build_learner
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.loading import shared_policy, warn_of_slow_type
@@ -48,8 +49,6 @@ from grpo_trainer.model.reference import (
     divergences,
     log_likelihoods,
 )
-from grpo_trainer.objective.kl_control import KlCoefficient
-from grpo_trainer.objective.tau_control import Tau
 from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE, Ranks
@@ -57,10 +56,7 @@ from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.metrics import Record, StepOutcome, StepWatch
 from grpo_trainer.telemetry.rollouts import StepRollouts
 from grpo_trainer.telemetry.sinks import Recorder, Sinks, begin_records, open_sinks
-from grpo_trainer.verify.alignment import Bound
-from grpo_trainer.verify.data_checks import DataChecks
-from grpo_trainer.verify.own_functions import require_own_functions
-from grpo_trainer.verify.self_test import SelfTest
+from grpo_trainer.token_table import Distance
 from grpo_trainer.weight_sync.base import Published, WeightSync
 from grpo_trainer.weight_sync.build import open_weight_sync
 
@@ -433,7 +429,10 @@ def lead(
     cut = run.forward.layout.cut
     leading = Lead(
         sync=sync,
-        batches=BatchSource.of(settings, api, saver, recover, limits, history, cut),
+        batches=BatchSource.of(
+            *(settings, api, saver.batch_skipped, saver.release_batches),
+            *(recover, limits, history, cut),
+        ),
         checks=DataChecks.of(policy, run.forward, run.reference, sync.served_logprobs, bound.value),
         recorder=Recorder(settings, sinks),
         saver=saver,

@@ -15,7 +15,7 @@ from grpo_offline.errors import KeysInvalid, RolloutsFail, StaleServer
 from grpo_offline.optimizer_batches import optimizer_batches
 from grpo_offline.sampling import Sampler, require_fresh
 from grpo_trainer.data.collate import group_advantages
-from grpo_trainer.data.group_checks import GroupLimits, usable_group
+from grpo_trainer.data.groups import GroupLimits, usable_group
 from grpo_trainer.objectives import Objective
 
 PLAN = SamplingPlan(2, 1.0, 64, 4, drop_equal_scores=False)

@@ -9,11 +9,11 @@ from typing import Any
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
+from grpo_trainer.data.batches import Preparation
 from grpo_trainer.data.collate import Batch, collate
-from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_group
-from grpo_trainer.data.group_filter import FilteredBatch, GroupFilter
+from grpo_trainer.data.filter import FilteredBatch, GroupFilter
+from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
 from grpo_trainer.data.micro_batches import Tokens
-from grpo_trainer.data.preparation import Preparation
 from grpo_trainer.objectives import GRPO
 
 P = PROMPT_LOGPROB

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_core.weights.manifest import ParameterMapping, WeightManifest
-from grpo_trainer.weight_sync.shared_memory.memory import MappedWeights
+from grpo_trainer.weight_sync.shared_memory import MappedWeights
 
 
 def served(model: Path) -> MappedWeights:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
 from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.verify.alignment import Bound
 from grpo_trainer.weight_sync.base import Published
 
 

@@ -27,7 +27,7 @@ from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.build import open_weight_sync
-from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
+from grpo_trainer.weight_sync.publisher import WeightDirectories
 
 
 @dataclass(frozen=True)

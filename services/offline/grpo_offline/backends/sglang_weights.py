@@ -13,14 +13,19 @@ from grpo_core.weights.ref import WeightKind
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_offline.backends.sglang_client import UNTRAINED, ServerInfo, SglangClient
 from grpo_offline.errors import ServerUnsuitable
+from grpo_trainer.checks.served_weights import (
+    DEFAULT_BLOCK,
+    Alignment,
+    Bound,
+    ProbeLengths,
+    PublicationCheck,
+)
 from grpo_trainer.errors import PolicyMismatch, ServedWeightsDiffer
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on, import_architecture
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.verify.alignment import Alignment, Bound
-from grpo_trainer.verify.publication import DEFAULT_BLOCK, ProbeLengths, PublicationCheck
 from grpo_trainer.weight_sync.base import PeriodicSync
-from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
+from grpo_trainer.weight_sync.publisher import WeightDirectories
 
 log = structlog.get_logger()
 

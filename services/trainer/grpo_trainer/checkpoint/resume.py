@@ -9,10 +9,10 @@ from pathlib import Path
 import structlog
 
 from grpo_core.errors import UnknownBatch
-from grpo_trainer.checkpoint.state import Position, load_state, require_fit
+from grpo_trainer.checkpoint.state import load_state, require_fit
 from grpo_trainer.checkpoint.store import RECORD, OpenedEpochs, SavedState, StateStore, read_state
 from grpo_trainer.config.trainer import AUTO, NEVER, TrainerSettings
-from grpo_trainer.data.batch_queue import BatchQueue
+from grpo_trainer.data.batches import BatchQueue, Position
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer

@@ -8,25 +8,24 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from grpo_trainer.checkpoint.export import (
+from grpo_trainer.checkpoint.state import capture
+from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
+from grpo_trainer.checkpoint.store import StateStore
+from grpo_trainer.checks.served_weights import Bound
+from grpo_trainer.config.sync import SERVED_KEPT
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.control import KlCoefficient, Tau
+from grpo_trainer.data.batches import BatchQueue, Position
+from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.export import (
     FINAL_ADAPTER,
     FINAL_MODEL,
     remove_checkpoint,
     save_policy,
 )
-from grpo_trainer.checkpoint.state import Position, capture
-from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
-from grpo_trainer.checkpoint.store import StateStore
-from grpo_trainer.config.sync import SERVED_KEPT
-from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.batch_queue import BatchQueue
-from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy import CausalLM
-from grpo_trainer.objective.kl_control import KlCoefficient
-from grpo_trainer.objective.tau_control import Tau
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE, Ranks
-from grpo_trainer.verify.alignment import Bound
 
 log = structlog.get_logger()
 

@@ -25,21 +25,12 @@ from torch import Tensor
 
 from grpo_trainer.config.sync import LoraOptions, ModeName
 from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.batches import Position
 from grpo_trainer.errors import StateMismatch
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy import CausalLM, base_checksum, device_of, frozen_checksum
 from grpo_trainer.optim.gradients import ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-
-
-@dataclass(frozen=True)
-class Position:
-    """The progress of a run: `step` optimizer steps are taken, the last one on batch `batch_id` (0
-    before the first), and the weights are served under `epoch`."""
-
-    step: int
-    batch_id: int
-    epoch: int
 
 
 class FileFacts(BaseModel):

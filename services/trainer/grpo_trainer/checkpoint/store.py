@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from grpo_trainer.checkpoint.atomic_dir import (
+from grpo_trainer.atomic_files import (
     make_directory,
     remove_directory,
     whole_directory,

@@ -11,8 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from grpo_core.settings import Mistake, Shown
-from grpo_trainer.objective.kl_control import KlCoefficient
-from grpo_trainer.objective.tau_control import Tau
+from grpo_trainer.control import KlCoefficient, Tau
 from grpo_trainer.objectives import (
     ADVANTAGES,
     LOSSES,

@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.advantages import overlong_penalty, token_weights
-from grpo_trainer.data.group_checks import UsableGroup
+from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.data.micro_batches import Cut, common_prefix
 from grpo_trainer.data.stats import BatchStats, batch_stats
 from grpo_trainer.functions import function_of

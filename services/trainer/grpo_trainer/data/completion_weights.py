@@ -20,7 +20,7 @@ from grpo_trainer.data.collate import (
     shaped_scores,
     with_advantages,
 )
-from grpo_trainer.data.group_checks import UsableGroup
+from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.objectives import Objective
 
 

@@ -11,7 +11,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.checkpoint.atomic_dir import write_whole
+from grpo_trainer.atomic_files import write_whole
 from grpo_trainer.errors import NonFiniteStep, PolicyDiverged
 
 log = structlog.get_logger()

@@ -9,7 +9,7 @@ from statistics import fmean, pstdev
 from grpo_core.wire.fields import MASKED
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import RewardSample
-from grpo_trainer.data.group_checks import UsableGroup
+from grpo_trainer.data.groups import UsableGroup
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def provide(model: str) -> Path:
 
 def require_writable(directory: Path) -> None:
     """Raises `UnusableSavePath` if the trainer could not save there."""
-    from grpo_trainer.checkpoint.atomic_dir import make_directory, not_writable
+    from grpo_trainer.atomic_files import make_directory, not_writable
 
     probe = directory / ".write-probe"
     try:

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from grpo_core.process.cpu_types import SLOW, is_slow_in_bfloat16
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB
 from grpo_core.weights.ref import WeightKind
-from grpo_trainer.checkpoint.atomic_dir import whole_directory
-from grpo_trainer.checkpoint.export import as_in_files, model_tensors, write_adapter, write_model
+from grpo_trainer.atomic_files import whole_directory
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.config.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_trainer.errors import (
@@ -24,6 +23,12 @@ from grpo_trainer.errors import (
     UnusableOptimizer,
 )
 from grpo_trainer.model.adapter import adapter_tensors, with_adapter
+from grpo_trainer.model.export import (
+    as_in_files,
+    model_tensors,
+    write_adapter,
+    write_model,
+)
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.ranks.group import Ranks
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from grpo_trainer.data.group_checks import GroupLimits
+from grpo_trainer.data.groups import GroupLimits
 from grpo_trainer.errors import FastPathRefused, MissingPackage, PolicyMismatch
 
 CHUNK_ELEMENTS = 1 << 24

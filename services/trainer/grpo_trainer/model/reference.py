@@ -18,11 +18,11 @@ from torch import Tensor
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, MicroBatch, in_group_order
 from grpo_trainer.errors import PolicyMismatch
+from grpo_trainer.kl import kl_terms
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.policy import CausalLM, device_of, vocabulary_of
-from grpo_trainer.objective.kl import kl_terms
 from grpo_trainer.objectives import KlEstimatorName
 from grpo_trainer.ranks.group import ALONE, Ranks
 

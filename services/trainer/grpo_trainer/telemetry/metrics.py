@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.algo.accumulate import GradientStats
-from grpo_trainer.algo.logprob_comparison import Distance, TokenTable
 from grpo_trainer.data.collate import Origin
-from grpo_trainer.data.group_filter import FilteredBatch
+from grpo_trainer.data.filter import FilteredBatch
 from grpo_trainer.data.stats import BatchStats
+from grpo_trainer.gradients import GradientStats
+from grpo_trainer.kl import MAX_LOG_RATIO
 from grpo_trainer.losses import LossSums
-from grpo_trainer.objective.kl import MAX_LOG_RATIO
+from grpo_trainer.token_table import Distance, TokenTable
 from grpo_trainer.weight_sync.base import Published
 
 Record = dict[str, float]

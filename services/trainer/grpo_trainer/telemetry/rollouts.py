@@ -36,12 +36,12 @@ from grpo_core.rollouts.text import split_conversation, text_of
 from grpo_core.wandb_run.sink import Table
 from grpo_core.wire.fields import FLOAT32_MAX
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.algo.logprob_comparison import TokenTable
-from grpo_trainer.checkpoint.atomic_dir import write_whole
+from grpo_trainer.atomic_files import write_whole
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch
-from grpo_trainer.data.group_checks import UsableGroup
+from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.errors import CheckpointNotSaved
+from grpo_trainer.token_table import TokenTable
 
 log = structlog.get_logger()
 

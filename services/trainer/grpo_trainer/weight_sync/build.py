@@ -20,14 +20,12 @@ from grpo_trainer.config.sync import (
 )
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.weight_sync.attachment import WeightPlaces
 from grpo_trainer.weight_sync.base import WeightSync
-from grpo_trainer.weight_sync.files.file_sync import FileSync
-from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
-from grpo_trainer.weight_sync.files.server_process import inference_server
-from grpo_trainer.weight_sync.files.supervisor_commands import Publisher
-from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
-from grpo_trainer.weight_sync.shared_memory.attachment import WeightPlaces
-from grpo_trainer.weight_sync.shared_memory.shared_vllm import SharedVllm
+from grpo_trainer.weight_sync.files import FileSync
+from grpo_trainer.weight_sync.publisher import Publisher, WeightDirectories
+from grpo_trainer.weight_sync.server import ServerMonitor, inference_server
+from grpo_trainer.weight_sync.shared import SharedVllm
 
 ACTIONS = {
     LoraOnlySettings: Action.LOAD_ADAPTER,

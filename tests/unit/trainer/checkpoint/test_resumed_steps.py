@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_trainer.algo.accumulate import accumulate_gradients
-from grpo_trainer.checkpoint.state import Position, capture, load_state, require_fit
+from grpo_trainer.checkpoint.state import capture, load_state, require_fit
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.batches import Position
+from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of

@@ -18,20 +18,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_core.clients.run_api import TrainerClient
 from grpo_tiny_model.model import build_model, build_tokenizer
 from grpo_tiny_model.recipe import Recipe
-from grpo_trainer.checkpoint.export import (
-    FINAL_MODEL,
-    save_policy,
-)
 from grpo_trainer.checkpoint.saver import Due, Saver, due_after
-from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.checkpoint.store import StateStore
+from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.objective.kl_control import KlCoefficient
-from grpo_trainer.objective.tau_control import Tau
+from grpo_trainer.control import KlCoefficient, Tau
+from grpo_trainer.data.batches import Position
+from grpo_trainer.model.export import FINAL_MODEL, save_policy
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
-from grpo_trainer.verify.alignment import Bound
 from tests.support.directories import names
 from tests.unit.env.http_stub import Answer, Route, stub_server
 from tests.unit.trainer.tiny_policy import model_directory

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from grpo_trainer.checkpoint import store as store_module
-from grpo_trainer.checkpoint.state import Position, require_fit
+from grpo_trainer.checkpoint.state import require_fit
 from grpo_trainer.checkpoint.store import RECORD, TENSORS, StateStore, read_state
 from grpo_trainer.config.sync import LoraOnlySettings
+from grpo_trainer.data.batches import Position
 from grpo_trainer.errors import CheckpointNotSaved, DamagedState, StateMismatch
 from tests.support.directories import files_of_at_most, names
 from tests.support.small_trainer import SETTINGS, Side

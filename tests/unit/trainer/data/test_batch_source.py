@@ -7,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.wire.run_api import EnvironmentCount
-from grpo_trainer.data.batch_source import EnvironmentWatch
+from grpo_trainer.data.batches import EnvironmentWatch
 from grpo_trainer.errors import NoEnvironmentLeft
 
 NOBODY_YET = EnvironmentCount(registered=0, connected=0)

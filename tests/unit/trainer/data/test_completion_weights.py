@@ -14,10 +14,10 @@ from torch import Tensor
 
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import completion_weights, entropy_of
-from grpo_trainer.algo.accumulate import accumulate_gradients
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.completion_weights import with_completion_weights
-from grpo_trainer.data.group_checks import UsableGroup
+from grpo_trainer.data.groups import UsableGroup
+from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.model.reference import log_likelihoods
 from grpo_trainer.objectives import Objective, resolved

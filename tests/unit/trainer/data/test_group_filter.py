@@ -9,18 +9,18 @@ from structlog.testing import capture_logs
 
 from grpo_core.wire.fields import MASKED
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.data.group_checks import (
-    LOGPROB_SLACK,
-    NEUTRAL_SAMPLING,
-    GroupLimits,
-    usable_group,
-)
-from grpo_trainer.data.group_filter import (
+from grpo_trainer.data.filter import (
     REPEAT_EVERY_STEPS,
     WINDOW_BATCHES,
     GroupFilter,
     RecentBatches,
     digest,
+)
+from grpo_trainer.data.groups import (
+    LOGPROB_SLACK,
+    NEUTRAL_SAMPLING,
+    GroupLimits,
+    usable_group,
 )
 from grpo_trainer.errors import DuplicatedBatch, UnusableGroup, UnusableReason
 from tests.unit.trainer.groups import LIMITS, VOCABULARY, P, bad, filtered, good, group

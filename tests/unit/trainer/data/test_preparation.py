@@ -5,7 +5,7 @@ from __future__ import annotations
 from structlog.testing import capture_logs
 
 from grpo_core.clients.run_api_answers import LeasedBatch
-from grpo_trainer.data.group_filter import GroupFilter
+from grpo_trainer.data.filter import GroupFilter
 from tests.unit.trainer.groups import LIMITS, good, preparation
 
 

@@ -18,20 +18,18 @@ from grpo_core.clients.run_api_answers import LeasedBatch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_tiny_model.model import build_model
 from grpo_tiny_model.recipe import Recipe
-from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
-from grpo_trainer.algo.logprob_comparison import Distance
-from grpo_trainer.checkpoint.state import Position
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
+from grpo_trainer.control import Tau
+from grpo_trainer.data.batches import BatchSource, EnvironmentWatch, Position
 from grpo_trainer.data.collate import Batch, MicroBatch
-from grpo_trainer.data.group_filter import GroupFilter
+from grpo_trainer.data.filter import GroupFilter
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import PolicyDiverged, RolloutMismatch
+from grpo_trainer.gradients import GradientStats, accumulate_gradients
 from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.packing import Layout, padded
 from grpo_trainer.model.reference import Reference
-from grpo_trainer.objective.tau_control import Tau
 from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
@@ -39,6 +37,7 @@ from grpo_trainer.ranks.group import ALONE
 from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.rollouts import StepRollouts
 from grpo_trainer.telemetry.sinks import Recorder, Sinks
+from grpo_trainer.token_table import Distance
 from grpo_trainer.train import Lead, Run, training_steps
 from grpo_trainer.weight_sync.base import Published
 from tests.support.directories import names
@@ -131,7 +130,8 @@ class Bench:
             preparation=preparation(GroupFilter(LIMITS)),
             environments=EnvironmentWatch(60.0),
             quarantine=Quarantine(self.save_path, "run"),
-            saver=saver,
+            skipped=saver.batch_skipped,
+            release_batches=lambda: False,
         )
         sinks = Sinks([self.records.append], [self.rollouts.append])
         recorder, tau = Recorder(settings, sinks), settings.tau

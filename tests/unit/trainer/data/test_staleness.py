@@ -14,11 +14,9 @@ from structlog.testing import capture_logs
 from grpo_core.clients.run_api_answers import LeasedBatch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.checkpoint.state import Position
-from grpo_trainer.data.batch_source import BatchSource, EnvironmentWatch
+from grpo_trainer.data.batches import BatchSource, EnvironmentWatch, Position
 from grpo_trainer.data.collate import collate
-from grpo_trainer.data.group_filter import GroupFilter
-from grpo_trainer.data.staleness import VersionHistory
+from grpo_trainer.data.filter import GroupFilter, VersionHistory
 from grpo_trainer.errors import StaleData
 from grpo_trainer.objectives import GRPO
 from tests.unit.trainer.groups import LIMITS, filtered, good, in_order, preparation, sampled_by
@@ -90,19 +88,14 @@ def source_of(
         under: served version when run-api received each group of every batch
     """
     leased = iter(LeasedBatch(5 + i, groups, under) for i, groups in enumerate(batches))
-    skipped: list[tuple[int, int]] = []
 
     def next_batch(*_: object) -> LeasedBatch:
         return next(leased)
-
-    def batch_skipped(at: Position) -> None:
-        skipped.append((at.step, at.batch_id))
 
     settings: Any = SimpleNamespace(
         batch_deadline_s=batch_deadline_s, max_staleness=2, steps=AT.step + 3
     )
     api: Any = SimpleNamespace(next_batch=next_batch)
-    saver: Any = SimpleNamespace(batch_skipped=batch_skipped, skipped=skipped)
     quarantine: Any = SimpleNamespace(holds=lambda *_: False)
     return BatchSource(
         settings=settings,
@@ -111,7 +104,8 @@ def source_of(
         preparation=preparation(group_filter(max_staleness=2)),
         environments=EnvironmentWatch(60.0),
         quarantine=quarantine,
-        saver=saver,
+        skipped=Mock(),
+        release_batches=Mock(),
     )
 
 
@@ -147,7 +141,8 @@ def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
     assert taken.batch_id == 7
     found = taken.filtered
     assert (len(found.groups), found.stale_groups, found.unusable_groups) == (2, 3, 1)
-    assert source.saver.skipped == [(9, 5), (9, 6)]
+    skipped = [call.args[0] for call in source.skipped.call_args_list]
+    assert [(at.step, at.batch_id) for at in skipped] == [(9, 5), (9, 6)]
     named = [e["batch_id"] for e in logs if e["event"] == "batch.skipped"]
     assert named == [5, 6]
 

@@ -12,11 +12,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.weights.directory_checks import LORA_RANKS
-from grpo_trainer.algo.accumulate import GradientStats, accumulate_gradients
-from grpo_trainer.checkpoint.export import save_policy
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.errors import PolicyMismatch
+from grpo_trainer.gradients import GradientStats, accumulate_gradients
 from grpo_trainer.model.adapter import adapter_dropouts, served_rank, trained_parameters
+from grpo_trainer.model.export import save_policy
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.objectives import GRPO

@@ -18,7 +18,7 @@ from grpo_trainer.model.loading import (
     import_architecture,
     require_device,
 )
-from grpo_trainer.weight_sync.shared_memory.cuda_ipc import OpenedCuda, OwnPlace
+from grpo_trainer.weight_sync.shared_memory import OpenedCuda, OwnPlace
 from tests.unit.trainer.tiny_policy import LORA, model_directory
 
 

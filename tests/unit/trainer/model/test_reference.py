@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grpo_trainer.checks.sampling import ReferenceCheck
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.data.collate import Batch, collate, with_penalties
 from grpo_trainer.model.forward import FastForward, build_forward_pass, plain_forward
 from grpo_trainer.model.reference import Reference, build_reference, divergences
 from grpo_trainer.objectives import Objective
-from grpo_trainer.verify.reference_check import ReferenceCheck
 from tests.unit.trainer.forward_rig import adapted, qwen, ragged_batch
 from tests.unit.trainer.groups import P, group, in_order, usable
 

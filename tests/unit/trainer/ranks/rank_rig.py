@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from grpo_trainer.algo.accumulate import GradientStats, build_learner
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.processes import Processes
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, shared_batch
 from grpo_trainer.errors import LostRank, NonFiniteLoss
+from grpo_trainer.gradients import GradientStats, build_learner
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.model.loading import TrainedWeights, shared_policy

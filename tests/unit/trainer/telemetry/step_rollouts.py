@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.algo.logprob_comparison import TokenTable
 from grpo_trainer.data.collate import collate
-from grpo_trainer.data.group_checks import GroupLimits, UsableGroup, usable_group
+from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
 from grpo_trainer.data.micro_batches import Tokens
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.telemetry.rollouts import StepRollouts
+from grpo_trainer.token_table import TokenTable
 from tests.unit.trainer.groups import VOCABULARY
 
 

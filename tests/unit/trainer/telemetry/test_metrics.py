@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.algo.accumulate import GradientStats
-from grpo_trainer.algo.logprob_comparison import Distance, TokenTable
+from grpo_trainer.checks.served_weights import Alignment
 from grpo_trainer.data.collate import Origin
-from grpo_trainer.data.group_filter import FilteredBatch
+from grpo_trainer.data.filter import FilteredBatch
 from grpo_trainer.data.stats import BatchStats
+from grpo_trainer.gradients import GradientStats
 from grpo_trainer.losses import NO_SUMS
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch, step_record
-from grpo_trainer.verify.alignment import Alignment
+from grpo_trainer.token_table import Distance, TokenTable
 from grpo_trainer.weight_sync.base import Published
 
 SUMS = replace(

@@ -31,11 +31,10 @@ from grpo_trainer.errors import EngineCrashed, PolicyMismatch
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.weight_sync.files import file_sync
-from grpo_trainer.weight_sync.files.file_sync import FileSync
-from grpo_trainer.weight_sync.files.server_monitor import ServerMonitor
-from grpo_trainer.weight_sync.files.supervisor_commands import Publisher
-from grpo_trainer.weight_sync.files.weight_directories import WeightDirectories
+from grpo_trainer.weight_sync import files as file_sync
+from grpo_trainer.weight_sync.files import FileSync
+from grpo_trainer.weight_sync.publisher import Publisher, WeightDirectories
+from grpo_trainer.weight_sync.server import ServerMonitor
 from tests.support.directories import names
 from tests.unit.trainer.served_model import ServedModel
 from tests.unit.trainer.supervisor_stand_in import StandIn

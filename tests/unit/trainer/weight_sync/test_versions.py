@@ -16,13 +16,9 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.errors import EngineCrashed, TornWeights
+from grpo_trainer.weight_sync import shared as shared_vllm
 from grpo_trainer.weight_sync.build import build_weight_sync
-from grpo_trainer.weight_sync.shared_memory import shared_vllm
-from grpo_trainer.weight_sync.shared_memory.shared_vllm import (
-    SharedVllm,
-    _opened_after,
-    _usable_after,
-)
+from grpo_trainer.weight_sync.shared import SharedVllm, _opened_after, _usable_after
 from tests.unit.env.http_stub import Answer, Route, stub_server
 
 OURS = PolicyVersion(3, 7)

@@ -1,1 +1,0 @@
-"""The algorithm: advantages, loss and gradients of a batch, without I/O."""

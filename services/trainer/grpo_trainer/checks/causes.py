@@ -1,0 +1,278 @@
+"""Finds why behaviour logprobs and trainer logprobs differ, by testing known causes on the batch.
+
+Each hypothesis computes the difference that would remain if it were true. The right one leaves only
+rounding noise. The report lists the numbers and the likeliest cause.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from grpo_trainer.checks.served_weights import MISMATCH
+from grpo_trainer.data.collate import Batch
+from grpo_trainer.data.micro_batches import by_length
+from grpo_trainer.model.adapter import without_dropout
+from grpo_trainer.model.policy import CausalLM, device_of
+from grpo_trainer.token_table import MIN_TOKENS, Distance, TokenTable
+
+_SEARCH_RATIOS = tuple(1.25 ** (5.0**-k) for k in range(4))
+"""Ratios of neighbouring temperatures in four successive searches. Each search starts at the best
+temperature of the previous one; the last ratio is 0.2 %."""
+_SEARCH_WIDTH = 7
+_OTHER_TEMPERATURE = 1.1
+"""Minimum ratio of two temperatures that count as different."""
+UNCHANGED = "No weight was changed by this step."
+_EXPLAINS = 4.0
+"""The best hypothesis is reported as the cause if it reduces the difference by this factor."""
+_SMALL_MOVEMENT, _LARGEST_MOVEMENT = 0.5, 4.0
+"""A few updates change the logprobs by less, in nats: on average, and at most. Other tokens change
+them by more. So does most often another prompt, but not one that differs in a token of the chat
+template alone."""
+
+
+class Cause(StrEnum):
+    """The likely cause and what to do about it, for each hypothesis."""
+
+    LOGPROBS_LATE = (
+        "inference_logprobs are one position too late: check where the environment inserts the "
+        "prompt's placeholders"
+    )
+    LOGPROBS_EARLY = (
+        "inference_logprobs are one position too early: check where the environment inserts the "
+        "prompt's placeholders, and whether the environment drops the first logprob"
+    )
+    TEMPERATURE = (
+        "the completions were not sampled at the temperature that their group states (1.0 if the "
+        "group states no temperature): let the environment send generation_params.temperature"
+    )
+    SCALED = (
+        "inference_logprobs are multiplied by a constant: let the environment send natural "
+        "logarithms, as the server returns them"
+    )
+    ROUNDED = (
+        "inference_logprobs are rounded to bfloat16: let the environment send them in float32, as "
+        "the server returns them"
+    )
+    PROMPT_TRAINED = (
+        "prompt tokens are trained on: check the environment's masks, which must be -100 at prompt "
+        "positions"
+    )
+    TRAINING_PASS = (
+        "the trainer's training pass computes other logprobs than a plain forward pass with the "
+        "same weights: check that dropout is off, then pass --packing off and --fused-head off"
+    )
+    STALE_WEIGHTS = (
+        "the server does not serve the trainer's weights: check whether another process writes "
+        "weights, and how the server was started"
+    )
+    VERSION = (
+        "earlier weights sampled the completions than the policy version that they state: let the "
+        "environment send the version of the server's response"
+    )
+    OTHER_TOKENS = (
+        "the tokens or the prompt are not those of the server's response: let the environment send "
+        "the response's token ids, and not encode text again"
+    )
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A possible cause. `mean`: the mean |difference| of the logprobs if it is true."""
+
+    cause: Cause
+    assumption: str
+    mean: float
+
+
+def shifted_logprobs(table: TokenTable) -> list[Hypothesis]:
+    """The hypotheses that logprobs belong to a neighbouring token. Args: table: N tokens."""
+    follows = (table.sequence[1:] == table.sequence[:-1]) & (
+        table.position[1:] == table.position[:-1] + 1
+    )  # [N-1]
+    if int(follows.sum()) < MIN_TOKENS:
+        return []
+    late = (table.logp[:-1] - table.behaviour_logp[1:])[follows].abs().mean()
+    early = (table.logp[1:] - table.behaviour_logp[:-1])[follows].abs().mean()
+    return [
+        Hypothesis(Cause.LOGPROBS_LATE, "logprobs moved back by one position", float(late)),
+        Hypothesis(Cause.LOGPROBS_EARLY, "logprobs moved forward by one position", float(early)),
+    ]
+
+
+def scaled_logprobs(table: TokenTable) -> list[Hypothesis]:
+    """The hypothesis that all logprobs are multiplied by one factor, for example by 1.44 as binary
+    logarithms."""
+    factor = float(table.logp @ table.behaviour_logp / table.logp.square().sum().clamp_min(1e-12))
+    if not 0.1 < factor < 10:  # no other unit, but nearly constant logprobs
+        return []
+    distance = float((table.logp - table.behaviour_logp / factor).abs().mean())
+    return [Hypothesis(Cause.SCALED, f"logprobs divided by {factor:.2f}", distance)]
+
+
+def rounded_logprobs(table: TokenTable) -> list[Hypothesis]:
+    """The hypothesis that the logprobs were rounded. Of 65,536 values in float32, rounding leaves
+    one unchanged."""
+    logged = table.behaviour_logp
+    if not torch.equal(rounded_to_bfloat16(logged), logged):
+        return []
+    distance = float((rounded_to_bfloat16(table.logp) - logged).abs().mean())
+    return [Hypothesis(Cause.ROUNDED, "the trainer's logprobs rounded to bfloat16", distance)]
+
+
+def rounded_to_bfloat16(logp: Tensor) -> Tensor:
+    return logp.bfloat16().float()
+
+
+def without_shared_prefix(table: TokenTable, batch: Batch) -> list[Hypothesis]:
+    """The hypothesis that the common beginning of a group's completions is its prompt."""
+    shared = torch.tensor([origin.shared_tokens for origin in batch.origins])
+    own = table.where(table.position >= shared[table.sequence])
+    if not MIN_TOKENS <= len(own) < len(table):
+        return []
+    assumption = "without the tokens that all completions of a group share"
+    return [Hypothesis(Cause.PROMPT_TRAINED, assumption, own.mean_distance())]
+
+
+def recomputed(policy: CausalLM, table: TokenTable, batch: Batch) -> list[Hypothesis]:
+    """The hypotheses that need another forward pass: that the training pass is wrong, and that of
+    another temperature, if the best-fitting one differs from the stated one."""
+    if len(table) < MIN_TOKENS:
+        return []
+    logits = logits_of(policy, table, batch)  # [N, V]
+    columns = (targets_of(table, batch), table.behaviour_logp, table.temperature)
+    targets, logged, stated = (column.to(logits.device) for column in columns)
+
+    def distance(temperature: Tensor) -> float:
+        scaled = logits / temperature.unsqueeze(-1)
+        logp = scaled.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        return float((logp - logged).abs().mean())
+
+    again = "computed again, with a plain forward pass without dropout"
+    return [
+        Hypothesis(Cause.TRAINING_PASS, again, distance(stated)),
+        *_other_temperature(float(stated.median()), lambda t: distance(torch.full_like(stated, t))),
+    ]
+
+
+def _other_temperature(stated: float, distance: Callable[[float], float]) -> list[Hypothesis]:
+    best = stated
+    for ratio in _SEARCH_RATIOS:
+        steps = range(-_SEARCH_WIDTH, _SEARCH_WIDTH + 1)
+        best = min((best * ratio**k for k in steps), key=distance)
+    if abs(math.log(best / stated)) < math.log(_OTHER_TEMPERATURE):
+        return []
+    assumption = f"sampled at temperature {best:.2f} instead of {stated:g}"
+    return [Hypothesis(Cause.TEMPERATURE, assumption, distance(best))]
+
+
+@dataclass(frozen=True)
+class ServerAnswer:
+    """`mean`: |server's - trainer's logprob| of some of the tokens, measured now; None if the
+    server did not answer."""
+
+    mean: float | None
+    text: str
+
+
+def mismatch_report(
+    summary: str,
+    found: Distance,
+    sent: float,
+    tried: Sequence[Hypothesis],
+    tolerance: float,
+    server: ServerAnswer | None = None,
+) -> str:
+    """The error message of a rollout mismatch: the numbers, the hypotheses and the likeliest cause.
+
+    Args:
+        summary: which tokens differ, and by how much
+        found: by how much all tokens differ
+        sent: mean |difference| of the logprobs as sent, of a sample
+        tried: the same under each hypothesis
+        tolerance: for the data type
+        server: the server's answer; None if it was not requested
+    """
+    best = sorted(tried, key=lambda hypothesis: hypothesis.mean)
+    lines = [
+        f"{MISMATCH} {summary}",
+        "Mean |difference|:",
+        f"  as sent: {sent:.2g}",
+        *(f"  {hypothesis.assumption}: {hypothesis.mean:.2g}" for hypothesis in best),
+    ]
+    if server is not None:
+        lines.append(f"  between server and trainer, measured now: {server.text}")
+    if server is not None and (server.mean or 0.0) > tolerance:
+        verdict = f"Likely cause: {Cause.STALE_WEIGHTS}."
+    elif best and _EXPLAINS * best[0].mean < sent:
+        verdict = f"Likely cause: {best[0].cause}."
+    elif server is not None and server.mean is not None:
+        # Both sides agree on these tokens now, so the difference is in what the group states.
+        is_small = found.mean < _SMALL_MOVEMENT and found.max < _LARGEST_MOVEMENT
+        verdict = f"Likely cause: {Cause.OTHER_TOKENS}."
+        if is_small:
+            verdict = (
+                f"Likely cause: {Cause.VERSION}. If the versions are right: {Cause.OTHER_TOKENS}."
+            )
+    else:
+        causes = "; ".join(f"({i}) {cause}" for i, cause in enumerate(Cause, start=1))
+        verdict = (
+            f"None of these assumptions explains the difference. Check in this order: {causes}."
+        )
+    return "\n".join([*lines, f"{verdict} {UNCHANGED}"])
+
+
+SAMPLE_SEQUENCES, SAMPLE_TOKENS = 64, 16
+"""Sequences of a sample, and tokens at each end of a sequence."""
+SAMPLE_INPUTS = 2048
+"""Tokens of the sequences of a sample, up to the last token that is computed again."""
+PASS_TOKENS = 1024
+"""Number of tokens in one forward pass; a longer sequence has one of its own."""
+
+
+def subsample(table: TokenTable) -> TokenTable:
+    """A sample that is cheap to compute again: the first and the last tokens of at most 64
+    sequences, spread over the batch."""
+    sequences = table.sequences()
+    chosen = sequences[:: max(1, len(sequences) // SAMPLE_SEQUENCES)][:SAMPLE_SEQUENCES]
+    rows = [table.where(table.sequence == number) for number in chosen]
+    ends = accumulate(int(row.position.max()) for row in rows)
+    affordable = max(1, sum(total <= SAMPLE_INPUTS for total in ends))
+    keep = torch.zeros(len(table), dtype=torch.bool)
+    for number in chosen[:affordable]:
+        places = (table.sequence == number).nonzero()[:, 0]
+        keep[places[:SAMPLE_TOKENS]] = keep[places[-SAMPLE_TOKENS:]] = True
+    return table.where(keep)
+
+
+def targets_of(table: TokenTable, batch: Batch) -> Tensor:
+    """[N] the table's tokens, in host memory."""
+    return torch.cat([tokens[trained] for tokens, trained in _sequences(table, batch)])
+
+
+@torch.no_grad()
+def logits_of(policy: CausalLM, table: TokenTable, batch: Batch) -> Tensor:
+    """[N, V] float32, the logits that predict the table's tokens."""
+    device = device_of(policy)
+    sequences = _sequences(table, batch)
+    logits: dict[int, Tensor] = {}  # by index of the sequence
+    with without_dropout(policy):
+        for part in by_length([tokens[:-1].tolist() for tokens, _ in sequences], PASS_TOKENS):
+            rows = pad_sequence([sequences[i][0][:-1] for i in part], batch_first=True)
+            answers = policy(input_ids=rows.to(device), use_cache=False).logits  # [B, T, V]
+            for i, answer in zip(part, answers, strict=True):
+                logits[i] = answer[sequences[i][1].to(device) - 1].float()
+    return torch.cat([logits[i] for i in range(len(sequences))])
+
+
+def _sequences(table: TokenTable, batch: Batch) -> list[tuple[Tensor, Tensor]]:
+    """Of each sequence the tokens up to the last trained one, and the positions of the table's."""
+    positions = [(n, table.position[table.sequence == n]) for n in table.sequences()]
+    return [(batch.tokens(n, int(trained.max()) + 1), trained) for n, trained in positions]

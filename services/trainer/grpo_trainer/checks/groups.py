@@ -1,0 +1,232 @@
+"""Checks what groups show by themselves: end tokens, versions and scores.
+
+One group proves little about scores, so each environment's recent batches are counted together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Self
+
+from grpo_core.wire.fields import MASKED
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.checks.findings import CheckName, Finding
+from grpo_trainer.data.groups import UsableGroup
+
+WINDOW_BATCHES = 16
+MIN_INCONSISTENT = 3
+"""Groups with equal completions and different scores, at least. A rare one may be a slow grader's
+time-out."""
+INCONSISTENT_SHARE = 0.05
+MIN_UNFINISHED = 16
+UNFINISHED_SHARE = 0.05
+"""Share of the unfinished completions with the best score of their batch, at least."""
+MIN_EQUAL_GROUPS = 32
+FIRST_BATCHES = 3
+"""In so many batches, at least two completions should have different scores."""
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Of one environment's groups. Args:
+
+    repeating: groups in which a completion occurs twice
+    inconsistent: those of them in which equal completions have different scores
+    varied: groups with different completions
+    varied_equal: those of them in which all completions have one score
+    unfinished: completions that reached the token limit without an end token
+    unfinished_best: those of them with the best score of the batch
+    finished: completions that end with an end token
+    """
+
+    repeating: int = 0
+    inconsistent: int = 0
+    varied: int = 0
+    varied_equal: int = 0
+    unfinished: int = 0
+    unfinished_best: int = 0
+    finished: int = 0
+
+    def __add__(self, other: Self) -> _Counts:
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return _Counts(*(a + b for a, b in pairs))
+
+
+@dataclass
+class _Beginning:
+    """The first batches of an environment, while all their completions have one score."""
+
+    batches: int = 0
+    completions: int = 0
+    scores: set[float] = field(default_factory=set)
+
+    def has_ended(self, scores: Sequence[float]) -> bool:
+        """Count a batch; whether it is the last one of a beginning with one score."""
+        if self.batches >= FIRST_BATCHES or not scores:
+            return False
+        self.batches += 1
+        self.completions += len(scores)
+        self.scores.update(scores)
+        return self.batches == FIRST_BATCHES and len(self.scores) == 1 < self.completions
+
+
+class GroupCheck:
+    """Args: end_tokens: token ids that end a completion"""
+
+    def __init__(self, end_tokens: frozenset[int]) -> None:
+        self._end_tokens = end_tokens
+        self._recent: defaultdict[int | None, deque[_Counts]] = defaultdict(
+            lambda: deque(maxlen=WINDOW_BATCHES)
+        )
+        self._beginnings: defaultdict[int | None, _Beginning] = defaultdict(_Beginning)
+
+    def findings(self, groups: Sequence[UsableGroup], held: PolicyVersion) -> Iterator[Finding]:
+        """Args:
+        groups: the usable groups of one batch
+        held: version of the trainer's weights
+        """
+        by_env: defaultdict[int | None, list[UsableGroup]] = defaultdict(list)
+        for usable in groups:
+            by_env[usable.group.env_id].append(usable)
+        for env_id, mine in by_env.items():
+            yield from self._of_masks(env_id, mine)
+            yield from _of_versions(env_id, mine, held)
+            # Advantages from the environment need no scores.
+            scored = [usable for usable in mine if not usable.group.advantages]
+            scores = [score for usable in scored for score in usable.group.scores]
+            best = max(scores, default=0.0) if len(set(scores)) > 1 else None
+            recent = self._recent[env_id]
+            recent.append(sum((self._counts(usable, best) for usable in scored), _Counts()))
+            yield from _of_scores(env_id, sum(recent, _Counts()))
+            yield from _of_equal_scores(env_id, recent)
+            if self._beginnings[env_id].has_ended(scores):
+                yield _of_beginning(env_id, self._beginnings[env_id])
+
+    def _of_masks(self, env_id: int | None, groups: Iterable[UsableGroup]) -> Iterator[Finding]:
+        last = [
+            (masks[-1] != MASKED, masks[-2] != MASKED)
+            for usable in groups
+            for tokens, masks in zip(usable.group.tokens, usable.group.masks, strict=True)
+            if len(tokens) > 1 and tokens[-1] in self._end_tokens
+        ]
+        masked = last.count((False, True))
+        if masked and not any(is_trained for is_trained, _ in last):
+            yield Finding(
+                CheckName.END_TOKEN_MASKED,
+                env_id,
+                f"the end tokens of all {masked} completions that have one are masked, so the "
+                "policy does not learn when to stop",
+                "in the environment, set the mask of a sampled end token to the token itself",
+            )
+
+    def _counts(self, usable: UsableGroup, best: float | None) -> _Counts:
+        group = usable.group
+        scores: defaultdict[tuple[int, ...], set[float]] = defaultdict(set)
+        for tokens, score in zip(group.tokens, group.scores, strict=True):
+            scores[tuple(tokens)].add(score)
+        limit = (group.generation_params or {}).get("max_tokens")
+        ends = [self._ending(*rows, limit) for rows in zip(group.tokens, group.masks, strict=True)]
+        is_equal = len(set(group.scores)) == 1
+        return _Counts(
+            repeating=len(scores) < group.size,
+            inconsistent=any(len(found) > 1 for found in scores.values()),
+            varied=len(scores) > 1,
+            varied_equal=len(scores) > 1 and is_equal,
+            unfinished=ends.count(False),
+            unfinished_best=sum(
+                end is False and score == best
+                for end, score in zip(ends, group.scores, strict=True)
+            ),
+            finished=ends.count(True),
+        )
+
+    def _ending(self, tokens: list[int], masks: list[int], limit: object) -> bool | None:
+        """Whether the last turn ends with an end token; None if it may have ended in another
+        way."""
+        last = len(masks) - 1
+        while last and masks[last] == MASKED:
+            last -= 1
+        if tokens[last] in self._end_tokens:
+            return True
+        first = last
+        while first and masks[first - 1] != MASKED:
+            first -= 1
+        is_full = isinstance(limit, int) and last - first + 1 >= limit
+        return False if is_full and self._end_tokens else None
+
+
+def _of_versions(
+    env_id: int | None, groups: Iterable[UsableGroup], held: PolicyVersion
+) -> Iterator[Finding]:
+    ahead = [
+        (last, newest)
+        for usable in groups
+        for newest in [held if usable.received_under is None else usable.received_under]
+        for _, last in usable.facts.policy_version
+        if last > newest
+    ]
+    if ahead:
+        last, newest = max(ahead)
+        yield Finding(
+            CheckName.VERSION_AHEAD,
+            env_id,
+            f"{len(ahead)} completions state a policy version that did not exist yet, for example "
+            f"{tuple(last)} when {tuple(newest)} was served",
+            "let the environment send the version of the server's response, which sampled the "
+            "tokens, and not a version that it requests later",
+        )
+
+
+def _of_scores(env_id: int | None, seen: _Counts) -> Iterator[Finding]:
+    inconsistent, best = seen.inconsistent, seen.unfinished_best
+    if inconsistent >= max(MIN_INCONSISTENT, INCONSISTENT_SHARE * seen.repeating):
+        yield Finding(
+            CheckName.INCONSISTENT_SCORES,
+            env_id,
+            f"in {inconsistent} of {seen.repeating} groups with equal completions, these "
+            "completions have different scores",
+            "check whether the environment scores a failed or NaN reward as a number, or assigns "
+            "scores to the wrong completions. A grader that is random on purpose needs no change",
+        )
+    if seen.finished and best >= max(MIN_UNFINISHED, UNFINISHED_SHARE * seen.unfinished):
+        yield Finding(
+            CheckName.UNFINISHED_SCORED,
+            env_id,
+            f"{best} of {seen.unfinished} completions that reached the token limit without an end "
+            "token have the best score, as if they were finished",
+            "in the environment, lower the score of completions with finish reason length, or "
+            "raise the token limit",
+        )
+
+
+def _of_equal_scores(env_id: int | None, recent: Sequence[_Counts]) -> Iterator[Finding]:
+    """Judges the newest groups alone: a fault may follow many honest ones."""
+    seen = _Counts()
+    for counts in reversed(recent):
+        seen += counts
+        if seen.varied >= MIN_EQUAL_GROUPS:
+            break
+    if seen.varied >= MIN_EQUAL_GROUPS and seen.varied_equal == seen.varied:
+        yield Finding(
+            CheckName.EQUAL_SCORES,
+            env_id,
+            f"in each of the last {seen.varied} groups with different completions, all completions "
+            "have one score, so the advantages are 0",
+            "check whether the environment gives a group's score to each of its completions. If "
+            "the scores are right, the prompts are too easy or too hard",
+        )
+
+
+def _of_beginning(env_id: int | None, seen: _Beginning) -> Finding:
+    [score] = seen.scores
+    return Finding(
+        CheckName.EQUAL_SCORES,
+        env_id,
+        f"all {seen.completions} completions of the first {seen.batches} batches have the score "
+        f"{score:g}, so nothing is learnt",
+        "try the reward with `env-server check`: does it find the answer where the model writes "
+        "it, and does the row hold the right answer in the form that the reward compares? If the "
+        "scores are right, the prompts are too easy or too hard for this model",
+    )

@@ -1,1 +1,0 @@
-"""The parts of an objective, each a pure function, and the recipes that combine them."""

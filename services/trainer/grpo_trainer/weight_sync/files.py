@@ -1,0 +1,320 @@
+"""Publishes weights as files in modes `lora_only`, `lora_restart` and `none`, every N steps.
+
+The modes differ in what they train (`TrainedWeights`) and in how the server loads it (`Action`).
+After a crash the supervisor restores the weights that the server served last, so the trainer only
+waits.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+import torch
+
+from grpo_core.clients.inference import BridgeClient, BridgeInfo, Completion
+from grpo_core.clients.supervisor import SupervisorClient
+from grpo_core.deadline import Deadline
+from grpo_core.errors import ServiceUnavailable
+from grpo_core.weights.ref import WeightKind
+from grpo_core.weights.supervisor_protocol import SupervisorStatus
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.atomic_files import make_directory
+from grpo_trainer.checks.served_weights import Alignment, Bound, ProbeLengths, PublicationCheck
+from grpo_trainer.errors import PolicyMismatch
+from grpo_trainer.model.loading import TrainedWeights, device_to_load_on, import_architecture
+from grpo_trainer.model.policy import CausalLM
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.weight_sync.base import CrashWatch, PeriodicSync
+from grpo_trainer.weight_sync.publisher import Publisher, WeightDirectories
+from grpo_trainer.weight_sync.server import POLL_S, ServerMonitor
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+PROBE_DEADLINE_S = 30.0
+
+
+@dataclass(eq=False)
+class FileSync(PeriodicSync):
+    """Args:
+    bridge: client of the inference server
+    supervisor: client of that server's supervisor
+    monitor: watches that supervisor's status
+    publisher: makes the server load a directory
+    weights: what is trained
+    directories: where the weights are written
+    dtype: the data type that the server must have; "auto" accepts any
+    device: the device to train on; "auto" takes a GPU if there is one
+    every_steps, last_step: publish after every `every_steps` steps and after `last_step`
+    """
+
+    bridge: BridgeClient
+    supervisor: SupervisorClient
+    monitor: ServerMonitor
+    publisher: Publisher
+    weights: TrainedWeights
+    directories: WeightDirectories
+    dtype: str
+    device: str
+    every_steps: int
+    last_step: int
+    begun_as: PolicyVersion | None = field(init=False, default=None)
+    server_run_id: str | None = field(init=False, default=None)
+    _policy: CausalLM = field(init=False)
+    _check: PublicationCheck = field(init=False)
+    version: PolicyVersion = field(init=False, default=PolicyVersion(0, 0))
+
+    def load_policy(self, restoring: bool = False) -> CausalLM:  # noqa: ARG002
+        """Load the model of --model, in the LoRA modes with an adapter that changes nothing
+        yet.
+
+        Raises:
+            ServiceUnavailable, LostServer: the server or its supervisor does not answer.
+            PolicyMismatch: the server has another mode, data type, run or weights directory.
+            NoSuchDevice: the GPU to train on does not exist.
+        """
+        device = device_to_load_on(self.device)
+        import_architecture(self.weights.model_name)
+        info = self.bridge.info()
+        _require_server(self.bridge.base_url, info, self.weights.kind, self.supervisor.run_id)
+        self.server_run_id = self.supervisor.run_id = info.run_id or ""
+        dtype = _dtype_to_load(self.dtype, info)
+        self._agreed_status(info)
+        self._agreed_directory(info)
+        self._policy = self.weights.load(dtype, device).eval()
+        lengths = ProbeLengths.fitting(info.kv_block_size, info.max_model_len)
+        self._check = PublicationCheck(self._policy, self, lengths)
+        return self._policy
+
+    def start(
+        self,
+        optimizer: MasterOptimizer,
+        step: int,
+        last_epoch: int = 0,
+        bound: Bound | None = None,
+    ) -> PolicyVersion:
+        """Start an epoch later than every known one, and publish unless the server already serves
+        exactly these weights."""
+        if bound is not None:
+            self._check.bound = bound
+        status = self.monitor.await_serving()
+        is_untrained = optimizer.unwritten_parameters() == 0
+        optimizer.write_into_parameters()
+        self.directories.prepare()
+        epoch = 1 + max(
+            last_epoch,
+            status.epoch,
+            self.directories.newest_epoch(),
+            self.supervisor.newest_epoch(),
+        )
+        self.version = PolicyVersion(epoch, step)
+        # Without a restart a publication is cheap, so it is done even if the server has these
+        # weights.
+        if not self.publisher.action.restarts or not self._has(status, is_untrained):
+            self.publish_now(f"After step {step}")
+        else:
+            self.begun_as = status.version
+            self._check.require(status.version, "At the start")
+            log.info("weights.already_served", policy_version=tuple(status.version))
+        return self.version
+
+    def recover_server(self) -> None:
+        """Wait for the server's return if it is down. Raises `LostServer`."""
+        self.monitor.look()
+
+    def served_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Raises `ServiceUnavailable` if a server that reports "serving" does not answer for 30 s,
+        `EngineCrashed` if the request crashes the engine, and the errors of `recover_server`."""
+        return self._while_serving(
+            f"the logprobs of {len(token_ids)} tokens",
+            lambda: self.bridge.prompt_logprobs(token_ids),
+        )
+
+    def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
+        """Raises the errors of `served_logprobs`."""
+        return self._while_serving(
+            f"{max_tokens} sampled tokens after a prompt of {len(prompt_token_ids)} tokens",
+            lambda: self.bridge.sample(
+                prompt_token_ids, max_tokens=max_tokens, temperature=1.0, ignore_eos=True
+            ),
+        )
+
+    def close(self) -> None:
+        self.supervisor.close()
+        self.bridge.close()
+
+    def publish_now(self, label: str) -> Alignment:
+        """Write the policy's weights into a directory, and let the server load them.
+
+        Raises:
+            WeightsRefused, NotPublished, LostServer: the server serves the previous weights, or
+                none.
+            ServedWeightsDiffer: the server reports the new weights but does not serve them.
+            EngineCrashed: a request of the check crashes the engine.
+        """
+        started, version = time.monotonic(), self.version
+        files = self.directories.write(
+            version,
+            self.weights.kind,
+            lambda to: self.weights.write(self._policy, to),
+        )
+        if not self.publisher.action.restarts:  # a restart empties the caches
+            self._check.prime()
+        in_use = self.publisher.publish(files)
+        alignment = self._check.require(version, label)
+        self.directories.remove_older(in_use)
+        log.info(
+            "weights.published",
+            policy_version=tuple(version),
+            seconds=round(time.monotonic() - started, 2),
+            logprob_difference=alignment.mean,
+        )
+        return alignment
+
+    def _has(self, status: SupervisorStatus, is_untrained: bool) -> bool:
+        """Whether the server serves the policy's weights, under any policy version."""
+        served = status.weights
+        if not served.trained:
+            return is_untrained
+        return (
+            served.kind is self.weights.kind
+            and served.path is not None
+            and self.weights.are_in(self._policy, served.path)
+        )
+
+    def _agreed_status(self, info: BridgeInfo) -> SupervisorStatus:
+        """The supervisor's status, once Redis and the server at our URL report the same version."""
+        deadline = Deadline(self.supervisor.deadline_s)
+        while True:
+            status = self.monitor.await_serving()
+            if status.version == info.policy_version:
+                return status
+            if deadline.has_passed:
+                raise PolicyMismatch(
+                    f"the server at {self.bridge.base_url} serves policy version "
+                    f"{tuple(info.policy_version)}, but according to Redis the server of run "
+                    f"{self.supervisor.run_id!r} serves {tuple(status.version)}. So "
+                    "--inference-url is not the URL of that run's server. Start server and trainer "
+                    "with the same --redis-url and --run-id"
+                )
+            time.sleep(POLL_S)
+            info = self.bridge.info()
+
+    def _agreed_directory(self, info: BridgeInfo) -> None:
+        """Choose a directory for the weights in which the server looks too: that below --save-path
+        if the server loads weights from there, otherwise the server's own.
+
+        Raises:
+            PolicyMismatch: the trainer cannot write into it, or it is another directory on the
+                server's host.
+        """
+        assert info.weights_dir is not None, "_require_server checks this"
+        accepted = Path(info.weights_dir)
+        if not self.directories.root.is_relative_to(accepted):
+            self.directories = WeightDirectories(accepted)
+        probe = accepted / f"probe-{secrets.token_hex(8)}"
+        try:
+            make_directory(accepted)
+            probe.touch()
+        except OSError as error:
+            raise PolicyMismatch(
+                f"the server loads weights from {accepted}, and the trainer cannot write there: "
+                f"{error}. Start the server with a --weights-dir that the trainer can write to"
+            ) from error
+        try:
+            deadline = Deadline(PROBE_DEADLINE_S)
+            while not self.bridge.sees(probe.name):  # a network file system may show it late
+                if deadline.has_passed:
+                    raise PolicyMismatch(
+                        f"the server at {self.bridge.base_url} loads weights from {accepted}, but "
+                        "does not see a file that the trainer wrote there; let both hosts or "
+                        "containers mount the same directory under this path"
+                    )
+                time.sleep(POLL_S)
+        finally:
+            probe.unlink()
+
+    def _while_serving(self, request: str, ask: Callable[[], T]) -> T:
+        """Retry until the server answers. The time during which the server is down does not
+        count.
+
+        The client of `ask` retries too, so the engine may also have crashed if `ask` succeeds.
+        """
+        deadline, watch = Deadline(PROBE_DEADLINE_S), CrashWatch(request)
+        crashes_before = self.monitor.await_serving().crashes
+        while True:
+            try:
+                answer = ask()
+            except ServiceUnavailable:
+                with deadline.suspended():
+                    crashes = self.monitor.await_serving().crashes
+                if watch.note(crashes - crashes_before):
+                    deadline = Deadline(PROBE_DEADLINE_S)  # `ask` waited for the new engine
+                elif deadline.has_passed:
+                    raise
+                time.sleep(POLL_S)
+            else:
+                if (status := self.monitor.status()) is not None:
+                    watch.note(status.crashes - crashes_before)
+                return answer
+
+
+def _require_server(url: str, info: BridgeInfo, kind: WeightKind, run_id: str) -> None:
+    """Raises `PolicyMismatch` if the server reports that it cannot serve what is trained; lists
+    every reason.
+
+    Args:
+        run_id: the value of --run-id; empty if it was not given
+    """
+    problems = []
+    if info.run_id is None:
+        problems.append("the server runs without Redis: start it without --redis-url none")
+    elif run_id not in ("", info.run_id):
+        problems.append(
+            f"the server's --run-id is {info.run_id!r}, but the trainer's is {run_id!r}: omit the "
+            "trainer's --run-id"
+        )
+    if kind is WeightKind.ADAPTER and not info.lora_enabled:
+        problems.append(
+            "the server accepts no adapters: start vllm-api-server with --enable-lora "
+            "--max-lora-rank R"
+        )
+    if kind is WeightKind.CHECKPOINT and info.lora_enabled:
+        problems.append(
+            "the server accepts adapters, not whole models: start the server without --enable-lora"
+        )
+    if info.weights_socket is not None:
+        problems.append("the server shares its weights: start the server without --share-weights")
+    if problems:
+        raise PolicyMismatch(
+            f"the server at {url} does not fit the trainer's mode:\n  " + "\n  ".join(problems)
+        )
+
+
+def _dtype_to_load(wanted: str, info: BridgeInfo) -> torch.dtype:
+    """The data type to load the model in.
+
+    Args:
+        wanted: the value of --dtype
+
+    Raises:
+        PolicyMismatch: the server has another data type, or does not report one.
+    """
+    if info.dtype is None:
+        raise PolicyMismatch(
+            "the server reports no data type at /bridge/info; upgrade vllm-api-server"
+        )
+    if wanted not in ("auto", info.dtype):
+        raise PolicyMismatch(
+            f"--dtype {wanted}, but the server's weights are in {info.dtype}; start trainer and "
+            "server with the same --dtype, or the trainer with --dtype auto"
+        )
+    dtype: torch.dtype = getattr(torch, info.dtype)
+    return dtype

@@ -1,0 +1,176 @@
+"""Maps the server's weight memory into this process, from a file descriptor or from the GPU."""
+
+from __future__ import annotations
+
+import mmap
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from grpo_core.weights.cuda_ipc_host import pid_namespace, shm_filesystem, torch_build
+from grpo_core.weights.manifest import TensorRegion, WeightManifest
+from grpo_core.weights.memory_grant import CudaMemory, CudaPlace, CudaSegment
+from grpo_core.weights.socket import WeightConnection
+from grpo_trainer.errors import PolicyMismatch, UnreachableWeights
+
+
+@dataclass(frozen=True)
+class MappedWeights:
+    """The server's weight memory as tensors. `bytes_of` returns [nbytes] uint8 that shares the
+    memory."""
+
+    manifest: WeightManifest
+    device: torch.device
+    bytes_of: Callable[[TensorRegion], Tensor] = field(repr=False)
+
+    def view(self, region: TensorRegion) -> Tensor:
+        raw = self.bytes_of(region)
+        return raw.view(getattr(torch, region.dtype)).view(region.shape)
+
+    def address(self, region: TensorRegion) -> int:
+        return self.bytes_of(region).data_ptr()
+
+    def wait_until_written(self) -> None:
+        """Wait until the server can read every write of this process."""
+        if self.device.type == "cuda":  # a CPU's writes are visible at once
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' data type. Raises `PolicyMismatch` if they have several."""
+        names = sorted({region.dtype for region in self.manifest.parameters.values()})
+        if len(names) != 1:
+            raise PolicyMismatch(
+                f"the server's parameters have several data types: {names}; start the server "
+                "with one --dtype"
+            )
+        dtype: torch.dtype = getattr(torch, names[0])
+        return dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """The name without the prefix, such as "float32" or "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def map_weights(connection: WeightConnection) -> MappedWeights:
+    """Raises `UnreachableWeights` if the weights are on a GPU that this process cannot share."""
+    memory, manifest = connection.grant.memory, connection.grant.manifest
+    if isinstance(memory, CudaMemory):
+        opened = OpenedCuda.open(memory, OwnPlace.find())
+        return MappedWeights(manifest, opened.device, opened.bytes_of)
+    # The mapping stays valid after the descriptor is closed.
+    mapping = mmap.mmap(connection.fd, manifest.total_bytes, mmap.MAP_SHARED)
+    whole = torch.frombuffer(mapping, dtype=torch.uint8)
+    return MappedWeights(manifest, whole.device, lambda r: whole[r.offset : r.end])
+
+
+@dataclass(frozen=True)
+class OwnPlace:
+    """The GPUs and namespaces of this process. `devices`: index of each visible GPU, by UUID."""
+
+    devices: Mapping[str, int]
+    torch: str
+    pid_namespace: int
+    shm_filesystem: int
+
+    @classmethod
+    def find(cls) -> OwnPlace:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
+        return cls(
+            devices={uuid: index for index, uuid in enumerate(uuids)},
+            torch=torch_build(torch.__version__, torch.version.cuda),
+            pid_namespace=pid_namespace(),
+            shm_filesystem=shm_filesystem(),
+        )
+
+    def obstacles(self, server: CudaPlace) -> list[str]:
+        """Reasons why this process cannot share the server's memory; [] if there is none."""
+        problems = []
+        if server.device_uuid not in self.devices:
+            seen = ", ".join(self.devices) or "none"
+            problems.append(
+                f"the weights are on {server.device_name} {server.device_uuid}; this process sees "
+                f"{seen}: give both the same GPU (CUDA_VISIBLE_DEVICES, or the container's devices)"
+            )
+        if server.torch != self.torch:
+            problems.append(
+                f"the server runs torch {server.torch}, this process {self.torch}: install the "
+                "same build on both sides"
+            )
+        if server.pid_namespace != self.pid_namespace:
+            problems.append(
+                "server and trainer are in different PID namespaces, but CUDA finds the "
+                "exporting process by its PID: start one container in the PID namespace of the "
+                "other container (pid: service:...)"
+            )
+        if server.shm_filesystem != self.shm_filesystem:
+            problems.append(
+                "server and trainer have different /dev/shm, where torch counts users of "
+                "exported memory: let one container use the /dev/shm of the other container "
+                "(ipc: service:...), which needs ipc: shareable"
+            )
+        return problems
+
+
+@dataclass(frozen=True)
+class OpenedCuda:
+    """The server's memory segments in this process. `starts`: their offsets in the server."""
+
+    device: torch.device
+    starts: list[int]
+    storages: list[torch.UntypedStorage]
+
+    @classmethod
+    def open(cls, memory: CudaMemory, own: OwnPlace) -> OpenedCuda:
+        """Map every segment into this process.
+
+        Args:
+            own: where this process runs
+
+        Raises:
+            UnreachableWeights: lists every obstacle, or gives CUDA's error.
+        """
+        problems = own.obstacles(memory.place)
+        if problems:
+            raise unreachable(problems)
+        index = own.devices[memory.place.device_uuid]
+        try:
+            storages = [_opened(segment, index) for segment in memory.segments]
+        except RuntimeError as error:  # raised by torch and CUDA
+            raise unreachable([f"CUDA cannot open the server's memory: {error}"]) from error
+        starts = [segment.start for segment in memory.segments]
+        return cls(torch.device("cuda", index), starts, storages)
+
+    def bytes_of(self, region: TensorRegion) -> Tensor:
+        index = bisect_right(self.starts, region.offset) - 1
+        raw = torch.empty(0, dtype=torch.uint8, device=self.device)
+        within = region.offset - self.starts[index]
+        return raw.set_(self.storages[index], within, (region.nbytes,), (1,))
+
+
+def unreachable(problems: list[str]) -> UnreachableWeights:
+    return UnreachableWeights(
+        "the server's weights cannot be shared with this trainer:\n  " + "\n  ".join(problems)
+    )
+
+
+def _opened(segment: CudaSegment, device_index: int) -> torch.UntypedStorage:
+    """Open one segment. `device_index` counts this process's GPUs; the server may count
+    differently."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(
+        device_index,
+        bytes.fromhex(segment.handle),
+        segment.nbytes,
+        segment.handle_offset,
+        bytes.fromhex(segment.ref_counter),
+        segment.ref_counter_offset,
+        bytes.fromhex(segment.event),
+        segment.event_sync_required,
+    )
+    return storage

@@ -1,0 +1,136 @@
+"""Each fault that groups show by themselves is named, and honest groups are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.scored_group import ScoredGroup
+from grpo_trainer.checks.findings import CheckName, FindingLog
+from grpo_trainer.checks.groups import GroupCheck
+from grpo_trainer.data.groups import GroupLimits, usable_group
+from grpo_trainer.errors import UnusableGroup, UnusableReason
+
+END, PAD = 90, 91
+LIMITS = GroupLimits(100, seq_len=100, end_tokens=frozenset([END]))
+HELD = PolicyVersion(1, 5)
+PROMPT = [5, END, 6]
+ANSWERS = [[7, END], [8, END], [8, 9, END], [7, 8, 9, 10]]
+"""The last one reaches the limit of four tokens."""
+
+
+def group(answers: Sequence[list[int]] = ANSWERS, masked: int = 0, **changes: Any) -> ScoredGroup:
+    """Args: masked: number of tokens at the end of each answer that are not trained on"""
+    tokens = [PROMPT + answer for answer in answers]
+    ends = [len(row) - masked for row in tokens]
+    fields: dict[str, Any] = {
+        "tokens": tokens,
+        "masks": [
+            [MASKED] * 3 + row[3:end] + [MASKED] * masked
+            for row, end in zip(tokens, ends, strict=True)
+        ],
+        "inference_logprobs": [[PROMPT_LOGPROB] * 3 + [-0.5] * len(a) for a in answers],
+        "scores": [1.0, 0.0, 1.0, 0.0],
+        "generation_params": {"max_tokens": 4},
+        "group_overrides": {"policy_version": [[[1, 4], [1, 5]]] * 4},
+    }
+    return ScoredGroup.model_validate(fields | changes)
+
+
+def found(*batches: list[ScoredGroup]) -> list[str]:
+    """Names of the findings in the last batch."""
+    check, names = GroupCheck(LIMITS.end_tokens), []
+    for groups in batches:
+        usable = [usable_group(i, one, LIMITS) for i, one in enumerate(groups)]
+        names = [str(finding.check) for finding in check.findings(usable, HELD)]
+    return names
+
+
+def test_nothing_is_said_of_honest_groups() -> None:
+    assert found(*[[group()] * 16] * 20) == []
+
+
+FAULTS = {
+    CheckName.END_TOKEN_MASKED: group([[7, END], [8, END], [8, 9, END], [9, END]], masked=1),
+    CheckName.VERSION_AHEAD: group(group_overrides={"policy_version": [[[1, 5], [1, 6]]] * 4}),
+    CheckName.INCONSISTENT_SCORES: group([[7, END], [7, END], [8, END], [8, END]]),
+    CheckName.UNFINISHED_SCORED: group(scores=[1.0, 0.0, 0.0, 1.0]),
+    CheckName.EQUAL_SCORES: group(scores=[0.5] * 4),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_within_ten_batches(name: CheckName) -> None:
+    honest, faulty = [group()] * 4, [FAULTS[name]] * 4
+    assert name in found(*[honest] * 3, *[faulty] * 10)
+
+
+def test_a_reward_that_is_the_same_for_all_completions_is_named_after_three_batches() -> None:
+    flat = [group(scores=[0.0] * 4)]
+    assert found(flat, flat) == []
+    assert found(flat, flat, flat) == [CheckName.EQUAL_SCORES]
+    assert found(flat, flat, flat, flat) == []
+    assert found(flat, flat, [group(scores=[0.0, 0.0, 0.0, 0.1])]) == []
+    other = [group(scores=[1.0] * 4)]  # equal within each group, as for easy and hard prompts
+    assert found(flat, other, flat) == []
+
+
+HONEST = {
+    "all scores are equal": group(scores=[0.0] * 4, generation_params={"max_tokens": 1}),
+    "process rewards": group(scores=[0.0] * 4, advantages=[[0.5]] * 4),
+    "an end token added to a cut completion": group(
+        [[7, END], [8, END], [8, 9, END], [7, 8, 9, END]],
+        masks=[[MASKED] * 3 + row for row in ([7, END], [8, END], [8, 9, END], [7, 8, 9, MASKED])],
+    ),
+    "two turns, each below the limit": group(
+        [[7, 8, END, 6, 9, 10, END]] * 4,
+        masks=[[MASKED] * 3 + [7, 8, END, MASKED, 9, 10, END]] * 4,
+        scores=[1.0] * 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_groups_that_look_like_a_fault_pass(name: str) -> None:
+    batches = [[HONEST[name]] * 4 for _ in range(7)]
+    assert found(*batches) == []
+
+
+def test_one_score_for_all_is_no_fault_if_the_completions_are_equal() -> None:
+    assert found(*[[group([[7, END]] * 4, scores=[1.0] * 4)] * 16] * 20) == []
+
+
+@pytest.mark.parametrize(
+    ("answers", "changes", "reason"),
+    [
+        ([[7, END, PAD], [8, END, PAD]], {}, UnusableReason.TRAINED_AFTER_END),
+        ([[7, END, PAD], [8, END, PAD]], {"generation_params": {"ignore_eos": True}}, None),
+        ([[7, END], [8, END]], {"masks": [[MASKED, END, 6, n, END] for n in (7, 8)]}, "prompt"),
+        ([[7, END], [8, END]], {}, None),
+    ],
+)
+def test_a_token_after_a_trained_end_token_is_padding_or_prompt(
+    answers: list[list[int]], changes: dict[str, Any], reason: str | None
+) -> None:
+    one = group(answers, **{"scores": [1.0, 0.0], "group_overrides": None} | changes)
+    if reason is None:
+        usable_group(0, one, LIMITS)
+        return
+    with pytest.raises(UnusableGroup) as refused:
+        usable_group(0, one, LIMITS)
+    expected = UnusableReason.PROMPT_TRAINED if reason == "prompt" else reason
+    assert refused.value.reason == expected
+
+
+def test_a_finding_is_logged_once_in_fifty_steps_and_counted_every_time() -> None:
+    check, log = GroupCheck(LIMITS.end_tokens), FindingLog()
+    usable = [usable_group(0, FAULTS[CheckName.END_TOKEN_MASKED], LIMITS)]
+    with capture_logs() as logs:
+        counts = [log.report(check.findings(usable, HELD), step) for step in range(51)]
+    assert counts == [1] * 51
+    assert [entry["step"] for entry in logs] == [0, 50]

@@ -1,0 +1,245 @@
+"""The check of a publication detects every kind of wrong weights on the server."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.checks.served_weights import (
+    AlignmentProbe,
+    Bound,
+    ProbeLengths,
+    PublicationCheck,
+    SharedMemoryCheck,
+    require_alignment,
+)
+from grpo_trainer.errors import ServedWeightsDiffer
+from grpo_trainer.model.adapter import adapter_scaled
+from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, sampled_tokens
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from tests.unit.trainer.forward_rig import VOCABULARY, qwen
+from tests.unit.trainer.served_model import BLOCK, ServedModel
+from tests.unit.trainer.tiny_policy import LORA, model_directory, move, optimizer_of
+
+VERSION = PolicyVersion(1, 3)
+
+
+@dataclass
+class Run:
+    """A trainer of a tiny model, just before its third publication."""
+
+    policy: Any
+    base: Any
+    optimizer: MasterOptimizer
+    server: ServedModel
+    check: PublicationCheck
+    previous: Any = None
+
+    @classmethod
+    def of(cls, policy: Any, lr: float = 0.05) -> Run:
+        base, server = copy.deepcopy(policy), ServedModel(copy.deepcopy(policy))
+        check = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
+        run = cls(policy, base, optimizer_of(policy, lr), server, check)
+        for step in (0, 1):
+            run.update(step)
+            server.swap(policy, PolicyVersion(1, step + 1))
+            check.require(PolicyVersion(1, step + 1), "After step")
+        run.update(2)
+        return run
+
+    def update(self, step: int) -> None:
+        self.previous = copy.deepcopy(self.policy)
+        move(self.policy, self.optimizer, step)
+        self.check.prime()
+
+    def keep_cache(self) -> None:
+        """Only the sampled tokens can show it: fixed tokens are computed without the cache."""
+        self.server.blocks.clear()  # the server had dropped the prompt from its cache
+        self.server.swap(self.previous, VERSION)
+        self.check.prime()
+        self.server.swap(self.policy, VERSION, keep_cache=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(model_directory(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+@pytest.fixture(scope="module", params=["adapter", "whole model"])
+def run(request: pytest.FixtureRequest, model: str) -> Run:
+    torch.manual_seed(1)
+    weights = TrainedWeights(model, LORA if request.param == "adapter" else None)
+    return Run.of(weights.load(torch.float32).eval())
+
+
+@pytest.mark.parametrize(
+    ("serve", "told"),
+    [
+        (lambda r: r.server.swap(r.base, VERSION), "the model that it was started with"),
+        (lambda r: r.server.swap(r.previous, VERSION), "the weights of the previous publication"),
+        (lambda r: r.server.swap(r.policy, PolicyVersion(2, 0)), r"names policy version \(2, 0\)"),
+        (Run.keep_cache, r"fixed tokens agree .* are still in the server's KV cache"),
+    ],
+    ids=["base", "previous", "another version", "kept keys and values"],
+)
+def test_other_weights_are_refused_with_the_likely_cause(
+    serve: Callable[[Run], None], told: str, run: Run
+) -> None:
+    serve(run)
+    with pytest.raises(ServedWeightsDiffer, match=told):
+        run.check.require(VERSION, "After step 3")
+
+
+def test_an_adapter_of_another_scale_and_dropout_in_the_check_are_named(model: str) -> None:
+    lora = replace(LORA, dropout=0.5)
+    run = Run.of(TrainedWeights(model, lora).load(torch.float32).eval())
+    with adapter_scaled(run.policy, 4.0):
+        run.server.swap(run.policy, VERSION)
+    with pytest.raises(ServedWeightsDiffer, match=r"by 4 times the trainer's scale"):
+        run.check.require(VERSION, "After step 2")
+    run.server.swap(run.policy, VERSION)
+    run.policy.train()
+    with pytest.raises(ServedWeightsDiffer, match="dropout is on in the trainer's policy"):
+        run.check.require(VERSION, "After step 2")
+
+
+def test_the_published_weights_pass_with_the_distance_that_they_moved(run: Run) -> None:
+    run.server.swap(run.policy, VERSION)
+    check = copy.copy(run.check)  # a check that passes remembers these weights as the previous ones
+    found = check.require(VERSION, "After step 3")
+    assert found.mean < 1e-5
+    assert found.sampled_mean is not None
+    assert found.sampled_mean < 1e-5
+    assert found.moved > 0.01
+
+
+@pytest.mark.parametrize("served", ["base", "previous"])
+def test_an_update_below_the_tolerance_of_its_data_type_is_missed_if_absent(
+    served: str, model: str
+) -> None:
+    """In bfloat16 the noise is 0.003 and the tolerance 0.02; these updates move the logprobs by
+    0.021 and 0.012."""
+    torch.manual_seed(1)
+    run = Run.of(TrainedWeights(model).load(torch.bfloat16).eval(), lr=0.0015)
+    run.server.swap({"base": run.base, "previous": run.previous}[served], VERSION)
+    cause = {"base": "was started with, without", "previous": "previous publication"}[served]
+    with pytest.raises(ServedWeightsDiffer, match=cause):
+        run.check.require(VERSION, "After step 3")
+    run.server.swap(run.policy, VERSION)
+    assert 0.003 < run.check.require(VERSION, "After step 3").moved < 0.05
+
+
+NOISE = 3.6e-4
+"""In float32 the tolerance without noise is 2e-4."""
+
+
+def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_found(
+    model: str,
+) -> None:
+    torch.manual_seed(1)
+    policy = TrainedWeights(model).load(torch.float32).eval()
+    previous, optimizer = copy.deepcopy(policy), optimizer_of(policy, lr=0.0015)
+    server = ServedModel(copy.deepcopy(policy), PolicyVersion(1, 0), noise=NOISE)
+    check = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
+    probe = AlignmentProbe(policy)
+    assert check.require(PolicyVersion(1, 0), "At the start").mean == pytest.approx(NOISE, rel=0.05)
+    probe.require(server.served_logprobs, "Before the first step")
+
+    move(policy, optimizer, 0)
+    for served in (previous, policy):
+        server.swap(served, VERSION)
+        found = copy.copy(probe).measure(server.served_logprobs)
+        refusal = pytest.raises(ServedWeightsDiffer) if served is previous else nullcontext()
+        with refusal:
+            check.require(VERSION, "After step 1")
+        with refusal:
+            require_alignment(found, probe.bound.value, "After step 1")
+    assert found.moved > 4 * NOISE
+
+    server.noise = 4.2 * NOISE
+    beyond = copy.copy(probe).measure(server.served_logprobs)
+    for refused in (
+        lambda: check.require(VERSION, "After step 1"),
+        lambda: require_alignment(beyond, probe.bound.value, "After step 1"),
+    ):
+        with pytest.raises(ServedWeightsDiffer, match=r"tolerance 0\.0014"):
+            refused()
+
+
+def test_more_than_noise_before_any_update_is_refused(model: str) -> None:
+    policy = TrainedWeights(model).load(torch.float32).eval()
+    server = ServedModel(policy, PolicyVersion(1, 0), noise=4.2e-4)
+    with pytest.raises(ServedWeightsDiffer, match="not started with the trainer's --model"):
+        PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256)).require(
+            PolicyVersion(1, 0), "At the start"
+        )
+    with pytest.raises(ServedWeightsDiffer, match="Before the first step"):
+        AlignmentProbe(policy).require(server.served_logprobs, "Before the first step")
+
+
+def test_a_run_that_goes_on_takes_no_difference_for_noise(model: str) -> None:
+    policy = TrainedWeights(model).load(torch.float32).eval()
+    server = ServedModel(policy, PolicyVersion(1, 0), noise=1.5e-3)
+    check = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
+    check.bound = Bound(floor=1e-3)
+    with pytest.raises(ServedWeightsDiffer, match=r"tolerance 0\.001"):
+        check.require(PolicyVersion(1, 0), "At the start")
+    check.bound = Bound(floor=1e-3, noise=1e-3)
+    check.require(PolicyVersion(1, 0), "At the start")
+    assert check.bound.noise == 1e-3
+
+
+def test_cached_keys_and_values_are_found_in_shared_memory_too(model: str) -> None:
+    """Rollouts with top_p are not compared, so nothing else would find them."""
+    torch.manual_seed(1)
+    policy = TrainedWeights(model).load(torch.float32).eval()
+    optimizer = optimizer_of(policy, lr=0.0015)
+    server = ServedModel(copy.deepcopy(policy), PolicyVersion(1, 0))
+    check = SharedMemoryCheck(
+        AlignmentProbe(policy), policy, optimizer, server.served_logprobs, server.sample, 1
+    )
+    check.at_start()
+    move(policy, optimizer, 0)
+    server.swap(policy, VERSION, keep_cache=True)
+    with pytest.raises(ServedWeightsDiffer, match=r"After step 0, .* still in the server's KV"):
+        check.after_step(0)
+    server.swap(policy, VERSION)
+    assert check.after_step(1) is not None
+
+
+def test_small_updates_that_are_absent_add_up(model: str) -> None:
+    """Each update is within bfloat16's tolerance of 0.05."""
+    torch.manual_seed(1)
+    policy = TrainedWeights(model).load(torch.bfloat16).eval()
+    optimizer = optimizer_of(policy, lr=3e-4)
+    server = ServedModel(copy.deepcopy(policy), PolicyVersion(1, 0), noise=0.003)
+    check = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
+    check.require(PolicyVersion(1, 0), "At the start")
+    probe, last, off = AlignmentProbe(policy), 40, 0.0
+    with suppress(ServedWeightsDiffer):
+        for step in range(1, 100):
+            move(policy, optimizer, step)
+            server.swap(policy if step <= last else server.model, PolicyVersion(1, step))
+            off = probe.measure(server.served_logprobs).mean
+            check.require(PolicyVersion(1, step), f"After step {step}")
+    assert last < step < 99
+    assert off < 0.03
+
+
+def test_the_tokens_that_are_compared_are_ones_that_the_policy_samples() -> None:
+    """Noise of tokens that the policy would never sample does not matter for training."""
+    policy = qwen(tie_word_embeddings=False)
+    random_state = torch.random.get_rng_state()
+    tokens = sampled_tokens(policy)
+    assert tokens == sampled_tokens(policy)
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    likely, unlikely = (logprobs_of(policy, t).mean() for t in (tokens, probe_tokens(VOCABULARY)))
+    assert likely > unlikely + 2

@@ -1,0 +1,105 @@
+"""The self-test passes with every objective, and names each fault that is put into the code."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_trainer import gradients as accumulate
+from grpo_trainer.checks.self_test import SelfTest
+from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.errors import SelfTestFailed
+from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.model.forward import FastForward, build_forward_pass
+from grpo_trainer.model.packing import PADDED
+from grpo_trainer.model.reference import Reference
+from grpo_trainer.objectives import RECIPES
+from tests.silent_faults import faults
+from tests.silent_faults.faults import Fault, micro_batch_dropped
+from tests.unit.trainer.forward_rig import adapted, qwen
+from tests.unit.trainer.tiny_policy import optimizer_of
+
+
+def self_test_of(
+    policy: Any, forward: FastForward, reference: Reference | None, settings: TrainerSettings
+) -> SelfTest:
+    optimizer = optimizer_of(policy)
+    accumulate = partial(accumulate_gradients, policy, forward=forward, optimizer=optimizer)
+    return SelfTest(policy, forward, reference, optimizer, settings, accumulate)
+
+
+def bench(policy: Any = None, **options: Any) -> SelfTest:
+    policy = policy or adapted()
+    command = CommandLine.model_validate({"model": "m", "mode": "lora_only"} | options)
+    settings = command.settings()
+    forward = build_forward_pass(policy, settings)
+    reference = Reference(policy, forward, is_policy=True) if settings.kl_coef else None
+    return self_test_of(policy, forward, reference, settings)
+
+
+def message(test: SelfTest) -> str:
+    """Of the failure; empty without one."""
+    try:
+        test.require()
+    except SelfTestFailed as failure:
+        return str(failure)
+    return ""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_objective_passes_and_leaves_no_trace(name: str) -> None:
+    test = bench(adapted(dropout=0.5), objective=name, kl_coef=0.1, lora_dropout=0.5)
+    random = torch.get_rng_state()
+    before = [master.clone() for master in test.optimizer.masters]
+    assert message(test) == ""
+    assert all(map(torch.equal, before, test.optimizer.masters))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not any(gradient is not None for gradient in test.optimizer.gradients.tensors)
+
+
+@pytest.mark.parametrize("changes", [{"entropy_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "reward"}])
+def test_other_parts_of_the_loss_pass(changes: dict[str, Any]) -> None:
+    assert message(bench(**changes)) == ""
+
+
+def test_a_whole_model_passes() -> None:
+    policy = qwen()
+    settings = CommandLine(model="m", mode="none").settings()
+    forward = FastForward(PADDED)
+    assert message(self_test_of(policy, forward, None, settings)) == ""
+
+
+def dropout_on(patch: pytest.MonkeyPatch) -> None:
+    def switch_on(policy: Any) -> list[Any]:
+        policy.train()
+        return []
+
+    patch.setattr(accumulate, "adapter_dropouts", switch_on)
+
+
+FAULTS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "micro-batch": (micro_batch_dropped, {}, "a micro-batch is left out"),
+    "dropout": (dropout_on, {"lora_dropout": 0.5}, "dropout is on"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_it, options, words = FAULTS[name]
+    policy = adapted(dropout=options.get("lora_dropout", 0.0))
+    break_it(monkeypatch)
+    assert words in message(bench(policy, **options))
+
+
+EVERY_FAULT = faults.FAULTS | faults.ALSO
+
+
+@pytest.mark.parametrize("fault", EVERY_FAULT.values(), ids=EVERY_FAULT)
+def test_every_fault_changes_code_that_exists(fault: Fault) -> None:
+    """`make silent-faults` takes an hour, so it is run rarely."""
+    with pytest.MonkeyPatch.context() as patch:
+        fault.sabotage(patch)

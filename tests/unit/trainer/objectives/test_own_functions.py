@@ -1,0 +1,80 @@
+"""The user's own loss and advantages, by path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_trainer.checks.own_functions import require_own_functions
+from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.collate import group_advantages
+from grpo_trainer.data.groups import usable_group
+from grpo_trainer.errors import FunctionUnusable
+from grpo_trainer.losses import policy_loss
+from tests.unit.trainer.groups import LIMITS, good
+
+OWN = """
+def squared(tokens, objective):
+    surrogate = tokens.ratio.square() * tokens.advantages
+    return -(tokens.weight * surrogate).sum()
+
+def doubled(groups):
+    return [2 * (scores - scores.mean()) for scores in groups]
+"""
+LOSS = "def own(tokens, objective):\n    return "
+ADVANTAGE = "def own(groups):\n    return "
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "my.py").write_text(OWN)
+    return str(tmp_path / "my.py")
+
+
+def settings(**options: object) -> TrainerSettings:
+    given = {"model": "m", "mode": "shared_vllm", **options}
+    return CommandLine.model_validate(given).settings()
+
+
+def test_they_take_the_place_of_the_named_ones(own: str) -> None:
+    objective = settings(loss=f"{own}:squared", advantage=f"{own}:doubled").resolved_objective
+    require_own_functions(objective)
+    columns = (torch.tensor([[-1.0]]), torch.tensor([[3.0]]), torch.tensor([[0.5]]))
+    logp = torch.tensor([[-1.0]]) + torch.tensor(2.0).log()
+    assert float(policy_loss(logp, *columns, objective)) == pytest.approx(-0.5 * 4 * 3)
+    usable = usable_group(0, good(0, scores=[0.0, 1.0]), LIMITS)
+    (found,) = group_advantages([usable], objective)
+    assert found.tolist() == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("option", "code", "problem"),
+    [
+        ("loss", LOSS + "tokens.weight", "expected a scalar tensor"),
+        ("loss", LOSS + "tokens.weight.sum()", "has no gradient"),
+        ("loss", LOSS + "(tokens.logp / 0).sum()", "the loss is -inf"),
+        ("loss", LOSS + "0 * tokens.logp.sum()", "is missing, 0, NaN"),
+        ("loss", LOSS + "tokens.logp.sum()", "whose weight is 0 have a gradient"),
+        ("loss", LOSS + "tokens.nothing", "it raised AttributeError"),
+        ("loss", "def other(tokens, objective): pass", "no function own"),
+        ("loss", "import nothing_of_that_name", "ModuleNotFoundError"),
+        ("advantage", ADVANTAGE + "groups[:1]", "as many advantages as the group has"),
+        ("advantage", ADVANTAGE + "[scores / 0 for scores in groups]", "is NaN or infinite"),
+    ],
+)
+def test_what_is_wrong_with_them_is_named(
+    option: str, code: str, problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "my.py").write_text(code + "\n")
+    objective = settings(**{option: f"{tmp_path}/my.py:own"}).resolved_objective
+    with pytest.raises(FunctionUnusable, match=problem) as caught:
+        require_own_functions(objective)
+    assert str(caught.value).startswith(f"--{option} ")
+
+
+def test_a_name_that_is_neither_known_nor_a_path_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match=r"expected clip, cispo.* or FILE\.py:FUNCTION"):
+        settings(loss="clop")
