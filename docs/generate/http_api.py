@@ -44,8 +44,8 @@ def fields(record: str) -> str:
 def _document() -> Json:
     from fastapi import FastAPI
 
-    from grpo_api.http.openapi import describe
     from grpo_api.routes import admin, environments, groups, trainer
+    from grpo_api.routes.openapi import describe
 
     app = FastAPI(generate_unique_id_function=lambda route: route.name)
     for nouns in (environments, groups, trainer, admin):

@@ -9,15 +9,15 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from grpo_api.delivery.dispatch import BatchDispatcher, enrol_trainer
+from grpo_api.batches import BatchDispatcher, enrol_trainer
 from grpo_api.errors import StoreUnavailable
-from grpo_api.http.shutdown import Lifetime
-from grpo_api.ingest.submit import Intake, Patience
-from grpo_api.planning.run_view import Limits
+from grpo_api.lifetime import Lifetime
+from grpo_api.planning.run import Limits
 from grpo_api.store import RunStore
-from grpo_api.store.group_codec import pack, unpack
+from grpo_api.store.payloads import pack, unpack
 from grpo_api.store.redis import RedisLink
 from grpo_api.store.results import Acknowledged, DueBatch, Outcomes, Poll, Submission
+from grpo_api.submissions.intake import Intake, Patience
 from grpo_core.wire.run_api import EnvironmentRegistration, Registration
 from grpo_core.wire.scored_group import ScoredGroup
 from tests.integration.run_api_calls import ENVIRONMENT, REGISTRATION, group

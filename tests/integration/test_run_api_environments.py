@@ -8,8 +8,8 @@ from __future__ import annotations
 import httpx
 import redis
 
-from grpo_api.store.environments import GONE_TIMEOUTS
 from grpo_api.store.redis import layout_prefix
+from grpo_api.store.registrations import GONE_TIMEOUTS
 from tests.fixtures.run_api import ENVIRONMENT_TIMEOUT_S, RUN_ID
 from tests.integration.run_api_calls import (
     ENVIRONMENT,

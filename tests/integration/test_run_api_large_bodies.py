@@ -18,11 +18,11 @@ import httpx
 import psutil
 import pytest
 
-from grpo_api.delivery.stream import group_pieces
+from grpo_api.batches import group_pieces
 from grpo_api.errors import StoreUnavailable
 from grpo_api.http.request_body import RawBody
-from grpo_api.ingest.decode import SubmissionDecoder, decode_group
-from grpo_api.store.group_codec import compress, stored
+from grpo_api.store.payloads import compress, stored
+from grpo_api.submissions.decode import SubmissionDecoder, decode_group
 from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
 from tests.integration.run_api_calls import group, start, status, submit
 from tests.support.wait import DEADLINE_S, wait_for_async

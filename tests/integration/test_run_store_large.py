@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from grpo_api.errors import GroupRefused, QueueFull, Refused, StoreUnavailable
-from grpo_api.ingest.waiting_line import MAX_WAITING, Ticket
+from grpo_api.submissions.intake import MAX_WAITING, Ticket
 from tests.integration.run_store_rig import LARGE, LIMITS, PATIENT, Run, open_run
 from tests.support.wait import wait_for_async
 

@@ -11,29 +11,27 @@ import structlog
 import uvloop
 from fastapi import FastAPI
 
-from grpo_api.delivery.dispatch import BatchDispatcher
-from grpo_api.http.allocator import keep_freed_memory
+from grpo_api.batches import BatchDispatcher
 from grpo_api.http.error_responses import answer_errors
 from grpo_api.http.middleware import (
     CompressionMiddleware,
     RequestMiddleware,
     RouteTemplates,
 )
-from grpo_api.http.openapi import OPEN_PATHS, OPENAPI_PATH, describe
 from grpo_api.http.request_body import BodyReader
-from grpo_api.http.server import HttpServer
-from grpo_api.http.shutdown import Lifetime
-from grpo_api.ingest.decode import SubmissionDecoder
-from grpo_api.ingest.submit import Intake, Patience
-from grpo_api.observability.logging import forward_library_logs
-from grpo_api.observability.metrics import Metrics
-from grpo_api.planning.run_view import Limits
+from grpo_api.http.server import HttpServer, forward_library_logs, keep_freed_memory
+from grpo_api.lifetime import Lifetime
+from grpo_api.metrics import Metrics
+from grpo_api.planning.run import Limits
 from grpo_api.routes import admin, environments, groups, trainer
 from grpo_api.routes.dependencies import MAX_RECORD_BYTES, AppServices
+from grpo_api.routes.openapi import OPEN_PATHS, OPENAPI_PATH, describe
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
-from grpo_api.store.disk import watch_disk
-from grpo_api.store.redis import RedisLink, check_redis
+from grpo_api.store.redis import RedisLink
+from grpo_api.store.redis_checks import check_redis, watch_disk
+from grpo_api.submissions.decode import SubmissionDecoder
+from grpo_api.submissions.intake import Intake, Patience
 from grpo_core.logs import configure_logging
 from grpo_core.redis.server import LocalRedis, disk_bytes
 from grpo_core.redis.url import local_redis_directory

@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from grpo_api.errors import ShuttingDown
 from grpo_api.http.error_responses import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, not_now
-from grpo_api.http.shutdown import Lifetime, was_held
-from grpo_api.observability.metrics import Metrics
+from grpo_api.lifetime import Lifetime, was_held
+from grpo_api.metrics import Metrics
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _HEADER = REQUEST_ID_HEADER.encode()

@@ -10,16 +10,16 @@ from typing import Annotated, TypeVar
 from fastapi import Depends, Header, Request
 from pydantic import BaseModel, ValidationError
 
-from grpo_api.delivery.dispatch import BatchDispatcher
+from grpo_api.batches import BatchDispatcher
 from grpo_api.errors import Refused
 from grpo_api.http.error_responses import invalid
 from grpo_api.http.request_body import BodyReader, inflate
-from grpo_api.http.shutdown import Lifetime
-from grpo_api.ingest.decode import SubmissionDecoder
-from grpo_api.ingest.submit import Intake
-from grpo_api.observability.metrics import Metrics
-from grpo_api.planning.run_view import Limits
+from grpo_api.lifetime import Lifetime
+from grpo_api.metrics import Metrics
+from grpo_api.planning.run import Limits
 from grpo_api.store import RunStore
+from grpo_api.submissions.decode import SubmissionDecoder
+from grpo_api.submissions.intake import Intake
 from grpo_core.wire.run_api import EnvironmentId, EnvironmentRegistration, Registration
 
 

@@ -6,15 +6,14 @@ import structlog
 from fastapi import APIRouter
 
 from grpo_api.errors import Refused
-from grpo_api.http.openapi import json_body, refusals
-from grpo_api.planning.env_status import environment_status
-from grpo_api.planning.run_view import RunView
+from grpo_api.planning.run import RunView, environment_status
 from grpo_api.routes.dependencies import (
     EnvironmentIdBody,
     EnvironmentRegistrationBody,
     IdempotencyKey,
     Services,
 )
+from grpo_api.routes.openapi import json_body, refusals
 from grpo_api.routes.responses import (
     EnvironmentEnrolled,
     Failed,

@@ -9,11 +9,9 @@ from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
-from grpo_api.delivery.stream import group_answer
+from grpo_api.batches import group_answer
 from grpo_api.errors import GroupRefused, Refused
 from grpo_api.http.middleware import accepts_gzip
-from grpo_api.http.openapi import json_body, refusals
-from grpo_api.ingest.decode import Decode, Decoded, decode_group, decode_groups
 from grpo_api.routes.dependencies import (
     IdempotencyKey,
     RunUuid,
@@ -21,6 +19,7 @@ from grpo_api.routes.dependencies import (
     checked_key,
     services_of,
 )
+from grpo_api.routes.openapi import json_body, refusals
 from grpo_api.routes.responses import (
     GroupBuffered,
     GroupReceived,
@@ -30,6 +29,7 @@ from grpo_api.routes.responses import (
 )
 from grpo_api.store.results import Outcomes, Submission
 from grpo_api.store.stats import Refusal
+from grpo_api.submissions.decode import Decode, Decoded, decode_group, decode_groups
 from grpo_core.wire.run_api import RUN_UUID_HEADER
 from grpo_core.wire.scored_group import ScoredGroup
 

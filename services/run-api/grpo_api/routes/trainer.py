@@ -11,12 +11,11 @@ import structlog
 from fastapi import APIRouter, Depends, Header, Path, Query
 from fastapi.responses import StreamingResponse
 
-from grpo_api.delivery.dispatch import enrol_trainer
-from grpo_api.delivery.stream import batch_pieces, begun, gzipped
+from grpo_api.batches import batch_pieces, begun, enrol_trainer, gzipped
 from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
 from grpo_api.http.middleware import accepts_gzip
-from grpo_api.http.openapi import json_body, linked, refusals
 from grpo_api.routes.dependencies import RegistrationBody, Services
+from grpo_api.routes.openapi import json_body, linked, refusals
 from grpo_api.routes.responses import (
     BatchesAcknowledged,
     LeasedBatch,
@@ -27,7 +26,7 @@ from grpo_api.routes.responses import (
     TrainerNames,
 )
 from grpo_api.store import RunStore
-from grpo_api.store.results import DueBatch, Lease, Poll
+from grpo_api.store.results import DueBatch, Poll
 from grpo_core.wire.run_api import Registration, TrainerEnrolled, TrainerInfo
 
 _NOTHING_REGISTERED = -1
@@ -161,7 +160,7 @@ async def batch(
 
 async def _answer(store: RunStore, due: DueBatch, compressed: bool) -> StreamingResponse:
     is_plain = bool(due.answer)
-    head = b"" if is_plain else _head(due.lease)
+    head = b"" if is_plain else _head(due)
     pieces = await begun(batch_pieces(store.payloads, due, head))
     encoded = gzipped(pieces) if compressed else pieces
     # the middleware adds Vary to an answer that is not compressed here
@@ -170,10 +169,10 @@ async def _answer(store: RunStore, due: DueBatch, compressed: bool) -> Streaming
     return StreamingResponse(body, media_type="application/json", headers=headers)
 
 
-def _head(lease: Lease) -> bytes:
+def _head(due: DueBatch) -> bytes:
     """The start of a leased batch's JSON, before its groups."""
-    under = json.dumps(lease.received_under, separators=(",", ":"))
-    return f'"batch_id":{lease.batch_id},"received_under":{under},'.encode()
+    under = json.dumps(due.lease.received_under, separators=(",", ":"))
+    return f'"batch_id":{due.lease.batch_id},"received_under":{under},'.encode()
 
 
 async def _noting_delivery(

@@ -6,13 +6,12 @@ Every change to more than one key is one Lua script, so several run-api processe
 from __future__ import annotations
 
 from grpo_api.store.batches import BatchStore
-from grpo_api.store.environments import EnvironmentStore
 from grpo_api.store.groups import GroupStore
 from grpo_api.store.keys import STATE_KEYS, former_keys
 from grpo_api.store.payloads import PayloadStore
 from grpo_api.store.redis import RedisLink
+from grpo_api.store.registrations import EnvironmentStore, TrainerStore
 from grpo_api.store.stats import StatsStore
-from grpo_api.store.trainer import TrainerStore
 
 
 class RunStore:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_api.errors import Refused
-from grpo_api.planning.run_view import Limits
-from grpo_api.planning.submission import IntakeState, Placement
+from grpo_api.planning.placement import IntakeState, Placement
+from grpo_api.planning.run import Limits
 from grpo_api.store.keys import (
     RECEIPT_S,
     env_field,

@@ -49,11 +49,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from grpo_api.planning.batch import Bundle, StoredGroup
 from grpo_api.planning.subset_sum import Kind
 from grpo_api.store.redis import RedisLink
-from grpo_api.store.results import Lease
 from grpo_core.wire.policy_version import PolicyVersion
 
 NO_ENVIRONMENT = "-"
@@ -89,6 +89,24 @@ _FORMER_LAYOUTS = {
 """Keys of previous layouts, by the text after the run's prefix. Layout 1 had no number. Layout 2
 did not store under which version a group was received, layout 3 not which plain poll got a batch.
 """
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A batch that was handed out and is not acknowledged yet.
+
+    Attributes:
+        age_at_lease_s: time in the queue of its oldest group, when the batch was formed.
+        group_ids: ids of its groups, in the order of the batch.
+        received_under: for each group, the version that was served when run-api received it.
+    """
+
+    batch_id: int
+    step: int
+    sequences: int
+    age_at_lease_s: float
+    group_ids: tuple[int, ...]
+    received_under: tuple[PolicyVersion | None, ...]
 
 
 def former_keys(link: RedisLink, *names: str) -> list[str]:

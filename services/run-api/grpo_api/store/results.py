@@ -6,28 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from grpo_api.planning.submission import IntakeState
-from grpo_api.store.group_codec import PackedGroup
+from grpo_api.planning.placement import IntakeState
+from grpo_api.store.keys import Lease
+from grpo_api.store.payloads import PackedGroup
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import Registration
-
-
-@dataclass(frozen=True)
-class Lease:
-    """A batch that was handed out and is not acknowledged yet.
-
-    Attributes:
-        age_at_lease_s: time in the queue of its oldest group, when the batch was formed.
-        group_ids: ids of its groups, in the order of the batch.
-        received_under: for each group, the version that was served when run-api received it.
-    """
-
-    batch_id: int
-    step: int
-    sequences: int
-    age_at_lease_s: float
-    group_ids: tuple[int, ...]
-    received_under: tuple[PolicyVersion | None, ...]
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_api.planning.batch import Bundle, plan_batch
-from grpo_api.planning.quotas import Demand
+from grpo_api.planning.batch import Bundle, Demand, plan_batch
 from grpo_api.planning.subset_sum import Kind, Stock, can_make
 from tests.unit.api.builders import bundle, queues
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_api.planning.env_status import environment_status
-from grpo_api.planning.run_view import Environment, Fill, Limits, RunCounters, RunView
+from grpo_api.planning.run import (
+    Environment,
+    Fill,
+    Limits,
+    RunCounters,
+    RunView,
+    environment_status,
+)
 from grpo_api.planning.subset_sum import Kind
 from grpo_core.wire.run_api import EnvironmentStatus
 from tests.unit.api.builders import environment

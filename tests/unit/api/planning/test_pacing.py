@@ -9,8 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_api.planning.batch import Bundle, plan_batch
-from grpo_api.planning.env_status import environment_status
-from grpo_api.planning.run_view import Environment, Fill, Limits, RunCounters, RunView
+from grpo_api.planning.run import (
+    Environment,
+    Fill,
+    Limits,
+    RunCounters,
+    RunView,
+    environment_status,
+)
 from tests.unit.api.builders import bundle, environment
 
 NOTHING = Fill(groups=0, stored_bytes=0)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_api.errors import GroupRefused
-from grpo_api.planning.quotas import batch_size_conflicts, why_unservable
-from grpo_api.planning.submission import (
+from grpo_api.planning.batch import batch_size_conflicts, why_unservable
+from grpo_api.planning.placement import (
     MAX_BUFFERED_GROUPS,
     Arrival,
     Buffer,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ValidationError
 
-from grpo_api.http.openapi import body_schema
+from grpo_api.routes.openapi import body_schema
 from grpo_core.wire.run_api import EnvironmentId, EnvironmentRegistration, Registration
 from grpo_core.wire.scored_group import ScoredGroup
 

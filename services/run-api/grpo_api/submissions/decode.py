@@ -28,9 +28,9 @@ from grpo_api.http.request_body import (
     inflate,
     inflate_member,
 )
-from grpo_api.ingest.group_scan import scan_group
-from grpo_api.ingest.waiting_line import in_turn
-from grpo_api.store.group_codec import PackedGroup, compress, pack, stored
+from grpo_api.store.payloads import PackedGroup, compress, pack, stored
+from grpo_api.submissions.group_scan import scan_group
+from grpo_api.submissions.intake import in_turn
 from grpo_core.wire.scored_group import ScoredGroup
 
 MAX_GROUPS = 1024
