@@ -9,7 +9,6 @@ import pytest
 import redis
 
 from grpo_api.store.redis import layout_prefix
-from grpo_api.store.stats import Refusal
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire.run_api import EnvironmentCount, Registration
@@ -148,8 +147,8 @@ async def test_a_command_that_is_sent_twice_counts_once(
 ) -> None:
     async with open_run(redis_url, "refusals") as run:
         run.link.repeats_scripts = True
-        await run.store.stats.count_refusal(Refusal("no", groups=3))
+        await run.store.stats.count_refusal("no", groups=3)
         run.link.loses_answer_of = "count_refusal"
-        await run.store.stats.count_refusal(Refusal("no answer"))  # is only logged
+        await run.store.stats.count_refusal("no answer")  # is only logged
         stats = await run.store.stats.read()
         assert (stats.refused_groups, stats.last_refusal) == (4, "no answer")

@@ -23,9 +23,8 @@ async def test_nothing_is_left_of_acknowledged_groups(run: Run) -> None:
         assert await run.poll() == [marker, marker + 1, marker + 1]
     assert await run.poll() is None
     assert await run.payloads() == 1  # the latest example
-    counters = (await run.store.environments.view()).counters
-    assert counters.queued == {}
-    assert counters.max_group_size == 1
+    view = await run.store.registrations.view()
+    assert (view.queued, view.max_group_size) == ({}, 1)
     assert await run.link.call("EXISTS", f"{run.link.prefix}buffers") == 0
 
 

@@ -46,7 +46,7 @@ async def test_repeated_calls_happen_once(run: Run) -> None:
     assert await run.poll() == [1, 2]
     assert await run.status() == (1, 1)
     assert await run.start_environment() == 0
-    assert len((await run.store.environments.view()).environments) == 1
+    assert len((await run.store.registrations.view()).environments) == 1
     await run.submit(4, 5, size=1, env_id=0)
     assert await run.status() == (1, 3)
     assert await run.poll() == [3, 4, 5]

@@ -8,11 +8,11 @@ import pytest
 
 from grpo_api.errors import (
     BatchesByLease,
-    LeasesFull,
+    LeasesTooLarge,
     StoreUnavailable,
-    TrainerSuperseded,
+    SupersededTrainer,
 )
-from grpo_api.store.results import Acknowledged
+from grpo_api.store.batches import Acknowledged
 from tests.integration.run_store_rig import Interruption, Run, open_run
 
 FOR_EVER_S = 3600.0
@@ -68,9 +68,9 @@ async def test_a_trainer_that_registers_again_gets_the_batches_it_did_not_acknow
     await run.acknowledge(1)
     former = run.trainer_id
     await run.register()
-    with pytest.raises(TrainerSuperseded):
+    with pytest.raises(SupersededTrainer):
         await run.lease(after=3, trainer_id=former)
-    with pytest.raises(TrainerSuperseded):
+    with pytest.raises(SupersededTrainer):
         await run.store.batches.acknowledge(former, 2)
     assert [await run.lease(after) for after in (0, 2, 3)] == [[2, 3], [4, 5], [6, 7]]
     assert await run.status() == (4, 0)
@@ -98,7 +98,7 @@ async def test_leases_that_hold_too_much_have_to_be_acknowledged_first(redis_url
     async with open_run(redis_url, "lease-limit", max_leased_bytes=1) as run:
         await run.submit(*range(4))
         assert await run.lease(after=0) == [0, 1]
-        with pytest.raises(LeasesFull):
+        with pytest.raises(LeasesTooLarge):
             await run.lease(after=1)
         assert await run.lease(after=0) == [0, 1]
         await run.acknowledge(1)

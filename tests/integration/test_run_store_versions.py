@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_api.store.results import DueBatch, Poll
+from grpo_api.store.batches import Lease, Poll
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.weights.served_store import RedisServedStore, ServedWeights
@@ -16,7 +16,6 @@ from tests.integration.run_store_rig import (
     DEADLINE_S,
     LARGE,
     LIMITS,
-    PATIENT,
     Run,
     open_run,
 )
@@ -36,17 +35,17 @@ class VersionedRun:
     async def serve(self, version: PolicyVersion) -> None:
         await self._record.save(ServedWeights(WeightRef(version=version, kind=WeightKind.MEMORY)))
 
-    async def leased(self, after: int) -> DueBatch:
-        due = await self.run.dispatcher.next_batch(Poll(self.run.trainer_id, after), 0.0)
-        assert due is not None
-        return due
+    async def leased(self, after: int) -> Lease:
+        lease = await self.run.dispatcher.next_batch(Poll(self.run.trainer_id, after), 0.0)
+        assert lease is not None
+        return lease
 
     async def received_under(self, after: int) -> list[tuple[int, PolicyVersion | None]]:
         """The marker and the version of each group in the batch after `after`."""
-        due = await self.leased(after)
-        markers = await self.run.markers(due)
+        lease = await self.leased(after)
+        markers = await self.run.markers(lease)
         assert markers is not None
-        return list(zip(markers, due.lease.received_under, strict=True))
+        return list(zip(markers, lease.received_under, strict=True))
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ async def versioned(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     # with the usual deadline, the record would reach Redis late on a slow machine
     monkeypatch.setattr("grpo_vllm.weights.served_store.ATTEMPT_DEADLINE_S", DEADLINE_S)
     async with (
-        open_run(redis_url, RUN_ID, replace(LIMITS, queued_groups=4), PATIENT) as run,
+        open_run(redis_url, RUN_ID, replace(LIMITS, queued_groups=4), full_s=DEADLINE_S) as run,
         RedisServedStore(redis_url, RUN_ID) as record,
     ):
         keys = run.link.served_weights, run.link.followed_server

@@ -1,29 +1,28 @@
-"""Registers trainers and hands out batches to them.
+"""Hands batches to trainers: plans and leases them, and streams their groups.
 
-Both plan from metadata, then commit in Redis. If the run changed in between, they plan again.
+A plan is made from metadata and then committed in Redis. If the run changed in between, the next
+plan is made.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Sequence
 
 import structlog
-from isal import isal_zlib
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import Response, StreamingResponse
 
-from grpo_api.errors import BatchGone, Refused, StoreUnavailable
-from grpo_api.lifetime import Lifetime
-from grpo_api.planning.batch import Bundle, batch_size_conflicts, plan_batch
+from grpo_api.errors import BatchGone
+from grpo_api.planning.batch import Bundle, plan_batch
 from grpo_api.planning.run import RunView
 from grpo_api.store import RunStore
+from grpo_api.store.batches import Lease, OpenPoll, PlanLost, Poll
 from grpo_api.store.keys import parse_queue
 from grpo_api.store.payloads import PayloadStore, unpack, unpacked_bytes
-from grpo_api.store.results import BatchSizeDiffers, DueBatch, OpenPoll, PlanLost, Poll, Registered
+from grpo_api.waiting import Lifetime
 from grpo_core.deadline import Deadline
-from grpo_core.wire.run_api import Registration
 
 _MAX_PLANS = 8
 _POLL_S = 0.01
@@ -33,45 +32,14 @@ _PLAN_AT_LEAST_EVERY_S = 1.0
 """When an environment stops polling, the minimums of a batch change without any new group."""
 _PLANNED_INLINE = 500
 """Up to this many queue entries are planned on the event loop: that takes milliseconds."""
+_GROUPS_AT_A_TIME = 8
+_PIECE_BYTES = 256 * 1024
+"""Bytes that are compressed before other requests get a turn: about a millisecond."""
+_UNPACKED_INLINE = 1024 * 1024
+"""Bytes of JSON that take a millisecond or two. Larger groups are unpacked in a thread;
+decompression releases the interpreter lock."""
 
 _log = structlog.get_logger()
-
-
-async def enrol_trainer(store: RunStore, registration: Registration) -> Registered:
-    """Carry out `POST /register`.
-
-    Raises:
-        Refused: 409, the queued groups or environments do not fit the new batch size.
-        StoreUnavailable: Redis is unreachable, or the run changed during the check.
-    """
-    outcome = await store.trainer.register(registration)
-    if isinstance(outcome, BatchSizeDiffers):
-        await _check_batch_size(store, registration.batch_size, outcome)
-        outcome = await store.trainer.register(registration, approved=outcome.fingerprint)
-    if isinstance(outcome, BatchSizeDiffers):
-        raise StoreUnavailable(
-            "the queue or the environments changed while run-api checked batch_size "
-            f"{registration.batch_size}; register again"
-        )
-    return outcome
-
-
-async def _check_batch_size(store: RunStore, batch_size: int, differs: BatchSizeDiffers) -> None:
-    run = await store.environments.view()
-    group_size_of = {e.env_id: e.registration.group_size for e in run.connected()}
-    reasons = batch_size_conflicts(batch_size, group_size_of, run.counters.queued)
-    if differs.unacknowledged:
-        reasons.insert(
-            0,
-            f"{differs.unacknowledged} batches of {differs.current} sequences are unacknowledged",
-        )
-    if reasons:
-        raise Refused(
-            409,
-            f"the run's batch_size cannot change from {differs.current} to {batch_size}, because "
-            f"{'; '.join(reasons)}. Register with batch_size {differs.current}, use another run "
-            "id, or clear the run with GET /reset_data",
-        )
 
 
 class BatchDispatcher:
@@ -81,21 +49,20 @@ class BatchDispatcher:
         self._store = store
         self._lifetime = lifetime
 
-    async def next_batch(self, poll: Poll, wait_s: float) -> DueBatch | None:
+    async def next_batch(self, poll: Poll, wait_s: float) -> Lease | None:
         """Return the unacknowledged batch after `poll.after`, or form a new one.
 
         None if no batch was complete within `wait_s`. Repeating the call returns the same batch.
 
         Raises:
-            TrainerNotRegistered, TrainerSuperseded, BatchUnknown, LeasesFull, StoreUnavailable
+            TrainerNotRegistered, SupersededTrainer, BatchUnknown, LeasesTooLarge, StoreUnavailable
         """
         deadline = Deadline(wait_s)
         while True:
             arrivals = await self._store.batches.arrivals() if wait_s else 0
             began = time.monotonic()
-            due = await self._next(poll)
-            if due is not None:
-                lease = due.lease
+            lease = await self._next(poll)
+            if lease is not None:
                 _log.info(
                     "batch.handed_out",
                     batch_id=lease.batch_id,
@@ -103,27 +70,26 @@ class BatchDispatcher:
                     groups=len(lease.group_ids),
                     sequences=lease.sequences,
                     age_s=round(lease.age_at_lease_s, 3),
-                    handed_out_before=due.again,
+                    handed_out_before=lease.again,
                 )
-                return due
+                return lease
             poll_s = max(_POLL_S, (time.monotonic() - began) / _PLAN_SHARE)
             if not await self._wait_for_change(arrivals, deadline, poll_s):
                 return None
 
-    async def by_plain_poll(self, answer: str, wait_s: float) -> DueBatch | None:
+    async def by_plain_poll(self, claim: str, wait_s: float) -> Lease | None:
         """The same for a plain poll: one without a trainer id, which cannot acknowledge.
 
         A plain poll acknowledges every batch that was delivered in full. A batch that was not is
-        handed out again, unless another answer is still sending it. So concurrent plain polls get
-        different batches.
+        handed out again, unless another poll's answer is still sending it.
 
         Args:
-            answer: from `BatchStore.answering`, which must last until the batch is sent.
+            claim: from `BatchStore.claim`, which must last until the batch is sent.
         Raises:
             TrainerNotRegistered, BatchesByLease, StoreUnavailable
         """
         await self._store.batches.acknowledge(None)
-        return await self.next_batch(Poll(answer=answer), wait_s)
+        return await self.next_batch(Poll(claim=claim), wait_s)
 
     async def _wait_for_change(self, arrivals: int, deadline: Deadline, poll_s: float) -> bool:
         """Wait for a reason to plan again; False if the deadline or a shutdown came first."""
@@ -135,10 +101,10 @@ class BatchDispatcher:
                 return True
         return False
 
-    async def _next(self, poll: Poll) -> DueBatch | None:
+    async def _next(self, poll: Poll) -> Lease | None:
         for _ in range(_MAX_PLANS):
             opened = await self._store.batches.open_poll(poll)
-            if isinstance(opened, DueBatch):
+            if isinstance(opened, Lease):
                 return opened
             outcome = await self._plan_and_lease(opened)
             if outcome is PlanLost.SUPERSEDED and poll.trainer_id is None:
@@ -147,8 +113,8 @@ class BatchDispatcher:
                 return outcome
         return None
 
-    async def _plan_and_lease(self, opened: OpenPoll) -> DueBatch | PlanLost | None:
-        run = await self._store.environments.view()
+    async def _plan_and_lease(self, opened: OpenPoll) -> Lease | PlanLost | None:
+        run = await self._store.registrations.view()
         entries = await self._store.batches.candidates(opened.batch_size)
         if len(entries) <= _PLANNED_INLINE:
             bundles = _plan(entries, run)
@@ -161,37 +127,35 @@ def _plan(entries: Sequence[bytes], run: RunView) -> list[Bundle] | None:
     return plan_batch(parse_queue(entries), run.demand())
 
 
-_GROUPS_AT_A_TIME = 8
-_PIECE_BYTES = 256 * 1024
-"""Bytes that are compressed before other requests get a turn: about a millisecond."""
-_UNPACKED_INLINE = 1024 * 1024
-"""Bytes of JSON that take a millisecond or two. Larger groups are unpacked in a thread;
-decompression releases the interpreter lock."""
-_LEVEL = 1
-_GZIP_WINDOW_BITS = 31
+async def batch_pieces(store: PayloadStore, lease: Lease) -> AsyncIterator[bytes]:
+    """Yield the JSON `{"batch":[group, ...]}` in pieces, without parsing the groups.
 
-
-async def batch_pieces(store: PayloadStore, due: DueBatch, head: bytes) -> AsyncIterator[bytes]:
-    """Yield the JSON `{<head>"batch":[group, ...]}` in pieces, without parsing the groups.
+    The JSON of a batch that a trainer leased by its id begins with `batch_id` and `received_under`.
 
     Raises:
         BatchGone: the batch was acknowledged, or the run was reset, while it was sent.
         StoreUnavailable
     """
-    yield b"{" + head + b'"batch":['
-    group_ids = due.lease.group_ids
-    for start in range(0, len(group_ids), _GROUPS_AT_A_TIME):
-        payloads = store.load(group_ids[start : start + _GROUPS_AT_A_TIME])
+    yield _head(lease)
+    for start in range(0, len(lease.group_ids), _GROUPS_AT_A_TIME):
+        payloads = store.load(lease.group_ids[start : start + _GROUPS_AT_A_TIME])
         is_first = start == 0
         async for payload in payloads:
             if payload is None:
-                raise BatchGone(due.lease.batch_id)
+                raise BatchGone(lease.batch_id)
             if not is_first:
                 yield b","
             is_first = False
             async for piece in group_pieces(payload):
                 yield piece
     yield b"]}"
+
+
+def _head(lease: Lease) -> bytes:
+    if lease.claim:
+        return b'{"batch":['
+    under = json.dumps(lease.received_under, separators=(",", ":"))
+    return f'{{"batch_id":{lease.batch_id},"received_under":{under},"batch":['.encode()
 
 
 async def group_pieces(payload: bytes) -> AsyncIterator[bytes]:
@@ -202,26 +166,6 @@ async def group_pieces(payload: bytes) -> AsyncIterator[bytes]:
         yield text[at : at + _PIECE_BYTES]
         # a send returns without a pause while the socket accepts data, so give others a turn
         await asyncio.sleep(0)
-
-
-def group_answer(payload: bytes, compressed: bool) -> Response:
-    """One stored group as an answer. If it is small, the middleware compresses it."""
-    if unpacked_bytes(payload) <= _PIECE_BYTES:
-        return Response(unpack(payload), media_type="application/json")
-    pieces = group_pieces(payload)
-    if not compressed:
-        return StreamingResponse(pieces, media_type="application/json")
-    headers = {"content-encoding": "gzip", "vary": "Accept-Encoding"}
-    return StreamingResponse(gzipped(pieces), media_type="application/json", headers=headers)
-
-
-async def gzipped(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Compress the pieces as one gzip member."""
-    compressor = isal_zlib.compressobj(_LEVEL, isal_zlib.DEFLATED, _GZIP_WINDOW_BITS)
-    async for piece in pieces:
-        if compressed := compressor.compress(piece):
-            yield compressed
-    yield compressor.flush()
 
 
 async def begun(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -5,10 +5,10 @@ GrpoError
 ├── GroupRefused          one group of a submission cannot be accepted
 ├── TrainerNotRegistered  a request for a batch before any trainer registered
 ├── Conflict              409; each subclass has its own problem type
-│   ├── TrainerSuperseded     another trainer has registered since
+│   ├── SupersededTrainer     another trainer has registered since
 │   ├── BatchesByLease        a request for a batch without a lease, in a run that uses leases
 │   ├── BatchUnknown          no batch of the run has this id; an acknowledgement gets 404
-│   ├── LeasesFull            unacknowledged batches have reached their limit in bytes
+│   ├── LeasesTooLarge        unacknowledged batches have reached their limit in bytes
 │   └── BatchGone             the batch was deleted or handed out again while it was sent
 ├── UnsuitableRedis       no answer: run-api ends
 ├── BodyTooSlow           408: a request body did not arrive within the deadline
@@ -88,7 +88,7 @@ class Conflict(GrpoError):
         return [{"loc": ["query", self.parameter], "msg": str(self), "type": self.kind}]
 
 
-class TrainerSuperseded(Conflict):
+class SupersededTrainer(Conflict):
     parameter, kind = "trainer", "trainer_superseded"
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class BatchUnknown(Conflict):
         )
 
 
-class LeasesFull(Conflict):
+class LeasesTooLarge(Conflict):
     parameter, kind = "after", "leases_full"
 
     def __init__(self, stored_bytes: int, limit: int) -> None:

@@ -133,25 +133,6 @@ def batch_size_conflicts(
 
 
 @dataclass(frozen=True)
-class Share:
-    """A connected environment's minimum: its reserved fraction of every batch."""
-
-    env_id: int
-    group_size: int
-    minimum: float
-
-    @property
-    def kind(self) -> Kind:
-        return Kind(self.env_id, self.group_size)
-
-    def groups(self, batch_size: int, step: int | None = None) -> int:
-        """The minimum in groups, rounded up; scaled by `step / batch_size` if `step` is given."""
-        declared = int(batch_size * self.minimum)
-        scaled = declared if step is None else -(-declared * step // batch_size)
-        return -(-scaled // self.group_size)
-
-
-@dataclass(frozen=True)
 class Demand:
     """The needs of a batch: `batch_size` sequences, and at least `least` groups of some kinds."""
 
@@ -173,7 +154,9 @@ class Demand:
         return {kind for kind, least in self.least.items() if available.get(kind, 0) < least}
 
 
-def demand(batch_size: int, shares: Sequence[Share], available: Mapping[Kind, int]) -> Demand:
+def demand(
+    batch_size: int, minimums: Mapping[Kind, float], available: Mapping[Kind, int]
+) -> Demand:
     """The minimums that one batch can meet together.
 
     Each minimum is `int(batch_size * minimum)` sequences, rounded up to whole groups. Some minimums
@@ -182,25 +165,42 @@ def demand(batch_size: int, shares: Sequence[Share], available: Mapping[Kind, in
 
     If not even one group of each environment fits, no minimum applies: the run would wait forever.
     An environment whose group size does not divide the batch size has no minimum, since its groups
-    are rejected.
+    are rejected. Only whole groups of the registered size count towards a minimum.
 
     Args:
-        shares: of connected environments; each may still send any number of groups.
+        minimums: fraction of a batch that each connected environment reserves; each may still send
+            any number of groups.
         available: groups in the queue, by kind.
     """
-    shares = [share for share in shares if not why_unservable(share.group_size, batch_size)]
-    own = {share.kind for share in shares}
-    rest = [Stock(kind.sequences, 0, n) for kind, n in available.items() if kind not in own]
+    minimums = {
+        kind: minimum
+        for kind, minimum in minimums.items()
+        if not why_unservable(kind.sequences, batch_size)
+    }
+    rest = [Stock(kind.sequences, 0, n) for kind, n in available.items() if kind not in minimums]
+
+    def scaled(step: int) -> dict[Kind, int]:
+        """Minimums in groups, scaled by `step / batch_size`."""
+        return {
+            kind: minimum_groups(kind, minimum, batch_size, step)
+            for kind, minimum in minimums.items()
+        }
 
     def is_too_much(step: int) -> bool:
         stocks = [
-            Stock(s.group_size, s.groups(batch_size, step), batch_size // s.group_size)
-            for s in shares
+            Stock(kind.sequences, least, batch_size // kind.sequences)
+            for kind, least in scaled(step).items()
         ]
         return not can_make(batch_size, stocks + rest)
 
     step = batch_size
     if is_too_much(step):
         step = max(0, bisect_left(range(batch_size), True, key=is_too_much) - 1)
-    least = {share.kind: share.groups(batch_size, step) for share in shares}
-    return Demand(batch_size, {kind: groups for kind, groups in least.items() if groups})
+    return Demand(batch_size, {kind: groups for kind, groups in scaled(step).items() if groups})
+
+
+def minimum_groups(kind: Kind, minimum: float, batch_size: int, step: int | None = None) -> int:
+    """A minimum in groups, rounded up; scaled by `step / batch_size` if `step` is given."""
+    declared = int(batch_size * minimum)
+    sequences = declared if step is None else -(-declared * step // batch_size)
+    return -(-sequences // kind.sequences)

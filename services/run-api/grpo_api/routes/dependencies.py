@@ -14,13 +14,18 @@ from grpo_api.batches import BatchDispatcher
 from grpo_api.errors import Refused
 from grpo_api.http.error_responses import invalid
 from grpo_api.http.request_body import BodyReader, inflate
-from grpo_api.lifetime import Lifetime
 from grpo_api.metrics import Metrics
 from grpo_api.planning.run import Limits
 from grpo_api.store import RunStore
 from grpo_api.submissions.decode import SubmissionDecoder
 from grpo_api.submissions.intake import Intake
-from grpo_core.wire.run_api import EnvironmentId, EnvironmentRegistration, Registration
+from grpo_api.waiting import Lifetime
+from grpo_core.wire.run_api import (
+    RUN_UUID_HEADER,
+    EnvironmentId,
+    EnvironmentRegistration,
+    Registration,
+)
 
 
 @dataclass(frozen=True)
@@ -37,14 +42,10 @@ class AppServices:
     limits: Limits
 
 
-def services_of(request: Request) -> AppServices:
-    services: AppServices = request.app.state.services
-    return services
-
-
 async def _services(request: Request) -> AppServices:
     """A coroutine, because FastAPI would run a plain function in a thread, which costs more."""
-    return services_of(request)
+    services: AppServices = request.app.state.services
+    return services
 
 
 Services = Annotated[AppServices, Depends(_services)]
@@ -84,19 +85,23 @@ _is_key = re.compile(_KEY_PATTERN).fullmatch
 IdempotencyKey = Annotated[
     str | None,
     Header(
-        min_length=1,
-        max_length=_MAX_KEY_CHARS,
-        pattern=_KEY_PATTERN,
+        # declared only: `checked_key` checks it, since a refusal of groups is counted
+        json_schema_extra={
+            "minLength": 1,
+            "maxLength": _MAX_KEY_CHARS,
+            "pattern": _KEY_PATTERN,
+        },
         description="idempotency key: of several requests with the same key, run-api carries out "
         "only the first",
     ),
 ]
 
 RunUuid = Annotated[
-    str | None,
+    str,
     Header(
+        alias=RUN_UUID_HEADER,
         description="run_uuid of POST /register-env; run-api refuses groups of another run. "
-        "Without it, run-api accepts all groups"
+        "Without it, run-api accepts all groups",
     ),
 ]
 

@@ -19,7 +19,7 @@
     totals             hash   queued_groups, queued_sequences, queued_bytes, buffered_parts,
                               buffered_bytes, leased_bytes; environments: that ever registered
     leases             hash   batch id → lease: batches handed out and not acknowledged
-    answers            hash   batch id → name of the answer to a plain poll that sends the batch: a
+    answers            hash   batch id → claim of the plain poll whose answer sends the batch: a
                               channel with a listener while it is sent; " delivered" is appended
                               when all of it was sent
     latest             hash   id of the last queued group; acknowledged: set if its batch is
@@ -49,7 +49,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from grpo_api.planning.batch import Bundle, StoredGroup
 from grpo_api.planning.subset_sum import Kind
@@ -62,18 +61,8 @@ RECEIPT_S = 600
 
 STATE_KEYS = (
     *("trainer", "environments", "environment_names", "group_sizes", "name_counts", "connected"),
-    *(
-        "seen",
-        "buffers",
-        "queue",
-        "payloads",
-        "large",
-        "queued_kinds",
-        "queued_sizes",
-        "totals",
-        "leases",
-        "answers",
-    ),
+    *("seen", "buffers", "queue", "payloads", "large", "queued_kinds", "queued_sizes", "totals"),
+    *("leases", "answers"),
     *("latest", "refusals"),
 )
 
@@ -89,24 +78,6 @@ _FORMER_LAYOUTS = {
 """Keys of previous layouts, by the text after the run's prefix. Layout 1 had no number. Layout 2
 did not store under which version a group was received, layout 3 not which plain poll got a batch.
 """
-
-
-@dataclass(frozen=True)
-class Lease:
-    """A batch that was handed out and is not acknowledged yet.
-
-    Attributes:
-        age_at_lease_s: time in the queue of its oldest group, when the batch was formed.
-        group_ids: ids of its groups, in the order of the batch.
-        received_under: for each group, the version that was served when run-api received it.
-    """
-
-    batch_id: int
-    step: int
-    sequences: int
-    age_at_lease_s: float
-    group_ids: tuple[int, ...]
-    received_under: tuple[PolicyVersion | None, ...]
 
 
 def former_keys(link: RedisLink, *names: str) -> list[str]:
@@ -170,24 +141,11 @@ def write_queued(bundle: Bundle) -> str:
     return f"{write_bundle(bundle)} {bundle.queued_ms}"
 
 
-def parse_queued(entry: bytes) -> Bundle:
-    env_id, _, bundle_id, groups, queued_ms = entry.decode().split()
-    return Bundle(int(bundle_id), parse_env(env_id), parse_groups(groups), int(queued_ms))
-
-
 def parse_queue(entries: Sequence[bytes]) -> list[Bundle]:
     """Parse entries of the queue, oldest bundle first."""
-    return sorted(map(parse_queued, entries), key=lambda bundle: bundle.id)
+    return sorted(map(_parse_queued, entries), key=lambda bundle: bundle.id)
 
 
-def parse_lease(batch_id: int, written: bytes) -> Lease:
-    step, sequences, leased_ms, oldest_ms, written_groups = written.decode().split()
-    groups = parse_groups(written_groups)
-    return Lease(
-        batch_id=batch_id,
-        step=int(step),
-        sequences=int(sequences),
-        age_at_lease_s=(int(leased_ms) - int(oldest_ms)) / 1000,
-        group_ids=tuple(group.id for group in groups),
-        received_under=tuple(group.received_under for group in groups),
-    )
+def _parse_queued(entry: bytes) -> Bundle:
+    env_id, _, bundle_id, groups, queued_ms = entry.decode().split()
+    return Bundle(int(bundle_id), parse_env(env_id), parse_groups(groups), int(queued_ms))

@@ -58,7 +58,7 @@ class RedisLink:
         self.served_weights = served_weights_key(run_id)
         self.followed_server = self.served_weights + ":followed"
         self.where = without_password(url)
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._redis = _client(url, deadline_s)
         # separate: listeners that also need a connection for commands could block each other
         self._listeners = _client(url, deadline_s)
@@ -71,7 +71,7 @@ class RedisLink:
     async def ping(self) -> None:
         """Raises `StoreUnavailable` within a second, also if this Redis is a replica: a probe must
         not wait as long as a request."""
-        async with _deadline(min(self._deadline_s, _PING_DEADLINE_S)):
+        async with _deadline(min(self.deadline_s, _PING_DEADLINE_S)):
             await self.call("PING")
             if await self._role() == b"slave":
                 await self._drop_idle_connections()
@@ -86,7 +86,7 @@ class RedisLink:
         return role
 
     async def call(self, *command: Any) -> Any:
-        async with _deadline(self._deadline_s):
+        async with _deadline(self.deadline_s):
             # redis-py leaves this method without types
             return await self._on_the_primary(
                 lambda: self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
@@ -115,14 +115,14 @@ class RedisLink:
     ) -> Any:
         """Run a script. Its KEYS are the run's keys of these names, then `others`."""
         keys = [*self.keys(*names), *others]
-        async with _deadline(self._deadline_s):
+        async with _deadline(self.deadline_s):
             return await self._on_the_primary(
                 lambda: self._scripts[name](keys=keys, args=arguments)
             )
 
     async def transaction(self, *commands: tuple[Any, ...]) -> list[Any]:
         """Run all commands as one atomic transaction."""
-        async with _deadline(self._deadline_s):
+        async with _deadline(self.deadline_s):
             answers: list[Any] = await self._on_the_primary(lambda: self._executed(commands))
             return answers
 
@@ -146,7 +146,7 @@ class RedisLink:
         The count drops if the connection breaks or the process is killed.
         """
         async with self._listeners.pubsub() as pubsub:
-            async with _deadline(self._deadline_s):
+            async with _deadline(self.deadline_s):
                 await pubsub.subscribe(channel)
                 await pubsub.parse_response()
             yield

@@ -12,8 +12,8 @@ import structlog
 from redis.exceptions import ResponseError
 
 from grpo_api.errors import StoreUnavailable, UnsuitableRedis
-from grpo_api.lifetime import Lifetime
 from grpo_api.store.redis import RedisLink
+from grpo_api.waiting import Lifetime
 
 WARN_SHARE = 0.75
 """Above this part of the disk, the file that replaces the append-only file may not fit beside

@@ -1,38 +1,97 @@
-"""Stores the trainer's registration and reads the status of the run."""
+"""Stores who takes part in a run: the trainer and the environments, and reads the run's state."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
-from grpo_api.errors import Refused, unprocessable
-from grpo_api.planning.batch import why_unservable
-from grpo_api.planning.run import Environment, Fill, RunCounters, RunView
+from grpo_api.errors import Refused, StoreUnavailable, unprocessable
+from grpo_api.planning.batch import batch_size_conflicts, why_unservable
+from grpo_api.planning.run import Environment, RunView
 from grpo_api.store.keys import RECEIPT_S, former_keys, parse_kind, receipt_key
 from grpo_api.store.redis import RedisLink
-from grpo_api.store.results import BatchSizeDiffers, Registered, RegisteredEnvironment
 from grpo_core.redis.keys import served_weights_followers_key, served_weights_key
 from grpo_core.wire.run_api import EnvironmentRegistration, Registration, RunStatus
 
+GONE_TIMEOUTS = 60
+"""An environment that has sent no poll for this many timeouts is deleted when another one
+registers, so that polls do not read all that ever registered."""
 
-class TrainerStore:
-    def __init__(self, link: RedisLink) -> None:
+
+@dataclass(frozen=True)
+class RegisteredTrainer:
+    """A trainer's id (128 bits), and the step and uuid of its run."""
+
+    trainer_id: int
+    step: int
+    run_uuid: str
+
+
+@dataclass(frozen=True)
+class RegisteredEnvironment:
+    """`step`, `trainer` and `run_uuid`: of the run that it takes part in."""
+
+    env_id: int
+    name: str
+    step: int
+    trainer: Registration
+    run_uuid: str
+
+
+class RegistrationStore:
+    """
+    Args:
+        timeout_s: an environment counts as disconnected after this long without a poll.
+    """
+
+    def __init__(self, link: RedisLink, timeout_s: float) -> None:
         self._link = link
+        self._timeout_ms = timeout_s * 1000
+        self._gone_ms = GONE_TIMEOUTS * self._timeout_ms
 
-    async def register(
-        self, registration: Registration, approved: bytes = b""
-    ) -> Registered | BatchSizeDiffers:
-        """Register a trainer, unless that changes the run's batch size.
+    async def register_trainer(self, registration: Registration) -> RegisteredTrainer:
+        """Register a trainer. If that changes the batch size of the run, check first that the
+        queue, the environments and the leases fit the new one.
 
+        Raises:
+            Refused: 409, they do not fit, or an older version of run-api stored this run in a
+                previous layout.
+            StoreUnavailable: Redis is unreachable, or the run changed during the check.
+        """
+        trainer_id = uuid.uuid4()
+        outcome, *rest = await self._register_trainer(registration, trainer_id)
+        if outcome == b"differs":
+            current, unacknowledged, fingerprint = rest
+            await self._check_batch_size(registration.batch_size, current, unacknowledged)
+            outcome, *rest = await self._register_trainer(registration, trainer_id, fingerprint)
+        if outcome == b"differs":
+            raise StoreUnavailable(
+                "the queue or the environments changed while run-api checked batch_size "
+                f"{registration.batch_size}; register again"
+            )
+        if outcome == b"former layout":
+            raise Refused(
+                409,
+                "an older release of run-api stored this run in a format that this release cannot "
+                "read; finish the run with the older release, use another run id, or delete the "
+                "run with GET /reset_data",
+            )
+        step, run_uuid = rest
+        await self._follow(registration.server_run_id)
+        return RegisteredTrainer(trainer_id.int, int(step), run_uuid.decode())
+
+    async def _register_trainer(
+        self, registration: Registration, trainer_id: uuid.UUID, approved: bytes = b""
+    ) -> Any:
+        """
         Args:
             approved: fingerprint of a state for which the new batch size was approved. The size
                 changes if the run is still in that state.
-        Raises:
-            Refused: 409, an older version of run-api stored this run in a previous layout.
         """
-        trainer_id = uuid.uuid4()
-        outcome, *rest = await self._link.script(
+        return await self._link.script(
             "register_trainer",
             ("trainer", "connected", "queued_kinds", "leases", "answers", "refusals"),
             registration.model_dump_json(),
@@ -43,18 +102,20 @@ class TrainerStore:
             uuid.uuid4().hex,
             others=former_keys(self._link, "trainer"),
         )
-        if outcome == b"registered":
-            step, run_uuid = rest
-            await self._follow(registration.server_run_id)
-            return Registered(trainer_id.int, int(step), run_uuid.decode())
-        if outcome == b"former layout":
+
+    async def _check_batch_size(self, batch_size: int, current: int, unacknowledged: int) -> None:
+        run = await self.view()
+        group_size_of = {own.env_id: own.kind.sequences for own in run.connected()}
+        reasons = batch_size_conflicts(batch_size, group_size_of, run.queued)
+        if unacknowledged:
+            reasons.insert(0, f"{unacknowledged} batches of {current} sequences are unacknowledged")
+        if reasons:
             raise Refused(
                 409,
-                "an older release of run-api stored this run in a format that this release cannot "
-                "read; finish the run with the older release, use another run id, or delete the "
-                "run with GET /reset_data",
+                f"the run's batch_size cannot change from {current} to {batch_size}, because "
+                f"{'; '.join(reasons)}. Register with batch_size {current}, use another run "
+                "id, or clear the run with GET /reset_data",
             )
-        return BatchSizeDiffers(*rest)
 
     async def _follow(self, server_run_id: str | None) -> None:
         """Let the inference server of another run id write its served version to this run too."""
@@ -72,7 +133,7 @@ class TrainerStore:
             commands.append(("COPY", source, own))
         await self._link.transaction(*commands)
 
-    async def registration(self) -> Registration | None:
+    async def trainer(self) -> Registration | None:
         (trainer,) = self._link.keys("trainer")
         found = await self._link.call("HGET", trainer, "registration")
         return Registration.model_validate_json(found) if found else None
@@ -92,19 +153,7 @@ class TrainerStore:
             last_refusal=(reason or b"").decode(),
         )
 
-
-GONE_TIMEOUTS = 60
-"""An environment that has sent no poll for this many timeouts is deleted when another one
-registers, so that polls do not read all that ever registered."""
-
-
-class EnvironmentStore:
-    def __init__(self, link: RedisLink, timeout_s: float) -> None:
-        self._link = link
-        self._timeout_ms = timeout_s * 1000
-        self._gone_ms = GONE_TIMEOUTS * self._timeout_ms
-
-    async def register(
+    async def register_environment(
         self, registration: EnvironmentRegistration, key: str | None = None
     ) -> RegisteredEnvironment | None:
         """None until a trainer has registered and polled once.
@@ -173,21 +222,22 @@ class EnvironmentStore:
         now_ms, trainer, registrations, names, connected, seen, kinds, sizes, totals = answer
         step, batch_size, ends_at = trainer
         queued_groups, queued_bytes, buffered_bytes = (int(total or 0) for total in totals)
-        counters = RunCounters(
-            current_step=int(step or 0),
-            batch_size=int(batch_size or 0),
-            queued={parse_kind(kind): int(n) for kind, n in _pairs(kinds).items()},
-            max_group_size=max(map(int, sizes), default=1),
-            fill=Fill(queued_groups, queued_bytes + buffered_bytes),
-            num_steps=None if ends_at is None else int(ends_at),
-        )
         name_of, seen_ms = _pairs(names), _pairs(seen)
         here = {e for e in connected if int(now_ms) - int(seen_ms[e]) <= self._timeout_ms}
         environments = [
             Environment(int(e), name_of[e].decode(), e in here, _registration(written))
             for e, written in _pairs(registrations).items()
         ]
-        return RunView(sorted(environments, key=lambda known: known.env_id), counters)
+        return RunView(
+            environments=sorted(environments, key=lambda known: known.env_id),
+            current_step=int(step or 0),
+            batch_size=int(batch_size or 0),
+            queued={parse_kind(kind): int(n) for kind, n in _pairs(kinds).items()},
+            max_group_size=max(map(int, sizes), default=1),
+            queued_groups=queued_groups,
+            stored_bytes=queued_bytes + buffered_bytes,
+            num_steps=None if ends_at is None else int(ends_at),
+        )
 
 
 @lru_cache(maxsize=4096)
