@@ -122,7 +122,7 @@ class Run:
         """The answer to a plain poll, which is being sent during the block."""
         async with self.store.batches.claim() as claim:
             dispatcher = self.replica if replica else self.dispatcher
-            yield await dispatcher.by_plain_poll(claim, wait_s=0.0)
+            yield await dispatcher.next_batch(Poll(claim=claim), wait_s=0.0)
 
     async def lease(
         self, after: int, *, replica: bool = False, trainer_id: int | None = None, wait_s: float = 0

@@ -54,9 +54,15 @@ class BatchDispatcher:
 
         None if no batch was complete within `wait_s`. Repeating the call returns the same batch.
 
+        A plain poll acknowledges every batch that was delivered in full. A batch that was not is
+        handed out again, unless another poll's answer is still sending it.
+
         Raises:
-            TrainerNotRegistered, SupersededTrainer, BatchUnknown, LeasesTooLarge, StoreUnavailable
+            TrainerNotRegistered, SupersededTrainer, BatchesByLease, BatchUnknown, LeasesTooLarge,
+                StoreUnavailable
         """
+        if poll.trainer_id is None:
+            await self._store.batches.acknowledge(None)
         deadline = Deadline(wait_s)
         while True:
             arrivals = await self._store.batches.arrivals() if wait_s else 0
@@ -76,20 +82,6 @@ class BatchDispatcher:
             poll_s = max(_POLL_S, (time.monotonic() - began) / _PLAN_SHARE)
             if not await self._wait_for_change(arrivals, deadline, poll_s):
                 return None
-
-    async def by_plain_poll(self, claim: str, wait_s: float) -> Lease | None:
-        """The same for a plain poll: one without a trainer id, which cannot acknowledge.
-
-        A plain poll acknowledges every batch that was delivered in full. A batch that was not is
-        handed out again, unless another poll's answer is still sending it.
-
-        Args:
-            claim: from `BatchStore.claim`, which must last until the batch is sent.
-        Raises:
-            TrainerNotRegistered, BatchesByLease, StoreUnavailable
-        """
-        await self._store.batches.acknowledge(None)
-        return await self.next_batch(Poll(claim=claim), wait_s)
 
     async def _wait_for_change(self, arrivals: int, deadline: Deadline, poll_s: float) -> bool:
         """Wait for a reason to plan again; False if the deadline or a shutdown came first."""

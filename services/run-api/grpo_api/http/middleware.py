@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from grpo_api.errors import ShuttingDown
-from grpo_api.http.error_responses import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, not_now
+from grpo_api.http.error_responses import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, answer_to
 from grpo_api.metrics import Metrics
 from grpo_api.waiting import Lifetime, was_held
 
@@ -79,7 +79,7 @@ class RequestMiddleware:
             if status != CLIENT_CLOSED_REQUEST:
                 status = 500
                 raise
-            await not_now(ShuttingDown())(scope, counted, stamped)
+            await answer_to(ShuttingDown())(scope, counted, stamped)
         except BaseException:
             status = 500
             raise

@@ -141,11 +141,11 @@ async def batch(
     already sent in full. Concurrent requests without `trainer` get different batches.
     """
     try:
+        poll = Poll(trainer, after, batches_left)
         if trainer is None:
             claim = await until_answered.enter_async_context(services.store.batches.claim())
-            lease = await services.dispatcher.by_plain_poll(claim, wait_s)
-        else:
-            lease = await services.dispatcher.next_batch(Poll(trainer, after, batches_left), wait_s)
+            poll = Poll(claim=claim)
+        lease = await services.dispatcher.next_batch(poll, wait_s)
     except TrainerNotRegistered as error:
         return {"status": "error", "message": str(error), "batch": []}
     if lease is None and trainer is not None:
@@ -174,7 +174,7 @@ async def acknowledge(
     try:
         acknowledged = await services.store.batches.acknowledge(trainer, batch_id)
     except BatchUnknown as error:
-        raise Refused(404, error.problems()) from error
+        raise Refused(404, error.detail) from error
     except TrainerNotRegistered as error:
         raise Refused(409, str(error)) from error
     if acknowledged.released:

@@ -173,13 +173,7 @@ class GroupStore:
         """Read the buffers, decide where each group goes, and carry that out if the run is still
         the same."""
         env_ids = [group.env_id for group in submission.groups]
-        trainer_id, first_id, served, run = await self._open_placement(submission, env_ids)
-        groups = [
-            StoredGroup(
-                id_, group.sequences, len(group.payload), submission.received_under or served
-            )
-            for id_, group in enumerate(submission.groups, start=first_id)
-        ]
+        trainer_id, groups, run = await self._open_placement(submission, env_ids)
         try:
             placement = place(env_ids, groups, run)
         except GroupRefused as error:
@@ -199,7 +193,7 @@ class GroupStore:
             _plan(placement, run),
             limits.queued_groups,
             limits.queued_bytes,
-            first_id,
+            groups[0].id,
             self._payloads.staged_prefix if staged else "",
             *(
                 field
@@ -211,11 +205,11 @@ class GroupStore:
 
     async def _open_placement(
         self, submission: Submission, env_ids: Sequence[int | None]
-    ) -> tuple[bytes, int, PolicyVersion | None, BufferedRun]:
+    ) -> tuple[bytes, list[StoredGroup], BufferedRun]:
         """Reserve an id for each group, and read the state that their placement needs.
 
         Returns:
-            The trainer's id, the first reserved id, the served version and the state.
+            The trainer's id, the groups with their ids, and the state.
         """
         known = sorted({env_id for env_id in env_ids if env_id is not None})
         trainer, last_id, environments, buffers = self._link.keys(
@@ -249,7 +243,12 @@ class GroupStore:
                 if found
             },
         )
-        return trainer_id, last - len(env_ids) + 1, _version(served), run
+        under = submission.received_under or _version(served)
+        groups = [
+            StoredGroup(id_, group.sequences, len(group.payload), under)
+            for id_, group in enumerate(submission.groups, start=last - len(env_ids) + 1)
+        ]
+        return trainer_id, groups, run
 
     def _reading_served(self) -> tuple[Any, ...]:
         return ("HMGET", self._link.served_weights, "epoch", "step")
