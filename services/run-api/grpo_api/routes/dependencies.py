@@ -42,10 +42,14 @@ class AppServices:
     limits: Limits
 
 
-async def _services(request: Request) -> AppServices:
-    """A coroutine, because FastAPI would run a plain function in a thread, which costs more."""
+def services_of(request: Request) -> AppServices:
     services: AppServices = request.app.state.services
     return services
+
+
+async def _services(request: Request) -> AppServices:
+    """A coroutine, because FastAPI would run a plain function in a thread, which costs more."""
+    return services_of(request)
 
 
 Services = Annotated[AppServices, Depends(_services)]

@@ -11,11 +11,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from grpo_api.batches import group_pieces
 from grpo_api.errors import GroupRefused, Refused
 from grpo_api.routes.dependencies import (
-    AppServices,
     IdempotencyKey,
     RunUuid,
     Services,
     checked_key,
+    services_of,
 )
 from grpo_api.routes.openapi import json_body, refusals
 from grpo_api.routes.responses import (
@@ -42,14 +42,13 @@ _REFUSALS = refusals(400, 408, 409, 413, 422, 503)
 )
 async def scored_data(
     request: Request,
-    services: Services,
     idempotency_key: IdempotencyKey = None,
     run_uuid: RunUuid = "",
 ) -> Response:
     """Submit one group or a partial group. If no trainer has registered, or if the group is of
     another run, run-api refuses the group with status 409."""
     try:
-        (buffered,) = await _submit(request, services, decode_group, idempotency_key, run_uuid)
+        (buffered,) = await _submit(request, decode_group, idempotency_key, run_uuid)
     except GroupRefused as error:
         raise error.at("tokens") from error
     if buffered is None:
@@ -65,13 +64,12 @@ async def scored_data(
 )
 async def scored_data_list(
     request: Request,
-    services: Services,
     idempotency_key: IdempotencyKey = None,
     run_uuid: RunUuid = "",
 ) -> Response:
     """Submit a list of up to 1024 groups. run-api accepts either all groups of the list or none."""
     try:
-        outcomes = await _submit(request, services, decode_groups, idempotency_key, run_uuid)
+        outcomes = await _submit(request, decode_groups, idempotency_key, run_uuid)
     except GroupRefused as error:
         raise error.at(error.index, "tokens") from error
     answer: GroupsReceived = {"status": "received", "groups_processed": len(outcomes)}
@@ -92,9 +90,11 @@ async def latest_example(services: Services) -> Any:
 
 
 async def _submit(
-    request: Request, services: AppServices, decode: Decode, given_key: str | None, run_uuid: str
+    request: Request, decode: Decode, given_key: str | None, run_uuid: str
 ) -> Outcomes:
     """Accept the groups of a request, or count and raise its refusal."""
+    # not a dependency of the route: FastAPI would resolve it for each of the most frequent requests
+    services = services_of(request)
     key: str | None = None
     submission: Submission | None = None
     decoder = services.decoder
