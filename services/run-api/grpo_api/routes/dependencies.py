@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Header, Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, WithJsonSchema
 
 from grpo_api.batches import BatchDispatcher
 from grpo_api.errors import Refused
@@ -86,15 +86,16 @@ _MAX_KEY_CHARS = 255
 _KEY_PATTERN = "^[!-~]+$"
 _is_key = re.compile(_KEY_PATTERN).fullmatch
 
+_Key = Annotated[
+    str,
+    # declared only: `checked_key` checks it, since a refusal of groups is counted
+    WithJsonSchema(
+        {"type": "string", "minLength": 1, "maxLength": _MAX_KEY_CHARS, "pattern": _KEY_PATTERN}
+    ),
+]
 IdempotencyKey = Annotated[
-    str | None,
+    _Key | None,
     Header(
-        # declared only: `checked_key` checks it, since a refusal of groups is counted
-        json_schema_extra={
-            "minLength": 1,
-            "maxLength": _MAX_KEY_CHARS,
-            "pattern": _KEY_PATTERN,
-        },
         description="idempotency key: of several requests with the same key, run-api carries out "
         "only the first",
     ),
