@@ -25,13 +25,13 @@ def measure(rig: Rig) -> list[Reading]:
 
 
 def _tiny(server: RunningServer, depth: int) -> list[Reading]:
-    load.start_run(server.port)
+    load.start_run(server)
     load.fill(server.port, depth)
     return _fetch(server, depth, "tiny")
 
 
 def _full_size(server: RunningServer, rig: Rig, depth: int) -> list[Reading]:
-    load.start_run(server.port)
+    load.start_run(server)
     load.submit(server.port, rig.workload.full_size, depth)
     return _fetch(server, depth, "full-size")
 

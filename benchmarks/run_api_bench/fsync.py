@@ -45,7 +45,7 @@ def measure(sizes: Sizes, turns: int) -> list[Turn]:
 
 def _measure(server: RunningServer, workload: Workload, sizes: Sizes) -> list[Reading]:
     bodies, count = workload.full_size, sizes.submissions
-    load.start_run(server.port)
+    load.start_run(server)
     load.submit(server.port, bodies, sizes.distinct_groups)  # what only the first requests cost
     before = server.cpu()
     report = load.submit(server.port, bodies, count)

@@ -10,6 +10,7 @@ from itertools import cycle, islice
 
 from benchmarks.run_api_bench.connection import Answer, Connection
 from benchmarks.run_api_bench.errors import BenchmarkFailed
+from benchmarks.run_api_bench.systems import RunningServer
 from benchmarks.run_api_bench.workload import FULL_SIZE, Body, tiny_groups
 
 BATCH_SEQUENCES = 64
@@ -27,7 +28,7 @@ class SubmissionReport:
 
 
 def start_run(
-    port: int,
+    server: RunningServer,
     batch_sequences: int = BATCH_SEQUENCES,
     minimums: Sequence[float | None] = (None,),
 ) -> None:
@@ -38,8 +39,9 @@ def start_run(
     Raises:
         BenchmarkFailed: the server did not take them.
     """
-    with Connection(port) as connection:
+    with Connection(server.port) as connection:
         connection.get("/reset_data")
+        server.forget_env_ids()
         connection.send_json("POST", "/register", _trainer(batch_sequences))
         # atroposlib lets environments in once the trainer has asked for its first batch
         connection.get("/batch")

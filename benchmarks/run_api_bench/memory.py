@@ -13,7 +13,7 @@ _METRIC = Metric("memory per queued group", "KiB", OneIn(6))
 def measure(rig: Rig) -> list[Reading]:
     bodies, groups = rig.workload.full_size, rig.sizes.memory_groups
     with rig.system.running() as server:
-        load.start_run(server.port)
+        load.start_run(server)
         load.submit(server.port, bodies, rig.sizes.distinct_groups)
         before = server.rss_bytes()
         load.submit(server.port, bodies, groups)

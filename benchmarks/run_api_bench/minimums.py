@@ -36,7 +36,7 @@ def growth_exponent(sizes: Sequence[int], values: Sequence[float]) -> float:
 
 
 def _fetch_seconds(server: RunningServer, depth: int) -> float:
-    load.start_run(server.port, minimums=_MINIMUMS)
+    load.start_run(server, minimums=_MINIMUMS)
     load.fill(server.port, depth, env_ids=range(len(_MINIMUMS)))
     return load.fetch_batch(server.port).seconds
 

@@ -27,7 +27,7 @@ def measure(rig: Rig) -> list[Reading]:
     megabytes = f"{sizes.large_body_bytes // 10**6} MB body"
     with rig.system.running() as server:
         port = server.port
-        load.start_run(port, sizes.large_batch_sequences)
+        load.start_run(server, sizes.large_batch_sequences)
         probed = partial(_probe_during, server)
         readings = [
             *probed("nothing", partial(time.sleep, sizes.idle_s), goal=None),
@@ -39,7 +39,7 @@ def measure(rig: Rig) -> list[Reading]:
         _taken(port, workload.large_valid)
         batch = f"GET /batch of {sizes.large_batch_sequences:,} sequences"
         readings += probed(batch, partial(load.fetch_batch, port, sizes.large_batch_sequences))
-        load.start_run(port)
+        load.start_run(server)
         load.fill(port, sizes.depths[-1])
         deep = f"GET /batch from {sizes.depths[-1]:,} tiny groups"
         readings += probed(deep, partial(load.fetch_batch, port))

@@ -50,7 +50,7 @@ def measure(rig: Rig) -> list[Reading]:
 
 
 def _poll(server: RunningServer, count: int, depth: int) -> Polls:
-    load.start_run(server.port)
+    load.start_run(server)
     load.fill(server.port, depth)
     before = server.cpu()
     seconds = load.poll_status_env(server.port, count)

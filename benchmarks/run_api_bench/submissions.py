@@ -13,11 +13,11 @@ _GOAL = OneIn(4)
 def measure(rig: Rig) -> list[Reading]:
     readings: list[Reading] = []
     with rig.system.running() as server:
-        load.start_run(server.port)
+        load.start_run(server)
         # what only the first requests cost is not measured
         load.submit(server.port, rig.workload.full_size, rig.sizes.distinct_groups)
         for depth in rig.sizes.depths:
-            load.start_run(server.port)
+            load.start_run(server)
             load.fill(server.port, depth)
             readings += _submit(server, rig, at_depth(depth))
     return readings

@@ -54,6 +54,12 @@ class RedisServer:
     def url(self) -> str:
         return f"redis://{HOST}:{self.port}/0"
 
+    def forget_env_ids(self) -> None:
+        """run-api gives no env_id twice, also not after a reset; the workload is of env_id 0."""
+        with redis.Redis(host=HOST, port=self.port, socket_timeout=_PROBE_DEADLINE_S) as client:
+            for key in client.scan_iter("*:last_env_id"):
+                client.delete(key)
+
     def rss_bytes(self) -> int:
         """Of the server alone, once it does not rewrite its file: until then it buffers what is
         written meanwhile, and the child that rewrites shares its pages."""
@@ -78,6 +84,10 @@ class RunningServer:
     def cpu(self) -> CpuSeconds:
         redis_s = cpu_seconds(self.redis.process.pid) if self.redis else 0.0
         return CpuSeconds(cpu_seconds(self.process.pid), redis_s)
+
+    def forget_env_ids(self) -> None:
+        if self.redis:
+            self.redis.forget_env_ids()
 
     def rss_bytes(self) -> int:
         """Of the server with its children, and of Redis."""

@@ -44,10 +44,10 @@ def fields(record: str) -> str:
 def _document() -> Json:
     from fastapi import FastAPI
 
-    from grpo_api.http.openapi import describe
     from grpo_api.routes import admin, environments, groups, trainer
+    from grpo_api.routes.openapi import describe, refusals
 
-    app = FastAPI(generate_unique_id_function=lambda route: route.name)
+    app = FastAPI(generate_unique_id_function=lambda route: route.name, responses=refusals(403))
     for nouns in (environments, groups, trainer, admin):
         app.include_router(nouns.router)
     describe(app, token_needed=False)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def of_run_api() -> str:
     from prometheus_client.parser import text_string_to_metric_families
 
-    from grpo_api.observability.metrics import Metrics
+    from grpo_api.metrics import Metrics
     from grpo_api.store.stats import RunStats
 
     metrics = Metrics()

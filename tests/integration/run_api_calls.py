@@ -129,14 +129,6 @@ def acknowledge(http: httpx.Client, trainer: int, batch_id: int) -> httpx.Respon
     return http.post(f"/batch/{batch_id}/ack", params={"trainer": trainer})
 
 
-def refused_field(answer: httpx.Response) -> str:
-    """The field of the body that an answer with 422 names."""
-    assert answer.status_code == 422, answer.text
-    where, field, *_ = answer.json()["detail"][0]["loc"]
-    assert where == "body"
-    return str(field)
-
-
 def scrape(http: httpx.Client) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """Every series of `/metrics`, by name and sorted labels."""
     answer = http.get("/metrics").raise_for_status()

@@ -6,18 +6,18 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
-from grpo_api.delivery.dispatch import BatchDispatcher, enrol_trainer
+from grpo_api.batches import BatchDispatcher
 from grpo_api.errors import StoreUnavailable
-from grpo_api.http.shutdown import Lifetime
-from grpo_api.ingest.submit import Intake, Patience
-from grpo_api.planning.run_view import Limits
+from grpo_api.planning.run import Limits
 from grpo_api.store import RunStore
-from grpo_api.store.group_codec import pack, unpack
+from grpo_api.store.batches import Acknowledged, Lease, Poll
+from grpo_api.store.groups import Outcomes, Submission
+from grpo_api.store.payloads import pack, unpack
 from grpo_api.store.redis import RedisLink
-from grpo_api.store.results import Acknowledged, DueBatch, Outcomes, Poll, Submission
+from grpo_api.submissions.intake import Intake
+from grpo_api.waiting import Lifetime
 from grpo_core.wire.run_api import EnvironmentRegistration, Registration
 from grpo_core.wire.scored_group import ScoredGroup
 from tests.integration.run_api_calls import ENVIRONMENT, REGISTRATION, group
@@ -30,10 +30,9 @@ TIMEOUT_S = 60.0
 
 LIMITS = Limits(queued_groups=1000, queued_bytes=2**30)
 LEASED_BYTES = 2**30
-PATIENCE = Patience(placing_s=DEADLINE_S, full_s=0.3, held_bytes=2**20)
+SHORT_WAIT_S = 0.3
 """Submissions wait only briefly while the queue is full."""
-PATIENT = replace(PATIENCE, full_s=DEADLINE_S)
-"""Submissions wait long enough for room, even on a slow machine."""
+HELD_BYTES = 2**20
 LARGE = {"images": random.Random(0).randbytes(1_500_000).hex()}
 """A group with this text is stored as more than 1 MB, so it is staged in pieces."""
 
@@ -69,26 +68,27 @@ class TroubledLink(RedisLink):
 class Run:
     """One run: its store, and the parts of two run-api processes."""
 
-    def __init__(self, link: TroubledLink, limits: Limits, patience: Patience, leased: int) -> None:
+    def __init__(self, link: TroubledLink, limits: Limits, full_s: float, leased: int) -> None:
         self.link = link
-        self.store = RunStore(link, TIMEOUT_S, leased)
         self.lifetime = Lifetime()
         self.trainer_id = 0
+        self.store, replica = (RunStore(link, TIMEOUT_S, leased) for _ in range(2))
         self.dispatcher, self.replica = (
-            BatchDispatcher(self.store, self.lifetime) for _ in range(2)
+            BatchDispatcher(store, self.lifetime) for store in (self.store, replica)
         )
         self.intake, self.intake_of_replica = (
-            Intake(self.store, limits, patience, self.lifetime) for _ in range(2)
+            Intake(store, limits, self.lifetime, full_s=full_s, held_bytes=HELD_BYTES)
+            for store in (self.store, replica)
         )
 
     async def register(self, **changes: Any) -> None:
         registration = Registration.model_validate(REGISTRATION | changes)
-        self.trainer_id = (await enrol_trainer(self.store, registration)).trainer_id
+        self.trainer_id = (await self.store.registrations.register_trainer(registration)).trainer_id
 
     async def start_environment(self, **changes: Any) -> int:
         """Register an environment after the trainer has polled."""
         await self.poll()
-        registered = await self.store.environments.register(
+        registered = await self.store.registrations.register_environment(
             EnvironmentRegistration.model_validate(ENVIRONMENT | changes)
         )
         assert registered is not None
@@ -101,7 +101,7 @@ class Run:
         intake = self.intake_of_replica if replica else self.intake
         groups = [ScoredGroup.model_validate(group(marker, **changes)) for marker in markers]
         return [
-            await intake.submit(Submission([pack(one)], key, one.model_dump_json()))
+            await intake.submit(Submission([pack(one)], one.model_dump_json(), key))
             for one in groups
         ]
 
@@ -111,18 +111,18 @@ class Run:
         Args:
             delivered: False if the trainer does not receive the whole answer.
         """
-        async with self.answer(replica=replica) as due:
-            markers = await self.markers(due)
-            if due is not None and delivered:
-                await self.store.batches.mark_delivered(due)
+        async with self.answer(replica=replica) as lease:
+            markers = await self.markers(lease)
+            if lease is not None and delivered:
+                await self.store.batches.mark_delivered(lease)
         return markers
 
     @asynccontextmanager
-    async def answer(self, *, replica: bool = False) -> AsyncIterator[DueBatch | None]:
+    async def answer(self, *, replica: bool = False) -> AsyncIterator[Lease | None]:
         """The answer to a plain poll, which is being sent during the block."""
-        async with self.store.batches.answering() as answer:
+        async with self.store.batches.claim() as claim:
             dispatcher = self.replica if replica else self.dispatcher
-            yield await dispatcher.by_plain_poll(answer, wait_s=0.0)
+            yield await dispatcher.next_batch(Poll(claim=claim), wait_s=0.0)
 
     async def lease(
         self, after: int, *, replica: bool = False, trainer_id: int | None = None, wait_s: float = 0
@@ -136,21 +136,21 @@ class Run:
     async def acknowledge(self, batch_id: int) -> Acknowledged:
         return await self.store.batches.acknowledge(self.trainer_id, batch_id)
 
-    async def markers(self, due: DueBatch | None) -> list[int] | None:
-        if due is None:
+    async def markers(self, lease: Lease | None) -> list[int] | None:
+        if lease is None:
             return None
-        payloads = [found async for found in self.store.payloads.load(due.lease.group_ids)]
+        payloads = [found async for found in self.store.payloads.load(lease.group_ids)]
         assert None not in payloads
         groups = [ScoredGroup.model_validate_json(unpack(found)) for found in payloads if found]
         return [parsed.tokens[0][0] for parsed in groups]
 
     async def status(self) -> tuple[int, int]:
-        status = await self.store.trainer.status()
+        status = await self.store.registrations.status()
         return status.current_step, status.queue_size
 
     def waiting(self) -> int:
         """Submissions that wait for room in the queue."""
-        return len(self.intake._line._tickets)
+        return len(self.intake._line)
 
     async def submit_to_the_line(self, marker: int) -> asyncio.Task[list[Outcomes]]:
         """Submit to a full queue; returns when the group waits in line."""
@@ -179,11 +179,11 @@ async def open_run(
     redis_url: str,
     run_id: str,
     limits: Limits = LIMITS,
-    patience: Patience = PATIENCE,
+    full_s: float = SHORT_WAIT_S,
     max_leased_bytes: int = LEASED_BYTES,
 ) -> AsyncIterator[Run]:
     """A run with a trainer and no groups."""
-    run = Run(TroubledLink(redis_url, run_id), limits, patience, max_leased_bytes)
+    run = Run(TroubledLink(redis_url, run_id), limits, full_s, max_leased_bytes)
     await run.store.reset()
     await run.register()
     yield run

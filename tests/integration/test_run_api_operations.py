@@ -80,7 +80,7 @@ def test_a_defect_is_a_500_whose_traceback_is_found_by_the_id(
 
 
 def test_without_the_token_every_route_but_probes_is_401_and_changes_nothing(
-    stranger: httpx.Client, client: httpx.Client
+    api: RunningApi, stranger: httpx.Client, client: httpx.Client
 ) -> None:
     documented = client.get("/openapi.json").json()["paths"].items()
     routes = [(method, path) for path, methods in documented for method in methods]
@@ -95,6 +95,13 @@ def test_without_the_token_every_route_but_probes_is_401_and_changes_nothing(
             assert "Authorization: Bearer" in answer.json()["detail"]
     assert register(stranger).status_code == 401
     assert client.get("/info").json()["batch_size"] == -1
+    with TrainerClient(api.url, token=TOKEN) as known, TrainerClient(api.url) as unknown:
+        known.status()
+        with pytest.raises(RequestRefused, match="Authorization: Bearer"):
+            unknown.status()
+    log = api.process.log_path.read_text()
+    assert "access_token_required=True" in log
+    assert TOKEN not in log
 
 
 def test_a_page_of_another_site_resets_nothing_and_takes_no_batch(http: httpx.Client) -> None:
@@ -110,20 +117,6 @@ def test_a_page_of_another_site_resets_nothing_and_takes_no_batch(http: httpx.Cl
         assert says in answer.json()["detail"]
         assert "x-request-id" in answer.headers
     assert run_facts(http)["queued_groups"] == 2
-
-
-def test_the_client_sends_its_token_and_names_a_missing_one(api: RunningApi) -> None:
-    with TrainerClient(api.url, token=TOKEN) as known, TrainerClient(api.url) as unknown:
-        known.status()
-        with pytest.raises(RequestRefused, match="Authorization: Bearer"):
-            unknown.status()
-
-
-def test_the_token_is_in_no_log(api: RunningApi, client: httpx.Client) -> None:
-    client.get("/status")
-    log = api.process.log_path.read_text()
-    assert "access_token_required=True" in log
-    assert TOKEN not in log
 
 
 def assert_facts(http: httpx.Client, **expected: float) -> None:

@@ -1,27 +1,39 @@
-"""The answers of all routes before and after a registration, and after `/reset_data`."""
+"""The trainer registers, leases and acknowledges; `/reset_data` ends its run.
+
+`test_run_store_leases` tests leases on the store, `test_run_api_bad_input` invalid requests.
+"""
 
 from __future__ import annotations
 
+import json
+from http.client import HTTPConnection
+from typing import Any
+
 import httpx
 import pytest
+import redis
 
+from grpo_core.redis.keys import served_weights_key
 from grpo_core.wire.run_api import RUN_UUID_HEADER
+from tests.fixtures.run_api import RUN_ID
 from tests.integration.run_api_calls import (
-    REGISTRATION,
     WAITING,
+    acknowledge,
     group,
+    lease,
+    leased,
     next_batch,
     probe,
-    refused_field,
     register,
     register_environment,
     send,
-    send_raw,
     start,
     status,
     status_env,
     submit,
+    told,
 )
+from tests.support.wait import DEADLINE_S, wait_for
 
 EXAMPLE_KEYS = (
     *("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params"),
@@ -55,15 +67,6 @@ def test_a_registration_is_published(http: httpx.Client) -> None:
     assert status(http) == (3, 0)
 
 
-def test_a_registration_that_no_run_can_go_by_is_refused_by_field(http: httpx.Client) -> None:
-    for field in REGISTRATION:
-        partial = {name: value for name, value in REGISTRATION.items() if name != field}
-        assert refused_field(http.post("/register", json=partial)) == field
-    for field, value in (("batch_size", 2**16 + 1), ("batch_size", 4.5), ("starting_step", -1)):
-        assert refused_field(register(http, **{field: value})) == field
-    assert http.get("/info").json()["batch_size"] == -1
-
-
 def test_registering_again_keeps_the_run_and_applies_what_changed(http: httpx.Client) -> None:
     first = register(http).json()
     assert next_batch(http) is None
@@ -81,21 +84,6 @@ def test_registering_again_keeps_the_run_and_applies_what_changed(http: httpx.Cl
     assert register_environment(http)["checkpoint_dir"] == "elsewhere"
 
 
-def test_registering_again_hands_out_what_was_not_acknowledged_and_nothing_else(
-    http: httpx.Client,
-) -> None:
-    start(http)
-    submit(http, 1, 2, 3, 4)
-    handed_out = http.get("/batch").content
-    register(http)
-    assert http.get("/batch").content == handed_out
-    assert status(http) == (1, 2)
-    assert [next_batch(http), next_batch(http)] == [[3, 4], None]
-    register(http)
-    assert next_batch(http) is None
-    assert status(http) == (2, 0)
-
-
 def test_another_batch_size_must_suit_queue_and_environments(http: httpx.Client) -> None:
     start(http)
     register_environment(http)
@@ -106,14 +94,6 @@ def test_another_batch_size_must_suit_queue_and_environments(http: httpx.Client)
     assert http.get("/info").json() == {"batch_size": 4, "max_token_len": 128}
     assert register(http, batch_size=8, max_token_len=256).status_code == 200
     assert http.get("/info").json() == {"batch_size": 8, "max_token_len": 256}
-
-
-def test_data_before_registration_is_refused_and_harmless(http: httpx.Client) -> None:
-    assert send_raw(http, group(1)).status_code == 409
-    assert send_raw(http, [group(1)], "/scored_data_list").status_code == 409
-    start(http)
-    submit(http, 2, 3)
-    assert next_batch(http) == [2, 3]
 
 
 def test_a_reset_forgets_everything_and_a_run_begins_anew(http: httpx.Client) -> None:
@@ -138,24 +118,94 @@ def test_a_reset_forgets_everything_and_a_run_begins_anew(http: httpx.Client) ->
     assert send(http, 2, size=1, env_id=1) == {"status": "buffered", "buffer_size": 1}
 
 
-@pytest.mark.parametrize("route", ["/scored_data", "/scored_data_list"])
 @pytest.mark.parametrize("size", [2, 1])
-def test_groups_of_the_run_before_a_reset_are_refused(
-    http: httpx.Client, route: str, size: int
+def test_groups_of_the_run_before_a_reset_are_refused(http: httpx.Client, size: int) -> None:
+    runs = []
+    for _ in range(2):
+        http.get("/reset_data")
+        start(http)
+        runs.append(register_environment(http))
+    former, new = (environment["run_uuid"] for environment in runs)
+    one = group(1, size=size, env_id=runs[1]["env_id"])
+
+    def sent(path: str, body: Any, run_uuid: str) -> httpx.Response:
+        return http.post(path, json=body, headers={RUN_UUID_HEADER: run_uuid})
+
+    for path, body in (("/scored_data", one), ("/scored_data_list", [one])):
+        refused = sent(path, body, former)
+        assert (refused.status_code, "another run" in refused.text) == (409, True)
+        assert http.get("/status").json()["queue_size"] == 0
+    assert sent("/scored_data", one, new).status_code == 200
+
+
+@pytest.fixture
+def trainer(http: httpx.Client) -> int:
+    """The id of a registered trainer with batches of two groups."""
+    uuid: int = register(http).json()["uuid"]
+    return uuid
+
+
+def test_registering_again_redelivers_byte_for_byte_what_is_not_acknowledged(
+    http: httpx.Client, trainer: int
 ) -> None:
-    start(http)
-    former = register_environment(http)
-    http.get("/reset_data")
-    start(http)
-    new = register_environment(http)
-    one = group(1, size=size) | {"env_id": new["env_id"]}
-    body = [one] if route.endswith("list") else one
+    submit(http, *range(6))
+    assert leased(lease(http, trainer)) == (1, [0, 1])
+    answers = [lease(http, trainer, after).content for after in range(3)]
+    done = acknowledge(http, trainer, 1).json()
+    assert done == {"status": "success", "acknowledged": 1, "released": 1}
+    again = register(http).json()["uuid"]
+    assert [lease(http, again, after).content for after in (0, 2)] == answers[1:]
+    assert lease(http, trainer, after=2).status_code == 409
+    assert acknowledge(http, trainer, 3).status_code == 409
+    assert acknowledge(http, again, 3).json()["released"] == 2
+    assert lease(http, again).json()["batch"] is None
 
-    def sent(run_uuid: str) -> httpx.Response:
-        return http.post(route, json=body, headers={RUN_UUID_HEADER: run_uuid})
 
-    refused = sent(former["run_uuid"])
-    assert refused.status_code == 409
-    assert "another run" in refused.text
-    assert http.get("/status").json()["queue_size"] == 0
-    assert sent(new["run_uuid"]).status_code == 200
+def test_environments_are_told_where_the_run_ends_for_this_trainer(
+    http: httpx.Client, trainer: int
+) -> None:
+    """Batches count like steps, even if some are skipped or handed out again."""
+    submit(http, *range(4))
+    lease(http, trainer, batches_left=3)
+    register_environment(http)
+
+    def step_and_end() -> tuple[int, int | None]:
+        return status(http)[0], told(http, 0)["num_steps"]
+
+    assert step_and_end() == (1, 3)
+    lease(http, trainer, after=1, batches_left=3)  # the trainer took no step on the first batch
+    assert step_and_end() == (2, 4)
+    assert acknowledge(http, trainer, 1).is_success
+
+    again = register(http, num_steps=1).json()["uuid"]
+    lease(http, again, batches_left=3)  # the second batch, again
+    assert step_and_end() == (2, 4)
+    lease(http, again, after=2, batches_left=0)
+    assert step_and_end() == (2, 2)
+
+
+def test_a_lease_says_under_which_version_each_group_was_received(
+    http: httpx.Client, trainer: int, redis_url: str
+) -> None:
+    submit(http, 1)
+    with redis.Redis.from_url(redis_url) as connection:
+        connection.hset(served_weights_key(RUN_ID), mapping={"epoch": 3, "step": 17})
+        submit(http, 2)
+        connection.delete(served_weights_key(RUN_ID))
+    answer = lease(http, trainer).json()
+    assert answer["received_under"] == [None, [3, 17]]
+
+
+def test_a_long_poll_starts_the_run_and_ends_with_the_groups_that_complete_the_batch(
+    http: httpx.Client, trainer: int
+) -> None:
+    send(http, 1)
+    assert register_environment(http) == WAITING
+    held = HTTPConnection(http.base_url.host, http.base_url.port, timeout=DEADLINE_S)
+    held.request("GET", f"/batch?trainer={trainer}&wait_s=60")
+    # environments can register after the trainer's first poll
+    wait_for(lambda: register_environment(http)["status"], lambda answer: answer == "success")
+    send(http, 2)
+    answer = json.load(held.getresponse())
+    assert [item["tokens"][0][0] for item in answer["batch"]] == [1, 2]
+    held.close()

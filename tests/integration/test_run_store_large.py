@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from grpo_api.errors import GroupRefused, QueueFull, Refused, StoreUnavailable
-from grpo_api.ingest.waiting_line import MAX_WAITING, Ticket
-from tests.integration.run_store_rig import LARGE, LIMITS, PATIENT, Run, open_run
+from grpo_api.waiting import MAX_WAITING, Ticket
+from tests.integration.run_store_rig import DEADLINE_S, LARGE, LIMITS, Run, open_run
 from tests.support.wait import wait_for_async
 
 
@@ -39,7 +39,7 @@ async def test_large_groups_are_served_and_released_like_others(run: Run, size: 
 async def test_large_parts_go_with_their_environment_and_with_the_run(run: Run) -> None:
     env_id = await run.start_environment(group_size=2)
     await run.submit(1, size=1, env_id=env_id, **LARGE)
-    await run.store.environments.disconnect(env_id)
+    await run.store.registrations.disconnect(env_id)
     assert await run.staged() == []
     await run.submit(2, **LARGE)
     await run.store.reset()
@@ -77,7 +77,7 @@ async def test_the_queue_limit_holds_if_no_batch_can_be_formed(redis_url: str) -
 
 
 async def test_an_environment_that_the_batch_waits_for_passes_a_full_line(redis_url: str) -> None:
-    async with open_run(redis_url, "full-line", FOUR_GROUPS, PATIENT) as run:
+    async with open_run(redis_url, "full-line", FOUR_GROUPS, full_s=DEADLINE_S) as run:
         first = await run.start_environment(group_size=2)
         second = await run.start_environment(group_size=2, min_batch_allocation=0.5)
         await run.submit(*range(4), env_id=first)
@@ -103,7 +103,7 @@ async def test_groups_that_waited_longest_come_first(
         looks[ticket] += 1
 
     monkeypatch.setattr(Ticket, "wait", counted_wait)
-    async with open_run(redis_url, "line", FOUR_GROUPS, PATIENT) as run:
+    async with open_run(redis_url, "line", FOUR_GROUPS, full_s=DEADLINE_S) as run:
         await run.submit(*range(4))
         held = [await run.submit_to_the_line(marker) for marker in (10, 11)]
         second = run.intake._line._tickets[1]
@@ -137,7 +137,7 @@ async def test_a_large_group_that_redis_forgot_is_not_taken(
 async def test_a_submission_that_waits_for_room_and_its_repeat_are_queued_once(
     redis_url: str,
 ) -> None:
-    async with open_run(redis_url, "held-twice", FOUR_GROUPS, PATIENT) as run:
+    async with open_run(redis_url, "held-twice", FOUR_GROUPS, full_s=DEADLINE_S) as run:
         await run.submit(*range(4))
         held = [asyncio.create_task(run.submit(9, key="k")) for _ in range(2)]
         await wait_for_async(run.waiting, lambda waiting: waiting == 2)

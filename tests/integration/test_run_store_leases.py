@@ -8,11 +8,10 @@ import pytest
 
 from grpo_api.errors import (
     BatchesByLease,
-    LeasesFull,
+    LeasesTooLarge,
     StoreUnavailable,
-    TrainerSuperseded,
 )
-from grpo_api.store.results import Acknowledged
+from grpo_api.store.batches import Acknowledged
 from tests.integration.run_store_rig import Interruption, Run, open_run
 
 FOR_EVER_S = 3600.0
@@ -59,31 +58,6 @@ async def test_one_acknowledgement_releases_all_leases_up_to_it_once(run: Run) -
     assert await run.lease(after=0) == [6, 7]
 
 
-async def test_a_trainer_that_registers_again_gets_the_batches_it_did_not_acknowledge(
-    run: Run,
-) -> None:
-    await run.submit(*range(8))
-    for after in range(3):
-        await run.lease(after)
-    await run.acknowledge(1)
-    former = run.trainer_id
-    await run.register()
-    with pytest.raises(TrainerSuperseded):
-        await run.lease(after=3, trainer_id=former)
-    with pytest.raises(TrainerSuperseded):
-        await run.store.batches.acknowledge(former, 2)
-    assert [await run.lease(after) for after in (0, 2, 3)] == [[2, 3], [4, 5], [6, 7]]
-    assert await run.status() == (4, 0)
-
-
-async def test_a_trainer_whose_last_acknowledgement_was_lost_goes_on_behind_it(run: Run) -> None:
-    await run.submit(*range(4))
-    await run.lease(after=0)
-    await run.register()
-    assert await run.lease(after=1) == [2, 3]
-    assert await run.acknowledge(2) == Acknowledged(batch_id=2, released=2)
-
-
 async def test_a_plain_poll_takes_nothing_from_a_trainer_with_leases(run: Run) -> None:
     await run.submit(*range(4))
     await run.lease(after=0)
@@ -98,7 +72,7 @@ async def test_leases_that_hold_too_much_have_to_be_acknowledged_first(redis_url
     async with open_run(redis_url, "lease-limit", max_leased_bytes=1) as run:
         await run.submit(*range(4))
         assert await run.lease(after=0) == [0, 1]
-        with pytest.raises(LeasesFull):
+        with pytest.raises(LeasesTooLarge):
             await run.lease(after=1)
         assert await run.lease(after=0) == [0, 1]
         await run.acknowledge(1)

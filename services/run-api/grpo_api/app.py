@@ -6,34 +6,29 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from importlib.metadata import version
 
 import structlog
 import uvloop
 from fastapi import FastAPI
 
-from grpo_api.delivery.dispatch import BatchDispatcher
-from grpo_api.http.allocator import keep_freed_memory
+from grpo_api.batches import BatchDispatcher
 from grpo_api.http.error_responses import answer_errors
-from grpo_api.http.middleware import (
-    CompressionMiddleware,
-    RequestMiddleware,
-    RouteTemplates,
-)
-from grpo_api.http.openapi import OPEN_PATHS, OPENAPI_PATH, describe
+from grpo_api.http.middleware import CompressionMiddleware, RequestMiddleware, RouteTemplates
 from grpo_api.http.request_body import BodyReader
-from grpo_api.http.server import HttpServer
-from grpo_api.http.shutdown import Lifetime
-from grpo_api.ingest.decode import SubmissionDecoder
-from grpo_api.ingest.submit import Intake, Patience
-from grpo_api.observability.logging import forward_library_logs
-from grpo_api.observability.metrics import Metrics
-from grpo_api.planning.run_view import Limits
+from grpo_api.http.server import HttpServer, forward_library_logs, keep_freed_memory
+from grpo_api.metrics import Metrics
+from grpo_api.planning.run import Limits
 from grpo_api.routes import admin, environments, groups, trainer
 from grpo_api.routes.dependencies import MAX_RECORD_BYTES, AppServices
+from grpo_api.routes.openapi import DESCRIPTION, OPEN_PATHS, OPENAPI_PATH, describe, refusals
 from grpo_api.settings import RunApiSettings
 from grpo_api.store import RunStore
-from grpo_api.store.disk import watch_disk
-from grpo_api.store.redis import RedisLink, check_redis
+from grpo_api.store.redis import RedisLink
+from grpo_api.store.redis_checks import check_redis, watch_disk
+from grpo_api.submissions.decode import SubmissionDecoder
+from grpo_api.submissions.intake import Intake
+from grpo_api.waiting import Lifetime
 from grpo_core.logs import configure_logging
 from grpo_core.redis.server import LocalRedis, disk_bytes
 from grpo_core.redis.url import local_redis_directory
@@ -60,7 +55,10 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
 
     app = FastAPI(
         title="run-api",
+        version=version("grpo-run-api"),
+        description=DESCRIPTION,
         lifespan=lifespan,
+        responses=refusals(403) if settings.token is None else refusals(401, 403),
         # FastAPI's documentation pages load scripts from the internet
         docs_url=None,
         redoc_url=None,
@@ -69,11 +67,6 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
         generate_unique_id_function=lambda route: route.name,
     )
     limits = Limits(settings.max_queued_groups, settings.queued_bytes_limit)
-    patience = Patience(
-        placing_s=settings.redis_deadline_s,
-        full_s=settings.full_queue_wait_s,
-        held_bytes=_HELD_BODIES * settings.max_body_bytes,
-    )
     largest_body = max(settings.max_body_bytes, MAX_RECORD_BYTES)
     services = AppServices(
         store=store,
@@ -82,7 +75,13 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
         dispatcher=BatchDispatcher(store, lifetime),
         bodies=BodyReader(settings.body_deadline_s, _BODIES_AT_ONCE * largest_body),
         decoder=SubmissionDecoder(settings.max_body_bytes),
-        intake=Intake(store, limits, patience, lifetime),
+        intake=Intake(
+            store,
+            limits,
+            lifetime,
+            full_s=settings.full_queue_wait_s,
+            held_bytes=_HELD_BODIES * settings.max_body_bytes,
+        ),
         limits=limits,
     )
     app.state.services = services

@@ -1,52 +1,72 @@
 """Errors that run-api answers with a 4xx status or 503.
 
 GrpoError
-├── Refused               4xx: the request conflicts with the run's state, or can never succeed
 ├── GroupRefused          one group of a submission cannot be accepted
 ├── TrainerNotRegistered  a request for a batch before any trainer registered
-├── Conflict              409; each subclass has its own problem type
-│   ├── TrainerSuperseded     another trainer has registered since
-│   ├── BatchesByLease        a request for a batch without a lease, in a run that uses leases
-│   ├── BatchUnknown          no batch of the run has this id; an acknowledgement gets 404
-│   ├── LeasesFull            unacknowledged batches have reached their limit in bytes
-│   └── BatchGone             the batch was deleted or handed out again while it was sent
 ├── UnsuitableRedis       no answer: run-api ends
-├── BodyTooSlow           408: a request body did not arrive within the deadline
-└── Unavailable           503: the same request may succeed later
-    ├── BodiesFull            request bodies have reached their limit in memory
-    ├── QueueFull             the queue stayed full for as long as a submission may wait
-    ├── StoreUnavailable      Redis did not answer in time, or does not accept writes
-    └── ShuttingDown          the server has received a stop signal
+└── Answered              has a status, a body and headers
+    ├── Refused               4xx: the request conflicts with the run's state, or can never succeed
+    ├── BodyTooSlow           408: a request body did not arrive within the deadline
+    ├── Conflict              409; each subclass has its own problem type
+    │   ├── SupersededTrainer     another trainer has registered since
+    │   ├── BatchesByLease        a request for a batch without a lease, in a run that uses leases
+    │   ├── BatchUnknown          no batch of the run has this id; an acknowledgement gets 404
+    │   ├── LeasesTooLarge        unacknowledged batches have reached their limit in bytes
+    │   └── BatchGone             the batch was deleted or handed out again while it was sent
+    └── Unavailable           503: the same request may succeed later
+        ├── BodiesFull            request bodies have reached their limit in memory
+        ├── QueueFull             the queue stayed full for as long as a submission may wait
+        ├── StoreUnavailable      Redis did not answer in time, or does not accept writes
+        └── ShuttingDown          the server has received a stop signal
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from grpo_core.errors import GrpoError
 
+Detail = str | list[dict[str, Any]]
+"""A message, or problems as FastAPI lists them: loc, msg and type."""
 
-class Refused(GrpoError):
-    """The request changed nothing. `detail` becomes the body of the answer."""
 
-    def __init__(self, status: int, detail: str | list[dict[str, Any]]) -> None:
+class Answered(GrpoError):
+    """An error whose answer carries `detail` and `headers`."""
+
+    status: int
+    headers: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def detail(self) -> Detail:
+        return str(self)
+
+
+class Refused(Answered):
+    """The request changed nothing."""
+
+    def __init__(self, status: int, detail: Detail) -> None:
         super().__init__(str(detail))
         self.status = status
-        self.detail = detail
+        self._detail = detail
+
+    @property
+    def detail(self) -> Detail:
+        return self._detail
 
     @property
     def reason(self) -> str:
         """`scores.1: Input should be a finite number (and 2 more)`"""
-        if isinstance(self.detail, str):
-            return self.detail
-        first, *others = self.detail
+        if isinstance(self._detail, str):
+            return self._detail
+        first, *others = self._detail
         place = ".".join(map(str, first["loc"][1:]))  # without "body" or "header"
         more = f" (and {len(others)} more)" if others else ""
         return f"{place}: {first['msg']}{more}" if place else f"{first['msg']}{more}"
 
-    def __reduce__(self) -> tuple[type[Refused], tuple[int, str | list[dict[str, Any]]]]:
+    def __reduce__(self) -> tuple[type[Refused], tuple[int, Detail]]:
         """Pickled when the decoder process sends this error back to the server."""
-        return Refused, (self.status, self.detail)
+        return Refused, (self.status, self._detail)
 
 
 class GroupRefused(GrpoError):
@@ -75,20 +95,23 @@ class TrainerNotRegistered(GrpoError):
         super().__init__("Trainer not registered. Call /register first.")
 
 
-class Conflict(GrpoError):
-    """Attributes:
-    parameter: the query parameter that conflicts.
-    kind: the problem's `type` in the answer.
+class Conflict(Answered):
+    """
+    Attributes:
+        parameter: the query parameter that conflicts.
+        kind: the problem's `type` in the answer.
     """
 
+    status = 409
     parameter: ClassVar[str]
     kind: ClassVar[str]
 
-    def problems(self) -> list[dict[str, Any]]:
+    @property
+    def detail(self) -> Detail:
         return [{"loc": ["query", self.parameter], "msg": str(self), "type": self.kind}]
 
 
-class TrainerSuperseded(Conflict):
+class SupersededTrainer(Conflict):
     parameter, kind = "trainer", "trainer_superseded"
 
     def __init__(self) -> None:
@@ -119,7 +142,7 @@ class BatchUnknown(Conflict):
         )
 
 
-class LeasesFull(Conflict):
+class LeasesTooLarge(Conflict):
     parameter, kind = "after", "leases_full"
 
     def __init__(self, stored_bytes: int, limit: int) -> None:
@@ -139,7 +162,12 @@ class BatchGone(Conflict):
         )
 
 
-class BodyTooSlow(GrpoError):
+class BodyTooSlow(Answered):
+    """The connection is closed, since it would otherwise wait for the rest of the body."""
+
+    status = 408
+    headers: ClassVar[Mapping[str, str]] = {"Connection": "close"}
+
     def __init__(self, received_bytes: int, deadline_s: float) -> None:
         super().__init__(
             f"only {received_bytes} bytes of the body arrived within {deadline_s:g} s; send the "
@@ -147,8 +175,11 @@ class BodyTooSlow(GrpoError):
         )
 
 
-class Unavailable(GrpoError):
+class Unavailable(Answered):
     """The same request may succeed later."""
+
+    status = 503
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 
 
 class BodiesFull(Unavailable):

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
-from grpo_api.errors import BodyTooSlow, Conflict, Refused, Unavailable
+from grpo_api.errors import Answered, Refused
 from grpo_core.validation import message_of
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -26,41 +26,24 @@ _MAX_LOCATION_CHARS = 100
 def answer_errors(app: FastAPI) -> None:
     """Register an answer for every error that a handler raises."""
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(Refused, _refused)
-    app.add_exception_handler(Conflict, _conflict)
-    app.add_exception_handler(BodyTooSlow, _too_slow)
-    app.add_exception_handler(Unavailable, _unavailable)
+    app.add_exception_handler(Answered, _answered)
     app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _unhandled)
+
+
+def answer_to(error: Answered) -> JSONResponse:
+    return JSONResponse({"detail": error.detail}, error.status, error.headers)
+
+
+async def _answered(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, Answered)
+    return answer_to(error)
 
 
 async def _invalid(_request: Request, error: Exception) -> JSONResponse:
     """422 without the invalid input, because JSON cannot hold a NaN in it."""
     assert isinstance(error, RequestValidationError)
-    return JSONResponse({"detail": listed(error.errors())}, status_code=422)
-
-
-async def _refused(_request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, Refused)
-    return JSONResponse({"detail": error.detail}, status_code=error.status)
-
-
-async def _conflict(_request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, Conflict)
-    return JSONResponse({"detail": error.problems()}, status_code=409)
-
-
-async def _too_slow(_request: Request, error: Exception) -> JSONResponse:
-    """Close the connection, which would otherwise wait for the rest of the body."""
-    return JSONResponse({"detail": str(error)}, status_code=408, headers={"Connection": "close"})
-
-
-async def _unavailable(_request: Request, error: Exception) -> JSONResponse:
-    return not_now(error)
-
-
-def not_now(error: Exception) -> JSONResponse:
-    return JSONResponse({"detail": str(error)}, status_code=503, headers={"Retry-After": "1"})
+    return answer_to(Refused(422, listed(error.errors())))
 
 
 async def _client_gone(_request: Request, _error: Exception) -> Response:

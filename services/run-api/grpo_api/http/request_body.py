@@ -40,9 +40,8 @@ class BodyReader:
 
     def __init__(self, deadline_s: float, max_held_bytes: int) -> None:
         self.deadline_s = deadline_s
-        self._max_bytes = max_held_bytes
-        self._max_bytes_for_large = int(max_held_bytes * _LARGE_SHARE)
-        self._held_bytes = 0
+        self.max_bytes = max_held_bytes
+        self.held_bytes = 0
 
     @contextmanager
     def incoming(self, request: Request) -> Iterator[IncomingBody]:
@@ -53,23 +52,6 @@ class BodyReader:
         finally:
             body.keep(0)
 
-    def require_room(self, more_bytes: int, body_bytes: int) -> None:
-        """Check that `more_bytes` fit into memory.
-
-        Args:
-            body_bytes: length of the whole body, as far as it is known.
-        Raises:
-            BodiesFull
-        """
-        is_large = body_bytes > INLINE_BYTES
-        limit = self._max_bytes_for_large if is_large else self._max_bytes
-        if self._held_bytes + more_bytes > limit:
-            raise BodiesFull(self._held_bytes)
-
-    def count(self, more_bytes: int) -> None:
-        """Add to the number of held bytes; a negative number frees bytes."""
-        self._held_bytes += more_bytes
-
 
 class IncomingBody:
     def __init__(self, reader: BodyReader, request: Request) -> None:
@@ -79,7 +61,7 @@ class IncomingBody:
 
     def keep(self, size: int) -> None:
         """Record that only `size` bytes made from the body are held from now on."""
-        self._reader.count(size - self._bytes)
+        self._reader.held_bytes += size - self._bytes
         self._bytes = size
 
     async def read(self, max_bytes: int) -> RawBody:
@@ -108,9 +90,15 @@ class IncomingBody:
         return RawBody(b"".join(chunks), is_gzip)
 
     def _check(self, body_bytes: int, max_bytes: int) -> None:
+        """
+        Args:
+            body_bytes: length of the whole body, as far as it is known.
+        """
         if body_bytes > max_bytes:
             raise too_large(max_bytes)
-        self._reader.require_room(body_bytes - self._bytes, body_bytes)
+        room = self._reader.max_bytes * (_LARGE_SHARE if body_bytes > INLINE_BYTES else 1)
+        if self._reader.held_bytes - self._bytes + body_bytes > room:
+            raise BodiesFull(self._reader.held_bytes)
 
 
 class TooMuchWork(Exception):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import logging
 import signal
 import socket
 from collections.abc import Generator
@@ -14,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from grpo_api.http.shutdown import Lifetime
+from grpo_api.waiting import Lifetime
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
@@ -128,3 +130,36 @@ class BoundedHeadProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
+
+
+KEPT_BYTES = 64 * 1024 * 1024
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h; mallopt(3)
+
+
+def keep_freed_memory() -> None:
+    """Raise both of malloc's thresholds. Does nothing without glibc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        # glibc accepts at most 32 MiB for the mmap threshold
+        mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES // 2)
+        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+_log = structlog.get_logger()
+
+
+class StructlogHandler(logging.Handler):
+    """Logs a library's record as an event, with the fields bound to the current request."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _log.log(
+            record.levelno,
+            record.getMessage().strip(),
+            logger=record.name,
+            exc_info=record.exc_info or None,
+        )
+
+
+def forward_library_logs() -> None:
+    """Forward warnings and errors, but not info: uvicorn only repeats our own start and stop."""
+    logging.basicConfig(handlers=[StructlogHandler()], level=logging.WARNING, force=True)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Any
 
 import structlog
-from fastapi import APIRouter, Header
+from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 
 from grpo_api.errors import ShuttingDown, StoreUnavailable
-from grpo_api.http.openapi import refusals
 from grpo_api.routes.dependencies import Services
+from grpo_api.routes.openapi import refusals
 from grpo_api.routes.responses import Greeting, Healthy
 from grpo_api.store import RunStore
 from grpo_api.store.stats import RunStats
@@ -56,13 +56,12 @@ async def readyz(services: Services) -> Healthy:
 
 
 @router.get("/metrics", response_class=Response, responses=_EXPOSITION)
-async def metrics(
-    services: Services,
-    accept: Annotated[str, Header(include_in_schema=False)] = "",
-) -> Response:
+async def metrics(services: Services, request: Request) -> Response:
     """Prometheus metrics of the run and of the run-api process. If Redis does not answer, run-api
     leaves out the metrics of the run."""
-    return services.metrics.exposition(await _stats(services.store), accept)
+    return services.metrics.exposition(
+        await _stats(services.store), request.headers.get("accept", "")
+    )
 
 
 async def _stats(store: RunStore) -> RunStats | None:
@@ -77,7 +76,7 @@ async def _stats(store: RunStore) -> RunStats | None:
 async def status(services: Services) -> RunStatus:
     """The run's step, and the number of groups in the queue. If no trainer has registered for the
     run, `run_uuid` is null."""
-    return await services.store.trainer.status()
+    return await services.store.registrations.status()
 
 
 @router.get("/reset_data", response_class=PlainTextResponse, responses=refusals(503))

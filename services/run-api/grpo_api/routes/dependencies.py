@@ -8,19 +8,24 @@ from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Header, Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, WithJsonSchema
 
-from grpo_api.delivery.dispatch import BatchDispatcher
+from grpo_api.batches import BatchDispatcher
 from grpo_api.errors import Refused
 from grpo_api.http.error_responses import invalid
 from grpo_api.http.request_body import BodyReader, inflate
-from grpo_api.http.shutdown import Lifetime
-from grpo_api.ingest.decode import SubmissionDecoder
-from grpo_api.ingest.submit import Intake
-from grpo_api.observability.metrics import Metrics
-from grpo_api.planning.run_view import Limits
+from grpo_api.metrics import Metrics
+from grpo_api.planning.run import Limits
 from grpo_api.store import RunStore
-from grpo_core.wire.run_api import EnvironmentId, EnvironmentRegistration, Registration
+from grpo_api.submissions.decode import SubmissionDecoder
+from grpo_api.submissions.intake import Intake
+from grpo_api.waiting import Lifetime
+from grpo_core.wire.run_api import (
+    RUN_UUID_HEADER,
+    EnvironmentId,
+    EnvironmentRegistration,
+    Registration,
+)
 
 
 @dataclass(frozen=True)
@@ -81,22 +86,27 @@ _MAX_KEY_CHARS = 255
 _KEY_PATTERN = "^[!-~]+$"
 _is_key = re.compile(_KEY_PATTERN).fullmatch
 
+_Key = Annotated[
+    str,
+    # declared only: `checked_key` checks it, since a refusal of groups is counted
+    WithJsonSchema(
+        {"type": "string", "minLength": 1, "maxLength": _MAX_KEY_CHARS, "pattern": _KEY_PATTERN}
+    ),
+]
 IdempotencyKey = Annotated[
-    str | None,
+    _Key | None,
     Header(
-        min_length=1,
-        max_length=_MAX_KEY_CHARS,
-        pattern=_KEY_PATTERN,
         description="idempotency key: of several requests with the same key, run-api carries out "
         "only the first",
     ),
 ]
 
 RunUuid = Annotated[
-    str | None,
+    str,
     Header(
+        alias=RUN_UUID_HEADER,
         description="run_uuid of POST /register-env; run-api refuses groups of another run. "
-        "Without it, run-api accepts all groups"
+        "Without it, run-api accepts all groups",
     ),
 ]
 

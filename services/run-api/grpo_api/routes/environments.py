@@ -6,15 +6,16 @@ import structlog
 from fastapi import APIRouter
 
 from grpo_api.errors import Refused
-from grpo_api.http.openapi import json_body, refusals
-from grpo_api.planning.env_status import environment_status
-from grpo_api.planning.run_view import RunView
+from grpo_api.planning.batch import minimum_groups
+from grpo_api.planning.run import RunView, environment_status
 from grpo_api.routes.dependencies import (
     EnvironmentIdBody,
     EnvironmentRegistrationBody,
     IdempotencyKey,
     Services,
+    checked_key,
 )
+from grpo_api.routes.openapi import json_body, refusals
 from grpo_api.routes.responses import (
     EnvironmentEnrolled,
     Failed,
@@ -30,7 +31,7 @@ from grpo_core.wire.run_api import (
 
 router = APIRouter()
 
-_REFUSALS = refusals(400, 413, 422, 503)
+_REFUSALS = refusals(400, 408, 413, 422, 503)
 _log = structlog.get_logger()
 
 
@@ -41,7 +42,9 @@ async def register_environment(
     idempotency_key: IdempotencyKey = None,
 ) -> EnvironmentEnrolled | Waiting:
     """Register an environment."""
-    registered = await services.store.environments.register(registration, idempotency_key)
+    registered = await services.store.registrations.register_environment(
+        registration, checked_key(idempotency_key)
+    )
     if registered is None:
         return {"status": "wait for trainer to start"}
     _log.info(
@@ -52,7 +55,7 @@ async def register_environment(
         min_batch_allocation=registration.min_batch_allocation,
     )
     if registration.min_batch_allocation:
-        _warn_of_scaled_minimums(await services.store.environments.view())
+        _warn_of_scaled_minimums(await services.store.registrations.view())
     return {
         "status": "success",
         "env_id": registered.env_id,
@@ -68,9 +71,9 @@ async def register_environment(
 def _warn_of_scaled_minimums(run: RunView) -> None:
     least = run.demand().least
     scaled = [
-        environment.env_id
-        for environment in run.connected()
-        if least.get(environment.share.kind, 0) < environment.share.groups(run.counters.batch_size)
+        own.env_id
+        for own in run.connected()
+        if least.get(own.kind, 0) < minimum_groups(own.kind, own.minimum, run.batch_size)
     ]
     if scaled:
         _log.warning(
@@ -87,7 +90,7 @@ async def disconnect_environment(
 ) -> Succeeded | Failed:
     """Remove an environment and its partial groups from the run. run-api answers with status 200
     even if the `env_id` is unknown."""
-    parts_dropped = await services.store.environments.disconnect(environment.env_id)
+    parts_dropped = await services.store.registrations.disconnect(environment.env_id)
     if parts_dropped is None:
         return {"status": "failure", "error": _unknown(environment.env_id)}
     _log.info(
@@ -104,7 +107,7 @@ async def status_of_environment(
 ) -> EnvironmentStatus:
     """The step of the run and the size of the queue, from which an environment decides how many
     groups it samples at once. As in Atropos, `GET /status-env` has a request body."""
-    run = await services.store.environments.view(environment.env_id)
+    run = await services.store.registrations.view(environment.env_id)
     for own in run.environments:
         if own.env_id == environment.env_id:
             return environment_status(own, run, services.limits)
@@ -118,7 +121,7 @@ async def list_environments(services: Services) -> list[KnownEnvironment]:
 
     `min_sequences` is the minimum number of the environment's sequences in the next batch.
     """
-    run = await services.store.environments.view()
+    run = await services.store.registrations.view()
     least = run.demand().least
     return [
         {
@@ -126,7 +129,7 @@ async def list_environments(services: Services) -> list[KnownEnvironment]:
             "name": environment.name,
             "connected": environment.connected,
             "group_size": environment.registration.group_size,
-            "min_sequences": least.get(environment.share.kind, 0) * environment.share.group_size,
+            "min_sequences": least.get(environment.kind, 0) * environment.kind.sequences,
         }
         for environment in run.environments
     ]

@@ -129,7 +129,7 @@ class PolledBatch(_Streamed):
     batch: list[ServedGroup]
 
 
-class LeasedBatch(_Streamed):
+class LeaseAnswer(_Streamed):
     """A leased batch, if the request has the parameter `trainer`.
 
     `received_under` contains one entry for each group: the policy version [epoch, step] that was

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Annotated, Any
 
 import structlog
-from fastapi import APIRouter, Depends, Header, Path, Query
+from fastapi import APIRouter, Depends, Path, Query
 from fastapi.responses import StreamingResponse
 
-from grpo_api.delivery.dispatch import enrol_trainer
-from grpo_api.delivery.stream import batch_pieces, begun, gzipped
+from grpo_api.batches import batch_pieces, begun
 from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
-from grpo_api.http.middleware import accepts_gzip
-from grpo_api.http.openapi import json_body, linked, refusals
 from grpo_api.routes.dependencies import RegistrationBody, Services
+from grpo_api.routes.openapi import json_body, linked, refusals
 from grpo_api.routes.responses import (
     BatchesAcknowledged,
-    LeasedBatch,
+    LeaseAnswer,
     NoBatch,
     NoLease,
     PolledBatch,
@@ -27,7 +24,7 @@ from grpo_api.routes.responses import (
     TrainerNames,
 )
 from grpo_api.store import RunStore
-from grpo_api.store.results import DueBatch, Lease, Poll
+from grpo_api.store.batches import Lease, Poll
 from grpo_core.wire.run_api import Registration, TrainerEnrolled, TrainerInfo
 
 _NOTHING_REGISTERED = -1
@@ -87,7 +84,7 @@ _ENROLLED: dict[int | str, dict[str, Any]] = {
 }
 _HANDED_OUT: dict[int | str, dict[str, Any]] = {
     200: {
-        "model": NoBatch | NoLease | PolledBatch | LeasedBatch | TrainerMissing,
+        "model": NoBatch | NoLease | PolledBatch | LeaseAnswer | TrainerMissing,
         "links": {
             "next": linked(
                 "batch", trainer="$request.query.trainer", after="$response.body#/batch_id"
@@ -104,12 +101,12 @@ _HANDED_OUT: dict[int | str, dict[str, Any]] = {
 
 @router.post(
     "/register",
-    responses=_ENROLLED | refusals(400, 409, 413, 422, 503),
+    responses=_ENROLLED | refusals(400, 408, 409, 413, 422, 503),
     openapi_extra=json_body(Registration),
 )
 async def register(registration: RegistrationBody, services: Services) -> TrainerEnrolled:
     """Register a trainer. run-api then hands out all unacknowledged batches again."""
-    registered = await enrol_trainer(services.store, registration)
+    registered = await services.store.registrations.register_trainer(registration)
     _log.info(
         "trainer.registered",
         batch_size=registration.batch_size,
@@ -134,7 +131,6 @@ async def batch(
     after: After = 0,
     wait_s: WaitS = 0.0,
     batches_left: BatchesLeft = None,
-    accept_encoding: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Any:
     """Take the next batch, which has `batch_size` sequences from the oldest groups of the queue.
 
@@ -145,43 +141,29 @@ async def batch(
     already sent in full. Concurrent requests without `trainer` get different batches.
     """
     try:
+        poll = Poll(trainer, after, batches_left)
         if trainer is None:
-            answer = await until_answered.enter_async_context(services.store.batches.answering())
-            due = await services.dispatcher.by_plain_poll(answer, wait_s)
-        else:
-            due = await services.dispatcher.next_batch(Poll(trainer, after, batches_left), wait_s)
+            claim = await until_answered.enter_async_context(services.store.batches.claim())
+            poll = Poll(claim=claim)
+        lease = await services.dispatcher.next_batch(poll, wait_s)
     except TrainerNotRegistered as error:
         return {"status": "error", "message": str(error), "batch": []}
-    if due is None and trainer is not None:
+    if lease is None and trainer is not None:
         return NoLease(batch=None, environments=await services.store.stats.environments())
-    if due is None:
+    if lease is None:
         return {"batch": None}
-    return await _answer(services.store, due, accepts_gzip(accept_encoding))
-
-
-async def _answer(store: RunStore, due: DueBatch, compressed: bool) -> StreamingResponse:
-    is_plain = bool(due.answer)
-    head = b"" if is_plain else _head(due.lease)
-    pieces = await begun(batch_pieces(store.payloads, due, head))
-    encoded = gzipped(pieces) if compressed else pieces
-    # the middleware adds Vary to an answer that is not compressed here
-    headers = {"content-encoding": "gzip", "vary": "Accept-Encoding"} if compressed else {}
-    body = _noting_delivery(encoded, store, due) if is_plain else encoded
-    return StreamingResponse(body, media_type="application/json", headers=headers)
-
-
-def _head(lease: Lease) -> bytes:
-    """The start of a leased batch's JSON, before its groups."""
-    under = json.dumps(lease.received_under, separators=(",", ":"))
-    return f'"batch_id":{lease.batch_id},"received_under":{under},'.encode()
+    pieces = await begun(batch_pieces(services.store.payloads, lease))
+    if trainer is None:
+        pieces = _noting_delivery(pieces, services.store, lease)
+    return StreamingResponse(pieces, media_type="application/json")
 
 
 async def _noting_delivery(
-    pieces: AsyncIterator[bytes], store: RunStore, due: DueBatch
+    pieces: AsyncIterator[bytes], store: RunStore, lease: Lease
 ) -> AsyncIterator[bytes]:
     async for piece in pieces:
         yield piece
-    await store.batches.mark_delivered(due)
+    await store.batches.mark_delivered(lease)
 
 
 @router.post("/batch/{batch_id}/ack", responses=refusals(404, 409, 422, 503))
@@ -192,7 +174,7 @@ async def acknowledge(
     try:
         acknowledged = await services.store.batches.acknowledge(trainer, batch_id)
     except BatchUnknown as error:
-        raise Refused(404, error.problems()) from error
+        raise Refused(404, error.detail) from error
     except TrainerNotRegistered as error:
         raise Refused(409, str(error)) from error
     if acknowledged.released:
@@ -212,7 +194,7 @@ async def acknowledge(
 async def info(services: Services) -> TrainerInfo:
     """The `batch_size` and the `max_token_len` that the trainer registered. If no trainer has
     registered, `batch_size` and `max_token_len` are -1."""
-    registration = await services.store.trainer.registration()
+    registration = await services.store.registrations.trainer()
     if registration is None:
         return TrainerInfo(batch_size=_NOTHING_REGISTERED, max_token_len=_NOTHING_REGISTERED)
     return TrainerInfo(batch_size=registration.batch_size, max_token_len=registration.max_token_len)
@@ -222,7 +204,7 @@ async def info(services: Services) -> TrainerInfo:
 async def wandb_info(services: Services) -> TrainerNames:
     """The group and the project that the trainer uses in Weights & Biases. If no trainer has
     registered, `group` and `project` are null."""
-    registration = await services.store.trainer.registration()
+    registration = await services.store.registrations.trainer()
     if registration is None:
         return {"group": None, "project": None}
     return {"group": registration.wandb_group, "project": registration.wandb_project}

@@ -6,13 +6,12 @@ Every change to more than one key is one Lua script, so several run-api processe
 from __future__ import annotations
 
 from grpo_api.store.batches import BatchStore
-from grpo_api.store.environments import EnvironmentStore
 from grpo_api.store.groups import GroupStore
 from grpo_api.store.keys import STATE_KEYS, former_keys
 from grpo_api.store.payloads import PayloadStore
 from grpo_api.store.redis import RedisLink
+from grpo_api.store.registrations import RegistrationStore
 from grpo_api.store.stats import StatsStore
-from grpo_api.store.trainer import TrainerStore
 
 
 class RunStore:
@@ -27,10 +26,9 @@ class RunStore:
         self, link: RedisLink, environment_timeout_s: float, max_leased_bytes: int
     ) -> None:
         self._link = link
-        self.trainer = TrainerStore(link)
-        self.environments = EnvironmentStore(link, environment_timeout_s)
+        self.registrations = RegistrationStore(link, environment_timeout_s)
         self.payloads = PayloadStore(link)
-        self.groups = GroupStore(link)
+        self.groups = GroupStore(link, self.payloads)
         self.stats = StatsStore(link, environment_timeout_s)
         self.batches = BatchStore(link, max_leased_bytes)
 

@@ -1,26 +1,98 @@
-"""Stores batches: leases them from the queue, tracks delivery, acknowledges them."""
+"""Stores batches: leases them from the queue, tracks delivery, acknowledges them.
+
+A trainer leases with its id and acknowledges. A *plain poll* has no id and cannot acknowledge.
+While its answer is sent, it holds a *claim* on the batch, so that other plain polls get others.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import Enum
 
 from grpo_api.errors import (
     BatchesByLease,
     BatchGone,
     BatchUnknown,
-    LeasesFull,
+    LeasesTooLarge,
+    SupersededTrainer,
     TrainerNotRegistered,
-    TrainerSuperseded,
 )
 from grpo_api.planning.batch import Bundle
-from grpo_api.store.keys import parse_lease, write_queued
+from grpo_api.store.keys import parse_groups, write_queued
 from grpo_api.store.redis import RedisLink
-from grpo_api.store.results import Acknowledged, DueBatch, OpenPoll, PlanLost, Poll
+from grpo_core.wire.policy_version import PolicyVersion
 
 _PLAIN = ""
-"""Stands for the trainer id of a plain poll, which has none and cannot acknowledge."""
+"""Stands for the trainer id of a plain poll."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A batch that was handed out and is not acknowledged yet.
+
+        Lease(12, 11, 64, 1.5, (301, 302), (PolicyVersion(1, 9), None), claim="", again=False)
+
+    Attributes:
+        age_at_lease_s: time in the queue of its oldest group, when the batch was formed.
+        group_ids: ids of its groups, in the order of the batch.
+        received_under: for each group, the version that was served when run-api received it.
+        claim: of the plain poll that it answers; "" if a trainer leased it by its id.
+        again: an earlier poll formed the batch.
+    """
+
+    batch_id: int
+    step: int
+    sequences: int
+    age_at_lease_s: float
+    group_ids: tuple[int, ...]
+    received_under: tuple[PolicyVersion | None, ...]
+    claim: str
+    again: bool
+
+
+@dataclass(frozen=True)
+class Poll:
+    """A trainer's request for a batch.
+
+    Attributes:
+        trainer_id: None for a plain poll.
+        after: id of the last batch that the trainer holds; ignored for a plain poll.
+        batches_left: number of batches that the run needs after that; None if unknown.
+        claim: of a plain poll, from `BatchStore.claim`; "" otherwise.
+    """
+
+    trainer_id: int | None = None
+    after: int = 0
+    batches_left: int | None = None
+    claim: str = ""
+
+
+@dataclass(frozen=True)
+class OpenPoll:
+    """A poll that needs a new batch: the trainer, batch size and batch id to plan for."""
+
+    claim: str
+    trainer_id: bytes
+    batch_size: int
+    batch_id: int
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """`batch_id`: the last acknowledged batch. `released`: batches deleted by this call."""
+
+    batch_id: int
+    released: int
+
+
+class PlanLost(Enum):
+    """Why a plan could not be committed."""
+
+    MOVED = "moved"
+    SUPERSEDED = "superseded"
 
 
 class BatchStore:
@@ -29,23 +101,23 @@ class BatchStore:
         self._max_leased_bytes = max_leased_bytes
 
     @asynccontextmanager
-    async def answering(self) -> AsyncIterator[str]:
-        """Name the answer to a plain poll while it is made and sent.
+    async def claim(self) -> AsyncIterator[str]:
+        """The claim of one plain poll, which lasts until its answer is sent.
 
-        No other plain poll gets the same batch until the block ends. The name is a Redis channel
-        with one listener, this process; so the claim also ends if the process is killed.
+        No other plain poll gets the same batch until the block ends. The claim is a Redis channel
+        with one listener, this process; so it also ends if the process is killed.
         """
-        answer = f"{self._link.prefix}answer:{os.urandom(16).hex()}"
-        async with self._link.listening(answer):
-            yield answer
+        claim = f"{self._link.prefix}answer:{os.urandom(16).hex()}"
+        async with self._link.listening(claim):
+            yield claim
 
-    async def open_poll(self, poll: Poll) -> DueBatch | OpenPoll:
+    async def open_poll(self, poll: Poll) -> Lease | OpenPoll:
         """Return the next leased batch that the trainer lacks, or start to plan a new one.
 
         Raises:
-            TrainerNotRegistered, TrainerSuperseded, BatchesByLease
+            TrainerNotRegistered, SupersededTrainer, BatchesByLease
             BatchUnknown: no batch has the id `poll.after`.
-            LeasesFull: unacknowledged batches have reached their limit in bytes.
+            LeasesTooLarge: unacknowledged batches have reached their limit in bytes.
         """
         outcome, *rest = await self._link.script(
             "open_poll",
@@ -53,15 +125,15 @@ class BatchStore:
             *_trainer_arguments(poll.trainer_id, poll.after),
             self._max_leased_bytes,
             "" if poll.batches_left is None else poll.batches_left,
-            poll.answer,
+            poll.claim,
         )
         _refuse(outcome, poll.after, rest)
         if outcome == b"full":
-            raise LeasesFull(stored_bytes=rest[0], limit=self._max_leased_bytes)
+            raise LeasesTooLarge(stored_bytes=rest[0], limit=self._max_leased_bytes)
         if outcome == b"leased":
             batch_id, lease = rest
-            return DueBatch(poll.answer, parse_lease(batch_id, lease), again=True)
-        return OpenPoll(poll.answer, *rest)
+            return _lease(batch_id, lease, poll.claim, again=True)
+        return OpenPoll(poll.claim, *rest)
 
     async def candidates(self, batch_size: int) -> list[bytes]:
         """Entries of the oldest bundles, of each kind as many as a batch could hold.
@@ -73,7 +145,7 @@ class BatchStore:
         )
         return entries
 
-    async def lease(self, poll: OpenPoll, bundles: Sequence[Bundle]) -> DueBatch | PlanLost:
+    async def lease(self, poll: OpenPoll, bundles: Sequence[Bundle]) -> Lease | PlanLost:
         """Move the bundles from the queue into one leased batch and count the step, atomically."""
         outcome, *rest = await self._link.script(
             "lease_batch",
@@ -81,7 +153,7 @@ class BatchStore:
                 *("trainer", "leases", "totals", "queue", "queued_kinds", "queued_sizes"),
                 "answers",
             ),
-            poll.answer,
+            poll.claim,
             poll.trainer_id,
             poll.batch_id,
             poll.batch_size,
@@ -89,13 +161,13 @@ class BatchStore:
         )
         if outcome != b"leased":
             return PlanLost(outcome.decode())
-        return DueBatch(poll.answer, parse_lease(poll.batch_id, rest[0]), again=False)
+        return _lease(poll.batch_id, rest[0], poll.claim, again=False)
 
     async def acknowledge(self, trainer_id: int | None, batch_id: int = 0) -> Acknowledged:
         """Delete every batch up to `batch_id`; without `trainer_id`, every delivered batch.
 
         Raises:
-            TrainerNotRegistered, TrainerSuperseded, BatchesByLease
+            TrainerNotRegistered, SupersededTrainer, BatchesByLease
             BatchUnknown: no batch has the id `batch_id`.
         """
         outcome, *rest = await self._link.script(
@@ -106,17 +178,17 @@ class BatchStore:
         _refuse(outcome, batch_id, rest)
         return Acknowledged(*rest)
 
-    async def mark_delivered(self, due: DueBatch) -> None:
+    async def mark_delivered(self, lease: Lease) -> None:
         """Record that a plain poll was answered in full; the next plain poll deletes the batch.
 
         Raises:
-            BatchGone: another answer or another trainer has the batch now.
+            BatchGone: another plain poll or another trainer has the batch now.
         """
         outcome = await self._link.script(
-            "mark_delivered", ("answers",), due.lease.batch_id, due.answer
+            "mark_delivered", ("answers",), lease.batch_id, lease.claim
         )
         if outcome == b"gone":
-            raise BatchGone(due.lease.batch_id)
+            raise BatchGone(lease.batch_id)
 
     async def arrivals(self) -> int:
         """A number that grows with every submission."""
@@ -133,8 +205,23 @@ def _refuse(outcome: bytes, batch_id: int, rest: Sequence[int]) -> None:
     if outcome == b"unregistered":
         raise TrainerNotRegistered
     if outcome == b"superseded":
-        raise TrainerSuperseded
+        raise SupersededTrainer
     if outcome == b"by lease":
         raise BatchesByLease
     if outcome == b"unknown":
         raise BatchUnknown(batch_id, last=rest[0])
+
+
+def _lease(batch_id: int, written: bytes, claim: str, again: bool) -> Lease:
+    step, sequences, leased_ms, oldest_ms, written_groups = written.decode().split()
+    groups = parse_groups(written_groups)
+    return Lease(
+        batch_id=batch_id,
+        step=int(step),
+        sequences=int(sequences),
+        age_at_lease_s=(int(leased_ms) - int(oldest_ms)) / 1000,
+        group_ids=tuple(group.id for group in groups),
+        received_under=tuple(group.received_under for group in groups),
+        claim=claim,
+        again=again,
+    )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-from grpo_api.errors import Refused
-from grpo_api.planning.run_view import Limits
-from grpo_api.planning.submission import IntakeState, Placement
+import structlog
+
+from grpo_api.errors import GroupRefused, Refused, StoreUnavailable
+from grpo_api.planning.batch import StoredGroup
+from grpo_api.planning.placement import BufferedRun, Placement, place
+from grpo_api.planning.run import Limits
 from grpo_api.store.keys import (
     RECEIPT_S,
     env_field,
@@ -18,72 +24,122 @@ from grpo_api.store.keys import (
     write_groups,
     write_version,
 )
+from grpo_api.store.payloads import PackedGroup, PayloadStore
 from grpo_api.store.redis import RedisLink
-from grpo_api.store.results import NotPlaced, OpenIntake, Outcomes, Submission
+from grpo_api.waiting import in_turn
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import EnvironmentRegistration
 
+_MAX_PLACEMENTS = 32
+_STAGED_FROM_BYTES = 1024 * 1024
+
+_log = structlog.get_logger()
+
+Outcomes = list[int | None]
+"""For each group of a submission: the sequences in its environment's buffer afterwards, or None if
+the group was queued directly."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Groups that are accepted together or not at all.
+
+        Submission([PackedGroup(3, sequences=8, payload=b"...")], "5f0c1a2e43a00", key="3/17")
+
+    Attributes:
+        fingerprint: checksum of the JSON; distinguishes a repeat from other groups with that key.
+        key: the sender's idempotency key, or None if it sent none.
+        run_uuid: the run for which the groups were sampled; "" if the sender does not say.
+        received_under: the version that was served when the groups arrived, if they had to wait;
+            None stands for the version that is served now.
+    """
+
+    groups: Sequence[PackedGroup]
+    fingerprint: str
+    key: str | None = None
+    run_uuid: str = ""
+    received_under: PolicyVersion | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(len(group.payload) for group in self.groups)
+
+
+class _Undecided(Enum):
+    """The groups need a placement: some are parts, or the run changed since the last placement."""
+
+    PLACE = "place"
+
 
 class GroupStore:
-    def __init__(self, link: RedisLink) -> None:
+    def __init__(self, link: RedisLink, payloads: PayloadStore) -> None:
         self._link = link
+        self._payloads = payloads
+        self._placing = asyncio.Lock()
 
     async def served(self) -> PolicyVersion | None:
         """The policy version that the server reports as served; None if it reports none."""
         return _version(await self._link.call(*self._reading_served()))
 
-    async def open_intake(self, submission: Submission) -> OpenIntake:
-        """Reserve an id for each group, and read the state that their placement needs.
+    async def queue(self, submission: Submission, limits: Limits) -> Outcomes | None:
+        """Queue whole groups and buffer parts, all or nothing; None if the queue is full.
 
         Raises:
-            Refused: 409, no trainer has registered, or the groups are of another run.
-        """
-        env_ids, groups = submission.env_ids(), len(submission.groups)
-        trainer, last_id, environments, buffers = self._link.keys(
-            "trainer", "last_group_id", "environments", "buffers"
-        )
-        commands: list[tuple[Any, ...]] = [
-            ("HMGET", trainer, "id", "batch_size", "run_uuid"),
-            ("INCRBY", last_id, groups),
-            self._reading_served(),
-        ]
-        if env_ids:
-            commands += [("HMGET", environments, *env_ids), ("HMGET", buffers, *env_ids)]
-        (trainer_id, batch_size, run_uuid), last, served, *by_env = await self._link.transaction(
-            *commands
-        )
-        if batch_size is None:
-            raise _no_trainer()
-        if submission.run_uuid not in ("", run_uuid.decode()):
-            raise _other_run()
-        registrations, buffered = by_env or ([], [])
-        state = IntakeState(
-            batch_size=int(batch_size),
-            group_size_of={
-                env_id: EnvironmentRegistration.model_validate_json(found).group_size
-                for env_id, found in zip(env_ids, registrations, strict=True)
-                if found
-            },
-            buffers={
-                env_id: parse_groups(found.decode())
-                for env_id, found in zip(env_ids, buffered, strict=True)
-                if found
-            },
-        )
-        return OpenIntake(trainer_id, last - groups + 1, _version(served), state)
-
-    def _reading_served(self) -> tuple[Any, ...]:
-        return ("HMGET", self._link.served_weights, "epoch", "step")
-
-    async def queue_whole(self, submission: Submission, limits: Limits) -> Outcomes | NotPlaced:
-        """Queue groups that need no planning, all or none. `PLAN` if one of them needs it.
-
-        Raises:
+            GroupRefused: for the first group that cannot be accepted.
             Refused: 409, no trainer has registered, or the groups are of another run; 422, the key
                 was used for other groups.
+            StoreUnavailable: Redis is unreachable, or the run changes too fast.
         """
+        if submission.stored_bytes <= _STAGED_FROM_BYTES:
+            return await self._queue(submission, limits)
+        # A large payload is staged in pieces first, because queueing it in one command would block
+        # Redis. It is staged only if there is room.
+        if await self._is_full(limits):
+            return None
+        async with self._payloads.staged([group.payload for group in submission.groups]) as names:
+            return await self._queue(submission, limits, names)
+
+    async def _is_full(self, limits: Limits) -> bool:
+        (totals,) = self._link.keys("totals")
+        found = await self._link.call(
+            "HMGET", totals, "queued_groups", "queued_bytes", "buffered_bytes"
+        )
+        groups, queued_bytes, buffered_bytes = (int(total or 0) for total in found)
+        return limits.fill(groups, queued_bytes + buffered_bytes) >= 1.0
+
+    async def _queue(
+        self, submission: Submission, limits: Limits, staged: Sequence[str] = ()
+    ) -> Outcomes | None:
+        """
+        Args:
+            staged: names of the staged payloads; empty if the payloads are sent with the command.
+        """
+        outcome = await self._queue_whole(submission, limits, staged)
+        if outcome is not _Undecided.PLACE:
+            return outcome
+        # Parts of one environment share its buffer. Of several that are placed at the same time,
+        # all but one must start over. So one submission is placed at a time.
+        limit_s = self._link.deadline_s
+        reason = (
+            f"earlier groups were not added to the queue within {limit_s:g} s; send the "
+            "new groups again"
+        )
+        async with in_turn(self._placing, limit_s, reason):
+            for _ in range(_MAX_PLACEMENTS):
+                outcome = await self._place(submission, limits, staged)
+                if outcome is not _Undecided.PLACE:
+                    return outcome
+        raise StoreUnavailable(
+            f"other submissions changed the partial groups {_MAX_PLACEMENTS} times while run-api "
+            "stored this submission; send the same groups again"
+        )
+
+    async def _queue_whole(
+        self, submission: Submission, limits: Limits, staged: Sequence[str]
+    ) -> Outcomes | _Undecided | None:
+        """Queue groups that need no placement, the usual case, in one command."""
         outcomes: Outcomes = [None] * len(submission.groups)
-        outcome, *rest = await self._link.script(
+        answer = await self._link.script(
             "submit_whole",
             (
                 *("trainer", "group_sizes", "queue", "payloads", "queued_kinds"),
@@ -94,12 +150,12 @@ class GroupStore:
             _written(submission, outcomes),
             limits.queued_groups,
             limits.queued_bytes,
-            submission.staged_prefix,
+            self._payloads.staged_prefix if staged else "",
             write_version(submission.received_under),
             submission.run_uuid,
             *(
                 field
-                for group, content in submission.with_content()
+                for group, content in _contents(submission, staged)
                 for field in (
                     env_field(group.env_id),
                     group.sequences,
@@ -109,54 +165,114 @@ class GroupStore:
             ),
             others=[self._link.served_weights],
         )
-        if outcome == b"unregistered":
-            raise _no_trainer()
-        if outcome == b"of another run":
-            raise _other_run()
-        return _outcome(outcome, rest, submission, outcomes)
+        return _outcome(answer, submission, outcomes)
 
-    async def commit(
-        self,
-        intake: OpenIntake,
-        placement: Placement,
-        submission: Submission,
-        limits: Limits,
-    ) -> Outcomes | NotPlaced:
-        """Carry out the placement, all or nothing. `MOVED` if the state of the run has changed.
-
-        Raises:
-            Refused: 422, the key was used for other groups.
-        """
-        before = intake.state.buffers
-        plan = {
-            "buffers": [
-                [str(env_id), write_groups(before.get(env_id, ())), write_groups(after)]
-                for env_id, after in placement.buffers.items()
-            ],
-            "bundles": [write_bundle(bundle) for bundle in placement.bundles],
-        }
-        outcomes = placement.buffered_sequences
-        outcome, *rest = await self._link.script(
+    async def _place(
+        self, submission: Submission, limits: Limits, staged: Sequence[str]
+    ) -> Outcomes | _Undecided | None:
+        """Read the buffers, decide where each group goes, and carry that out if the run is still
+        the same."""
+        env_ids = [group.env_id for group in submission.groups]
+        trainer_id, groups, run = await self._open_placement(submission, env_ids)
+        try:
+            placement = place(env_ids, groups, run)
+        except GroupRefused as error:
+            _log.warning(
+                "group.refused", env_id=env_ids[error.index], index=error.index, reason=str(error)
+            )
+            raise
+        answer = await self._link.script(
             "submit_placed",
             (
                 *("trainer", "buffers", "queue", "payloads", "queued_kinds", "queued_sizes"),
                 *("latest", "totals", "resets", "large", receipt_key(submission.key)),
             ),
             RECEIPT_S,
-            _written(submission, outcomes),
-            intake.trainer_id,
-            json.dumps(plan),
+            _written(submission, placement.buffered_sequences),
+            trainer_id,
+            _plan(placement, run),
             limits.queued_groups,
             limits.queued_bytes,
-            intake.first_id,
-            submission.staged_prefix,
+            groups[0].id,
+            self._payloads.staged_prefix if staged else "",
             *(
                 field
-                for group, content in submission.with_content()
+                for group, content in _contents(submission, staged)
                 for field in (len(group.payload), content)
             ),
         )
-        return _outcome(outcome, rest, submission, outcomes)
+        return _outcome(answer, submission, placement.buffered_sequences)
+
+    async def _open_placement(
+        self, submission: Submission, env_ids: Sequence[int | None]
+    ) -> tuple[bytes, list[StoredGroup], BufferedRun]:
+        """Reserve an id for each group, and read the state that their placement needs.
+
+        Returns:
+            The trainer's id, the groups with their ids, and the state.
+        """
+        known = sorted({env_id for env_id in env_ids if env_id is not None})
+        trainer, last_id, environments, buffers = self._link.keys(
+            "trainer", "last_group_id", "environments", "buffers"
+        )
+        commands: list[tuple[Any, ...]] = [
+            ("HMGET", trainer, "id", "batch_size", "run_uuid"),
+            ("INCRBY", last_id, len(env_ids)),
+            self._reading_served(),
+        ]
+        if known:
+            commands += [("HMGET", environments, *known), ("HMGET", buffers, *known)]
+        (trainer_id, batch_size, run_uuid), last, served, *by_env = await self._link.transaction(
+            *commands
+        )
+        if batch_size is None:
+            raise _no_trainer()
+        if submission.run_uuid not in ("", run_uuid.decode()):
+            raise _other_run()
+        registrations, buffered = by_env or ([], [])
+        run = BufferedRun(
+            batch_size=int(batch_size),
+            group_size_of={
+                env_id: EnvironmentRegistration.model_validate_json(found).group_size
+                for env_id, found in zip(known, registrations, strict=True)
+                if found
+            },
+            buffers={
+                env_id: parse_groups(found.decode())
+                for env_id, found in zip(known, buffered, strict=True)
+                if found
+            },
+        )
+        under = submission.received_under or _version(served)
+        groups = [
+            StoredGroup(id_, group.sequences, len(group.payload), under)
+            for id_, group in enumerate(submission.groups, start=last - len(env_ids) + 1)
+        ]
+        return trainer_id, groups, run
+
+    def _reading_served(self) -> tuple[Any, ...]:
+        return ("HMGET", self._link.served_weights, "epoch", "step")
+
+
+def _contents(
+    submission: Submission, staged: Sequence[str]
+) -> Iterable[tuple[PackedGroup, bytes | str]]:
+    """Each group with its payload, or with the name of its staged payload."""
+    contents: Iterable[bytes | str] = staged or (group.payload for group in submission.groups)
+    return zip(submission.groups, contents, strict=True)
+
+
+def _plan(placement: Placement, run: BufferedRun) -> str:
+    """The placement as `submit_placed` reads it."""
+    return json.dumps(
+        {
+            "buffers": [
+                [str(env_id), write_groups(run.buffers.get(env_id, ())), write_groups(after)]
+                for env_id, after in placement.buffers.items()
+            ],
+            "bundles": [write_bundle(bundle) for bundle in placement.bundles],
+        }
+    )
 
 
 def _version(served: Sequence[bytes | None]) -> PolicyVersion | None:
@@ -184,13 +300,23 @@ def _written(submission: Submission, outcomes: Outcomes) -> str:
 
 
 def _outcome(
-    outcome: bytes, rest: Sequence[bytes], submission: Submission, outcomes: Outcomes
-) -> Outcomes | NotPlaced:
-    if outcome == b"placed":
-        return outcomes
-    if outcome != b"repeated":
-        return NotPlaced(outcome.decode())
-    fingerprint, written = rest[0].decode().split(" ", 1)
+    answer: Sequence[bytes], submission: Submission, outcomes: Outcomes
+) -> Outcomes | _Undecided | None:
+    """The result of a script that stores groups; None if the queue is full."""
+    match answer:
+        case [b"placed"]:
+            return outcomes
+        case [b"full"]:
+            return None
+        case [b"plan" | b"moved"]:
+            return _Undecided.PLACE
+        case [b"unregistered"]:
+            raise _no_trainer()
+        case [b"of another run"]:
+            raise _other_run()
+        case [b"unstaged"]:
+            raise StoreUnavailable("storing the groups took too long; send the groups again")
+    fingerprint, written = answer[1].decode().split(" ", 1)
     if fingerprint != submission.fingerprint:
         raise Refused(
             422,

@@ -19,7 +19,7 @@
     totals             hash   queued_groups, queued_sequences, queued_bytes, buffered_parts,
                               buffered_bytes, leased_bytes; environments: that ever registered
     leases             hash   batch id → lease: batches handed out and not acknowledged
-    answers            hash   batch id → name of the answer to a plain poll that sends the batch: a
+    answers            hash   batch id → claim of the plain poll whose answer sends the batch: a
                               channel with a listener while it is sent; " delivered" is appended
                               when all of it was sent
     latest             hash   id of the last queued group; acknowledged: set if its batch is
@@ -53,7 +53,6 @@ from collections.abc import Sequence
 from grpo_api.planning.batch import Bundle, StoredGroup
 from grpo_api.planning.subset_sum import Kind
 from grpo_api.store.redis import RedisLink
-from grpo_api.store.results import Lease
 from grpo_core.wire.policy_version import PolicyVersion
 
 NO_ENVIRONMENT = "-"
@@ -62,18 +61,8 @@ RECEIPT_S = 600
 
 STATE_KEYS = (
     *("trainer", "environments", "environment_names", "group_sizes", "name_counts", "connected"),
-    *(
-        "seen",
-        "buffers",
-        "queue",
-        "payloads",
-        "large",
-        "queued_kinds",
-        "queued_sizes",
-        "totals",
-        "leases",
-        "answers",
-    ),
+    *("seen", "buffers", "queue", "payloads", "large", "queued_kinds", "queued_sizes", "totals"),
+    *("leases", "answers"),
     *("latest", "refusals"),
 )
 
@@ -152,24 +141,11 @@ def write_queued(bundle: Bundle) -> str:
     return f"{write_bundle(bundle)} {bundle.queued_ms}"
 
 
-def parse_queued(entry: bytes) -> Bundle:
-    env_id, _, bundle_id, groups, queued_ms = entry.decode().split()
-    return Bundle(int(bundle_id), parse_env(env_id), parse_groups(groups), int(queued_ms))
-
-
 def parse_queue(entries: Sequence[bytes]) -> list[Bundle]:
     """Parse entries of the queue, oldest bundle first."""
-    return sorted(map(parse_queued, entries), key=lambda bundle: bundle.id)
+    return sorted(map(_parse_queued, entries), key=lambda bundle: bundle.id)
 
 
-def parse_lease(batch_id: int, written: bytes) -> Lease:
-    step, sequences, leased_ms, oldest_ms, written_groups = written.decode().split()
-    groups = parse_groups(written_groups)
-    return Lease(
-        batch_id=batch_id,
-        step=int(step),
-        sequences=int(sequences),
-        age_at_lease_s=(int(leased_ms) - int(oldest_ms)) / 1000,
-        group_ids=tuple(group.id for group in groups),
-        received_under=tuple(group.received_under for group in groups),
-    )
+def _parse_queued(entry: bytes) -> Bundle:
+    env_id, _, bundle_id, groups, queued_ms = entry.decode().split()
+    return Bundle(int(bundle_id), parse_env(env_id), parse_groups(groups), int(queued_ms))

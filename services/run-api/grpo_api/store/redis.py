@@ -1,7 +1,4 @@
-"""Sends commands and scripts to Redis, with one connection pool, one deadline and one error.
-
-At the start it also logs whether the run survives a restart of Redis.
-"""
+"""Sends commands and scripts to Redis, with one connection pool, one deadline and one error."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
 
-import structlog
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
@@ -21,20 +17,15 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from grpo_api.errors import StoreUnavailable, UnsuitableRedis
-from grpo_api.http.shutdown import Lifetime
+from grpo_api.errors import StoreUnavailable
 from grpo_core.redis.keys import run_prefix, served_weights_key
 from grpo_core.redis.url import without_password
-
-_log = structlog.get_logger()
 
 _LAYOUT = 4
 """Increases when the keys or their format change, so that versions never share keys."""
 _MAX_CONNECTIONS = 64
 _PING_DEADLINE_S = 1.0
-_PERSISTENCE_RETRY_S = 5.0
 _FAILOVER_RETRY_S = 0.1
-_NO_EVICTION = "noeviction"
 _FIRST_BACKOFF_S = 0.02
 _MAX_BACKOFF_S = 0.5
 _UNTIL_THE_DEADLINE = -1
@@ -67,7 +58,7 @@ class RedisLink:
         self.served_weights = served_weights_key(run_id)
         self.followed_server = self.served_weights + ":followed"
         self.where = without_password(url)
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._redis = _client(url, deadline_s)
         # separate: listeners that also need a connection for commands could block each other
         self._listeners = _client(url, deadline_s)
@@ -80,7 +71,7 @@ class RedisLink:
     async def ping(self) -> None:
         """Raises `StoreUnavailable` within a second, also if this Redis is a replica: a probe must
         not wait as long as a request."""
-        async with _deadline(min(self._deadline_s, _PING_DEADLINE_S)):
+        async with _deadline(min(self.deadline_s, _PING_DEADLINE_S)):
             await self.call("PING")
             if await self._role() == b"slave":
                 await self._drop_idle_connections()
@@ -95,7 +86,7 @@ class RedisLink:
         return role
 
     async def call(self, *command: Any) -> Any:
-        async with _deadline(self._deadline_s):
+        async with _deadline(self.deadline_s):
             # redis-py leaves this method without types
             return await self._on_the_primary(
                 lambda: self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
@@ -124,14 +115,14 @@ class RedisLink:
     ) -> Any:
         """Run a script. Its KEYS are the run's keys of these names, then `others`."""
         keys = [*self.keys(*names), *others]
-        async with _deadline(self._deadline_s):
+        async with _deadline(self.deadline_s):
             return await self._on_the_primary(
                 lambda: self._scripts[name](keys=keys, args=arguments)
             )
 
     async def transaction(self, *commands: tuple[Any, ...]) -> list[Any]:
         """Run all commands as one atomic transaction."""
-        async with _deadline(self._deadline_s):
+        async with _deadline(self.deadline_s):
             answers: list[Any] = await self._on_the_primary(lambda: self._executed(commands))
             return answers
 
@@ -155,7 +146,7 @@ class RedisLink:
         The count drops if the connection breaks or the process is killed.
         """
         async with self._listeners.pubsub() as pubsub:
-            async with _deadline(self._deadline_s):
+            async with _deadline(self.deadline_s):
                 await pubsub.subscribe(channel)
                 await pubsub.parse_response()
             yield
@@ -231,53 +222,3 @@ def _load_scripts(redis: Redis) -> dict[str, AsyncScript]:
         for file in folder.iterdir()
         if file.name.endswith(".lua")
     }
-
-
-async def check_redis(link: RedisLink, lifetime: Lifetime) -> None:
-    """Log whether Redis answers, and whether it saves the run to disk, as far as it tells.
-
-    Raises:
-        UnsuitableRedis: Redis may evict keys of the run.
-    """
-    try:
-        await link.ping()
-    except (StoreUnavailable, ResponseError) as error:
-        _log.warning(
-            "redis.unreachable",
-            redis=link.where,
-            reason=str(error),
-            hint="requests wait for Redis; start Redis, or check --redis-url",
-        )
-    memory: dict[str, Any] = await _told(link, lifetime, "INFO", "memory") or {}
-    policy = memory.get("maxmemory_policy", _NO_EVICTION)
-    if policy != _NO_EVICTION:
-        raise UnsuitableRedis(
-            f"Redis at {link.where} has maxmemory-policy {policy}, so it would delete "
-            "receipts, groups or more of the run when its memory is full; set "
-            f"maxmemory-policy {_NO_EVICTION} (redis-cli CONFIG SET maxmemory-policy "
-            f"{_NO_EVICTION}, or the parameter of that name of a managed service)"
-        )
-    persistence: dict[str, Any] = await _told(link, lifetime, "INFO", "persistence") or {}
-    match persistence.get("aof_enabled"):
-        case 1:
-            flat: list[bytes] = await _told(link, lifetime, "CONFIG", "GET", "appendfsync") or []
-            appendfsync = flat[1].decode() if flat else "unknown: Redis rejects CONFIG"
-            _log.info("redis.persistent", appendfsync=appendfsync)
-        case 0:
-            _log.warning(
-                "redis.not_persistent",
-                hint="a restart of Redis loses the run; start Redis with --appendonly yes",
-            )
-
-
-async def _told(link: RedisLink, lifetime: Lifetime, *command: str) -> Any:
-    """The answer, however late Redis starts; None if Redis rejects the command, as managed services
-    do, or if the server stops first."""
-    while not lifetime.closing.is_set():
-        try:
-            return await link.call(*command)
-        except ResponseError:
-            break
-        except StoreUnavailable:
-            await lifetime.closes_within(_PERSISTENCE_RETRY_S)
-    return None

@@ -69,37 +69,6 @@ class RunStats(NamedTuple):
         return self.oldest_queued_age_ms / 1000
 
 
-class Refusal(NamedTuple):
-    """A submission that run-api refused.
-
-    Attributes:
-        groups: number of groups; 1 for a body that could not be read.
-        env_id: None if it is unknown.
-        key: idempotency key of the submission.
-    """
-
-    reason: str
-    groups: int = 1
-    env_id: int | None = None
-    key: str | None = None
-
-    @property
-    def line(self) -> str:
-        """The first line of the reason, without control characters, which could change a terminal.
-
-        The reason may quote names from the body.
-        """
-        sender = "" if self.env_id is None else f"env_id {self.env_id}: "
-        first = self.reason.strip().split("\n", 1)[0]
-        shown = "".join(char if char.isprintable() else "?" for char in first)
-        return (sender + shown)[:MAX_REASON_CHARS]
-
-    @property
-    def receipt(self) -> str:
-        # the same key may come with other groups, for another reason
-        return receipt_key(self.key and f"refusal {self.key} {self.line}")
-
-
 class StatsStore:
     def __init__(self, link: RedisLink, environment_timeout_s: float) -> None:
         self._link = link
@@ -126,17 +95,39 @@ class StatsStore:
             last_refusal=stats.last_refusal,
         )
 
-    async def count_refusal(self, refusal: Refusal) -> None:
+    async def count_refusal(
+        self, reason: str, groups: int = 1, env_id: int | None = None, key: str | None = None
+    ) -> None:
         """Count the groups of one refused submission. A failure is only logged, because the sender
-        needs the reason for the refusal and not that of the failure."""
+        needs the reason for the refusal and not that of the failure.
+
+        Args:
+            groups: 1 for a body that could not be read.
+            env_id: None if it is unknown.
+            key: idempotency key of the submission.
+        """
+        line = refusal_line(reason, env_id)
+        # the same key may come with other groups, for another reason
+        receipt = receipt_key(key and f"refusal {key} {line}")
         try:
             async with asyncio.timeout(_COUNTING_S):
                 await self._link.script(
                     "count_refusal",
-                    ("trainer", "refusals", "resets", refusal.receipt),
-                    RECEIPT_S if refusal.key else _RECEIPT_WITHOUT_KEY_S,
-                    refusal.groups,
-                    refusal.line,
+                    ("trainer", "refusals", "resets", receipt),
+                    RECEIPT_S if key else _RECEIPT_WITHOUT_KEY_S,
+                    groups,
+                    line,
                 )
         except (StoreUnavailable, TimeoutError) as error:
-            _log.warning("refusal.not_counted", refusal=refusal.line, reason=str(error))
+            _log.warning("refusal.not_counted", refusal=line, reason=str(error))
+
+
+def refusal_line(reason: str, env_id: int | None = None) -> str:
+    """The first line of the reason, without control characters, which could change a terminal.
+
+    The reason may quote names from the body.
+    """
+    sender = "" if env_id is None else f"env_id {env_id}: "
+    first = reason.strip().split("\n", 1)[0]
+    shown = "".join(char if char.isprintable() else "?" for char in first)
+    return (sender + shown)[:MAX_REASON_CHARS]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import combinations, product
+from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_api.planning.batch import Bundle, plan_batch
-from grpo_api.planning.quotas import Demand
-from grpo_api.planning.subset_sum import Kind, Stock, can_make
+from grpo_api.planning.batch import Bundle, Demand, plan_batch
+from grpo_api.planning.subset_sum import Kind
 from tests.unit.api.builders import bundle, queues
 
 Least = dict[Kind, int]
@@ -78,15 +77,3 @@ def test_a_deep_queue_with_many_minimums_is_planned() -> None:
     assert planned is not None
     assert Counter(i % 20 for i in planned) == {e: 14 if e == 3 else 6 for e in range(20)}
     assert max(planned) == 3 + 13 * 20
-
-
-STOCKS = st.lists(
-    st.builds(Stock, st.integers(1, 6), st.integers(0, 3), st.integers(0, 7)), max_size=3
-)
-
-
-@given(stocks=STOCKS)
-def test_stocks_make_exactly_the_sums_of_numbers_within_their_limits(stocks: list[Stock]) -> None:
-    numbers = product(*(range(stock.least, stock.most + 1) for stock in stocks))
-    sums = {sum(n * s.sequences for n, s in zip(ns, stocks, strict=True)) for ns in numbers}
-    assert {total for total in range(130) if can_make(total, stocks)} == sums

@@ -4,37 +4,42 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_api.planning.env_status import environment_status
-from grpo_api.planning.run_view import Environment, Fill, Limits, RunCounters, RunView
+from grpo_api.planning.run import (
+    Environment,
+    Limits,
+    RunView,
+    environment_status,
+)
 from grpo_api.planning.subset_sum import Kind
 from grpo_core.wire.run_api import EnvironmentStatus
 from tests.unit.api.builders import environment
 
 LIMITS = Limits(queued_groups=100, queued_bytes=1000)
-EMPTY = Fill(groups=0, stored_bytes=0)
 
 
-def counters(
+def view(
+    environments: list[Environment],
     queued: dict[tuple[int | None, int], int],
     max_group_size: int = 4,
     batch_size: int = 16,
-    fill: Fill = EMPTY,
-) -> RunCounters:
-    """`queued`: number of groups by sender and size."""
+    fill: tuple[int, int] = (0, 0),
+) -> RunView:
+    """`queued`: number of groups by sender and size. `fill`: queued groups, stored bytes."""
     kinds = {Kind(*kind): n for kind, n in queued.items()}
-    return RunCounters(7, batch_size, kinds, max_group_size, fill, num_steps=50)
+    return RunView(environments, 7, batch_size, kinds, max_group_size, *fill, num_steps=50)
 
 
-def status_of(index: int, environments: list[Environment], state: RunCounters) -> EnvironmentStatus:
-    return environment_status(environments[index], RunView(environments, state), LIMITS)
+def statuses(run: RunView) -> list[EnvironmentStatus]:
+    return [environment_status(own, run, LIMITS) for own in run.environments]
 
 
-def queue_sizes(environments: list[Environment], state: RunCounters) -> list[int]:
-    return [status_of(i, environments, state).queue_size for i in range(len(environments))]
+def queue_sizes(run: RunView) -> list[int]:
+    return [status.queue_size for status in statuses(run)]
 
 
 def test_one_environment() -> None:
-    assert status_of(0, [environment(0)], counters({(0, 4): 2, (0, 3): 1})) == EnvironmentStatus(
+    (status,) = statuses(view([environment(0)], {(0, 4): 2, (0, 3): 1}))
+    assert status == EnvironmentStatus(
         current_step=7,
         queue_size=2,  # 11 // 4
         unallocated_fraction=1.0,
@@ -48,8 +53,8 @@ def test_one_environment() -> None:
 def test_groups_of_others_beyond_their_minimum_count_in_whole_packs() -> None:
     environments = [environment(0), environment(1, minimum=0.25), environment(2)]
     # 1: ceil(12 / 4) * 4 - int(16 * 0.25) = 8; 2: ceil(5 / 4) * 4 = 8; unregistered: 4
-    state = counters({(0, 4): 1, (1, 4): 3, (2, 4): 1, (2, 1): 1, (None, 4): 1})
-    status = status_of(0, environments, state)
+    queued = {(0, 4): 1, (1, 4): 3, (2, 4): 1, (2, 1): 1, (None, 4): 1}
+    status, *_ = statuses(view(environments, queued))
     assert status.queue_size == (4 + 8 + 8 + 4) // 4
     assert status.self_queue_size == 1
     assert status.unallocated_fraction == pytest.approx(0.75)
@@ -57,7 +62,7 @@ def test_groups_of_others_beyond_their_minimum_count_in_whole_packs() -> None:
 
 def test_a_minimum_of_a_disconnected_environment_is_not_reserved() -> None:
     environments = [environment(0), environment(1, minimum=0.5, connected=False)]
-    status = status_of(0, environments, counters({(1, 4): 2}))
+    status, _ = statuses(view(environments, {(1, 4): 2}))
     assert (status.queue_size, status.unallocated_fraction) == (2, 1.0)
 
 
@@ -73,43 +78,41 @@ def test_a_minimum_of_a_disconnected_environment_is_not_reserved() -> None:
     ],
 )
 def test_weight(environments: list[Environment], weight: float) -> None:
-    assert status_of(0, environments, counters({})).env_weight == pytest.approx(weight)
+    assert statuses(view(environments, {}))[0].env_weight == pytest.approx(weight)
 
 
 def test_nobody_pauses_for_data_of_which_no_batch_can_be_formed() -> None:
     """With 4 + 4 + 6 sequences for a batch of 12, each would see a full batch and pause."""
     environments = [environment(0, group_size=4), environment(1, group_size=6)]
-    stuck = counters({(0, 4): 2, (1, 6): 1}, max_group_size=6, batch_size=12)
-    assert queue_sizes(environments, stuck) == [8 // 4, 6 // 6]
-    freed = counters({(0, 4): 2, (1, 6): 2}, max_group_size=6, batch_size=12)
-    assert queue_sizes(environments, freed) == [(8 + 12) // 4, (12 + 12) // 6]
+    stuck = view(environments, {(0, 4): 2, (1, 6): 1}, max_group_size=6, batch_size=12)
+    assert queue_sizes(stuck) == [8 // 4, 6 // 6]
+    freed = view(environments, {(0, 4): 2, (1, 6): 2}, max_group_size=6, batch_size=12)
+    assert queue_sizes(freed) == [(8 + 12) // 4, (12 + 12) // 6]
 
 
 def test_only_those_whose_minimum_is_missing_go_on() -> None:
     environments = [environment(0), environment(1, minimum=0.25), environment(2, minimum=0.25)]
-    held_back = counters({(0, 4): 9, (1, 4): 1})
     # 0: its own 36 + 1's groups beyond its minimum; 1: its own 4 + 36; 2: no own groups
-    assert queue_sizes(environments, held_back) == [9, 10, 0]
+    assert queue_sizes(view(environments, {(0, 4): 9, (1, 4): 1})) == [9, 10, 0]
 
 
 @pytest.mark.parametrize(
     ("fill", "pressure"),
     [
-        (Fill(groups=50, stored_bytes=500), 0.0),
-        (Fill(groups=75, stored_bytes=0), 0.5),
-        (Fill(groups=0, stored_bytes=900), 0.8),
+        ((50, 500), 0.0),
+        ((75, 0), 0.5),
+        ((0, 900), 0.8),
     ],
 )
-def test_a_queue_that_fills_up_slows_everybody(fill: Fill, pressure: float) -> None:
+def test_a_queue_that_fills_up_slows_everybody(fill: tuple[int, int], pressure: float) -> None:
     both = [environment(0), environment(1)]
-    status = status_of(0, both, counters({(0, 4): 4, (1, 4): 4}, fill=fill))
+    status, _ = statuses(view(both, {(0, 4): 4, (1, 4): 4}, fill=fill))
     assert status.pressure == pytest.approx(pressure)
     assert status.env_weight == pytest.approx(max(0.01, 0.5 * (1 - pressure)))
 
 
 def test_a_full_queue_does_not_slow_the_one_that_the_next_batch_waits_for() -> None:
     both = [environment(0), environment(1, minimum=0.5)]
-    state = counters({(0, 4): 100}, fill=Fill(groups=100, stored_bytes=0))
-    assert status_of(0, both, state).pressure == 1.0
-    waited_for = status_of(1, both, state)
+    slowed, waited_for = statuses(view(both, {(0, 4): 100}, fill=(100, 0)))
+    assert slowed.pressure == 1.0
     assert (waited_for.pressure, waited_for.env_weight) == (0.0, 0.5)

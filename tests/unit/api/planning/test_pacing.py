@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_api.planning.batch import Bundle, plan_batch
-from grpo_api.planning.env_status import environment_status
-from grpo_api.planning.run_view import Environment, Fill, Limits, RunCounters, RunView
+from grpo_api.planning.run import (
+    Environment,
+    Limits,
+    RunView,
+    environment_status,
+)
 from tests.unit.api.builders import bundle, environment
 
-NOTHING = Fill(groups=0, stored_bytes=0)
 UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53)
 BATCHES = 12
 BATCHES_OFF_POLICY = 1
@@ -33,9 +36,7 @@ class SimulatedRun:
     def view(self) -> RunView:
         queued = Counter(bundle.kind for bundle in self.queue)
         largest = max((kind.sequences for kind in queued), default=1)
-        return RunView(
-            self.environments, RunCounters(0, self.batch_size, queued, largest, NOTHING, 10)
-        )
+        return RunView(self.environments, 0, self.batch_size, queued, largest, 0, 0, num_steps=10)
 
     def may_send(self, own: Environment) -> bool:
         """The rule by which Atropos environments and ours pause."""

@@ -1,23 +1,23 @@
 -- Start a poll for a batch: return the next leased batch, or the state to plan a new one.
 --
--- KEYS  1 trainer (hash)  2 leases (hash)  3 totals (hash)  4 answers (hash)
+-- KEYS  1 trainer (hash)  2 leases (hash)  3 totals (hash)  4 answers (hash: claims)
 -- ARGV  1 trainer id, or '' for a plain poll, which cannot acknowledge
 --       2 id of the last batch that the trainer holds; '' for a plain poll
 --       3 limit on the stored bytes of unacknowledged batches
 --       4 number of batches that the run needs after ARGV 2, or '' if unknown
---       5 name of the answer to a plain poll
+--       5 claim of a plain poll
 -- Returns {'unregistered'}
 --         {'superseded'}                     another trainer has registered
 --         {'by lease'}                       a plain poll, in a run whose trainer uses leases
 --         {'unknown', last batch}            no batch has the id of ARGV 2
 --         {'full', bytes}                    acknowledge batches first
 --         {'leased', batch id, lease}        the next unacknowledged batch; for a plain poll, one
---                                            that no other answer is sending
+--                                            that no other poll has claimed
 --         {'open', trainer id, batch_size, batch id}   no other batch is leased: plan this one
 
-local trainer, leases, totals, answers = unpack(KEYS)
+local trainer, leases, totals, claims = unpack(KEYS)
 local asking, after, max_bytes, batches_left = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
-local answer = ARGV[5]
+local claim = ARGV[5]
 
 -- With full memory Redis rejects a script whose first write may need more memory. Batches must be
 -- handed out even then, because only those are ever deleted. So HDEL comes first.
@@ -45,13 +45,13 @@ local function is_free(batch_id)
   if redis.call('HEXISTS', leases, batch_id) == 0 then
     return false
   end
-  local sent_in = asking == '' and redis.call('HGET', answers, batch_id)
-  if not sent_in or sent_in == answer then
+  local claimed_by = asking == '' and redis.call('HGET', claims, batch_id)
+  if not claimed_by or claimed_by == claim then
     return true
   end
   -- no listener: the answer was cut off, or its server process ended
-  return not string.find(sent_in, ' delivered$')
-    and redis.call('PUBSUB', 'NUMSUB', sent_in)[2] == 0
+  return not string.find(claimed_by, ' delivered$')
+    and redis.call('PUBSUB', 'NUMSUB', claimed_by)[2] == 0
 end
 
 local last = number(trainer, 'last_batch')
@@ -71,8 +71,8 @@ end
 if next_id <= last then
   set('redeliveries', number(trainer, 'redeliveries') + 1)
   if asking == '' then
-    redis.call('HDEL', answers, next_id)
-    redis.call('HSET', answers, next_id, answer)
+    redis.call('HDEL', claims, next_id)
+    redis.call('HSET', claims, next_id, claim)
   end
   return {'leased', next_id, redis.call('HGET', leases, next_id)}
 end

@@ -1,7 +1,7 @@
 -- Register a trainer, unless that changes the run's batch size without approval.
 --
 -- KEYS  1 trainer (hash)  2 connected (set)  3 queued_kinds (hash)  4 leases (hash)
---       5 answers (hash)  6 refusals (hash)
+--       5 answers (hash: claims)  6 refusals (hash)
 --       then trainer (hash) of each previous layout
 -- ARGV  1 registration (JSON)  2 batch_size  3 starting_step  4 trainer id
 --       5 fingerprint of a state for which the new batch size was approved, or ''
@@ -14,7 +14,7 @@
 -- size must fit them. The queue, the environments and the step stay. Unacknowledged batches are
 -- handed out again.
 
-local trainer, connected, kinds, leases, answers, refusals = unpack(KEYS)
+local trainer, connected, kinds, leases, claims, refusals = unpack(KEYS)
 local registration, batch_size, starting_step, trainer_id, approved, run_uuid = unpack(ARGV)
 
 local function sorted(command, key)
@@ -42,7 +42,7 @@ end
 -- HDEL must be the first write: with full memory Redis rejects a script whose first write may need
 -- more memory, and without a trainer no batch is ever deleted
 redis.call('HDEL', trainer, 'takes_leases')
-redis.call('UNLINK', answers, refusals)
+redis.call('UNLINK', claims, refusals)
 redis.call(
   'HSET', trainer,
   'registration', registration,

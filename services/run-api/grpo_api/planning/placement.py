@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grpo_api.errors import GroupRefused
-from grpo_api.planning.batch import Bundle, StoredGroup
-from grpo_api.planning.quotas import why_unservable
+from grpo_api.planning.batch import Bundle, StoredGroup, why_unservable
 from grpo_api.planning.subset_sum import Kind, oldest_choice
 
 MAX_BUFFERED_GROUPS = 16
@@ -25,15 +24,7 @@ Buffer = tuple[StoredGroup, ...]
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """A submitted group, with the id under which its payload will be stored."""
-
-    env_id: int | None
-    group: StoredGroup
-
-
-@dataclass(frozen=True)
-class IntakeState:
+class BufferedRun:
     """The state of the run on which a placement depends.
 
     Attributes:
@@ -44,15 +35,6 @@ class IntakeState:
     batch_size: int
     group_size_of: Mapping[int, int]
     buffers: Mapping[int, Buffer]
-
-    def bundle_size(self, arrival: Arrival) -> int:
-        """Number of sequences in the bundle that the group will belong to."""
-        own = arrival.group.sequences
-        return own if arrival.env_id is None else self.group_size_of.get(arrival.env_id, own)
-
-    def sender(self, arrival: Arrival) -> int | None:
-        """The env_id; None if it is not registered, so that invented ids do not add new kinds."""
-        return arrival.env_id if arrival.env_id in self.group_size_of else None
 
 
 @dataclass
@@ -71,61 +53,72 @@ class Placement:
     buffered_sequences: list[int | None] = field(default_factory=list)
 
 
-def place(arrivals: Sequence[Arrival], state: IntakeState) -> Placement:
+def place(
+    env_ids: Sequence[int | None], groups: Sequence[StoredGroup], run: BufferedRun
+) -> Placement:
     """Place all groups of a submission, in order, or none of them.
 
+    Args:
+        env_ids: the sender of each group.
     Raises:
         GroupRefused: for the first group that fits no batch, or whose buffer is full.
     """
     placement = Placement()
-    for index, arrival in enumerate(arrivals):
-        _check_size(index, arrival, state)
-        if state.bundle_size(arrival) != arrival.group.sequences:
-            _buffer(index, arrival, state, placement)
+    for index, (env_id, group) in enumerate(zip(env_ids, groups, strict=True)):
+        group_size = group.sequences if env_id is None else run.group_size_of.get(env_id)
+        group_size = group_size or group.sequences
+        _check_size(index, env_id, group, group_size, run.batch_size)
+        if env_id is not None and group.sequences < group_size:
+            _buffer(index, env_id, group, group_size, run, placement)
         else:
-            placement.bundles.append(
-                Bundle(arrival.group.id, state.sender(arrival), (arrival.group,))
-            )
+            # an unregistered env_id is not stored, so that invented ids do not add new kinds
+            sender = env_id if env_id in run.group_size_of else None
+            placement.bundles.append(Bundle(group.id, sender, (group,)))
             placement.buffered_sequences.append(None)
     return placement
 
 
-def _check_size(index: int, arrival: Arrival, state: IntakeState) -> None:
-    size, own = state.bundle_size(arrival), arrival.group.sequences
-    if own > size:
+def _check_size(
+    index: int, env_id: int | None, group: StoredGroup, group_size: int, batch_size: int
+) -> None:
+    if group.sequences > group_size:
         raise GroupRefused(
             index,
-            f"this group has {own} sequences, but environment {arrival.env_id} registered "
-            f"group_size {size}; send groups of {size} sequences, or partial groups that "
-            f"add up to {size}",
+            f"this group has {group.sequences} sequences, but environment {env_id} registered "
+            f"group_size {group_size}; send groups of {group_size} sequences, or partial groups "
+            f"that add up to {group_size}",
         )
-    if reason := why_unservable(size, state.batch_size):
+    if reason := why_unservable(group_size, batch_size):
         raise GroupRefused(index, reason)
 
 
-def _buffer(index: int, arrival: Arrival, state: IntakeState, placement: Placement) -> None:
-    env_id, group_size = arrival.env_id, state.bundle_size(arrival)
-    assert env_id is not None  # without an env_id, the bundle size is the group's own size
-    waiting = placement.buffers.get(env_id, state.buffers.get(env_id, ()))
-    parts = (*waiting, arrival.group)
-    chosen = oldest_choice([Kind(None, part.sequences) for part in parts], group_size)
+def _buffer(
+    index: int,
+    env_id: int,
+    part: StoredGroup,
+    group_size: int,
+    run: BufferedRun,
+    placement: Placement,
+) -> None:
+    waiting = placement.buffers.get(env_id, run.buffers.get(env_id, ()))
+    parts = (*waiting, part)
+    chosen = oldest_choice([Kind(None, one.sequences) for one in parts], group_size)
     if chosen is None:
-        _check_room(index, arrival, waiting, group_size)
+        _check_room(index, env_id, part.sequences, waiting, group_size)
     else:
         completed = tuple(parts[i] for i in chosen)
-        placement.bundles.append(Bundle(arrival.group.id, env_id, completed))
-        parts = tuple(part for part in parts if part not in completed)
+        placement.bundles.append(Bundle(part.id, env_id, completed))
+        parts = tuple(one for one in parts if one not in completed)
     placement.buffers[env_id] = parts
     placement.buffered_sequences.append(_sequences(parts))
 
 
-def _check_room(index: int, arrival: Arrival, waiting: Buffer, group_size: int) -> None:
-    size = arrival.group.sequences
+def _check_room(index: int, env_id: int, size: int, waiting: Buffer, group_size: int) -> None:
     held = _sequences(part for part in waiting if part.sequences == size)
     if held + size > MAX_BUFFERED_GROUPS * group_size:
         raise GroupRefused(
             index,
-            f"environment {arrival.env_id} has {held} sequences buffered in partial groups "
+            f"environment {env_id} has {held} sequences buffered in partial groups "
             f"of {size}, which never add up to group_size {group_size}; send partial groups "
             f"that add up to {group_size}, or delete the buffered groups with POST /disconnect-env",
             is_final=False,

@@ -1,16 +1,12 @@
-"""Builds the OpenAPI 3.1 document of run-api from the declarations of its routes.
-
-The document is built at the first request for it, so other requests do not become slower.
-"""
+"""What FastAPI cannot see of the routes for its OpenAPI document: refusals, and bodies that the
+handlers read themselves."""
 
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import FloatSchema, IntSchema, ModelSchema
@@ -23,6 +19,10 @@ Json = dict[str, Any]
 OPENAPI_PATH = "/openapi.json"
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health"})
 """Answered without a token, because probes do not send one."""
+DESCRIPTION = (
+    "Queues scored groups from environments and hands out batches to the trainer. "
+    'Clients may also send a number as text, for example "2" instead of 2.'
+)
 
 _COMPONENTS = "#/components/schemas/"
 _BODIES: tuple[type[BaseModel], ...] = (
@@ -34,7 +34,6 @@ _BODIES: tuple[type[BaseModel], ...] = (
 _MOST_DIGITS = 9
 _FRACTION = r"(\.[0-9]{1,17})?"
 _SECURITY = "token"
-_FASTAPI_ERRORS = ("HTTPValidationError", "ValidationError")
 
 _WHEN = {
     400: "Content-Encoding names gzip, but the body is not valid gzip",
@@ -47,19 +46,16 @@ _WHEN = {
     422: "The body or a parameter is invalid, or the group fits no batch",
     503: "Redis is unreachable, the queue is full, or run-api is stopping. Repeat the request",
 }
-_RETRY_AFTER = {
-    "Retry-After": {
-        "description": "seconds to wait",
-        "required": True,
-        "schema": {"type": "integer", "minimum": 1},
-    }
+_HEADERS: dict[int, Json] = {
+    401: {"WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}}},
+    503: {
+        "Retry-After": {
+            "description": "seconds to wait",
+            "required": True,
+            "schema": {"type": "integer", "minimum": 1},
+        }
+    },
 }
-_REQUEST_ID = {
-    "description": "the request's id if it has 1 to 128 visible ASCII characters, else a new id",
-    "required": True,
-    "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"},
-}
-_STAMPED = {"X-Request-Id": {"$ref": "#/components/headers/X-Request-Id"}}
 
 
 class Problem(BaseModel):
@@ -72,7 +68,7 @@ class Problem(BaseModel):
     type: str
 
 
-class Refusal(BaseModel):
+class RefusedRequest(BaseModel):
     """The answer to a rejected request, which changed nothing."""
 
     model_config = ConfigDict(extra="forbid")
@@ -82,7 +78,14 @@ class Refusal(BaseModel):
 
 def refusals(*statuses: int) -> dict[int | str, Json]:
     """The `responses` entry of a route: its error statuses."""
-    return {status: _refusal(status) for status in statuses}
+    return {
+        status: {
+            "model": RefusedRequest,
+            "description": _WHEN[status],
+            "headers": _HEADERS.get(status, {}),
+        }
+        for status in statuses
+    }
 
 
 def json_body(model: type[BaseModel], *, many: bool = False) -> Json:
@@ -95,7 +98,6 @@ def json_body(model: type[BaseModel], *, many: bool = False) -> Json:
             "description": "gzip-encoded if Content-Encoding is gzip",
             "content": {"application/json": {"schema": schema}},
         },
-        "responses": {"408": _refusal_of_any_body(408)},
     }
 
 
@@ -105,55 +107,28 @@ def linked(operation: str, **parameters: str) -> Json:
 
 
 def describe(app: FastAPI, token_needed: bool) -> None:
-    """Make `app` serve the document, which is built at the first request."""
+    """Add the bodies, and the token if there is one, to the document of `app`."""
+    build = app.openapi
 
     def document() -> Json:
-        if app.openapi_schema is None:
-            app.openapi_schema = _document(app, token_needed)
-        return app.openapi_schema
+        document = build()
+        document["components"]["schemas"] |= {
+            model.__name__: body_schema(model) for model in _BODIES
+        }
+        if token_needed:
+            scheme = {"type": "http", "scheme": "bearer"}
+            document["components"]["securitySchemes"] = {_SECURITY: scheme}
+            for path, operations in document["paths"].items():
+                for operation in operations.values():
+                    operation["security"] = [] if path in OPEN_PATHS else [{_SECURITY: []}]
+        return document
 
-    # FastAPI documents this assignment as the way to replace the document
+    # FastAPI documents this assignment as the way to change the document
     app.openapi = document  # type: ignore[method-assign]
 
 
-def _refusal(status: int) -> Json:
-    answer: Json = {"model": Refusal, "description": _WHEN[status]}
-    return answer | {"headers": _RETRY_AFTER} if status == 503 else answer
-
-
-def _refusal_of_any_body(status: int) -> Json:
-    return {
-        "description": _WHEN[status],
-        "content": {"application/json": {"schema": {"$ref": _COMPONENTS + Refusal.__name__}}},
-    }
-
-
-def _document(app: FastAPI, token_needed: bool) -> Json:
-    document = get_openapi(
-        title="run-api",
-        version=version("grpo-run-api"),
-        description="Queues scored groups from environments and hands out batches to the trainer. "
-        'Clients may also send a number as text, for example "2" instead of 2.',
-        routes=app.routes,
-    )
-    schemas = document["components"]["schemas"]
-    for name in _FASTAPI_ERRORS:
-        schemas.pop(name, None)
-    document["components"]["headers"] = {"X-Request-Id": _REQUEST_ID}
-    schemas |= {model.__name__: body_schema(model) for model in _BODIES}
-    if token_needed:
-        document["components"]["securitySchemes"] = {
-            _SECURITY: {"type": "http", "scheme": "bearer"}
-        }
-    for path, operations in document["paths"].items():
-        for operation in operations.values():
-            _declare_common_answers(operation)
-            if token_needed and path not in OPEN_PATHS:
-                _require_token(operation)
-    return document
-
-
 def body_schema(model: type[BaseModel]) -> Json:
+    """The schema of a body, with the checks of its validators."""
     schema = model.model_json_schema(schema_generator=LaxJsonSchema)
     if model is ScoredGroup:
         _add_validated_limits(schema["properties"])
@@ -168,24 +143,6 @@ def _add_validated_limits(properties: Json) -> None:
         properties[name]["minItems"] = 1
     (conversations, _null) = properties["messages"]["anyOf"]
     conversations["items"]["items"]["required"] = ["role", "content"]
-
-
-def _declare_common_answers(operation: Json) -> None:
-    """Remove FastAPI's own 422, which it declares for every parameter, and add our 403."""
-    answers = operation["responses"]
-    if any(name in str(answers.get("422")) for name in _FASTAPI_ERRORS):
-        del answers["422"]
-    answers["403"] = _refusal_of_any_body(403)
-    for answer in answers.values():
-        answer["headers"] = answer.get("headers", {}) | _STAMPED
-
-
-def _require_token(operation: Json) -> None:
-    operation["security"] = [{_SECURITY: []}]
-    operation["responses"]["401"] = _refusal_of_any_body(401) | {
-        "headers": _STAMPED
-        | {"WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}}},
-    }
 
 
 class LaxJsonSchema(GenerateJsonSchema):

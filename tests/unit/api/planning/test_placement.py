@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_api.errors import GroupRefused
-from grpo_api.planning.quotas import batch_size_conflicts, why_unservable
-from grpo_api.planning.submission import (
+from grpo_api.planning.batch import batch_size_conflicts, why_unservable
+from grpo_api.planning.placement import (
     MAX_BUFFERED_GROUPS,
-    Arrival,
     Buffer,
-    IntakeState,
+    BufferedRun,
     Placement,
     place,
 )
@@ -24,15 +23,16 @@ from tests.unit.api.builders import stored
 ENV = 3
 
 
-def arrivals(*sizes: int, env_id: int | None = ENV) -> list[Arrival]:
-    """Groups 100, 101, ..."""
-    return [Arrival(env_id, stored(100 + i, size)) for i, size in enumerate(sizes)]
+def placed(run: BufferedRun, *sizes: int, env_id: int | None = ENV) -> Placement:
+    """The placement of groups 100, 101, ..."""
+    groups = [stored(100 + i, size) for i, size in enumerate(sizes)]
+    return place([env_id] * len(groups), groups, run)
 
 
-def state(*buffered: int, group_size: int = 4) -> IntakeState:
+def run(*buffered: int, group_size: int = 4) -> BufferedRun:
     """A run with batches of 8 and buffered parts 0, 1, ..."""
     buffer = tuple(stored(i, size) for i, size in enumerate(buffered))
-    return IntakeState(8, {ENV: group_size}, {ENV: buffer})
+    return BufferedRun(8, {ENV: group_size}, {ENV: buffer})
 
 
 def bundles(placement: Placement) -> list[list[int]]:
@@ -41,19 +41,19 @@ def bundles(placement: Placement) -> list[list[int]]:
 
 
 def test_groups_of_the_registered_size_go_straight_to_the_queue() -> None:
-    placement = place(arrivals(4, 4), state(3))
+    placement = placed(run(3), 4, 4)
     assert bundles(placement) == [[100], [101]]
     assert (placement.buffers, placement.buffered_sequences) == ({}, [None, None])
 
 
 def test_groups_of_an_unknown_sender_go_straight_to_the_queue() -> None:
-    placement = place(arrivals(2, 1, env_id=9), state())
+    placement = placed(run(), 2, 1, env_id=9)
     assert bundles(placement) == [[100], [101]]
     assert [bundle.env_id for bundle in placement.bundles] == [None, None]
 
 
 def test_a_list_is_placed_in_its_order() -> None:
-    placement = place(arrivals(3, 4, 1, 2), state())
+    placement = placed(run(), 3, 4, 1, 2)
     assert bundles(placement) == [[101], [100, 102]]
     assert [bundle.id for bundle in placement.bundles] == [101, 102]
     assert [part.id for part in placement.buffers[ENV]] == [103]
@@ -79,8 +79,8 @@ def test_parts_wait_until_some_complete_a_group_which_the_oldest_do(
     for id_, size in enumerate(size for size in sizes if size < group_size):
         part = stored(id_, size)
         chosen = oldest_that_complete((*buffer, part), group_size)
-        waiting = IntakeState(group_size * 3, {ENV: group_size}, {ENV: buffer})
-        placement = place([Arrival(ENV, part)], waiting)
+        waiting = BufferedRun(group_size * 3, {ENV: group_size}, {ENV: buffer})
+        placement = place([ENV], [part], waiting)
         left = tuple(p for p in (*buffer, part) if p.id not in (chosen or []))
         assert bundles(placement) == ([] if chosen is None else [chosen])
         assert placement.buffers == {ENV: left}
@@ -90,7 +90,7 @@ def test_parts_wait_until_some_complete_a_group_which_the_oldest_do(
 
 def test_a_part_larger_than_the_group_is_refused() -> None:
     with pytest.raises(GroupRefused, match="registered group_size 4") as refused:
-        place(arrivals(4, 5), state())
+        placed(run(), 4, 5)
     assert refused.value.index == 1
     assert refused.value.at("tokens").status == 422
 
@@ -100,18 +100,18 @@ def test_a_size_that_fills_no_batch_is_refused_whoever_sends_it(
     size: int, env_id: int | None
 ) -> None:
     with pytest.raises(GroupRefused, match="exactly 8"):
-        place(arrivals(size, env_id=env_id), state(group_size=3))
+        placed(run(group_size=3), size, env_id=env_id)
 
 
 def test_parts_that_never_match_are_refused_at_the_bound_and_keep_nobody_out() -> None:
     most = MAX_BUFFERED_GROUPS * 4 // 3
-    full = state(*[3] * most)
+    full = run(*[3] * most)
     with pytest.raises(GroupRefused, match="sequences buffered in partial groups of 3") as refused:
-        place(arrivals(3), full)
+        placed(full, 3)
     assert refused.value.at("tokens").status == 409
-    assert place(arrivals(2), full).buffered_sequences == [most * 3 + 2]
-    assert bundles(place(arrivals(2, 2), full)) == [[100, 101]]
-    assert bundles(place(arrivals(1), full)) == [[0, 100]]
+    assert placed(full, 2).buffered_sequences == [most * 3 + 2]
+    assert bundles(placed(full, 2, 2)) == [[100, 101]]
+    assert bundles(placed(full, 1)) == [[0, 100]]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import multiprocessing
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Annotated
 
@@ -28,9 +27,10 @@ from grpo_api.http.request_body import (
     inflate,
     inflate_member,
 )
-from grpo_api.ingest.group_scan import scan_group
-from grpo_api.ingest.waiting_line import in_turn
-from grpo_api.store.group_codec import PackedGroup, compress, pack, stored
+from grpo_api.store.groups import Submission
+from grpo_api.store.payloads import PackedGroup, compress, pack, stored
+from grpo_api.submissions.group_scan import scan_group
+from grpo_api.waiting import in_turn
 from grpo_core.wire.scored_group import ScoredGroup
 
 MAX_GROUPS = 1024
@@ -43,19 +43,7 @@ _RESTART = "run-api starts a new decoder process for the next large submission"
 _log = structlog.get_logger()
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """The groups of one submission.
-
-    Attributes:
-        fingerprint: checksum of the JSON; a repeated submission has the same one.
-    """
-
-    groups: list[PackedGroup]
-    fingerprint: str
-
-
-Decode = Callable[[RawBody, int | None], Decoded]
+Decode = Callable[[RawBody, int | None], Submission]
 """
 Args:
     max_bytes: largest content to decode; None decodes up to `INLINE_BYTES`, in one gzip member.
@@ -65,7 +53,7 @@ Raises:
 """
 
 
-def decode_group(body: RawBody, max_bytes: int | None) -> Decoded:
+def decode_group(body: RawBody, max_bytes: int | None) -> Submission:
     """Decode the one group of a `POST /scored_data`; see `Decode`."""
     text = _content(body, max_bytes)
     facts = scan_group(text)
@@ -81,17 +69,17 @@ def decode_group(body: RawBody, max_bytes: int | None) -> Decoded:
         # one.
         member = body.content if body.is_gzip and max_bytes is None else compress(text)
         group = PackedGroup(facts.env_id, facts.sequences, stored(member, facts.absent))
-    return Decoded([group], _fingerprint(text))
+    return Submission([group], _fingerprint(text))
 
 
-def decode_groups(body: RawBody, max_bytes: int | None) -> Decoded:
+def decode_groups(body: RawBody, max_bytes: int | None) -> Submission:
     """Decode the groups of a `POST /scored_data_list`; see `Decode`."""
     text = _content(body, max_bytes)
     try:
         groups = _LIST.validate_json(text)
     except ValidationError as error:
         raise invalid(error) from error
-    return Decoded([pack(group) for group in groups], _fingerprint(text))
+    return Submission([pack(group) for group in groups], _fingerprint(text))
 
 
 def _content(body: RawBody, max_bytes: int | None) -> bytes:
@@ -133,7 +121,7 @@ class SubmissionDecoder:
             self._process.kill()
             self._process = None
 
-    async def decode(self, decode: Decode, body: RawBody) -> Decoded:
+    async def decode(self, decode: Decode, body: RawBody) -> Submission:
         """
         Raises:
             Refused: 400, broken gzip; 413, longer than `max_bytes`; 422, an invalid group.
@@ -153,7 +141,7 @@ class SubmissionDecoder:
             raise outcome
         return outcome
 
-    async def _decode_beside(self, decode: Decode, body: RawBody) -> Decoded | Refused:
+    async def _decode_beside(self, decode: Decode, body: RawBody) -> Submission | Refused:
         process = self._process = self._process or _DecodeProcess()
         is_whole = False
         try:
@@ -189,13 +177,13 @@ class _DecodeProcess:
         self._process.start()
         other_end.close()
 
-    def run(self, decode: Decode, body: RawBody, max_bytes: int) -> Decoded | Refused:
+    def run(self, decode: Decode, body: RawBody, max_bytes: int) -> Submission | Refused:
         """Raises `EOFError` or `OSError` if the process has exited."""
         try:
             # sent apart from the body: pickling the body would block the event loop up to 30 ms
             self._pipe.send((decode, body.is_gzip, max_bytes))
             self._pipe.send_bytes(body.content)
-            outcome: Decoded | Refused = self._pipe.recv()
+            outcome: Submission | Refused = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join()
             raise

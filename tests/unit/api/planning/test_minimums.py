@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_api.planning.quotas import Share, demand
+from grpo_api.planning.batch import demand
 from grpo_api.planning.subset_sum import Kind
 
 BATCH_SIZE = 24
@@ -22,9 +22,9 @@ def groups_asked(
     batch_size: int, *shares: tuple[int, float], queued: dict[Kind, int] | None = None
 ) -> list[int]:
     """Minimum number of groups for each (group_size, minimum)."""
-    asked = [Share(env_id, size, minimum) for env_id, (size, minimum) in enumerate(shares)]
+    asked = {Kind(env_id, size): minimum for env_id, (size, minimum) in enumerate(shares)}
     least = demand(batch_size, asked, queued or {}).least
-    return [least.get(share.kind, 0) for share in asked]
+    return [least.get(kind, 0) for kind in asked]
 
 
 @pytest.mark.parametrize(

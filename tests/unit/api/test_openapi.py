@@ -11,37 +11,22 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ValidationError
 
-from grpo_api.http.openapi import body_schema
+from grpo_api.routes.openapi import body_schema
 from grpo_core.wire.run_api import EnvironmentId, EnvironmentRegistration, Registration
 from grpo_core.wire.scored_group import ScoredGroup
+from tests.integration.run_api_calls import ENVIRONMENT, REGISTRATION, group
 
-MODELS: tuple[type[BaseModel], ...] = (
-    Registration,
-    EnvironmentRegistration,
-    EnvironmentId,
-    ScoredGroup,
-)
-SCHEMAS = {model: Draft202012Validator(body_schema(model)) for model in MODELS}
 BODIES: dict[type[BaseModel], dict[str, Any]] = {
-    Registration: {
-        **dict.fromkeys(("wandb_group", "wandb_project", "checkpoint_dir"), "x"),
-        **dict.fromkeys(("batch_size", "max_token_len", "save_checkpoint_interval"), 4),
-        **dict.fromkeys(("starting_step", "num_steps"), 0),
-    },
-    EnvironmentRegistration: {
-        "max_token_length": 9, "desired_name": "x", "weight": 1.0, "group_size": 4,
-        "min_batch_allocation": None,
-    },
+    Registration: REGISTRATION,
+    EnvironmentRegistration: ENVIRONMENT,
     EnvironmentId: {"env_id": 1},
-    ScoredGroup: {
-        "tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [0.5],
-        **dict.fromkeys(("env_id", "images", "generation_params")),
-    },
-}  # fmt: skip
+    ScoredGroup: group(1, size=1, env_id=None, images=None, generation_params=None),
+}
+SCHEMAS = {model: Draft202012Validator(body_schema(model)) for model in BODIES}
 Path = list[str | int]
 PLACES: list[tuple[type[BaseModel], Path]] = [
-    *((Registration, [name]) for name in ("wandb_group", "checkpoint_dir", "batch_size")),
-    *((Registration, [name]) for name in ("max_token_len", "starting_step")),
+    *((Registration, [name]) for name in ("wandb_group", "batch_size", "max_token_len")),
+    (Registration, ["starting_step"]),
     *((EnvironmentRegistration, [name]) for name in ("group_size", "weight")),
     (EnvironmentRegistration, ["min_batch_allocation"]),
     (EnvironmentId, ["env_id"]),

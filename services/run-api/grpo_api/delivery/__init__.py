@@ -1,1 +1,0 @@
-"""Hands batches to trainers: planning, leasing and streaming. Issues no Redis commands."""

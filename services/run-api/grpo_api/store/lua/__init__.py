@@ -1,1 +1,0 @@
-"""Lua scripts of the store. The header of each file documents its KEYS, ARGV and answers."""

@@ -1,0 +1,133 @@
+"""Groups are queued, buffered or refused as a whole; `/batch` returns exact batches, oldest first.
+
+`tests/unit/api/planning` tests the planning itself, `test_run_store_large` how groups wait.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fixtures.run_api import start_run_api
+from tests.integration.run_api_calls import (
+    group,
+    next_batch,
+    register_environment,
+    send,
+    send_raw,
+    start,
+    status,
+    submit,
+    told,
+)
+from tests.support.wait import DEADLINE_S
+
+
+def test_batches_are_exact_oldest_first_and_count_as_steps_once_delivered(
+    http: httpx.Client,
+) -> None:
+    start(http)
+    submit(http, *range(7))
+    assert status(http) == (0, 7)
+    assert next_batch(http) == [0, 1]
+    assert status(http) == (1, 5)
+    assert [next_batch(http) for _ in range(3)] == [[2, 3], [4, 5], None]
+    assert status(http) == (3, 1)
+
+
+@pytest.fixture
+def four(http: httpx.Client) -> httpx.Client:
+    """A run with batches of 8; environment 0 registered groups of 4."""
+    start(http, batch_size=8)
+    register_environment(http, group_size=4)
+    return http
+
+
+def test_parts_wait_until_they_add_up_and_are_served_as_they_were_sent(four: httpx.Client) -> None:
+    for marker, (size, waiting) in enumerate([(3, 3), (2, 5)]):
+        answer = send(four, marker, size=size, env_id=0)
+        assert answer == {"status": "buffered", "buffer_size": waiting}
+    assert four.get("/latest_example").json()["tokens"] == []  # never a buffered part
+    assert send(four, 2, size=2, env_id=0) == {"status": "buffered", "buffer_size": 3}
+    assert four.get("/latest_example").json()["tokens"] == group(2)["tokens"]
+    submit(four, 3, size=4, env_id=None)
+    batch = four.get("/batch").json()["batch"]
+    assert [item["tokens"] for item in batch] == [
+        group(marker, size=size)["tokens"] for marker, size in ((1, 2), (2, 2), (3, 4))
+    ]
+
+
+def test_a_list_says_how_many_were_buffered_and_what_waits_at_the_end(four: httpx.Client) -> None:
+    body = [group(i, size=size, env_id=0) for i, size in enumerate([3, 4, 2, 1])]
+    assert send_raw(four, body, "/scored_data_list").json() == {
+        "status": "received",
+        "groups_processed": 4,
+        "buffered": 3,
+        "last_buffer_size": 2,
+    }
+    assert status(four) == (0, 3)
+    assert next_batch(four) == [1, 0, 3]
+
+
+def post(http: httpx.Client, path: str, body: Any, key: str) -> httpx.Response:
+    return http.post(path, json=body, headers={"Idempotency-Key": key})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "answered"),
+    [
+        ("/scored_data", group(1), {"status": "received"}),
+        ("/scored_data", group(1, size=1, env_id=0), {"status": "buffered", "buffer_size": 1}),
+        ("/scored_data_list", [group(1)], {"status": "received", "groups_processed": 1}),
+    ],
+    ids=["group", "part", "list"],
+)
+def test_a_repeat_is_answered_alike_and_queued_once(
+    http: httpx.Client, path: str, body: Any, answered: Any
+) -> None:
+    start(http)
+    register_environment(http)
+    assert post(http, path, body, "key").json() == answered
+    once = status(http)
+    for _ in range(2):
+        assert post(http, path, body, "key").json() == answered
+    assert status(http) == once
+
+
+def test_a_key_stands_for_one_body_that_was_taken(http: httpx.Client) -> None:
+    start(http)
+    assert post(http, "/scored_data", group(1, scores=[1.0]), "key").status_code == 422
+    assert post(http, "/scored_data", group(1, size=8), "key").status_code == 422
+    post(http, "/scored_data", group(1), "key").raise_for_status()  # the key is still unused
+    other = post(http, "/scored_data", group(2), "key")
+    assert other.status_code == 422
+    assert "'key' was used for other groups" in other.json()["detail"]
+    assert status(http) == (0, 1)
+
+
+def test_a_queue_that_stays_full_is_a_503_and_nothing_is_queued(
+    redis_url: str, tmp_path: Path
+) -> None:
+    further = {"--max-queued-groups": 4, "--full-queue-wait-s": 0.5}
+    api = start_run_api(redis_url, tmp_path, run_id="limited", further=further)
+    with httpx.Client(base_url=api.url, timeout=DEADLINE_S) as limited:
+        limited.get("/reset_data").raise_for_status()
+        start(limited)
+        register_environment(limited)
+        for markers, pressure in ((range(3), 0.5), (range(1), 1.0)):
+            submit(limited, *markers, env_id=0)
+            assert told(limited, 0)["pressure"] == pressure
+        answer = limited.post("/scored_data", json=group(8))
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) > 0
+        assert "queue has been full" in answer.json()["detail"]
+        assert status(limited) == (0, 4)
+        # a limit below one batch does not stop the run
+        limited.get("/reset_data").raise_for_status()
+        start(limited, batch_size=16)
+        submit(limited, *range(8))
+        assert next_batch(limited) == list(range(8))
+    api.process.stop()
