@@ -22,9 +22,9 @@ from benchmarks.environment_bench.stub import stub
 from benchmarks.train_bench.turns import Reading, json_of
 from grpo_env.inference.pool import InferencePool
 from grpo_env.rollout.chat_template import load_template
+from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grading import Grader
-from grpo_env.rollout.outcome import RolloutFailure, SamplingPlan
-from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.rollout.groups import RolloutFailure, SamplingPlan
 from grpo_env.rollout.user_code import TaskCode
 from grpo_env.tasks import Answer, Message, Row, Split, State, Task, TaskOptions
 from grpo_env.tasks.items import Item

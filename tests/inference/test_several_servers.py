@@ -9,8 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.clients.inference import GenerateAnswer
+from grpo_env.inference.health import wait_for_servers
 from grpo_env.inference.pool import InferencePool, Session
-from grpo_env.inference.wait_for_servers import wait_for_servers
 from tests.fixtures.file_sync import HandedOffServer
 from tests.fixtures.inference import START_DEADLINE_S, start_inference, stop_inference
 from tests.support.wait import wait_for_async

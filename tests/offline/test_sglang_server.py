@@ -24,7 +24,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import RolloutFacts
 from grpo_env.assembly import engine_on, open_tasks, sampling_plan
 from grpo_env.rollout.chat_template import load_template
-from grpo_env.rollout.outcome import Rollout
+from grpo_env.rollout.groups import Rollout
 from grpo_local.process.ports import free_port
 from grpo_offline.backends.sglang_client import SglangClient
 from grpo_offline.backends.sglang_generation import SglangGeneration

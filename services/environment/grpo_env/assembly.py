@@ -9,17 +9,16 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 
 from grpo_core.security.bearer_token import plain
-from grpo_env.config.mappings import MixturePart
-from grpo_env.config.settings import EnvServerSettings
 from grpo_env.inference.pool import InferencePool
 from grpo_env.loading import TaskSpec, TaskUnusable, specs_from
-from grpo_env.reward_workers import RewardWorkers
+from grpo_env.option_values import MixturePart
 from grpo_env.rollout.chat_template import ChatTemplate, TokenizerTemplate, load_template
-from grpo_env.rollout.generation import Generation
+from grpo_env.rollout.dialogue import Generation
+from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grading import Grader
-from grpo_env.rollout.outcome import SamplingPlan
-from grpo_env.rollout.rollout import RolloutEngine
-from grpo_env.rollout.user_code import TaskCode
+from grpo_env.rollout.groups import SamplingPlan
+from grpo_env.rollout.user_code import RewardWorkers, TaskCode
+from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.items import ItemStream, training_items
 from grpo_env.tasks.tools import tool_schemas

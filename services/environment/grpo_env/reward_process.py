@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 from grpo_core.errors import GrpoError
 from grpo_core.process.orphans import end_with_parent
-from grpo_env.contained import contained
 from grpo_env.loading import specs_from
 from grpo_env.tasks import Answer, Row, Task
-from grpo_env.tasks.reward_value import graded_of
+from grpo_env.tasks.rewards import graded_of
+from grpo_env.tasks.tools import contained
 
 T = TypeVar("T")
 TASKS_VARIABLE = "GRPO_REWARD_TASKS"

@@ -17,19 +17,22 @@ from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
 from grpo_env.assembly import TaskSet, open_engine, sampling_plan
-from grpo_env.config.settings import EnvServerSettings
-from grpo_env.evaluation.during_training import TrainingEvaluation
-from grpo_env.inference.served_version import wait_for_step
-from grpo_env.inference.wait_for_servers import wait_for_servers
-from grpo_env.pacing.failure_budget import FailureBudget
-from grpo_env.pacing.flow_control import Load, groups_to_start, run_is_complete
-from grpo_env.pacing.reward_failures import RewardFailures
-from grpo_env.registration import Membership, StallDetector, join_run, registration_of
+from grpo_env.evaluation import TrainingEvaluation
+from grpo_env.inference.health import wait_for_servers, wait_for_step
+from grpo_env.pacing import FailureBudget, Load, RewardFailures, groups_to_start, run_is_complete
+from grpo_env.registration import (
+    Log,
+    Membership,
+    StallDetector,
+    join_run,
+    registration_of,
+    wandb_log,
+)
 from grpo_env.rollout.chat_template import ChatTemplate
-from grpo_env.rollout.outcome import SamplingPlan
+from grpo_env.rollout.engine import RolloutEngine
+from grpo_env.rollout.groups import SamplingPlan
 from grpo_env.rollout.producer import GroupProducer, Sender
-from grpo_env.rollout.rollout import RolloutEngine
-from grpo_env.wandb_run import Log, wandb_log
+from grpo_env.settings import EnvServerSettings
 
 log = structlog.get_logger()
 

@@ -12,9 +12,9 @@ import structlog
 from grpo_core.evaluation.results import EvalResult
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
-from grpo_env.evaluation.runner import Evaluation, evaluate
-from grpo_env.rollout.outcome import Rollout, RolloutFailure, SamplingPlan
-from grpo_env.rollout.rollout import RolloutEngine, all_or_none
+from grpo_env.evaluation import Evaluation, evaluate
+from grpo_env.rollout.engine import RolloutEngine, all_or_none
+from grpo_env.rollout.groups import Rollout, RolloutFailure, SamplingPlan
 from grpo_env.tasks.items import Item, ItemStream
 from grpo_offline.errors import RolloutsFail, StaleServer
 from grpo_offline.items import EvaluationItems

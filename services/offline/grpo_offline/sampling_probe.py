@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.rollout.engine import RolloutEngine
 from grpo_offline.errors import StaleServer
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
 from grpo_trainer.model.policy_protocol import CausalLM, vocabulary_of

@@ -17,11 +17,10 @@ from datasets import Dataset
 from openai import AsyncOpenAI
 from verifiers.clients import OpenAIChatCompletionsClient
 
+from grpo_env.bridges import EnvironmentUnusable, RolloutFailed
 from grpo_env.bridges.chat import ImagesUnsupported
-from grpo_env.bridges.errors import EnvironmentUnusable, RolloutFailed
 from grpo_env.bridges.verifiers import VerifiersTask
-from grpo_env.tasks import Graded, TaskOptions
-from grpo_env.tasks.dialogue import ContextFull
+from grpo_env.tasks import ContextFull, Graded, TaskOptions
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 
 ROWS = [{"question": "3+4=", "answer": "7"}]

@@ -15,13 +15,12 @@ import verifiers.v1 as vf
 from structlog.testing import capture_logs
 
 from grpo_core.errors import ServiceUnavailable
+from grpo_env.bridges import EnvironmentUnusable, RolloutFailed
 from grpo_env.bridges.chat import ImagesUnsupported
-from grpo_env.bridges.errors import EnvironmentUnusable, RolloutFailed
 from grpo_env.bridges.verifiers import VerifiersTask
 from grpo_env.bridges.verifiers_harness import HARNESS_ID
 from grpo_env.bridges.verifiers_v1 import _config, _require_permission
-from grpo_env.tasks import Graded, TaskOptions
-from grpo_env.tasks.dialogue import ContextFull
+from grpo_env.tasks import ContextFull, Graded, TaskOptions
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 
 ENVIRONMENTS = Path(__file__).parent / "current_environments"

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_env.bridges.verifiers import VerifiersTask
 from grpo_env.rollout.chat_template import load_template
-from grpo_env.rollout.outcome import Rollout
+from grpo_env.rollout.groups import Rollout
 from grpo_env.tasks import TaskOptions
 from tests.unit.env.rollout.rig import PLAN, engine_on, item_of
 from tests.unit.env.rollout.test_conversation import SAID, scripted

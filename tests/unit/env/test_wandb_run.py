@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_core.errors import WandbUnavailable
-from grpo_env.wandb_run import record
+from grpo_env.registration import record
 from tests.unit.env.canned import inference_routes
 from tests.unit.env.feeding import RunApi, feed, right_and_wrong
 from tests.unit.env.http_stub import Answer

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_env.rollout.outcome import FailureReason, Rollout, RolloutFailure, SamplingPlan
+from grpo_env.rollout.groups import FailureReason, Rollout, RolloutFailure, SamplingPlan
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.items import Item, ItemStream
 from grpo_offline.errors import KeysInvalid, RolloutsFail, StaleServer

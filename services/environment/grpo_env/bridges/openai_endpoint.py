@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from grpo_env.bridges.chat import Chat, ChatAnswer
-from grpo_env.tasks.dialogue import ContextFull
+from grpo_env.tasks import ContextFull
 
 MODEL = "policy"
 _LARGEST_REQUEST_BYTES = 64 * 2**20

@@ -15,13 +15,13 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from grpo_env.bridges.errors import EnvironmentUnusable
+from grpo_env.bridges import EnvironmentUnusable
 from grpo_env.tasks import Graded, Message, Row, Split, Task, TaskOptions
 
 if TYPE_CHECKING:
     from grpo_env.bridges.verifiers_classic import ClassicEnvironment
     from grpo_env.bridges.verifiers_v1 import V1Environment
-    from grpo_env.tasks.dialogue import Dialogue
+    from grpo_env.tasks import Dialogue
 
 _INSTALL = "docs/how-to/verifiers.md shows how to install it"
 _FIRST_V1 = (0, 4)

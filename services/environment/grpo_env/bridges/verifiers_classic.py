@@ -1,15 +1,19 @@
 """Environments of verifiers before 0.4: a module with `load_environment`.
 
 verifiers conducts the rollout and rates it. Its client is ours, so the policy answers through the
-rollout's dialogue.
+rollout's dialogue. verifiers counts an exception in a reward function as a reward of 0, so the
+functions of the rubric are watched for exceptions.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.metadata import version
 from typing import Any
 
@@ -20,11 +24,56 @@ from verifiers.clients import OpenAIChatCompletionsClient
 from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, ToolCall, Usage
 
+from grpo_env.bridges import EnvironmentUnusable, RolloutFailed
 from grpo_env.bridges.chat import Chat, ChatAnswer, plain_message
-from grpo_env.bridges.errors import EnvironmentUnusable, RolloutFailed
-from grpo_env.bridges.reward_errors import raised_reward_errors, watch
-from grpo_env.tasks import Graded, Message, Row, Split
-from grpo_env.tasks.dialogue import ContextFull, Dialogue
+from grpo_env.tasks import ContextFull, Dialogue, Graded, Message, Row, Split
+
+_errors: ContextVar[list[Exception] | None] = ContextVar("reward_errors", default=None)
+"""Of the rollouts that the current task scores."""
+
+
+@contextmanager
+def raised_reward_errors() -> Iterator[None]:
+    """Raise the first exception of a watched function that was called inside."""
+    errors: list[Exception] = []
+    token = _errors.set(errors)
+    try:
+        yield
+    finally:
+        _errors.reset(token)
+    if errors:
+        raise errors[0]
+
+
+def watch(rubric: Any) -> None:
+    """Let the functions of a rubric, and of all rubrics in it, report their exceptions to
+    `raised_reward_errors`."""
+    rubric.funcs[:] = [_watched(function, rubric) for function in rubric.funcs]
+    for part in getattr(rubric, "rubrics", ()):
+        watch(part)
+    for environment in getattr(rubric, "env_map", {}).values():
+        watch(environment.rubric)
+
+
+def _watched(function: Callable[..., Any], rubric: Any) -> Callable[..., Any]:
+    rates_a_group = rubric._is_group_func(function)
+
+    # verifiers passes what the signature asks for, and inspect.signature() follows `wraps`.
+    @functools.wraps(function)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            value = function(*args, **kwargs)
+            if inspect.isawaitable(value):
+                value = await value
+            return value if rates_a_group else float(value)
+        except Exception as error:
+            errors = _errors.get()
+            if errors is not None:
+                errors.append(error)
+            raise
+
+    return call
+
 
 log = structlog.get_logger()
 

@@ -15,12 +15,10 @@ import verifiers.v1 as vf
 from pydantic import ValidationError
 from verifiers.v1.clients.client import SESSION_ID_HEADER
 
-from grpo_env.bridges import verifiers_harness
+from grpo_env.bridges import EnvironmentUnusable, RolloutFailed, verifiers_harness
 from grpo_env.bridges.chat import Chat, plain_message
-from grpo_env.bridges.errors import EnvironmentUnusable, RolloutFailed
 from grpo_env.bridges.openai_endpoint import MODEL, ChatEndpoint, Session
-from grpo_env.tasks import Graded, Message, Row, Split
-from grpo_env.tasks.dialogue import Dialogue
+from grpo_env.tasks import Dialogue, Graded, Message, Row, Split
 
 log = structlog.get_logger()
 

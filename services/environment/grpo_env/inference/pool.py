@@ -20,9 +20,8 @@ from grpo_core.clients.retry import TransientAnswer, unavailable
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.process.closing import ClosesOnAsyncExit
-from grpo_env.inference.availability import Standing
 from grpo_env.inference.health import HealthClient
-from grpo_env.inference.server import Server
+from grpo_env.inference.server import Server, Standing
 
 _GONE_AFTER_S = 120.0
 """A server that has not served for so long is gone. A restart takes less: a drain of up to 60 s and

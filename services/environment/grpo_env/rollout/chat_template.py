@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from grpo_core.errors import GrpoError
-from grpo_env.grading.formats import THINK_TAG
-from grpo_env.hidden_torch import hidden_torch
+from grpo_env.grading.final_answer import THINK_TAG
 from grpo_env.tasks import Message
 from grpo_env.tasks.tool_calls import CallFormat, format_of
+from grpo_env.tasks.tools import hidden_torch
 
 _KEPT_PROMPTS = 256
 _PLACEHOLDER = "\x02answer\x03"

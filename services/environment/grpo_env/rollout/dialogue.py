@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from grpo_core.clients.inference import Completion
+from grpo_core.clients.inference import Completion, GenerateAnswer
 from grpo_core.errors import ProtocolViolation, RequestRefused
 from grpo_env.rollout.chat_template import ChatTemplate, answered
-from grpo_env.rollout.generation import Session
-from grpo_env.rollout.outcome import (
+from grpo_env.rollout.groups import (
     STOPPED,
     FailureReason,
     GroupLost,
     SamplingPlan,
+    TrainingSequence,
     raise_if_aborted,
 )
-from grpo_env.rollout.training_sequences import TrainingSequence
-from grpo_env.tasks import Answer, Message, State, Task
-from grpo_env.tasks.dialogue import ContextFull
+from grpo_env.tasks import Answer, ContextFull, Message, State, Task
+
+
+class Session(Protocol):
+    """The requests of one conversation, which stay on one server."""
+
+    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer: ...
+
+
+class Generation(Session, Protocol):
+    """Samples completions on one or several servers."""
+
+    def session(self) -> Session: ...
 
 
 @dataclass

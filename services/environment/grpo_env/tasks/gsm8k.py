@@ -10,8 +10,7 @@ from typing import Any
 from grpo_env.grading.final_answer import MARK, find_result
 from grpo_env.grading.math_grader import MathGrader
 from grpo_env.grading.parts import accuracy, marked_number_format
-from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions
-from grpo_env.tasks.arguments import checked_arguments
+from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions, checked_arguments
 from grpo_env.tasks.data_files import NoSuchSplit, read_records
 from grpo_env.tasks.rows import collect, renamed, source_of
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.assembly import TaskSet, engine_on, open_engine
-from grpo_env.config.settings import EnvServerSettings
-from grpo_env.inference.wait_for_servers import wait_for_servers
+from grpo_env.inference.health import wait_for_servers
 from grpo_env.rollout.chat_template import TokenizerTemplate
-from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.rollout.engine import RolloutEngine
+from grpo_env.settings import EnvServerSettings
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.backends.in_process import WeightsInProcess
 from grpo_offline.backends.local import LocalGeneration

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from grpo_env.grading.final_answer import find_result
-from grpo_env.grading.formats import Form, read_form
 from grpo_env.grading.math_grader import MathGrader
 from grpo_env.grading.numbers import exact_verdict
+from grpo_env.grading.parts import Form, read_form
 from tests.unit.env.grading.conftest import MathVerify
 
 DATA = Path(__file__).parents[5] / "shared" / "data" / "gsm8k"

@@ -8,9 +8,9 @@ from typing import Any
 
 from grpo_env.inference.pool import InferencePool
 from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grading import Grader
-from grpo_env.rollout.outcome import Rollout, RolloutFailure, SamplingPlan
-from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.rollout.groups import Rollout, RolloutFailure, SamplingPlan
 from grpo_env.rollout.user_code import TaskCode
 from grpo_env.tasks import Row, Split, Task, TaskOptions
 from grpo_env.tasks.items import Item

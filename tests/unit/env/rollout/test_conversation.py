@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from grpo_env.rollout.chat_template import TokenizerTemplate, load_template
-from grpo_env.rollout.outcome import FailureReason, Rollout, RolloutFailure
-from grpo_env.rollout.rollout import TooManySequences
-from grpo_env.tasks import Answer, Graded, Message, Row, State
-from grpo_env.tasks.dialogue import Dialogue
+from grpo_env.rollout.engine import TooManySequences
+from grpo_env.rollout.groups import FailureReason, Rollout, RolloutFailure
+from grpo_env.tasks import Answer, Dialogue, Graded, Message, Row, State
 from tests.unit.env.canned import generate_answer
 from tests.unit.env.http_stub import Answer as HttpAnswer
 from tests.unit.env.rollout.rig import PLAN, Rewarded, item_of, sample

@@ -12,9 +12,9 @@ import torch
 from structlog.testing import capture_logs
 
 from grpo_env.grading.parts import UnknownRewardPart
-from grpo_env.pacing.reward_failures import RewardFailures, RewardsFail
+from grpo_env.pacing import RewardFailures, RewardsFail
 from grpo_env.rollout.grading import Grade, Grader, Ungraded
-from grpo_env.rollout.outcome import FailureReason, RolloutFailure
+from grpo_env.rollout.groups import FailureReason, RolloutFailure
 from grpo_env.rollout.user_code import TaskCode
 from grpo_env.tasks import Answer, Graded
 from tests.support.wait import DEADLINE_S

@@ -20,8 +20,7 @@ from grpo_env.tasks.data_files import (
 from grpo_env.tasks.gsm8k import Gsm8k
 from grpo_env.tasks.items import all_items, evaluation_items, training_items
 from grpo_env.tasks.math import Math
-from grpo_env.tasks.row_forms import answer_text
-from grpo_env.tasks.rows import rows_of
+from grpo_env.tasks.rows import answer_text, rows_of
 
 EGGS = {"question": "How many eggs?", "answer": "16 - 3 = <<16-3=13>>13\n#### 13"}
 COST = {"question": "How much?", "answer": "A lot.\n#### 1,080,000"}
