@@ -20,13 +20,11 @@ from grpo_core.evaluation.table import table_lines
 from grpo_core.rollouts.of_group import records_of_group
 from grpo_core.rollouts.page import write_page
 from grpo_core.rollouts.record import RolloutRecord
-from grpo_core.security.bearer_token import plain
 from grpo_env.assembly import TaskSet, open_engine, sampling_plan
 from grpo_env.evaluation import Evaluation, evaluate
-from grpo_env.inference.health import wait_for_servers
 from grpo_env.rollout.chat_template import TokenizerTemplate
 from grpo_env.rollout.engine import RolloutEngine
-from grpo_env.rollout.groups import Rollout, RolloutFailure
+from grpo_env.rollout.groups import SampledGroup
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks.items import Item, ItemStream
 
@@ -49,22 +47,21 @@ async def process(settings: EnvServerSettings, tasks: TaskSet, template: Tokeniz
     """
     groups = settings.steps if settings.steps > 0 else DEFAULT_GROUPS
     stream = tasks.training_stream(settings.seed)
-    api_key = plain(settings.vllm_api_key)
-    await wait_for_servers(settings.inference_url, settings.start_deadline_s, api_key)
     records: list[RolloutRecord] = []
     lost: Counter[str] = Counter()
     settings.output.parent.mkdir(parents=True, exist_ok=True)
     with settings.output.open("w", encoding="utf-8") as file:
         async with open_engine(settings, tasks, template) as engine:
-            async for outcome in _outcomes(settings, tasks, engine, groups, stream):
-                if outcome.group is None:
-                    assert isinstance(outcome, RolloutFailure)
-                    lost[outcome.reason.value] += 1
-                    log.warning("group.lost", reason=outcome.reason.value, detail=outcome.detail)
+            async for sampled in _sampled(settings, tasks, engine, groups, stream):
+                if sampled.group is None:
+                    assert sampled.lost is not None
+                    reason = sampled.lost.reason.value
+                    lost[reason] += 1
+                    log.warning("group.lost", reason=reason, detail=sampled.lost.detail)
                     continue
-                file.write(outcome.group.model_dump_json(exclude_none=True) + "\n")
+                file.write(sampled.group.model_dump_json(exclude_none=True) + "\n")
                 number = len({record.group for record in records})
-                records += records_of_group(1, number, outcome.group.without_padding())
+                records += records_of_group(1, number, sampled.group.without_padding())
     if not records:
         raise NothingProcessed(
             f"none of {groups} groups could be used ({_counted(lost)}); the log names the reasons"
@@ -75,17 +72,17 @@ async def process(settings: EnvServerSettings, tasks: TaskSet, template: Tokeniz
     _print_summary(records, lost, settings.output, page)
 
 
-async def _outcomes(
+async def _sampled(
     settings: EnvServerSettings,
     tasks: TaskSet,
     engine: RolloutEngine,
     groups: int,
     stream: ItemStream,
-) -> AsyncIterator[Rollout | RolloutFailure]:
+) -> AsyncIterator[SampledGroup]:
     plan = sampling_plan(settings, tasks)
     places = asyncio.Semaphore(settings.max_concurrent_groups)
 
-    async def one(item: Item) -> Rollout | RolloutFailure:
+    async def one(item: Item) -> SampledGroup:
         async with places:
             return await engine.roll_out(item, plan)
 
@@ -137,8 +134,6 @@ async def evaluate_once(
     evaluation = Evaluation.of(settings)
     chosen = [(task, evaluation.chosen(task)) for task in tasks.tasks]
     output = settings.eval_output or DEFAULT_OUTPUT
-    api_key = plain(settings.vllm_api_key)
-    await wait_for_servers(settings.inference_url, settings.start_deadline_s, api_key)
     async with open_engine(settings, tasks, template) as engine:
         plan = sampling_plan(settings, tasks)
         for task, items in chosen:
@@ -168,9 +163,9 @@ class _Answers:
         self._started = self._told = time.monotonic()
         self.records: list[RolloutRecord] = []
 
-    def add(self, outcome: Rollout | RolloutFailure) -> None:
-        if outcome.group is not None:
-            self.records += records_of_group(1, self._done, outcome.group.without_padding())
+    def add(self, sampled: SampledGroup) -> None:
+        if sampled.group is not None:
+            self.records += records_of_group(1, self._done, sampled.group.without_padding())
         self._done += 1
         now = time.monotonic()
         if now - self._told < PROGRESS_EVERY_S:

@@ -9,11 +9,12 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 
 from grpo_core.security.bearer_token import plain
+from grpo_env.inference.health import wait_for_servers
 from grpo_env.inference.pool import InferencePool
 from grpo_env.loading import TaskSpec, TaskUnusable, specs_from
 from grpo_env.option_values import MixturePart
 from grpo_env.rollout.chat_template import ChatTemplate, TokenizerTemplate, load_template
-from grpo_env.rollout.dialogue import Generation
+from grpo_env.rollout.dialogue import CompletionSource
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grading import Grader
 from grpo_env.rollout.groups import SamplingPlan
@@ -111,12 +112,18 @@ def options_of(settings: EnvServerSettings, part: MixturePart) -> TaskOptions:
 async def open_engine(
     settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate
 ) -> AsyncIterator[RolloutEngine]:
-    """The rollout engine on the inference servers of `--inference-url`."""
+    """The rollout engine on the inference servers of `--inference-url`, as soon as one is healthy.
+
+    Raises:
+        GrpoError: the errors of `wait_for_servers`.
+    """
+    api_key = plain(settings.vllm_api_key)
+    await wait_for_servers(settings.inference_url, settings.start_deadline_s, api_key)
     async with InferencePool(
         settings.inference_url,
         settings.request_deadline_s,
         _most_requests(settings, tasks),
-        plain(settings.vllm_api_key),
+        api_key,
     ) as pool:
         with engine_on(pool, settings, template) as engine:
             yield engine
@@ -124,11 +131,11 @@ async def open_engine(
 
 @contextmanager
 def engine_on(
-    generation: Generation, settings: EnvServerSettings, template: ChatTemplate
+    source: CompletionSource, settings: EnvServerSettings, template: ChatTemplate
 ) -> Iterator[RolloutEngine]:
     """The rollout engine on any source of completions."""
     with task_code(settings) as code:
-        yield RolloutEngine(generation, template, Grader(settings.reward_weights, code), code)
+        yield RolloutEngine(source, template, Grader(settings.reward_weights, code), code)
 
 
 @contextmanager

@@ -11,9 +11,7 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.rollouts.text import printable
-from grpo_core.security.bearer_token import plain
 from grpo_env.assembly import TaskSet, open_engine, open_template, sampling_plan, task_code
-from grpo_env.inference.health import wait_for_servers
 from grpo_env.rollout.chat_template import answered, divided
 from grpo_env.rollout.grading import Grade, Grader, Ungraded
 from grpo_env.rollout.groups import GroupLost
@@ -67,7 +65,7 @@ async def _sampled(
     settings: EnvServerSettings, tasks: TaskSet, items: Sequence[Item]
 ) -> list[Checked]:
     deadline_s = min(settings.start_deadline_s, _SERVER_DEADLINE_S)
-    await wait_for_servers(settings.inference_url, deadline_s, plain(settings.vllm_api_key))
+    settings = settings.model_copy(update={"start_deadline_s": deadline_s})
     template = open_template(settings, tasks)
     plan = replace(
         sampling_plan(settings, tasks), group_size=ANSWERS // len(items), drop_equal_scores=False
@@ -76,11 +74,10 @@ async def _sampled(
     async with open_engine(settings, tasks, template) as engine:
         for item in items:
             try:
-                samples, grades = await engine.sample(item, plan)
+                answers, _, grades = await engine.sample(item, plan)
             except GroupLost as lost:
                 raise RewardWrong(f"no answers to grade: {lost.detail}") from lost
-            texts = [str(sample.answer) for sample in samples]
-            checked += [Checked(item, t, g) for t, g in zip(texts, grades, strict=True)]
+            checked += [Checked(item, str(a), g) for a, g in zip(answers, grades, strict=True)]
     return checked
 
 

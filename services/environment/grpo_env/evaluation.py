@@ -17,7 +17,7 @@ from grpo_core.evaluation.files import save
 from grpo_core.evaluation.results import EvalItem, EvalResult
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.rollout.engine import RolloutEngine, all_or_none
-from grpo_env.rollout.groups import FailureReason, Rollout, RolloutFailure, Sample, SamplingPlan
+from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Task
 from grpo_env.tasks.data_files import DataUnusable
@@ -95,7 +95,7 @@ async def evaluate(
     evaluation: Evaluation,
     training: SamplingPlan,
     model: str | None = None,
-    seen: Callable[[Rollout | RolloutFailure], None] = lambda _outcome: None,
+    seen: Callable[[SampledGroup], None] = lambda _group: None,
 ) -> EvalResult:
     """Sample and grade all items of one task.
 
@@ -134,42 +134,43 @@ async def evaluate(
 
 async def _add(
     engine: RolloutEngine, item: Item, plan: SamplingPlan, found: _Found
-) -> Rollout | RolloutFailure:
-    outcome: Rollout | RolloutFailure
+) -> SampledGroup:
     try:
-        outcome = await engine.roll_out(item, plan)
+        sampled = await engine.roll_out(item, plan)
     except ServiceUnavailable as error:
         if not found.items:  # the server is gone: do not wait for it once for each item
             raise
-        outcome = RolloutFailure(FailureReason.UNAVAILABLE, str(error))
-    if len(outcome.grades) != plan.group_size:
-        assert isinstance(outcome, RolloutFailure)
-        found.left_out[outcome.reason.value] += 1
+        sampled = SampledGroup(lost=GroupLost(FailureReason.UNAVAILABLE, str(error)))
+    if len(sampled.grades) != plan.group_size:
+        assert sampled.lost is not None
+        reason = sampled.lost.reason.value
+        found.left_out[reason] += 1
         log.warning(
             "evaluation.item_lost",
             task=item.task.name,
             item=item.key,
-            reason=outcome.reason.value,
-            detail=outcome.detail,
+            reason=reason,
+            detail=sampled.lost.detail,
         )
-        return outcome
-    found.versions += [version for sample in outcome.samples for version in _versions(sample)]
+        return sampled
+    found.versions += [
+        version
+        for rollout in sampled.sequences
+        for sequence in rollout
+        for version in (sequence.first_version, sequence.last_version)
+        if version is not None
+    ]
     found.items.append(
         EvalItem.graded(
             task=item.task.name,
             item=item.key,
-            rewards=[grade.score for grade in outcome.grades],
-            parts=[grade.parts for grade in outcome.grades],
-            lengths=[sample.completion_tokens for sample in outcome.samples],
-            truncated=[not sample.answer.finished for sample in outcome.samples],
+            rewards=[grade.score for grade in sampled.grades],
+            parts=[grade.parts for grade in sampled.grades],
+            lengths=sampled.completion_lengths,
+            truncated=[not answer.finished for answer in sampled.answers],
         )
     )
-    return outcome
-
-
-def _versions(sample: Sample) -> list[PolicyVersion]:
-    ends = ((s.first_version, s.last_version) for s in sample.sequences)
-    return [version for pair in ends for version in pair if version is not None]
+    return sampled
 
 
 Report = Callable[[int, Mapping[str, Any]], None]

@@ -17,7 +17,7 @@ from verifiers.v1.clients.client import SESSION_ID_HEADER
 
 from grpo_env.bridges import EnvironmentUnusable, RolloutFailed, verifiers_harness
 from grpo_env.bridges.chat import Chat, plain_message
-from grpo_env.bridges.openai_endpoint import MODEL, ChatEndpoint, Session
+from grpo_env.bridges.openai_endpoint import MODEL, ChatEndpoint, OpenRollout
 from grpo_env.tasks import Dialogue, Graded, Message, Row, Split
 
 log = structlog.get_logger()
@@ -102,7 +102,7 @@ class V1Environment:
             Exception: of the dialogue.
         """
         await self._started()
-        session, opened = Session(Chat(dialogue)), list[str]()
+        session, opened = OpenRollout(Chat(dialogue)), list[str]()
 
         def open_session(trace: vf.Trace) -> None:
             self._endpoint.sessions[trace.id] = session

@@ -78,9 +78,9 @@ class InferencePool(ClosesOnAsyncExit):
                     await server.probed.wait()
         return self
 
-    def session(self) -> Session:
+    def session(self) -> Conversation:
         """For the requests of one conversation."""
-        return Session(self)
+        return Conversation(self)
 
     async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
         """As `GenerationClient.generate`, repeated until a server answers.
@@ -104,7 +104,7 @@ class InferencePool(ClosesOnAsyncExit):
     async def sample(
         self, home: Server | None, prompt_token_ids: list[int], sampling: dict[str, Any]
     ) -> tuple[Server, GenerateAnswer]:
-        """Returns the answer and the server that sent it. For `Session`.
+        """Returns the answer and the server that sent it. For `Conversation`.
 
         Args:
             home: the only server to use, unless it is gone; None for any
@@ -177,7 +177,7 @@ class InferencePool(ClosesOnAsyncExit):
             self._standing_changed()
 
 
-class Session:
+class Conversation:
     """The requests of one conversation, all at one server.
 
     So every turn finds its prefix in that server's cache, and only an update of the server changes
@@ -193,3 +193,6 @@ class Session:
         """As `InferencePool.generate`."""
         self._home, answer = await self._pool.sample(self._home, prompt_token_ids, sampling)
         return answer
+
+    def session(self) -> Conversation:
+        return self

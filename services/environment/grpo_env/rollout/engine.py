@@ -1,31 +1,30 @@
 """Samples and grades one group: one prompt, several rollouts, one scored group.
 
-A group that cannot be used becomes a `RolloutFailure`, which is counted. An invalid answer of the
-server raises an error.
+A group that cannot be used is lost, which is counted. An invalid answer of the server raises an
+error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from grpo_core.clients.inference import Completion, GenerateAnswer
-from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused
+from grpo_core.clients.inference import Completion
+from grpo_core.errors import GrpoError
 from grpo_env.rollout.chat_template import ChatTemplate, answered
-from grpo_env.rollout.dialogue import Generation, RecordedDialogue
+from grpo_env.rollout.dialogue import CompletionSource, RecordedDialogue, complete
 from grpo_env.rollout.grading import Grade, Grader, Ungraded
 from grpo_env.rollout.groups import (
     CUT_OFF,
     STOPPED,
     FailureReason,
     GroupLost,
-    Rollout,
-    RolloutFailure,
-    Sample,
+    SampledGroup,
     SamplingPlan,
-    raise_if_aborted,
+    TrainingSequence,
     scored_group,
     sequences_of,
 )
@@ -36,22 +35,28 @@ from grpo_env.tasks.rewards import RewardInvalid
 from grpo_env.tasks.tools import tool_schemas
 
 T = TypeVar("T")
+Rollouts = tuple[list[Answer], list[list[TrainingSequence]]]
+"""One entry per rollout of a group: its last answer, which is graded, and its sequences."""
+
+
+class TooManySequences(GrpoError):
+    """A rollout has more sequences than its task declares."""
 
 
 class RolloutEngine:
     """Samples and grades groups.
 
     Args:
-        generation: the inference servers
+        source: the inference servers
         template: of the served model
         grader: calls the rewards of tasks
         code: calls the other code of tasks
     """
 
     def __init__(
-        self, generation: Generation, template: ChatTemplate, grader: Grader, code: TaskCode
+        self, source: CompletionSource, template: ChatTemplate, grader: Grader, code: TaskCode
     ) -> None:
-        self._generation = generation
+        self._source = source
         self._template = template
         self._grader = grader
         self._code = code
@@ -61,20 +66,33 @@ class RolloutEngine:
         """[T] tokens that the policy continues first."""
         return self._template.prompt_ids(item.prompt, self._tools_of(item.task))
 
-    async def roll_out(self, item: Item, plan: SamplingPlan) -> Rollout | RolloutFailure:
+    async def roll_out(self, item: Item, plan: SamplingPlan) -> SampledGroup:
         """Sample one group and grade it.
 
         Raises:
             ServiceUnavailable: the inference server does not answer, or this request failed.
             ProtocolViolation, MisalignedCompletion: the server's answer is not valid.
             UnknownRewardPart: an option names a part that the task's reward does not have.
+            TooManySequences: see there.
         """
         started = time.monotonic()
         try:
-            samples, grades = await self.sample(item, plan)
+            answers, sequences, grades = await self.sample(item, plan)
         except GroupLost as lost:
-            return RolloutFailure(lost.reason, lost.detail, (), lost.completion_tokens)
-        return _judged(item, samples, grades, plan, time.monotonic() - started)
+            return SampledGroup(lost=lost)
+        graded = [grade for grade in grades if isinstance(grade, Grade)]
+        if problems := [
+            f"completion {index}: {grade.problem}"
+            for index, grade in enumerate(grades)
+            if isinstance(grade, Ungraded)
+        ]:
+            ungraded = GroupLost(FailureReason.QUARANTINED_REWARD, "; ".join(problems))
+            return SampledGroup(answers, sequences, graded, lost=ungraded)
+        _require_declared_number(item.task, sequences, plan)
+        seconds = time.monotonic() - started
+        group = scored_group(item, answers, sequences, graded, plan, seconds)
+        dropped = _reason_to_drop(sequences, graded, plan)
+        return SampledGroup(answers, sequences, graded, group, dropped)
 
     async def sample_plainly(self, prompt_ids: list[int], max_tokens: int) -> Completion:
         """One completion at temperature 1, for a check of the served weights.
@@ -82,7 +100,7 @@ class RolloutEngine:
         Raises:
             RequestRefused, ServiceUnavailable, ProtocolViolation: the server's answer.
         """
-        answer = await self._generation.generate(
+        answer = await self._source.generate(
             prompt_ids, n=1, max_tokens=max_tokens, temperature=1.0
         )
         (completion,) = answer.completions()
@@ -90,8 +108,8 @@ class RolloutEngine:
 
     async def sample(
         self, item: Item, plan: SamplingPlan
-    ) -> tuple[list[Sample], list[Grade | Ungraded]]:
-        """The rollouts of one group and their grades, usable or not.
+    ) -> tuple[list[Answer], list[list[TrainingSequence]], list[Grade | Ungraded]]:
+        """The rollouts of one group and their grades, usable or not: one entry per rollout.
 
         Raises:
             GroupLost: the group could not be sampled.
@@ -99,106 +117,93 @@ class RolloutEngine:
         if item.task.drives_itself:
             return await self._self_driven(item, plan)
         if item.task.is_conversation:
-            samples = await all_or_none(
+            dialogues = await all_or_none(
                 self._conversation(item, plan) for _ in range(plan.group_size)
             )
+            answers, sequences = _recorded(dialogues)
         else:
-            samples = await self._completions(item, plan)
-        answers = [sample.answer for sample in samples]
-        return samples, await self._grader.grade_all(item.task, answers, item.row)
+            answers, sequences = await self._completions(item, plan)
+        return answers, sequences, await self._grader.grade_all(item.task, answers, item.row)
 
-    async def _completions(self, item: Item, plan: SamplingPlan) -> list[Sample]:
+    async def _completions(self, item: Item, plan: SamplingPlan) -> Rollouts:
         """All completions of one prompt, in one request."""
         prompt_ids = self.prompt_ids(item)
         limit = plan.completion_limit(item.task, _room(plan, len(prompt_ids)))
         sampling: dict[str, Any] = {**plan.sampling, "max_tokens": limit}
         if item.task.stop:
             sampling["stop"] = [*item.task.stop]
-        try:
-            answer = await self._generation.generate(prompt_ids, n=plan.group_size, **sampling)
-        except RequestRefused as error:
-            raise GroupLost(FailureReason.REFUSED, str(error)) from error
-        completions = _checked(answer, prompt_ids, plan)
-        raise_if_aborted(completions)
+        completions = await complete(self._source, prompt_ids, plan.group_size, sampling)
         sequences = sequences_of(prompt_ids, completions)
-        return [
-            _sample(item, completion, sequence, limit, self._template.opening(item.prompt))
-            for completion, sequence in zip(completions, sequences, strict=True)
-        ]
+        opening = self._template.opening(item.prompt)
+        answers = []
+        for completion, sequence in zip(completions, sequences, strict=True):
+            sequence.messages = answered(item.messages, completion.text)
+            answers.append(
+                Answer(
+                    completion.text,
+                    finished=completion.finish_reason == STOPPED,
+                    messages=sequence.messages,
+                    state=State(item.row, sequence.messages),
+                    token_ids=completion.token_ids,
+                    max_tokens=limit,
+                    opening=opening,
+                )
+            )
+        return answers, [[sequence] for sequence in sequences]
 
-    async def _conversation(self, item: Item, plan: SamplingPlan) -> Sample:
+    def _dialogue(self, item: Item, plan: SamplingPlan, state: State) -> RecordedDialogue:
+        return RecordedDialogue(self._source, self._template, plan, item.task, state)
+
+    async def _conversation(self, item: Item, plan: SamplingPlan) -> RecordedDialogue:
         """Let the task answer the policy, until the task ends the conversation."""
         task, state = item.task, State(item.row, item.messages)
         tools = self._tools_of(task)
         _room(plan, len(self._template.prompt_ids(item.prompt, tools)))
-        dialogue = RecordedDialogue(self._generation.session(), self._template, plan, task, state)
+        dialogue = self._dialogue(item, plan, state)
         messages: str | Sequence[Message] = item.prompt
         while True:
             try:
                 answer = await dialogue.say(messages, tools, stop=task.stop)
             except ContextFull:
                 # The conversation ends with what was said so far.
-                answer.finished = False
+                dialogue.last_answer.finished = False
                 dialogue.sequences[-1].finish_reason = CUT_OFF
-                break
+                return dialogue
             if not answer.finished or state.turn >= task.max_turns:
-                break
-            more = await self._step(task, state, answer)
+                return dialogue
+            with self._quarantine(task):
+                more = await self._code.step(task, state, answer)
             if more is None:
-                break
+                return dialogue
             messages = [*state.messages, *more]
-        return _recorded(dialogue, answer)
-
-    async def _step(self, task: Task, state: State, answer: Answer) -> Sequence[Message] | None:
-        try:
-            more = await self._code.step(task, state, answer)
-        except GrpoError:
-            raise
-        except Exception as error:
-            failed = self._grader.failed(task, error)
-            raise GroupLost(FailureReason.QUARANTINED_REWARD, failed.problem) from error
-        return more
 
     async def _self_driven(
         self, item: Item, plan: SamplingPlan
-    ) -> tuple[list[Sample], list[Grade | Ungraded]]:
+    ) -> tuple[list[Answer], list[list[TrainingSequence]], list[Grade | Ungraded]]:
         """Let the task conduct and rate the rollouts."""
-        task = item.task
         dialogues = [
-            RecordedDialogue(
-                self._generation.session(),
-                self._template,
-                plan,
-                task,
-                State(item.row, item.messages),
-            )
+            self._dialogue(item, plan, State(item.row, item.messages))
             for _ in range(plan.group_size)
         ]
         values = await self._driven(item, dialogues)
         if not all(dialogue.sequences for dialogue in dialogues):
             raise GroupLost(FailureReason.QUARANTINED_REWARD, "the policy was asked for no answer")
-        samples = [_recorded(dialogue, dialogue.last_answer) for dialogue in dialogues]
-        return samples, [
-            self._checked(task, value, sample.answer)
-            for value, sample in zip(values, samples, strict=True)
+        answers, sequences = _recorded(dialogues)
+        grades = [
+            self._checked(item.task, value, answer)
+            for value, answer in zip(values, answers, strict=True)
         ]
+        return answers, sequences, grades
 
     async def _driven(self, item: Item, dialogues: Sequence[RecordedDialogue]) -> list[Any]:
         task, row = item.task, item.row
-        try:
+        with self._quarantine(task):
             if not task.rates_groups:
                 return await all_or_none(task.run(row, dialogue) for dialogue in dialogues)
             values = [*await task.run_group(row, dialogues)]
             if len(values) != len(dialogues):
                 raise ValueError(f"{len(values)} rewards for {len(dialogues)} rollouts")
             return values
-        except ContextFull as error:
-            raise GroupLost(FailureReason.TOO_LONG, str(error)) from error
-        except (GrpoError, GroupLost):
-            raise
-        except Exception as error:
-            failed = self._grader.failed(task, error)
-            raise GroupLost(FailureReason.QUARANTINED_REWARD, failed.problem) from error
 
     def _checked(self, task: Task, value: Any, answer: Answer) -> Grade | Ungraded:
         try:
@@ -211,6 +216,19 @@ class RolloutEngine:
             self._schemas[id(task)] = tool_schemas(task.tools) if task.tools else []
         return self._schemas[id(task)]
 
+    @contextlib.contextmanager
+    def _quarantine(self, task: Task) -> Iterator[None]:
+        """Raises `GroupLost` for an error of the task's code; a `GrpoError` passes."""
+        try:
+            yield
+        except ContextFull as error:
+            raise GroupLost(FailureReason.TOO_LONG, str(error)) from error
+        except (GrpoError, GroupLost):
+            raise
+        except Exception as error:
+            problem = self._grader.failed(task, error).problem
+            raise GroupLost(FailureReason.QUARANTINED_REWARD, problem) from error
+
 
 async def all_or_none(rollouts: Iterable[Awaitable[T]]) -> list[T]:
     """As `asyncio.gather`, but if one fails the others are cancelled."""
@@ -221,6 +239,11 @@ async def all_or_none(rollouts: Iterable[Awaitable[T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _recorded(dialogues: Iterable[RecordedDialogue]) -> Rollouts:
+    found = [*dialogues]
+    return [one.last_answer for one in found], [one.sequences for one in found]
 
 
 def _room(plan: SamplingPlan, prompt_tokens: int) -> int:
@@ -235,80 +258,24 @@ def _room(plan: SamplingPlan, prompt_tokens: int) -> int:
     return room
 
 
-def _checked(answer: GenerateAnswer, prompt_ids: list[int], plan: SamplingPlan) -> list[Completion]:
-    completions = answer.completions()
-    problems = []
-    if len(completions) != plan.group_size:
-        problems.append(f"{len(completions)} completions instead of {plan.group_size}")
-    if answer.prompt_token_ids != prompt_ids:
-        problems.append("prompt_token_ids that differ from the request")
-    if problems:
-        raise ProtocolViolation(
-            "vllm-server: the response from /generate contains " + "; ".join(problems)
-        )
-    return completions
-
-
-def _sample(item: Item, completion: Completion, sequence: Any, limit: int, opening: str) -> Sample:
-    messages = answered(item.messages, completion.text)
-    answer = Answer(
-        completion.text,
-        finished=completion.finish_reason == STOPPED,
-        messages=messages,
-        state=State(item.row, messages),
-        token_ids=completion.token_ids,
-        max_tokens=limit,
-        opening=opening,
-    )
-    return Sample((sequence,), (messages,), answer)
-
-
-def _recorded(dialogue: RecordedDialogue, answer: Answer) -> Sample:
-    return Sample(tuple(dialogue.sequences), tuple(dialogue.messages), answer)
-
-
-def _judged(
-    item: Item,
-    samples: Sequence[Sample],
-    grades: Sequence[Grade | Ungraded],
-    plan: SamplingPlan,
-    seconds: float,
-) -> Rollout | RolloutFailure:
-    graded = tuple(grade for grade in grades if isinstance(grade, Grade))
-    tokens = sum(sample.completion_tokens for sample in samples)
-    problems = [
-        f"completion {index}: {grade.problem}"
-        for index, grade in enumerate(grades)
-        if isinstance(grade, Ungraded)
-    ]
-    if problems:
-        reason, detail = FailureReason.QUARANTINED_REWARD, "; ".join(problems)
-        return RolloutFailure(reason, detail, graded, tokens, tuple(samples))
-    most = max(len(sample.sequences) for sample in samples)
+def _require_declared_number(
+    task: Task, sequences: Sequence[Sequence[TrainingSequence]], plan: SamplingPlan
+) -> None:
+    most = max(map(len, sequences))
     if most > plan.max_sequences:
         raise TooManySequences(
-            f"a rollout of the task {item.task.name} has {most} sequences, and the limit is "
+            f"a rollout of the task {task.name} has {most} sequences, and the limit is "
             f"{plan.max_sequences}; set max_sequences of the task to the largest number"
         )
-    group = scored_group(item, samples, graded, plan, seconds)
-    if failure := _reason_to_drop(samples, graded, plan):
-        return RolloutFailure(*failure, graded, tokens, tuple(samples), group)
-    return Rollout(group, tuple(samples), graded)
-
-
-class TooManySequences(GrpoError):
-    """A rollout has more sequences than its task declares."""
 
 
 def _reason_to_drop(
-    samples: Sequence[Sample], grades: Sequence[Grade], plan: SamplingPlan
-) -> tuple[FailureReason, str] | None:
-    longest = max(sample.longest for sample in samples)
+    sequences: Sequence[Sequence[TrainingSequence]], grades: Sequence[Grade], plan: SamplingPlan
+) -> GroupLost | None:
+    longest = max(len(sequence.tokens) for rollout in sequences for sequence in rollout)
     if longest >= plan.max_token_length:
-        return (
-            FailureReason.TOO_LONG,
-            f"a sequence has {longest} tokens; the limit is {plan.max_token_length}",
-        )
+        detail = f"a sequence has {longest} tokens; the limit is {plan.max_token_length}"
+        return GroupLost(FailureReason.TOO_LONG, detail)
     if plan.drop_equal_scores and len({grade.score for grade in grades}) == 1:
-        return FailureReason.EQUAL_SCORES, f"all {grades[0].score}"
+        return GroupLost(FailureReason.EQUAL_SCORES, f"all {grades[0].score}")
     return None

@@ -1,4 +1,4 @@
-"""One sampled group: how it is sampled, its sequences, what came of it, and what is submitted."""
+"""One sampled group: how it is sampled, its token sequences, what came of it, what is submitted."""
 
 from __future__ import annotations
 
@@ -20,106 +20,14 @@ from grpo_env.tasks.items import Item
 LOGPROB_SLACK = 1e-6
 """Rounding may report a probability of 1 as a logprob this far above 0."""
 
-PADDING_TOKENS = 2
+STOPPED, CUT_OFF = "stop", "length"
+_PADDING_TOKENS = 2
+_LEAST_ROOM = 4
+"""A completion without a limit of its own needs this part of the sequence."""
 
 
 class MisalignedCompletion(GrpoError):
     """A completion's tokens and logprobs cannot be trained on. The message lists every problem."""
-
-
-@dataclass
-class TrainingSequence:
-    """One sequence that grows with a conversation. The lists have one entry per token [T]."""
-
-    tokens: list[int] = field(default_factory=list)
-    masks: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    sampled_ids: list[int] = field(default_factory=list)
-    """All tokens that the policy sampled."""
-    first_version: PolicyVersion | None = None
-    last_version: PolicyVersion | None = None
-    finish_reason: str = "stop"
-
-    def add_prompt(self, token_ids: Sequence[int]) -> Self:
-        """Add tokens that the policy did not sample."""
-        self.tokens += token_ids
-        self.masks += [MASKED] * len(token_ids)
-        self.logprobs += [PROMPT_LOGPROB] * len(token_ids)
-        return self
-
-    def add_completion(self, completion: Completion) -> Self:
-        """Raises `MisalignedCompletion`."""
-        raise_if_misaligned(self.tokens, [completion])
-        self.tokens += completion.token_ids
-        self.masks += completion.token_ids
-        self.logprobs += completion.logprobs
-        self.sampled_ids += completion.token_ids
-        self.first_version = self.first_version or completion.first_version
-        self.last_version = completion.last_version
-        self.finish_reason = completion.finish_reason
-        return self
-
-    def as_padding(self) -> TrainingSequence:
-        """A short sequence on which nothing is trained. It fills up a group whose rollouts have
-        different numbers of sequences, because run-api queues groups of one size."""
-        padding = TrainingSequence(
-            first_version=self.first_version, last_version=self.last_version, finish_reason=PADDING
-        )
-        return padding.add_prompt(self.tokens[:PADDING_TOKENS])
-
-
-def sequences_of(
-    prompt_ids: Sequence[int], completions: Sequence[Completion]
-) -> list[TrainingSequence]:
-    """One sequence for each completion of a prompt.
-
-    Raises:
-        MisalignedCompletion: empty prompt or completion, lists of different lengths, or a
-            logprob that is not a finite number of at most 0.
-    """
-    raise_if_misaligned(prompt_ids, completions)
-    return [TrainingSequence().add_prompt(prompt_ids).add_completion(c) for c in completions]
-
-
-def wire_fields(sequences: Iterable[TrainingSequence]) -> dict[str, list[list[Any]]]:
-    """The fields of a `ScoredGroup` that hold one list [T] per sequence."""
-    rows = [*sequences]
-    return {
-        "tokens": [row.tokens for row in rows],
-        "masks": [row.masks for row in rows],
-        "inference_logprobs": [row.logprobs for row in rows],
-    }
-
-
-def raise_if_misaligned(prompt_ids: Sequence[int], completions: Sequence[Completion]) -> None:
-    problems = [] if prompt_ids else ["the prompt has no tokens"]
-    for index, completion in enumerate(completions):
-        problems += [f"completion {index}: {problem}" for problem in _problems(completion)]
-    if problems:
-        raise MisalignedCompletion(
-            "vllm-server: /generate sent an answer that cannot be trained on: "
-            + "; ".join(problems)
-        )
-
-
-def _problems(completion: Completion) -> list[str]:
-    problems = [] if completion.token_ids else ["no tokens"]
-    if len(completion.logprobs) != len(completion.token_ids):
-        problems.append(
-            f"{len(completion.logprobs)} logprobs for {len(completion.token_ids)} tokens"
-        )
-    problems += [
-        f"invalid logprob {logprob} at token {position}"
-        for position, logprob in enumerate(completion.logprobs)
-        if not (math.isfinite(logprob) and logprob <= LOGPROB_SLACK)
-    ]
-    return problems
-
-
-STOPPED, CUT_OFF = "stop", "length"
-_LEAST_ROOM = 4
-"""A completion without a limit of its own needs this part of the sequence."""
-FINISHED = frozenset({STOPPED, CUT_OFF})
 
 
 class FailureReason(StrEnum):
@@ -132,6 +40,16 @@ class FailureReason(StrEnum):
     REFUSED = "refused"
     UNAVAILABLE = "unavailable"
     UNDELIVERED = "undelivered"
+
+
+class GroupLost(Exception):
+    """Why a group is not submitted: ends its sampling, or is found when it is graded."""
+
+    def __init__(self, reason: FailureReason, detail: str, completion_tokens: int = 0) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+        self.completion_tokens = completion_tokens
 
 
 @dataclass(frozen=True)
@@ -178,123 +96,179 @@ class SamplingPlan:
         return self.max_token_length - (most or self.max_token_length // _LEAST_ROOM) - 1
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One rollout: a completion, or a conversation with several.
+@dataclass
+class TrainingSequence:
+    """One sequence that grows with a conversation. The lists have one entry per token [T].
 
-    messages: the conversation of each sequence, the policy's answers included.
-    answer: the last answer, which is graded.
+    prompt 5 6, completion 90 91 sampled with -0.4, -1.2
+        tokens       [ 5,    6,    90,   91 ]
+        masks        [-100, -100,  90,   91 ]
+        logprobs     [ 1.0,  1.0, -0.4, -1.2]
+        sampled_ids  [ 90, 91 ]
+        messages     [{"role": "user", "content": "3+4="}, {"role": "assistant", "content": "7"}]
+
+    `grpo_core.wire.scored_group` explains the fields.
     """
 
-    sequences: tuple[TrainingSequence, ...]
-    messages: tuple[list[Message], ...]
-    answer: Answer
+    tokens: list[int] = field(default_factory=list)
+    masks: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampled_ids: list[int] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    first_version: PolicyVersion | None = None
+    last_version: PolicyVersion | None = None
+    finish_reason: str = STOPPED
 
-    @property
-    def completion_tokens(self) -> int:
-        return sum(len(sequence.sampled_ids) for sequence in self.sequences)
+    def add_prompt(self, token_ids: Sequence[int]) -> Self:
+        """Add tokens that the policy did not sample."""
+        self.tokens += token_ids
+        self.masks += [MASKED] * len(token_ids)
+        self.logprobs += [PROMPT_LOGPROB] * len(token_ids)
+        return self
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(len(sequence.tokens) for sequence in self.sequences)
+    def add_completion(self, completion: Completion) -> Self:
+        """Raises `MisalignedCompletion`."""
+        _raise_if_misaligned(self.tokens, [completion])
+        self.tokens += completion.token_ids
+        self.masks += completion.token_ids
+        self.logprobs += completion.logprobs
+        self.sampled_ids += completion.token_ids
+        self.first_version = self.first_version or completion.first_version
+        self.last_version = completion.last_version
+        self.finish_reason = completion.finish_reason
+        return self
 
-
-@dataclass(frozen=True)
-class Rollout:
-    """A group that is ready to submit, except for the environment's id.
-
-    samples, grades: one for each rollout of the group.
-    """
-
-    group: ScoredGroup
-    samples: tuple[Sample, ...]
-    grades: tuple[Grade, ...]
-
-    @property
-    def completion_tokens(self) -> int:
-        return sum(sample.completion_tokens for sample in self.samples)
-
-
-@dataclass(frozen=True)
-class RolloutFailure:
-    """A group that is not submitted. `samples`, `grades`: as far as it was sampled and graded;
-    `group`: what would have been submitted, if every answer has a grade."""
-
-    reason: FailureReason
-    detail: str
-    grades: tuple[Grade, ...] = ()
-    completion_tokens: int = 0
-    samples: tuple[Sample, ...] = ()
-    group: ScoredGroup | None = None
+    def as_padding(self) -> TrainingSequence:
+        """A short sequence on which nothing is trained. It fills up a group whose rollouts have
+        different numbers of sequences, because run-api queues groups of one size."""
+        padding = TrainingSequence(
+            first_version=self.first_version, last_version=self.last_version, finish_reason=PADDING
+        )
+        return padding.add_prompt(self.tokens[:_PADDING_TOKENS])
 
 
-class GroupLost(Exception):
-    """Ends the sampling of a group; becomes a `RolloutFailure`."""
-
-    def __init__(self, reason: FailureReason, detail: str, completion_tokens: int = 0) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
-        self.completion_tokens = completion_tokens
-
-
-def raise_if_aborted(completions: Sequence[Completion]) -> None:
-    """The text of an aborted completion is not the policy's whole answer.
+def sequences_of(
+    prompt_ids: Sequence[int], completions: Sequence[Completion]
+) -> list[TrainingSequence]:
+    """One sequence for each completion of a prompt.
 
     Raises:
-        GroupLost: the server ended a completion before its end.
+        MisalignedCompletion: empty prompt or completion, lists of different lengths, or a
+            logprob that is not a finite number of at most 0.
     """
-    reasons = sorted({completion.finish_reason for completion in completions} - FINISHED)
-    if reasons:
-        raise GroupLost(
-            FailureReason.ABORTED,
-            f"the server ended a completion with finish reason {', '.join(reasons)}",
-            sum(len(completion.token_ids) for completion in completions),
+    _raise_if_misaligned(prompt_ids, completions)
+    return [TrainingSequence().add_prompt(prompt_ids).add_completion(c) for c in completions]
+
+
+def _raise_if_misaligned(prompt_ids: Sequence[int], completions: Sequence[Completion]) -> None:
+    problems = [] if prompt_ids else ["the prompt has no tokens"]
+    for index, completion in enumerate(completions):
+        problems += [f"completion {index}: {problem}" for problem in _problems(completion)]
+    if problems:
+        raise MisalignedCompletion(
+            "vllm-server: /generate sent an answer that cannot be trained on: "
+            + "; ".join(problems)
         )
+
+
+def _problems(completion: Completion) -> list[str]:
+    problems = [] if completion.token_ids else ["no tokens"]
+    if len(completion.logprobs) != len(completion.token_ids):
+        problems.append(
+            f"{len(completion.logprobs)} logprobs for {len(completion.token_ids)} tokens"
+        )
+    problems += [
+        f"invalid logprob {logprob} at token {position}"
+        for position, logprob in enumerate(completion.logprobs)
+        if not (math.isfinite(logprob) and logprob <= LOGPROB_SLACK)
+    ]
+    return problems
+
+
+@dataclass(frozen=True)
+class SampledGroup:
+    """What came of one prompt. The lists have one entry per rollout.
+
+    two completions of "3+4=", graded and ready to submit
+        answers    ["7", "8"]                                        each with its conversation
+        sequences  [[TrainingSequence], [TrainingSequence]]          several if one was not enough
+        grades     [Grade(1.0, {"accuracy": 1.0}), Grade(0.0, {"accuracy": 0.0})]
+        group      the `ScoredGroup` to submit, but for the environment's id
+        lost       None
+
+    If `lost` is set, the group is not submitted: the lists then are as far as it was sampled and
+    graded, and `group` is what would have been submitted if every answer has a grade.
+    """
+
+    answers: Sequence[Answer] = ()
+    sequences: Sequence[Sequence[TrainingSequence]] = ()
+    grades: Sequence[Grade] = ()
+    group: ScoredGroup | None = None
+    lost: GroupLost | None = None
+
+    @property
+    def completion_lengths(self) -> list[int]:
+        """Tokens that the policy sampled in each rollout."""
+        return [sum(len(s.sampled_ids) for s in rollout) for rollout in self.sequences]
+
+    @property
+    def completion_tokens(self) -> int:
+        """All tokens that were sampled, also those that were thrown away."""
+        return sum(self.completion_lengths) or (self.lost.completion_tokens if self.lost else 0)
 
 
 def scored_group(
     item: Item,
-    samples: Sequence[Sample],
+    answers: Sequence[Answer],
+    sequences: Sequence[Sequence[TrainingSequence]],
     grades: Sequence[Grade],
     plan: SamplingPlan,
     seconds: float,
 ) -> ScoredGroup:
-    """The group without the environment's id.
+    """The group to submit, without the environment's id.
 
     Every rollout has `plan.max_sequences` sequences, all with the rollout's score; those that it
     lacks are padding.
 
-    Args: seconds: that the sampling took
+    Args:
+        answers, sequences, grades: one entry per rollout
+        seconds: that the sampling took
     """
-    rows = [*_rows(samples, grades, plan)]
+    rows = [*_rows(sequences, grades, plan)]
     facts = RolloutFacts(
         policy_version=[(s.first_version, s.last_version) for s, *_ in rows],
         generation_seconds=seconds,
     )
     params: dict[str, Any] = {**plan.sampling}
     if not item.task.is_conversation and not item.task.drives_itself:
-        params["max_tokens"] = samples[0].answer.max_tokens
+        params["max_tokens"] = answers[0].max_tokens
     return ScoredGroup(
         **wire_fields(sequence for sequence, *_ in rows),
-        scores=[score for *_, score, _ in rows],
-        messages=[[*map(dict, messages)] for _, messages, *_ in rows],
+        scores=[score for _, score, _ in rows],
+        messages=[[*map(dict, sequence.messages)] for sequence, *_ in rows],
         overrides=[override for *_, override in rows],
         generation_params=params,
         group_overrides=facts.on_the_wire() | {"task": item.task.name, "item": item.key},
     )
 
 
+def wire_fields(sequences: Iterable[TrainingSequence]) -> dict[str, list[list[Any]]]:
+    """The fields of a `ScoredGroup` that hold one list [T] per sequence."""
+    rows = [*sequences]
+    return {
+        "tokens": [row.tokens for row in rows],
+        "masks": [row.masks for row in rows],
+        "inference_logprobs": [row.logprobs for row in rows],
+    }
+
+
 def _rows(
-    samples: Sequence[Sample], grades: Sequence[Grade], plan: SamplingPlan
-) -> Iterator[tuple[TrainingSequence, list[Message], float, dict[str, Any]]]:
-    for index, (sample, grade) in enumerate(zip(samples, grades, strict=True)):
-        missing = plan.max_sequences - len(sample.sequences)
-        padding = [sample.sequences[0].as_padding()] * missing
-        messages: list[list[Message]] = [*sample.messages, *([[]] * missing)]
-        for sequence, conversation in zip([*sample.sequences, *padding], messages, strict=True):
-            yield sequence, conversation, grade.score, _override(index, sequence, grade, plan)
+    sequences: Sequence[Sequence[TrainingSequence]], grades: Sequence[Grade], plan: SamplingPlan
+) -> Iterator[tuple[TrainingSequence, float, dict[str, Any]]]:
+    for index, (rollout, grade) in enumerate(zip(sequences, grades, strict=True)):
+        padding = [rollout[0].as_padding()] * (plan.max_sequences - len(rollout))
+        for sequence in [*rollout, *padding]:
+            yield sequence, grade.score, _override(index, sequence, grade, plan)
 
 
 def _override(

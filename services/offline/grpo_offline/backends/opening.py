@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.assembly import TaskSet, engine_on, open_engine
-from grpo_env.inference.health import wait_for_servers
 from grpo_env.rollout.chat_template import TokenizerTemplate
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.settings import EnvServerSettings
@@ -91,8 +90,6 @@ class Backends:
                 with engine_on(generation, environment, self.template) as engine:
                     yield engine
         else:
-            url, deadline_s = environment.inference_url, environment.start_deadline_s
-            await wait_for_servers(url, deadline_s, plain(environment.vllm_api_key))
             async with open_engine(environment, self.tasks, self.template) as engine:
                 yield engine
 

@@ -16,7 +16,7 @@ from grpo_core.clients.service import CONNECT_S
 from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_env.inference import health, server
 from grpo_env.inference.health import SharedWeightsHaveOneServer
-from grpo_env.inference.pool import InferencePool, Session
+from grpo_env.inference.pool import Conversation, InferencePool
 from grpo_env.inference.server import NoGenerateRoute
 from tests.support.wait import DEADLINE_S, wait_for_async
 from tests.unit.env.canned import PROMPT, generate_answer
@@ -36,12 +36,12 @@ async def pool_of(
         yield pool, servers
 
 
-async def asked(source: InferencePool | Session, **sampling: Any) -> str:
+async def asked(source: InferencePool | Conversation, **sampling: Any) -> str:
     """The URL of the server that answered."""
     return (await source.generate(PROMPT, **sampling)).text[0]
 
 
-def start(source: InferencePool | Session, **sampling: Any) -> asyncio.Task[str]:
+def start(source: InferencePool | Conversation, **sampling: Any) -> asyncio.Task[str]:
     return asyncio.create_task(asked(source, **sampling))
 
 

@@ -13,11 +13,11 @@ import pytest
 
 from grpo_env.rollout.chat_template import TokenizerTemplate, load_template
 from grpo_env.rollout.engine import TooManySequences
-from grpo_env.rollout.groups import FailureReason, Rollout, RolloutFailure
+from grpo_env.rollout.groups import FailureReason
 from grpo_env.tasks import Answer, Dialogue, Graded, Message, Row, State
 from tests.unit.env.canned import generate_answer
 from tests.unit.env.http_stub import Answer as HttpAnswer
-from tests.unit.env.rollout.rig import PLAN, Rewarded, item_of, sample
+from tests.unit.env.rollout.rig import PLAN, Rewarded, item_of, lost, sample, submitted
 
 END = 257  # <|im_end|> of the tokenizer
 ONE = replace(PLAN, group_size=1, drop_equal_scores=False, max_token_length=400)
@@ -79,8 +79,7 @@ async def test_the_second_turn_continues_the_very_tokens_that_were_sampled(
     first, second = server.bodies("POST /generate")
     assert (first["n"], first["prompt"]["prompt_token_ids"]) == (1, prompt)
     assert second["prompt"]["prompt_token_ids"] == prompt + SAID + between
-    assert isinstance(outcome, Rollout)
-    group = outcome.group
+    group = submitted(outcome)
     assert group.tokens == [prompt + SAID + between + SAID]
     masked, unmasked = [-100] * len(prompt), [-100] * len(between)
     assert group.masks == [masked + SAID + unmasked + SAID]
@@ -124,15 +123,15 @@ async def test_a_full_context_ends_the_conversation_with_what_was_said(
     )
     assert len(server.bodies("POST /generate")) == 1
     assert [(answer.finished, len(answer.messages)) for answer in seen] == [(False, 2)]
-    assert isinstance(outcome, Rollout)
+    submitted(outcome)
 
 
 async def test_a_step_that_fails_quarantines_the_group(template: TokenizerTemplate) -> None:
     outcome, _ = await sample(
         scripted("3"), Talk(lambda _state, _message: {}["x"]), PLAN, template=template
     )
-    assert isinstance(outcome, RolloutFailure)
-    assert (outcome.reason, outcome.detail) == (FailureReason.QUARANTINED_REWARD, "KeyError: 'x'")
+    found = lost(outcome)
+    assert (found.reason, found.detail) == (FailureReason.QUARANTINED_REWARD, "KeyError: 'x'")
 
 
 def starting_again(state: State, _message: Answer) -> list[Message] | None:
@@ -152,8 +151,7 @@ async def test_a_conversation_that_is_replaced_makes_a_second_sequence(
 
     outcome, _ = await sample(scripted("7"), task, replace(ONE, max_sequences=3), template=template)
 
-    assert isinstance(outcome, Rollout)
-    group = outcome.group
+    group = submitted(outcome)
     assert group.size == 3
     assert group.scores == [1.0] * 3
     assert group.overrides
@@ -187,7 +185,7 @@ async def test_a_task_may_conduct_the_rollout_itself(template: TokenizerTemplate
     outcome, server = await sample(
         scripted("7", "8"), SelfDriven(), ONE, template=template, weights={"turns": 0.0}
     )
-    assert isinstance(outcome, Rollout)
+    submitted(outcome)
     assert [(g.score, g.parts) for g in outcome.grades] == [(1.0, {"accuracy": 1.0, "turns": 2.0})]
     first, second = server.bodies("POST /generate")
     assert (first["max_tokens"], first["stop"]) == (5, ["."])
@@ -195,7 +193,7 @@ async def test_a_task_may_conduct_the_rollout_itself(template: TokenizerTemplate
     assert ids[: len(first["prompt"]["prompt_token_ids"]) + 3] == (
         first["prompt"]["prompt_token_ids"] + SAID
     )
-    assert outcome.group.size == 1
+    assert submitted(outcome).size == 1
 
 
 class Prefilled(SelfDriven):
@@ -218,8 +216,7 @@ async def test_an_answer_that_the_prompt_began_is_continued_in_one_sequence(
     template: TokenizerTemplate,
 ) -> None:
     outcome, server = await sample(scripted("7", "8"), Prefilled(), ONE, template=template)
-    assert isinstance(outcome, Rollout)
-    assert outcome.group.size == 1
+    assert submitted(outcome).size == 1
     first, second = (b["prompt"]["prompt_token_ids"] for b in server.bodies("POST /generate"))
     assert template.tokenizer.decode(first).endswith("Sure: ")
     assert second[: len(first) + 3] == first + SAID
@@ -240,12 +237,12 @@ async def test_equal_requests_at_the_same_time_are_sequences_of_their_own(
 ) -> None:
     plan = replace(ONE, max_sequences=2)
     outcome, server = await sample(scripted("7", "8"), Branching(), plan, template=template)
-    assert isinstance(outcome, Rollout)
+    group = submitted(outcome)
     prompt = server.bodies("POST /generate")[0]["prompt"]["prompt_token_ids"]
-    longer, shorter = outcome.group.tokens
+    longer, shorter = group.tokens
     assert shorter == prompt + SAID
     assert longer[: len(shorter)] == shorter
-    assert [mask.count(SAID[0]) for mask in outcome.group.masks] == [2, 1]
+    assert [mask.count(SAID[0]) for mask in group.masks] == [2, 1]
 
 
 class Ranked(SelfDriven):
@@ -267,10 +264,10 @@ async def test_a_task_may_rate_the_rollouts_of_a_group_together(
     outcome, _ = await sample(
         scripted("said second", "said first"), Ranked(), plan, template=template
     )
-    assert isinstance(outcome, Rollout)
+    group = submitted(outcome)
     assert [grade.score for grade in outcome.grades] == [1.0, 0.0]
-    assert outcome.group.messages
-    assert [m[-1]["content"] for m in outcome.group.messages] == ["said first", "said second"]
+    assert group.messages
+    assert [m[-1]["content"] for m in group.messages] == ["said first", "said second"]
 
     # A score of the task contains its parts; weights of the user add to it.
     weighted, _ = await sample(
@@ -284,8 +281,7 @@ async def test_a_score_that_is_no_number_quarantines_the_group(
 ) -> None:
     task = Rewarded(lambda _answer, _row: Graded({"a": 1.0}, score=math.nan))
     outcome, _ = await sample(scripted("7"), task, ONE, template=template)
-    assert isinstance(outcome, RolloutFailure)
-    assert outcome.reason is FailureReason.QUARANTINED_REWARD
+    assert lost(outcome).reason is FailureReason.QUARANTINED_REWARD
 
 
 async def test_a_text_is_continued_without_template(template: TokenizerTemplate) -> None:

@@ -14,26 +14,18 @@ from grpo_env.evaluation import Evaluation
 from grpo_env.rollout.groups import (
     FailureReason,
     MisalignedCompletion,
-    Rollout,
-    RolloutFailure,
     sequences_of,
 )
 from grpo_env.settings import load_env_settings
 from tests.unit.env.canned import PROMPT, generate_answer
 from tests.unit.env.http_stub import Route
-from tests.unit.env.rollout.rig import PLAN, Rewarded, sample, sevens
+from tests.unit.env.rollout.rig import PLAN, Rewarded, lost, sample, sevens, submitted
 
 SEVEN_OR_EIGHT = generate_answer(["7", "8"])
 
 
 def always(answer: dict[str, Any]) -> Route:
     return lambda _body: (200, answer)
-
-
-async def failure(answer: dict[str, Any], **how: Any) -> RolloutFailure:
-    outcome, _ = await sample(always(answer), **how)
-    assert isinstance(outcome, RolloutFailure)
-    return outcome
 
 
 async def test_one_request_makes_one_aligned_group() -> None:
@@ -48,8 +40,7 @@ async def test_one_request_makes_one_aligned_group() -> None:
             "max_tokens": 16,
         }
     ]
-    assert isinstance(outcome, Rollout)
-    group = outcome.group
+    group = submitted(outcome)
     assert group.tokens == [[5, 6, 7, 90, 91], [5, 6, 7, 91, 91]]
     assert group.masks == [[-100, -100, -100, 90, 91], [-100, -100, -100, 91, 91]]
     assert group.inference_logprobs == [[1.0, 1.0, 1.0, -0.5, -1.25]] * 2
@@ -78,18 +69,17 @@ async def test_a_sequence_of_the_maximum_length_drops_the_group_but_keeps_its_re
     outcome, server = await sample(always(SEVEN_OR_EIGHT), plan=replace(PLAN, max_token_length=5))
 
     assert server.bodies("POST /generate")[0]["max_tokens"] == 1
-    assert isinstance(outcome, RolloutFailure)
-    assert outcome.reason is FailureReason.TOO_LONG
+    assert lost(outcome).reason is FailureReason.TOO_LONG
     assert [grade.score for grade in outcome.grades] == [1.0, 0.0]
     kept, _ = await sample(always(SEVEN_OR_EIGHT), plan=replace(PLAN, max_token_length=6))
-    assert isinstance(kept, Rollout)
+    submitted(kept)
 
 
 async def test_an_aborted_completion_is_not_graded() -> None:
-    aborted = await failure(generate_answer(["7", "8"], finish_reasons=["stop", "abort"]))
-
-    assert aborted.reason is FailureReason.ABORTED
-    assert aborted.grades == ()
+    answer = generate_answer(["7", "8"], finish_reasons=["stop", "abort"])
+    aborted, _ = await sample(always(answer))
+    assert lost(aborted).reason is FailureReason.ABORTED
+    assert (aborted.grades, aborted.completion_tokens) == ((), 4)
 
 
 async def test_the_reward_learns_what_was_cut_off_and_its_advantage_can_be_masked() -> None:
@@ -105,9 +95,8 @@ async def test_the_reward_learns_what_was_cut_off_and_its_advantage_can_be_maske
         replace(PLAN, mask_cut_off=True),
     )
     assert seen == {"7": True, "8": False}
-    assert isinstance(outcome, Rollout)
-    assert outcome.group.overrides
-    assert [o.get("set_advantage_to_zero") for o in outcome.group.overrides] == [None, True]
+    overrides = submitted(outcome).overrides or []
+    assert [o.get("set_advantage_to_zero") for o in overrides] == [None, True]
 
 
 @pytest.mark.parametrize(
@@ -125,8 +114,7 @@ async def test_options_that_reshape_the_distribution_are_sent_and_stated_unless_
     plan = sampling_plan(settings, TaskSet((Rewarded(sevens),), (1.0,)))
     outcome, server = await sample(always(SEVEN_OR_EIGHT), plan=plan)
     (body,) = server.bodies("POST /generate")
-    assert isinstance(outcome, Rollout)
-    stated = outcome.group.generation_params
+    stated = submitted(outcome).generation_params
     assert stated == {"temperature": 1.0, "max_tokens": body["max_tokens"], **expected}
     assert stated.items() <= body.items()
     assert Evaluation.of(settings).plan(plan).sampling == {"temperature": 1.0}

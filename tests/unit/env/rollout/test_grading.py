@@ -14,12 +14,12 @@ from structlog.testing import capture_logs
 from grpo_env.grading.parts import UnknownRewardPart
 from grpo_env.pacing import RewardFailures, RewardsFail
 from grpo_env.rollout.grading import Grade, Grader, Ungraded
-from grpo_env.rollout.groups import FailureReason, RolloutFailure
+from grpo_env.rollout.groups import FailureReason
 from grpo_env.rollout.user_code import TaskCode
 from grpo_env.tasks import Answer, Graded
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import generate_answer
-from tests.unit.env.rollout.rig import Rewarded, sample
+from tests.unit.env.rollout.rig import Rewarded, lost, sample
 
 
 async def grade(
@@ -182,9 +182,8 @@ async def test_an_exception_quarantines_the_group_and_is_shown_once() -> None:
         for _ in range(3):
             assert isinstance(await grade_by(reward, answer=Answer("7")), Grade)
 
-    assert isinstance(outcome, RolloutFailure)
-    assert outcome.reason is FailureReason.QUARANTINED_REWARD
-    assert outcome.detail == "completion 1: KeyError: 'solution'"
+    assert lost(outcome).reason is FailureReason.QUARANTINED_REWARD
+    assert lost(outcome).detail == "completion 1: KeyError: 'solution'"
     assert [g.score for g in outcome.grades] == [1.0]
     [shown] = [line for line in logs if line["event"] == "reward.failed"]
     assert 'raise KeyError("solution")' in shown["traceback"]
