@@ -18,7 +18,7 @@ from grpo_env.rollout.dialogue import CompletionSource
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grading import Grader
 from grpo_env.rollout.groups import SamplingPlan
-from grpo_env.rollout.user_code import RewardWorkers, TaskCode
+from grpo_env.rollout.user_code import TaskCode
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.items import ItemStream, training_items
@@ -138,17 +138,9 @@ def engine_on(
         yield RolloutEngine(source, template, Grader(settings.reward_weights, code), code)
 
 
-@contextmanager
-def task_code(settings: EnvServerSettings) -> Iterator[TaskCode]:
+def task_code(settings: EnvServerSettings) -> TaskCode:
     """Calls the code of the tasks, in other processes where it can."""
-    count, deadline_s = settings.reward_workers, settings.reward_deadline_s
-    with (
-        RewardWorkers(specs_text(settings), count, deadline_s)
-        if count
-        else contextlib.nullcontext() as elsewhere,
-        TaskCode(deadline_s, elsewhere) as code,
-    ):
-        yield code
+    return TaskCode(settings.reward_deadline_s, settings.reward_workers, specs_text(settings))
 
 
 def _most_requests(settings: EnvServerSettings, tasks: TaskSet) -> int:

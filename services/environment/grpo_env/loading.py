@@ -123,9 +123,9 @@ def find_task(name: str) -> Make:
         task: Make = getattr(importlib.import_module(source), attribute)
         return task
     if source == BRIDGE and colon:
-        from grpo_env.bridges.verifiers import VerifiersTask
+        from grpo_env.bridges.verifiers import verifiers_task
 
-        return lambda options: VerifiersTask(attribute, options)
+        return lambda options: verifiers_task(attribute, options)
     if source.endswith(".py"):
         path = Path(source).expanduser()
         return _task_of(_load_file(path), attribute or DEFAULT_FUNCTION, path.stem, str(path))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,8 @@ import structlog
 from grpo_core.errors import GrpoError
 from grpo_core.wire.fields import FLOAT32_MAX
 from grpo_env.grading.parts import SHAPING, raise_if_unknown, weighted
-from grpo_env.rollout.user_code import TaskCode, UserCodeFailed
+from grpo_env.reward_process import UserCodeFailed
+from grpo_env.rollout.user_code import TaskCode
 from grpo_env.tasks import Answer, Row, Task
 from grpo_env.tasks.rewards import RewardInvalid, graded_of
 
@@ -88,17 +88,17 @@ class Grader:
 
     def failed(self, task: Task, error: Exception) -> Ungraded:
         """Report an error of the task's code, once for each kind."""
-        name, place, trace = _described(error)
-        if (kind := f"{name} {place}") not in self._seen:
+        failure = UserCodeFailed.of(error)
+        if (kind := f"{failure.kind} {failure.place}") not in self._seen:
             self._seen.add(kind)
             log.warning(
                 "reward.failed",
                 task=task.name,
-                error=f"{name}: {error}",
+                error=f"{failure.kind}: {failure}",
                 hint="this kind of failure is only counted from now on",
-                traceback=trace,
+                traceback=failure.trace,
             )
-        return Ungraded(f"{name}: {error}")
+        return Ungraded(f"{failure.kind}: {failure}")
 
     def checked(self, task: Task, value: Any, answer: Answer) -> Grade:
         """The grade of what a reward returned.
@@ -122,12 +122,3 @@ class Grader:
                 f"the score is {score:g}, which float32 cannot hold; lower the weights"
             )
         return Grade(score, parts, graded.reason)
-
-
-def _described(error: Exception) -> tuple[str, str, str]:
-    """Name, place and traceback of an error of a task's code."""
-    if isinstance(error, UserCodeFailed):
-        return error.kind, error.place, error.trace
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return type(error).__name__, place, "".join(traceback.format_exception(error))

@@ -70,8 +70,8 @@ async def contained_await(work: Awaitable[Any]) -> Any:
 Tool = Callable[..., Any] | Mapping[str, Any]
 
 _THREADS = 32
-ELSEWHERE: ContextVar[Callable[[str, Mapping[str, Any]], Awaitable[Any]] | None] = ContextVar(
-    "ELSEWHERE", default=None
+CALL_IN_PROCESS: ContextVar[Callable[[str, Mapping[str, Any]], Awaitable[Any]] | None] = ContextVar(
+    "CALL_IN_PROCESS", default=None
 )
 """Calls a tool of the task in another process, by name; None: tools run in threads."""
 
@@ -114,9 +114,9 @@ async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -
         return f"error: no tool {call.name!r}; the tools are {', '.join(functions)}"
     try:
         inspect.signature(tool).bind(**call.arguments)
-        elsewhere = ELSEWHERE.get()
-        if elsewhere is not None and _is_stateless(tool):
-            return str(await elsewhere(call.name, call.arguments))
+        call_in_process = CALL_IN_PROCESS.get()
+        if call_in_process is not None and _is_stateless(tool):
+            return str(await call_in_process(call.name, call.arguments))
         if _is_coroutine(tool):
             return str(await contained_await(tool(**call.arguments)))
         # Daemon threads: a tool that never ends does not keep the process alive.
