@@ -17,7 +17,7 @@ from grpo_env.settings import PROG, EnvServerSettings, load_env_settings
 
 if TYPE_CHECKING:
     from grpo_env.assembly import TaskSet
-    from grpo_env.rollout.chat_template import TokenizerTemplate
+    from grpo_env.rollout.chat_template import ChatTemplate
 
 log = structlog.get_logger()
 
@@ -58,7 +58,7 @@ def _run(settings: EnvServerSettings) -> None:
 
 
 def _work(
-    settings: EnvServerSettings, tasks: TaskSet, template: TokenizerTemplate
+    settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate
 ) -> Coroutine[Any, Any, None]:
     if settings.action == "process":
         from grpo_env.actions import process

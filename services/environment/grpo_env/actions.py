@@ -22,7 +22,7 @@ from grpo_core.rollouts.page import write_page
 from grpo_core.rollouts.record import RolloutRecord
 from grpo_env.assembly import TaskSet, open_engine, sampling_plan
 from grpo_env.evaluation import Evaluation, evaluate
-from grpo_env.rollout.chat_template import TokenizerTemplate
+from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.groups import SampledGroup
 from grpo_env.settings import EnvServerSettings
@@ -37,7 +37,7 @@ class NothingProcessed(GrpoError):
     """No group could be sampled and graded."""
 
 
-async def process(settings: EnvServerSettings, tasks: TaskSet, template: TokenizerTemplate) -> None:
+async def process(settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate) -> None:
     """Write `--steps` groups to `--output`, one JSON object per line, and a page beside it.
 
     Groups of equal scores are written too, because they show why nothing would be learned.
@@ -123,7 +123,7 @@ DEFAULT_OUTPUT = Path("eval.jsonl")
 
 
 async def evaluate_once(
-    settings: EnvServerSettings, tasks: TaskSet, template: TokenizerTemplate
+    settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate
 ) -> None:
     """Print a table for each task, append the results to `--eval-output`, and write a page with
     answers and their grades.

@@ -13,7 +13,7 @@ from grpo_env.inference.health import wait_for_servers
 from grpo_env.inference.pool import InferencePool
 from grpo_env.loading import TaskSpec, TaskUnusable, specs_from
 from grpo_env.option_values import MixturePart
-from grpo_env.rollout.chat_template import ChatTemplate, TokenizerTemplate, load_template
+from grpo_env.rollout.chat_template import ChatTemplate, load_template
 from grpo_env.rollout.dialogue import CompletionSource
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grading import Grader
@@ -80,7 +80,7 @@ def open_tasks(settings: EnvServerSettings) -> Iterator[TaskSet]:
         yield TaskSet(tuple(tasks), tuple(part.weight for part in parts))
 
 
-def open_template(settings: EnvServerSettings, tasks: TaskSet) -> TokenizerTemplate:
+def open_template(settings: EnvServerSettings, tasks: TaskSet) -> ChatTemplate:
     """The chat template of the model, which shows the tasks' tools.
 
     Raises:

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,9 @@ import structlog
 from grpo_core.errors import GrpoError, ServiceUnavailable
 from grpo_core.evaluation.files import save
 from grpo_core.evaluation.results import EvalItem, EvalResult
+from grpo_core.security.bearer_token import plain
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_env.inference.health import wait_for_step
 from grpo_env.rollout.engine import RolloutEngine, all_or_none
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
 from grpo_env.settings import EnvServerSettings
@@ -182,7 +184,6 @@ class TrainingEvaluation:
     An evaluation never ends the run: if it fails, the failure is logged.
 
     Args:
-        wait_for_step: waits until the server serves the policy of a training step
         report: called with the step and the metrics of each evaluation
     """
 
@@ -191,12 +192,10 @@ class TrainingEvaluation:
         settings: EnvServerSettings,
         tasks: tuple[Task, ...],
         engine: RolloutEngine,
-        wait_for_step: Callable[[int], Awaitable[None]],
         report: Report,
     ) -> None:
         self._settings = settings
         self._engine = engine
-        self._wait_for_step = wait_for_step
         self._report = report
         self._evaluation = Evaluation.of(settings)
         self._items = [*self._chosen(tasks)] if settings.eval_every else []
@@ -259,7 +258,8 @@ class TrainingEvaluation:
 
     async def _run(self, step: int, plan: SamplingPlan) -> None:
         try:
-            await self._wait_for_step(step)
+            urls, api_key = self._settings.inference_url, plain(self._settings.vllm_api_key)
+            await wait_for_step(urls, step, self._settings.request_deadline_s, api_key)
             self._samples = True
             for task, items in self._items:
                 result = await evaluate(self._engine, task, items, self._evaluation, plan)

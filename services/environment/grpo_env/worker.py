@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +18,6 @@ from grpo_core.security.bearer_token import plain
 from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
 from grpo_env.assembly import TaskSet, open_engine, sampling_plan
 from grpo_env.evaluation import TrainingEvaluation
-from grpo_env.inference.health import wait_for_step
 from grpo_env.pacing import FailureBudget, Load, groups_to_start, run_is_complete
 from grpo_env.registration import (
     Log,
@@ -120,7 +119,7 @@ class Worker:
         )
         self._progress = 0.0  # share of the training steps
         self._evaluation = TrainingEvaluation(
-            settings, tasks.tasks, engine, self._wait_for_step, self._report_evaluation
+            settings, tasks.tasks, engine, lambda step, found: self._log_to_wandb(step, found)
         )
         self._log_to_wandb: Log = lambda _step, _fields: None
         self._membership: Membership | None = None
@@ -287,14 +286,6 @@ class Worker:
         errors = [error for task in done if (error := task.exception())]
         if errors:
             raise errors[0]
-
-    async def _wait_for_step(self, step: int) -> None:
-        settings = self._settings
-        urls, api_key = settings.inference_url, plain(settings.vllm_api_key)
-        await wait_for_step(urls, step, settings.request_deadline_s, api_key)
-
-    def _report_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._log_to_wandb(step, metrics)
 
     async def _leave(self) -> None:
         await self._evaluation.cancel()

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import httpx
 import structlog
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from grpo_core.clients.inference import SERVICE
 from grpo_core.clients.retry import TransientAnswer
@@ -17,7 +17,11 @@ from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused, ServiceUnavailable
 from grpo_core.wire.policy_version import PolicyVersion
 
+log = structlog.get_logger()
+
 _ATTEMPT_S = 5.0
+_POLL_S = 1.0
+_STEP_POLL_S = 0.1
 _NOT_FOUND = 404
 
 
@@ -29,8 +33,11 @@ class SharedWeightsHaveOneServer(GrpoError):
     """`--inference-url` names several servers, but in `shared_vllm` a run has only one server."""
 
 
-class _BridgeInfo(BaseModel):
+class _BridgeState(BaseModel):
+    """The fields of `GET /bridge/info` that an environment reads."""
+
     shared_weights: bool = False
+    policy_version: PolicyVersion | None = None
 
 
 class HealthClient(AsyncServiceClient):
@@ -75,40 +82,51 @@ class HealthClient(AsyncServiceClient):
         return None
 
     async def _require_own_weights(self) -> None:
-        if await self.shares_weights():
-            raise SharedWeightsHaveOneServer(
-                f"the trainer writes the weights of {self.base_url} in place, so the "
-                f"{self._others} other servers of --inference-url would keep old weights; "
-                "pass only one URL in --inference-url, or use a mode other than shared_vllm"
-            )
-        self._is_admitted = True
-
-    async def shares_weights(self) -> bool:
-        """True if a trainer writes this server's weights in place; False without a bridge."""
+        """A server without a bridge has weights of its own."""
         try:
             answer = await self.send_once("GET", "/bridge/info")
         except RequestRefused as error:
             if error.status != _NOT_FOUND:
                 raise
-            return False
+        else:
+            if _bridge_state(answer).shared_weights:
+                raise SharedWeightsHaveOneServer(
+                    f"the trainer writes the weights of {self.base_url} in place, so the "
+                    f"{self._others} other servers of --inference-url would keep old weights; "
+                    "pass only one URL in --inference-url, or use a mode other than shared_vllm"
+                )
+        self._is_admitted = True
+
+    async def served_step(self) -> int | ServiceUnavailable | None:
+        """The training step of the served policy. None: the server has no bridge. The error: it did
+        not answer."""
         try:
-            return _BridgeInfo.model_validate_json(answer.content).shared_weights
-        except ValidationError as error:
-            fields = ", ".join(".".join(map(str, e["loc"])) or "body" for e in error.errors())
-            raise ProtocolViolation(
-                f"{SERVICE}: the response from /bridge/info has invalid fields: {fields}"
-            ) from error
+            version = _bridge_state(await self.send("GET", "/bridge/info")).policy_version
+        except (RequestRefused, ProtocolViolation):
+            return None
+        except ServiceUnavailable as error:
+            return error
+        return None if version is None else version.step
 
 
-log = structlog.get_logger()
-
-_POLL_S = 1.0
+def _bridge_state(answer: httpx.Response) -> _BridgeState:
+    try:
+        return _BridgeState.model_validate_json(answer.content)
+    except ValidationError as error:
+        fields = ", ".join(".".join(map(str, e["loc"])) or "body" for e in error.errors())
+        raise ProtocolViolation(
+            f"{SERVICE}: the response from /bridge/info has invalid fields: {fields}"
+        ) from error
 
 
 async def wait_for_servers(
     urls: Sequence[str], deadline_s: float, api_key: str | None = None
 ) -> None:
-    """Wait until one of the servers answers `GET /health`.
+    """Wait at the start until one of the servers answers `GET /health`.
+
+    One is enough, because `InferencePool` probes the others and uses each as soon as it is healthy:
+    a server that is down must not delay a run that can proceed without it. The pool logs each
+    server that is not healthy by name, so a wrong URL is noticed.
 
     Raises:
         ServiceUnavailable: no server was healthy within the deadline.
@@ -123,9 +141,14 @@ async def wait_for_servers(
             await stack.enter_async_context(server)
         while not await _is_one_healthy(servers, problems):
             if deadline.has_passed:
+                listed = "; ".join(
+                    f"{SERVICE} at {url} is not healthy after {deadline_s:g} s; the last error "
+                    f"was: {_named(problem)}"
+                    for url, problem in problems.items()
+                )
                 raise ServiceUnavailable(
-                    f"{_listed(problems, deadline_s)}; read the server's log, check "
-                    "--inference-url, or raise --start-deadline-s"
+                    f"{listed}; read the server's log, check --inference-url, or raise "
+                    "--start-deadline-s"
                 )
             await asyncio.sleep(_POLL_S)
 
@@ -153,25 +176,8 @@ async def _is_one_healthy(servers: Sequence[HealthClient], problems: dict[str, E
     return False
 
 
-def _listed(problems: dict[str, Exception], deadline_s: float) -> str:
-    return "; ".join(
-        f"{SERVICE} at {url} is not healthy after {deadline_s:g} s; the last error was: "
-        f"{_named(problem)}"
-        for url, problem in problems.items()
-    )
-
-
 def _named(problem: Exception) -> str:
     return str(problem) or type(problem).__name__
-
-
-_STEP_POLL_S = 0.1
-
-
-class _ServedInfo(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    policy_version: PolicyVersion
 
 
 async def wait_for_step(
@@ -188,17 +194,15 @@ async def wait_for_step(
     """
     deadline = Deadline(deadline_s)
     async with AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(
-                AsyncServiceClient(SERVICE, url, _ATTEMPT_S, _ATTEMPT_S, token=api_key)
-            )
-            for url in urls
-        ]
+        servers = [HealthClient(url, api_key=api_key) for url in urls]
+        for server in servers:
+            await stack.enter_async_context(server)
         while True:
-            found = await asyncio.gather(*map(_served_step, clients))
+            found = await asyncio.gather(*(server.served_step() for server in servers))
             failures = [one for one in found if isinstance(one, ServiceUnavailable)]
-            if len(failures) == len(found) and all(map(_is_refused, failures)):
-                raise failures[0]
+            refused = [e for e in failures if isinstance(e.__cause__, httpx.ConnectError)]
+            if len(refused) == len(found):
+                raise refused[0]
             served = [one for one in found if not isinstance(one, ServiceUnavailable)]
             steps = [one for one in served if one is not None]
             if len(steps) < len(served) or max(steps, default=-1) >= step:
@@ -209,18 +213,3 @@ async def wait_for_step(
                 )
                 return
             await asyncio.sleep(_STEP_POLL_S)
-
-
-async def _served_step(client: AsyncServiceClient) -> int | ServiceUnavailable | None:
-    """None: the server has no bridge. The error: it did not answer."""
-    try:
-        answer = await client.send("GET", "/bridge/info")
-        return _ServedInfo.model_validate_json(answer.content).policy_version.step
-    except (RequestRefused, ValidationError):
-        return None
-    except ServiceUnavailable as error:
-        return error
-
-
-def _is_refused(error: ServiceUnavailable) -> bool:
-    return isinstance(error.__cause__, httpx.ConnectError)

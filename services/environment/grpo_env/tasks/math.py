@@ -6,7 +6,6 @@ depend on it (arXiv 2503.24290, https://github.com/Open-Reasoner-Zero/Open-Reaso
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from grpo_env.grading.final_answer import (
@@ -20,8 +19,8 @@ from grpo_env.grading.final_answer import (
 )
 from grpo_env.grading.math_grader import MathGrader
 from grpo_env.grading.parts import accuracy, think_answer_format
-from grpo_env.tasks import Answer, Graded, Row, Split, Task, TaskOptions, checked_arguments
-from grpo_env.tasks.rows import answer_of, question_text, rows_of
+from grpo_env.tasks import Answer, Graded, Row, Task, TaskOptions, checked_arguments
+from grpo_env.tasks.rows import answer_of, question_text
 
 _CONVERSATION = (
     "A conversation between User and Assistant. The User asks a question, and the Assistant solves "
@@ -96,9 +95,6 @@ class Math(Task):
             eval_data=options.eval_data or (None if options.data else _EVALUATION_DATA),
         )
         self._grader = MathGrader()
-
-    def rows(self, split: Split) -> Sequence[Row] | None:
-        return rows_of(self.options, split)
 
     def prompt(self, row: Row) -> str:
         require_short(_gold(row))  # a row without an answer is named at the start

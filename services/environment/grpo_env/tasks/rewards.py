@@ -53,7 +53,7 @@ def from_trl(function: Callable[..., Any], is_chat: Callable[[Row], bool]) -> Re
             columns["prompts"] = [list(answer.messages[:-1]) if chat else _prompt(row)]
         said = [{"role": "assistant", "content": str(answer)}] if chat else str(answer)
         columns |= {"completions": [said], "completion_ids": [list(answer.token_ids)]}
-        return _only(function(**_known(function, columns)))
+        return _then(function(**_known(function, columns)), _only)
 
     return reward
 
@@ -63,19 +63,13 @@ def from_verl(function: Callable[..., Any]) -> RewardFunction:
     extra_info)`, which returns a number or a dict with the key `score`."""
 
     def reward(answer: Answer, row: Row) -> Any:
-        return _scored(
-            function(
-                **_known(
-                    function,
-                    {
-                        "data_source": row.get("data_source"),
-                        "solution_str": str(answer),
-                        "ground_truth": _ground_truth(row),
-                        "extra_info": row.get("extra_info"),
-                    },
-                )
-            )
-        )
+        values = {
+            "data_source": row.get("data_source"),
+            "solution_str": str(answer),
+            "ground_truth": _ground_truth(row),
+            "extra_info": row.get("extra_info"),
+        }
+        return _then(function(**_known(function, values)), _scored)
 
     return reward
 
@@ -88,14 +82,19 @@ def _known(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str,
 
 
 def _only(scores: Any) -> Any:
-    if inspect.isawaitable(scores):
-
-        async def awaited() -> Any:
-            return _only(await scores)
-
-        return awaited()
     [score] = scores
     return score
+
+
+def _then(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """What `convert` makes of the value, or of what it yields if it is awaitable."""
+    if not inspect.isawaitable(value):
+        return convert(value)
+
+    async def awaited() -> Any:
+        return convert(await value)
+
+    return awaited()
 
 
 def _ground_truth(row: Row) -> Any:
@@ -105,12 +104,6 @@ def _ground_truth(row: Row) -> Any:
 
 
 def _scored(value: Any) -> Any:
-    if inspect.isawaitable(value):
-
-        async def awaited() -> Any:
-            return _scored(await value)
-
-        return awaited()
     if not (isinstance(value, Mapping) and "score" in value):
         return value
     parts = {k: v for k, v in value.items() if k != "score" and isinstance(v, int | float)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,12 @@ TEMPLATE_MARKS = (
 _MAX_PROBLEMS_LISTED = 10
 
 
-def rows_of(options: TaskOptions, split: Split) -> list[Row] | None:
+def rows_of(
+    options: TaskOptions, split: Split, convert: Callable[[dict[str, Any]], Row] = dict
+) -> list[Row] | None:
     """The rows of `--data` or `--eval-data`; None if there is no data for this split.
+
+    Args: convert: of a row with its columns renamed; raises `ValueError` with a mistake in it
 
     Raises:
         DataUnusable, DatasetsMissing: see `read_records`.
@@ -133,7 +137,7 @@ def rows_of(options: TaskOptions, split: Split) -> list[Row] | None:
         return None
     records, source = read_records(found[0], options.data_config, found[1])
     try:
-        return checked_rows(records, source, options.columns)
+        return collect(records, source, lambda row: convert(renamed(row, options.columns)))
     except NoSuchSplit:
         if split == "test" and options.eval_data is None:
             return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.assembly import TaskSet, engine_on, open_engine
-from grpo_env.rollout.chat_template import TokenizerTemplate
+from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.settings import EnvServerSettings
 from grpo_offline.backends.choice import Sampling
@@ -37,7 +37,7 @@ class Backends:
     keys: OfflineKeys
     sampling: Sampling
     tasks: TaskSet
-    template: TokenizerTemplate
+    template: ChatTemplate
 
     @contextlib.contextmanager
     def weight_sync(self, settings: TrainerSettings) -> Iterator[WeightSync]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_env.rollout.chat_template import TokenizerTemplate, load_template
+from grpo_env.rollout.chat_template import ChatTemplate, load_template
 from grpo_env.rollout.engine import TooManySequences
 from grpo_env.rollout.groups import FailureReason
 from grpo_env.tasks import Answer, Dialogue, Graded, Message, Row, State
@@ -61,12 +61,12 @@ def scripted(*texts: str, ids: Sequence[int] = SAID, finish: str = "stop") -> An
 
 
 @pytest.fixture
-def template(tokenizer_dir: Path) -> TokenizerTemplate:
+def template(tokenizer_dir: Path) -> ChatTemplate:
     return load_template(str(tokenizer_dir))
 
 
 async def test_the_second_turn_continues_the_very_tokens_that_were_sampled(
-    template: TokenizerTemplate, tokenizer_dir: Path
+    template: ChatTemplate, tokenizer_dir: Path
 ) -> None:
     from transformers import AutoTokenizer
 
@@ -93,7 +93,7 @@ async def test_the_second_turn_continues_the_very_tokens_that_were_sampled(
 
 
 async def test_an_answer_that_ends_in_another_token_gets_the_whole_end_of_the_turn(
-    template: TokenizerTemplate,
+    template: ChatTemplate,
 ) -> None:
     _, server = await sample(scripted("3+4", ids=[300, 301]), Talk(twice), ONE, template=template)
     ids = server.bodies("POST /generate")[1]["prompt"]["prompt_token_ids"]
@@ -102,7 +102,7 @@ async def test_an_answer_that_ends_in_another_token_gets_the_whole_end_of_the_tu
 
 
 async def test_an_answer_that_was_cut_off_and_the_last_turn_end_the_conversation(
-    template: TokenizerTemplate,
+    template: ChatTemplate,
 ) -> None:
     endless = Talk(lambda _state, _message: [{"role": "user", "content": "go on"}])
     endless.max_turns = 3
@@ -113,7 +113,7 @@ async def test_an_answer_that_was_cut_off_and_the_last_turn_end_the_conversation
 
 
 async def test_a_full_context_ends_the_conversation_with_what_was_said(
-    template: TokenizerTemplate,
+    template: ChatTemplate,
 ) -> None:
     endless = Talk(lambda _state, _message: [{"role": "user", "content": "x" * 100}])
     seen: list[Answer] = []
@@ -126,7 +126,7 @@ async def test_a_full_context_ends_the_conversation_with_what_was_said(
     submitted(outcome)
 
 
-async def test_a_step_that_fails_quarantines_the_group(template: TokenizerTemplate) -> None:
+async def test_a_step_that_fails_quarantines_the_group(template: ChatTemplate) -> None:
     outcome, _ = await sample(
         scripted("3"), Talk(lambda _state, _message: {}["x"]), PLAN, template=template
     )
@@ -143,7 +143,7 @@ def starting_again(state: State, _message: Answer) -> list[Message] | None:
 
 
 async def test_a_conversation_that_is_replaced_makes_a_second_sequence(
-    template: TokenizerTemplate,
+    template: ChatTemplate,
 ) -> None:
     task = Talk(starting_again)
     with pytest.raises(TooManySequences, match="2 sequences"):
@@ -181,7 +181,7 @@ class SelfDriven(Rewarded):
         return {"accuracy": float(last == "8"), "turns": 2.0}
 
 
-async def test_a_task_may_conduct_the_rollout_itself(template: TokenizerTemplate) -> None:
+async def test_a_task_may_conduct_the_rollout_itself(template: ChatTemplate) -> None:
     outcome, server = await sample(
         scripted("7", "8"), SelfDriven(), ONE, template=template, weights={"turns": 0.0}
     )
@@ -213,7 +213,7 @@ class Prefilled(SelfDriven):
 
 
 async def test_an_answer_that_the_prompt_began_is_continued_in_one_sequence(
-    template: TokenizerTemplate,
+    template: ChatTemplate,
 ) -> None:
     outcome, server = await sample(scripted("7", "8"), Prefilled(), ONE, template=template)
     assert submitted(outcome).size == 1
@@ -233,7 +233,7 @@ class Branching(SelfDriven):
 
 
 async def test_equal_requests_at_the_same_time_are_sequences_of_their_own(
-    template: TokenizerTemplate,
+    template: ChatTemplate,
 ) -> None:
     plan = replace(ONE, max_sequences=2)
     outcome, server = await sample(scripted("7", "8"), Branching(), plan, template=template)
@@ -258,7 +258,7 @@ class Ranked(SelfDriven):
 
 
 async def test_a_task_may_rate_the_rollouts_of_a_group_together(
-    template: TokenizerTemplate,
+    template: ChatTemplate,
 ) -> None:
     plan = replace(ONE, group_size=2)
     outcome, _ = await sample(
@@ -277,14 +277,14 @@ async def test_a_task_may_rate_the_rollouts_of_a_group_together(
 
 
 async def test_a_score_that_is_no_number_quarantines_the_group(
-    template: TokenizerTemplate,
+    template: ChatTemplate,
 ) -> None:
     task = Rewarded(lambda _answer, _row: Graded({"a": 1.0}, score=math.nan))
     outcome, _ = await sample(scripted("7"), task, ONE, template=template)
     assert lost(outcome).reason is FailureReason.QUARANTINED_REWARD
 
 
-async def test_a_text_is_continued_without_template(template: TokenizerTemplate) -> None:
+async def test_a_text_is_continued_without_template(template: ChatTemplate) -> None:
     task = Rewarded(lambda _answer, _row: 1.0)
     task.prompt = lambda row: row["prompt"]  # type: ignore[method-assign]
     assert item_of(task).messages == [{"role": "user", "content": "3+4="}]

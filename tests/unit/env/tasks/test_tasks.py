@@ -22,7 +22,6 @@ from grpo_env.tasks.items import (
     Item,
     ItemStream,
     KeptItems,
-    Shuffled,
     content_hash,
     evaluation_items,
     is_held_out,
@@ -52,7 +51,7 @@ def numbers(found: Sequence[Item]) -> list[int]:
     return [int(str(item.prompt)) for item in found]
 
 
-def take(stream: Shuffled | ItemStream, count: int) -> list[int]:
+def take(stream: ItemStream, count: int) -> list[int]:
     return numbers([stream.next() for _ in range(count)])
 
 
@@ -80,7 +79,7 @@ def test_an_unknown_level_or_argument_is_named() -> None:
 
 def test_the_seed_and_the_epoch_decide_the_order() -> None:
     def draw(seed: int) -> list[int]:
-        return take(Shuffled(items(50), seed), 100)
+        return take(ItemStream([(items(50), 1.0)], seed), 100)
 
     assert draw(1) == draw(1) != draw(2)
     assert draw(1)[:50] != draw(1)[50:]
@@ -88,7 +87,7 @@ def test_the_seed_and_the_epoch_decide_the_order() -> None:
 
 @given(COUNTS, SEEDS)
 def test_every_epoch_holds_every_item_once(count: int, seed: int) -> None:
-    stream = Shuffled(items(count), seed)
+    stream = ItemStream([(items(count), 1.0)], seed)
     for _ in range(3):
         assert sorted(take(stream, count)) == list(range(count))
 
@@ -97,7 +96,7 @@ def test_every_epoch_holds_every_item_once(count: int, seed: int) -> None:
 def test_what_does_not_fit_never_comes_again_not_even_in_this_epoch(
     count: int, seed: int, data: st.DataObject
 ) -> None:
-    stream = Shuffled(items(count), seed)
+    stream = ItemStream([(items(count), 1.0)], seed)
     seen = take(stream, data.draw(st.integers(0, count)))
     fitting = data.draw(st.sets(st.integers(0, count - 1), min_size=1))
 
