@@ -19,6 +19,8 @@ from grpo_env.pacing import (
     FlatRewards,
     Load,
     RefusalLimit,
+    RewardFailures,
+    RewardsFail,
     groups_to_start,
     run_is_complete,
 )
@@ -212,3 +214,17 @@ def test_the_same_score_in_all_first_groups_is_named_once() -> None:
     assert warnings(*flat, [0.5, 0.5], [1.0, 0.0]) == [0.5]
     assert warnings(*flat[1:], [], [0.5, 1.0], *flat) == []
     assert warnings(*[[float(i % 2)] * 2 for i in range(FIRST_GROUPS)]) == []
+
+
+def test_a_share_of_failed_groups_ends_the_run_by_name_but_few_groups_prove_nothing() -> None:
+    failures = RewardFailures(share=0.5)
+    for _ in range(4):
+        failures.graded()
+        failures.failed("boom")
+    with pytest.raises(RewardsFail, match=r"5 of the last 9 groups.*the last problem was: boom"):
+        failures.failed("boom")
+    few = RewardFailures(share=0.0)
+    for _ in range(7):
+        few.failed("boom")
+    with pytest.raises(RewardsFail):
+        few.failed("boom")

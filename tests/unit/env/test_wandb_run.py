@@ -40,14 +40,6 @@ async def test_an_environment_logs_under_its_name_to_the_trainers_project_and_gr
         assert word.encode() in written
 
 
-async def test_without_the_option_nothing_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    await logged("--env.use_wandb=False")
-    assert not [*tmp_path.iterdir()]
-
-
 async def test_an_environment_leaves_the_run_if_wandb_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

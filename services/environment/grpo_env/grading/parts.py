@@ -117,18 +117,18 @@ def length(answer: AnswerLike) -> float:
     return -min(1.0, len(answer.token_ids) / _limit(answer))
 
 
-def repetition(answer: AnswerLike, ngram_words: int = NGRAM_WORDS) -> float:
+def repetition(answer: AnswerLike) -> float:
     """Minus the share of n-grams of words that occurred before in the same answer.
 
     Words are separated by white space; case does not matter. The formula is Open-R1's, after
     appendix C.2 of Yeo et al., "Demystifying Long Chain-of-Thought Reasoning" (arXiv 2502.03373).
     """
     words = str(answer).lower().split()
-    ngrams = list(zip(*(words[start:] for start in range(ngram_words)), strict=False))
+    ngrams = list(zip(*(words[start:] for start in range(NGRAM_WORDS)), strict=False))
     return len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0
 
 
-def overlong(answer: AnswerLike, buffer_share: float = BUFFER_SHARE) -> float:
+def overlong(answer: AnswerLike) -> float:
     """Falls from 0 to -1 in a buffer at the end of the token limit.
 
     "Soft overlong punishment", equation 13 of DAPO (arXiv 2503.14476): with a limit of L tokens and
@@ -138,7 +138,7 @@ def overlong(answer: AnswerLike, buffer_share: float = BUFFER_SHARE) -> float:
     if not answer.finished:
         return -1.0
     limit = _limit(answer)
-    buffer = buffer_share * limit
+    buffer = BUFFER_SHARE * limit
     return max(-1.0, min(0.0, (limit - buffer - len(answer.token_ids)) / buffer))
 
 

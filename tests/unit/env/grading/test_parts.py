@@ -79,11 +79,6 @@ def test_repetition_is_the_share_of_repeated_ngrams(text: str, penalty: float) -
     assert repetition(Said(text)) == pytest.approx(penalty)
 
 
-def test_the_length_of_ngrams_is_a_choice() -> None:
-    # 2-grams: ab ba ab ba, so 2 of 4 differ.
-    assert repetition(Said("a b a b a"), ngram_words=2) == pytest.approx(-0.5)
-
-
 @pytest.mark.parametrize(
     ("tokens", "penalty"),
     # Limit 100, buffer 20: the penalty starts at 80 tokens.

@@ -5,12 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from examples.calculator import Calculator
 
 from grpo_env.rollout.chat_template import ChatTemplate, TokenizerUnusable, answered
-from grpo_env.tasks.tools import tool_schemas
-from grpo_tiny_model import tool_use
-from grpo_tiny_model.model import build_tokenizer
 
 QUESTION = [{"role": "user", "content": "3+4="}]
 
@@ -124,12 +120,6 @@ def test_a_template_that_hides_tools_is_refused(
         return
     with pytest.raises(TokenizerUnusable, match=rf"{problem}.*chat_template\.jinja"):
         checked.require_tools("sums", schema)
-
-
-def test_the_template_of_the_tiny_model_shows_the_calculator() -> None:
-    tokenizer = build_tokenizer(tool_use.CHAT_TEMPLATE)
-    (schema,) = tool_schemas(Calculator.tools)
-    ChatTemplate(tokenizer).require_tools("calculator", schema)
 
 
 def test_arguments_of_the_template_reach_it() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -274,14 +273,6 @@ async def test_a_task_may_rate_the_rollouts_of_a_group_together(
         scripted("7"), Ranked(), plan, template=template, weights={"rank": 0.5}
     )
     assert [grade.score for grade in weighted.grades] == [1.0, 0.5]
-
-
-async def test_a_score_that_is_no_number_quarantines_the_group(
-    template: ChatTemplate,
-) -> None:
-    task = Rewarded(lambda _answer, _row: Graded({"a": 1.0}, score=math.nan))
-    outcome, _ = await sample(scripted("7"), task, ONE, template=template)
-    assert lost(outcome).reason is FailureReason.QUARANTINED_REWARD
 
 
 async def test_a_text_is_continued_without_template(template: ChatTemplate) -> None:

@@ -208,20 +208,6 @@ def test_rows_without_a_usable_prompt_are_named(prompt: str, problem: str) -> No
         training_items(Numbered([value, "a good one"]))
 
 
-def test_the_prompt_ends_where_the_assistant_starts_and_gets_no_extra_tokens(
-    tokenizer_dir: Path,
-) -> None:
-    from transformers import AutoTokenizer
-
-    template = load_template(str(tokenizer_dir))
-    token_ids = template.prompt_ids([{"role": "user", "content": "3+4="}])
-
-    text = "<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n"
-    assert AutoTokenizer.from_pretrained(tokenizer_dir).decode(token_ids) == text
-    # Two start marks and one end mark are one token each; every other character is one token.
-    assert len(token_ids) == 3 + len("user\n3+4=" + "\n" + "assistant\n")
-
-
 def test_a_tokenizer_without_a_chat_template_is_refused(
     tokenizer_dir: Path, tmp_path: Path
 ) -> None:
