@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from grpo_core.security.bearer_token import plain
 from grpo_env.inference.health import wait_for_servers
 from grpo_env.inference.pool import InferencePool
-from grpo_env.loading import TaskSpec, TaskUnusable, specs_from
+from grpo_env.loading import TaskSpec, TaskUnusable
 from grpo_env.option_values import MixturePart
 from grpo_env.rollout.chat_template import ChatTemplate, load_template
 from grpo_env.rollout.dialogue import CompletionSource
@@ -47,14 +47,16 @@ def _parts(settings: EnvServerSettings) -> Sequence[MixturePart]:
     return settings.mixture or (MixturePart(task=settings.task),)
 
 
+def _specs(settings: EnvServerSettings) -> list[TaskSpec]:
+    return [
+        TaskSpec(part.task, options_of(settings, part), part.name, settings.held_out)
+        for part in _parts(settings)
+    ]
+
+
 def specs_text(settings: EnvServerSettings) -> str:
     """The tasks of the settings, for another process: `loading.specs_from` reads them."""
-    return json.dumps(
-        [
-            asdict(TaskSpec(part.task, options_of(settings, part), part.name, settings.held_out))
-            for part in _parts(settings)
-        ]
-    )
+    return json.dumps([asdict(spec) for spec in _specs(settings)])
 
 
 @contextmanager
@@ -68,7 +70,7 @@ def open_tasks(settings: EnvServerSettings) -> Iterator[TaskSet]:
     parts = _parts(settings)
     with contextlib.ExitStack() as stack:
         tasks = []
-        for spec in specs_from(specs_text(settings)):
+        for spec in _specs(settings):
             tasks.append(spec.make())
             stack.callback(tasks[-1].close)
         names = [task.name for task in tasks]

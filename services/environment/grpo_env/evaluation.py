@@ -83,13 +83,6 @@ class Evaluation:
         return random.Random(self.seed).sample(items, self.items)
 
 
-@dataclass
-class _Found:
-    items: list[EvalItem] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
-    versions: list[PolicyVersion] = field(default_factory=list)
-
-
 async def evaluate(
     engine: RolloutEngine,
     task: Task,
@@ -110,72 +103,56 @@ async def evaluate(
         ServiceUnavailable: the server failed before any item was evaluated.
         ProtocolViolation, MisalignedCompletion: an answer of the server is not valid.
     """
-    started = time.monotonic()
-    plan, found = evaluation.plan(training), _Found()
+    started, plan = time.monotonic(), evaluation.plan(training)
     places = asyncio.Semaphore(evaluation.requests)
+    found: list[EvalItem] = []
+    versions: list[PolicyVersion] = []
+    left_out: Counter[str] = Counter()
 
     async def add(item: Item) -> None:
         async with places:
-            seen(await _add(engine, item, plan, found))
+            try:
+                sampled = await engine.roll_out(item, plan)
+            except ServiceUnavailable as error:
+                if not found:  # the server is gone: do not wait for it once for each item
+                    raise
+                sampled = SampledGroup(lost=GroupLost(FailureReason.UNAVAILABLE, str(error)))
+            seen(sampled)
+        if len(sampled.grades) == plan.group_size:
+            found.append(_graded(item, sampled))
+            versions.extend(sampled.policy_versions)
+            return
+        assert sampled.lost is not None
+        reason, detail = sampled.lost.reason.value, sampled.lost.detail
+        left_out[reason] += 1
+        log.warning(
+            "evaluation.item_lost", task=task.name, item=item.key, reason=reason, detail=detail
+        )
 
     await all_or_none(add(item) for item in items)
-    versions = (min(found.versions), max(found.versions)) if found.versions else None
     return EvalResult.of(
-        sorted(found.items, key=lambda item: item.item),
+        sorted(found, key=lambda item: item.item),
         task=task.name,
         temperature=evaluation.temperature,
         duration_s=time.monotonic() - started,
         ks=evaluation.ks,
         model=model,
-        step=versions[0].step if versions else None,
-        versions=versions,
-        left_out=found.left_out,
+        step=min(versions).step if versions else None,
+        versions=(min(versions), max(versions)) if versions else None,
+        left_out=left_out,
         seed=evaluation.seed,
     )
 
 
-async def _add(
-    engine: RolloutEngine, item: Item, plan: SamplingPlan, found: _Found
-) -> SampledGroup:
-    try:
-        sampled = await engine.roll_out(item, plan)
-    except ServiceUnavailable as error:
-        if not found.items:  # the server is gone: do not wait for it once for each item
-            raise
-        sampled = SampledGroup(lost=GroupLost(FailureReason.UNAVAILABLE, str(error)))
-    if len(sampled.grades) != plan.group_size:
-        assert sampled.lost is not None
-        reason = sampled.lost.reason.value
-        found.left_out[reason] += 1
-        log.warning(
-            "evaluation.item_lost",
-            task=item.task.name,
-            item=item.key,
-            reason=reason,
-            detail=sampled.lost.detail,
-        )
-        return sampled
-    found.versions += [
-        version
-        for rollout in sampled.sequences
-        for sequence in rollout
-        for version in (sequence.first_version, sequence.last_version)
-        if version is not None
-    ]
-    found.items.append(
-        EvalItem.graded(
-            task=item.task.name,
-            item=item.key,
-            rewards=[grade.score for grade in sampled.grades],
-            parts=[grade.parts for grade in sampled.grades],
-            lengths=sampled.completion_lengths,
-            truncated=[not answer.finished for answer in sampled.answers],
-        )
+def _graded(item: Item, sampled: SampledGroup) -> EvalItem:
+    return EvalItem.graded(
+        task=item.task.name,
+        item=item.key,
+        rewards=[grade.score for grade in sampled.grades],
+        parts=[grade.parts for grade in sampled.grades],
+        lengths=sampled.completion_lengths,
+        truncated=[not answer.finished for answer in sampled.answers],
     )
-    return sampled
-
-
-Report = Callable[[int, Mapping[str, Any]], None]
 
 
 class TrainingEvaluation:
@@ -192,7 +169,7 @@ class TrainingEvaluation:
         settings: EnvServerSettings,
         tasks: tuple[Task, ...],
         engine: RolloutEngine,
-        report: Report,
+        report: Callable[[int, Mapping[str, Any]], None],
     ) -> None:
         self._settings = settings
         self._engine = engine

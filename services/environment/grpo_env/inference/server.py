@@ -161,7 +161,7 @@ class NoGenerateRoute(GrpoError):
     """The server at `--inference-url` has no route `POST /generate`."""
 
 
-class Server(ClosesOnAsyncExit):
+class PooledServer(ClosesOnAsyncExit):
     """Args as those of its clients and of `Availability`.
 
     `load`: number of sequences that are being sampled; `picked_at`: rank of its newest request
@@ -205,14 +205,14 @@ class Server(ClosesOnAsyncExit):
         """As `GenerationClient.generate`.
 
         Raises:
-            TimeoutError: `let_go` ended the request.
+            TimeoutError: `abort_requests` ended the request.
             NoGenerateRoute: the server has no such route.
         """
         sequences = sampling.get("n", 1)
         self.load += sequences
         try:
-            async with asyncio.timeout(None) as until_let_go:
-                self._in_flight.add(until_let_go)
+            async with asyncio.timeout(None) as until_aborted:
+                self._in_flight.add(until_aborted)
                 answer = await self._generation.generate(prompt_token_ids, within_s, **sampling)
         except RequestRefused as error:
             if error.status == _NOT_FOUND:
@@ -223,16 +223,16 @@ class Server(ClosesOnAsyncExit):
                 ) from error
             raise
         finally:
-            self._in_flight.discard(until_let_go)
+            self._in_flight.discard(until_aborted)
             self.load -= sequences
         self._availability.request_answered()
         return answer
 
-    def let_go(self) -> None:
+    def abort_requests(self) -> None:
         """End the requests in flight."""
         now = asyncio.get_running_loop().time()
-        for until_let_go in self._in_flight:
-            until_let_go.reschedule(now)
+        for until_aborted in self._in_flight:
+            until_aborted.reschedule(now)
         self._in_flight.clear()
 
     def failed(self, error: Exception) -> None:

@@ -212,6 +212,12 @@ class SampledGroup:
         return [sum(len(s.sampled_ids) for s in rollout) for rollout in self.sequences]
 
     @property
+    def policy_versions(self) -> list[PolicyVersion]:
+        """Those that sampled the first and the last token of each sequence."""
+        ends = ((s.first_version, s.last_version) for rollout in self.sequences for s in rollout)
+        return [version for pair in ends for version in pair if version is not None]
+
+    @property
     def completion_tokens(self) -> int:
         """All tokens that were sampled, also those that were thrown away."""
         return sum(self.completion_lengths) or (self.lost.completion_tokens if self.lost else 0)

@@ -291,7 +291,7 @@ async def test_many_requests_survive_that_servers_end_and_add_no_tasks() -> None
             engine.open.clear()
         work = [start(pool.session()) for _ in range(300)]
         await wait_for_async(lambda: sum(len(s.received) for s in (one, two, three)) == 300)
-        assert _tasks() == {"asked": 300, "Server.watch": 3}
+        assert _tasks() == {"asked": 300, "PooledServer.watch": 3}
 
         await one.vanish()
         await two.crash()
