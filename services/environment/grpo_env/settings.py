@@ -23,7 +23,6 @@ from grpo_core.settings import (
 )
 from grpo_core.settings.machine import missing_data, missing_directory, not_writable
 from grpo_core.wire.fields import Weight
-from grpo_env.loading import problem_of, short_name
 from grpo_env.option_values import (
     ALIASES,
     MIXTURE,
@@ -449,6 +448,8 @@ class EnvServerSettings(CommandSettings):
             )
 
     def start_mistakes(self) -> Iterator[Mistake]:
+        from grpo_env.loading import problem_of  # the tasks; a mistyped option needs none of them
+
         for task in [part.task for part in self.mixture] or [self.task]:
             if problem := problem_of(task):
                 yield Mistake("task", problem)
@@ -482,6 +483,8 @@ class EnvServerSettings(CommandSettings):
 
     @property
     def display_name(self) -> str:
+        from grpo_env.loading import short_name
+
         return self.wandb_name or short_name(self.task)
 
 
