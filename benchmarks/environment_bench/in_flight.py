@@ -22,9 +22,9 @@ from benchmarks.environment_bench.stub import stub
 from benchmarks.train_bench.turns import Reading, json_of
 from grpo_env.inference.pool import InferencePool
 from grpo_env.rollout.chat_template import load_template
+from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grading import Grader
-from grpo_env.rollout.outcome import RolloutFailure, SamplingPlan
-from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.rollout.groups import SamplingPlan
 from grpo_env.rollout.user_code import TaskCode
 from grpo_env.tasks import Answer, Message, Row, Split, State, Task, TaskOptions
 from grpo_env.tasks.items import Item
@@ -91,7 +91,7 @@ async def reading(url: str, kind: Kind, rollouts: int) -> Reading:
                 await _post(url + "/release")
             outcomes = await asyncio.gather(*jobs)
             cpu_s = time.process_time() - cpu_s
-    lost = [found for found in outcomes if isinstance(found, RolloutFailure)]
+    lost = [found.lost for found in outcomes if found.lost is not None]
     assert not lost, lost[0]
     return {
         "before_mib": before_mib,

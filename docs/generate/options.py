@@ -12,7 +12,7 @@ from grpo_core.settings.command import CommandSettings
 from grpo_core.settings.options import Option, options_of
 
 _MODULES = {
-    "env-server": "grpo_env.config.settings",
+    "env-server": "grpo_env.settings",
     "grpo": "grpo_trainer.config.cli",
     "grpo-compare": "grpo_local.settings",
     "grpo-demo": "grpo_local.settings",

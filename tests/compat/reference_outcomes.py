@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from grpo_api.settings import RunApiSettings
 from grpo_core.settings import CommandSettings, load_settings
-from grpo_env.config.settings import EnvServerSettings
+from grpo_env.settings import EnvServerSettings
 from grpo_local.settings import CompareSettings, RunSettings
 from grpo_trainer.config.cli import CommandLine
 from grpo_vllm.settings import ServerSettings

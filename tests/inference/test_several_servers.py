@@ -9,8 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.clients.inference import GenerateAnswer
-from grpo_env.inference.pool import InferencePool, Session
-from grpo_env.inference.wait_for_servers import wait_for_servers
+from grpo_env.inference.health import wait_for_servers
+from grpo_env.inference.pool import Conversation, InferencePool
 from tests.fixtures.file_sync import HandedOffServer
 from tests.fixtures.inference import START_DEADLINE_S, start_inference, stop_inference
 from tests.support.wait import wait_for_async
@@ -20,7 +20,7 @@ GROUP_SIZE = 4
 TOKENS = 64
 
 
-async def rollout(session: Session, first_token: int, answers: list[GenerateAnswer]) -> None:
+async def rollout(session: Conversation, first_token: int, answers: list[GenerateAnswer]) -> None:
     """Two turns of a conversation."""
     sampling = {"n": GROUP_SIZE, "max_tokens": TOKENS, "ignore_eos": True}
     prompt = [first_token, 5, 6]

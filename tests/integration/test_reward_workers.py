@@ -13,8 +13,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_env.assembly import open_tasks, task_code
-from grpo_env.config.settings import load_env_settings
-from grpo_env.rollout.user_code import TaskCode, TooSlow, UserCodeFailed
+from grpo_env.reward_process import UserCodeFailed
+from grpo_env.rollout.user_code import TaskCode, TooSlow
+from grpo_env.settings import load_env_settings
 from grpo_env.tasks import Answer, Graded, State, Task
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
@@ -158,11 +159,11 @@ async def test_a_process_that_ends_between_two_calls_is_replaced(
     code: TaskCode, task: Task
 ) -> None:
     """For example one that the kernel ends for its memory; the restart is logged."""
-    workers: Any = code._elsewhere
+    workers: Any = code._rewards
     for child in psutil.Process().children(recursive=True):
         if child.pid == os.getsid(child.pid) and child.ppid() != os.getpid():
             child.kill()
-    await asyncio.to_thread(wait_for, lambda: not workers._rewards._pool.active)
+    await asyncio.to_thread(wait_for, lambda: not workers._pool.active)
     with capture_logs() as logs:
         assert await code.reward(task, answer_of("coroutine"), {}) == TWO
     assert [line["event"] for line in logs] == ["reward_workers.restarted"]

@@ -17,7 +17,7 @@ import httpx
 from grpo_core.clients.inference import BridgeClient, GenerateAnswer
 from grpo_core.wire.fields import PROMPT_LOGPROB
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
-from grpo_env.rollout.training_sequences import sequences_of, wire_fields
+from grpo_env.rollout.groups import sequences_of, wire_fields
 from tests.fixtures.inference import InferenceServer
 from tests.silent_faults.exercise import GROUP_SIZE, TINY, Exercise, TokenIds, tokenizer_of
 from tests.support.wait import wait_for

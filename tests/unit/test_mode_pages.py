@@ -10,7 +10,7 @@ import pytest
 
 from grpo_api.settings import RunApiSettings
 from grpo_core.settings import CommandSettings, load_settings
-from grpo_env.config.settings import EnvServerSettings
+from grpo_env.settings import EnvServerSettings
 from grpo_local.modes import MODES
 from grpo_trainer.config.cli import CommandLine
 from grpo_vllm.settings import ServerSettings

@@ -13,11 +13,11 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_env.config.settings import PROG, EnvServerSettings, load_env_settings
+from grpo_env.settings import PROG, EnvServerSettings, load_env_settings
 
 if TYPE_CHECKING:
     from grpo_env.assembly import TaskSet
-    from grpo_env.rollout.chat_template import TokenizerTemplate
+    from grpo_env.rollout.chat_template import ChatTemplate
 
 log = structlog.get_logger()
 
@@ -46,7 +46,7 @@ def _run(settings: EnvServerSettings) -> None:
 
     with open_tasks(settings) as tasks:
         if settings.action == "check":
-            from grpo_env.actions.check import check
+            from grpo_env.check import check
 
             check(settings, tasks)
             return
@@ -58,14 +58,14 @@ def _run(settings: EnvServerSettings) -> None:
 
 
 def _work(
-    settings: EnvServerSettings, tasks: TaskSet, template: TokenizerTemplate
+    settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate
 ) -> Coroutine[Any, Any, None]:
     if settings.action == "process":
-        from grpo_env.actions.process import process
+        from grpo_env.actions import process
 
         return process(settings, tasks, template)
     if settings.action == "evaluate":
-        from grpo_env.actions.evaluate import evaluate_once
+        from grpo_env.actions import evaluate_once
 
         return evaluate_once(settings, tasks, template)
     from grpo_env.worker import serve

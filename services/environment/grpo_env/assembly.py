@@ -9,17 +9,17 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 
 from grpo_core.security.bearer_token import plain
-from grpo_env.config.mappings import MixturePart
-from grpo_env.config.settings import EnvServerSettings
+from grpo_env.inference.health import wait_for_servers
 from grpo_env.inference.pool import InferencePool
-from grpo_env.loading import TaskSpec, TaskUnusable, specs_from
-from grpo_env.reward_workers import RewardWorkers
-from grpo_env.rollout.chat_template import ChatTemplate, TokenizerTemplate, load_template
-from grpo_env.rollout.generation import Generation
+from grpo_env.loading import TaskSpec, TaskUnusable
+from grpo_env.option_values import MixturePart
+from grpo_env.rollout.chat_template import ChatTemplate, load_template
+from grpo_env.rollout.dialogue import CompletionSource
+from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grading import Grader
-from grpo_env.rollout.outcome import SamplingPlan
-from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.rollout.groups import SamplingPlan
 from grpo_env.rollout.user_code import TaskCode
+from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.items import ItemStream, training_items
 from grpo_env.tasks.tools import tool_schemas
@@ -47,14 +47,16 @@ def _parts(settings: EnvServerSettings) -> Sequence[MixturePart]:
     return settings.mixture or (MixturePart(task=settings.task),)
 
 
+def _specs(settings: EnvServerSettings) -> list[TaskSpec]:
+    return [
+        TaskSpec(part.task, options_of(settings, part), part.name, settings.held_out)
+        for part in _parts(settings)
+    ]
+
+
 def specs_text(settings: EnvServerSettings) -> str:
     """The tasks of the settings, for another process: `loading.specs_from` reads them."""
-    return json.dumps(
-        [
-            asdict(TaskSpec(part.task, options_of(settings, part), part.name, settings.held_out))
-            for part in _parts(settings)
-        ]
-    )
+    return json.dumps([asdict(spec) for spec in _specs(settings)])
 
 
 @contextmanager
@@ -68,7 +70,7 @@ def open_tasks(settings: EnvServerSettings) -> Iterator[TaskSet]:
     parts = _parts(settings)
     with contextlib.ExitStack() as stack:
         tasks = []
-        for spec in specs_from(specs_text(settings)):
+        for spec in _specs(settings):
             tasks.append(spec.make())
             stack.callback(tasks[-1].close)
         names = [task.name for task in tasks]
@@ -80,7 +82,7 @@ def open_tasks(settings: EnvServerSettings) -> Iterator[TaskSet]:
         yield TaskSet(tuple(tasks), tuple(part.weight for part in parts))
 
 
-def open_template(settings: EnvServerSettings, tasks: TaskSet) -> TokenizerTemplate:
+def open_template(settings: EnvServerSettings, tasks: TaskSet) -> ChatTemplate:
     """The chat template of the model, which shows the tasks' tools.
 
     Raises:
@@ -112,12 +114,18 @@ def options_of(settings: EnvServerSettings, part: MixturePart) -> TaskOptions:
 async def open_engine(
     settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate
 ) -> AsyncIterator[RolloutEngine]:
-    """The rollout engine on the inference servers of `--inference-url`."""
+    """The rollout engine on the inference servers of `--inference-url`, as soon as one is healthy.
+
+    Raises:
+        GrpoError: the errors of `wait_for_servers`.
+    """
+    api_key = plain(settings.vllm_api_key)
+    await wait_for_servers(settings.inference_url, settings.start_deadline_s, api_key)
     async with InferencePool(
         settings.inference_url,
         settings.request_deadline_s,
         _most_requests(settings, tasks),
-        plain(settings.vllm_api_key),
+        api_key,
     ) as pool:
         with engine_on(pool, settings, template) as engine:
             yield engine
@@ -125,24 +133,16 @@ async def open_engine(
 
 @contextmanager
 def engine_on(
-    generation: Generation, settings: EnvServerSettings, template: ChatTemplate
+    source: CompletionSource, settings: EnvServerSettings, template: ChatTemplate
 ) -> Iterator[RolloutEngine]:
     """The rollout engine on any source of completions."""
     with task_code(settings) as code:
-        yield RolloutEngine(generation, template, Grader(settings.reward_weights, code), code)
+        yield RolloutEngine(source, template, Grader(settings.reward_weights, code), code)
 
 
-@contextmanager
-def task_code(settings: EnvServerSettings) -> Iterator[TaskCode]:
+def task_code(settings: EnvServerSettings) -> TaskCode:
     """Calls the code of the tasks, in other processes where it can."""
-    count, deadline_s = settings.reward_workers, settings.reward_deadline_s
-    with (
-        RewardWorkers(specs_text(settings), count, deadline_s)
-        if count
-        else contextlib.nullcontext() as elsewhere,
-        TaskCode(deadline_s, elsewhere) as code,
-    ):
-        yield code
+    return TaskCode(settings.reward_deadline_s, settings.reward_workers, specs_text(settings))
 
 
 def _most_requests(settings: EnvServerSettings, tasks: TaskSet) -> int:

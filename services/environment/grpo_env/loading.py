@@ -1,14 +1,18 @@
-"""Finds a task by its name: a built-in one, a file, a module, an installed package or a bridge."""
+"""Finds a task by its name: a built-in one, a file, a module, an installed package or a bridge.
+
+`problem_of` checks a name without running the task's code.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
 import json
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -16,14 +20,71 @@ from types import ModuleType
 from typing import Any
 
 from grpo_core.errors import GrpoError
-from grpo_env.config.task_names import BRIDGE, DEFAULT_FUNCTION, ENTRY_POINTS
+from grpo_env.option_values import MIXTURE
 from grpo_env.tasks import Answer, Reward, Row, Task, TaskOptions
-from grpo_env.tasks.arithmetic import Arithmetic
-from grpo_env.tasks.gsm8k import Gsm8k
-from grpo_env.tasks.math import Math
-from grpo_env.tasks.reward_forms import as_reward
+from grpo_env.tasks.rewards import as_reward
 
-BUILT_IN: Mapping[str, type[Task]] = {"arithmetic": Arithmetic, "gsm8k": Gsm8k, "math": Math}
+BUILT_IN: Mapping[str, str] = {
+    "arithmetic": "grpo_env.tasks.arithmetic:Arithmetic",
+    "gsm8k": "grpo_env.tasks.gsm8k:Gsm8k",
+    "math": "grpo_env.tasks.math:Math",
+}
+"""Name → class, which is imported only when it is used: checking a name needs no task."""
+ENTRY_POINTS = "grpo.tasks"
+DEFAULT_FUNCTION = "reward"
+BRIDGE = "verifiers"
+
+
+def short_name(task: str) -> str:
+    """For metrics: `examples/my.py:reward` → `my`, `package.module:MyTask` → `module`."""
+    source, _, attribute = task.partition(":")
+    if source == BRIDGE:
+        return attribute
+    return Path(source).stem if source.endswith(".py") else source.rpartition(".")[2]
+
+
+def problem_of(task: str) -> str | None:
+    """Why there cannot be such a task; None if there may be one."""
+    source, colon, attribute = task.partition(":")
+    if source.endswith(".py"):
+        return _problem_of_file(Path(source).expanduser(), attribute or DEFAULT_FUNCTION)
+    if colon or task in (*BUILT_IN, MIXTURE):
+        return None
+    installed = [point.name for point in entry_points(group=ENTRY_POINTS)]
+    return None if task in installed else _no_such_task(task, installed)
+
+
+def _no_such_task(name: str, installed: Iterable[str]) -> str:
+    known = ", ".join([*BUILT_IN, MIXTURE, *sorted(installed)])
+    return (
+        f"no task {name!r}; expected one of {known}, a file such as my.py:reward, a module such as "
+        "package.module:MyTask, or verifiers:ENVIRONMENT"
+    )
+
+
+def _problem_of_file(path: Path, attribute: str) -> str | None:
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        return f"cannot read {path}: {error.strerror}"
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        return f"{path}{f' line {line}' if line else ''}: {getattr(error, 'msg', error)}"
+    names = [*_defined(tree)]
+    if attribute in names or "*" in names:
+        return None
+    return f"{path} has no {attribute!r}; it defines {', '.join(names) or 'nothing'}"
+
+
+def _defined(tree: ast.Module) -> list[str]:
+    """Names that the module may define; `*` if that cannot be told."""
+    found: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.append(node.name)
+        elif not isinstance(node, ast.Expr | ast.Import):
+            found.append("*")  # an assignment, an import of names or a condition
+    return found
 
 
 class TaskUnusable(GrpoError):
@@ -57,13 +118,14 @@ def find_task(name: str) -> Make:
     Raises:
         TaskUnusable: there is no such task, or its code cannot be loaded.
     """
+    source, colon, attribute = BUILT_IN.get(name, name).partition(":")
     if name in BUILT_IN:
-        return BUILT_IN[name]
-    source, colon, attribute = name.partition(":")
+        task: Make = getattr(importlib.import_module(source), attribute)
+        return task
     if source == BRIDGE and colon:
-        from grpo_env.bridges.verifiers import VerifiersTask
+        from grpo_env.bridges.verifiers import verifiers_task
 
-        return lambda options: VerifiersTask(attribute, options)
+        return lambda options: verifiers_task(attribute, options)
     if source.endswith(".py"):
         path = Path(source).expanduser()
         return _task_of(_load_file(path), attribute or DEFAULT_FUNCTION, path.stem, str(path))
@@ -151,11 +213,7 @@ def _load_module(name: str) -> ModuleType:
 def _installed(name: str) -> Make:
     found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name not in found:
-        known = ", ".join([*BUILT_IN, *found])
-        raise TaskUnusable(
-            f"no task {name!r}; expected one of {known}, or a file such as my.py:reward, or a "
-            "module such as package.module:MyTask, or verifiers:ENVIRONMENT"
-        )
+        raise TaskUnusable(_no_such_task(name, found))
     try:
         loaded = found[name].load()
     except Exception as error:

@@ -1,11 +1,13 @@
-"""Registers the environment with run-api, waits for a trainer and detects a stalled run."""
+"""The environment's place in a run: registers with run-api, waits for a trainer, logs to W&B."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 import structlog
 
@@ -13,9 +15,10 @@ from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.clients.run_api_answers import parse
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
+from grpo_core.wandb_run.sink import WandbRun, start_wandb
 from grpo_core.wire.fields import WireModel
 from grpo_core.wire.run_api import EnvironmentRegistration
-from grpo_env.config.settings import EnvServerSettings
+from grpo_env.settings import EnvServerSettings
 
 log = structlog.get_logger()
 
@@ -114,3 +117,44 @@ class StallDetector:
                 "cannot queue more groups; check that the trainer runs and that the other "
                 "environments submit groups (/status and /environments of run-api)"
             )
+
+
+PREFIX, EVALUATION = "env/", "eval/"
+Log = Callable[[int, Mapping[str, Any]], None]
+"""Called with the trainer's step and the fields of a report."""
+
+
+@contextlib.asynccontextmanager
+async def wandb_log(
+    settings: EnvServerSettings, api: EnvironmentClient, membership: Membership
+) -> AsyncIterator[Log]:
+    """Yield a function that never blocks. Without `--use-wandb` it does nothing.
+
+    Raises:
+        WandbUnavailable: W&B cannot start.
+        ServiceUnavailable: run-api does not answer.
+    """
+    if not settings.use_wandb:
+        yield lambda _step, _fields: None
+        return
+    names = await api.wandb_names()
+    run = WandbRun(
+        project=names.project,
+        group=names.group,
+        name=membership.wandb_name,
+        config=settings.model_dump(mode="json"),
+        one_record_per_step=False,  # reports come every few seconds
+    )
+    with await asyncio.to_thread(start_wandb, run) as sink:
+        yield lambda step, fields: sink.write(record(step, fields))
+
+
+def record(step: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"failures": {"aborted": 1}}` → `{"step": 3, "env/failures/aborted": 1}`."""
+    flat: dict[str, Any] = {"step": step}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            flat |= {f"{PREFIX}{name}/{key}": count for key, count in value.items()}
+        elif value is not None:
+            flat[name if name.startswith(EVALUATION) else PREFIX + name] = value
+    return flat

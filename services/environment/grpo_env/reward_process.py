@@ -16,33 +16,38 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from grpo_core.errors import GrpoError
 from grpo_core.process.orphans import end_with_parent
-from grpo_env.contained import contained
 from grpo_env.loading import specs_from
 from grpo_env.tasks import Answer, Row, Task
-from grpo_env.tasks.reward_value import graded_of
+from grpo_env.tasks.rewards import graded_of
+from grpo_env.tasks.tools import contained
 
 T = TypeVar("T")
 TASKS_VARIABLE = "GRPO_REWARD_TASKS"
 """Holds the tasks to load while the process that forks the workers starts."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """An error of a user's code. `place`: file and line that raised it."""
+class UserCodeFailed(Exception):
+    """An error of a task's code, which other processes can read.
 
-    kind: str
-    text: str
-    place: str
-    trace: str
+    kind: name of the error; place: file and line that raised it; trace: its traceback.
+    """
+
+    def __init__(self, kind: str, text: str, place: str = "", trace: str = "") -> None:
+        super().__init__(kind, text, place, trace)
+        self.kind, self.text, self.place, self.trace = kind, text, place, trace
+
+    def __str__(self) -> str:
+        return self.text
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> UserCodeFailed:
+        if isinstance(error, UserCodeFailed):
+            return error
         frames = traceback.extract_tb(error.__traceback__)
         return cls(
             kind=type(error).__name__,
@@ -80,12 +85,12 @@ def _end_session(_number: int, _frame: FrameType | None) -> None:
 
 def reward(text: str, task: str, answer: Answer, row: Row) -> Any:
     """What the task's reward returns, as `graded_of` reads it here, where its libraries are
-    imported; or a `Failure`. Raises `GrpoError` as the reward does."""
+    imported; or a `UserCodeFailed`. Raises `GrpoError` as the reward does."""
     return _outcome(text, lambda: _Loaded.tasks[task].reward(answer, row), graded_of)
 
 
 def tool(text: str, task: str, name: str, arguments: Mapping[str, Any]) -> Any:
-    """What the tool returns, or a `Failure`."""
+    """What the tool returns, or a `UserCodeFailed`."""
 
     def call() -> Any:
         for function in _Loaded.tasks[task].tools:
@@ -106,7 +111,7 @@ def _outcome(text: str, call: Callable[[], Any], read: Callable[[Any], Any]) -> 
     except GrpoError as error:
         raise _portable(error) from None
     except Exception as error:  # noqa: BLE001 - code of a user
-        return Failure.of(error)
+        return UserCodeFailed.of(error)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # it would end this process later
 

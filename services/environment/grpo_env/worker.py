@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,19 +17,21 @@ from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
 from grpo_env.assembly import TaskSet, open_engine, sampling_plan
-from grpo_env.config.settings import EnvServerSettings
-from grpo_env.evaluation.during_training import TrainingEvaluation
-from grpo_env.inference.served_version import wait_for_step
-from grpo_env.inference.wait_for_servers import wait_for_servers
-from grpo_env.pacing.failure_budget import FailureBudget
-from grpo_env.pacing.flow_control import Load, groups_to_start, run_is_complete
-from grpo_env.pacing.reward_failures import RewardFailures
-from grpo_env.registration import Membership, StallDetector, join_run, registration_of
+from grpo_env.evaluation import TrainingEvaluation
+from grpo_env.pacing import FailureBudget, Load, groups_to_start, run_is_complete
+from grpo_env.registration import (
+    Log,
+    Membership,
+    StallDetector,
+    join_run,
+    registration_of,
+    wandb_log,
+)
 from grpo_env.rollout.chat_template import ChatTemplate
-from grpo_env.rollout.outcome import SamplingPlan
-from grpo_env.rollout.producer import GroupProducer, Sender
-from grpo_env.rollout.rollout import RolloutEngine
-from grpo_env.wandb_run import Log, wandb_log
+from grpo_env.rollout.engine import RolloutEngine
+from grpo_env.rollout.groups import SamplingPlan
+from grpo_env.rollout.producer import GroupProducer
+from grpo_env.settings import EnvServerSettings
 
 log = structlog.get_logger()
 
@@ -63,16 +65,12 @@ async def serve(settings: EnvServerSettings, tasks: TaskSet, template: ChatTempl
     Raises:
         GrpoError: the environment cannot continue.
     """
-    api_key = plain(settings.vllm_api_key)
-    await wait_for_servers(settings.inference_url, settings.start_deadline_s, api_key)
-    with _ready_file(settings.ready_file):
-        async with (
-            EnvironmentClient(
+    async with open_engine(settings, tasks, template) as engine:
+        with _ready_file(settings.ready_file):
+            async with EnvironmentClient(
                 settings.run_api_url, settings.run_api_deadline_s, plain(settings.run_api_token)
-            ) as api,
-            open_engine(settings, tasks, template) as engine,
-        ):
-            await Worker(settings, tasks, api, engine).run()
+            ) as api:
+                await Worker(settings, tasks, api, engine).run()
 
 
 @contextlib.contextmanager
@@ -110,21 +108,18 @@ class Worker:
         self._in_sequences = settings.model_copy(update={"group_size": sequences})
         self._registration = registration_of(self._in_sequences)
         self._api = api
-        self._inference = FailureBudget("vllm-server", settings.request_deadline_s)
         self._run_api = FailureBudget("run-api", settings.run_api_deadline_s)
-        # A separate budget, because /status may work while submissions fail.
-        self._submissions = FailureBudget("run-api", settings.run_api_deadline_s)
         self._producer = GroupProducer(
             tasks.training_stream(settings.seed),
             engine,
             api,
-            self._inference,
-            self._submissions,
-            RewardFailures(settings.max_failed_rewards),
+            settings.request_deadline_s,
+            settings.run_api_deadline_s,
+            settings.max_failed_rewards,
         )
         self._progress = 0.0  # share of the training steps
         self._evaluation = TrainingEvaluation(
-            settings, tasks.tasks, engine, self._wait_for_step, self._report_evaluation
+            settings, tasks.tasks, engine, lambda step, found: self._log_to_wandb(step, found)
         )
         self._log_to_wandb: Log = lambda _step, _fields: None
         self._membership: Membership | None = None
@@ -159,17 +154,17 @@ class Worker:
                 if self._waits_for_the_next_run():
                     await self._wait_for_a_group(_POLL_S)
                     continue
-                groups_sent = self._producer.progress.groups_sent
+                groups_sent = self._producer.counts.groups_sent
                 # A trainer that resumes near the end may find enough groups in the queue.
                 if groups_sent or self._settings.steps > 0:
                     await self._evaluation.finish(total_steps, self._sampling())
                 hint = {} if groups_sent else {"hint": _WAS_COMPLETE}
                 log.info("run.completed", step=status.current_step, groups_sent=groups_sent, **hint)
-                self._log_to_wandb(status.current_step, self._producer.progress.report())
+                self._log_to_wandb(status.current_step, self._producer.counts.report())
                 return
             self._evaluation.start_if_due(status.current_step, self._sampling())
             await self._work_until_next_poll(status, total_steps)
-            if fields := self._producer.progress.report_if_due():
+            if fields := self._producer.counts.report_if_due():
                 self._log_to_wandb(status.current_step, fields)
                 log.info("groups.counted", groups_in_progress=len(self._in_flight), **fields)
                 # A restarted trainer may use another batch size.
@@ -178,7 +173,7 @@ class Worker:
     def _waits_for_the_next_run(self) -> bool:
         """True if the run was complete before this environment joined, because another trainer may
         then extend it. False if the environment sent groups, and so saw the run end."""
-        if self._producer.progress.groups_sent:
+        if self._producer.counts.groups_sent:
             return False
         if self._next_run is None:
             self._next_run = Deadline(self._settings.next_run_deadline_s)
@@ -194,7 +189,7 @@ class Worker:
             lambda: join_run(self._api, self._registration, self._settings.trainer_deadline_s)
         )
         self._membership = membership
-        self._producer.sender = Sender(membership.env_id, membership.run_uuid)
+        self._producer.join(membership.env_id, membership.run_uuid)
         await self._retry(self._ask_trainer_info)
         await self._skip_long_prompts()
         log.info(
@@ -253,12 +248,12 @@ class Worker:
     async def _work_until_next_poll(self, status: EnvironmentStatus, total_steps: int) -> None:
         """Sample as many groups as allowed, for one poll interval; less if there is none."""
         poll_at = time.monotonic() + _POLL_S
-        sent_before = self._producer.progress.groups_sent
+        sent_before = self._producer.counts.groups_sent
         while True:
             load = Load(
                 in_flight=len(self._in_flight),
-                sent_since_status=self._producer.progress.groups_sent - sent_before,
-                kept_share=self._producer.progress.kept_share,
+                sent_since_status=self._producer.counts.groups_sent - sent_before,
+                kept_share=self._producer.counts.kept_share,
             )
             groups = groups_to_start(status, self._trainer, self._in_sequences, total_steps, load)
             groups = min(groups, self._evaluation.groups_for_training - len(self._in_flight))
@@ -276,7 +271,7 @@ class Worker:
             await self._wait_for_a_group(left_s)
 
     def _start(self, groups: int) -> None:
-        if self._inference.delay_s or self._submissions.delay_s:
+        if self._producer.delay_s:
             return
         for _ in range(groups):
             self._in_flight.add(asyncio.create_task(self._producer.produce(self._sampling())))
@@ -291,14 +286,6 @@ class Worker:
         errors = [error for task in done if (error := task.exception())]
         if errors:
             raise errors[0]
-
-    async def _wait_for_step(self, step: int) -> None:
-        settings = self._settings
-        urls, api_key = settings.inference_url, plain(settings.vllm_api_key)
-        await wait_for_step(urls, step, settings.request_deadline_s, api_key)
-
-    def _report_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._log_to_wandb(step, metrics)
 
     async def _leave(self) -> None:
         await self._evaluation.cancel()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from grpo_core.evaluation.files import save
 from grpo_core.evaluation.results import EvalResult
-from grpo_env.rollout.outcome import SamplingPlan
-from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.rollout.engine import RolloutEngine
+from grpo_env.rollout.groups import SamplingPlan
 from grpo_offline.held_version import HeldVersion
 from grpo_offline.items import EvaluationItems
 from grpo_offline.keys import OfflineKeys

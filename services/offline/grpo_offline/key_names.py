@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from grpo_core.settings.options import options_of
-from grpo_env.config.settings import EnvServerSettings
+from grpo_env.settings import EnvServerSettings
 from grpo_trainer.config.cli import CommandLine
 
 KEY_OF_OPTION: Mapping[str, str] = {

@@ -13,8 +13,8 @@ from pathlib import Path
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.assembly import TaskSet, open_tasks, open_template, sampling_plan
-from grpo_env.config.settings import EnvServerSettings
-from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.rollout.engine import RolloutEngine
+from grpo_env.settings import EnvServerSettings
 from grpo_offline.backends.choice import Sampling, choose
 from grpo_offline.backends.opening import Backends
 from grpo_offline.closing import IterationEnd

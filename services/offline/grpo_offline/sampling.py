@@ -12,9 +12,9 @@ import structlog
 from grpo_core.evaluation.results import EvalResult
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
-from grpo_env.evaluation.runner import Evaluation, evaluate
-from grpo_env.rollout.outcome import Rollout, RolloutFailure, SamplingPlan
-from grpo_env.rollout.rollout import RolloutEngine, all_or_none
+from grpo_env.evaluation import Evaluation, evaluate
+from grpo_env.rollout.engine import RolloutEngine, all_or_none
+from grpo_env.rollout.groups import GroupLost, SampledGroup, SamplingPlan
 from grpo_env.tasks.items import Item, ItemStream
 from grpo_offline.errors import RolloutsFail, StaleServer
 from grpo_offline.items import EvaluationItems
@@ -32,7 +32,7 @@ class Sampled:
     """The groups of an iteration, without padding, and what was lost meanwhile."""
 
     groups: list[ScoredGroup]
-    lost: list[RolloutFailure]
+    lost: list[GroupLost]
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,17 @@ class Sampler:
             ServiceUnavailable, ProtocolViolation: the errors of `RolloutEngine.roll_out`.
         """
         found: list[ScoredGroup] = []
-        lost: list[RolloutFailure] = []
+        lost: list[GroupLost] = []
         next_items = items
         while next_items:
-            for outcome in await self._all(next_items):
-                if isinstance(outcome, Rollout):
-                    found.append(self._to_train_on(outcome.group))
+            for sampled in await self._all(next_items):
+                if sampled.lost is None:
+                    assert sampled.group is not None
+                    found.append(self._to_train_on(sampled.group))
                 else:
-                    lost.append(outcome)
-                    reason = outcome.reason.value
-                    log.warning("group.lost", reason=reason, detail=outcome.detail)
+                    lost.append(sampled.lost)
+                    reason, detail = sampled.lost.reason.value, sampled.lost.detail
+                    log.warning("group.lost", reason=reason, detail=detail)
             if len(lost) > (_TRIES - 1) * len(items):
                 reasons = "; ".join(dict.fromkeys(one.detail for one in lost[-3:]))
                 raise RolloutsFail(
@@ -78,10 +79,10 @@ class Sampler:
             next_items = [spare.next() for _ in range(len(items) - len(found))]
         return Sampled(found, lost)
 
-    async def _all(self, items: Sequence[Item]) -> list[Rollout | RolloutFailure]:
+    async def _all(self, items: Sequence[Item]) -> list[SampledGroup]:
         places = asyncio.Semaphore(self.requests)
 
-        async def one(item: Item) -> Rollout | RolloutFailure:
+        async def one(item: Item) -> SampledGroup:
             async with places:
                 return await self.engine.roll_out(item, self.plan)
 

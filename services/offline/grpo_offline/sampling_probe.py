@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.rollout.engine import RolloutEngine
 from grpo_offline.errors import StaleServer
 from grpo_trainer.checks.served_weights import START_FACTOR
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of

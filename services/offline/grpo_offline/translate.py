@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import yaml
 
 from grpo_core.settings import EXIT_USAGE, CommandSettings, load_settings
-from grpo_env.config.settings import EnvServerSettings
+from grpo_env.settings import EnvServerSettings
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.errors import KeysInvalid
 from grpo_offline.key_names import line_in_keys

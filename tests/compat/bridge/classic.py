@@ -17,11 +17,10 @@ from datasets import Dataset
 from openai import AsyncOpenAI
 from verifiers.clients import OpenAIChatCompletionsClient
 
+from grpo_env.bridges import EnvironmentUnusable, RolloutFailed, VerifiersTask
 from grpo_env.bridges.chat import ImagesUnsupported
-from grpo_env.bridges.errors import EnvironmentUnusable, RolloutFailed
-from grpo_env.bridges.verifiers import VerifiersTask
-from grpo_env.tasks import Graded, TaskOptions
-from grpo_env.tasks.dialogue import ContextFull
+from grpo_env.bridges.verifiers import verifiers_task
+from grpo_env.tasks import ContextFull, Graded, TaskOptions
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 
 ROWS = [{"question": "3+4=", "answer": "7"}]
@@ -41,7 +40,7 @@ def task_of(load: Callable[..., Any], **arguments: Any) -> VerifiersTask:
     module = ModuleType("made")
     module.load_environment = load  # type: ignore[attr-defined]
     sys.modules["made"] = module
-    return VerifiersTask("made", TaskOptions(args=arguments))
+    return verifiers_task("made", TaskOptions(args=arguments))
 
 
 def single_turn(*functions: Any, **how: Any) -> Callable[..., Any]:
@@ -91,18 +90,20 @@ def scripted_client(*texts: str) -> OpenAIChatCompletionsClient:
 async def test_reward_and_metrics_equal_those_of_verifiers_itself(
     environment: str, texts: list[str]
 ) -> None:
-    row = row_of(VerifiersTask(environment, TaskOptions()), index=4 if "sums" in environment else 8)
+    row = row_of(
+        verifiers_task(environment, TaskOptions()), index=4 if "sums" in environment else 8
+    )
     assert row["answer"] == "4"
     env = vf.load_environment(environment)
     (expected,) = (await env.generate([row], scripted_client(*texts), "m"))["outputs"]
 
-    graded = await VerifiersTask(environment, TaskOptions()).run(row, ScriptedDialogue(*texts))
+    graded = await verifiers_task(environment, TaskOptions()).run(row, ScriptedDialogue(*texts))
     assert (graded.score, graded.parts) == (expected["reward"], expected["metrics"])
     assert graded.reason == expected["stop_condition"]
 
 
 async def test_one_turn() -> None:
-    task = VerifiersTask("one-digit-sums", TaskOptions(args={"largest": 3}))
+    task = verifiers_task("one-digit-sums", TaskOptions(args={"largest": 3}))
     rows = task.rows("train")
     assert rows is not None
     assert (len(rows), rows[6]["answer"], task.rows("test")) == (16, "3", None)
@@ -119,14 +120,14 @@ async def test_one_turn() -> None:
         {"correct": 1.0, "is_short": 1.0, "num_turns": 1.0}, "max_turns_reached", 1.25
     )
     assert dialogue.requests == [opening]
-    evaluated = VerifiersTask("one_digit_sums", TaskOptions(args={"with_evaluation": True}))
+    evaluated = verifiers_task("one_digit_sums", TaskOptions(args={"with_evaluation": True}))
     held_out = evaluated.rows("test")
     assert held_out is not None
     assert len(held_out) == 3
 
 
 async def test_a_tool_conversation_repeats_what_the_policy_said_to_the_letter() -> None:
-    task = VerifiersTask("calculator", TaskOptions())
+    task = verifiers_task("calculator", TaskOptions())
     dialogue = ScriptedDialogue(CALL, "2")
     graded = await task.run(row_of(task, index=4), dialogue)
 
@@ -213,7 +214,7 @@ async def test_an_error_in_one_rollout_of_a_group_is_the_groups_error() -> None:
 
 
 async def test_a_conversation_that_becomes_too_long_is_rated_as_far_as_it_went() -> None:
-    task = VerifiersTask("calculator", TaskOptions())
+    task = verifiers_task("calculator", TaskOptions())
     graded = await task.run(row_of(task), ScriptedDialogue(CALL))
     assert (graded.reason, graded.parts["num_turns"]) == ("prompt_too_long", 1.0)
 
@@ -249,7 +250,7 @@ async def test_limits_of_the_environment_count_and_its_temperature_does_not(
 def test_loading_keeps_the_signal_handlers_of_the_process() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
-    VerifiersTask("one_digit_sums", TaskOptions())
+    verifiers_task("one_digit_sums", TaskOptions())
     assert [signal.getsignal(number) for number in numbers] == before
 
 
@@ -280,7 +281,7 @@ def test_what_cannot_be_used_is_refused_by_name(
         if load is not None:
             module.load_environment = load  # type: ignore[attr-defined]
     with pytest.raises(EnvironmentUnusable, match=problem):
-        VerifiersTask(name, TaskOptions(**options))
+        verifiers_task(name, TaskOptions(**options))
 
 
 def test_an_environment_for_evaluation_alone_cannot_be_trained() -> None:

@@ -15,13 +15,12 @@ import verifiers.v1 as vf
 from structlog.testing import capture_logs
 
 from grpo_core.errors import ServiceUnavailable
+from grpo_env.bridges import EnvironmentUnusable, RolloutFailed, VerifiersTask
 from grpo_env.bridges.chat import ImagesUnsupported
-from grpo_env.bridges.errors import EnvironmentUnusable, RolloutFailed
-from grpo_env.bridges.verifiers import VerifiersTask
+from grpo_env.bridges.verifiers import verifiers_task
 from grpo_env.bridges.verifiers_harness import HARNESS_ID
 from grpo_env.bridges.verifiers_v1 import _config, _require_permission
-from grpo_env.tasks import Graded, TaskOptions
-from grpo_env.tasks.dialogue import ContextFull
+from grpo_env.tasks import ContextFull, Graded, TaskOptions
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 
 ENVIRONMENTS = Path(__file__).parent / "current_environments"
@@ -74,7 +73,7 @@ def made(*rewards: type) -> type[vf.Taskset]:
 
 
 def task_of(name: str = "made", **arguments: Any) -> VerifiersTask:
-    return VerifiersTask(name, TaskOptions(args=arguments))
+    return verifiers_task(name, TaskOptions(args=arguments))
 
 
 def row_of(task: VerifiersTask, index: int = 0) -> Any:
@@ -233,7 +232,7 @@ def test_what_cannot_be_used_is_refused_by_name(
     classic.load_environment = lambda: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "classic", classic)
     with pytest.raises(EnvironmentUnusable, match=problem):
-        VerifiersTask(name, TaskOptions(**options))
+        verifiers_task(name, TaskOptions(**options))
 
 
 BASH = {"harness": {"id": "bash"}}

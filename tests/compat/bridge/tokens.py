@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_env.bridges.verifiers import VerifiersTask
+from grpo_env.bridges.verifiers import verifiers_task
 from grpo_env.rollout.chat_template import load_template
-from grpo_env.rollout.outcome import Rollout
 from grpo_env.tasks import TaskOptions
 from tests.unit.env.rollout.rig import PLAN, engine_on, item_of
 from tests.unit.env.rollout.test_conversation import SAID, scripted
@@ -32,7 +31,7 @@ async def test_a_tool_conversation_is_one_sequence_with_the_very_tokens_that_wer
     encode = AutoTokenizer.from_pretrained(tokenizer_dir).encode
     prompt = encode("<|im_start|>user\nWhat is 0+0?<|im_end|>\n<|im_start|>assistant\n")
     between = encode("\n<|im_start|>tool\n0<|im_end|>\n<|im_start|>assistant\n")
-    task = VerifiersTask("calculator", TaskOptions())
+    task = verifiers_task("calculator", TaskOptions())
     plan = replace(PLAN, group_size=1, drop_equal_scores=False, max_token_length=400)
 
     template = load_template(str(tokenizer_dir))
@@ -40,7 +39,7 @@ async def test_a_tool_conversation_is_one_sequence_with_the_very_tokens_that_wer
         outcome = await engine.roll_out(item_of(task), plan)
     task.close()
 
-    assert isinstance(outcome, Rollout)
+    assert outcome.group is not None
     group = outcome.group
     assert group.tokens == [prompt + SAID + between + SAID]
     masked, unmasked = [-100] * len(prompt), [-100] * len(between)

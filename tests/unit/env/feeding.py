@@ -10,8 +10,8 @@ import pytest
 
 from grpo_env import worker
 from grpo_env.assembly import TaskSet
-from grpo_env.config.settings import load_env_settings
 from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.settings import load_env_settings
 from grpo_env.tasks import Answer as TaskAnswer
 from grpo_env.tasks import Graded, Message, Row, Split, Task, TaskOptions
 from grpo_env.tasks.tool_calls import CallFormat

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 
 from grpo_env import loading
-from grpo_env.config import task_names
-from grpo_env.config.task_names import problem_of, short_name
-from grpo_env.loading import TaskUnusable, find_task, make_task
+from grpo_env.loading import TaskUnusable, find_task, make_task, problem_of, short_name
 from grpo_env.tasks import Answer, TaskOptions
 from grpo_env.tasks.items import training_items
 
@@ -81,7 +79,7 @@ def test_an_installed_package_may_offer_tasks(
 ) -> None:
     monkeypatch.syspath_prepend(directory)
     point = EntryPoint("loud", "shouting:Shout", loading.ENTRY_POINTS)
-    for module in (loading, task_names):
+    for module in (loading,):
         monkeypatch.setattr(module, "entry_points", lambda **_group: [point])
     assert problem_of("loud") is None
     assert make_task("loud", find_task("loud"), options(directory)).name == "shout"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_core.errors import WandbUnavailable
-from grpo_env.wandb_run import record
+from grpo_env.registration import record
 from tests.unit.env.canned import inference_routes
 from tests.unit.env.feeding import RunApi, feed, right_and_wrong
 from tests.unit.env.http_stub import Answer
@@ -38,14 +38,6 @@ async def test_an_environment_logs_under_its_name_to_the_trainers_project_and_gr
     written = log.read_bytes()
     for word in (*NAMES.values(), "my-environment_0", "env/mean_reward", "env/groups_sent"):
         assert word.encode() in written
-
-
-async def test_without_the_option_nothing_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    await logged("--env.use_wandb=False")
-    assert not [*tmp_path.iterdir()]
 
 
 async def test_an_environment_leaves_the_run_if_wandb_does_not_start(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_env.evaluation.during_training import TrainingEvaluation
+from grpo_env.evaluation import TrainingEvaluation
 from grpo_env.rollout.producer import NoPromptFits
 from grpo_env.tasks import Message, Row, Split
 from grpo_env.worker import GroupLargerThanBatch

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_core.errors import ServiceUnavailable
 from grpo_env.inference.server import NoGenerateRoute
-from grpo_env.pacing.failure_budget import MAX_REFUSED_IN_A_ROW, EveryGroupRefused
+from grpo_env.pacing import MAX_REFUSED_IN_A_ROW, EveryGroupRefused
 from grpo_env.registration import NoTrainer
 from tests.unit.env.canned import inference_routes
 from tests.unit.env.feeding import RunApi, feed, right_and_wrong, run

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from grpo_env.assembly import open_tasks, sampling_plan
-from grpo_env.config.settings import EnvServerSettings
-from grpo_env.evaluation.runner import Evaluation
-from grpo_env.rollout.outcome import SamplingPlan
+from grpo_env.evaluation import Evaluation
+from grpo_env.rollout.groups import SamplingPlan
+from grpo_env.settings import EnvServerSettings
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.items import items_to_evaluate, items_to_train
 from grpo_offline.keys import OfflineKeys

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_env.rollout.outcome import FailureReason, Rollout, RolloutFailure, SamplingPlan
+from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.items import Item, ItemStream
 from grpo_offline.errors import KeysInvalid, RolloutsFail, StaleServer
@@ -42,11 +42,11 @@ class Engine:
         self.failing = failing
         self.asked: list[str] = []
 
-    async def roll_out(self, item: Item, _plan: SamplingPlan) -> Rollout | RolloutFailure:
+    async def roll_out(self, item: Item, _plan: SamplingPlan) -> SampledGroup:
         self.asked.append(str(item.prompt))
         if item.prompt in self.failing:
-            return RolloutFailure(FailureReason.REFUSED, f"no {item.prompt}")
-        return Rollout(group([0.0, 1.0]), (), ())
+            return SampledGroup(lost=GroupLost(FailureReason.REFUSED, f"no {item.prompt}"))
+        return SampledGroup(group=group([0.0, 1.0]))
 
 
 def items(*prompts: str) -> list[Item]:

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_env.tasks import Answer, Message
-from grpo_env.tasks.dialogue import ContextFull, Dialogue
+from grpo_env.tasks import Answer, ContextFull, Dialogue, Message
 from grpo_env.tasks.tool_calls import divided_by_calls, text_parameters
 
 ChatMessage = Mapping[str, Any]

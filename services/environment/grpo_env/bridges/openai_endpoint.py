@@ -13,14 +13,14 @@ from typing import Any
 from aiohttp import web
 
 from grpo_env.bridges.chat import Chat, ChatAnswer
-from grpo_env.tasks.dialogue import ContextFull
+from grpo_env.tasks import ContextFull
 
 MODEL = "policy"
 _LARGEST_REQUEST_BYTES = 64 * 2**20
 
 
 @dataclass
-class Session:
+class OpenRollout:
     """One rollout. `error`: the first error of its dialogue, which the caller raises again."""
 
     chat: Chat
@@ -32,7 +32,7 @@ class ChatEndpoint:
 
     def __init__(self, header: str) -> None:
         self._header = header
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, OpenRollout] = {}
         self._runner: web.AppRunner | None = None
         self.url = ""
 

@@ -8,33 +8,21 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
-from grpo_env.bridges.errors import EnvironmentUnusable
-from grpo_env.tasks import Graded, Message, Row, Split, Task, TaskOptions
-
-if TYPE_CHECKING:
-    from grpo_env.bridges.verifiers_classic import ClassicEnvironment
-    from grpo_env.bridges.verifiers_v1 import V1Environment
-    from grpo_env.tasks.dialogue import Dialogue
+from grpo_env.bridges import EnvironmentUnusable, VerifiersTask
+from grpo_env.tasks import TaskOptions
 
 _INSTALL = "docs/how-to/verifiers.md shows how to install it"
 _FIRST_V1 = (0, 4)
 _OLDEST = (0, 2)
-_MAX_SEQUENCES = "max_sequences"
-"""The only argument of `--task-args` that the environment does not get."""
 
 
-class VerifiersTask(Task):
-    """Lets verifiers conduct and rate the rollouts of an environment.
-
-    The parts of the reward are verifiers' reward functions and metrics; the score is verifiers'
-    reward.
+def verifiers_task(env_id: str, options: TaskOptions) -> VerifiersTask:
+    """The task whose rollouts an environment of verifiers conducts and rates.
 
     Args:
         env_id: as verifiers names the environment: `my-env`, or `owner/my-env` of its hub
@@ -42,38 +30,7 @@ class VerifiersTask(Task):
     Raises:
         EnvironmentUnusable: verifiers or the environment is not installed, or cannot be used.
     """
-
-    drives_itself = True
-    blocks = False
-
-    def __init__(self, env_id: str, options: TaskOptions) -> None:
-        self.name = env_id
-        super().__init__(options)
-        _refuse_data_options(env_id, options)
-        arguments = dict(options.args)
-        self.max_sequences = int(arguments.pop(_MAX_SEQUENCES, self.max_sequences))
-        self._environment = _environment(env_id, arguments)
-        self.tools = self._environment.tools
-        self.rates_groups = self._environment.rates_groups
-
-    def rows(self, split: Split) -> Sequence[Row] | None:
-        return self._environment.rows(split)
-
-    def prompt(self, row: Row) -> list[Message]:
-        return self._environment.prompt(row)
-
-    async def run(self, row: Row, dialogue: Dialogue) -> Graded:
-        return await self._environment.run(row, dialogue)
-
-    async def run_group(self, row: Row, dialogues: Sequence[Dialogue]) -> list[Graded]:
-        """Conduct the rollouts of a group and rate them together, if `rates_groups`."""
-        return await self._environment.run_group(row, dialogues)
-
-    def close(self) -> None:
-        self._environment.close()
-
-
-def _environment(env_id: str, arguments: Mapping[str, Any]) -> ClassicEnvironment | V1Environment:
+    _refuse_data_options(env_id, options)
     installed = _installed()
     is_classic = hasattr(_imported(env_id), "load_environment")
     if is_classic and installed >= _FIRST_V1:
@@ -89,10 +46,10 @@ def _environment(env_id: str, arguments: Mapping[str, Any]) -> ClassicEnvironmen
     if is_classic:
         from grpo_env.bridges.verifiers_classic import ClassicEnvironment
 
-        return ClassicEnvironment(env_id, arguments)
+        return ClassicEnvironment(env_id, options)
     from grpo_env.bridges.verifiers_v1 import V1Environment
 
-    return V1Environment(env_id, arguments)
+    return V1Environment(env_id, options)
 
 
 def _installed() -> tuple[int, ...]:

@@ -1,15 +1,19 @@
 """Environments of verifiers before 0.4: a module with `load_environment`.
 
 verifiers conducts the rollout and rates it. Its client is ours, so the policy answers through the
-rollout's dialogue.
+rollout's dialogue. verifiers counts an exception in a reward function as a reward of 0, so the
+functions of the rubric are watched for exceptions.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.metadata import version
 from typing import Any
 
@@ -20,11 +24,56 @@ from verifiers.clients import OpenAIChatCompletionsClient
 from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, ToolCall, Usage
 
+from grpo_env.bridges import EnvironmentUnusable, RolloutFailed, VerifiersTask
 from grpo_env.bridges.chat import Chat, ChatAnswer, plain_message
-from grpo_env.bridges.errors import EnvironmentUnusable, RolloutFailed
-from grpo_env.bridges.reward_errors import raised_reward_errors, watch
-from grpo_env.tasks import Graded, Message, Row, Split
-from grpo_env.tasks.dialogue import ContextFull, Dialogue
+from grpo_env.tasks import ContextFull, Dialogue, Graded, Message, Row, Split, TaskOptions
+
+_errors: ContextVar[list[Exception] | None] = ContextVar("reward_errors", default=None)
+"""Of the rollouts that the current task scores."""
+
+
+@contextmanager
+def raised_reward_errors() -> Iterator[None]:
+    """Raise the first exception of a watched function that was called inside."""
+    errors: list[Exception] = []
+    token = _errors.set(errors)
+    try:
+        yield
+    finally:
+        _errors.reset(token)
+    if errors:
+        raise errors[0]
+
+
+def watch(rubric: Any) -> None:
+    """Let the functions of a rubric, and of all rubrics in it, report their exceptions to
+    `raised_reward_errors`."""
+    rubric.funcs[:] = [_watched(function, rubric) for function in rubric.funcs]
+    for part in getattr(rubric, "rubrics", ()):
+        watch(part)
+    for environment in getattr(rubric, "env_map", {}).values():
+        watch(environment.rubric)
+
+
+def _watched(function: Callable[..., Any], rubric: Any) -> Callable[..., Any]:
+    rates_a_group = rubric._is_group_func(function)
+
+    # verifiers passes what the signature asks for, and inspect.signature() follows `wraps`.
+    @functools.wraps(function)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            value = function(*args, **kwargs)
+            if inspect.isawaitable(value):
+                value = await value
+            return value if rates_a_group else float(value)
+        except Exception as error:
+            errors = _errors.get()
+            if errors is not None:
+                errors.append(error)
+            raise
+
+    return call
+
 
 log = structlog.get_logger()
 
@@ -33,7 +82,7 @@ _PASSED_ON = frozenset({"max_tokens", "max_completion_tokens", "stop"})
 _HARMLESS = frozenset({"n", "extra_body"})
 
 
-class ClassicEnvironment:
+class ClassicEnvironment(VerifiersTask):
     """An environment that `verifiers.load_environment` loads.
 
     rates_groups: whether reward functions rate the answers of a group together.
@@ -42,11 +91,11 @@ class ClassicEnvironment:
         EnvironmentUnusable: see there.
     """
 
-    def __init__(self, env_id: str, arguments: Mapping[str, Any]) -> None:
-        self._id = env_id
+    def __init__(self, env_id: str, options: TaskOptions) -> None:
+        super().__init__(env_id, options)
         datasets.disable_progress_bars()
         with _unchanged_signal_handlers():
-            self._env = _loaded(env_id, arguments)
+            self._env = _loaded(env_id, self.arguments)
         parts = [*_parts(self._env)]
         if any(part.provides_advantages for part in parts):
             raise EnvironmentUnusable(
@@ -54,19 +103,15 @@ class ClassicEnvironment:
                 "use a rubric that returns rewards"
             )
         self.rates_groups = any(part.requires_group_rollouts for part in parts)
+        self.tools = [
+            {"type": "function", "function": tool.model_dump(exclude_none=True)}
+            for tool in self._env.tool_defs or ()
+        ]
         watch(self._env.rubric)
         sampling = self._env.sampling_args
         self._sampling = {name: sampling[name] for name in _PASSED_ON & sampling.keys()}
         if ignored := sampling.keys() - _PASSED_ON - _HARMLESS:
             log.warning("verifiers.sampling_ignored", environment=env_id, names=sorted(ignored))
-
-    @property
-    def tools(self) -> list[Mapping[str, Any]]:
-        """JSON schemas of the tools that every rollout has."""
-        return [
-            {"type": "function", "function": tool.model_dump(exclude_none=True)}
-            for tool in self._env.tool_defs or ()
-        ]
 
     def rows(self, split: Split) -> Sequence[Row] | None:
         """The environment's data set; None if it has none for this split.
@@ -77,7 +122,7 @@ class ClassicEnvironment:
         found = self._env.build_dataset() if split == "train" else self._env.build_eval_dataset()
         if found is None and split == "train":
             raise EnvironmentUnusable(
-                f"the environment {self._id} has no data set for training (`dataset`), only one "
+                f"the environment {self.env_id} has no data set for training (`dataset`), only one "
                 "for evaluation; pick an argument of load_environment with --task-args that sets it"
             )
         return None if found is None else found.to_list()
@@ -99,7 +144,7 @@ class ClassicEnvironment:
         """
         if self.rates_groups:
             raise EnvironmentUnusable(
-                f"the environment {self._id} has reward functions for whole groups; only "
+                f"the environment {self.env_id} has reward functions for whole groups; only "
                 "run_group() can conduct its rollouts"
             )
         state = await self._rollout(row, dialogue)
@@ -130,9 +175,6 @@ class ClassicEnvironment:
         if error := state["error"]:
             raise RolloutFailed(f"{type(error).__name__}: {error}") from error
         return state
-
-    def close(self) -> None:
-        """verifiers releases what an environment holds when the process ends."""
 
 
 class _DialogueClient(OpenAIChatCompletionsClient):  # type: ignore[misc]

@@ -15,12 +15,10 @@ import verifiers.v1 as vf
 from pydantic import ValidationError
 from verifiers.v1.clients.client import SESSION_ID_HEADER
 
-from grpo_env.bridges import verifiers_harness
+from grpo_env.bridges import EnvironmentUnusable, RolloutFailed, VerifiersTask, verifiers_harness
 from grpo_env.bridges.chat import Chat, plain_message
-from grpo_env.bridges.errors import EnvironmentUnusable, RolloutFailed
-from grpo_env.bridges.openai_endpoint import MODEL, ChatEndpoint, Session
-from grpo_env.tasks import Graded, Message, Row, Split
-from grpo_env.tasks.dialogue import Dialogue
+from grpo_env.bridges.openai_endpoint import MODEL, ChatEndpoint, OpenRollout
+from grpo_env.tasks import Dialogue, Graded, Message, Row, Split, TaskOptions
 
 log = structlog.get_logger()
 
@@ -30,23 +28,20 @@ _SELECT = "select"
 """Argument with the options that choose among the tasks, as `vf-eval --select.*`."""
 
 
-class V1Environment:
+class V1Environment(VerifiersTask):
     """An environment that `verifiers.v1.load_environment` loads.
 
-    Args:
-        arguments: the environment's configuration, as the table `[env]` of verifiers' TOML files,
-            and `select`.
+    Its arguments are the environment's configuration, as the table `[env]` of verifiers' TOML
+    files, and `select`.
 
     Raises:
         EnvironmentUnusable: see there.
     """
 
-    tools: Sequence[Mapping[str, Any]] = ()
-    rates_groups = False
-
-    def __init__(self, env_id: str, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, env_id: str, options: TaskOptions) -> None:
+        super().__init__(env_id, options)
         verifiers_harness.register()
-        self._id = env_id
+        arguments = self.arguments
         try:
             self._env = vf.load_environment(_config(env_id, arguments))
             select = vf.SelectConfig(**arguments.get(_SELECT, {}))
@@ -73,8 +68,8 @@ class V1Environment:
             return None
         if not self._taskset.bounded:
             raise EnvironmentUnusable(
-                f"the environment {self._id} makes tasks without end; choose a number of them with "
-                f"""--task-args '{{"{_SELECT}": {{"limit": 1000}}}}'"""
+                f"the environment {self.env_id} makes tasks without end; choose a number of them "
+                f"""with --task-args '{{"{_SELECT}": {{"limit": 1000}}}}'"""
             )
         if not self._tasks:
             self._tasks = {task.data.idx: task for task in self._taskset}
@@ -104,7 +99,7 @@ class V1Environment:
             Exception: of the dialogue.
         """
         await self._started()
-        session, opened = Session(Chat(dialogue)), list[str]()
+        session, opened = OpenRollout(Chat(dialogue)), list[str]()
 
         def open_session(trace: vf.Trace) -> None:
             self._endpoint.sessions[trace.id] = session
@@ -122,11 +117,7 @@ class V1Environment:
         if session.error is not None:
             raise session.error
         session.chat.raise_if_silent()
-        return _graded(self._id, episode)
-
-    async def run_group(self, row: Row, dialogues: Sequence[Dialogue]) -> list[Graded]:
-        """verifiers rates every rollout alone."""
-        raise NotImplementedError
+        return _graded(self.env_id, episode)
 
     def close(self) -> None:
         """Ends the servers, as soon as their event loop runs again."""

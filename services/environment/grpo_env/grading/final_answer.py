@@ -15,6 +15,7 @@ from grpo_env.grading.numbers import read_number
 MARK = "####"
 BOX = r"\boxed{"
 ANSWER_TAG, END_OF_ANSWER = "<answer>", "</answer>"
+THINK_TAG, END_OF_THINKING = "<think>", "</think>"
 
 LONGEST_RESULT_CHARS = 64
 """Longer results are ignored: they are no plausible numbers, and parsing them is slow."""

@@ -1,16 +1,27 @@
-"""Compares two expressions: exactly if both are plain numbers, otherwise with `math-verify`."""
+"""Compares two expressions: exactly if both are plain numbers, otherwise with `math-verify`.
+
+`math-verify` runs in a process of its own: sympy would compute `9^9^9^9` for ever, but a process
+can be ended at any time. The own timeouts of the library use signals, which work only in a main
+thread, and not during one long multiplication.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 import threading
+from multiprocessing.connection import Connection
 
 from grpo_core.errors import GrpoError
 from grpo_core.process.closing import ClosesOnExit
-from grpo_env.grading.math_process import MathProcess
 from grpo_env.grading.numbers import exact_verdict, respelled_pair
 
 GRADING_DEADLINE_S = 2.0
 """CPU time of one comparison. A typical comparison takes a thousandth of this."""
+
+_START_DEADLINE_S = 120.0
+_WALL_S_PER_CPU_S = 10.0
+"""A comparison may take so much longer than its CPU time, because it may wait for a CPU."""
 
 _MOST_CHARS_SHOWN = 80
 
@@ -21,6 +32,62 @@ class GraderUnusable(GrpoError):
 
 class NotGraded(ValueError):
     """The comparison took too long, or crashed its process."""
+
+
+class MathProcess:
+    """One process. Only one thread at a time may call it."""
+
+    def __init__(self) -> None:
+        # Not a fork, because this process has threads, and a fork may inherit a held lock.
+        spawn = multiprocessing.get_context("spawn")
+        self._connection, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs,), name="math", daemon=True)
+        self._process.start()
+        theirs.close()
+        self._verdict_on_2_and_2: bool | None = None
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def works(self) -> bool:
+        """Wait until the process has imported `math-verify`. False if it finds that 2 is not 2.
+
+        Raises:
+            TimeoutError, ChildProcessError: the process does not start.
+        """
+        if self._verdict_on_2_and_2 is None:
+            self._verdict_on_2_and_2 = self._receive(_START_DEADLINE_S)
+        return self._verdict_on_2_and_2
+
+    def compare(self, answer: str, gold: str, cpu_s: float) -> bool:
+        """Whether both are equal. Call `works` first.
+
+        Raises:
+            TimeoutError: the comparison needs more than `cpu_s` seconds of CPU time.
+            ChildProcessError: the process has ended for another reason.
+        """
+        try:
+            self._connection.send((answer, gold, cpu_s))
+        except OSError:
+            raise ChildProcessError("the process had ended before") from None
+        return self._receive(cpu_s * _WALL_S_PER_CPU_S)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+    def _receive(self, deadline_s: float) -> bool:
+        if not self._connection.poll(deadline_s):
+            raise TimeoutError(f"the process gave no answer for {deadline_s:g} s")
+        try:
+            return bool(self._connection.recv())
+        except (EOFError, OSError):
+            self._process.join()
+            code = self._process.exitcode
+            if code == -signal.SIGPROF:
+                raise TimeoutError("the comparison used up its CPU time") from None
+            raise ChildProcessError(f"the process ended with exit code {code}") from None
 
 
 class MathGrader(ClosesOnExit):
@@ -104,3 +171,9 @@ def _check(process: MathProcess) -> None:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _MOST_CHARS_SHOWN else text[:_MOST_CHARS_SHOWN] + "…"
+
+
+def _serve(connection: Connection) -> None:
+    from grpo_env.grading import math_process  # which imports sympy, here in the process alone
+
+    math_process.serve(connection)

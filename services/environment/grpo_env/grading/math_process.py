@@ -1,91 +1,42 @@
-"""The separate process in which `math-verify` compares two expressions, and its parent's side.
+"""What runs in the process that compares expressions with `math-verify`.
 
-sympy would compute `9^9^9^9` for ever, but a process can be ended at any time. The library's own
-timeouts use signals, which work only in a main thread, and not during one long multiplication.
+`math-verify` 0.9 rounds to an absolute number of decimals, so it finds 6.63e-34 equal to 1.6e-19,
+and 0.5 equal to 0.5000001. Here two numbers are compared exactly, not in six decimals.
 """
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import resource
 import signal
+from decimal import ROUND_DOWN, ROUND_HALF_EVEN, Context, Decimal
 from multiprocessing.connection import Connection
+from typing import Any
 
-from grpo_env.grading import numeric_equality
-
-_START_DEADLINE_S = 120.0
-_WALL_S_PER_CPU_S = 10.0
-"""A comparison may take so much longer than its CPU time, because it may wait for a CPU."""
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, grader, parse, verify
 
 _MEMORY_BYTES = 4 * 2**30
 """Address space of the process. An expression that needs more counts as invalid."""
 
+_LEAST_DIGITS = 6
+"""A decimal with so many significant digits may be the rounded value of a number that has no end,
+such as 0.333333 for 1/3. `math-verify` allows that too."""
+_EXACT_DIGITS = 60
+_DIGITS_OF_FLOATS = 15
+_TOLERANCE, _TOLERANCE_OF_FLOATS = 1e-30, 1e-12
+"""Relative, for expressions such as roots. sympy keeps 15 digits of decimals inside them."""
 
-class MathProcess:
-    """One process. Only one thread at a time may call it."""
-
-    def __init__(self) -> None:
-        # Not a fork, because this process has threads, and a fork may inherit a held lock.
-        spawn = multiprocessing.get_context("spawn")
-        self._connection, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs,), name="math", daemon=True)
-        self._process.start()
-        theirs.close()
-        self._verdict_on_2_and_2: bool | None = None
-
-    def is_alive(self) -> bool:
-        return self._process.is_alive()
-
-    def works(self) -> bool:
-        """Wait until the process has imported `math-verify`. False if it finds that 2 is not 2.
-
-        Raises:
-            TimeoutError, ChildProcessError: the process does not start.
-        """
-        if self._verdict_on_2_and_2 is None:
-            self._verdict_on_2_and_2 = self._receive(_START_DEADLINE_S)
-        return self._verdict_on_2_and_2
-
-    def compare(self, answer: str, gold: str, cpu_s: float) -> bool:
-        """Whether both are equal. Call `works` first.
-
-        Raises:
-            TimeoutError: the comparison needs more than `cpu_s` seconds of CPU time.
-            ChildProcessError: the process has ended for another reason.
-        """
-        try:
-            self._connection.send((answer, gold, cpu_s))
-        except OSError:
-            raise ChildProcessError("the process had ended before") from None
-        return self._receive(cpu_s * _WALL_S_PER_CPU_S)
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self._connection.close()
-
-    def _receive(self, deadline_s: float) -> bool:
-        if not self._connection.poll(deadline_s):
-            raise TimeoutError(f"the process gave no answer for {deadline_s:g} s")
-        try:
-            return bool(self._connection.recv())
-        except (EOFError, OSError):
-            self._process.join()
-            code = self._process.exitcode
-            if code == -signal.SIGPROF:
-                raise TimeoutError("the comparison used up its CPU time") from None
-            raise ChildProcessError(f"the process ended with exit code {code}") from None
+_rounded = grader.sympy_numeric_eq
 
 
-def _serve(connection: Connection) -> None:
+def serve(connection: Connection) -> None:
     """Compare until the parent closes its end, or ends."""
     # Ctrl-C reaches this process too, but the parent ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     # Its warning that timeouts are off does not apply: the kernel enforces the deadline.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    numeric_equality.make_exact()
+    grader.sympy_numeric_eq = _equal_numbers
     connection.send(_equal("2", "2"))
     while True:
         try:
@@ -100,8 +51,6 @@ def _serve(connection: Connection) -> None:
 
 
 def _equal(answer: str, gold: str) -> bool:
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
     # A boxed expression has priority over the rest of the text.
     extraction = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     parsed, expected = (
@@ -109,3 +58,57 @@ def _equal(answer: str, gold: str) -> bool:
         for text in (answer, gold)
     )
     return bool(verify(expected, parsed, timeout_seconds=None))
+
+
+def _equal_numbers(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:
+    if not _rounded(a, b, float_rounding, numeric_precision):
+        return False
+    if hasattr(a, "shape") or hasattr(b, "shape"):
+        return True  # its elements have been compared, by this function
+    are_whole = (grader.is_atomic_or_pct_atomic(one, grader.Integer) for one in (a, b))
+    return all(are_whole) or is_equal(*map(grader.safe_sympy_doit, (a, b)))
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    """Whether two expressions of sympy have one value; True for those that are no numbers."""
+    if not (a.is_number and b.is_number) or a == b:
+        return True
+    if a.is_Rational and b.is_Rational:
+        return False
+    if a.is_Float and b.is_Float:
+        shorter, longer = sorted((_written(a), _written(b)), key=_digits)
+        is_computed = _digits(longer) >= _DIGITS_OF_FLOATS - 1
+        return shorter == longer or (is_computed and _is_rounded(longer, shorter))
+    if a.is_Float:
+        return _rounds_to(b, _written(a))
+    if b.is_Float:
+        return _rounds_to(a, _written(b))
+    tolerance = _TOLERANCE_OF_FLOATS if a.has(grader.Float) or b.has(grader.Float) else _TOLERANCE
+    first, second = (one.evalf(_EXACT_DIGITS) for one in (a, b))
+    return bool(abs(first - second) <= tolerance * max(abs(first), abs(second)))
+
+
+def _written(number: Any) -> Decimal:
+    return Decimal(str(number)).normalize()
+
+
+def _rounds_to(number: Any, decimal: Decimal) -> bool:
+    """Whether `decimal` is the number, or the number in the digits of `decimal`."""
+    if not number.is_real:
+        return False
+    return _is_rounded(Decimal(str(number.evalf(_EXACT_DIGITS))), decimal)
+
+
+def _is_rounded(exact: Decimal, decimal: Decimal) -> bool:
+    """Whether both are equal in the digits of `decimal`, rounded or cut off."""
+    digits = _digits(decimal)
+    if digits < _LEAST_DIGITS:
+        return Context(prec=_EXACT_DIGITS // 2).create_decimal(exact) == decimal
+    if digits > _DIGITS_OF_FLOATS:  # as Python prints 2/3
+        return abs(exact - decimal) <= abs(exact) * Decimal(10) ** (1 - _DIGITS_OF_FLOATS)
+    ways = (Context(prec=digits, rounding=way) for way in (ROUND_HALF_EVEN, ROUND_DOWN))
+    return any(context.create_decimal(exact) == decimal for context in ways)
+
+
+def _digits(decimal: Decimal) -> int:
+    return len(decimal.as_tuple().digits)

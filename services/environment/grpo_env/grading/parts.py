@@ -6,11 +6,65 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import IntEnum
 from typing import Protocol
 
 from grpo_core.errors import GrpoError
-from grpo_env.grading.formats import Form, is_think_answer, read_form
+from grpo_env.grading.final_answer import (
+    ANSWER_TAG,
+    END_OF_ANSWER,
+    END_OF_THINKING,
+    MARK,
+    THINK_TAG,
+    last_box,
+)
+
+_NUMBER = r"[-+]?\$?[0-9][0-9,]*(?:\.[0-9]+)?%?"
+_ENDS_IN_NUMBER = re.compile(rf"(?:.*[^0-9.,])?{_NUMBER}\.?")
+_BARE_NUMBER = re.compile(_NUMBER)
+_MARKED_NUMBER = re.compile(rf"{MARK} *{_NUMBER}")
+
+_TAGS = (THINK_TAG, END_OF_THINKING, ANSWER_TAG, END_OF_ANSWER)
+_THINK_ANSWER = re.compile(
+    rf"\s*{THINK_TAG}.*{END_OF_THINKING}\s*{ANSWER_TAG}(.*){END_OF_ANSWER}\s*", re.DOTALL
+)
+
+
+class Form(IntEnum):
+    """Steps towards a last line `#### <number>`. Each step includes the previous ones, so that a
+    policy that reaches one step also finds the next one in its own samples."""
+
+    NONE = 0
+    """The answer was cut off, or its last line does not end in a number."""
+    ENDS_IN_NUMBER = 1
+    BARE_NUMBER = 2
+    """The last line is only a number, with or without the mark."""
+    MARKED_NUMBER = 3
+    """The last line is `#### <number>`, and no other line contains the mark."""
+
+
+def read_form(text: str, *, finished: bool = True) -> Form:
+    """The step that the last line reaches. `finished`: False if the token limit cut it off."""
+    last = text.rstrip().rpartition("\n")[2].strip() if finished else ""
+    if _MARKED_NUMBER.fullmatch(last) and text.count(MARK) == 1:
+        return Form.MARKED_NUMBER
+    if _BARE_NUMBER.fullmatch(last) or _MARKED_NUMBER.fullmatch(last):
+        return Form.BARE_NUMBER
+    return Form.ENDS_IN_NUMBER if _ENDS_IN_NUMBER.fullmatch(last) else Form.NONE
+
+
+def is_think_answer(text: str) -> bool:
+    """Whether the text is `<think>…</think> <answer>…\\boxed{…}…</answer>` and nothing else.
+
+    Each tag must occur exactly once. If the prompt ends in `<think>`, put it before the completion.
+    """
+    if any(text.count(tag) != 1 for tag in _TAGS):
+        return False
+    parts = _THINK_ANSWER.fullmatch(text)
+    return parts is not None and last_box(parts[1]) is not None
+
 
 BUFFER_SHARE = 0.2
 """Share of the token limit in which `overlong` grows. DAPO: 4,096 of 20,480 tokens."""
@@ -63,18 +117,18 @@ def length(answer: AnswerLike) -> float:
     return -min(1.0, len(answer.token_ids) / _limit(answer))
 
 
-def repetition(answer: AnswerLike, ngram_words: int = NGRAM_WORDS) -> float:
+def repetition(answer: AnswerLike) -> float:
     """Minus the share of n-grams of words that occurred before in the same answer.
 
     Words are separated by white space; case does not matter. The formula is Open-R1's, after
     appendix C.2 of Yeo et al., "Demystifying Long Chain-of-Thought Reasoning" (arXiv 2502.03373).
     """
     words = str(answer).lower().split()
-    ngrams = list(zip(*(words[start:] for start in range(ngram_words)), strict=False))
+    ngrams = list(zip(*(words[start:] for start in range(NGRAM_WORDS)), strict=False))
     return len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0
 
 
-def overlong(answer: AnswerLike, buffer_share: float = BUFFER_SHARE) -> float:
+def overlong(answer: AnswerLike) -> float:
     """Falls from 0 to -1 in a buffer at the end of the token limit.
 
     "Soft overlong punishment", equation 13 of DAPO (arXiv 2503.14476): with a limit of L tokens and
@@ -84,7 +138,7 @@ def overlong(answer: AnswerLike, buffer_share: float = BUFFER_SHARE) -> float:
     if not answer.finished:
         return -1.0
     limit = _limit(answer)
-    buffer = buffer_share * limit
+    buffer = BUFFER_SHARE * limit
     return max(-1.0, min(0.0, (limit - buffer - len(answer.token_ids)) / buffer))
 
 

@@ -1,16 +1,27 @@
-"""Queries whether one inference server is healthy and usable."""
+"""Asks inference servers whether they are healthy, and which policy they serve."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
 import httpx
+import structlog
 from pydantic import BaseModel, ValidationError
 
 from grpo_core.clients.inference import SERVICE
 from grpo_core.clients.retry import TransientAnswer
 from grpo_core.clients.service import AsyncServiceClient
+from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused, ServiceUnavailable
+from grpo_core.wire.policy_version import PolicyVersion
+
+log = structlog.get_logger()
 
 _ATTEMPT_S = 5.0
+_POLL_S = 1.0
+_STEP_POLL_S = 0.1
 _NOT_FOUND = 404
 
 
@@ -22,8 +33,11 @@ class SharedWeightsHaveOneServer(GrpoError):
     """`--inference-url` names several servers, but in `shared_vllm` a run has only one server."""
 
 
-class _BridgeInfo(BaseModel):
+class _BridgeState(BaseModel):
+    """The fields of `GET /bridge/info` that an environment reads."""
+
     shared_weights: bool = False
+    policy_version: PolicyVersion | None = None
 
 
 class HealthClient(AsyncServiceClient):
@@ -68,26 +82,134 @@ class HealthClient(AsyncServiceClient):
         return None
 
     async def _require_own_weights(self) -> None:
-        if await self.shares_weights():
-            raise SharedWeightsHaveOneServer(
-                f"the trainer writes the weights of {self.base_url} in place, so the "
-                f"{self._others} other servers of --inference-url would keep old weights; "
-                "pass only one URL in --inference-url, or use a mode other than shared_vllm"
-            )
-        self._is_admitted = True
-
-    async def shares_weights(self) -> bool:
-        """True if a trainer writes this server's weights in place; False without a bridge."""
+        """A server without a bridge has weights of its own."""
         try:
             answer = await self.send_once("GET", "/bridge/info")
         except RequestRefused as error:
             if error.status != _NOT_FOUND:
                 raise
-            return False
+        else:
+            if _bridge_state(answer).shared_weights:
+                raise SharedWeightsHaveOneServer(
+                    f"the trainer writes the weights of {self.base_url} in place, so the "
+                    f"{self._others} other servers of --inference-url would keep old weights; "
+                    "pass only one URL in --inference-url, or use a mode other than shared_vllm"
+                )
+        self._is_admitted = True
+
+    async def served_step(self) -> int | ServiceUnavailable | None:
+        """The training step of the served policy. None: the server has no bridge. The error: it did
+        not answer."""
         try:
-            return _BridgeInfo.model_validate_json(answer.content).shared_weights
-        except ValidationError as error:
-            fields = ", ".join(".".join(map(str, e["loc"])) or "body" for e in error.errors())
-            raise ProtocolViolation(
-                f"{SERVICE}: the response from /bridge/info has invalid fields: {fields}"
-            ) from error
+            version = _bridge_state(await self.send("GET", "/bridge/info")).policy_version
+        except (RequestRefused, ProtocolViolation):
+            return None
+        except ServiceUnavailable as error:
+            return error
+        return None if version is None else version.step
+
+
+def _bridge_state(answer: httpx.Response) -> _BridgeState:
+    try:
+        return _BridgeState.model_validate_json(answer.content)
+    except ValidationError as error:
+        fields = ", ".join(".".join(map(str, e["loc"])) or "body" for e in error.errors())
+        raise ProtocolViolation(
+            f"{SERVICE}: the response from /bridge/info has invalid fields: {fields}"
+        ) from error
+
+
+async def wait_for_servers(
+    urls: Sequence[str], deadline_s: float, api_key: str | None = None
+) -> None:
+    """Wait at the start until one of the servers answers `GET /health`.
+
+    One is enough, because `InferencePool` probes the others and uses each as soon as it is healthy:
+    a server that is down must not delay a run that can proceed without it. The pool logs each
+    server that is not healthy by name, so a wrong URL is noticed.
+
+    Raises:
+        ServiceUnavailable: no server was healthy within the deadline.
+        NotAnInferenceServer: another kind of server answers at a URL.
+        SharedWeightsHaveOneServer: one of several servers shares its weights with a trainer.
+    """
+    deadline = Deadline(deadline_s)
+    problems: dict[str, Exception] = {}
+    async with AsyncExitStack() as stack:
+        servers = [HealthClient(url, len(urls) - 1, deadline_s, api_key) for url in urls]
+        for server in servers:
+            await stack.enter_async_context(server)
+        while not await _is_one_healthy(servers, problems):
+            if deadline.has_passed:
+                listed = "; ".join(
+                    f"{SERVICE} at {url} is not healthy after {deadline_s:g} s; the last error "
+                    f"was: {_named(problem)}"
+                    for url, problem in problems.items()
+                )
+                raise ServiceUnavailable(
+                    f"{listed}; read the server's log, check --inference-url, or raise "
+                    "--start-deadline-s"
+                )
+            await asyncio.sleep(_POLL_S)
+
+
+async def _is_one_healthy(servers: Sequence[HealthClient], problems: dict[str, Exception]) -> bool:
+    """Probe all servers at once, and add their problems by URL."""
+    found = await asyncio.gather(*(server.problem() for server in servers))
+    for problem in found:
+        if isinstance(problem, NotAnInferenceServer):
+            raise problem
+    if None in found:
+        return True
+    for server, problem in zip(servers, found, strict=True):
+        assert problem is not None
+        if server.base_url not in problems:
+            log.info(
+                "wait_for_server.started",
+                url=server.base_url,
+                reason=_named(problem),
+                hint="start vllm-api-server, or check --inference-url",
+            )
+        # A timeout is less informative than an earlier error.
+        if server.base_url not in problems or not isinstance(problem, httpx.TimeoutException):
+            problems[server.base_url] = problem
+    return False
+
+
+def _named(problem: Exception) -> str:
+    return str(problem) or type(problem).__name__
+
+
+async def wait_for_step(
+    urls: Sequence[str], step: int, deadline_s: float, api_key: str | None
+) -> None:
+    """Return once one of the servers has the weights of `step` updates. Modes that publish rarely
+    may reach it late: after the deadline, the policy that is served then is taken, with a warning.
+
+    A server without bridge never says which policy it serves, so nothing is waited for.
+
+    Raises:
+        ServiceUnavailable: nothing listens at any of the URLs. A server that restarts its engine
+            keeps its socket open, so this one has ended.
+    """
+    deadline = Deadline(deadline_s)
+    async with AsyncExitStack() as stack:
+        servers = [HealthClient(url, api_key=api_key) for url in urls]
+        for server in servers:
+            await stack.enter_async_context(server)
+        while True:
+            found = await asyncio.gather(*(server.served_step() for server in servers))
+            failures = [one for one in found if isinstance(one, ServiceUnavailable)]
+            refused = [e for e in failures if isinstance(e.__cause__, httpx.ConnectError)]
+            if len(refused) == len(found):
+                raise refused[0]
+            served = [one for one in found if not isinstance(one, ServiceUnavailable)]
+            steps = [one for one in served if one is not None]
+            if len(steps) < len(served) or max(steps, default=-1) >= step:
+                return
+            if deadline.has_passed:
+                log.warning(
+                    "evaluation.policy_is_older", served_step=max(steps, default=-1), step=step
+                )
+                return
+            await asyncio.sleep(_STEP_POLL_S)

@@ -20,9 +20,8 @@ from grpo_core.clients.retry import TransientAnswer, unavailable
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.process.closing import ClosesOnAsyncExit
-from grpo_env.inference.availability import Standing
 from grpo_env.inference.health import HealthClient
-from grpo_env.inference.server import Server
+from grpo_env.inference.server import PooledServer, Standing
 
 _GONE_AFTER_S = 120.0
 """A server that has not served for so long is gone. A restart takes less: a drain of up to 60 s and
@@ -53,7 +52,7 @@ class InferencePool(ClosesOnAsyncExit):
         self._deadline_s = deadline_s
         self._clock = clock
         self._servers = [
-            Server(
+            PooledServer(
                 GenerationClient(url, deadline_s, max_requests, api_key),
                 HealthClient(url, others=len(urls) - 1, api_key=api_key),
                 # Half of the deadline remains for another server.
@@ -79,9 +78,9 @@ class InferencePool(ClosesOnAsyncExit):
                     await server.probed.wait()
         return self
 
-    def session(self) -> Session:
+    def session(self) -> Conversation:
         """For the requests of one conversation."""
-        return Session(self)
+        return Conversation(self)
 
     async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
         """As `GenerationClient.generate`, repeated until a server answers.
@@ -103,16 +102,16 @@ class InferencePool(ClosesOnAsyncExit):
                 stack.push_async_callback(server.close)
 
     async def sample(
-        self, home: Server | None, prompt_token_ids: list[int], sampling: dict[str, Any]
-    ) -> tuple[Server, GenerateAnswer]:
-        """Returns the answer and the server that sent it. For `Session`.
+        self, home: PooledServer | None, prompt_token_ids: list[int], sampling: dict[str, Any]
+    ) -> tuple[PooledServer, GenerateAnswer]:
+        """Returns the answer and the server that sent it. For `Conversation`.
 
         Args:
             home: the only server to use, unless it is gone; None for any
         """
         assert self._watches, "enter the pool with `async with` first"
         deadline = Deadline(self._deadline_s, self._clock)
-        broken: set[Server] = set()
+        broken: set[PooledServer] = set()
         while True:
             server = await self._next_server(home, broken, deadline)
             try:
@@ -131,8 +130,8 @@ class InferencePool(ClosesOnAsyncExit):
                     raise
 
     async def _next_server(
-        self, home: Server | None, broken: set[Server], deadline: Deadline
-    ) -> Server:
+        self, home: PooledServer | None, broken: set[PooledServer], deadline: Deadline
+    ) -> PooledServer:
         """The least loaded candidate. Waits until there is one."""
         while not deadline.has_passed:
             if self._unusable is not None:
@@ -151,7 +150,9 @@ class InferencePool(ClosesOnAsyncExit):
             "the servers run, and --inference-url"
         )
 
-    def _candidates(self, home: Server | None, broken: set[Server]) -> list[Server]:
+    def _candidates(
+        self, home: PooledServer | None, broken: set[PooledServer]
+    ) -> list[PooledServer]:
         """The servers to which a request may go now.
 
         Args:
@@ -170,7 +171,7 @@ class InferencePool(ClosesOnAsyncExit):
         if any(server.standing is Standing.SERVING for server in self._servers):
             for server in self._servers:
                 if server.standing is Standing.GONE:
-                    server.let_go()
+                    server.abort_requests()
 
     def _watch_ended(self, watch: asyncio.Task[None]) -> None:
         if not watch.cancelled():
@@ -178,7 +179,7 @@ class InferencePool(ClosesOnAsyncExit):
             self._standing_changed()
 
 
-class Session:
+class Conversation:
     """The requests of one conversation, all at one server.
 
     So every turn finds its prefix in that server's cache, and only an update of the server changes
@@ -188,9 +189,12 @@ class Session:
 
     def __init__(self, pool: InferencePool) -> None:
         self._pool = pool
-        self._home: Server | None = None
+        self._home: PooledServer | None = None
 
     async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
         """As `InferencePool.generate`."""
         self._home, answer = await self._pool.sample(self._home, prompt_token_ids, sampling)
         return answer
+
+    def session(self) -> Conversation:
+        return self

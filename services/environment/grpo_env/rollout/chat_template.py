@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_core.errors import GrpoError
-from grpo_env.grading.formats import THINK_TAG
-from grpo_env.hidden_torch import hidden_torch
+from grpo_env.grading.final_answer import THINK_TAG
 from grpo_env.tasks import Message
 from grpo_env.tasks.tool_calls import CallFormat, format_of
+from grpo_env.tasks.tools import hidden_torch
 
 _KEPT_PROMPTS = 256
 _PLACEHOLDER = "\x02answer\x03"
@@ -39,32 +39,11 @@ class TokenizerUnusable(GrpoError):
     """The tokenizer cannot be loaded, or cannot render a conversation."""
 
 
-class ChatTemplate(Protocol):
-    """Converts what the policy continues to token ids."""
+class ChatTemplate:
+    """Converts what the policy continues to token ids, with the chat template of a tokenizer.
 
-    @property
-    def call_format(self) -> CallFormat | None:
-        """How the template asks for calls of tools; None: in a form that is not read here."""
-
-    def prompt_ids(
-        self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> list[int]:
-        """[T] of a conversation that the policy continues, or of a text without template."""
-
-    def opening(self, prompt: str | Sequence[Message]) -> str:
-        """The beginning of the policy's answer that the prompt already holds: see `Answer`."""
-
-    def turn_ids(self, messages: Sequence[Message], last_id: int) -> list[int]:
-        """[T] of what follows an answer of the policy: the rest of the template's end of a turn,
-        the messages, and the beginning of the next answer.
-
-        Args: last_id: the answer's last token. If the template's end of a turn begins with it, it
-            is not repeated.
-        """
-
-
-class TokenizerTemplate:
-    """The chat template of a tokenizer. Args: arguments: of the template"""
+    Args: arguments: of the template
+    """
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
@@ -74,6 +53,7 @@ class TokenizerTemplate:
     def prompt_ids(
         self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
+        """[T] of a conversation that the policy continues, or of a text without template."""
         # All conversations of a group begin alike, and small data sets repeat their prompts.
         key = repr((prompt, tools))
         if key not in self._prompts:
@@ -99,6 +79,7 @@ class TokenizerTemplate:
         return rendered + begun
 
     def opening(self, prompt: str | Sequence[Message]) -> str:
+        """The beginning of the policy's answer that the prompt already holds: see `Answer`."""
         if isinstance(prompt, str):
             return ""
         begun = divided(prompt)[1]
@@ -106,6 +87,7 @@ class TokenizerTemplate:
 
     @cached_property
     def call_format(self) -> CallFormat | None:
+        """How the template asks for calls of tools; None: in a form that is not read here."""
         return format_of(str(self.tokenizer.chat_template))
 
     def require_tools(self, task: str, tool: Mapping[str, Any]) -> None:
@@ -144,6 +126,12 @@ class TokenizerTemplate:
         return tag + thought
 
     def turn_ids(self, messages: Sequence[Message], last_id: int) -> list[int]:
+        """[T] of what follows an answer of the policy: the rest of the template's end of a turn,
+        the messages, and the beginning of the next answer.
+
+        Args: last_id: the answer's last token. If the template's end of a turn begins with it, it
+            is not repeated.
+        """
         # Only the text behind the answer counts. So nothing that the policy said is tokenised
         # again, and templates may show earlier turns in another way.
         before: list[Message] = [_QUESTION, {"role": "assistant", "content": _PLACEHOLDER}]
@@ -188,9 +176,7 @@ class TokenizerTemplate:
         return token_ids
 
 
-def load_template(
-    tokenizer_name: str, arguments: Mapping[str, Any] | None = None
-) -> TokenizerTemplate:
+def load_template(tokenizer_name: str, arguments: Mapping[str, Any] | None = None) -> ChatTemplate:
     """The chat template of the model's tokenizer.
 
     Args: arguments: of the template, for example `{"enable_thinking": False}`
@@ -212,4 +198,4 @@ def load_template(
             f"the tokenizer of {tokenizer_name!r} has no chat template; use the tokenizer of an "
             "instruction-tuned model, or add chat_template.jinja to its directory"
         )
-    return TokenizerTemplate(tokenizer, arguments)
+    return ChatTemplate(tokenizer, arguments)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -14,9 +13,10 @@ import structlog
 from grpo_core.errors import GrpoError
 from grpo_core.wire.fields import FLOAT32_MAX
 from grpo_env.grading.parts import SHAPING, raise_if_unknown, weighted
-from grpo_env.rollout.user_code import TaskCode, UserCodeFailed
+from grpo_env.reward_process import UserCodeFailed
+from grpo_env.rollout.user_code import TaskCode
 from grpo_env.tasks import Answer, Row, Task
-from grpo_env.tasks.reward_value import RewardInvalid, graded_of
+from grpo_env.tasks.rewards import RewardInvalid, graded_of
 
 log = structlog.get_logger()
 
@@ -40,36 +40,6 @@ class Ungraded:
     problem: str
 
 
-@dataclass
-class SeenFailures:
-    """Logs each kind of failure once, with its traceback."""
-
-    seen: set[str] = field(default_factory=set)
-
-    def report(self, task: str, error: Exception) -> None:
-        name, place, trace = described(error)
-        kind = f"{name} {place}"
-        if kind in self.seen:
-            return
-        self.seen.add(kind)
-        log.warning(
-            "reward.failed",
-            task=task,
-            error=f"{name}: {error}",
-            hint="this kind of failure is only counted from now on",
-            traceback=trace,
-        )
-
-
-def described(error: Exception) -> tuple[str, str, str]:
-    """Name, place and traceback of an error of a task's code."""
-    if isinstance(error, UserCodeFailed):
-        return error.kind, error.place, error.trace
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return type(error).__name__, place, "".join(traceback.format_exception(error))
-
-
 class Grader:
     """Grades the answers of a group side by side.
 
@@ -81,7 +51,7 @@ class Grader:
     def __init__(self, weights: Mapping[str, float], code: TaskCode) -> None:
         self._weights = weights
         self._code = code
-        self._seen = SeenFailures()
+        self._seen: set[str] = set()  # kinds of failures that were logged
         self._parts: set[str] = set()
         self._answers = 0
 
@@ -118,8 +88,17 @@ class Grader:
 
     def failed(self, task: Task, error: Exception) -> Ungraded:
         """Report an error of the task's code, once for each kind."""
-        self._seen.report(task.name, error)
-        return Ungraded(f"{described(error)[0]}: {error}")
+        failure = UserCodeFailed.of(error)
+        if (kind := f"{failure.kind} {failure.place}") not in self._seen:
+            self._seen.add(kind)
+            log.warning(
+                "reward.failed",
+                task=task.name,
+                error=f"{failure.kind}: {failure}",
+                hint="this kind of failure is only counted from now on",
+                traceback=failure.trace,
+            )
+        return Ungraded(f"{failure.kind}: {failure}")
 
     def checked(self, task: Task, value: Any, answer: Answer) -> Grade:
         """The grade of what a reward returned.
@@ -134,14 +113,12 @@ class Grader:
         for name in weights.keys() & SHAPING.keys() - parts.keys():
             parts[name] = SHAPING[name](answer)
         self._parts |= parts.keys()
-        if graded.score is None:
-            return _grade(weighted(parts, weights), parts, graded.reason)
-        # The task's own score already contains its parts; weights of the user add to it.
-        weights = {**dict.fromkeys(parts, 0.0), **weights}
-        return _grade(graded.score + weighted(parts, weights), parts, graded.reason)
-
-
-def _grade(score: float, parts: Mapping[str, float], reason: str) -> Grade:
-    if abs(score) > FLOAT32_MAX:
-        raise RewardInvalid(f"the score is {score:g}, which float32 cannot hold; lower the weights")
-    return Grade(score, parts, reason)
+        if graded.score is not None:
+            # The task's own score already contains its parts; weights of the user add to it.
+            weights = {**dict.fromkeys(parts, 0.0), **weights}
+        score = (graded.score or 0.0) + weighted(parts, weights)
+        if abs(score) > FLOAT32_MAX:
+            raise RewardInvalid(
+                f"the score is {score:g}, which float32 cannot hold; lower the weights"
+            )
+        return Grade(score, parts, graded.reason)

@@ -1,23 +1,131 @@
-"""Produces one group, from the prompt to the submission, and counts groups that fail."""
+"""Produces one group, from the prompt to the submission, and counts groups."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
-from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
-from grpo_env.pacing.failure_budget import FailureBudget, RefusalLimit
-from grpo_env.pacing.flat_rewards import FlatRewards
-from grpo_env.pacing.reward_failures import RewardFailures
-from grpo_env.rollout.outcome import FailureReason, Rollout, RolloutFailure, SamplingPlan
-from grpo_env.rollout.progress import Progress, RewardSample
-from grpo_env.rollout.rollout import RolloutEngine
+from grpo_core.wire.scored_group import RewardSample, RolloutFacts, ScoredGroup
+from grpo_env.pacing import FailureBudget, FlatRewards, RefusalLimit, RewardFailures
+from grpo_env.rollout.engine import RolloutEngine
+from grpo_env.rollout.grading import Grade
+from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
 from grpo_env.tasks.items import ItemStream
 
 log = structlog.get_logger()
+
+_REPORT_EVERY_S = 5.0
+_RECENT_GROUPS = 64
+
+
+@dataclass
+class RewardTotals:
+    """Rewards since the last submission, including those of dropped groups.
+
+    The mean over submitted groups alone would be biased: groups with equal scores are dropped, and
+    those are the prompts that the policy always or never solves.
+    """
+
+    total: float = 0.0
+    count: int = 0
+    parts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, grades: Iterable[Grade]) -> None:
+        for grade in grades:
+            self.total += grade.score
+            self.count += 1
+            self.parts.update(grade.parts)
+
+    def take(self) -> RewardTotals:
+        """Return the rewards so far and start again at zero."""
+        taken = RewardTotals(self.total, self.count, self.parts)
+        self.total, self.count, self.parts = 0.0, 0, Counter()
+        return taken
+
+    def give_back(self, taken: RewardTotals) -> None:
+        self.total += taken.total
+        self.count += taken.count
+        self.parts.update(taken.parts)
+
+    def on_the_wire(self) -> RewardSample:
+        return RewardSample(sum=self.total, count=self.count, parts=dict(self.parts))
+
+
+@dataclass
+class _Window:
+    """Counts since the last report."""
+
+    started: float
+    rewards: RewardTotals = field(default_factory=RewardTotals)
+    graded_groups: int = 0
+    equal_groups: int = 0
+    tokens: int = 0
+    graded_tokens: int = 0
+
+
+class GroupCounts:
+    """Counts groups over the whole run, and means and rates since the last report."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._window = _Window(clock())
+        self.groups_sent = 0
+        self.failures: Counter[FailureReason] = Counter()
+        self._recent: deque[bool] = deque(maxlen=_RECENT_GROUPS)  # whether each was kept
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the recent groups that were not dropped for equal scores; 1 at the start."""
+        return (1 + sum(self._recent)) / (1 + len(self._recent))
+
+    def record(self, sampled: SampledGroup) -> None:
+        """Count one sampled group. `groups_sent` is counted separately."""
+        tokens = sampled.completion_tokens
+        self._window.tokens += tokens
+        self._window.rewards.add(sampled.grades)
+        if sampled.grades:
+            self._window.graded_groups += 1
+            self._window.graded_tokens += tokens
+        has_equal_scores = False
+        if sampled.lost is not None:
+            self.failures[sampled.lost.reason] += 1
+            has_equal_scores = sampled.lost.reason is FailureReason.EQUAL_SCORES
+        self._window.equal_groups += has_equal_scores
+        self._recent.append(not has_equal_scores)
+
+    def report_if_due(self) -> dict[str, Any] | None:
+        """The fields of the next report; None if it is not due yet."""
+        is_due = self._clock() - self._window.started >= _REPORT_EVERY_S
+        return self.report() if is_due else None
+
+    def report(self) -> dict[str, Any]:
+        """The fields of a report on the time since the previous one."""
+        elapsed_s = self._clock() - self._window.started
+        window, self._window = self._window, _Window(self._clock())
+        return {
+            "groups_sent": self.groups_sent,
+            "failures": {reason.value: count for reason, count in sorted(self.failures.items())},
+            "mean_reward": _ratio(window.rewards.total, window.rewards.count),
+            "reward_parts": {
+                name: _ratio(total, window.rewards.count)
+                for name, total in sorted(window.rewards.parts.items())
+            },
+            "mean_completion_tokens": _ratio(window.graded_tokens, window.rewards.count),
+            "equal_scores_share": _ratio(window.equal_groups, window.graded_groups),
+            "tokens_per_s": round(window.tokens / elapsed_s, 1) if elapsed_s else None,
+        }
+
+
+def _ratio(part: float, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None
+
 
 _CONFLICT = 409
 
@@ -26,18 +134,13 @@ class NoPromptFits(GrpoError):
     """Every prompt of the data set is too long."""
 
 
-@dataclass(frozen=True)
-class Sender:
-    """The environment as run-api knows it, and the run in which it registered."""
-
-    env_id: int = -1
-    run_uuid: str = ""
-
-
 class GroupProducer:
-    """Samples and submits groups.
+    """Samples and submits groups. Start none while `delay_s` is above 0: a service is failing.
 
-    The caller shares `inference` and `submissions`, and starts no groups while either is failing.
+    Args:
+        request_deadline_s: how long the inference servers may fail
+        run_api_deadline_s: how long submissions may fail, even if run-api answers other requests
+        max_failed_rewards: as `RewardFailures`
     """
 
     def __init__(
@@ -45,22 +148,31 @@ class GroupProducer:
         items: ItemStream,
         engine: RolloutEngine,
         api: EnvironmentClient,
-        inference: FailureBudget,
-        submissions: FailureBudget,
-        reward_failures: RewardFailures,
+        request_deadline_s: float,
+        run_api_deadline_s: float,
+        max_failed_rewards: float,
     ) -> None:
         self._items = items
         self._engine = engine
         self._api = api
-        self._inference = inference
-        self._submissions = submissions
-        self._reward_failures = reward_failures
+        self._inference = FailureBudget("vllm-server", request_deadline_s)
+        self._submissions = FailureBudget("run-api", run_api_deadline_s)
+        self._reward_failures = RewardFailures(max_failed_rewards)
         self._flat_rewards = FlatRewards()
-        self._rewards = RewardSample()
+        self._rewards = RewardTotals()
         self._generation_refusals = RefusalLimit("the inference server")
         self._submission_refusals = RefusalLimit("run-api")
-        self.sender = Sender()
-        self.progress = Progress()
+        self._env_id, self._run_uuid = -1, ""
+        self.counts = GroupCounts()
+
+    @property
+    def delay_s(self) -> float:
+        """Seconds until a failing service should be tried again; 0 if none fails."""
+        return max(self._inference.delay_s, self._submissions.delay_s)
+
+    def join(self, env_id: int, run_uuid: str) -> None:
+        """Groups whose sampling begins from now on belong to this run."""
+        self._env_id, self._run_uuid = env_id, run_uuid
 
     def skip_long_prompts(self, plan: SamplingPlan) -> None:
         """Drop prompts that leave too little room for a whole completion, which would be cut off
@@ -94,44 +206,43 @@ class GroupProducer:
             ServiceUnavailable: a server failed for longer than its deadline.
             ProtocolViolation, MisalignedCompletion: a server's answer is not valid.
         """
-        sender = self.sender  # of the run in which the sampling begins
+        env_id, run_uuid = self._env_id, self._run_uuid  # of the run in which the sampling begins
         try:
-            outcome = await self._engine.roll_out(self._items.next(), plan)
+            sampled = await self._engine.roll_out(self._items.next(), plan)
         except ServiceUnavailable as error:
             self._inference.failed(error)
-            self._fail(RolloutFailure(FailureReason.UNAVAILABLE, str(error)))
+            self._lose(SampledGroup(lost=GroupLost(FailureReason.UNAVAILABLE, str(error))))
             return
         self._inference.succeeded()
-        self._rewards.add(outcome.grades)
-        self._flat_rewards.graded(grade.score for grade in outcome.grades)
-        self._observe_grading(outcome)
-        if isinstance(outcome, Rollout):
+        self._rewards.add(sampled.grades)
+        self._flat_rewards.graded(grade.score for grade in sampled.grades)
+        self._observe_grading(sampled)
+        if sampled.lost is None:
+            assert sampled.group is not None
             self._generation_refusals.accepted()
-            self.progress.record(outcome)
-            await self._send(outcome, sender)
+            self.counts.record(sampled)
+            await self._send(sampled.group, env_id, run_uuid)
             return
-        self._fail(outcome)
-        if outcome.reason is FailureReason.REFUSED:
-            self._generation_refusals.refused(outcome.detail)
+        self._lose(sampled)
+        if sampled.lost.reason is FailureReason.REFUSED:
+            self._generation_refusals.refused(sampled.lost.detail)
         else:
             self._generation_refusals.accepted()
 
-    def _observe_grading(self, outcome: Rollout | RolloutFailure) -> None:
-        if not isinstance(outcome, RolloutFailure):
-            self._reward_failures.graded()
-        elif outcome.reason is FailureReason.QUARANTINED_REWARD:
-            self._reward_failures.failed(outcome.detail)
-        elif outcome.grades:
+    def _observe_grading(self, sampled: SampledGroup) -> None:
+        lost = sampled.lost
+        if lost is not None and lost.reason is FailureReason.QUARANTINED_REWARD:
+            self._reward_failures.failed(lost.detail)
+        elif sampled.grades:
             self._reward_failures.graded()
 
-    async def _send(self, rollout: Rollout, sender: Sender) -> None:
+    async def _send(self, group: ScoredGroup, env_id: int, run_uuid: str) -> None:
         rewards = self._rewards.take()
         try:
-            group = self._addressed(rollout.group, rewards, sender.env_id)
-            await self._api.submit(group, sender.run_uuid)
+            await self._api.submit(self._addressed(group, rewards, env_id), run_uuid)
         except RequestRefused as error:
             self._rewards.give_back(rewards)
-            self._fail(RolloutFailure(FailureReason.REFUSED, str(error)))
+            self._lose(SampledGroup(lost=GroupLost(FailureReason.REFUSED, str(error))))
             # A conflict means that run-api was reset meanwhile. The next poll detects that.
             if error.status != _CONFLICT:
                 self._submission_refusals.refused(str(error))
@@ -140,19 +251,20 @@ class GroupProducer:
             # may have arrived, so neither the group nor its rewards are sent again: a gap is
             # harmless, but a duplicate is not.
             self._submissions.failed(error)
-            self._fail(RolloutFailure(FailureReason.UNDELIVERED, str(error)))
+            self._lose(SampledGroup(lost=GroupLost(FailureReason.UNDELIVERED, str(error))))
         else:
             self._submissions.succeeded()
             self._submission_refusals.accepted()
-            self.progress.groups_sent += 1
+            self.counts.groups_sent += 1
 
-    def _addressed(self, group: ScoredGroup, rewards: RewardSample, env_id: int) -> ScoredGroup:
+    def _addressed(self, group: ScoredGroup, rewards: RewardTotals, env_id: int) -> ScoredGroup:
         facts = RolloutFacts(reward_sample=rewards.on_the_wire())
         overrides = (group.group_overrides or {}) | facts.on_the_wire()
         return group.model_copy(update={"env_id": env_id, "group_overrides": overrides})
 
-    def _fail(self, failure: RolloutFailure) -> None:
-        self.progress.record(failure)
+    def _lose(self, sampled: SampledGroup) -> None:
+        self.counts.record(sampled)
         # Equal scores are normal for a good policy, so only the regular report counts them.
-        if failure.reason is not FailureReason.EQUAL_SCORES:
-            log.warning("group.lost", reason=failure.reason.value, detail=failure.detail)
+        lost = sampled.lost
+        if lost is not None and lost.reason is not FailureReason.EQUAL_SCORES:
+            log.warning("group.lost", reason=lost.reason.value, detail=lost.detail)

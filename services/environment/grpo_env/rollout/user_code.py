@@ -1,20 +1,31 @@
-"""Calls the code of a task: outside the event loop, several calls side by side, with a deadline."""
+"""Calls the code of a task: outside the event loop, several calls side by side, with a deadline.
+
+Rewards and tools run in worker processes, where the deadline of a call is hard: after it, its
+process and the programs that it started are ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import multiprocessing
+import os
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError as DeadlinePassed
 from functools import partial
-from typing import Any, Protocol, Self
+from multiprocessing import forkserver
+from typing import Any, Self
 
-from pebble import ThreadPool
+import structlog
+from pebble import ProcessExpired, ProcessPool, ThreadPool
 
 from grpo_core.process.closing import ClosesOnExit
-from grpo_env.contained import contained, contained_await
+from grpo_env import reward_process
+from grpo_env.reward_process import TASKS_VARIABLE, UserCodeFailed
 from grpo_env.tasks import Answer, Message, Row, State, Task
-from grpo_env.tasks.tools import ELSEWHERE
+from grpo_env.tasks.tools import CALL_IN_PROCESS, contained, contained_await
 
 _THREADS = 64
 _MOST_WAITS = 10
@@ -31,69 +42,55 @@ class TooSlow(ValueError):
         )
 
 
-class UserCodeFailed(Exception):
-    """An error of a task's code in another process. `place`: file and line; `trace`: the
-    traceback there."""
-
-    def __init__(self, kind: str, text: str, place: str = "", trace: str = "") -> None:
-        super().__init__(text)
-        self.kind, self.place, self.trace = kind, place, trace
-
-
-class Elsewhere(Protocol):
-    """Runs rewards and tools in other processes.
-
-    Raises:
-        TooSlow: the deadline has passed, and the call was ended.
-        UserCodeFailed: the code raised an error, or ended its process.
-        GrpoError: as the code raised it.
-    """
-
-    async def reward(self, task: Task, answer: Answer, row: Row) -> Any: ...
-
-    async def start_tools(self) -> None:
-        """Wait until tools can be called."""
-
-    async def tool(self, task: Task, name: str, arguments: Mapping[str, Any]) -> Any: ...
-
-
 class TaskCode(ClosesOnExit):
-    """Rewards and tools run in other processes. What needs the state of this process, such as a
+    """Rewards and tools run in worker processes. What needs the state of this process, such as a
     step of a conversation, runs here: functions in threads, coroutines in an event loop of their
-    own.
+    own. Rewards and tools have processes of their own, because a step must not wait for rewards.
 
     The threads are daemons: a call that never ends does not keep the process alive.
 
     Args:
         deadline_s: of one call
-        elsewhere: other processes; None: all code runs here
+        workers: number of processes, for each of both; 0: all code runs here
+        tasks: those that the processes load, as `assembly.specs_text` writes them
     """
 
-    def __init__(self, deadline_s: float, elsewhere: Elsewhere | None = None) -> None:
+    def __init__(self, deadline_s: float, workers: int = 0, tasks: str = "") -> None:
         self._deadline_s = deadline_s
-        self._elsewhere = elsewhere
+        self._rewards: WorkerProcesses | None = None
+        self._tools: WorkerProcesses | None = None
+        if workers:
+            self._rewards = WorkerProcesses(tasks, workers, deadline_s)
+            self._tools = WorkerProcesses(tasks, workers, deadline_s)
         self._threads = ThreadPool(max_workers=_THREADS)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def reward(self, task: Task, answer: Answer, row: Row) -> Any:
-        """What the task's reward returns. Raises as `call`, and as `Elsewhere`."""
+        """What the task's reward returns. Raises as `call`, and as `WorkerProcesses.call`."""
         if not task.blocks:
             return await self.call_here("the reward", task.reward, answer, row)
         is_here = inspect.iscoroutinefunction(task.reward) or task.has_steps
-        if self._elsewhere is None or is_here:
+        if self._rewards is None or is_here:
             return await self.call("the reward", task.reward, answer, row)
-        return await self._elsewhere.reward(task, answer, row)
+        arguments = (task.name, answer, row)
+        return await self._rewards.call("the reward", reward_process.reward, *arguments)
 
     async def step(self, task: Task, state: State, answer: Answer) -> Sequence[Message] | None:
         """The task's next messages, see `Task.step`. Its tools run in other processes, unless a
         step of its own calls them. Raises as `call`."""
         call = self.call if task.blocks else self.call_here
-        elsewhere = self._elsewhere
-        if elsewhere is not None and task.tools and not task.has_steps:
-            await elsewhere.start_tools()
-            ELSEWHERE.set(partial(elsewhere.tool, task))
+        if self._tools is not None and task.tools and not task.has_steps:
+            await self._tools.started()
+            CALL_IN_PROCESS.set(partial(self._tool, self._tools, task))
         more: Sequence[Message] | None = await call("the step", task.step, state, answer)
         return more
+
+    @staticmethod
+    async def _tool(
+        processes: WorkerProcesses, task: Task, name: str, arguments: Mapping[str, Any]
+    ) -> Any:
+        what = f"the tool {name}"
+        return await processes.call(what, reward_process.tool, task.name, name, arguments)
 
     async def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """The function's value; if that is awaitable, what it yields.
@@ -164,6 +161,9 @@ class TaskCode(ClosesOnExit):
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._threads.close()  # type: ignore[no-untyped-call]
+        for processes in (self._rewards, self._tools):
+            if processes is not None:
+                processes.close()
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -182,3 +182,95 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+
+
+log = structlog.get_logger()
+
+
+class WorkerProcesses:
+    """Forks of a process that has loaded the tasks, and nothing else of this one: no threads, no
+    locks, no GPU. They start with the first call. Args: as `TaskCode`"""
+
+    def __init__(self, tasks: str, count: int, deadline_s: float) -> None:
+        self._tasks, self._count, self._deadline_s = tasks, count, deadline_s
+        self._pool: ProcessPool | None = None
+        self._starting = threading.Lock()
+
+    async def started(self) -> ProcessPool:
+        """Wait until the tasks are loaded and the processes have started."""
+        pool = self._pool
+        return await asyncio.to_thread(self._started) if pool is None else pool
+
+    async def call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function of `reward_process` returns.
+
+        Raises:
+            TooSlow: the deadline has passed, and the call was ended.
+            UserCodeFailed: the code raised an error, or ended its process.
+            GrpoError: as the code raised it.
+        """
+        pool = await self.started()
+        try:
+            value = await self._run(pool, what, function, *arguments)
+        except RuntimeError as error:
+            # A process that ends between two calls breaks pebble's pool.
+            log.warning("reward_workers.restarted", reason=str(error))
+            await asyncio.to_thread(self._drop, pool)
+            value = await self._run(await self.started(), what, function, *arguments)
+        if isinstance(value, UserCodeFailed):
+            raise value
+        return value
+
+    async def _run(
+        self, pool: ProcessPool, what: str, function: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        try:
+            return await asyncio.wrap_future(
+                pool.schedule(function, args=(self._tasks, *arguments), timeout=self._deadline_s)
+            )
+        except DeadlinePassed as error:
+            raise TooSlow.after(what, self._deadline_s) from error
+        except ProcessExpired as error:
+            raise UserCodeFailed(
+                "ProcessEnded", f"{what} ended its process with status {error.exitcode}"
+            ) from error
+
+    def _started(self) -> ProcessPool:
+        with self._starting:
+            if self._pool is None:
+                _find_temporary_directory()
+                context = multiprocessing.get_context("forkserver")
+                context.set_forkserver_preload([reward_process.__name__])
+                os.environ[TASKS_VARIABLE] = self._tasks
+                forkserver.ensure_running()
+                del os.environ[TASKS_VARIABLE]
+                pool = ProcessPool(
+                    self._count,
+                    initializer=reward_process.begin,
+                    initargs=(self._tasks,),
+                    context=context,
+                )
+                assert pool.active  # starts the processes
+                self._pool = pool
+            return self._pool
+
+    def _drop(self, pool: ProcessPool) -> None:
+        """Stop a broken pool; the next call starts another one."""
+        with self._starting:
+            if self._pool is pool:
+                self.close()
+                self._pool = None
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.stop()  # type: ignore[no-untyped-call]
+            self._pool.join()
+
+
+def _find_temporary_directory() -> None:
+    """The processes meet at a socket in one. A container whose file system is read-only may have no
+    other than that of shared memory, where their semaphores are anyway."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        tempfile.tempdir = "/dev/shm"

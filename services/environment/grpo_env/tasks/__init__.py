@@ -8,28 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, Self, TypedDict
+from typing import Any, ClassVar, Literal, Protocol, Self
 
+from grpo_core.errors import GrpoError
 from grpo_env.tasks.tool_calls import CallFormat
+from grpo_env.tasks.tool_calls import Message as Message
 from grpo_env.tasks.tools import answer_calls
-
-if TYPE_CHECKING:
-    from grpo_env.tasks.dialogue import Dialogue
 
 Row = Mapping[str, Any]
 """One record of a data set: column name → value."""
 PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
 """The first one that a row has is its prompt."""
 Split = Literal["train", "test"]
-
-
-class Message(TypedDict):
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-    name: NotRequired[str]
-    tool_calls: NotRequired[list[dict[str, Any]]]
 
 
 class State(dict[str, Any]):
@@ -128,6 +118,38 @@ class TaskOptions:
     args: Mapping[str, Any] = field(default_factory=dict)
 
 
+class ContextFull(GrpoError):
+    """The conversation has no room for another token; see --seq-len."""
+
+
+class Dialogue(Protocol):
+    """Records one rollout, token by token."""
+
+    async def say(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Answer:
+        """Let the policy continue a conversation.
+
+        If `messages` begin with the conversation so far, answers included, the new answer joins the
+        same sequence: nothing that the policy said is tokenised again. Otherwise a new sequence
+        begins, and the rollout has several.
+
+        Args:
+            messages: the whole conversation, or a text to continue as it is
+            tools: JSON schemas for the chat template
+            max_tokens: of this answer; None for the task's limit
+            stop: texts that end this answer
+
+        Raises:
+            ContextFull: the conversation reached the limit for a whole sequence.
+            ServiceUnavailable: the inference server does not answer.
+        """
+
+
 class Task:
     """Base class of all tasks. A subclass overrides what differs.
 
@@ -222,3 +244,20 @@ class Task:
     def is_conversation(self) -> bool:
         """Whether the policy may answer more than once."""
         return bool(self.tools) or self.has_steps
+
+
+def checked_arguments(
+    task: str, given: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The task's defaults, replaced by what the user has given.
+
+    Raises:
+        ValueError: an argument that the task does not have.
+    """
+    unknown = sorted(set(given) - set(defaults))
+    if unknown:
+        raise ValueError(
+            f"--task-args: {task} has no argument {', '.join(unknown)}; it has "
+            f"{', '.join(defaults)}"
+        )
+    return {**defaults, **given}

@@ -10,10 +10,8 @@ from typing import Any
 from grpo_env.grading.final_answer import MARK, find_result
 from grpo_env.grading.math_grader import MathGrader
 from grpo_env.grading.parts import accuracy, marked_number_format
-from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions
-from grpo_env.tasks.arguments import checked_arguments
-from grpo_env.tasks.data_files import NoSuchSplit, read_records
-from grpo_env.tasks.rows import collect, renamed, source_of
+from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions, checked_arguments
+from grpo_env.tasks.rows import rows_of
 
 INSTRUCTION = "Reason step by step. End with the line\n#### <number>"
 """Short, because with one token per character a problem alone has up to a thousand tokens."""
@@ -35,22 +33,12 @@ class Gsm8k(Task):
         self.options = replace(
             options,
             data=options.data or _HUB_ID,
-            data_config=options.data_config or (None if options.data else _HUB_CONFIG),
+            data_config=options.data_config or _HUB_CONFIG,
         )
         self._grader = MathGrader()
 
     def rows(self, split: Split) -> Sequence[Row] | None:
-        source = source_of(self.options, split)
-        if source is None:
-            return None
-        config, columns = self.options.data_config or _HUB_CONFIG, self.options.columns
-        try:
-            records, name = read_records(source[0], config, source[1])
-            return collect(records, name, lambda content: problem_of(renamed(content, columns)))
-        except NoSuchSplit:
-            if split == "test" and self.options.eval_data is None:
-                return None
-            raise
+        return rows_of(self.options, split, problem_of)
 
     def prompt(self, row: Row) -> list[Message]:
         system = self.options.system_prompt

@@ -162,66 +162,54 @@ class KeptItems:
     """Tasks without any item left."""
 
 
-class Shuffled:
-    """An endless stream that goes through all items in a new order each time.
-
-    The same items and the same seed give the same stream.
-    """
-
-    def __init__(self, items: Sequence[Item], seed: int) -> None:
-        self._items = list(items)
-        self._random = random.Random(seed)
-        self._left: list[Item] = []
-
-    def next(self) -> Item:
-        """Raises `IndexError` if there are no items."""
-        if not self._left:
-            self._left = self._random.sample(self._items, len(self._items))
-        return self._left.pop()
-
-    def keep(self, fits: Callable[[Item], bool]) -> KeptItems:
-        """Remove items that do not fit, also from the current pass."""
-        before = len(self._items)
-        self._items = [item for item in self._items if fits(item)]
-        kept = {id(item) for item in self._items}
-        self._left = [item for item in self._left if id(item) in kept]
-        return KeptItems(kept=len(self._items), skipped=before - len(self._items))
-
-    @property
-    def name(self) -> str:
-        """Of the task."""
-        return self._items[0].task.name if self._items else ""
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
 class ItemStream:
-    """The training items of one task or of a mixture.
+    """The training items of one task or of a mixture, without end.
 
     Every item comes from the task that is furthest behind its share, so the shares are exact at
-    any time, and the same seed gives the same stream.
+    any time. Each task goes through all its items in a new order each time. The same items and the
+    same seed give the same stream.
 
     Args:
         parts: items and weight of each task
     """
 
     def __init__(self, parts: Sequence[tuple[Sequence[Item], float]], seed: int) -> None:
-        self._parts = [(Shuffled(items, seed + i), w) for i, (items, w) in enumerate(parts)]
-        self._given = [0] * len(parts)
+        self._parts = [_Shuffled(list(items), w, seed + i) for i, (items, w) in enumerate(parts)]
 
     def next(self) -> Item:
-        open_ones = [i for i, (items, weight) in enumerate(self._parts) if len(items) and weight]
-        chosen = min(open_ones, key=lambda i: ((self._given[i] + 1) / self._parts[i][1], i))
-        self._given[chosen] += 1
-        return self._parts[chosen][0].next()
+        """Raises `ValueError` if there are no items."""
+        part = min(
+            (part for part in self._parts if part.items and part.weight),
+            key=lambda part: (part.given + 1) / part.weight,  # the first one of several
+        )
+        return part.next()
 
     def keep(self, fits: Callable[[Item], bool]) -> KeptItems:
-        """Remove all items for which `fits` returns False."""
-        names = [items.name for items, _ in self._parts]
-        counts = [items.keep(fits) for items, _ in self._parts]
-        return KeptItems(
-            sum(count.kept for count in counts),
-            sum(count.skipped for count in counts),
-            tuple(name for name, count in zip(names, counts, strict=True) if not count.kept),
-        )
+        """Remove all items for which `fits` returns False, also from the current pass."""
+        names = [part.items[0].task.name if part.items else "" for part in self._parts]
+        before = sum(len(part.items) for part in self._parts)
+        for part in self._parts:
+            part.keep(fits)
+        kept = sum(len(part.items) for part in self._parts)
+        emptied = [n for n, part in zip(names, self._parts, strict=True) if not part.items]
+        return KeptItems(kept, before - kept, tuple(emptied))
+
+
+class _Shuffled:
+    """`items` in a new order in each pass; `given`: how many of them were given."""
+
+    def __init__(self, items: list[Item], weight: float, seed: int) -> None:
+        self.items, self.weight, self.given = items, weight, 0
+        self._random = random.Random(seed)
+        self._left: list[Item] = []
+
+    def next(self) -> Item:
+        if not self._left:
+            self._left = self._random.sample(self.items, len(self.items))
+        self.given += 1
+        return self._left.pop()
+
+    def keep(self, fits: Callable[[Item], bool]) -> None:
+        self.items = [item for item in self.items if fits(item)]
+        kept = {id(item) for item in self.items}
+        self._left = [item for item in self._left if id(item) in kept]

@@ -1,18 +1,77 @@
-"""The task `math`: Atropos' `math_server_zero`, for base models without a chat template."""
+"""The task `math`: Atropos' `math_server_zero`, for base models without a chat template.
+
+The prompt is Open-Reasoner-Zero's, character for character, because models and results that use it
+depend on it (arXiv 2503.24290, https://github.com/Open-Reasoner-Zero/Open-Reasoner-Zero, MIT).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from grpo_env.grading.final_answer import require_short, stated_answer
+from grpo_env.grading.final_answer import (
+    ANSWER_TAG,
+    BOX,
+    END_OF_ANSWER,
+    ResultForm,
+    find_result,
+    require_short,
+    stated_answer,
+)
 from grpo_env.grading.math_grader import MathGrader
 from grpo_env.grading.parts import accuracy, think_answer_format
-from grpo_env.tasks import Answer, Graded, Row, Split, Task, TaskOptions
-from grpo_env.tasks import math_zero_prompt as math_zero
-from grpo_env.tasks.arguments import checked_arguments
-from grpo_env.tasks.row_forms import answer_of, question_text
-from grpo_env.tasks.rows import rows_of
+from grpo_env.tasks import Answer, Graded, Row, Task, TaskOptions, checked_arguments
+from grpo_env.tasks.rows import answer_of, question_text
+
+_CONVERSATION = (
+    "A conversation between User and Assistant. The User asks a question, and the Assistant solves "
+    "it. The Assistant first thinks about the reasoning process in the mind and then provides the "
+    "User with the answer. The reasoning process is enclosed within <think> </think> and answer is "
+    "enclosed within <answer> </answer> tags, respectively, i.e., <think> reasoning process here "
+    "</think> <answer> answer here </answer>. User: {question}\nAssistant: <think>"
+)
+_QUESTION = (
+    "You must put your answer inside <answer> </answer> tags, i.e., <answer> answer here "
+    "</answer>. And your final answer will be extracted automatically by the \\boxed{{}} tag.\n"
+    "This is the problem:\n{problem}\n"
+)
+
+OPENING = "<think>"
+"""The prompt ends in this tag, so the completion starts inside of it. Put the tag before the
+completion to check its format."""
+
+STOP = ("User:", "Human:", "Assistant:", END_OF_ANSWER)
+"""Strings that end the sampling. The inference server leaves them out of the text."""
+
+LONGEST_RESULT_CHARS = 1000
+"""For matrices and polynomials."""
+
+
+def zero_prompt(problem: str) -> str:
+    """The text that the policy continues, without a chat template."""
+    return _CONVERSATION.format(question=_QUESTION.format(problem=problem))
+
+
+def boxed(gold: str) -> str:
+    """The gold answer in a box, so that it is read as LaTeX."""
+    return gold if BOX in gold else f"{BOX}{gold}}}"
+
+
+def with_closing_tag(completion: str) -> str:
+    """The completion with the `</answer>` that ended the sampling, if the answer is still open."""
+    _, start, said = completion.rpartition(ANSWER_TAG)
+    return completion + END_OF_ANSWER if start and END_OF_ANSWER not in said else completion
+
+
+def find_boxed_answer(completion: str, *, finished: bool = True) -> str | None:
+    """The last `\\boxed{…}` inside the last `<answer>…</answer>`.
+
+    None if there is none, or if the token limit cut the completion off (`finished` is False).
+    """
+    if not finished:
+        return None
+    text = with_closing_tag(completion)
+    return find_result(text, (ResultForm.TAGGED_BOX,), longest_chars=LONGEST_RESULT_CHARS)
+
 
 _TRAINING_DATA = "zwhe99/DeepMath-103K"
 _EVALUATION_DATA = "HuggingFaceH4/MATH-500"
@@ -24,7 +83,7 @@ class Math(Task):
     """Problems with LaTeX answers, asked without examples."""
 
     name = "math"
-    stop = math_zero.STOP
+    stop = STOP
     weights = {"accuracy": 1.0, "format": 0.0}  # noqa: RUF012 - nothing changes it
 
     def __init__(self, options: TaskOptions) -> None:
@@ -37,12 +96,9 @@ class Math(Task):
         )
         self._grader = MathGrader()
 
-    def rows(self, split: Split) -> Sequence[Row] | None:
-        return rows_of(self.options, split)
-
     def prompt(self, row: Row) -> str:
         require_short(_gold(row))  # a row without an answer is named at the start
-        return math_zero.prompt(_problem(row))
+        return zero_prompt(_problem(row))
 
     def reward(self, answer: Answer, row: Row) -> Graded:
         """accuracy: 1 if the last box in the last `<answer>` equals the row's answer. format: 1 for
@@ -52,11 +108,11 @@ class Math(Task):
             NotGraded: the result could not be compared in time.
         """
         gold = _gold(row)
-        result = math_zero.find_boxed_answer(answer, finished=answer.finished)
-        text = math_zero.OPENING + math_zero.with_closing_tag(answer)
+        result = find_boxed_answer(answer, finished=answer.finished)
+        text = OPENING + with_closing_tag(answer)
         return Graded(
             {
-                "accuracy": accuracy(result, math_zero.boxed(gold), self._grader.is_equal),
+                "accuracy": accuracy(result, boxed(gold), self._grader.is_equal),
                 "format": think_answer_format(text, finished=answer.finished),
             },
             f"result {result or 'none'}, expected {gold}",

@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
-from grpo_env.grading.formats import END_OF_THINKING, THINK_TAG
+from grpo_env.grading.final_answer import END_OF_THINKING, THINK_TAG
 
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 _FENCE = re.compile(r"```(?:json)?\s*")
@@ -33,6 +33,15 @@ _DECODER = json.JSONDecoder(strict=False)  # a model writes line breaks into str
 
 IsText = Callable[[str, str], bool]
 """Whether the parameter of a tool, by both names, is a text. Other ones are JSON."""
+
+
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+    name: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
 
 
 class CallFormat(StrEnum):

@@ -1,29 +1,77 @@
-"""Tools that the model may call: their schemas, and the answers to calls in a message."""
+"""Tools that the model may call: their schemas, and the answers to calls in a message.
+
+`contained` calls code of a user or of a model, and lets no error of it out that is none of
+`Exception`, or that a future cannot hold.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pebble import ThreadPool
 
 from grpo_core.errors import GrpoError
-from grpo_env.contained import contained, contained_await
-from grpo_env.hidden_torch import hidden_torch
-from grpo_env.tasks.tool_calls import IsText, ToolCall, text_parameters, tool_calls
+from grpo_env.tasks.tool_calls import IsText, Message, ToolCall, text_parameters, tool_calls
 
-if TYPE_CHECKING:
-    from grpo_env.tasks import Message
+
+@contextmanager
+def hidden_torch() -> Iterator[None]:
+    """While transformers is imported, which otherwise imports torch wherever it is installed: 5 s
+    of a core and 340 MB for each environment, whose tokenizer needs none."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # which says that it is missing
+    # A transformers that was imported with torch cannot go on without it.
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's sign for "not to be found"
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]  # what looks for it later, as datasets does, may find it
+
+
+ESCAPING = (StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt)
+"""A future cannot hold the first two: whoever waits for it would wait for ever. The others would
+end this process, for example if a program that a model wrote calls `exit()`."""
+
+
+class CodeStopped(RuntimeError):
+    """The code raised one of `ESCAPING`."""
+
+    def __init__(self, error: BaseException) -> None:
+        detail = f": {error}" if str(error) not in ("", "None") else ""
+        super().__init__(f"{type(error).__name__}{detail}")
+
+
+def contained(function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
+    """The function's value. Raises `CodeStopped`, and any `Exception` of the function."""
+    try:
+        return function(*arguments, **options)
+    except ESCAPING as error:
+        raise CodeStopped(error) from error
+
+
+async def contained_await(work: Awaitable[Any]) -> Any:
+    """What `work` yields. Raises as `contained`."""
+    try:
+        return await work
+    except ESCAPING as error:
+        raise CodeStopped(error) from error
+
 
 Tool = Callable[..., Any] | Mapping[str, Any]
 
 _THREADS = 32
-ELSEWHERE: ContextVar[Callable[[str, Mapping[str, Any]], Awaitable[Any]] | None] = ContextVar(
-    "ELSEWHERE", default=None
+CALL_IN_PROCESS: ContextVar[Callable[[str, Mapping[str, Any]], Awaitable[Any]] | None] = ContextVar(
+    "CALL_IN_PROCESS", default=None
 )
 """Calls a tool of the task in another process, by name; None: tools run in threads."""
 
@@ -66,9 +114,9 @@ async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -
         return f"error: no tool {call.name!r}; the tools are {', '.join(functions)}"
     try:
         inspect.signature(tool).bind(**call.arguments)
-        elsewhere = ELSEWHERE.get()
-        if elsewhere is not None and _is_stateless(tool):
-            return str(await elsewhere(call.name, call.arguments))
+        call_in_process = CALL_IN_PROCESS.get()
+        if call_in_process is not None and _is_stateless(tool):
+            return str(await call_in_process(call.name, call.arguments))
         if _is_coroutine(tool):
             return str(await contained_await(tool(**call.arguments)))
         # Daemon threads: a tool that never ends does not keep the process alive.

@@ -21,7 +21,7 @@ _GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None
 
 
 class LocalGeneration:
-    """A `Generation` by transformers.
+    """A `CompletionSource` by transformers.
 
     Args:
         policy: the model

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.assembly import TaskSet, engine_on, open_engine
-from grpo_env.config.settings import EnvServerSettings
-from grpo_env.inference.wait_for_servers import wait_for_servers
-from grpo_env.rollout.chat_template import TokenizerTemplate
-from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.engine import RolloutEngine
+from grpo_env.settings import EnvServerSettings
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.backends.in_process import WeightsInProcess
 from grpo_offline.backends.local import LocalGeneration
@@ -37,7 +36,7 @@ class Backends:
     keys: OfflineKeys
     sampling: Sampling
     tasks: TaskSet
-    template: TokenizerTemplate
+    template: ChatTemplate
 
     @contextlib.contextmanager
     def weight_sync(self, settings: TrainerSettings) -> Iterator[WeightSync]:
@@ -90,8 +89,6 @@ class Backends:
                 with engine_on(generation, environment, self.template) as engine:
                     yield engine
         else:
-            url, deadline_s = environment.inference_url, environment.start_deadline_s
-            await wait_for_servers(url, deadline_s, plain(environment.vllm_api_key))
             async with open_engine(environment, self.tasks, self.template) as engine:
                 yield engine
 

@@ -10,7 +10,7 @@ from grpo_offline.backends.sglang_client import SERVICE, answer_of, sampling_par
 
 
 class SglangGeneration(AsyncServiceClient):
-    """A `Generation`.
+    """A `CompletionSource`.
 
     Its logprobs are those of softmax(logits / temperature), after a repetition penalty and before
     top-k and top-p. They are those of the logits themselves at temperature 0, and also if the

@@ -33,7 +33,7 @@ class _Answer(BaseModel):
 
 
 class StockVllm(AsyncServiceClient):
-    """A `Generation`. Its logprobs are placeholders: vLLM logs them before the temperature.
+    """A `CompletionSource`. Its logprobs are placeholders: vLLM logs them before the temperature.
 
     Args:
         url: for example http://127.0.0.1:30000

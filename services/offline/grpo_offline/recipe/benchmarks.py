@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_env.config.task_names import problem_of
+from grpo_env.loading import problem_of
 from grpo_offline.errors import BenchmarkFailed, RecipeInvalid
 from grpo_offline.keys import OfflineKeys
 

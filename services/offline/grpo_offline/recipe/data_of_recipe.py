@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from grpo_env.tasks.data_files import is_file_name
-from grpo_env.tasks.row_forms import ANSWER
+from grpo_env.tasks.rows import ANSWER
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.recipe.datasets import DatasetConfig, DatasetMixtureConfig, RecipeData
 from grpo_offline.recipe.reading import Recipe

@@ -11,9 +11,9 @@ from grpo_env.grading.final_answer import stated_answer
 from grpo_env.grading.math_grader import MathGrader
 from grpo_env.grading.parts import accuracy
 from grpo_env.loading import FunctionTask, find_task
-from grpo_env.tasks import Answer, Row, TaskOptions, reward_forms
-from grpo_env.tasks.reward_forms import RewardFunction, as_reward
-from grpo_env.tasks.row_forms import ANSWER, answer_text
+from grpo_env.tasks import Answer, Row, TaskOptions, rewards
+from grpo_env.tasks.rewards import RewardFunction, as_reward
+from grpo_env.tasks.rows import ANSWER, answer_text
 from grpo_offline.errors import RecipeInvalid
 
 REWARDS: dict[str, RewardFunction] = {}
@@ -61,7 +61,7 @@ def find_reward(name: str) -> RewardFunction:
 def from_trl(function: Callable[..., Any]) -> RewardFunction:
     """A reward in TRL's form, `(completions, **columns) -> list[float]`, as one of ours. It is
     called with one completion at a time, as messages, and the columns of its row."""
-    return reward_forms.from_trl(function, _is_chat)
+    return rewards.from_trl(function, _is_chat)
 
 
 def _is_chat(_row: Row) -> bool:

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_env.tasks import Answer, Message
-from grpo_env.tasks.dialogue import ContextFull
+from grpo_env.tasks import Answer, ContextFull, Message
 
 
 class ScriptedDialogue:

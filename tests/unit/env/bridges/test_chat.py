@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from grpo_env.bridges.chat import Chat, ImagesUnsupported, plain_message
-from grpo_env.tasks.dialogue import ContextFull
+from grpo_env.tasks import ContextFull
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 
 QUESTION = {"role": "user", "content": "What is 2+3?"}

@@ -5,8 +5,7 @@ from multiprocessing import active_children
 
 import pytest
 
-from grpo_env.grading.math_grader import MathGrader
-from grpo_env.grading.math_process import MathProcess
+from grpo_env.grading.math_grader import MathGrader, MathProcess
 from grpo_env.grading.numbers import respelled_pair
 
 

@@ -7,12 +7,17 @@ import pytest
 from grpo_env.grading.math_grader import NotGraded
 from grpo_env.grading.parts import (
     SHAPING,
+    Form,
     UnknownRewardPart,
     accuracy,
+    is_think_answer,
     length,
+    marked_number_format,
     overlong,
     raise_if_unknown,
+    read_form,
     repetition,
+    think_answer_format,
     weighted,
 )
 
@@ -74,11 +79,6 @@ def test_repetition_is_the_share_of_repeated_ngrams(text: str, penalty: float) -
     assert repetition(Said(text)) == pytest.approx(penalty)
 
 
-def test_the_length_of_ngrams_is_a_choice() -> None:
-    # 2-grams: ab ba ab ba, so 2 of 4 differ.
-    assert repetition(Said("a b a b a"), ngram_words=2) == pytest.approx(-0.5)
-
-
 @pytest.mark.parametrize(
     ("tokens", "penalty"),
     # Limit 100, buffer 20: the penalty starts at 80 tokens.
@@ -118,3 +118,48 @@ def test_the_score_is_the_weighted_sum() -> None:
 def test_a_weight_without_a_part_names_the_parts_that_exist() -> None:
     with pytest.raises(UnknownRewardPart, match="lenght; the parts of the reward are accuracy, l"):
         raise_if_unknown({"lenght": 1.0, "accuracy": 1.0}, {"length", "accuracy"})
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        ("", Form.NONE),
+        ("no idea", Form.NONE),
+        ("18 it is", Form.NONE),
+        ("it is 18.", Form.ENDS_IN_NUMBER),
+        ("so\n$1,080.50", Form.BARE_NUMBER),
+        ("#### 17\n#### 18", Form.BARE_NUMBER),
+        ("9 * 2 = 18\n#### -18\n\n", Form.MARKED_NUMBER),
+        ("#### 18 dollars", Form.NONE),
+    ],
+)
+def test_each_step_towards_the_marked_number_earns_a_third(text: str, form: Form) -> None:
+    assert read_form(text) == form
+    assert marked_number_format(text) == pytest.approx(form / 3)
+    assert marked_number_format(text, finished=False) == 0.0
+
+
+GOOD = "<think>\n3 - 2\n</think>\n<answer>So \\boxed{\\frac{1}{2}} it is.</answer>\n"
+
+
+@pytest.mark.parametrize(
+    ("good", "text"),
+    [
+        (True, GOOD),
+        (True, GOOD.replace("\n", "")),
+        (False, "Well. " + GOOD),
+        (False, GOOD + "Bye"),
+        (False, GOOD.replace("</think>", "</think> so ")),
+        (False, GOOD.replace("</think>", "")),
+        (False, GOOD.replace("<think>", "<think><think>")),
+        (False, GOOD.replace("</answer>", "</answer><answer>7</answer>")),
+        (False, GOOD.replace("\\boxed", "")),
+        (False, GOOD.replace("}}", "}")),
+        (False, "<answer>\\boxed{1}</answer> <think> </think>"),
+        (False, ""),
+    ],
+)
+def test_think_then_answer_in_a_box_and_nothing_else(good: bool, text: str) -> None:
+    assert is_think_answer(text) is good
+    assert think_answer_format(text) == float(good)
+    assert think_answer_format(text, finished=False) == 0.0

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +15,7 @@ from grpo_core.clients.service import CONNECT_S
 from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_env.inference import health, server
 from grpo_env.inference.health import SharedWeightsHaveOneServer
-from grpo_env.inference.pool import InferencePool, Session
+from grpo_env.inference.pool import Conversation, InferencePool
 from grpo_env.inference.server import NoGenerateRoute
 from tests.support.wait import DEADLINE_S, wait_for_async
 from tests.unit.env.canned import PROMPT, generate_answer
@@ -36,12 +35,12 @@ async def pool_of(
         yield pool, servers
 
 
-async def asked(source: InferencePool | Session, **sampling: Any) -> str:
+async def asked(source: InferencePool | Conversation, **sampling: Any) -> str:
     """The URL of the server that answered."""
     return (await source.generate(PROMPT, **sampling)).text[0]
 
 
-def start(source: InferencePool | Session, **sampling: Any) -> asyncio.Task[str]:
+def start(source: InferencePool | Conversation, **sampling: Any) -> asyncio.Task[str]:
     return asyncio.create_task(asked(source, **sampling))
 
 
@@ -68,22 +67,6 @@ async def test_a_request_goes_to_the_server_that_samples_the_fewest_sequences() 
         await asyncio.gather(*work)
 
 
-async def test_a_slow_server_gets_few_requests() -> None:
-    async with pool_of(2) as (pool, (slow, fast)):
-        slow.open.clear()
-
-        async def ask_often() -> None:
-            while len(fast.received) < 100:
-                await asked(pool)
-
-        work = [asyncio.create_task(ask_often()) for _ in range(8)]
-        await wait_for_async(lambda: len(fast.received) >= 100)
-        # It holds as many as the fast one has in flight at most, of eight.
-        assert 4 <= len(slow.received) <= 7
-        slow.open.set()
-        await asyncio.gather(*work)
-
-
 async def test_servers_with_equal_loads_take_turns() -> None:
     async with pool_of(3) as (pool, _):
         assert set(Counter([await asked(pool) for _ in range(6)]).values()) == {2}
@@ -107,19 +90,6 @@ async def test_a_server_that_is_gone_is_skipped_and_taken_back_and_each_is_logge
     (failed, _) = (entry for entry in logs if entry.get("url") == one.url)
     assert failed["log_level"] == "warning"
     assert "Connect call failed" in failed["reason"]
-
-
-async def test_a_server_that_was_never_there_is_named_and_gets_no_request() -> None:
-    with capture_logs() as logs:
-        async with (
-            engines(2) as (typo, good),
-            # Closed before the pool opens.
-            _without(typo),
-            InferencePool([typo.url, good.url], math.inf, max_requests=8) as pool,
-        ):
-            assert events(logs, typo.url) == ["server.failed"]
-            for _ in range(4):
-                assert await asked(pool) == good.url
 
 
 @asynccontextmanager
@@ -170,17 +140,6 @@ async def test_requests_of_the_only_server_wait_until_it_has_restarted(interrupt
     assert events(logs, one.url) == ["server.unresponsive", "server.recovered"]
 
 
-async def test_a_server_that_is_unhealthy_gets_no_request_until_it_is_healthy() -> None:
-    with capture_logs() as logs:
-        async with pool_of(2) as (pool, (one, two)):
-            one.health = 503
-            await wait_for_async(lambda: "server.unresponsive" in events(logs, one.url))
-            assert {await asked(pool) for _ in range(4)} == {two.url}
-            one.health = 200
-            await wait_for_async(lambda: "server.recovered" in events(logs, one.url))
-            assert {await asked(pool) for _ in range(4)} == {one.url, two.url}
-
-
 async def test_a_silent_server_keeps_its_requests_for_a_restart_and_then_loses_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -204,20 +163,6 @@ async def test_a_silent_server_keeps_its_requests_for_a_restart_and_then_loses_t
     assert events(logs, hung.url) == ["server.unresponsive", "server.failed"]
 
 
-async def test_a_server_that_answers_requests_is_not_silent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The event loop of a busy server may be slow to answer probes."""
-    monkeypatch.setattr(health, "_ATTEMPT_S", 0.1)
-    async with pool_of(1) as (pool, (one,)):
-        one.is_silent = True
-        probes = len(one.probes)
-        with capture_logs() as logs:
-            while len(one.probes) < probes + 3:
-                await asked(pool)
-    assert events(logs, one.url) == []
-
-
 async def test_each_probe_opens_a_connection() -> None:
     """A host that is gone is silent on a connection that was open before."""
     async with pool_of(1) as (_, (one,)):
@@ -236,16 +181,6 @@ async def test_without_any_server_requests_wait_until_the_deadline() -> None:
                 ServiceUnavailable, match=rf"no server answered within 0.2 s \({problems}"
             ):
                 await asked(pool)
-
-
-async def test_without_any_server_requests_wait_until_one_is_back() -> None:
-    async with pool_of(2) as (pool, (one, two)):
-        await one.vanish()
-        await two.vanish()
-        work = [start(pool) for _ in range(8)]
-        await asyncio.sleep(0)
-        await two.start()
-        assert set(await asyncio.gather(*work)) == {two.url}
 
 
 async def test_one_request_tries_a_server_that_fails_at_once_while_others_serve() -> None:
@@ -356,7 +291,7 @@ async def test_many_requests_survive_that_servers_end_and_add_no_tasks() -> None
             engine.open.clear()
         work = [start(pool.session()) for _ in range(300)]
         await wait_for_async(lambda: sum(len(s.received) for s in (one, two, three)) == 300)
-        assert _tasks() == {"asked": 300, "Server.watch": 3}
+        assert _tasks() == {"asked": 300, "PooledServer.watch": 3}
 
         await one.vanish()
         await two.crash()

@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.inference.pool import InferencePool
 from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grading import Grader
-from grpo_env.rollout.outcome import Rollout, RolloutFailure, SamplingPlan
-from grpo_env.rollout.rollout import RolloutEngine
+from grpo_env.rollout.groups import GroupLost, SampledGroup, SamplingPlan
 from grpo_env.rollout.user_code import TaskCode
 from grpo_env.tasks import Row, Split, Task, TaskOptions
 from grpo_env.tasks.items import Item
@@ -69,6 +70,18 @@ async def engine_on(
 
 async def sample(
     generate: Route, task: Task | None = None, plan: SamplingPlan = PLAN, **how: Any
-) -> tuple[Rollout | RolloutFailure, StubServer]:
+) -> tuple[SampledGroup, StubServer]:
     async with engine_on(generate, **how) as (engine, server):
         return await engine.roll_out(item_of(task or Rewarded(sevens)), plan), server
+
+
+def submitted(sampled: SampledGroup) -> ScoredGroup:
+    """The group, if it is not lost."""
+    assert sampled.lost is None
+    assert sampled.group is not None
+    return sampled.group
+
+
+def lost(sampled: SampledGroup) -> GroupLost:
+    assert sampled.lost is not None
+    return sampled.lost

@@ -5,12 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from examples.calculator import Calculator
 
-from grpo_env.rollout.chat_template import TokenizerTemplate, TokenizerUnusable, answered
-from grpo_env.tasks.tools import tool_schemas
-from grpo_tiny_model import tool_use
-from grpo_tiny_model.model import build_tokenizer
+from grpo_env.rollout.chat_template import ChatTemplate, TokenizerUnusable, answered
 
 QUESTION = [{"role": "user", "content": "3+4="}]
 
@@ -31,7 +27,7 @@ class CountingTokenizer:
 
 def test_equal_prompts_are_rendered_once_and_nobody_changes_what_is_kept() -> None:
     tokenizer = CountingTokenizer()
-    template = TokenizerTemplate(tokenizer)
+    template = ChatTemplate(tokenizer)
     first = template.prompt_ids(QUESTION)
     first.append(0)
     assert template.prompt_ids([*QUESTION]) == list(b"3+4=0")
@@ -41,7 +37,7 @@ def test_equal_prompts_are_rendered_once_and_nobody_changes_what_is_kept() -> No
 
 def test_the_oldest_prompt_makes_room() -> None:
     tokenizer = CountingTokenizer()
-    template = TokenizerTemplate(tokenizer)
+    template = ChatTemplate(tokenizer)
     for number in (*range(257), 256, 1, 0):
         template.prompt_ids([{"role": "user", "content": f"{number}:"}])
     assert tokenizer.rendered[257:] == ["0:0"]
@@ -79,7 +75,7 @@ class TextTokenizer:
 def test_a_last_message_of_the_assistant_is_continued(
     written: str, begun: str | None, prompt: str, opening: str
 ) -> None:
-    template = TokenizerTemplate(TextTokenizer(written))
+    template = ChatTemplate(TextTokenizer(written))
     messages: Any = [*QUESTION, *([{"role": "assistant", "content": begun}] if begun else [])]
     assert bytes(template.prompt_ids(messages)).decode() == prompt
     assert template.opening(messages) == opening
@@ -117,19 +113,13 @@ class ToolTokenizer(TextTokenizer):
 def test_a_template_that_hides_tools_is_refused(
     template: str, shows: tuple[str, ...], problem: str | None
 ) -> None:
-    checked = TokenizerTemplate(ToolTokenizer(template, *shows))
+    checked = ChatTemplate(ToolTokenizer(template, *shows))
     schema = {"type": "function", "function": {"name": "adds_two"}}
     if problem is None:
         checked.require_tools("sums", schema)
         return
     with pytest.raises(TokenizerUnusable, match=rf"{problem}.*chat_template\.jinja"):
         checked.require_tools("sums", schema)
-
-
-def test_the_template_of_the_tiny_model_shows_the_calculator() -> None:
-    tokenizer = build_tokenizer(tool_use.CHAT_TEMPLATE)
-    (schema,) = tool_schemas(Calculator.tools)
-    TokenizerTemplate(tokenizer).require_tools("calculator", schema)
 
 
 def test_arguments_of_the_template_reach_it() -> None:
@@ -139,6 +129,6 @@ def test_arguments_of_the_template_reach_it() -> None:
             said = super().apply_chat_template(messages, tools, **options)
             return said if is_on else f"{said}<think>\n\n</think>\n"
 
-    template = TokenizerTemplate(Thinking(), {"enable_thinking": False})
+    template = ChatTemplate(Thinking(), {"enable_thinking": False})
     assert bytes(template.prompt_ids(QUESTION)).endswith(b"<think>\n\n</think>\n")
     assert template.opening(QUESTION) == "<think>\n\n</think>\n"

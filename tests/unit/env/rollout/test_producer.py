@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
+
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_env.pacing.failure_budget import FailureBudget
-from grpo_env.pacing.reward_failures import RewardFailures
-from grpo_env.rollout.producer import GroupProducer, Sender
+from grpo_env.rollout.grading import Grade
+from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup
+from grpo_env.rollout.producer import GroupCounts, GroupProducer, RewardTotals
 from grpo_env.tasks.items import ItemStream
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import generate_answer
@@ -33,19 +35,34 @@ async def test_a_group_belongs_to_the_run_in_which_its_sampling_began() -> None:
     api = SentGroups()
 
     def generate(_body: dict[str, Any]) -> Any:
-        producer.sender = Sender(1, "new run")
+        producer.join(1, "new run")
         return 200, generate_answer(["7", "8"])
 
     async with engine_on(generate) as (engine, _):
-        budgets = [FailureBudget(name, DEADLINE_S) for name in ("vllm-server", "run-api")]
-        producer = GroupProducer(
-            cast(ItemStream, OneItem()),
-            engine,
-            cast(EnvironmentClient, api),
-            *budgets,
-            RewardFailures(1),
-        )
-        producer.sender = Sender(0, "old run")
+        items, client = cast(ItemStream, OneItem()), cast(EnvironmentClient, api)
+        producer = GroupProducer(items, engine, client, DEADLINE_S, DEADLINE_S, 1.0)
+        producer.join(0, "old run")
         await producer.produce(PLAN)
         await producer.produce(PLAN)
     assert api.seen == [(0, "old run"), (1, "new run")]
+
+
+def test_only_equal_scores_lower_the_share_of_kept_groups() -> None:
+    counts = GroupCounts()
+    assert counts.kept_share == 1
+    for _ in range(3):
+        counts.record(SampledGroup(lost=GroupLost(FailureReason.EQUAL_SCORES, "all 1")))
+    assert counts.kept_share == pytest.approx(1 / 4)
+    for _ in range(64):  # older groups are forgotten
+        counts.record(SampledGroup(lost=GroupLost(FailureReason.UNAVAILABLE, "no server")))
+    assert counts.kept_share == 1
+
+
+def test_parts_of_rewards_are_added_up_and_can_be_given_back() -> None:
+    sample = RewardTotals()
+    sample.add([Grade(0.5, {"accuracy": 1.0, "length": -0.5}), Grade(0.0, {"accuracy": 0.0})])
+    taken = sample.take()
+    sample.add([Grade(1.0, {"accuracy": 1.0})])
+    sample.give_back(taken)
+    assert (sample.total, sample.count) == (1.5, 3)
+    assert sample.parts == {"accuracy": 2.0, "length": -0.5}

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from grpo_env.contained import CodeStopped
 from grpo_env.rollout.user_code import TaskCode
-from grpo_env.tasks.tools import answer_calls
+from grpo_env.tasks.tools import CodeStopped, answer_calls
 from tests.support.wait import DEADLINE_S
 
 

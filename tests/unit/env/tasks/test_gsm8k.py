@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_env.grading.math_grader import NotGraded
 from grpo_env.grading.parts import weighted
 from grpo_env.tasks import Answer, TaskOptions
-from grpo_env.tasks.gsm8k import INSTRUCTION, Gsm8k
+from grpo_env.tasks.gsm8k import Gsm8k
 from grpo_env.tasks.math import Math
 
 ROW = {"question": "How much?", "answer": "#### 18", "gold": "18"}
@@ -76,13 +76,6 @@ def test_a_right_answer_beats_every_wrong_one_whatever_their_form(
 ) -> None:
     wrong_score = score(wrong.format(number), finished, share)
     assert score(right.format(18), True, share) > wrong_score
-
-
-@pytest.mark.parametrize("hack", ["7", "#### 17\n" * 50, "####" * 100, "\n" * 500, INSTRUCTION])
-def test_nothing_cheap_beats_an_honest_attempt_in_the_form_asked_for(
-    score: Callable[..., float], hack: str
-) -> None:
-    assert score(hack) < score("She eats 3, so 16 - 3 = 13 are left.\n#### 13")
 
 
 def test_an_answer_without_a_verdict_raises_and_is_no_zero(gsm8k: Gsm8k) -> None:

@@ -20,8 +20,7 @@ from grpo_env.tasks.data_files import (
 from grpo_env.tasks.gsm8k import Gsm8k
 from grpo_env.tasks.items import all_items, evaluation_items, training_items
 from grpo_env.tasks.math import Math
-from grpo_env.tasks.row_forms import answer_text
-from grpo_env.tasks.rows import rows_of
+from grpo_env.tasks.rows import answer_text, rows_of
 
 EGGS = {"question": "How many eggs?", "answer": "16 - 3 = <<16-3=13>>13\n#### 13"}
 COST = {"question": "How much?", "answer": "A lot.\n#### 1,080,000"}
@@ -192,16 +191,6 @@ def test_a_directory_laid_out_like_a_hub_data_set_is_read_with_datasets(
         golds("train")
 
 
-def test_a_row_of_math_needs_a_problem_and_an_answer(tmp_path: Path) -> None:
-    data = write(tmp_path / "rows.jsonl", {"problem": "x?", "final_answer": "2"}, {"problem": "y"})
-    task = Math(TaskOptions(data=data))
-    try:
-        with pytest.raises(DataUnusable, match="row 2: expected the right answer in answer or"):
-            training_items(task)
-    finally:
-        task.close()
-
-
 class Rewardless(Task):
     """Its prompts are the rows of `--data`."""
 
@@ -277,6 +266,7 @@ def test_math_takes_the_problem_from_messages_and_the_answer_from_a_solution(
         {"prompt": [USER, BEGUN], "answer": "7"},
         {"problem": "3+4=", "answer": ["1", "2"]},
         {"problem": "3+4=", "solution": "It is seven. " * 20},
+        {"problem": "y"},
     ]
     good = [
         {"problem": "3+4=", "answer": "", "final_answer": "7"},
@@ -296,6 +286,7 @@ def test_math_takes_the_problem_from_messages_and_the_answer_from_a_solution(
             all_items(task)
     finally:
         task.close()
-    assert "3 of 3 training rows cannot be used" in str(failure.value)
-    for problem in ("one message of the user", "is a list of 2", "a text of 60 words without"):
+    assert "4 of 4 training rows cannot be used" in str(failure.value)
+    said = ("one message of the user", "is a list of 2", "a text of 60 words without")
+    for problem in (*said, "row 4: expected the right answer in answer or"):
         assert problem in str(failure.value)

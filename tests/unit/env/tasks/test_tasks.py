@@ -22,7 +22,6 @@ from grpo_env.tasks.items import (
     Item,
     ItemStream,
     KeptItems,
-    Shuffled,
     content_hash,
     evaluation_items,
     is_held_out,
@@ -52,7 +51,7 @@ def numbers(found: Sequence[Item]) -> list[int]:
     return [int(str(item.prompt)) for item in found]
 
 
-def take(stream: Shuffled | ItemStream, count: int) -> list[int]:
+def take(stream: ItemStream, count: int) -> list[int]:
     return numbers([stream.next() for _ in range(count)])
 
 
@@ -80,7 +79,7 @@ def test_an_unknown_level_or_argument_is_named() -> None:
 
 def test_the_seed_and_the_epoch_decide_the_order() -> None:
     def draw(seed: int) -> list[int]:
-        return take(Shuffled(items(50), seed), 100)
+        return take(ItemStream([(items(50), 1.0)], seed), 100)
 
     assert draw(1) == draw(1) != draw(2)
     assert draw(1)[:50] != draw(1)[50:]
@@ -88,7 +87,7 @@ def test_the_seed_and_the_epoch_decide_the_order() -> None:
 
 @given(COUNTS, SEEDS)
 def test_every_epoch_holds_every_item_once(count: int, seed: int) -> None:
-    stream = Shuffled(items(count), seed)
+    stream = ItemStream([(items(count), 1.0)], seed)
     for _ in range(3):
         assert sorted(take(stream, count)) == list(range(count))
 
@@ -97,7 +96,7 @@ def test_every_epoch_holds_every_item_once(count: int, seed: int) -> None:
 def test_what_does_not_fit_never_comes_again_not_even_in_this_epoch(
     count: int, seed: int, data: st.DataObject
 ) -> None:
-    stream = Shuffled(items(count), seed)
+    stream = ItemStream([(items(count), 1.0)], seed)
     seen = take(stream, data.draw(st.integers(0, count)))
     fitting = data.draw(st.sets(st.integers(0, count - 1), min_size=1))
 
@@ -207,20 +206,6 @@ def test_rows_without_a_usable_prompt_are_named(prompt: str, problem: str) -> No
     value = json.loads(prompt) if prompt else prompt
     with pytest.raises(DataUnusable, match=problem):
         training_items(Numbered([value, "a good one"]))
-
-
-def test_the_prompt_ends_where_the_assistant_starts_and_gets_no_extra_tokens(
-    tokenizer_dir: Path,
-) -> None:
-    from transformers import AutoTokenizer
-
-    template = load_template(str(tokenizer_dir))
-    token_ids = template.prompt_ids([{"role": "user", "content": "3+4="}])
-
-    text = "<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n"
-    assert AutoTokenizer.from_pretrained(tokenizer_dir).decode(token_ids) == text
-    # Two start marks and one end mark are one token each; every other character is one token.
-    assert len(token_ids) == 3 + len("user\n3+4=" + "\n" + "assistant\n")
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(

@@ -1,1 +1,0 @@
-"""Actions of `env-server` that need no trainer: process, evaluate and check."""

@@ -1,1 +1,0 @@
-"""Options of `env-server`, and the names that Atropos gives them."""

@@ -1,0 +1,262 @@
+"""Evaluates the policy on items that training never uses: once, or beside the training."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import structlog
+
+from grpo_core.errors import GrpoError, ServiceUnavailable
+from grpo_core.evaluation.files import save
+from grpo_core.evaluation.results import EvalItem, EvalResult
+from grpo_core.security.bearer_token import plain
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_env.inference.health import wait_for_step
+from grpo_env.rollout.engine import RolloutEngine, all_or_none
+from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
+from grpo_env.settings import EnvServerSettings
+from grpo_env.tasks import Task
+from grpo_env.tasks.data_files import DataUnusable
+from grpo_env.tasks.items import Item, evaluation_items
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation samples.
+
+    items: at most this number for each task
+    samples: answers to each item
+    temperature: 0 for the most likely tokens
+    requests: largest number of items that are sampled at the same time
+    reshaping: as in `SamplingPlan`
+    ks: of `pass@k` and `mean@k`; empty means 1 and the number of samples
+    """
+
+    items: int
+    samples: int
+    temperature: float
+    requests: int
+    seed: int
+    reshaping: Mapping[str, float] = field(default_factory=dict)
+    ks: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, settings: EnvServerSettings) -> Evaluation:
+        given = settings.eval_temperature
+        temperature = settings.temperature if given is None else given
+        return cls(
+            items=settings.eval_items,
+            samples=1 if temperature == 0 else settings.eval_samples,
+            temperature=temperature,
+            requests=settings.eval_requests,
+            seed=settings.seed,
+        )
+
+    def plan(self, training: SamplingPlan) -> SamplingPlan:
+        """How to sample, with the limits of training."""
+        return replace(
+            training,
+            group_size=self.samples,
+            temperature=self.temperature,
+            reshaping=self.reshaping,
+            drop_equal_scores=False,
+            start_completion_tokens=None,
+        )
+
+    def chosen(self, task: Task) -> list[Item]:
+        """The items of a task, the same ones in every evaluation with this seed.
+
+        Raises:
+            DataUnusable: there are no items that training does not use.
+        """
+        items = evaluation_items(task)
+        if len(items) <= self.items:
+            return items
+        return random.Random(self.seed).sample(items, self.items)
+
+
+async def evaluate(
+    engine: RolloutEngine,
+    task: Task,
+    items: Sequence[Item],
+    evaluation: Evaluation,
+    training: SamplingPlan,
+    model: str | None = None,
+    seen: Callable[[SampledGroup], None] = lambda _group: None,
+) -> EvalResult:
+    """Sample and grade all items of one task.
+
+    An item whose answers cannot be sampled or graded is left out and counted.
+
+    Args: seen: is called with what each item gave
+
+    Raises:
+        NothingEvaluated: no item could be evaluated.
+        ServiceUnavailable: the server failed before any item was evaluated.
+        ProtocolViolation, MisalignedCompletion: an answer of the server is not valid.
+    """
+    started, plan = time.monotonic(), evaluation.plan(training)
+    places = asyncio.Semaphore(evaluation.requests)
+    found: list[EvalItem] = []
+    versions: list[PolicyVersion] = []
+    left_out: Counter[str] = Counter()
+
+    async def add(item: Item) -> None:
+        async with places:
+            try:
+                sampled = await engine.roll_out(item, plan)
+            except ServiceUnavailable as error:
+                if not found:  # the server is gone: do not wait for it once for each item
+                    raise
+                sampled = SampledGroup(lost=GroupLost(FailureReason.UNAVAILABLE, str(error)))
+            seen(sampled)
+        if len(sampled.grades) == plan.group_size:
+            found.append(_graded(item, sampled))
+            versions.extend(sampled.policy_versions)
+            return
+        assert sampled.lost is not None
+        reason, detail = sampled.lost.reason.value, sampled.lost.detail
+        left_out[reason] += 1
+        log.warning(
+            "evaluation.item_lost", task=task.name, item=item.key, reason=reason, detail=detail
+        )
+
+    await all_or_none(add(item) for item in items)
+    return EvalResult.of(
+        sorted(found, key=lambda item: item.item),
+        task=task.name,
+        temperature=evaluation.temperature,
+        duration_s=time.monotonic() - started,
+        ks=evaluation.ks,
+        model=model,
+        step=min(versions).step if versions else None,
+        versions=(min(versions), max(versions)) if versions else None,
+        left_out=left_out,
+        seed=evaluation.seed,
+    )
+
+
+def _graded(item: Item, sampled: SampledGroup) -> EvalItem:
+    return EvalItem.graded(
+        task=item.task.name,
+        item=item.key,
+        rewards=[grade.score for grade in sampled.grades],
+        parts=[grade.parts for grade in sampled.grades],
+        lengths=sampled.completion_lengths,
+        truncated=[not answer.finished for answer in sampled.answers],
+    )
+
+
+class TrainingEvaluation:
+    """The evaluations of one run.
+
+    An evaluation never ends the run: if it fails, the failure is logged.
+
+    Args:
+        report: called with the step and the metrics of each evaluation
+    """
+
+    def __init__(
+        self,
+        settings: EnvServerSettings,
+        tasks: tuple[Task, ...],
+        engine: RolloutEngine,
+        report: Callable[[int, Mapping[str, Any]], None],
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._report = report
+        self._evaluation = Evaluation.of(settings)
+        self._items = [*self._chosen(tasks)] if settings.eval_every else []
+        self._done_up_to = self._evaluated_step = -1
+        self._running: asyncio.Task[None] | None = None
+        self._samples = False
+
+    @property
+    def is_running(self) -> bool:
+        return self._running is not None and not self._running.done()
+
+    def _chosen(self, tasks: tuple[Task, ...]) -> Iterator[tuple[Task, list[Item]]]:
+        for task in tasks:
+            try:
+                yield task, self._evaluation.chosen(task)
+            except DataUnusable as error:
+                log.warning("evaluation.left_out", task=task.name, reason=str(error))
+
+    @property
+    def groups_for_training(self) -> int:
+        """Largest number of groups that may be sampled for training now."""
+        most = self._settings.max_concurrent_groups
+        if not self._samples or self._settings.eval_handling == "NONE":
+            return most
+        if self._settings.eval_handling == "STOP_TRAIN":
+            return 0
+        return int(most * self._settings.eval_limit_ratio)
+
+    def start_if_due(self, step: int, plan: SamplingPlan) -> None:
+        """Start an evaluation at the first step seen, and at each multiple of `--eval-every`."""
+        every = self._settings.eval_every
+        if not self._items or self.is_running:
+            return
+        if self._done_up_to < 0 or step // every > self._done_up_to // every:
+            self._start(step, plan)
+
+    async def finish(self, step: int, plan: SamplingPlan) -> None:
+        """Evaluate the policy of the last step."""
+        if not self._items:
+            return
+        await self._ended()
+        if self._evaluated_step < step:
+            self._start(step, plan)
+            await self._ended()
+
+    async def cancel(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    async def _ended(self) -> None:
+        if self._running is not None:
+            await self._running
+
+    def _start(self, step: int, plan: SamplingPlan) -> None:
+        # The first policy is served already. Later, the trainer may need groups to reach the step.
+        self._samples = self._done_up_to < 0
+        self._done_up_to = step
+        self._running = asyncio.create_task(self._run(step, plan))
+
+    async def _run(self, step: int, plan: SamplingPlan) -> None:
+        try:
+            urls, api_key = self._settings.inference_url, plain(self._settings.vllm_api_key)
+            await wait_for_step(urls, step, self._settings.request_deadline_s, api_key)
+            self._samples = True
+            for task, items in self._items:
+                result = await evaluate(self._engine, task, items, self._evaluation, plan)
+                self._record(result)
+        except GrpoError as error:
+            log.warning("evaluation.failed", step=step, error=f"{type(error).__name__}: {error}")
+        finally:
+            self._samples = False
+
+    def _record(self, result: EvalResult) -> None:
+        self._evaluated_step = -1 if result.step is None else result.step
+        log.info(
+            "evaluation.finished",
+            task=result.task,
+            step=result.step,
+            items=result.item_count,
+            samples=result.samples,
+            seconds=round(result.duration_s, 3),
+            **{name: round(value, 4) for name, value in result.metrics.items()},
+        )
+        if self._settings.eval_output is not None:
+            save(result, self._settings.eval_output)
+        self._report(result.step or 0, result.flat())

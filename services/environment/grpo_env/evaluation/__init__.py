@@ -1,1 +1,0 @@
-"""Evaluates the policy on items that training never uses."""

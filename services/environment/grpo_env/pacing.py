@@ -1,0 +1,243 @@
+"""Decides how many groups to start, and how many failures and refusals end the environment.
+
+Does no I/O. Sequences that are queued, or being sampled and likely to be kept, stay within
+`max_batches_offpolicy` batches, because more of them would be too stale when the trainer uses them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import structlog
+
+from grpo_core.errors import GrpoError, ServiceUnavailable
+from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
+from grpo_env.settings import EnvServerSettings
+
+END_MARGIN_BATCHES = 1
+"""Batches to sample beyond the last one. Groups may still be dropped, and run-api rounds the share
+of other environments up, so an exact count could leave the last batch one group short."""
+
+_LEAST_KEPT_SHARE = 0.5
+"""Never sample more than twice the missing groups: if nearly all are dropped, the last ones may
+still be good."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Groups of this environment that `EnvironmentStatus` does not include yet.
+
+    `kept_share`: the share of groups that are not dropped for equal scores.
+    """
+
+    in_flight: int
+    sent_since_status: int = 0
+    kept_share: float = 1.0
+
+
+def run_is_complete(status: EnvironmentStatus, total_steps: int) -> bool:
+    """True if the last batch has been delivered to the trainer. Enough groups in the queue do not
+    complete a run, because the trainer may still refuse or lose some of them."""
+    return status.current_step >= total_steps
+
+
+def groups_to_start(
+    status: EnvironmentStatus,
+    trainer: TrainerInfo,
+    settings: EnvServerSettings,
+    total_steps: int,
+    load: Load,
+) -> int:
+    """The number of groups to start now in a run that is not complete.
+
+    Args:
+        status: the answer to the latest poll
+        total_steps: the steps of the run; `settings.steps` is ignored
+    """
+    if trainer.batch_size < 1:
+        return 0  # run-api was reset, so no trainer is registered
+    if status.pressure >= 1.0:
+        return 0  # the queue is full, so run-api would delay submissions
+    batches_left = total_steps - status.current_step
+    wanted = min(
+        _fresh_groups(trainer.batch_size, settings),
+        _groups_in(batches_left + END_MARGIN_BATCHES, trainer.batch_size, settings),
+    )
+    # Other environments may fill the queue, but every batch needs this environment's minimum share.
+    wanted_of_own = math.ceil(wanted * (settings.min_batch_allocation or 0.0))
+    missing = max(wanted - status.queue_size, wanted_of_own - status.self_queue_size)
+    missing -= load.sent_since_status
+    # Start the replacements of dropped groups together with the others, or the trainer would wait
+    # for one more round of sampling.
+    kept_share = max(load.kept_share, _LEAST_KEPT_SHARE)
+    to_sample = round(missing / kept_share) if load.in_flight else math.ceil(missing / kept_share)
+    free_slots = _slots(status, settings) - load.in_flight
+    return max(0, min(to_sample - load.in_flight, free_slots))
+
+
+def _fresh_groups(batch_size: int, settings: EnvServerSettings) -> int:
+    """Groups that stay fresh enough; at least one whole batch, or the trainer would starve."""
+    bound = settings.max_batches_offpolicy * batch_size // settings.group_size
+    return max(bound, _groups_in(1, batch_size, settings))
+
+
+def _groups_in(batches: int, batch_size: int, settings: EnvServerSettings) -> int:
+    return -(-batches * batch_size // settings.group_size)
+
+
+def _slots(status: EnvironmentStatus, settings: EnvServerSettings) -> int:
+    """Concurrent groups by this environment's weight, which run-api lowers as its queue fills. At
+    least one, so that every environment makes progress."""
+    return max(1, int(settings.max_concurrent_groups * status.env_weight))
+
+
+_MIN_DELAY_S = 0.2
+_MAX_DELAY_S = 5.0
+MAX_REFUSED_IN_A_ROW = 16
+
+
+class EveryGroupRefused(GrpoError):
+    """A service refused sixteen groups in a row, so an option is probably wrong."""
+
+
+class FailureBudget:
+    """Allows failures of one service for `deadline_s` seconds after the first one in a row.
+
+    The HTTP clients already repeat requests that are safe to repeat. This budget covers the rest,
+    such as a request that an engine restart interrupted. Each may last `deadline_s`, so the
+    environment gives a service up after at most twice the deadline.
+    """
+
+    def __init__(
+        self, service: str, deadline_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._service = service
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._failing_since: float | None = None
+        self._last_failure = 0.0
+
+    def succeeded(self) -> None:
+        self._failing_since = None
+
+    def failed(self, error: ServiceUnavailable) -> None:
+        """Record a failure.
+
+        Raises:
+            ServiceUnavailable: the service has failed for `deadline_s` seconds without a success.
+        """
+        self._last_failure = self._clock()
+        if self._failing_since is None:
+            self._failing_since = self._last_failure
+        failing_s = self._last_failure - self._failing_since
+        if failing_s >= self._deadline_s:
+            raise ServiceUnavailable(
+                f"{self._service} answered no request successfully for {round(failing_s, 1):g} "
+                f"s; the last error was: {error}; read the log of {self._service}"
+            ) from error
+
+    @property
+    def delay_s(self) -> float:
+        """Seconds until the next request should be sent. Grows with the outage, up to a limit."""
+        if self._failing_since is None:
+            return 0.0
+        failing_s = self._last_failure - self._failing_since
+        pause_s = min(max(failing_s, _MIN_DELAY_S), _MAX_DELAY_S)
+        return max(0.0, self._last_failure + pause_s - self._clock())
+
+
+class RefusalLimit:
+    """Distinguishes one refused group from a service that refuses every group."""
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+        self._in_a_row = 0
+
+    def accepted(self) -> None:
+        self._in_a_row = 0
+
+    def refused(self, detail: str) -> None:
+        """Record a refusal.
+
+        Raises:
+            EveryGroupRefused: this was the sixteenth refusal in a row.
+        """
+        self._in_a_row += 1
+        if self._in_a_row >= MAX_REFUSED_IN_A_ROW:
+            raise EveryGroupRefused(
+                f"{self._service} refused {self._in_a_row} groups in a row; the last reason "
+                f"was: {detail}"
+            )
+
+
+_RECENT_GROUPS = 64
+_LEAST_GROUPS = 8
+"""Fewer groups prove nothing."""
+
+
+class RewardsFail(GrpoError):
+    """Too many groups could not be graded, so the reward is probably wrong."""
+
+
+class RewardFailures:
+    """Counts groups whose rewards failed, among the recent ones.
+
+    Args: share: largest share that is allowed, in [0, 1]
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._recent: deque[bool] = deque(maxlen=_RECENT_GROUPS)
+
+    def graded(self) -> None:
+        self._recent.append(False)
+
+    def failed(self, problem: str) -> None:
+        """Record a group that could not be graded.
+
+        Raises:
+            RewardsFail: the share among the recent groups is too large.
+        """
+        self._recent.append(True)
+        failed, groups = sum(self._recent), len(self._recent)
+        if groups >= _LEAST_GROUPS and failed > self._share * groups:
+            raise RewardsFail(
+                f"the reward failed for {failed} of the last {groups} groups, more than the share "
+                f"of {self._share:g} that --max-failed-rewards allows; the last problem was: "
+                f"{problem}; try the reward with `env-server check`"
+            )
+
+
+log = structlog.get_logger()
+
+FIRST_GROUPS = 16
+
+
+class FlatRewards:
+    """Looks at the first groups, also at those that are dropped for their equal scores."""
+
+    def __init__(self) -> None:
+        self._groups = self._answers = 0
+        self._scores: set[float] = set()
+
+    def graded(self, scores: Iterable[float]) -> None:
+        """Record the scores of one group."""
+        found = [*scores]
+        if self._groups >= FIRST_GROUPS or not found:
+            return
+        self._groups += 1
+        self._answers += len(found)
+        self._scores.update(found)
+        if self._groups == FIRST_GROUPS and len(self._scores) == 1 < self._answers:
+            log.warning(
+                "rewards.all_equal",
+                groups=self._groups,
+                answers=self._answers,
+                score=next(iter(self._scores)),
+                hint="nothing can be learnt from equal scores: try the reward with `env-server "
+                "check`. If the scores are right, the prompts are too easy or too hard",
+            )

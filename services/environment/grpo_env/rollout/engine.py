@@ -1,0 +1,281 @@
+"""Samples and grades one group: one prompt, several rollouts, one scored group.
+
+A group that cannot be used is lost, which is counted. An invalid answer of the server raises an
+error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from grpo_core.clients.inference import Completion
+from grpo_core.errors import GrpoError
+from grpo_env.rollout.chat_template import ChatTemplate, answered
+from grpo_env.rollout.dialogue import CompletionSource, RecordedDialogue, complete
+from grpo_env.rollout.grading import Grade, Grader, Ungraded
+from grpo_env.rollout.groups import (
+    CUT_OFF,
+    STOPPED,
+    FailureReason,
+    GroupLost,
+    SampledGroup,
+    SamplingPlan,
+    TrainingSequence,
+    scored_group,
+    sequences_of,
+)
+from grpo_env.rollout.user_code import TaskCode
+from grpo_env.tasks import Answer, ContextFull, Message, State, Task
+from grpo_env.tasks.items import Item
+from grpo_env.tasks.rewards import RewardInvalid
+from grpo_env.tasks.tools import tool_schemas
+
+T = TypeVar("T")
+Rollouts = tuple[list[Answer], list[list[TrainingSequence]]]
+"""One entry per rollout of a group: its last answer, which is graded, and its sequences."""
+
+
+class TooManySequences(GrpoError):
+    """A rollout has more sequences than its task declares."""
+
+
+class RolloutEngine:
+    """Samples and grades groups.
+
+    Args:
+        source: the inference servers
+        template: of the served model
+        grader: calls the rewards of tasks
+        code: calls the other code of tasks
+    """
+
+    def __init__(
+        self, source: CompletionSource, template: ChatTemplate, grader: Grader, code: TaskCode
+    ) -> None:
+        self._source = source
+        self._template = template
+        self._grader = grader
+        self._code = code
+        self._schemas: dict[int, list[dict[str, Any]]] = {}
+
+    def prompt_ids(self, item: Item) -> list[int]:
+        """[T] tokens that the policy continues first."""
+        return self._template.prompt_ids(item.prompt, self._tools_of(item.task))
+
+    async def roll_out(self, item: Item, plan: SamplingPlan) -> SampledGroup:
+        """Sample one group and grade it.
+
+        Raises:
+            ServiceUnavailable: the inference server does not answer, or this request failed.
+            ProtocolViolation, MisalignedCompletion: the server's answer is not valid.
+            UnknownRewardPart: an option names a part that the task's reward does not have.
+            TooManySequences: see there.
+        """
+        started = time.monotonic()
+        try:
+            answers, sequences, grades = await self.sample(item, plan)
+        except GroupLost as lost:
+            return SampledGroup(lost=lost)
+        graded = [grade for grade in grades if isinstance(grade, Grade)]
+        if problems := [
+            f"completion {index}: {grade.problem}"
+            for index, grade in enumerate(grades)
+            if isinstance(grade, Ungraded)
+        ]:
+            ungraded = GroupLost(FailureReason.QUARANTINED_REWARD, "; ".join(problems))
+            return SampledGroup(answers, sequences, graded, lost=ungraded)
+        _require_declared_number(item.task, sequences, plan)
+        seconds = time.monotonic() - started
+        group = scored_group(item, answers, sequences, graded, plan, seconds)
+        dropped = _reason_to_drop(sequences, graded, plan)
+        return SampledGroup(answers, sequences, graded, group, dropped)
+
+    async def sample_plainly(self, prompt_ids: list[int], max_tokens: int) -> Completion:
+        """One completion at temperature 1, for a check of the served weights.
+
+        Raises:
+            RequestRefused, ServiceUnavailable, ProtocolViolation: the server's answer.
+        """
+        answer = await self._source.generate(
+            prompt_ids, n=1, max_tokens=max_tokens, temperature=1.0
+        )
+        (completion,) = answer.completions()
+        return completion
+
+    async def sample(
+        self, item: Item, plan: SamplingPlan
+    ) -> tuple[list[Answer], list[list[TrainingSequence]], list[Grade | Ungraded]]:
+        """The rollouts of one group and their grades, usable or not: one entry per rollout.
+
+        Raises:
+            GroupLost: the group could not be sampled.
+        """
+        if item.task.drives_itself:
+            return await self._self_driven(item, plan)
+        if item.task.is_conversation:
+            dialogues = await all_or_none(
+                self._conversation(item, plan) for _ in range(plan.group_size)
+            )
+            answers, sequences = _recorded(dialogues)
+        else:
+            answers, sequences = await self._completions(item, plan)
+        return answers, sequences, await self._grader.grade_all(item.task, answers, item.row)
+
+    async def _completions(self, item: Item, plan: SamplingPlan) -> Rollouts:
+        """All completions of one prompt, in one request."""
+        prompt_ids = self.prompt_ids(item)
+        limit = plan.completion_limit(item.task, _room(plan, len(prompt_ids)))
+        sampling: dict[str, Any] = {**plan.sampling, "max_tokens": limit}
+        if item.task.stop:
+            sampling["stop"] = [*item.task.stop]
+        completions = await complete(self._source, prompt_ids, plan.group_size, sampling)
+        sequences = sequences_of(prompt_ids, completions)
+        opening = self._template.opening(item.prompt)
+        answers = []
+        for completion, sequence in zip(completions, sequences, strict=True):
+            sequence.messages = answered(item.messages, completion.text)
+            answers.append(
+                Answer(
+                    completion.text,
+                    finished=completion.finish_reason == STOPPED,
+                    messages=sequence.messages,
+                    state=State(item.row, sequence.messages),
+                    token_ids=completion.token_ids,
+                    max_tokens=limit,
+                    opening=opening,
+                )
+            )
+        return answers, [[sequence] for sequence in sequences]
+
+    def _dialogue(self, item: Item, plan: SamplingPlan, state: State) -> RecordedDialogue:
+        return RecordedDialogue(self._source, self._template, plan, item.task, state)
+
+    async def _conversation(self, item: Item, plan: SamplingPlan) -> RecordedDialogue:
+        """Let the task answer the policy, until the task ends the conversation."""
+        task, state = item.task, State(item.row, item.messages)
+        tools = self._tools_of(task)
+        _room(plan, len(self._template.prompt_ids(item.prompt, tools)))
+        dialogue = self._dialogue(item, plan, state)
+        messages: str | Sequence[Message] = item.prompt
+        while True:
+            try:
+                answer = await dialogue.say(messages, tools, stop=task.stop)
+            except ContextFull:
+                # The conversation ends with what was said so far.
+                dialogue.last_answer.finished = False
+                dialogue.sequences[-1].finish_reason = CUT_OFF
+                return dialogue
+            if not answer.finished or state.turn >= task.max_turns:
+                return dialogue
+            with self._quarantine(task):
+                more = await self._code.step(task, state, answer)
+            if more is None:
+                return dialogue
+            messages = [*state.messages, *more]
+
+    async def _self_driven(
+        self, item: Item, plan: SamplingPlan
+    ) -> tuple[list[Answer], list[list[TrainingSequence]], list[Grade | Ungraded]]:
+        """Let the task conduct and rate the rollouts."""
+        dialogues = [
+            self._dialogue(item, plan, State(item.row, item.messages))
+            for _ in range(plan.group_size)
+        ]
+        values = await self._driven(item, dialogues)
+        if not all(dialogue.sequences for dialogue in dialogues):
+            raise GroupLost(FailureReason.QUARANTINED_REWARD, "the policy was asked for no answer")
+        answers, sequences = _recorded(dialogues)
+        grades = [
+            self._checked(item.task, value, answer)
+            for value, answer in zip(values, answers, strict=True)
+        ]
+        return answers, sequences, grades
+
+    async def _driven(self, item: Item, dialogues: Sequence[RecordedDialogue]) -> list[Any]:
+        task, row = item.task, item.row
+        with self._quarantine(task):
+            if not task.rates_groups:
+                return await all_or_none(task.run(row, dialogue) for dialogue in dialogues)
+            values = [*await task.run_group(row, dialogues)]
+            if len(values) != len(dialogues):
+                raise ValueError(f"{len(values)} rewards for {len(dialogues)} rollouts")
+            return values
+
+    def _checked(self, task: Task, value: Any, answer: Answer) -> Grade | Ungraded:
+        try:
+            return self._grader.checked(task, value, answer)
+        except RewardInvalid as error:
+            return self._grader.failed(task, error)
+
+    def _tools_of(self, task: Task) -> list[dict[str, Any]]:
+        if id(task) not in self._schemas:
+            self._schemas[id(task)] = tool_schemas(task.tools) if task.tools else []
+        return self._schemas[id(task)]
+
+    @contextlib.contextmanager
+    def _quarantine(self, task: Task) -> Iterator[None]:
+        """Raises `GroupLost` for an error of the task's code; a `GrpoError` passes."""
+        try:
+            yield
+        except ContextFull as error:
+            raise GroupLost(FailureReason.TOO_LONG, str(error)) from error
+        except (GrpoError, GroupLost):
+            raise
+        except Exception as error:
+            problem = self._grader.failed(task, error).problem
+            raise GroupLost(FailureReason.QUARANTINED_REWARD, problem) from error
+
+
+async def all_or_none(rollouts: Iterable[Awaitable[T]]) -> list[T]:
+    """As `asyncio.gather`, but if one fails the others are cancelled."""
+    tasks = [asyncio.ensure_future(rollout) for rollout in rollouts]
+    try:
+        return [*await asyncio.gather(*tasks)]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _recorded(dialogues: Iterable[RecordedDialogue]) -> Rollouts:
+    found = [*dialogues]
+    return [one.last_answer for one in found], [one.sequences for one in found]
+
+
+def _room(plan: SamplingPlan, prompt_tokens: int) -> int:
+    """Tokens that are left for a completion. Raises `GroupLost` if there are none."""
+    room = plan.max_token_length - 1 - prompt_tokens
+    if room < 1:
+        raise GroupLost(
+            FailureReason.REFUSED,
+            f"the prompt has {prompt_tokens} tokens, and the limit for a whole sequence is "
+            f"{plan.max_token_length}; raise --seq-len of the environment and of the trainer",
+        )
+    return room
+
+
+def _require_declared_number(
+    task: Task, sequences: Sequence[Sequence[TrainingSequence]], plan: SamplingPlan
+) -> None:
+    most = max(map(len, sequences))
+    if most > plan.max_sequences:
+        raise TooManySequences(
+            f"a rollout of the task {task.name} has {most} sequences, and the limit is "
+            f"{plan.max_sequences}; set max_sequences of the task to the largest number"
+        )
+
+
+def _reason_to_drop(
+    sequences: Sequence[Sequence[TrainingSequence]], grades: Sequence[Grade], plan: SamplingPlan
+) -> GroupLost | None:
+    longest = max(len(sequence.tokens) for rollout in sequences for sequence in rollout)
+    if longest >= plan.max_token_length:
+        detail = f"a sequence has {longest} tokens; the limit is {plan.max_token_length}"
+        return GroupLost(FailureReason.TOO_LONG, detail)
+    if plan.drop_equal_scores and len({grade.score for grade in grades}) == 1:
+        return GroupLost(FailureReason.EQUAL_SCORES, f"all {grades[0].score}")
+    return None

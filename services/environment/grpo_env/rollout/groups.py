@@ -1,0 +1,292 @@
+"""One sampled group: how it is sampled, its token sequences, what came of it, what is submitted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+from grpo_core.clients.inference import Completion
+from grpo_core.errors import GrpoError
+from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.scored_group import PADDING, ROLLOUT, RolloutFacts, ScoredGroup
+from grpo_env.rollout.grading import Grade
+from grpo_env.tasks import Answer, Message, Task
+from grpo_env.tasks.items import Item
+
+LOGPROB_SLACK = 1e-6
+"""Rounding may report a probability of 1 as a logprob this far above 0."""
+
+STOPPED, CUT_OFF = "stop", "length"
+_PADDING_TOKENS = 2
+_LEAST_ROOM = 4
+"""A completion without a limit of its own needs this part of the sequence."""
+
+
+class MisalignedCompletion(GrpoError):
+    """A completion's tokens and logprobs cannot be trained on. The message lists every problem."""
+
+
+class FailureReason(StrEnum):
+    """Why a group was not added to the queue."""
+
+    TOO_LONG = "too_long"
+    EQUAL_SCORES = "equal_scores"
+    QUARANTINED_REWARD = "quarantined_reward"
+    ABORTED = "aborted"
+    REFUSED = "refused"
+    UNAVAILABLE = "unavailable"
+    UNDELIVERED = "undelivered"
+
+
+class GroupLost(Exception):
+    """Why a group is not submitted: ends its sampling, or is found when it is graded."""
+
+    def __init__(self, reason: FailureReason, detail: str, completion_tokens: int = 0) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+        self.completion_tokens = completion_tokens
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """How to sample groups. Lengths are in tokens; a sequence must be below `max_token_length`.
+
+    max_completion_tokens: of one completion; None for the task's own limit.
+    reshaping: parameters that make tokens more or less likely than at `temperature`, by their names
+        at the server.
+    start_completion_tokens: the limit at the first training step, from which it grows linearly.
+    progress: share of the training steps that are done, in [0, 1].
+    max_sequences: largest number of sequences of one rollout. A group has this number of sequences
+        for each of its rollouts.
+    mask_cut_off: give sequences that the token limit cut off an advantage of zero.
+    """
+
+    group_size: int
+    temperature: float
+    max_token_length: int
+    max_completion_tokens: int | None
+    drop_equal_scores: bool
+    max_sequences: int = 1
+    reshaping: Mapping[str, float] = field(default_factory=dict)
+    mask_cut_off: bool = False
+    start_completion_tokens: int | None = None
+    progress: float = 1.0
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The server's parameters for a completion, but for its length."""
+        return {"temperature": self.temperature, **self.reshaping}
+
+    def completion_limit(self, task: Task, room: int) -> int:
+        """Tokens that a completion of the task may have now, with `room` tokens left."""
+        most = min(self.max_completion_tokens or task.max_completion_tokens or room, room)
+        start = self.start_completion_tokens
+        if start is None or start >= most:
+            return most
+        return round(start + (most - start) * min(self.progress, 1.0))
+
+    def longest_prompt(self, task: Task) -> int:
+        """Tokens of a prompt that leave room for a whole completion."""
+        most = self.max_completion_tokens or task.max_completion_tokens
+        return self.max_token_length - (most or self.max_token_length // _LEAST_ROOM) - 1
+
+
+@dataclass
+class TrainingSequence:
+    """One sequence that grows with a conversation. The lists have one entry per token [T].
+
+    prompt 5 6, completion 90 91 sampled with -0.4, -1.2
+        tokens       [ 5,    6,    90,   91 ]
+        masks        [-100, -100,  90,   91 ]
+        logprobs     [ 1.0,  1.0, -0.4, -1.2]
+        sampled_ids  [ 90, 91 ]
+        messages     [{"role": "user", "content": "3+4="}, {"role": "assistant", "content": "7"}]
+
+    `grpo_core.wire.scored_group` explains the fields.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    masks: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampled_ids: list[int] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    first_version: PolicyVersion | None = None
+    last_version: PolicyVersion | None = None
+    finish_reason: str = STOPPED
+
+    def add_prompt(self, token_ids: Sequence[int]) -> Self:
+        """Add tokens that the policy did not sample."""
+        self.tokens += token_ids
+        self.masks += [MASKED] * len(token_ids)
+        self.logprobs += [PROMPT_LOGPROB] * len(token_ids)
+        return self
+
+    def add_completion(self, completion: Completion) -> Self:
+        """Raises `MisalignedCompletion`."""
+        _raise_if_misaligned(self.tokens, [completion])
+        self.tokens += completion.token_ids
+        self.masks += completion.token_ids
+        self.logprobs += completion.logprobs
+        self.sampled_ids += completion.token_ids
+        self.first_version = self.first_version or completion.first_version
+        self.last_version = completion.last_version
+        self.finish_reason = completion.finish_reason
+        return self
+
+    def as_padding(self) -> TrainingSequence:
+        """A short sequence on which nothing is trained. It fills up a group whose rollouts have
+        different numbers of sequences, because run-api queues groups of one size."""
+        padding = TrainingSequence(
+            first_version=self.first_version, last_version=self.last_version, finish_reason=PADDING
+        )
+        return padding.add_prompt(self.tokens[:_PADDING_TOKENS])
+
+
+def sequences_of(
+    prompt_ids: Sequence[int], completions: Sequence[Completion]
+) -> list[TrainingSequence]:
+    """One sequence for each completion of a prompt.
+
+    Raises:
+        MisalignedCompletion: empty prompt or completion, lists of different lengths, or a
+            logprob that is not a finite number of at most 0.
+    """
+    _raise_if_misaligned(prompt_ids, completions)
+    return [TrainingSequence().add_prompt(prompt_ids).add_completion(c) for c in completions]
+
+
+def _raise_if_misaligned(prompt_ids: Sequence[int], completions: Sequence[Completion]) -> None:
+    problems = [] if prompt_ids else ["the prompt has no tokens"]
+    for index, completion in enumerate(completions):
+        problems += [f"completion {index}: {problem}" for problem in _problems(completion)]
+    if problems:
+        raise MisalignedCompletion(
+            "vllm-server: /generate sent an answer that cannot be trained on: "
+            + "; ".join(problems)
+        )
+
+
+def _problems(completion: Completion) -> list[str]:
+    problems = [] if completion.token_ids else ["no tokens"]
+    if len(completion.logprobs) != len(completion.token_ids):
+        problems.append(
+            f"{len(completion.logprobs)} logprobs for {len(completion.token_ids)} tokens"
+        )
+    problems += [
+        f"invalid logprob {logprob} at token {position}"
+        for position, logprob in enumerate(completion.logprobs)
+        if not (math.isfinite(logprob) and logprob <= LOGPROB_SLACK)
+    ]
+    return problems
+
+
+@dataclass(frozen=True)
+class SampledGroup:
+    """What came of one prompt. The lists have one entry per rollout.
+
+    two completions of "3+4=", graded and ready to submit
+        answers    ["7", "8"]                                        each with its conversation
+        sequences  [[TrainingSequence], [TrainingSequence]]          several if one was not enough
+        grades     [Grade(1.0, {"accuracy": 1.0}), Grade(0.0, {"accuracy": 0.0})]
+        group      the `ScoredGroup` to submit, but for the environment's id
+        lost       None
+
+    If `lost` is set, the group is not submitted: the lists then are as far as it was sampled and
+    graded, and `group` is what would have been submitted if every answer has a grade.
+    """
+
+    answers: Sequence[Answer] = ()
+    sequences: Sequence[Sequence[TrainingSequence]] = ()
+    grades: Sequence[Grade] = ()
+    group: ScoredGroup | None = None
+    lost: GroupLost | None = None
+
+    @property
+    def completion_lengths(self) -> list[int]:
+        """Tokens that the policy sampled in each rollout."""
+        return [sum(len(s.sampled_ids) for s in rollout) for rollout in self.sequences]
+
+    @property
+    def policy_versions(self) -> list[PolicyVersion]:
+        """Those that sampled the first and the last token of each sequence."""
+        ends = ((s.first_version, s.last_version) for rollout in self.sequences for s in rollout)
+        return [version for pair in ends for version in pair if version is not None]
+
+    @property
+    def completion_tokens(self) -> int:
+        """All tokens that were sampled, also those that were thrown away."""
+        return sum(self.completion_lengths) or (self.lost.completion_tokens if self.lost else 0)
+
+
+def scored_group(
+    item: Item,
+    answers: Sequence[Answer],
+    sequences: Sequence[Sequence[TrainingSequence]],
+    grades: Sequence[Grade],
+    plan: SamplingPlan,
+    seconds: float,
+) -> ScoredGroup:
+    """The group to submit, without the environment's id.
+
+    Every rollout has `plan.max_sequences` sequences, all with the rollout's score; those that it
+    lacks are padding.
+
+    Args:
+        answers, sequences, grades: one entry per rollout
+        seconds: that the sampling took
+    """
+    rows = [*_rows(sequences, grades, plan)]
+    facts = RolloutFacts(
+        policy_version=[(s.first_version, s.last_version) for s, *_ in rows],
+        generation_seconds=seconds,
+    )
+    params: dict[str, Any] = {**plan.sampling}
+    if not item.task.is_conversation and not item.task.drives_itself:
+        params["max_tokens"] = answers[0].max_tokens
+    return ScoredGroup(
+        **wire_fields(sequence for sequence, *_ in rows),
+        scores=[score for _, score, _ in rows],
+        messages=[[*map(dict, sequence.messages)] for sequence, *_ in rows],
+        overrides=[override for *_, override in rows],
+        generation_params=params,
+        group_overrides=facts.on_the_wire() | {"task": item.task.name, "item": item.key},
+    )
+
+
+def wire_fields(sequences: Iterable[TrainingSequence]) -> dict[str, list[list[Any]]]:
+    """The fields of a `ScoredGroup` that hold one list [T] per sequence."""
+    rows = [*sequences]
+    return {
+        "tokens": [row.tokens for row in rows],
+        "masks": [row.masks for row in rows],
+        "inference_logprobs": [row.logprobs for row in rows],
+    }
+
+
+def _rows(
+    sequences: Sequence[Sequence[TrainingSequence]], grades: Sequence[Grade], plan: SamplingPlan
+) -> Iterator[tuple[TrainingSequence, float, dict[str, Any]]]:
+    for index, (rollout, grade) in enumerate(zip(sequences, grades, strict=True)):
+        padding = [rollout[0].as_padding()] * (plan.max_sequences - len(rollout))
+        for sequence in [*rollout, *padding]:
+            yield sequence, grade.score, _override(index, sequence, grade, plan)
+
+
+def _override(
+    rollout: int, sequence: TrainingSequence, grade: Grade, plan: SamplingPlan
+) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "reward_parts": dict(grade.parts),
+        "finish_reason": sequence.finish_reason,
+        ROLLOUT: rollout,
+    }
+    if grade.reason:
+        found["grade_reason"] = grade.reason
+    if plan.mask_cut_off and sequence.finish_reason != STOPPED:
+        found["set_advantage_to_zero"] = True
+    return found

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from grpo_core.clients.inference import Completion
+from grpo_core.errors import ProtocolViolation
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_env.assembly import TaskSet, sampling_plan
+from grpo_env.evaluation import Evaluation
+from grpo_env.rollout.groups import (
+    FailureReason,
+    MisalignedCompletion,
+    sequences_of,
+)
+from grpo_env.settings import load_env_settings
+from tests.unit.env.canned import PROMPT, generate_answer
+from tests.unit.env.http_stub import Route
+from tests.unit.env.rollout.rig import PLAN, Rewarded, lost, sample, sevens, submitted
+
+SEVEN_OR_EIGHT = generate_answer(["7", "8"])
+
+
+def always(answer: dict[str, Any]) -> Route:
+    return lambda _body: (200, answer)
+
+
+async def test_one_request_makes_one_aligned_group() -> None:
+    outcome, server = await sample(always(SEVEN_OR_EIGHT))
+
+    assert server.bodies("POST /generate") == [
+        {
+            "prompt": {"prompt_token_ids": PROMPT},
+            "logprobs": 0,
+            "n": 2,
+            "temperature": 0.7,
+            "max_tokens": 16,
+        }
+    ]
+    group = submitted(outcome)
+    assert group.tokens == [[5, 6, 7, 90, 91], [5, 6, 7, 91, 91]]
+    assert group.masks == [[-100, -100, -100, 90, 91], [-100, -100, -100, 91, 91]]
+    assert group.inference_logprobs == [[1.0, 1.0, 1.0, -0.5, -1.25]] * 2
+    assert group.scores == [1.0, 0.0]
+    assert group.generation_params == {"temperature": 0.7, "max_tokens": 16}
+    assert group.messages == [
+        [{"role": "user", "content": "3+4="}, {"role": "assistant", "content": text}]
+        for text in ("7", "8")
+    ]
+    assert group.overrides == [
+        {"reward_parts": {"reward": score}, "finish_reason": "stop", "rollout_index": index}
+        for index, score in enumerate((1.0, 0.0))
+    ]
+    overrides = group.group_overrides
+    assert overrides is not None
+    # For each completion, the policy versions of its first and last token.
+    assert overrides["policy_version"] == [[[1, 0], [1, 1]], [[1, 1], [1, 2]]]
+    assert overrides["generation_seconds"] > 0.0
+    assert (overrides["task"], len(overrides["item"])) == ("rewarded", 16)
+    assert [grade.score for grade in outcome.grades] == [1.0, 0.0]
+    assert outcome.completion_tokens == 4
+
+
+async def test_a_sequence_of_the_maximum_length_drops_the_group_but_keeps_its_rewards() -> None:
+    # A prompt of 3 tokens and a completion of 2 are 5 tokens.
+    outcome, server = await sample(always(SEVEN_OR_EIGHT), plan=replace(PLAN, max_token_length=5))
+
+    assert server.bodies("POST /generate")[0]["max_tokens"] == 1
+    assert lost(outcome).reason is FailureReason.TOO_LONG
+    assert [grade.score for grade in outcome.grades] == [1.0, 0.0]
+    kept, _ = await sample(always(SEVEN_OR_EIGHT), plan=replace(PLAN, max_token_length=6))
+    submitted(kept)
+
+
+async def test_an_aborted_completion_is_not_graded() -> None:
+    answer = generate_answer(["7", "8"], finish_reasons=["stop", "abort"])
+    aborted, _ = await sample(always(answer))
+    assert lost(aborted).reason is FailureReason.ABORTED
+    assert (aborted.grades, aborted.completion_tokens) == ((), 4)
+
+
+async def test_the_reward_learns_what_was_cut_off_and_its_advantage_can_be_masked() -> None:
+    seen: dict[str, bool] = {}
+
+    def reward(answer: Any, _row: Any) -> float:
+        seen[str(answer)] = answer.finished
+        return float(answer == "7")
+
+    outcome, _ = await sample(
+        always(generate_answer(["7", "8"], finish_reasons=["stop", "length"])),
+        Rewarded(reward),
+        replace(PLAN, mask_cut_off=True),
+    )
+    assert seen == {"7": True, "8": False}
+    overrides = submitted(outcome).overrides or []
+    assert [o.get("set_advantage_to_zero") for o in overrides] == [None, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), {}),
+        (("--top-p=0.9", "--top-k=5"), {"top_p": 0.9, "top_k": 5}),
+        (("--repetition-penalty=1.1", "--top-k=0"), {"repetition_penalty": 1.1}),
+    ],
+)
+async def test_options_that_reshape_the_distribution_are_sent_and_stated_unless_neutral(
+    options: tuple[str, ...], expected: dict[str, float]
+) -> None:
+    settings = load_env_settings(["arithmetic", "serve", "--model=m", "--group-size=2", *options])
+    plan = sampling_plan(settings, TaskSet((Rewarded(sevens),), (1.0,)))
+    outcome, server = await sample(always(SEVEN_OR_EIGHT), plan=plan)
+    (body,) = server.bodies("POST /generate")
+    stated = submitted(outcome).generation_params
+    assert stated == {"temperature": 1.0, "max_tokens": body["max_tokens"], **expected}
+    assert stated.items() <= body.items()
+    assert Evaluation.of(settings).plan(plan).sampling == {"temperature": 1.0}
+
+
+def test_the_completion_limit_grows_with_the_run() -> None:
+    plan = replace(PLAN, max_completion_tokens=100, start_completion_tokens=20)
+    limits = [
+        replace(plan, progress=share).completion_limit(Rewarded(sum), 500)
+        for share in (0.0, 0.25, 1.0)
+    ]
+    assert limits == [20, 40, 100]
+    assert plan.completion_limit(Rewarded(sum), 60) == 60
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (generate_answer(["7"]), "1 completions instead of 2"),
+        (generate_answer(["7", "8"], prompt_token_ids=[1, 5, 6, 7]), "differ from the request"),
+    ],
+)
+async def test_an_answer_against_the_contract_is_an_error(
+    answer: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ProtocolViolation, match=problem):
+        await sample(always(answer))
+
+
+def completion(token_ids: list[int], logprobs: list[float]) -> Completion:
+    return Completion("", "stop", token_ids, logprobs, PolicyVersion(0, 0), PolicyVersion(0, 0))
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, 1e-5])
+def test_an_impossible_logprob_is_named_with_its_place(bad: float) -> None:
+    """Rounding may raise a logprob to 1e-6 above 0."""
+    broken = completion([3, 3, 3], [-0.1, 1e-6, bad])
+    with pytest.raises(MisalignedCompletion) as caught:
+        sequences_of([1], [completion([2], [-0.1]), completion([], []), broken])
+    named = f"completion 1: no tokens; completion 2: invalid logprob {bad} at token 2"
+    assert str(caught.value).endswith(named)

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_core.security.bearer_token import plain
+from grpo_env.settings import EnvServerSettings, load_env_settings
+
+BASE = ["arithmetic", "serve", "--openai.model-name", "m"]
+
+
+def from_file(tmp_path: Path, content: str, *arguments: str) -> EnvServerSettings:
+    file = tmp_path / "env.yaml"
+    file.write_text(content)
+    return load_env_settings(["gsm8k", "serve", "--config", str(file), *arguments])
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The error output of a command line that ends with status 2."""
+    with pytest.raises(SystemExit) as caught:
+        load_env_settings(arguments)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_list_of_servers_is_one_policy_on_each_of_them(tmp_path: Path) -> None:
+    one, two = ({"model_name": "m", "base_url": f"http://{name}:9001/v1"} for name in ("a", "b"))
+    settings = from_file(tmp_path, json.dumps({"openai": [one, two, one]}))
+    assert (settings.model, settings.inference_url) == ("m", ("http://a:9001", "http://b:9001"))
+
+
+BROKEN_FILES = {
+    "openai: [{model_name: m}, {model_name: n}]": "differ in model_name",
+    "openai: [{model_name: m, base_url: 'http://a'}, {model_name: m}]": "no base_url",
+    "- a list": "expected lines such as",
+    "env: {grp: 3}\nopenai: {model_name: m}": "grp",
+}
+
+
+def test_a_file_that_is_broken_or_names_several_policies_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "env.yaml"
+    for content, problem in BROKEN_FILES.items():
+        file.write_text(content)
+        assert problem in refused(["gsm8k", "serve", f"--config={file}"], capsys)
+
+
+ATROPOS = """
+env: {group_size: 4, total_steps: 120, batch_size: 64, start_tok_length: 8192, use_wandb: true,
+  inference_weight: -1, ensure_scores_are_not_same: false,
+  max_num_workers_per_node: 24}
+openai:
+  - {base_url: "http://localhost:9001/v1", model_name: m, api_key: x, num_requests_for_eval: 8}
+slurm: false
+"""
+
+
+def test_the_words_of_atropos_are_understood_and_the_command_line_wins_over_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = from_file(tmp_path, ATROPOS, "--env.group_size", "6")
+
+    assert (settings.group_size, settings.steps, settings.max_concurrent_groups) == (6, 120, 24)
+    assert (settings.drop_equal_scores, settings.weight) == (False, -1)
+    # By default the tokenizer is the model's, and the name is the task's.
+    assert (settings.tokenizer_name, settings.display_name) == ("m", "gsm8k")
+    assert "no effect: env.batch_size, openai.api_key" in capsys.readouterr().err
+
+
+MATH_ZERO = """
+env: {tokenizer_name: t, rollout_server_url: "http://localhost:8002", max_token_length: 8192,
+  start_tok_length: 8192, group_size: 8, batch_size: 64, total_steps: 120, steps_per_eval: 20,
+  use_wandb: false, wandb_name: math-zero-lora-env, eval_limit_ratio: 0.1,
+  max_num_workers_per_node: 24, mask_too_long_completions: true, eval_handling: limit_train}
+openai: {base_url: "http://localhost:9002/v1", model_name: m, server_type: vllm, api_key: x,
+  num_requests_for_eval: 256, weight: 1.0}
+"""
+
+
+def test_every_key_of_the_archived_math_configurations_works(tmp_path: Path) -> None:
+    file = tmp_path / "math_zero_lora.yaml"
+    file.write_text(MATH_ZERO)
+    settings = load_env_settings(["math", "serve", "--config", str(file)])
+    assert (settings.seq_len, settings.start_completion_tokens) == (8192, 8192)
+    assert (settings.eval_every, settings.eval_limit_ratio, settings.eval_requests) == (
+        20,
+        0.1,
+        256,
+    )
+    assert (settings.eval_handling, settings.mask_too_long_completions) == ("LIMIT_TRAIN", True)
+    assert (settings.max_concurrent_groups, settings.steps, settings.tokenizer) == (24, 120, "t")
+    assert settings.inference_url == ("http://localhost:9002",)
+    file.write_text(MATH_ZERO.partition("openai")[0])  # math_zero_shared.yaml has no such section
+    assert load_env_settings(["math", "serve", "--config", str(file)]).tokenizer_name == "t"
+
+
+SECTIONS = """
+model: m
+columns: {prompt: q}
+env: {reward_weights: {accuracy: 2, overlong: 0.5}}
+mixture:
+  - {task: gsm8k, weight: 0.7, data: there}
+  - {task: arithmetic, weight: 0.3, task_args: {level: 2}}
+"""
+
+
+def test_named_values_are_sections_of_a_file_or_words_of_a_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mixture.yaml"
+    file.write_text(SECTIONS)
+    settings = load_env_settings(["mixture", "serve", "--config", str(file)])
+    assert (settings.columns, settings.reward_weights) == (
+        {"prompt": "q"},
+        {"accuracy": 2.0, "overlong": 0.5},
+    )
+    assert [(p.task, p.weight, p.data) for p in settings.mixture] == [
+        ("gsm8k", 0.7, "there"),
+        ("arithmetic", 0.3, None),
+    ]
+    assert settings.mixture[1].task_args == {"level": 2}
+    words = ["mixture", "serve", "--model=m", "--mixture=gsm8k=2,arithmetic=1"]
+    assert [p.weight for p in load_env_settings(words).mixture] == [2.0, 1.0]
+    assert "--mixture" in refused(["mixture", "serve", "--model=m"], capsys)
+    assert "expected a number" in refused([*BASE, "--reward-weights=a=x"], capsys)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "gsm8k", "--model=m"],
+        ["gsm8k", "check", "--model=m"],
+        ["check", "--task", "gsm8k", "--model=m"],
+        ["--task=gsm8k", "check", "--model=m"],
+        ["--model=m", "--task", "gsm8k", "check"],
+    ],
+)
+def test_task_and_action_may_stand_in_any_order(words: list[str]) -> None:
+    settings = load_env_settings(words)
+    assert (settings.task, settings.action) == ("gsm8k", "check")
+
+
+def test_only_the_token_of_run_api_is_read_from_the_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ENV", "production")
+    monkeypatch.setenv("TASK", "other")
+    monkeypatch.setenv("RUN_API_TOKEN", "a-secret")
+    assert plain(load_env_settings(BASE).run_api_token) == "a-secret"
+
+
+MISTAKES = {
+    "--env.group_size=1": "pass 2 or more",
+    "--env.temperature=0": "--env.temperature",
+    "--env.rollout_server_url=localhost:8000": "expected a URL",
+    "--openai.server_type=openai": "logprob of every sampled token",
+    "--env.grp=3": "--env.grp: no such option",
+    "--config=/nonexistent.yaml": "cannot read /nonexistent.yaml",
+}
+
+
+def test_a_mistake_ends_with_status_2_and_names_the_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for option, problem in MISTAKES.items():
+        assert problem in refused([*BASE, option], capsys)
+    assert "--model is required" in refused(["arithmetic", "serve"], capsys)
+    assert "TASK: no task 'chess'; expected one of arithmetic, gsm8k" in refused(
+        ["chess", *BASE[1:]], capsys
+    )
