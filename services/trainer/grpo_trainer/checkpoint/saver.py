@@ -14,7 +14,7 @@ from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.config.sync import SERVED_KEPT
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.control import KlCoefficient, Tau
+from grpo_trainer.control import Coefficients
 from grpo_trainer.data.batches import BatchQueue, Position
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.export import (
@@ -66,8 +66,7 @@ class Saver:
     api: BatchQueue
     store: StateStore
     bound: Bound
-    kl_coefficient: KlCoefficient
-    tau: Tau
+    coefficients: Coefficients
     ranks: Ranks = ALONE
     seconds: float | None = field(init=False, default=None)
 
@@ -148,8 +147,8 @@ class Saver:
             run_uuid,
             self._checkpoints,
             self.bound.noise,
-            self.kl_coefficient.to_save,
-            self.tau.to_save,
+            self.coefficients.kl.to_save,
+            self.coefficients.tau.to_save,
         )
         directory = self.store.save(state)
         self._saved = position
