@@ -354,7 +354,7 @@ def lead(
     bound = Bound(
         tolerance_of(policy),
         noise=None if saved is None else saved.record.noise,
-        learns=saved is None and (settings.sync.hands_off or settings.verify_every_steps > 0),
+        learns=saved is None and (settings.sync.uses_files or settings.verify_every_steps > 0),
     )
     served = sync.start(optimizer, position.step, position.epoch, bound)
     position = replace(position, epoch=served.epoch)

@@ -169,7 +169,7 @@ def _log_disk_need(settings: TrainerSettings, policy: CausalLM, optimizer: Maste
     interval = settings.checkpoint_interval
     saved = settings.steps // interval if interval else 0
     models = 1 + min(saved, settings.keep_checkpoints + 1)
-    if settings.sync.hands_off:
+    if settings.sync.uses_files:
         models += 1 + SERVED_KEPT
     model_bytes = sum(p.nbytes for p in trained_parameters(policy).values())
     states, state_bytes = 1 + STATES_KEPT, optimizer.state_bytes()
