@@ -84,7 +84,8 @@ def test_a_trainer_whose_environments_have_left_ends_by_name(http: httpx.Client)
             preparation=unused,
             environments=EnvironmentWatch(0.01),
             quarantine=unused,
-            saver=unused,
+            skipped=unused,
+            release_batches=unused,
         )
         with pytest.raises(ServiceUnavailable, match="no batch within"):
             trainer.next_batch(0.01)

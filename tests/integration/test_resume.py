@@ -179,7 +179,7 @@ def test_full_leases_are_acknowledged_by_an_early_save(redis_url: str, tmp_path:
             side = Side()
             store = StateStore(config.save_path)
             saver = Saver(
-                config, side.model, side.optimizer, trainer, store, Bound(1.0), *NO_PENALTY
+                config, side.model, side.optimizer, trainer, store, Bound(1.0), NO_PENALTY
             )
             saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
             unused: Any = None
@@ -190,7 +190,8 @@ def test_full_leases_are_acknowledged_by_an_early_save(redis_url: str, tmp_path:
                 preparation=unused,
                 environments=EnvironmentWatch(DEADLINE_S),
                 quarantine=unused,
-                saver=saver,
+                skipped=saver.batch_skipped,
+                release_batches=saver.release_batches,
             )
             assert source.next_batch(0, batches_left=9).id == 1
             # no batch was trained, so no checkpoint can be written
