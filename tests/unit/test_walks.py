@@ -1,4 +1,4 @@
-"""Every file and name in the walks through the code exists."""
+"""Every file and name in the walk through the code exists."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PAGE = (ROOT / "docs/explanation/architecture.md").read_text()
 ENTRIES = re.findall(r"(?m)^\d+\. `([^`]+\.py)` → `([^`]+)` →", PAGE)
 
 
-def test_there_are_three_walks() -> None:
-    assert len(ENTRIES) == 36
+def test_the_walk_opens_at_most_26_files() -> None:
+    assert [len(ENTRIES), len({file for file, _ in ENTRIES[:25]})] == [30, 25]
 
 
 @pytest.mark.parametrize(("file", "name"), ENTRIES)
