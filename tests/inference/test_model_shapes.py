@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig
 
 from grpo_core.process.managed import ProcessFailed
-from grpo_trainer.checks.served_weights import AlignmentProbe
+from grpo_trainer.checks.served_weights import PublicationCheck
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.export import save_policy
@@ -119,8 +119,8 @@ def test_a_step_is_served_exported_and_loaded_again(
         policy = sync.load_policy().eval()
         optimizer = MasterOptimizer(trained_parameters(policy).values(), constant(LR), 0.0, 1.0)
         sync.start(optimizer, 0)
-        probe = AlignmentProbe(policy)
-        assert probe.measure(sync.served_logprobs).max < FLOAT32_NOISE
+        check = PublicationCheck(policy, sync)
+        assert check.measure().max < FLOAT32_NOISE
         ids = torch.randint(200, (4, 40), generator=torch.Generator().manual_seed(0))
         policy(ids, labels=ids).loss.backward()  # type: ignore[operator]
         # The check of the served weights shares passes with these requests.
@@ -128,7 +128,7 @@ def test_a_step_is_served_exported_and_loaded_again(
             report.wait_for_answers(3)
             optimizer.step(0)
             sync.publish(optimizer, 1)
-            after = probe.measure(sync.served_logprobs)
+            after = check.measure()
         assert report.problems == []
         assert server.status()["crashes"] == 0
         assert after.max < FLOAT32_NOISE

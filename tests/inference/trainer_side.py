@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.weights.socket import connect_weights
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.checks.served_weights import Alignment, AlignmentProbe
+from grpo_trainer.checks.served_weights import Alignment, PublicationCheck
 from grpo_trainer.model.logprobs import probe_tokens
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import constant
@@ -40,10 +40,10 @@ class AttachedTrainer:
     policy: Any
     optimizer: MasterOptimizer
     bridge: BridgeClient
-    probe: AlignmentProbe
+    check: PublicationCheck
 
     def alignment(self) -> Alignment:
-        return self.probe.measure(self.sync.served_logprobs)
+        return self.check.measure()
 
     @property
     def tokens(self) -> list[int]:
@@ -144,7 +144,7 @@ def attached_trainer(server: InferenceServer, lr: float = LR) -> Iterator[Attach
     found = [master.detach().clone() for master in optimizer.masters]
     sync.start(optimizer, step=0)
     try:
-        yield AttachedTrainer(sync, policy, optimizer, bridge, AlignmentProbe(policy))
+        yield AttachedTrainer(sync, policy, optimizer, bridge, PublicationCheck(policy, sync))
     finally:
         if sync.attached:
             with torch.no_grad():

@@ -22,6 +22,11 @@ STANDARD_ERRORS = 3.0
 prove nothing."""
 
 
+def mean_distance(some: Tensor, others: Tensor) -> float:
+    """Mean |difference| of two logprobs of the same tokens, in nats."""
+    return float((some - others).abs().double().mean())
+
+
 @dataclass(frozen=True)
 class TokenTable:
     """The trained tokens of a batch, in host memory. Logprobs are at the temperature that the
@@ -71,7 +76,7 @@ class TokenTable:
 
     def mean_distance(self) -> float:
         """Mean |difference|; needs at least one token."""
-        return float(self.diff.abs().double().mean())
+        return mean_distance(self.logp, self.behaviour_logp)
 
     def sequences(self) -> list[int]:
         """Indices of the sequences with at least one trained token, in order."""

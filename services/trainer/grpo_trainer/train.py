@@ -26,8 +26,7 @@ from grpo_trainer.checkpoint.resume import (
 from grpo_trainer.checkpoint.saver import BATCH_FOLLOWS, CHECKPOINT_FIRST, Saver
 from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.checks.data_checks import DataChecks
-from grpo_trainer.checks.own_functions import require_own_functions
-from grpo_trainer.checks.self_test import SelfTest
+from grpo_trainer.checks.self_test import SelfTest, require_own_functions
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
 from grpo_trainer.config.trainer import AUTO, TrainerSettings

@@ -7,7 +7,7 @@ rounding noise. The report lists the numbers and the likeliest cause.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
@@ -21,7 +21,7 @@ from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.micro_batches import by_length
 from grpo_trainer.model.adapter import without_dropout
 from grpo_trainer.model.policy import CausalLM, device_of
-from grpo_trainer.token_table import MIN_TOKENS, Distance, TokenTable
+from grpo_trainer.token_table import MIN_TOKENS, Distance, TokenTable, mean_distance
 
 _SEARCH_RATIOS = tuple(1.25 ** (5.0**-k) for k in range(4))
 """Ratios of neighbouring temperatures in four successive searches. Each search starts at the best
@@ -92,60 +92,51 @@ class Hypothesis:
     mean: float
 
 
-def shifted_logprobs(table: TokenTable) -> list[Hypothesis]:
-    """The hypotheses that logprobs belong to a neighbouring token. Args: table: N tokens."""
+def all_hypotheses(policy: CausalLM, table: TokenTable, batch: Batch) -> Iterator[Hypothesis]:
+    """Args: table: N tokens of `batch`, sampled by the policy's weights"""
+    yield from shifted_logprobs(table)
+    ours, logged = table.logp, table.behaviour_logp
+    # For example 1.44, of binary logarithms. A factor far from 1 is no unit, but of nearly constant
+    # logprobs.
+    factor = float(ours @ logged / ours.square().sum().clamp_min(1e-12))
+    if 0.1 < factor < 10:
+        distance = mean_distance(ours, logged / factor)
+        yield Hypothesis(Cause.SCALED, f"logprobs divided by {factor:.2f}", distance)
+    if torch.equal(rounded_to_bfloat16(logged), logged):
+        distance = mean_distance(rounded_to_bfloat16(ours), logged)
+        yield Hypothesis(Cause.ROUNDED, "the trainer's logprobs rounded to bfloat16", distance)
+    shared = torch.tensor([origin.shared_tokens for origin in batch.origins])
+    own = table.where(table.position >= shared[table.sequence])
+    if MIN_TOKENS <= len(own) < len(table):
+        assumption = "without the tokens that all completions of a group share"
+        yield Hypothesis(Cause.PROMPT_TRAINED, assumption, own.mean_distance())
+    yield from recomputed(policy, table, batch)
+
+
+def shifted_logprobs(table: TokenTable) -> Iterator[Hypothesis]:
+    """That logprobs belong to a neighbouring token. Args: table: N tokens"""
     follows = (table.sequence[1:] == table.sequence[:-1]) & (
         table.position[1:] == table.position[:-1] + 1
     )  # [N-1]
     if int(follows.sum()) < MIN_TOKENS:
-        return []
-    late = (table.logp[:-1] - table.behaviour_logp[1:])[follows].abs().mean()
-    early = (table.logp[1:] - table.behaviour_logp[:-1])[follows].abs().mean()
-    return [
-        Hypothesis(Cause.LOGPROBS_LATE, "logprobs moved back by one position", float(late)),
-        Hypothesis(Cause.LOGPROBS_EARLY, "logprobs moved forward by one position", float(early)),
-    ]
-
-
-def scaled_logprobs(table: TokenTable) -> list[Hypothesis]:
-    """The hypothesis that all logprobs are multiplied by one factor, for example by 1.44 as binary
-    logarithms."""
-    factor = float(table.logp @ table.behaviour_logp / table.logp.square().sum().clamp_min(1e-12))
-    if not 0.1 < factor < 10:  # no other unit, but nearly constant logprobs
-        return []
-    distance = float((table.logp - table.behaviour_logp / factor).abs().mean())
-    return [Hypothesis(Cause.SCALED, f"logprobs divided by {factor:.2f}", distance)]
-
-
-def rounded_logprobs(table: TokenTable) -> list[Hypothesis]:
-    """The hypothesis that the logprobs were rounded. Of 65,536 values in float32, rounding leaves
-    one unchanged."""
-    logged = table.behaviour_logp
-    if not torch.equal(rounded_to_bfloat16(logged), logged):
-        return []
-    distance = float((rounded_to_bfloat16(table.logp) - logged).abs().mean())
-    return [Hypothesis(Cause.ROUNDED, "the trainer's logprobs rounded to bfloat16", distance)]
+        return
+    ours, logged = table.logp, table.behaviour_logp
+    late = mean_distance(ours[:-1][follows], logged[1:][follows])
+    early = mean_distance(ours[1:][follows], logged[:-1][follows])
+    yield Hypothesis(Cause.LOGPROBS_LATE, "logprobs moved back by one position", late)
+    yield Hypothesis(Cause.LOGPROBS_EARLY, "logprobs moved forward by one position", early)
 
 
 def rounded_to_bfloat16(logp: Tensor) -> Tensor:
+    """Of 65,536 values in float32, this leaves one unchanged."""
     return logp.bfloat16().float()
 
 
-def without_shared_prefix(table: TokenTable, batch: Batch) -> list[Hypothesis]:
-    """The hypothesis that the common beginning of a group's completions is its prompt."""
-    shared = torch.tensor([origin.shared_tokens for origin in batch.origins])
-    own = table.where(table.position >= shared[table.sequence])
-    if not MIN_TOKENS <= len(own) < len(table):
-        return []
-    assumption = "without the tokens that all completions of a group share"
-    return [Hypothesis(Cause.PROMPT_TRAINED, assumption, own.mean_distance())]
-
-
-def recomputed(policy: CausalLM, table: TokenTable, batch: Batch) -> list[Hypothesis]:
-    """The hypotheses that need another forward pass: that the training pass is wrong, and that of
-    another temperature, if the best-fitting one differs from the stated one."""
+def recomputed(policy: CausalLM, table: TokenTable, batch: Batch) -> Iterator[Hypothesis]:
+    """What needs another forward pass: that the training pass is wrong, and another temperature, if
+    the best-fitting one differs from the stated one."""
     if len(table) < MIN_TOKENS:
-        return []
+        return
     logits = logits_of(policy, table, batch)  # [N, V]
     columns = (targets_of(table, batch), table.behaviour_logp, table.temperature)
     targets, logged, stated = (column.to(logits.device) for column in columns)
@@ -153,33 +144,24 @@ def recomputed(policy: CausalLM, table: TokenTable, batch: Batch) -> list[Hypoth
     def distance(temperature: Tensor) -> float:
         scaled = logits / temperature.unsqueeze(-1)
         logp = scaled.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        return float((logp - logged).abs().mean())
+        return mean_distance(logp, logged)
 
     again = "computed again, with a plain forward pass without dropout"
-    return [
-        Hypothesis(Cause.TRAINING_PASS, again, distance(stated)),
-        *_other_temperature(float(stated.median()), lambda t: distance(torch.full_like(stated, t))),
-    ]
+    yield Hypothesis(Cause.TRAINING_PASS, again, distance(stated))
+    usual = float(stated.median())
+    best = _best_temperature(usual, lambda t: distance(torch.full_like(stated, t)))
+    if abs(math.log(best / usual)) >= math.log(_OTHER_TEMPERATURE):
+        assumption = f"sampled at temperature {best:.2f} instead of {usual:g}"
+        at_best = distance(torch.full_like(stated, best))
+        yield Hypothesis(Cause.TEMPERATURE, assumption, at_best)
 
 
-def _other_temperature(stated: float, distance: Callable[[float], float]) -> list[Hypothesis]:
+def _best_temperature(stated: float, distance: Callable[[float], float]) -> float:
     best = stated
     for ratio in _SEARCH_RATIOS:
         steps = range(-_SEARCH_WIDTH, _SEARCH_WIDTH + 1)
         best = min((best * ratio**k for k in steps), key=distance)
-    if abs(math.log(best / stated)) < math.log(_OTHER_TEMPERATURE):
-        return []
-    assumption = f"sampled at temperature {best:.2f} instead of {stated:g}"
-    return [Hypothesis(Cause.TEMPERATURE, assumption, distance(best))]
-
-
-@dataclass(frozen=True)
-class ServerAnswer:
-    """`mean`: |server's - trainer's logprob| of some of the tokens, measured now; None if the
-    server did not answer."""
-
-    mean: float | None
-    text: str
+    return best
 
 
 def mismatch_report(
@@ -188,7 +170,7 @@ def mismatch_report(
     sent: float,
     tried: Sequence[Hypothesis],
     tolerance: float,
-    server: ServerAnswer | None = None,
+    server: float | str = "",
 ) -> str:
     """The error message of a rollout mismatch: the numbers, the hypotheses and the likeliest cause.
 
@@ -198,7 +180,8 @@ def mismatch_report(
         sent: mean |difference| of the logprobs as sent, of a sample
         tried: the same under each hypothesis
         tolerance: for the data type
-        server: the server's answer; None if it was not requested
+        server: mean |server's - trainer's logprob| of some of the tokens, measured now; or why the
+            server did not answer; "" if it was not asked
     """
     best = sorted(tried, key=lambda hypothesis: hypothesis.mean)
     lines = [
@@ -207,25 +190,23 @@ def mismatch_report(
         f"  as sent: {sent:.2g}",
         *(f"  {hypothesis.assumption}: {hypothesis.mean:.2g}" for hypothesis in best),
     ]
-    if server is not None:
-        lines.append(f"  between server and trainer, measured now: {server.text}")
-    if server is not None and (server.mean or 0.0) > tolerance:
+    if server != "":
+        told = f"{server:.2g}" if isinstance(server, float) else server
+        lines.append(f"  between server and trainer, measured now: {told}")
+    if isinstance(server, float) and server > tolerance:
         verdict = f"Likely cause: {Cause.STALE_WEIGHTS}."
     elif best and _EXPLAINS * best[0].mean < sent:
         verdict = f"Likely cause: {best[0].cause}."
-    elif server is not None and server.mean is not None:
-        # Both sides agree on these tokens now, so the difference is in what the group states.
-        is_small = found.mean < _SMALL_MOVEMENT and found.max < _LARGEST_MOVEMENT
-        verdict = f"Likely cause: {Cause.OTHER_TOKENS}."
-        if is_small:
-            verdict = (
-                f"Likely cause: {Cause.VERSION}. If the versions are right: {Cause.OTHER_TOKENS}."
-            )
-    else:
+    elif not isinstance(server, float):
         causes = "; ".join(f"({i}) {cause}" for i, cause in enumerate(Cause, start=1))
         verdict = (
             f"None of these assumptions explains the difference. Check in this order: {causes}."
         )
+    # Both sides agree on these tokens now, so the difference is in what the group states.
+    elif found.mean < _SMALL_MOVEMENT and found.max < _LARGEST_MOVEMENT:
+        verdict = f"Likely cause: {Cause.VERSION}. If the versions are right: {Cause.OTHER_TOKENS}."
+    else:
+        verdict = f"Likely cause: {Cause.OTHER_TOKENS}."
     return "\n".join([*lines, f"{verdict} {UNCHANGED}"])
 
 

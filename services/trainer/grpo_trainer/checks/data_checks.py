@@ -7,23 +7,27 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import torch
+from torch import Tensor
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.findings import CheckName, Finding, FindingLog
 from grpo_trainer.checks.groups import GroupCheck
-from grpo_trainer.checks.rollouts import RatioCheck, RolloutCheck, UnlikelyRatio
-from grpo_trainer.checks.sampling import ReferenceCheck, SamplingCheck
-from grpo_trainer.checks.served_weights import ServedLogprobs
+from grpo_trainer.checks.rollouts import RolloutCheck, ServedLogprobs, fresh_tokens
+from grpo_trainer.checks.sampling import RatioCheck, SamplingCheck
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.model.forward import FastForward
-from grpo_trainer.model.policy import CausalLM, end_tokens_of
+from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
+from grpo_trainer.model.policy import CausalLM, end_tokens_of, vocabulary_of
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.token_table import Distance, TokenTable
+from grpo_trainer.token_table import Distance, TokenTable, mean_distance
 
 MAX_UNCHANGED = 0.5
 """Share of the weights with a gradient that a step may leave as they were."""
+
+EVERY_STEPS = 4
+PROBE_TOKENS = 16
 
 
 @dataclass
@@ -78,33 +82,23 @@ class DataChecks:
         logged_groups = [usable.is_logged for usable in groups]
         of_sequence = torch.tensor([logged_groups[origin.group] for origin in batch.origins])
         is_logged, env_ids = of_sequence[table.sequence], [o.env_id for o in batch.origins]
-        unlikely = self.ratios.unlikely(table.where(is_logged), env_ids)
+        ratios = [*self.ratios.findings(table.where(is_logged), env_ids)]
         self.failed = self.log.report(
             [
                 *self.groups.findings(groups, held),
-                *map(_of_ratio, unlikely),
+                *ratios,
                 *self.sampling.findings(table, is_logged, batch, held),
                 *(() if self.reference is None else self.reference.findings(held.step)),
             ],
             held.step,
         )
-        doubted = {one.env_id for one in unlikely}
-        fresh = self.rollouts.require_match(batch, table, held, doubted)
-        self.failed += self.log.report(self.rollouts.findings, held.step)
-        return fresh
+        doubted = {finding.env_id for finding in ratios}
+        of_rollouts = self.rollouts.findings(batch, table, held, doubted)
+        self.failed += self.log.report(of_rollouts, held.step)
+        return Distance.of(table.where(fresh_tokens(table, batch, held)))
 
     def after_update(self, optimizer: MasterOptimizer, step: int) -> None:
         self.failed += self.log.report(_of_update(optimizer), step)
-
-
-def _of_ratio(one: UnlikelyRatio) -> Finding:
-    return Finding(
-        CheckName.IMPORTANCE_RATIO,
-        one.env_id,
-        f"{one}. For sampled tokens with their own logprobs it is 1, however old they are",
-        "check that inference_logprobs are those of the sampled tokens, at the temperature that "
-        "the group states, and that prompt, tokens and masks are those of the server's response",
-    )
 
 
 def _of_update(optimizer: MasterOptimizer) -> Iterator[Finding]:
@@ -117,3 +111,34 @@ def _of_update(optimizer: MasterOptimizer) -> Iterator[Finding]:
             "their updates were rounded away",
             "pass --master-dtype float32, or --rounding stochastic, or raise --lr",
         )
+
+
+class ReferenceCheck:
+    """Create it before the first update: it remembers the reference model's logprobs of fixed
+    tokens."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        vocabulary = vocabulary_of(reference.model)
+        self._tokens = probe_tokens(vocabulary, PROBE_TOKENS)
+        self._first = self._logprobs()
+        self._tolerance = tolerance_of(reference.model)
+
+    def findings(self, step: int) -> Iterator[Finding]:
+        if step % EVERY_STEPS:
+            return
+        moved = mean_distance(self._logprobs(), self._first)
+        if moved > self._tolerance:
+            yield Finding(
+                CheckName.REFERENCE_MOVED,
+                None,
+                f"the reference model's logprobs of {PROBE_TOKENS} fixed tokens changed by "
+                f"{moved:.2g} on average since the start, so the KL penalty no longer holds the "
+                "policy near --model",
+                "the reference model must share no trained weights with the policy: in the LoRA "
+                "modes, check that only the adapter is trained",
+            )
+
+    def _logprobs(self) -> Tensor:
+        with self._reference.active():
+            return logprobs_of(self._reference.model, self._tokens)

@@ -5,10 +5,9 @@ One group proves little about scores, so each environment's recent batches are c
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Self
+from dataclasses import dataclass, field
 
 from grpo_core.wire.fields import MASKED
 from grpo_core.wire.policy_version import PolicyVersion
@@ -28,30 +27,17 @@ FIRST_BATCHES = 3
 """In so many batches, at least two completions should have different scores."""
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """Of one environment's groups. Args:
+Counts = Counter[str]
+"""Of one environment's groups, by name:
 
-    repeating: groups in which a completion occurs twice
-    inconsistent: those of them in which equal completions have different scores
-    varied: groups with different completions
-    varied_equal: those of them in which all completions have one score
-    unfinished: completions that reached the token limit without an end token
-    unfinished_best: those of them with the best score of the batch
-    finished: completions that end with an end token
-    """
-
-    repeating: int = 0
-    inconsistent: int = 0
-    varied: int = 0
-    varied_equal: int = 0
-    unfinished: int = 0
-    unfinished_best: int = 0
-    finished: int = 0
-
-    def __add__(self, other: Self) -> _Counts:
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        return _Counts(*(a + b for a, b in pairs))
+repeating: groups in which a completion occurs twice
+inconsistent: those of them in which equal completions have different scores
+varied: groups with different completions
+varied_equal: those of them in which all completions have one score
+unfinished: completions that reached the token limit without an end token
+unfinished_best: those of them with the best score of the batch
+finished: completions that end with an end token
+"""
 
 
 @dataclass
@@ -77,7 +63,7 @@ class GroupCheck:
 
     def __init__(self, end_tokens: frozenset[int]) -> None:
         self._end_tokens = end_tokens
-        self._recent: defaultdict[int | None, deque[_Counts]] = defaultdict(
+        self._recent: defaultdict[int | None, deque[Counts]] = defaultdict(
             lambda: deque(maxlen=WINDOW_BATCHES)
         )
         self._beginnings: defaultdict[int | None, _Beginning] = defaultdict(_Beginning)
@@ -98,8 +84,8 @@ class GroupCheck:
             scores = [score for usable in scored for score in usable.group.scores]
             best = max(scores, default=0.0) if len(set(scores)) > 1 else None
             recent = self._recent[env_id]
-            recent.append(sum((self._counts(usable, best) for usable in scored), _Counts()))
-            yield from _of_scores(env_id, sum(recent, _Counts()))
+            recent.append(sum((self._counts(usable, best) for usable in scored), Counts()))
+            yield from _of_scores(env_id, sum(recent, Counts()))
             yield from _of_equal_scores(env_id, recent)
             if self._beginnings[env_id].has_ended(scores):
                 yield _of_beginning(env_id, self._beginnings[env_id])
@@ -121,7 +107,7 @@ class GroupCheck:
                 "in the environment, set the mask of a sampled end token to the token itself",
             )
 
-    def _counts(self, usable: UsableGroup, best: float | None) -> _Counts:
+    def _counts(self, usable: UsableGroup, best: float | None) -> Counts:
         group = usable.group
         scores: defaultdict[tuple[int, ...], set[float]] = defaultdict(set)
         for tokens, score in zip(group.tokens, group.scores, strict=True):
@@ -129,7 +115,7 @@ class GroupCheck:
         limit = (group.generation_params or {}).get("max_tokens")
         ends = [self._ending(*rows, limit) for rows in zip(group.tokens, group.masks, strict=True)]
         is_equal = len(set(group.scores)) == 1
-        return _Counts(
+        return Counter(
             repeating=len(scores) < group.size,
             inconsistent=any(len(found) > 1 for found in scores.values()),
             varied=len(scores) > 1,
@@ -179,40 +165,42 @@ def _of_versions(
         )
 
 
-def _of_scores(env_id: int | None, seen: _Counts) -> Iterator[Finding]:
-    inconsistent, best = seen.inconsistent, seen.unfinished_best
-    if inconsistent >= max(MIN_INCONSISTENT, INCONSISTENT_SHARE * seen.repeating):
+def _of_scores(env_id: int | None, seen: Counts) -> Iterator[Finding]:
+    inconsistent, repeating = seen["inconsistent"], seen["repeating"]
+    best, unfinished = seen["unfinished_best"], seen["unfinished"]
+    if inconsistent >= max(MIN_INCONSISTENT, INCONSISTENT_SHARE * repeating):
         yield Finding(
             CheckName.INCONSISTENT_SCORES,
             env_id,
-            f"in {inconsistent} of {seen.repeating} groups with equal completions, these "
+            f"in {inconsistent} of {repeating} groups with equal completions, these "
             "completions have different scores",
             "check whether the environment scores a failed or NaN reward as a number, or assigns "
             "scores to the wrong completions. A grader that is random on purpose needs no change",
         )
-    if seen.finished and best >= max(MIN_UNFINISHED, UNFINISHED_SHARE * seen.unfinished):
+    if seen["finished"] and best >= max(MIN_UNFINISHED, UNFINISHED_SHARE * unfinished):
         yield Finding(
             CheckName.UNFINISHED_SCORED,
             env_id,
-            f"{best} of {seen.unfinished} completions that reached the token limit without an end "
+            f"{best} of {unfinished} completions that reached the token limit without an end "
             "token have the best score, as if they were finished",
             "in the environment, lower the score of completions with finish reason length, or "
             "raise the token limit",
         )
 
 
-def _of_equal_scores(env_id: int | None, recent: Sequence[_Counts]) -> Iterator[Finding]:
+def _of_equal_scores(env_id: int | None, recent: Sequence[Counts]) -> Iterator[Finding]:
     """Judges the newest groups alone: a fault may follow many honest ones."""
-    seen = _Counts()
+    varied = varied_equal = 0
     for counts in reversed(recent):
-        seen += counts
-        if seen.varied >= MIN_EQUAL_GROUPS:
+        varied += counts["varied"]
+        varied_equal += counts["varied_equal"]
+        if varied >= MIN_EQUAL_GROUPS:
             break
-    if seen.varied >= MIN_EQUAL_GROUPS and seen.varied_equal == seen.varied:
+    if varied >= MIN_EQUAL_GROUPS and varied_equal == varied:
         yield Finding(
             CheckName.EQUAL_SCORES,
             env_id,
-            f"in each of the last {seen.varied} groups with different completions, all completions "
+            f"in each of the last {varied} groups with different completions, all completions "
             "have one score, so the advantages are 0",
             "check whether the environment gives a group's score to each of its completions. If "
             "the scores are right, the prompts are too easy or too hard",

@@ -15,10 +15,8 @@ the policy. If it is too improbable, it must be a prompt among the trained token
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict, deque
-from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,24 +26,20 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.causes import (
     UNCHANGED,
     Cause,
-    Hypothesis,
-    ServerAnswer,
+    all_hypotheses,
     mismatch_report,
     recomputed,
-    rounded_logprobs,
     rounded_to_bfloat16,
-    scaled_logprobs,
     shifted_logprobs,
     subsample,
-    without_shared_prefix,
 )
 from grpo_trainer.checks.findings import CheckName, Finding
-from grpo_trainer.checks.served_weights import MISMATCH, ServedLogprobs
+from grpo_trainer.checks.served_weights import MISMATCH
 from grpo_trainer.data.collate import Batch, Origin
 from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.model.policy import CausalLM
-from grpo_trainer.token_table import Distance, TokenTable
+from grpo_trainer.token_table import Distance, TokenTable, mean_distance
 
 LOOK_EVERY_STEPS = 8
 """Older completions without any doubt are examined at every eighth step, because this needs another
@@ -72,166 +66,138 @@ MAX_SIBLINGS = 7
 """Siblings that count. More would only multiply the errors of the policy's logprobs."""
 
 
-@dataclass(frozen=True)
+ServedLogprobs = Callable[[list[int]], list[float]]
+"""[T] token ids → [T-1] logprobs of the server at temperature 1."""
+
+
 class RolloutCheck:
     """Args:
     policy: the trainer's, for hypotheses that need another forward pass
-    served_logprobs: returns the server's logprobs; called only if a check fails
+    served_logprobs: called only if a check fails
     tolerance: for the mean |difference| of fresh completions, given the data type
     """
 
-    policy: CausalLM
-    served_logprobs: ServedLogprobs
-    tolerance: float
-    findings: list[Finding] = field(init=False, default_factory=list)
-    """Of the last batch."""
-    _suspected: set[int | None] = field(init=False, default_factory=set)
-    _tempered: set[int | None] = field(init=False, default_factory=set)
+    def __init__(self, policy: CausalLM, served_logprobs: ServedLogprobs, tolerance: float) -> None:
+        self._policy = policy
+        self._served_logprobs = served_logprobs
+        self._tolerance = tolerance
+        self._suspected: set[int | None] = set()
+        self._tempered: set[int | None] = set()
 
-    def require_match(
+    def findings(
         self,
         batch: Batch,
         table: TokenTable,
-        version: PolicyVersion,
+        held: PolicyVersion,
         doubted: Container[int | None] = (),
-    ) -> Distance:
-        """Check a batch, one environment at a time; returns the distance of its fresh tokens.
+    ) -> Iterator[Finding]:
+        """Check a batch, one environment at a time.
 
         Args:
-            table: the batch's trained tokens, with logprobs of the weights that `version` names
+            table: the batch's trained tokens, with logprobs of the weights that `held` names
             doubted: environments whose older completions another check found unlikely
 
         Raises:
             RolloutMismatch: names the environment, the numbers and the likeliest cause.
         """
-        self.findings.clear()
-        fresh = _of_sequence(table, (origin.version == version for origin in batch.origins))
+        is_fresh = fresh_tokens(table, batch, held)
         for env_id in dict.fromkeys(origin.env_id for origin in batch.origins):
-            mine = _of_sequence(table, (origin.env_id == env_id for origin in batch.origins))
-            case = _EnvironmentBatch(version.step, env_id, batch)
-            mine_fresh = table.where(mine & fresh)
-            self._check_fresh(case, mine_fresh)
-            self.findings.extend(single_tokens(env_id, mine_fresh, self.tolerance))
-            self._check_shared_prefixes(case, table.where(mine))
+            where = f"Step {held.step}, environment {env_id}"
+            is_mine = _of_sequence(table, (origin.env_id == env_id for origin in batch.origins))
+            fresh = table.where(is_mine & is_fresh)
+            self._check_fresh(where, batch, fresh)
+            yield from single_tokens(env_id, fresh, self._tolerance)
+            origins = [origin for origin in batch.origins if origin.env_id == env_id]
+            unlikely = groups_with_unlikely_prefix(table.where(is_mine), batch.origins)
+            self._check_shared_prefixes(where, unlikely, {origin.group for origin in origins})
             is_doubted = env_id in doubted or env_id in self._suspected | self._tempered
-            is_due = is_doubted or version.step % LOOK_EVERY_STEPS == 0
-            if is_due and len(mine_fresh) < PROOF_TOKENS:
-                self._check_older(case, table.where(mine & ~fresh))
-        return Distance.of(table.where(fresh))
+            is_due = is_doubted or held.step % LOOK_EVERY_STEPS == 0
+            if is_due and len(fresh) < PROOF_TOKENS:
+                older = table.where(is_mine & ~is_fresh)
+                yield from self._check_older(where, env_id, batch, older)
 
-    def _check_fresh(self, case: _EnvironmentBatch, fresh: TokenTable) -> None:
+    def _check_fresh(self, where: str, batch: Batch, fresh: TokenTable) -> None:
         found = Distance.of(fresh)
-        if found.lower_bound <= self.tolerance:
+        if found.lower_bound <= self._tolerance:
             return
         part = subsample(fresh)
-        raise RolloutMismatch(
-            mismatch_report(
-                f"{case}: {found.tokens} trained tokens were sampled by exactly the trainer's "
-                f"weights, but their behaviour logprobs differ from the trainer's by "
-                f"{found.mean:.2g} on average, {found.max:.2g} at most (tolerance "
-                f"{self.tolerance:g}).",
-                found,
-                sent=part.mean_distance(),
-                tried=[
-                    *shifted_logprobs(part),
-                    *scaled_logprobs(part),
-                    *rounded_logprobs(part),
-                    *without_shared_prefix(part, case.batch),
-                    *recomputed(self.policy, part, case.batch),
-                ],
-                tolerance=self.tolerance,
-                server=self._ask_server(part, case.batch),
-            )
+        summary = (
+            f"{where}: {found.tokens} trained tokens were sampled by exactly the trainer's "
+            f"weights, but their behaviour logprobs differ from the trainer's by {found.mean:.2g} "
+            f"on average, {found.max:.2g} at most (tolerance {self._tolerance:g})."
         )
+        sent, tried = part.mean_distance(), [*all_hypotheses(self._policy, part, batch)]
+        server = self._ask_server(part, batch)
+        raise RolloutMismatch(mismatch_report(summary, found, sent, tried, self._tolerance, server))
 
-    def _check_older(self, case: _EnvironmentBatch, older: TokenTable) -> None:
+    def _check_older(
+        self, where: str, env_id: int | None, batch: Batch, older: TokenTable
+    ) -> Iterator[Finding]:
         found = Distance.of(older)
-        if found.lower_bound <= max(SUSPICIOUS, self.tolerance):
-            self._suspected.discard(case.env_id)
-            self._tempered.discard(case.env_id)
+        if found.lower_bound <= max(SUSPICIOUS, self._tolerance):
+            self._suspected.discard(env_id)
+            self._tempered.discard(env_id)
             return
         part = subsample(older)
         sent = part.mean_distance()
-        tried = [*shifted_logprobs(part), *recomputed(self.policy, part, case.batch)]
+        tried = [*shifted_logprobs(part), *recomputed(self._policy, part, batch)]
         factor = max((sent / max(h.mean, 1e-9) for h in tried), default=0.0)
-        confirmed = factor >= DECISIVE or (factor >= FAR_BETTER and case.env_id in self._suspected)
-        if factor >= FAR_BETTER:
-            self._suspected.add(case.env_id)
-        else:
-            self._suspected.discard(case.env_id)
-        if not confirmed:
-            self._judge_temperature(case, sent, tried)
-            return
-        summary = (
-            f"{case}: the behaviour logprobs of {found.tokens} trained tokens differ from the "
-            f"trainer's by {found.mean:.2g} on average, {found.max:.2g} at most. Older or unknown "
-            "weights sampled them, so some difference is expected, but one of the following "
-            f"assumptions divides the mean difference by {factor:.0f}."
-        )
-        raise RolloutMismatch(mismatch_report(summary, found, sent, tried, self.tolerance))
-
-    def _judge_temperature(
-        self, case: _EnvironmentBatch, sent: float, tried: Sequence[Hypothesis]
-    ) -> None:
-        """Movement of the policy hides another temperature in part, but it does not look like one:
-        in healthy runs the best temperature is within 2 % of the stated one."""
-        other = next((h for h in tried if h.cause is Cause.TEMPERATURE), None)
-        if other is None or sent < BETTER * other.mean:
-            self._tempered.discard(case.env_id)
-            return
-        if case.env_id in self._tempered:
-            self.findings.append(
-                Finding(
-                    CheckName.TEMPERATURE,
-                    case.env_id,
-                    f"the logprobs of older completions look as if {other.assumption}: mean "
-                    f"|difference| {sent:.2g} as sent, {other.mean:.2g} at that temperature",
-                    "let the environment send generation_params.temperature",
-                )
+        if factor >= DECISIVE or (factor >= FAR_BETTER and env_id in self._suspected):
+            summary = (
+                f"{where}: the behaviour logprobs of {found.tokens} trained tokens differ from the "
+                f"trainer's by {found.mean:.2g} on average, {found.max:.2g} at most. Older or "
+                "unknown weights sampled them, so some difference is expected, but one of the "
+                f"following assumptions divides the mean difference by {factor:.0f}."
             )
-        self._tempered.add(case.env_id)
+            raise RolloutMismatch(mismatch_report(summary, found, sent, tried, self._tolerance))
+        self._suspected.discard(env_id)
+        if factor >= FAR_BETTER:
+            self._suspected.add(env_id)
+        # Movement of the policy hides another temperature in part, but it does not look like one:
+        # in healthy runs the best temperature is within 2 % of the stated one.
+        other = next((h for h in tried if h.cause is Cause.TEMPERATURE), None)
+        was_tempered = env_id in self._tempered
+        self._tempered.discard(env_id)
+        if other is None or sent < BETTER * other.mean:
+            return
+        self._tempered.add(env_id)
+        if was_tempered:
+            yield Finding(
+                CheckName.TEMPERATURE,
+                env_id,
+                f"the logprobs of older completions look as if {other.assumption}: mean "
+                f"|difference| {sent:.2g} as sent, {other.mean:.2g} at that temperature",
+                "let the environment send generation_params.temperature",
+            )
 
-    def _check_shared_prefixes(self, case: _EnvironmentBatch, table: TokenTable) -> None:
-        origins = case.batch.origins
-        groups = {origin.group for origin in origins if origin.env_id == case.env_id}
-        unlikely = groups_with_unlikely_prefix(table, origins)
+    def _check_shared_prefixes(self, where: str, unlikely: set[int], groups: set[int]) -> None:
         if 2 * len(unlikely) > len(groups):
             raise RolloutMismatch(
-                f"{MISMATCH} {case}: in {len(unlikely)} of {len(groups)} groups, all completions "
+                f"{MISMATCH} {where}: in {len(unlikely)} of {len(groups)} groups, all completions "
                 "begin with the same trained tokens. If the completions were sampled independently "
                 "at the stated temperature, the probability of a group with equal tokens is below "
                 f"1e-13. Likely cause: {Cause.PROMPT_TRAINED}. Another possible cause: the "
                 f"completions were sampled at a far lower temperature than stated. {UNCHANGED}"
             )
 
-    def _ask_server(self, part: TokenTable, batch: Batch) -> ServerAnswer:
-        differences = []
+    def _ask_server(self, part: TokenTable, batch: Batch) -> float | str:
+        """Mean |server's - trainer's logprob| of some sequences, measured now at temperature 1; or
+        why the server does not answer."""
+        ours, served = [], []
         try:
             for number in part.sequences()[:SERVER_SAMPLE_SEQUENCES]:
                 length = int(part.position[part.sequence == number].max()) + 1
-                differences.append(self._from_server(batch.tokens(number, length)))
+                ids: list[int] = batch.tokens(number, length).tolist()
+                ours.append(logprobs_of(self._policy, ids))
+                served.append(torch.tensor(self._served_logprobs(ids)))
         except GrpoError as error:
-            return ServerAnswer(None, f"the server did not answer ({error})")
-        mean = float(torch.cat(differences).mean())
-        return ServerAnswer(mean, f"{mean:.2g}")
-
-    def _from_server(self, tokens: Tensor) -> Tensor:
-        """server's - trainer's logprob|, measured now at temperature 1: [T] → [T-1]."""
-        ids: list[int] = tokens.tolist()
-        ours = logprobs_of(self.policy, ids)
-        return (ours - torch.tensor(self.served_logprobs(ids))).abs()
+            return f"the server did not answer ({error})"
+        return mean_distance(torch.cat(served), torch.cat(ours))
 
 
-@dataclass(frozen=True)
-class _EnvironmentBatch:
-    """The part of a batch that one environment sent."""
-
-    step: int
-    env_id: int | None
-    batch: Batch
-
-    def __str__(self) -> str:
-        return f"Step {self.step}, environment {self.env_id}"
+def fresh_tokens(table: TokenTable, batch: Batch, held: PolicyVersion) -> Tensor:
+    """[N] bool, which tokens the weights that `held` names sampled."""
+    return _of_sequence(table, (origin.version == held for origin in batch.origins))
 
 
 def _of_sequence(table: TokenTable, flags: Iterable[bool]) -> Tensor:
@@ -298,83 +264,3 @@ def _is_rounding(table: TokenTable) -> bool:
     return bool(
         (is_near & (rounded_to_bfloat16(table.behaviour_logp) == table.behaviour_logp)).all()
     )
-
-
-WINDOW_STEPS = 8
-MIN_TOKENS = 64
-STANDARD_ERRORS = 6.0
-MIN_EFFECT = {"first": 0.05, "last": 0.3, "all": 0.05}
-"""By place. Smaller differences from 1 are accepted: environments drop groups, and which ones
-depends weakly on the sampled tokens. In 150 healthy steps the mean of all tokens was 1.001."""
-MAX_RATIO = 10.0
-"""Larger ratios count as this one. Otherwise a few of them, which a wrong log produces, would make
-the standard error as large as the mean."""
-
-
-@dataclass(frozen=True)
-class UnlikelyRatio:
-    """`mean`: of the importance ratio. `errors`: how many standard errors it is away from 1."""
-
-    env_id: int | None
-    place: str
-    tokens: int
-    mean: float
-    errors: float
-
-    def __str__(self) -> str:
-        return (
-            f"the mean importance ratio of {self.tokens} tokens ({self.place} of each completion) "
-            f"is {self.mean:.3f}, {abs(self.errors):.0f} standard errors away from 1"
-        )
-
-
-class RatioCheck:
-    """Remembers the sums of the last steps."""
-
-    def __init__(self) -> None:
-        self._steps: deque[dict[tuple[int | None, str], Tensor]] = deque(maxlen=WINDOW_STEPS)
-
-    def unlikely(self, table: TokenTable, env_ids: Sequence[int | None]) -> list[UnlikelyRatio]:
-        """Add a step's tokens, and judge the last steps.
-
-        Args:
-            table: N trained tokens whose behaviour logprobs were logged
-            env_ids: of each sequence of the batch
-        """
-        self._steps.append(_sums(table, env_ids))
-        found = []
-        for env_id, place in self._steps[-1]:
-            seen = [step[env_id, place] for step in self._steps if (env_id, place) in step]
-            n, off, square = torch.stack(seen).sum(0).tolist()
-            errors = off / max(square, 1e-12) ** 0.5
-            is_large = abs(off) > MIN_EFFECT[place] * n
-            if n >= MIN_TOKENS and is_large and abs(errors) > STANDARD_ERRORS:
-                found.append(UnlikelyRatio(env_id, place, int(n), 1 + off / n, errors))
-        return found
-
-
-def _sums(table: TokenTable, env_ids: Sequence[int | None]) -> dict[tuple[int | None, str], Tensor]:
-    """By environment and place: number of tokens, sum of ratio - 1, sum of its squares: [3]"""
-    names = list(dict.fromkeys(env_ids))
-    of_sequence = torch.tensor([names.index(env_id) for env_id in env_ids])
-    off = table.diff.double().clamp(max=math.log(MAX_RATIO)).expm1()  # [N]
-    columns = (torch.ones_like(off), off, off.square())
-    values = torch.stack(columns, dim=1)  # [N, 3]
-    env = of_sequence[table.sequence]  # [N]
-    found: dict[tuple[int | None, str], Tensor] = {}
-    for place, is_there in _places(table).items():
-        totals = torch.zeros(len(names), 3, dtype=torch.float64)
-        totals.index_add_(0, env[is_there], values[is_there])
-        found |= {(names[i], place): total for i, total in enumerate(totals) if total[0]}
-    return found
-
-
-def _places(table: TokenTable) -> dict[str, Tensor]:
-    """[N] bool of each place."""
-    edge = torch.ones(min(1, len(table)), dtype=torch.bool)
-    changes = table.sequence[1:] != table.sequence[:-1]  # [N-1]
-    return {
-        "first": torch.cat([edge, changes]),
-        "last": torch.cat([changes, edge]),
-        "all": torch.ones(len(table), dtype=torch.bool),
-    }

@@ -9,6 +9,8 @@ logprob is that of the whole distribution.
 
 Older tokens count with their importance ratio, which makes them tokens of the current policy.
 
+`RatioCheck` needs no distribution: it looks at the mean importance ratio.
+
 The training pass computes u of some tokens of each step (`model/forward`). Every fourth step looks
 at the recent tokens: if the logprobs of many differ, some sequences of an earlier step are computed
 again, which measures how far the policy moved. Tokens whose logprobs differ by far more are not the
@@ -17,8 +19,9 @@ ones that were sampled, or have another prompt.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,9 +31,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.findings import CheckName, Finding
 from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.model.forward import ForwardPass
-from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
-from grpo_trainer.model.policy import CausalLM, device_of, vocabulary_of
-from grpo_trainer.model.reference import Reference
+from grpo_trainer.model.policy import CausalLM, device_of
 from grpo_trainer.token_table import TokenTable
 
 LOOK_EVERY_STEPS = 4
@@ -49,27 +50,6 @@ DISTANT_SHARE = 0.05
 several nats: seen twice in 650 healthy steps, at one look each."""
 MAX_WEIGHT = 3.0
 """Bound on an older token's importance ratio, so that few tokens do not decide."""
-
-
-@dataclass(frozen=True)
-class _EndCounts:
-    """Sums over tokens, for each edge: [E]. `weight`: of the importance ratios."""
-
-    beyond: Tensor
-    expected: Tensor
-    variance: Tensor
-
-    @classmethod
-    def of(cls, place: Tensor, weight: Tensor) -> _EndCounts:
-        """Args: place: [N] u of each token; weight: [N]"""
-        edges = torch.tensor(EDGES, dtype=torch.float64)
-        is_beyond = place.double().unsqueeze(-1) > edges  # [N, E]
-        weight = weight.double().unsqueeze(-1)
-        return cls(
-            (weight * is_beyond).sum(0),
-            (weight * (1 - edges)).sum(0),
-            (weight.square() * edges * (1 - edges)).sum(0),
-        )
 
 
 @dataclass(frozen=True)
@@ -92,7 +72,7 @@ class SamplingCheck:
     def __init__(self, policy: CausalLM, forward: ForwardPass) -> None:
         self._policy = policy
         self._forward = forward
-        self._ends: defaultdict[int | None, deque[_EndCounts]] = defaultdict(
+        self._ends: defaultdict[int | None, deque[Tensor]] = defaultdict(
             lambda: deque(maxlen=WINDOW_STEPS)
         )
         self._earlier: _Sample | None = None
@@ -119,7 +99,7 @@ class SamplingCheck:
         for env_id in dict.fromkeys(env_ids):
             of_env = torch.tensor([other == env_id for other in env_ids])  # [sequences]
             mine, ends = of_env[part.sequence], self._ends[env_id]
-            ends.append(_EndCounts.of(place[mine], weight[mine]))
+            ends.append(_end_sums(place[mine], weight[mine]))
             yield from _of_ends(env_id, ends)
             if is_look and earlier is not None and earlier.step < held.step:
                 is_recent = (of_env & recent)[table.sequence]
@@ -180,29 +160,34 @@ def _is_recent(version: PolicyVersion | None, held: PolicyVersion) -> bool:
     return held.step - version.step <= LOOK_EVERY_STEPS
 
 
-def _of_ends(env_id: int | None, steps: Iterable[_EndCounts]) -> Iterator[Finding]:
-    beyond, expected, variance = (
-        torch.stack([getattr(step, name) for step in steps]).sum(0)
-        for name in ("beyond", "expected", "variance")
-    )
+def _end_sums(place: Tensor, weight: Tensor) -> Tensor:
+    """[3, E] of each edge: how much weight is beyond it, how much is expected there, and its
+    variance. Args: place: [N] u of each token; weight: [N] importance ratios"""
+    edges = torch.tensor(EDGES, dtype=torch.float64)
+    is_beyond = place.double().unsqueeze(-1) > edges  # [N, E]
+    weight = weight.double().unsqueeze(-1)
+    columns = weight * is_beyond, weight * (1 - edges), weight.square() * edges * (1 - edges)
+    return torch.stack(columns).sum(1)
+
+
+def _of_ends(env_id: int | None, steps: Iterable[Tensor]) -> Iterator[Finding]:
+    """Args: steps: [3, E] each"""
+    beyond, expected, variance = torch.stack([*steps]).sum(0)
     errors = (expected - beyond) / variance.clamp_min(1e-12).sqrt()  # [E]
     is_missing = (errors > STANDARD_ERRORS) & (beyond < MAX_SHARE * expected)
     if bool(is_missing.any()):
         worst = int(torch.where(is_missing, errors, 0.0).argmax())
+        share = 100 * (1 - EDGES[worst])
         yield Finding(
             CheckName.TRUNCATED_SAMPLING,
             env_id,
-            f"improbable tokens are missing: of the sampled tokens, {100 * (1 - EDGES[worst]):.0f} "
-            f"% should be in the least probable {100 * (1 - EDGES[worst]):.0f} % of the policy's "
-            f"distribution, but {_percent(beyond, expected, worst):.1f} % are "
+            f"improbable tokens are missing: of the sampled tokens, {share:.0f} % should be in the "
+            f"least probable {share:.0f} % of the policy's "
+            f"distribution, but {float(share * beyond[worst] / expected[worst]):.1f} % are "
             f"({errors[worst]:.0f} standard errors)",
             "check whether the environment or the server samples with top_p, top_k, min_p or a "
             "temperature that the groups do not state",
         )
-
-
-def _percent(beyond: Tensor, expected: Tensor, edge: int) -> float:
-    return float(100 * (1 - EDGES[edge]) * beyond[edge] / expected[edge])
 
 
 def _share_beyond(bound: float, table: TokenTable) -> float:
@@ -210,36 +195,73 @@ def _share_beyond(bound: float, table: TokenTable) -> float:
     return float((table.diff.abs() > bound).double().mean())
 
 
-EVERY_STEPS = 4
-PROBE_TOKENS = 16
+RATIO_STANDARD_ERRORS = 6.0
+MIN_RATIO_TOKENS = 64
+MIN_EFFECT = {"first": 0.05, "last": 0.3, "all": 0.05}
+"""By place. Smaller differences from 1 are accepted: environments drop groups, and which ones
+depends weakly on the sampled tokens. In 150 healthy steps the mean of all tokens was 1.001."""
+MAX_RATIO = 10.0
+"""Larger ratios count as this one. Otherwise a few of them, which a wrong log produces, would make
+the standard error as large as the mean."""
 
 
-class ReferenceCheck:
-    """Create it before the first update: it remembers the reference model's logprobs of fixed
-    tokens."""
+class RatioCheck:
+    """The mean importance ratio of sampled tokens with their own logprobs is 1, however old they
+    are. Remembers the sums of the last steps."""
 
-    def __init__(self, reference: Reference) -> None:
-        self._reference = reference
-        vocabulary = vocabulary_of(reference.model)
-        self._tokens = probe_tokens(vocabulary, PROBE_TOKENS)
-        self._first = self._logprobs()
-        self._tolerance = tolerance_of(reference.model)
+    def __init__(self) -> None:
+        self._steps: deque[dict[tuple[int | None, str], Tensor]] = deque(maxlen=WINDOW_STEPS)
 
-    def findings(self, step: int) -> Iterator[Finding]:
-        if step % EVERY_STEPS:
-            return
-        moved = float((self._logprobs() - self._first).abs().mean())
-        if moved > self._tolerance:
-            yield Finding(
-                CheckName.REFERENCE_MOVED,
-                None,
-                f"the reference model's logprobs of {PROBE_TOKENS} fixed tokens changed by "
-                f"{moved:.2g} on average since the start, so the KL penalty no longer holds the "
-                "policy near --model",
-                "the reference model must share no trained weights with the policy: in the LoRA "
-                "modes, check that only the adapter is trained",
-            )
+    def findings(self, table: TokenTable, env_ids: Sequence[int | None]) -> Iterator[Finding]:
+        """Add a step's tokens, and judge the last steps.
 
-    def _logprobs(self) -> torch.Tensor:
-        with self._reference.active():
-            return logprobs_of(self._reference.model, self._tokens)
+        Args:
+            table: N trained tokens whose behaviour logprobs were logged
+            env_ids: of each sequence of the batch
+        """
+        self._steps.append(_ratio_sums(table, env_ids))
+        for env_id, place in self._steps[-1]:
+            seen = [step[env_id, place] for step in self._steps if (env_id, place) in step]
+            n, off, square = torch.stack(seen).sum(0).tolist()
+            errors = abs(off) / max(square, 1e-12) ** 0.5
+            is_large = abs(off) > MIN_EFFECT[place] * n
+            if n >= MIN_RATIO_TOKENS and is_large and errors > RATIO_STANDARD_ERRORS:
+                yield Finding(
+                    CheckName.IMPORTANCE_RATIO,
+                    env_id,
+                    f"the mean importance ratio of {int(n)} tokens ({place} of each completion) is "
+                    f"{1 + off / n:.3f}, {errors:.0f} standard errors away from 1. For sampled "
+                    "tokens with their own logprobs it is 1, however old they are",
+                    "check that inference_logprobs are those of the sampled tokens, at the "
+                    "temperature that the group states, and that prompt, tokens and masks are "
+                    "those of the server's response",
+                )
+
+
+def _ratio_sums(
+    table: TokenTable, env_ids: Sequence[int | None]
+) -> dict[tuple[int | None, str], Tensor]:
+    """By environment and place: number of tokens, sum of ratio - 1, sum of its squares: [3]"""
+    names = list(dict.fromkeys(env_ids))
+    of_sequence = torch.tensor([names.index(env_id) for env_id in env_ids])
+    off = table.diff.double().clamp(max=math.log(MAX_RATIO)).expm1()  # [N]
+    columns = (torch.ones_like(off), off, off.square())
+    values = torch.stack(columns, dim=1)  # [N, 3]
+    env = of_sequence[table.sequence]  # [N]
+    found: dict[tuple[int | None, str], Tensor] = {}
+    for place, is_there in _places(table).items():
+        totals = torch.zeros(len(names), 3, dtype=torch.float64)
+        totals.index_add_(0, env[is_there], values[is_there])
+        found |= {(names[i], place): total for i, total in enumerate(totals) if total[0]}
+    return found
+
+
+def _places(table: TokenTable) -> dict[str, Tensor]:
+    """[N] bool of each place."""
+    edge = torch.ones(min(1, len(table)), dtype=torch.bool)
+    changes = table.sequence[1:] != table.sequence[:-1]  # [N-1]
+    return {
+        "first": torch.cat([edge, changes]),
+        "last": torch.cat([changes, edge]),
+        "all": torch.ones(len(table), dtype=torch.bool),
+    }

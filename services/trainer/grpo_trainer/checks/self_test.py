@@ -1,15 +1,17 @@
-"""Takes a training step without an update before the first real one, and checks its parts.
+"""Before the first step: calls the user's own functions, and takes a step without an update.
 
-The batch is small and made here, so that the right results are known: behaviour logprobs are the
-policy's own, and no advantage is 0. Everything else is the run's: model, objective, micro-batches
-and gradients.
+Both get a small batch that is made here, so that the right results are known. In the step,
+behaviour logprobs are the policy's own, and no advantage is 0. Everything else is the run's: model,
+objective, micro-batches and gradients.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import structlog
 import torch
@@ -21,14 +23,16 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, collate, shared_batch
 from grpo_trainer.data.completion_weights import with_completion_weights
 from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
-from grpo_trainer.errors import SelfTestFailed
+from grpo_trainer.errors import FunctionUnusable, SelfTestFailed
+from grpo_trainer.functions import imported
 from grpo_trainer.gradients import Accumulate, GradientStats
+from grpo_trainer.losses import LossInputs
 from grpo_trainer.model.adapter import adapter_dropouts
 from grpo_trainer.model.forward import FastForward
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
 from grpo_trainer.model.policy import CausalLM, device_of, vocabulary_of
 from grpo_trainer.model.reference import Reference
-from grpo_trainer.objectives import Objective
+from grpo_trainer.objectives import ADVANTAGES, LOSSES, Objective
 from grpo_trainer.optim.gradients import LossScale
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE, Ranks
@@ -184,3 +188,73 @@ def _dropout_at_zero(policy: CausalLM) -> Iterator[None]:
     finally:
         for module, p in zip(dropouts, before, strict=True):
             module.p = p
+
+
+GROUPS_OF_SCORES = ((0.0, 1.0, 2.0), (5.0, 5.0))
+"""For a check of the user's own advantages."""
+
+
+def require_own_functions(objective: Objective) -> None:
+    """Load the user's own functions, if there are some, and call each with a small worked batch.
+
+    Raises:
+        FunctionUnusable: names the option, and what is wrong with the result.
+    """
+    if objective.advantage not in ADVANTAGES:
+        _checked("--advantage", objective.advantage, _problem_of_advantages)
+    if objective.loss not in LOSSES:
+        _checked("--loss", objective.loss, functools.partial(_problem_of_loss, objective=objective))
+
+
+def _checked(option: str, path: str, problem_of: Callable[[Callable[..., Any]], str]) -> None:
+    try:
+        problem = problem_of(imported(path))
+    except FunctionUnusable as error:
+        raise FunctionUnusable(f"{option} {error}") from error
+    except Exception as error:  # noqa: BLE001 - of the user's code
+        problem = f"it raised {type(error).__name__}: {error}"
+    if problem:
+        raise FunctionUnusable(
+            f"{option} {path}, called with a small batch before the first step: {problem}"
+        )
+
+
+def _problem_of_advantages(own: Callable[..., Any]) -> str:
+    scores = [torch.tensor(group, dtype=torch.float64) for group in GROUPS_OF_SCORES]
+    found = own(scores)
+    if [getattr(group, "shape", None) for group in found] != [group.shape for group in scores]:
+        return (
+            "expected a list with a tensor for each group, of as many advantages as the group has "
+            f"scores ({', '.join(str(len(group)) for group in GROUPS_OF_SCORES)})"
+        )
+    if not all(bool(group.isfinite().all()) for group in found):
+        return f"an advantage of scores {list(map(list, GROUPS_OF_SCORES))} is NaN or infinite"
+    return ""
+
+
+def _problem_of_loss(own: Callable[..., Any], objective: Objective) -> str:
+    """Two sequences, of which three tokens and one are trained on; one advantage is positive."""
+    logp = torch.tensor([[-1.0, -0.5, -2.0], [-0.7, -3.0, -3.0]], requires_grad=True)
+    behaviour_logp = torch.tensor([[-1.0, -0.6, -2.0], [-0.7, 1.0, 1.0]])
+    inputs = LossInputs(
+        logp=logp,
+        behaviour_logp=behaviour_logp,
+        ratio=(logp - behaviour_logp).exp(),
+        advantages=torch.tensor([[0.5], [-0.5]]),
+        weight=torch.tensor([[1 / 6, 1 / 6, 1 / 6], [1 / 2, 0.0, 0.0]]),
+        entropy=torch.ones_like(behaviour_logp),
+        reference_logp=behaviour_logp.clone() if objective.kl_coef else None,
+    )
+    loss = own(inputs, objective)
+    if not isinstance(loss, Tensor) or loss.dim():
+        return "expected a scalar tensor, the sum over all tokens of weight times their loss"
+    if not loss.isfinite():
+        return f"the loss is {float(loss.detach())}"
+    if not loss.requires_grad:
+        return "the loss has no gradient: compute it from `logp` or `ratio`"
+    (gradient,) = torch.autograd.grad(loss, logp, allow_unused=True)
+    if gradient is None or not bool(gradient.isfinite().all()) or not bool(gradient.any()):
+        return "the gradient with respect to `logp` is missing, 0, NaN or infinite"
+    if bool(gradient[inputs.weight == 0].any()):
+        return "tokens whose weight is 0 have a gradient: multiply each token's loss by `weight`"
+    return ""

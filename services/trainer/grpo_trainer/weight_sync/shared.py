@@ -20,7 +20,7 @@ from grpo_core.deadline import Deadline
 from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
-from grpo_trainer.checks.served_weights import AlignmentProbe, Bound, SharedMemoryCheck
+from grpo_trainer.checks.served_weights import Bound, PublicationCheck, SharedMemoryCheck
 from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import PolicyMismatch, TornWeights, WeightSyncError
 from grpo_trainer.model.loading import TrainedWeights, import_architecture
@@ -155,14 +155,8 @@ class SharedVllm:
         self._version = _opened_after(self._version, last_epoch)
         version = self._publish(step)
         if self._verify_every_steps:
-            self._check = SharedMemoryCheck(
-                AlignmentProbe(self._policy, bound),
-                self._policy,
-                optimizer,
-                self.served_logprobs,
-                self.sample,
-                self._verify_every_steps,
-            )
+            served = PublicationCheck(self._policy, self, bound=bound)
+            self._check = SharedMemoryCheck(served, optimizer, self._verify_every_steps)
             self._check.at_start()
         return version
 

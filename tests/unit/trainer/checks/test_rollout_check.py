@@ -133,20 +133,26 @@ def unmasked(values: Callable[[list[int]], list[float]]) -> Fault:
     return fault
 
 
+def found(check: RolloutCheck, policy: Any, groups: list[ScoredGroup], step: int) -> list[Finding]:
+    batch = collated(*groups, micro_batch_size=5)
+    table = accumulate_gradients(policy, batch, GRPO, step=step).tokens
+    return [*check.findings(batch, table, PolicyVersion(2, 8 + step))]
+
+
+def check_of(policy: Any) -> RolloutCheck:
+    return RolloutCheck(policy, lambda ids: logprobs(policy, ids), TOLERANCE)
+
+
 def judge(
-    policy: Any,
-    batches: Sequence[list[ScoredGroup]],
-    served: Callable[[list[int]], list[float]] | None = None,
+    policy: Any, batches: Sequence[list[ScoredGroup]], check: RolloutCheck | None = None
 ) -> tuple[int, str]:
     """(number of batches that passed, the mismatch's message or "")"""
-    check = RolloutCheck(policy, served or (lambda ids: logprobs(policy, ids)), TOLERANCE)
-    for step, groups in enumerate(batches):
-        batch = collated(*groups, micro_batch_size=5)
-        table = accumulate_gradients(policy, batch, GRPO, step=step).tokens
+    check = check or check_of(policy)
+    for number, groups in enumerate(batches):
         try:
-            check.require_match(batch, table, HELD)
+            found(check, policy, groups, step=0)
         except RolloutMismatch as mismatch:
-            return step, str(mismatch)
+            return number, str(mismatch)
     return len(batches), ""
 
 
@@ -191,8 +197,8 @@ def test_a_mismatch_that_nothing_explains_lists_every_cause_in_order(policy: Any
             group, lambda row: [v - 3.0 * (i % 2) if v < 0 else v for i, v in enumerate(row)]
         )
 
-    passed, message = judge(policy, [Sampler(policy, fault=too_low).groups()], served=silent)
-    assert passed == 0
+    groups = Sampler(policy, fault=too_low).groups()
+    _, message = judge(policy, [groups], RolloutCheck(policy, silent, TOLERANCE))
     places = [message.index(f"({i}) {cause}") for i, cause in enumerate(Cause, 1)]
     assert places == sorted(places)
     assert "the server did not answer (no answer)" in message
@@ -216,15 +222,9 @@ def test_without_fresh_data_a_cause_is_believed_once_it_is_sure(
 def test_another_temperature_behind_a_large_drift_is_reported_in_the_second_batch(
     policy: Any,
 ) -> None:
-    sampler = Sampler(policy, temperature=0.7, version=OLDER, drift=0.4)
-    check = RolloutCheck(policy, lambda ids: logprobs(policy, ids), TOLERANCE)
-    found = []
-    for step in range(8, 11):
-        batch = collated(*sampler.groups(), micro_batch_size=5)
-        table = accumulate_gradients(policy, batch, GRPO, step=step).tokens
-        check.require_match(batch, table, PolicyVersion(2, step))
-        found.append([str(finding.check) for finding in check.findings])
-    assert found == [[], ["temperature"], ["temperature"]]
+    sampler, check = Sampler(policy, temperature=0.7, version=OLDER, drift=0.4), check_of(policy)
+    names = [[str(f.check) for f in found(check, policy, sampler.groups(), i)] for i in range(3)]
+    assert names == [[], ["temperature"], ["temperature"]]
 
 
 def test_a_suspicion_that_the_next_batch_does_not_share_is_forgotten(policy: Any) -> None:
@@ -267,13 +267,6 @@ def test_one_broken_environment_among_good_ones_is_named(policy: Any) -> None:
     assert "environment 8" in message
 
 
-def findings(policy: Any, *groups: ScoredGroup) -> list[Finding]:
-    check = RolloutCheck(policy, lambda ids: logprobs(policy, ids), TOLERANCE)
-    batch = collated(*groups, micro_batch_size=5)
-    check.require_match(batch, accumulate_gradients(policy, batch, GRPO, step=8).tokens, HELD)
-    return check.findings
-
-
 def one_off(group: ScoredGroup, by: float = 0.5) -> ScoredGroup:
     """The second logprob of the first completion is wrong."""
     first, *others = group.inference_logprobs or []
@@ -285,12 +278,12 @@ def test_a_few_outliers_among_few_tokens_do_not_end_the_run_but_are_reported(pol
     """One token of 72 is wrong by 0.5: a mean of 0.007, seven times the tolerance."""
     first, *others = Sampler(policy).groups()
     honest = Sampler(policy, env_id=1).groups()
-    (found,) = findings(policy, one_off(first), *others, *honest)
-    assert (found.check, found.env_id) == ("single_tokens", 0)
-    assert "sampled 72 trained tokens" in found.reason
-    assert "of 1 of them, in 1 completions, differ" in found.reason
-    assert "by more than 0.02, by 0.5 at most" in found.reason
-    assert "token ids of the server's response" in found.hint
+    (one,) = found(check_of(policy), policy, [one_off(first), *others, *honest], step=0)
+    assert (one.check, one.env_id) == ("single_tokens", 0)
+    assert "sampled 72 trained tokens" in one.reason
+    assert "of 1 of them, in 1 completions, differ" in one.reason
+    assert "by more than 0.02, by 0.5 at most" in one.reason
+    assert "token ids of the server's response" in one.hint
 
 
 @pytest.mark.parametrize(
@@ -306,23 +299,23 @@ def test_a_single_token_proves_nothing_near_the_noise_or_if_other_weights_may_ha
     policy: Any, options: dict[str, Any], by: float
 ) -> None:
     first, *others = Sampler(policy, **options).groups()
-    assert findings(policy, one_off(first, by), *others) == []
+    assert found(check_of(policy), policy, [one_off(first, by), *others], step=0) == []
 
 
 def test_a_completion_that_new_weights_continued_is_not_fresh(policy: Any) -> None:
     first, *others = Sampler(policy).groups()
     versions = [[OLDER, HELD], *[[HELD, HELD]] * (SIZE - 1)]
-    facts = {"group_overrides": {"policy_version": versions}}
-    assert findings(policy, one_off(first).model_copy(update=facts), *others) == []
+    continued = one_off(first).model_copy(update={"group_overrides": {"policy_version": versions}})
+    assert found(check_of(policy), policy, [continued, *others], step=0) == []
 
 
 def test_rounded_logprobs_of_which_one_is_far_off_are_called_rounded() -> None:
     """bfloat16 has 8 bits: -6.015 becomes -6, and -0.25 remains."""
     exact = table_of([[-0.25] * 30 + [-6.015]])
     logged = exact.behaviour_logp.bfloat16().float()
-    (found,) = single_tokens(0, replace(exact, behaviour_logp=logged), tolerance=2e-4)
-    assert "by more than 0.004, by 0.015 at most" in found.reason
-    assert "rounding to bfloat16 explains" in found.hint
+    (one,) = single_tokens(0, replace(exact, behaviour_logp=logged), tolerance=2e-4)
+    assert "by more than 0.004, by 0.015 at most" in one.reason
+    assert "rounding to bfloat16 explains" in one.hint
 
 
 def table_of(logp: list[list[float]]) -> TokenTable:
@@ -346,13 +339,8 @@ def test_unlikely_shared_beginnings_by_hand() -> None:
         ([-5.0] * 3, 9, 4, True),
         ([-5.0] * 3, 3, 4, False),  # the third token is not shared
         ([-5.0] * 99, 99, 1, False),  # a group of one
-        (
-            [-0.15] * 300,
-            400,
-            8,
-            False,
-        ),  # nearly certain when sampled, and slightly less certain now
+        ([-0.15] * 300, 400, 8, False),  # nearly certain when sampled, slightly less certain now
     ):
         origins = [Origin(0, None, None, siblings, shared_tokens)] * siblings
-        found = groups_with_unlikely_prefix(table_of([logp] * siblings), origins)
-        assert found == ({0} if is_unlikely else set())
+        unlikely = groups_with_unlikely_prefix(table_of([logp] * siblings), origins)
+        assert unlikely == ({0} if is_unlikely else set())

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.findings import CheckName
-from grpo_trainer.checks.rollouts import RatioCheck
-from grpo_trainer.checks.sampling import LOOK_EVERY_STEPS, SamplingCheck
+from grpo_trainer.checks.sampling import LOOK_EVERY_STEPS, RatioCheck, SamplingCheck
 from grpo_trainer.data.collate import Batch, Origin
 from grpo_trainer.data.stats import BatchStats
 from grpo_trainer.model.logprobs import probability_above
@@ -87,9 +86,9 @@ def test_the_mean_ratio_shows_wrong_logprobs_at_any_age(
 ) -> None:
     check, sampler = RatioCheck(), Sampler(drift, logging=logging)
     found = {
-        (one.env_id, one.place)
+        (finding.env_id, finding.reason.partition("(")[2].partition(" of each")[0])
         for _ in range(STEPS if place else 20 * STEPS)
-        for one in check.unlikely(sampler.table(), [3] * SEQUENCES)
+        for finding in check.findings(sampler.table(), [3] * SEQUENCES)
     }
     assert found == {(3, name) for name in (place or "").split()}
 
@@ -98,7 +97,7 @@ def test_one_environment_among_others_is_named() -> None:
     check = RatioCheck()
     sampler = Sampler(0.1, logging=lambda logp: logp.where(torch.arange(N) >= N // 4, 0.7 * logp))
     env_ids = [1] * (SEQUENCES // 4) + [None] * (3 * SEQUENCES // 4)
-    found = {one.env_id for _ in range(STEPS) for one in check.unlikely(sampler.table(), env_ids)}
+    found = {one.env_id for _ in range(STEPS) for one in check.findings(sampler.table(), env_ids)}
     assert found == {1}
 
 

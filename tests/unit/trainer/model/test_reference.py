@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.checks.sampling import ReferenceCheck
+from grpo_trainer.checks.data_checks import ReferenceCheck
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.data.collate import Batch, collate, with_penalties
 from grpo_trainer.model.forward import FastForward, build_forward_pass, plain_forward

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_trainer.checks.own_functions import require_own_functions
+from grpo_trainer.checks.self_test import require_own_functions
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import group_advantages
