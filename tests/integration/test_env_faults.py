@@ -15,7 +15,7 @@ from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire.run_api import Registration
 from grpo_local.process.ports import free_port
-from grpo_trainer.data.batches import BatchSource, EnvironmentWatch
+from grpo_trainer.data.batches import BatchSource
 from grpo_trainer.errors import NoEnvironmentLeft
 from tests.fixtures.environment import environment, register_trainer
 from tests.fixtures.run_api import start_run_api
@@ -75,17 +75,15 @@ def test_a_trainer_whose_environments_have_left_ends_by_name(http: httpx.Client)
     """A trainer without any environment waits for its whole deadline."""
     with TrainerClient(str(http.base_url)) as trainer:
         uuid = trainer.register(Registration.model_validate(REGISTRATION))
-        settings: Any = SimpleNamespace(batch_deadline_s=0.01)
+        settings: Any = SimpleNamespace(
+            batch_deadline_s=0.01,
+            environment_return_deadline_s=0.01,
+            max_staleness=None,
+            save_path=Path("/nowhere"),
+        )
         unused: Any = None
         source = BatchSource(
-            settings=settings,
-            api=trainer,
-            recover_server=lambda: None,
-            preparation=unused,
-            environments=EnvironmentWatch(0.01),
-            quarantine=unused,
-            skipped=unused,
-            release_batches=unused,
+            *(settings, trainer, unused, unused, lambda: None, unused, unused, unused)
         )
         with pytest.raises(ServiceUnavailable, match="no batch within"):
             trainer.next_batch(0.01)

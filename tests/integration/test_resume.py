@@ -20,7 +20,7 @@ from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.batches import BatchSource, EnvironmentWatch, Position
+from grpo_trainer.data.batches import BatchSource, Position
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
 from tests.fixtures.run_api import start_run_api
 from tests.integration.run_api_calls import bulky, register, status, submit
@@ -184,14 +184,8 @@ def test_full_leases_are_acknowledged_by_an_early_save(redis_url: str, tmp_path:
             saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
             unused: Any = None
             source = BatchSource(
-                settings=config,
-                api=trainer,
-                recover_server=lambda: None,
-                preparation=unused,
-                environments=EnvironmentWatch(DEADLINE_S),
-                quarantine=unused,
-                skipped=saver.batch_skipped,
-                release_batches=saver.release_batches,
+                *(config, trainer, saver.batch_skipped, saver.release_batches, lambda: None),
+                *(unused, unused, unused),
             )
             assert source.next_batch(0, batches_left=9).id == 1
             # no batch was trained, so no checkpoint can be written

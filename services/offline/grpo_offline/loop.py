@@ -236,7 +236,7 @@ class Job:
         limits = limits_of(run.policy, settings.seq_len, settings.recompute_logprobs)
         steps = self.keys.steps_per_iteration
         if settings.recompute_logprobs and steps > 1:
-            groups = with_own_logprobs(groups, run, lead.batches.preparation.collate, limits)
+            groups = with_own_logprobs(groups, run, lead.batches.collate, limits)
         return optimizer_batches(groups, steps, settings.resolved_objective, limits)
 
     def _finish(self) -> None:

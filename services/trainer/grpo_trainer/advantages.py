@@ -51,7 +51,7 @@ def batch_std(groups: Sequence[Tensor]) -> list[Tensor]:
 
 def maxent(groups: Sequence[Tensor]) -> list[Tensor]:
     """n softmax(scores): MaxEnt-GRPO's weights at tau 1, before the reference model is known. The
-    training loop and the self-test replace them, see `grpo_trainer.data.completion_weights`."""
+    training loop and the self-test replace them, see `grpo_trainer.data.batch_advantages`."""
     return [len(scores) * scores.double().softmax(0) for scores in groups]
 
 

@@ -33,7 +33,7 @@ from grpo_trainer.config.trainer import AUTO, TrainerSettings
 from grpo_trainer.control import Coefficients
 from grpo_trainer.data.batches import BatchQueue, BatchSource, Position, TakenBatch
 from grpo_trainer.data.collate import shared_batch
-from grpo_trainer.data.filter import FilteredBatch, VersionHistory
+from grpo_trainer.data.filter import VersionHistory
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
 from grpo_trainer.gradients import Accumulate, Update, build_learner
 from grpo_trainer.model.adapter import trained_parameters
@@ -134,7 +134,7 @@ def training_steps(run: Run, position: Position, stop: Stop) -> Iterator[Positio
         with stop.deferred():
             objective = objective_now(run)
             batch, weights_entropy = with_advantages(
-                taken.collated, taken.filtered.groups, objective, run.reference, run.ranks
+                taken.collated, taken.usable, objective, run.reference, run.ranks
             )
             taken = replace(taken, collated=batch)
             try:
@@ -168,7 +168,7 @@ def take(run: Run, position: Position) -> TakenBatch:
         return taken
     while ranks.shared(BATCH_FOLLOWS, "a batch") == CHECKPOINT_FIRST:
         run.optimizer.tensors(run.names)  # rank 0 saves a checkpoint before its next batch
-    return TakenBatch(0, [], FilteredBatch([], 0, 0), shared_batch(None, ranks))
+    return TakenBatch(0, [], [], shared_batch(None, ranks))
 
 
 def objective_now(run: Run) -> Objective:
@@ -189,7 +189,7 @@ def update_masters(
         RolloutMismatch: the batch is in quarantine.
     """
     step, lead, batch, fresh, is_repeated = position.step, run.lead, taken.collated, None, False
-    groups, held = taken.filtered.groups, PolicyVersion(position.epoch, step)
+    groups, held = taken.usable, PolicyVersion(position.epoch, step)
     while True:
         try:
             run.ranks.seed(run.settings.seed, step)
@@ -230,7 +230,7 @@ def record(
         lr=run.optimizer.learning_rate(step),
         kl_coef=None if run.reference is None else update.objective.kl_coef,
         maxent=None if weights_entropy is None else (update.objective.maxent_tau, weights_entropy),
-        filtered=taken.filtered,
+        dropped=taken.dropped,
         quarantined_batches=lead.batches.quarantine.since_step,
         failed_checks=lead.checks.failed,
         facts=batch.stats,
@@ -244,7 +244,7 @@ def record(
     divergence = gradients.sums.mean("reference_kl") or 0.0
     lead.coefficients.observe(divergence, len(batch.origins), weights_entropy, step)
     lead.batches.quarantine.step_taken()
-    epoch, groups = published.version.epoch, taken.filtered.groups
+    epoch, groups = published.version.epoch, taken.usable
     lead.recorder.record(outcome, StepRollouts(step + 1, epoch, groups, batch, gradients.tokens))
 
 
@@ -368,7 +368,7 @@ def lead(
     cut = run.forward.layout.cut
     leading = Lead(
         sync=sync,
-        batches=BatchSource.of(
+        batches=BatchSource(
             *(settings, api, saver.batch_skipped, saver.release_batches),
             *(recover, limits, history, cut),
         ),

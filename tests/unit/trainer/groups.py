@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
+from grpo_core.clients.run_api_answers import LeasedBatch
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.data.batches import Preparation
 from grpo_trainer.data.collate import Batch, collate
-from grpo_trainer.data.filter import FilteredBatch, GroupFilter
+from grpo_trainer.data.filter import GroupFilter, digest
 from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
 from grpo_trainer.data.micro_batches import Tokens
 from grpo_trainer.objectives import GRPO
@@ -58,14 +58,10 @@ def filtered(
     groups: Sequence[ScoredGroup],
     step: int,
     received_under: Sequence[PolicyVersion | None] = (),
-) -> FilteredBatch:
-    return group_filter.filter(group_filter.check(groups, received_under), step)
-
-
-def preparation(group_filter: GroupFilter) -> Preparation:
-    """Collates two sequences in each micro-batch, in their order."""
-    options = {"seq_len": 100, "tokens_per_micro_batch": 2, "cut": in_order, "objective": GRPO}
-    return Preparation(group_filter, partial(collate, **options))
+) -> tuple[list[UsableGroup], Counter[str]]:
+    leased = LeasedBatch(1, [*groups], [*(received_under or [None] * len(groups))])
+    digests = [digest(one) for one in groups]
+    return group_filter.filter(leased, group_filter.check(leased), digests, step)
 
 
 def collated(*groups: ScoredGroup, seq_len: int = 100, micro_batch_size: int = 2) -> Batch:

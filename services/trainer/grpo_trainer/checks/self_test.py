@@ -20,8 +20,8 @@ from torch import Tensor
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.batch_advantages import weights_as_advantages
 from grpo_trainer.data.collate import Batch, collate, shared_batch
-from grpo_trainer.data.completion_weights import with_completion_weights
 from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
 from grpo_trainer.errors import FunctionUnusable, SelfTestFailed
 from grpo_trainer.functions import imported
@@ -120,7 +120,8 @@ class SelfTest:
             if objective.advantage == "maxent":
                 # Without the reference model, higher scores have higher weights.
                 alone = replace(objective, maxent_tau=objective.maxent_tau or 1.0)
-                batch, _ = with_completion_weights(batch, groups, alone)
+                weights, _ = weights_as_advantages(groups, alone, batch.trained_tokens())
+                batch = batch.with_advantages(groups, weights)
         batch = shared_batch(batch, self.ranks)
         return batch if self.reference is None else self.reference.added(batch, self.ranks)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, Self
+from typing import Protocol
 
 import structlog
 
@@ -18,13 +19,15 @@ from grpo_core.wire.run_api import EnvironmentCount, Registration, RunStatus
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, collate
-from grpo_trainer.data.filter import CheckedGroup, FilteredBatch, GroupFilter, VersionHistory
+from grpo_trainer.data.filter import GroupFilter, VersionHistory, digest
 from grpo_trainer.data.groups import GroupLimits, UsableGroup
 from grpo_trainer.data.micro_batches import Cut
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import NoEnvironmentLeft, StaleData, UnusableGroup
 
 log = structlog.get_logger()
+
+UNUSED = ("distill_token_ids", "distill_logprobs")
 
 
 @dataclass(frozen=True)
@@ -39,36 +42,53 @@ class Position:
 
 @dataclass(frozen=True)
 class TakenBatch:
-    """A batch to train on. `groups` has all its groups as received; `filtered` also counts the
-    stale and unusable groups of skipped batches."""
+    """A batch to train on.
+
+    Args:
+        groups: all its groups as received
+        usable: those that are trained on; empty on ranks above 0
+        collated: from `usable`
+        dropped: number of groups that are "unusable", "stale" (both also of the batches that were
+            skipped before this one) or "repeated" (trained on nevertheless)
+
+    Example: of batch 5 with three groups, one is too old: `TakenBatch(5, [a, b, c], [usable of a,
+    usable of c], batch of 2 groups, Counter(stale=1))`.
+    """
 
     batch_id: int
     groups: list[ScoredGroup]
-    filtered: FilteredBatch
+    usable: list[UsableGroup]
     collated: Batch
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+Collate = Callable[[Sequence[UsableGroup]], Batch]
 
 
 @dataclass(frozen=True)
+class PreparedBatch:
+    """What a thread computes of a batch ahead. `collated`: its usable groups, as if none of them
+    were stale; None without any."""
+
+    leased: LeasedBatch
+    checked: list[UsableGroup | UnusableGroup]
+    digests: list[bytes]
+    collated: Batch | None
+
+
 class BatchSource:
     """Args:
-    recover_server: called repeatedly while the trainer waits
     skipped: told of the position behind each skipped batch
     release_batches: saves a checkpoint early, so that run-api can delete batches; False if the
         newest one has them all
+    recover_server: called repeatedly while the trainer waits
+    limits: of the policy
+    history: begins with the first served weights
+    cut: divides sequences into micro-batches
     """
 
-    settings: TrainerSettings
-    api: BatchQueue
-    recover_server: Callable[[], None]
-    preparation: Preparation
-    environments: EnvironmentWatch
-    quarantine: Quarantine
-    skipped: Callable[[Position], None]
-    release_batches: Callable[[], bool]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         settings: TrainerSettings,
         api: BatchQueue,
         skipped: Callable[[Position], None],
@@ -77,32 +97,18 @@ class BatchSource:
         limits: GroupLimits,
         history: VersionHistory,
         cut: Cut,
-    ) -> Self:
-        """That of a run.
-
-        Args:
-            limits: of the policy
-            history: begins with the first served weights
-            cut: divides sequences into micro-batches
-        """
-        collated = partial(
-            collate,
-            seq_len=settings.seq_len,
-            tokens_per_micro_batch=settings.micro_batch_tokens,
-            cut=cut,
-            objective=settings.resolved_objective,
-        )
-        group_filter = GroupFilter(limits, history, settings.max_staleness)
-        return cls(
-            settings=settings,
-            api=api,
-            recover_server=recover_server,
-            preparation=Preparation(group_filter, collated),
-            environments=EnvironmentWatch(settings.environment_return_deadline_s),
-            quarantine=Quarantine(settings.save_path, api.run_uuid),
-            skipped=skipped,
-            release_batches=release_batches,
-        )
+    ) -> None:
+        self.settings = settings
+        self.api = api
+        self.quarantine = Quarantine(settings.save_path, api.run_uuid)
+        self._skipped = skipped
+        self._release_batches = release_batches
+        self._recover_server = recover_server
+        self._filter = GroupFilter(limits, history, settings.max_staleness)
+        self._cut = cut
+        self._environments = EnvironmentWatch(settings.environment_return_deadline_s)
+        self._ahead: PreparedBatch | None = None
+        self._has_named_unused = False
 
     def take(self, position: Position) -> TakenBatch:
         """Wait for a batch with at least one group to train on.
@@ -116,29 +122,31 @@ class BatchSource:
             DuplicatedBatch: see `GroupFilter`.
             NoEnvironmentLeft: and the other errors of `next_batch`.
         """
-        settings = self.settings
-        began, stale, unusable = time.monotonic(), 0, 0
+        settings, began, dropped = self.settings, time.monotonic(), Counter[str]()
         while True:
-            left = settings.steps - position.step
-            leased = self.next_batch(position.batch_id, left)
-            prepared = self.preparation.prepared(leased)
-            filtered = self._filtered(prepared, position.step)
-            stale, unusable = stale + filtered.stale_groups, unusable + filtered.unusable_groups
-            if filtered.groups:
-                counted = replace(filtered, stale_groups=stale, unusable_groups=unusable)
-                collated = self.preparation.collated(prepared, filtered.groups)
-                return TakenBatch(leased.id, leased.groups, counted, collated)
+            leased = self.next_batch(position.batch_id, settings.steps - position.step)
+            prepared, self._ahead = self._ahead, None
+            if prepared is None or prepared.leased is not leased:
+                prepared = self._prepared(leased)
+            usable, found = self._filtered(prepared, position.step)
+            dropped["repeated"] = 0
+            dropped.update(found)
+            if usable:
+                collated = prepared.collated
+                if collated is None or found["stale"]:
+                    collated = self.collate(usable)
+                return TakenBatch(leased.id, leased.groups, usable, collated, dropped)
             position = self._skip(leased.id, position)
             log.warning(
                 "batch.skipped",
                 batch_id=leased.id,
-                stale_groups=filtered.stale_groups,
-                unusable_groups=filtered.unusable_groups,
+                stale_groups=found["stale"],
+                unusable_groups=found["unusable"],
             )
-            if filtered.stale_groups and time.monotonic() - began >= settings.batch_deadline_s:
+            if found["stale"] and time.monotonic() - began >= settings.batch_deadline_s:
                 raise StaleData(
                     f"no group that arrived in {settings.batch_deadline_s:g} s can be trained on: "
-                    f"the staleness of {stale} groups is above --max-staleness "
+                    f"the staleness of {dropped['stale']} groups is above --max-staleness "
                     f"{settings.max_staleness}. Run fewer or slower environments to shorten the "
                     "queue, or raise --max-staleness"
                 )
@@ -149,7 +157,22 @@ class BatchSource:
         rejected batch before it could not be replaced."""
         left = self.settings.steps - position.step
         if left > 2:
-            self.api.request_ahead(left - 1, self.preparation.prepare_ahead)
+            self.api.request_ahead(left - 1, self.prepare_ahead)
+
+    def prepare_ahead(self, leased: LeasedBatch) -> None:
+        """Prepare the batch that `take` will take next. May run in another thread that ends before
+        that call."""
+        self._ahead = self._prepared(leased)
+
+    def collate(self, groups: Sequence[UsableGroup]) -> Batch:
+        settings = self.settings
+        return collate(
+            groups,
+            settings.seq_len,
+            settings.micro_batch_tokens,
+            self._cut,
+            settings.resolved_objective,
+        )
 
     def next_batch(self, last_batch: int, batches_left: int) -> LeasedBatch:
         """Args:
@@ -160,9 +183,9 @@ class BatchSource:
             NoEnvironmentLeft: no environment is left to send groups.
             GrpoError: the errors of `TrainerClient.next_batch`.
         """
-        watch = self.environments
+        watch = self._environments
         watch.wait_started()
-        recover = partial(watch.excluding, self.recover_server)
+        recover = partial(watch.excluding, self._recover_server)
         deadline_s = self.settings.batch_deadline_s
         ask = partial(self.api.next_batch, deadline_s, recover, batches_left, watch.check)
         try:
@@ -174,7 +197,7 @@ class BatchSource:
                 hint="the trainer writes a checkpoint early and acknowledges the checkpoint's "
                 "batches, so that run-api can delete these batches",
             )
-            if not self.release_batches():
+            if not self._release_batches():
                 raise
             leased = ask()
         watch.wait_ended()
@@ -193,20 +216,40 @@ class BatchSource:
         self.quarantine.add(taken.batch_id, taken.groups, position.step, error)
         return self._skip(taken.batch_id, position)
 
-    def _filtered(self, prepared: PreparedBatch, step: int) -> FilteredBatch:
-        """The filtered batch, without any group if it is in quarantine."""
+    def _prepared(self, leased: LeasedBatch) -> PreparedBatch:
+        self._name_unused_fields(leased.groups)
+        checked = self._filter.check(leased)
+        usable = [result for result in checked if isinstance(result, UsableGroup)]
+        digests = [digest(group) for group in leased.groups]
+        return PreparedBatch(leased, checked, digests, self.collate(usable) if usable else None)
+
+    def _filtered(
+        self, prepared: PreparedBatch, step: int
+    ) -> tuple[list[UsableGroup], Counter[str]]:
+        """As `GroupFilter.filter`; no group is usable if the batch is in quarantine."""
         leased = prepared.leased
         if self.quarantine.holds(leased.id, leased.groups):
-            return FilteredBatch([], unusable_groups=0, repeated_groups=0)
+            return [], Counter()
         try:
-            return self.preparation.group_filter.filter(prepared.checked, step)
+            return self._filter.filter(leased, prepared.checked, prepared.digests, step)
         except UnusableGroup as error:
             self.quarantine.add(leased.id, leased.groups, step, error)
             raise
 
+    def _name_unused_fields(self, groups: Sequence[ScoredGroup]) -> None:
+        """Log once if groups carry values that the trainer does not use."""
+        carried = [name for name in UNUSED if any(getattr(g, name) is not None for g in groups)]
+        if carried and not self._has_named_unused:
+            self._has_named_unused = True
+            log.warning(
+                "fields.unused",
+                fields=carried,
+                reason="this trainer does not distil: it trains on scores and advantages alone",
+            )
+
     def _skip(self, batch_id: int, position: Position) -> Position:
         beyond = replace(position, batch_id=batch_id)
-        self.skipped(beyond)
+        self._skipped(beyond)
         return beyond
 
 
@@ -312,63 +355,3 @@ class BatchQueue(Protocol):
     ) -> None: ...
 
     def acknowledge(self, batch_id: int) -> None: ...
-
-
-UNUSED = ("distill_token_ids", "distill_logprobs")
-Collate = Callable[[Sequence[UsableGroup]], Batch]
-
-
-@dataclass(frozen=True)
-class PreparedBatch:
-    """`collated` has the groups `usable`, as if none of them were stale; None without any."""
-
-    leased: LeasedBatch
-    checked: list[CheckedGroup]
-    usable: list[UsableGroup]
-    collated: Batch | None
-
-
-@dataclass(eq=False)
-class Preparation:
-    """Prepares batches, at most one of them ahead."""
-
-    group_filter: GroupFilter
-    collate: Collate
-
-    def __post_init__(self) -> None:
-        self._ahead: PreparedBatch | None = None
-        self._named_unused = False
-
-    def prepare_ahead(self, leased: LeasedBatch) -> None:
-        """Prepare the batch for which `prepared` will be called next. May run in another thread
-        that ends before that call."""
-        self._ahead = self._prepared(leased)
-
-    def prepared(self, leased: LeasedBatch) -> PreparedBatch:
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.leased is not leased:
-            return self._prepared(leased)
-        return ahead
-
-    def collated(self, prepared: PreparedBatch, groups: Sequence[UsableGroup]) -> Batch:
-        """Args: groups: all of `prepared.usable`, or fewer"""
-        if prepared.collated is not None and len(groups) == len(prepared.usable):
-            return prepared.collated
-        return self.collate(groups)
-
-    def _prepared(self, leased: LeasedBatch) -> PreparedBatch:
-        self._name_unused_fields(leased.groups)
-        checked = self.group_filter.check(leased.groups, leased.received_under)
-        usable = [one.result for one in checked if isinstance(one.result, UsableGroup)]
-        return PreparedBatch(leased, checked, usable, self.collate(usable) if usable else None)
-
-    def _name_unused_fields(self, groups: Sequence[ScoredGroup]) -> None:
-        """Log once if groups carry values that the trainer does not use."""
-        carried = [name for name in UNUSED if any(getattr(g, name) is not None for g in groups)]
-        if carried and not self._named_unused:
-            self._named_unused = True
-            log.warning(
-                "fields.unused",
-                fields=carried,
-                reason="this trainer does not distil: it trains on scores and advantages alone",
-            )

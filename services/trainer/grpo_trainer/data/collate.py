@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import numpy
 import torch
@@ -17,18 +18,28 @@ from torch import Tensor
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.advantages import overlong_penalty, token_weights
+from grpo_trainer.advantages import token_weights
+from grpo_trainer.data.batch_advantages import group_advantages
 from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.data.micro_batches import Cut, common_prefix
 from grpo_trainer.data.stats import BatchStats, batch_stats
-from grpo_trainer.functions import function_of
-from grpo_trainer.objectives import ADVANTAGES, Objective
+from grpo_trainer.objectives import Objective
 from grpo_trainer.ranks.group import Ranks
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The input of one forward pass and of the loss."""
+    """The input of one forward pass and of the loss.
+
+    Example: a group with the prompt 5 6, the completions 7 (score 1) and 8 9 10 (score 0):
+
+        inputs        5 6 0 0    5 6 8 9
+        targets       6 7 0 0    6 8 9 10
+        token_weight  0 1/2 0 0  0 1/6 1/6 1/6
+        advantages    1          -1
+        lengths       2          4
+        shared        0          2
+    """
 
     inputs: Tensor  # [B, T] int64
     targets: Tensor  # [B, T] int64
@@ -41,52 +52,36 @@ class MicroBatch:
     is_logged: tuple[bool, ...]  # [B] whether behaviour_logp is known, or must be recomputed
     reference_logp: Tensor | None = None  # [B, T] float32, of the reference model, if there is one
 
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        changed: dict[str, Any] = {name: change(value) for name, value in tensors.items()}
+        return replace(self, **changed)
+
     def to(self, device: torch.device) -> MicroBatch:
         """Move to `device`. Tensors that are already there are not copied."""
-        return replace(
-            self,
-            inputs=self.inputs.to(device),
-            targets=self.targets.to(device),
-            behaviour_logp=self.behaviour_logp.to(device),
-            token_weight=self.token_weight.to(device),
-            advantages=self.advantages.to(device),
-            temperature=self.temperature.to(device),
-            reference_logp=None if self.reference_logp is None else self.reference_logp.to(device),
-        )
+        return self._with_tensors(lambda tensor: tensor.to(device))
 
     def first_rows(self, count: int) -> MicroBatch:
         """The first `count` sequences, without padding that only others need."""
         lengths = self.lengths[:count]
         width = max(lengths)
         return replace(
-            self,
-            inputs=self.inputs[:count, :width],
-            targets=self.targets[:count, :width],
-            behaviour_logp=self.behaviour_logp[:count, :width],
-            token_weight=self.token_weight[:count, :width],
-            advantages=self.advantages[:count, :width],
-            temperature=self.temperature[:count],
+            self._with_tensors(lambda t: t[:count, :width] if t.dim() == 2 else t[:count]),
             lengths=lengths,
             shared=self.shared[:count],
             is_logged=self.is_logged[:count],
-            reference_logp=None,
         )
 
     def without_weight(self) -> MicroBatch:
         """A single token of it, which adds 0 to every sum."""
-        has_reference = self.reference_logp is not None
         return replace(
-            self,
-            inputs=self.inputs[:1, :1],
-            targets=self.targets[:1, :1],
-            behaviour_logp=self.behaviour_logp[:1, :1],
+            self._with_tensors(lambda t: t[:1, :1] if t.dim() == 2 else t[:1]),
             token_weight=torch.zeros(1, 1),
             advantages=torch.zeros(1, 1),
-            temperature=self.temperature[:1],
+            reference_logp=None if self.reference_logp is None else torch.zeros(1, 1),
             lengths=(1,),
             shared=(0,),
             is_logged=(True,),
-            reference_logp=torch.zeros(1, 1) if has_reference else None,
         )
 
     def with_recomputed(self, logp: Tensor) -> MicroBatch:
@@ -117,7 +112,11 @@ class Origin:
 @dataclass(frozen=True)
 class Batch:
     """One step's micro-batches, in host memory. `origins` and `order` have one entry for each row:
-    where it comes from, and its number among the sequences of all groups."""
+    where it comes from, and its number among the sequences of all groups.
+
+    Example: if the second micro-batch holds the sequences 3 and 1, and the first one 0 and 2,
+    `order` is [0, 2, 3, 1].
+    """
 
     micro_batches: list[MicroBatch]
     origins: list[Origin]
@@ -132,6 +131,36 @@ class Batch:
         row = sequence - ends[number] + len(micro.lengths)
         last = micro.targets[row, length - 2 : length - 1]
         return torch.cat([micro.inputs[row, : length - 1], last])
+
+    def in_group_order(self, rows: Sequence[Tensor]) -> Tensor:
+        """[sequences] Args: rows: [B] of each micro-batch"""
+        values = torch.cat([*rows])
+        return torch.empty_like(values).index_copy_(0, torch.tensor(self.order), values)
+
+    def trained_tokens(self) -> Tensor:
+        """[sequences] float64, number of trained tokens, in the order of the groups."""
+        counts = [(micro.token_weight > 0).sum(-1).double() for micro in self.micro_batches]
+        return self.in_group_order(counts)
+
+    def with_advantages(self, groups: Sequence[UsableGroup], computed: Tensor) -> Batch:
+        """The batch with other advantages, but for those that an environment sent or set to zero.
+
+        Args:
+            groups: from which the batch is collated
+            computed: [sequences] in the order of the groups
+        """
+        flags = [
+            not (z or usable.group.advantages) for usable in groups for z in usable.zero_advantage
+        ]
+        is_computed, computed = torch.tensor(flags), computed.float()
+        numbers = torch.split(
+            torch.tensor(self.order), [len(m.lengths) for m in self.micro_batches]
+        )
+        micro_batches = []
+        for micro, rows in zip(self.micro_batches, numbers, strict=True):
+            found, is_found = computed[rows].unsqueeze(-1), is_computed[rows].unsqueeze(-1)
+            micro_batches.append(replace(micro, advantages=found.where(is_found, micro.advantages)))
+        return replace(self, micro_batches=micro_batches)
 
 
 def shared_batch(batch: Batch | None, ranks: Ranks) -> Batch:
@@ -189,99 +218,6 @@ def collate(
         order=[i for part in micro_batches for i in part],
         stats=batch_stats(groups, seq_len),
     )
-
-
-def in_group_order(batch: Batch, values: Tensor) -> Tensor:
-    """[sequences] Args: values: [sequences] in the order of the micro-batches' rows"""
-    return torch.empty_like(values).index_copy_(0, torch.tensor(batch.order), values)
-
-
-def with_penalties(
-    batch: Batch, groups: Sequence[UsableGroup], objective: Objective, penalties: Tensor
-) -> Batch:
-    """The batch with the advantages of scores that are lower by the penalties. Advantages that an
-    environment sent, or set to zero, stay.
-
-    Args:
-        batch: collated from `groups`
-        penalties: [sequences] in the order of the groups
-    """
-    lost = torch.split(penalties.double(), [usable.group.size for usable in groups])
-    return with_advantages(batch, groups, torch.cat(group_advantages(groups, objective, lost)))
-
-
-def with_advantages(batch: Batch, groups: Sequence[UsableGroup], computed: Tensor) -> Batch:
-    """The batch with other advantages, but for those that an environment sent or set to zero.
-
-    Args:
-        batch: collated from `groups`
-        computed: [sequences] in the order of the groups
-    """
-    computed = computed.float()
-    is_computed = torch.tensor(
-        [
-            not (zero or usable.group.advantages)
-            for usable in groups
-            for zero in usable.zero_advantage
-        ]
-    )
-    micro_batches, order = [], torch.tensor(batch.order)
-    numbers = torch.split(order, [len(micro.lengths) for micro in batch.micro_batches])
-    for micro, rows in zip(batch.micro_batches, numbers, strict=True):
-        found = (
-            computed[rows].unsqueeze(-1).where(is_computed[rows].unsqueeze(-1), micro.advantages)
-        )
-        micro_batches.append(replace(micro, advantages=found))
-    return replace(batch, micro_batches=micro_batches)
-
-
-def group_advantages(
-    groups: Sequence[UsableGroup], objective: Objective, lost: Sequence[Tensor] | None = None
-) -> list[Tensor]:
-    """[n] of each group, from its scores; zeros if the environment sent others.
-
-    Args: lost: what the sequences of each group lose of their scores
-    """
-    found = [torch.zeros(usable.group.size, dtype=torch.float64) for usable in groups]
-    open_ones = [i for i, usable in enumerate(groups) if not usable.group.advantages]
-    scores = [shaped_scores(groups[i], objective.overlong_buffer) for i in open_ones]
-    if lost is not None:
-        scores = [kept - lost[i] for kept, i in zip(scores, open_ones, strict=True)]
-    if scores:
-        rollouts = [rollout_places(groups[i].group.rollouts) for i in open_ones]
-        of_rollouts = [mean_by(*pair) for pair in zip(scores, rollouts, strict=True)]
-        computed = function_of(objective.advantage, ADVANTAGES)(of_rollouts)
-        for i, advantages, places in zip(open_ones, computed, rollouts, strict=True):
-            found[i] = advantages[places]
-    return found
-
-
-def rollout_places(rollouts: Sequence[int]) -> list[int]:
-    """For each sequence, the place of its rollout among the rollouts of its group."""
-    order = {number: place for place, number in enumerate(dict.fromkeys(rollouts))}
-    return [order[number] for number in rollouts]
-
-
-def mean_by(scores: Tensor, places: Sequence[int]) -> Tensor:
-    """[n] scores of sequences → the mean score of each rollout, so that a rollout with several
-    sequences counts once in the group's mean and deviation."""
-    if max(places) + 1 == len(places):
-        return scores
-    index = torch.tensor(places)
-    sums = torch.zeros(max(places) + 1, dtype=scores.dtype).index_add_(0, index, scores)
-    return sums / index.bincount()
-
-
-def shaped_scores(usable: UsableGroup, overlong_buffer: float) -> Tensor:
-    """[n] the scores, less what overlong completions lose; nothing if no limit is known."""
-    group = usable.group
-    allowed = (group.generation_params or {}).get("max_tokens")
-    scores = torch.tensor(group.scores, dtype=torch.float64)
-    if not overlong_buffer or not isinstance(allowed, int):
-        return scores
-    lengths = [sum(mask != MASKED for mask in masks) for masks in group.masks]
-    lost = [overlong_penalty(length, allowed, overlong_buffer) for length in lengths]
-    return scores - torch.tensor(lost, dtype=torch.float64)
 
 
 def _rows(usable: UsableGroup, advantages: list[float], seq_len: int) -> Iterable[_Row]:

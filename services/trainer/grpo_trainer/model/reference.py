@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import Batch, MicroBatch, in_group_order, with_penalties
-from grpo_trainer.data.completion_weights import with_completion_weights
+from grpo_trainer.data.batch_advantages import group_advantages, weights_as_advantages
+from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.kl import kl_terms
@@ -119,12 +119,15 @@ def with_advantages(
         if groups:
             is_prior = reference is not None and objective.kl_in == "weights"
             prior = log_likelihoods(batch) if is_prior else None
-            batch, entropy = with_completion_weights(batch, groups, objective, prior)
+            tokens = batch.trained_tokens()
+            weights, entropy = weights_as_advantages(groups, objective, tokens, prior)
+            batch = batch.with_advantages(groups, weights)
     elif reference is None or objective.kl_in != "reward":
         return batch, None
     elif groups:
         penalties = objective.kl_coef * divergences(batch, objective.kl_estimator)
-        batch = with_penalties(batch, groups, objective, penalties)
+        lowered = group_advantages(groups, objective, penalties)
+        batch = batch.with_advantages(groups, torch.cat(lowered))
     for micro in batch.micro_batches:
         ranks.from_leader(micro.advantages, "the advantages")
     return batch, entropy
@@ -137,7 +140,7 @@ def log_likelihoods(batch: Batch) -> Tensor:
     for micro in batch.micro_batches:
         assert micro.reference_logp is not None
         sums.append(torch.where(micro.token_weight > 0, micro.reference_logp, 0.0).sum(-1))
-    return in_group_order(batch, torch.cat(sums))
+    return batch.in_group_order(sums)
 
 
 def divergences(batch: Batch, estimator: KlEstimatorName) -> Tensor:
@@ -154,4 +157,4 @@ def divergences(batch: Batch, estimator: KlEstimatorName) -> Tensor:
         assert micro.reference_logp is not None
         terms = kl_terms(micro.behaviour_logp, micro.reference_logp, estimator)
         sums.append(torch.where(micro.token_weight > 0, terms, 0.0).sum(-1))
-    return in_group_order(batch, torch.cat(sums))
+    return batch.in_group_order(sums)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,6 @@ import torch
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.data.collate import Origin
-from grpo_trainer.data.filter import FilteredBatch
 from grpo_trainer.data.stats import BatchStats
 from grpo_trainer.gradients import Update
 from grpo_trainer.kl import MAX_LOG_RATIO
@@ -70,6 +70,7 @@ class StepOutcome:
         held: version of the weights that computed the gradients
         kl_coef: weight of the KL penalty in this step; None without a reference model
         maxent: tau and the mean entropy of a group's weights; None for other objectives
+        dropped: number of groups that are "unusable", "stale" or "repeated"
         quarantined_batches: number of batches quarantined since the previous step
         failed_checks: number of findings of this step
         save_s: seconds of saving since the previous step, None if nothing was saved
@@ -80,7 +81,7 @@ class StepOutcome:
     lr: float
     kl_coef: float | None
     maxent: tuple[float, float] | None
-    filtered: FilteredBatch
+    dropped: Counter[str]
     quarantined_batches: int
     failed_checks: int
     facts: BatchStats
@@ -99,7 +100,7 @@ def step_record(outcome: StepOutcome) -> Record:
         "step": outcome.step + 1,
         "steps": outcome.steps,
         "time_s": outcome.times["time_s"],
-        **_data(outcome.facts, outcome.filtered),
+        **_data(outcome.facts, outcome.dropped),
         "data/quarantined_batches": outcome.quarantined_batches,
         "checks/failed": outcome.failed_checks,
         **_training(outcome),
@@ -112,7 +113,7 @@ def step_record(outcome: StepOutcome) -> Record:
     return {name: value for name, value in defined_or_not.items() if value is not None}
 
 
-def _data(facts: BatchStats, filtered: FilteredBatch) -> dict[str, float | None]:
+def _data(facts: BatchStats, dropped: Counter[str]) -> dict[str, float | None]:
     return {
         "reward/mean": facts.reward_mean,
         **{f"reward/part/{name}": mean for name, mean in facts.reward_parts.items()},
@@ -121,9 +122,9 @@ def _data(facts: BatchStats, filtered: FilteredBatch) -> dict[str, float | None]
         "rollout/generation_time": facts.generation_s,
         "rollout/completion_tokens_mean": facts.completion_tokens_mean,
         "data/truncated_fraction": facts.truncated_fraction,
-        "data/unusable_groups": filtered.unusable_groups,
-        "data/repeated_groups": filtered.repeated_groups,
-        "data/stale_groups": filtered.stale_groups,
+        "data/unusable_groups": dropped["unusable"],
+        "data/repeated_groups": dropped["repeated"],
+        "data/stale_groups": dropped["stale"],
     }
 
 

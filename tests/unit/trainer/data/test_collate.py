@@ -103,14 +103,6 @@ def test_a_weight_counts_the_tokens_and_sequences_of_the_whole_batch(
     assert weights[weights > 0].tolist() == pytest.approx([weight] * 8)
 
 
-def test_advantages_of_the_environment_do_not_count_in_the_deviation_of_others() -> None:
-    sent = group(advantages=[[7.0], [8.0]], scores=[90.0, 10.0])
-    objective = Objective(advantage="batch_std")
-    first, second = collate(usable(group(), sent), 100, 2, in_order, objective).micro_batches
-    assert first.advantages.flatten().tolist() == pytest.approx([1.0, -1.0])
-    assert second.advantages.flatten().tolist() == [7.0, 8.0]
-
-
 def test_overrides_of_one_sequence_leave_the_other_as_it_is() -> None:
     """A sequence with a zeroed advantage still counts in its group's mean."""
     mixed = group(
@@ -129,42 +121,6 @@ def test_advantages_of_the_environment_have_priority_over_its_scores() -> None:
     assert micro.advantages.tolist() == [[7.0, 7.0, 0.0], [1.0, 2.0, 3.0]]
     whole = collated(group(advantages=[[7.0], [8.0]])).micro_batches[0]
     assert whole.advantages.tolist() == [[7.0], [8.0]]
-
-
-def test_a_rollout_with_several_sequences_counts_once_and_padding_not_at_all() -> None:
-    """Two rollouts with scores 1 and 0 have the advantages 1 and -1. As three sequences with scores
-    1, 1 and 0, they would have 0.71 and -1.41."""
-    rows = [[5, 6, 7], [5, 8, 9], [5, 6, 10], [5, 6]]
-    three = group(
-        tokens=rows,
-        masks=[[MASKED, *row[1:]] for row in rows[:3]] + [[MASKED, MASKED]],
-        inference_logprobs=[[P, -0.1, -0.1]] * 3 + [[P, P]],
-        scores=[1.0, 1.0, 0.0, 0.0],
-        overrides=[
-            {"rollout_index": 0},
-            {"rollout_index": 0},
-            {"rollout_index": 1},
-            {"rollout_index": 1, "finish_reason": "padding"},
-        ],
-        group_overrides={"policy_version": [[[0, 0], [0, 0]]] * 4},
-    )
-    batch = collated(three)
-    found = [
-        advantage for m in batch.micro_batches for advantage in m.advantages.flatten().tolist()
-    ]
-    assert dict(zip(batch.order, found, strict=True)) == pytest.approx({0: 1.0, 1: 1.0, 2: -1.0})
-    weights = torch.cat([micro.token_weight.sum(-1) for micro in batch.micro_batches])
-    assert weights.tolist() == pytest.approx([1 / 3] * 3)
-    assert len(batch.stats.first_versions) == 3
-
-
-def test_a_long_completion_loses_part_of_its_score() -> None:
-    """3 of 4 allowed tokens, and a buffer of 2 tokens: half a point. Then 1 and -0.5 are compared
-    with their mean."""
-    one = group(generation_params={"max_tokens": 4})
-    objective = Objective(advantage="group_mean", overlong_buffer=0.5)
-    micro = collate(usable(one), 100, 2, in_order, objective).micro_batches[0]
-    assert micro.advantages.flatten().tolist() == [0.75, -0.75]
 
 
 def test_origin_of_each_sequence() -> None:

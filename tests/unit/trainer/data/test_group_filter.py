@@ -130,8 +130,8 @@ def test_bad_groups_are_dropped_counted_and_told_once_per_reason_and_environment
         second = filtered(
             group_filter, [good(6), good(7), bad(8, env_id=1), bad(9, env_id=2)], step=1
         )
-    assert (len(first.groups), first.unusable_groups) == (3, 2)
-    assert (len(second.groups), second.unusable_groups) == (2, 2)
+    for usable, dropped in (first, second):
+        assert (len(usable), dropped["unusable"]) == (3 if usable is first[0] else 2, 2)
     told = [(entry["reason"], entry["env_id"]) for entry in logs]
     assert told == [("truncated_sampling", 1), ("truncated_sampling", 2)]
     assert "top_p=0.9" in logs[0]["problem"]
@@ -143,13 +143,8 @@ def test_the_third_batch_in_a_row_of_bad_groups_alone_ends_the_run_with_every_re
         GroupFilter(LIMITS),
     )
     batches = [[bad(10)], [bad(11)], [good(i) for i in range(20, 30)], [bad(12)], [bad(13)]]
-    assert [len(filtered(group_filter, batch, step=0).groups) for batch in batches] == [
-        0,
-        0,
-        10,
-        0,
-        0,
-    ]
+    sizes = [len(filtered(group_filter, batch, step=0)[0]) for batch in batches]
+    assert sizes == [0, 0, 10, 0, 0]
     with pytest.raises(UnusableGroup, match="None of the last 3 batches") as refused:
         filtered(group_filter, [without, bad(1), bad(3)], step=1)
     assert refused.value.reason is UnusableReason.NO_LOGPROBS
@@ -185,11 +180,11 @@ def test_single_repeats_are_counted_and_told_now_and_then() -> None:
     filtered(group_filter, [good(1), good(2)], step=0)
     filtered(group_filter, [good(3), good(4)], step=1)
     with capture_logs() as logs:
-        assert filtered(group_filter, [good(1), good(3)], step=2).repeated_groups == 2
-        assert filtered(group_filter, [good(5), good(5), good(6)], step=3).repeated_groups == 1
-        assert filtered(group_filter, [good(7), good(8)], step=4).repeated_groups == 0
+        assert filtered(group_filter, [good(1), good(3)], step=2)[1]["repeated"] == 2
+        assert filtered(group_filter, [good(5), good(5), good(6)], step=3)[1]["repeated"] == 1
+        assert filtered(group_filter, [good(7), good(8)], step=4)[1]["repeated"] == 0
         later = 2 + REPEAT_EVERY_STEPS
-        assert filtered(group_filter, [good(1), good(9)], step=later).repeated_groups == 1
+        assert filtered(group_filter, [good(1), good(9)], step=later)[1]["repeated"] == 1
     assert [(entry["groups"], entry["step"]) for entry in logs] == [(2, 2), (1, later)]
 
 

@@ -20,9 +20,9 @@ from grpo_tiny_model.model import build_model
 from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.control import Tau
-from grpo_trainer.data.batches import BatchSource, EnvironmentWatch, Position
+from grpo_trainer.data.batches import BatchSource, Position
 from grpo_trainer.data.collate import Batch, MicroBatch
-from grpo_trainer.data.filter import GroupFilter
+from grpo_trainer.data.filter import NO_HISTORY
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import PolicyDiverged, RolloutMismatch
 from grpo_trainer.gradients import GradientStats, accumulate_gradients
@@ -41,7 +41,7 @@ from grpo_trainer.token_table import Distance
 from grpo_trainer.train import Lead, Run, training_steps
 from grpo_trainer.weight_sync.base import Published
 from tests.support.directories import names
-from tests.unit.trainer.groups import LIMITS, good, in_order, preparation
+from tests.unit.trainer.groups import LIMITS, good, in_order
 
 Harm = Callable[[Tensor, Tensor], Tensor]
 HARMS: dict[str, Harm] = {
@@ -106,12 +106,13 @@ class Bench:
             mode="lora_only",
             redis_url="redis://127.0.0.1:6379/0",  # type: ignore[arg-type]
             steps=len(batches),
+            save_path=self.save_path,
             seq_len=LIMITS.seq_len,
             tokens_per_micro_batch=2,
             **self.options,
         ).settings()
         api: Any = SimpleNamespace(
-            next_batch=lambda *_: next(leased), request_ahead=lambda *_: None
+            next_batch=lambda *_: next(leased), request_ahead=lambda *_: None, run_uuid="run"
         )
         sync: Any = SimpleNamespace(publish=self.publish)
         checks: Any = SimpleNamespace(
@@ -124,14 +125,8 @@ class Bench:
             step_taken=lambda _: None,
         )
         source = BatchSource(
-            settings=settings,
-            api=api,
-            recover_server=lambda: None,
-            preparation=preparation(GroupFilter(LIMITS)),
-            environments=EnvironmentWatch(60.0),
-            quarantine=Quarantine(self.save_path, "run"),
-            skipped=saver.batch_skipped,
-            release_batches=lambda: False,
+            *(settings, api, saver.batch_skipped, lambda: False, lambda: None, LIMITS),
+            *(NO_HISTORY, in_order),
         )
         sinks = Sinks([self.records.append], [self.rollouts.append])
         recorder = Recorder(settings, sinks)

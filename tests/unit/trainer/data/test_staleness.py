@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -14,12 +15,12 @@ from structlog.testing import capture_logs
 from grpo_core.clients.run_api_answers import LeasedBatch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.data.batches import BatchSource, EnvironmentWatch, Position
+from grpo_trainer.data.batches import BatchSource, Position
 from grpo_trainer.data.collate import collate
 from grpo_trainer.data.filter import GroupFilter, VersionHistory
 from grpo_trainer.errors import StaleData
 from grpo_trainer.objectives import GRPO
-from tests.unit.trainer.groups import LIMITS, filtered, good, in_order, preparation, sampled_by
+from tests.unit.trainer.groups import LIMITS, filtered, good, in_order, sampled_by
 
 RESUMED = VersionHistory(PolicyVersion(2, 6), begun_as=PolicyVersion(1, 6))
 OLD, YOUNG = PolicyVersion(2, 6), PolicyVersion(2, 8)
@@ -52,24 +53,24 @@ def test_a_group_is_as_old_as_its_oldest_completion(max_staleness: int | None, s
         sampled_by(3, (2, 8), (1, 6)),
         good(4),  # unknown version
     ]
-    found = filtered(group_filter(max_staleness), groups, step=9)
-    assert (len(found.groups), found.stale_groups) == (4 - stale, stale)
+    usable, dropped = filtered(group_filter(max_staleness), groups, step=9)
+    assert (len(usable), dropped["stale"]) == (4 - stale, stale)
 
 
 def test_a_group_without_a_version_is_as_old_as_the_one_that_was_served_when_it_came() -> None:
     named = [sampled_by(3, (2, 8), (2, 8)), sampled_by(4, (2, 6), (2, 6))]
     groups = [good(1), good(2), *named, good(5)]
     under = [OLD, YOUNG, OLD, YOUNG, None]  # a version that the group names has priority
-    found = filtered(group_filter(2), groups, 9, under)
-    assert [one.version_bound for one in found.groups] == [YOUNG, None, None]
-    assert found.stale_groups == 2
+    usable, dropped = filtered(group_filter(2), groups, 9, under)
+    assert [one.version_bound for one in usable] == [YOUNG, None, None]
+    assert dropped["stale"] == 2
 
 
 def test_a_bound_is_no_version_that_could_be_fresh() -> None:
     """`RolloutCheck` relies on versions: both groups arrived while their weights were served."""
     groups = [good(1), sampled_by(2, (2, 9), (2, 9))]
-    found = filtered(group_filter(None), groups, 9, [PolicyVersion(2, 9)] * 2)
-    batch = collate(found.groups, 100, 2, in_order, GRPO)
+    usable, _ = filtered(group_filter(None), groups, 9, [PolicyVersion(2, 9)] * 2)
+    batch = collate(usable, 100, 2, in_order, GRPO)
     assert [origin.version for origin in batch.origins] == [None] * 2 + [PolicyVersion(2, 9)] * 2
     assert batch.stats.first_versions == [PolicyVersion(2, 9)] * 2
     assert batch.stats.version_bounds == [PolicyVersion(2, 9)] * 2
@@ -93,19 +94,18 @@ def source_of(
         return next(leased)
 
     settings: Any = SimpleNamespace(
-        batch_deadline_s=batch_deadline_s, max_staleness=2, steps=AT.step + 3
+        batch_deadline_s=batch_deadline_s,
+        environment_return_deadline_s=60.0,
+        max_staleness=2,
+        steps=AT.step + 3,
+        save_path=Path("/nowhere"),
+        seq_len=100,
+        micro_batch_tokens=2,
+        resolved_objective=GRPO,
     )
-    api: Any = SimpleNamespace(next_batch=next_batch)
-    quarantine: Any = SimpleNamespace(holds=lambda *_: False)
+    api: Any = SimpleNamespace(next_batch=next_batch, run_uuid="run")
     return BatchSource(
-        settings=settings,
-        api=api,
-        recover_server=lambda: None,
-        preparation=preparation(group_filter(max_staleness=2)),
-        environments=EnvironmentWatch(60.0),
-        quarantine=quarantine,
-        skipped=Mock(),
-        release_batches=Mock(),
+        settings, api, Mock(), Mock(), lambda: None, LIMITS, history=RESUMED, cut=in_order
     )
 
 
@@ -122,13 +122,12 @@ def test_a_batch_prepared_ahead_is_collated_again_only_if_a_group_became_stale()
     young, old = sampled_by(30, (2, 8), (2, 8)), sampled_by(11, (2, 6), (2, 6))
     for groups, sizes in (([good(1), young], [2]), ([old, young], [2, 1])):
         source = source_of([], under=[])
-        collate_two = Mock(side_effect=source.preparation.collate)
-        source.preparation.collate = collate_two
+        source.collate = Mock(side_effect=source.collate)
         ahead = LeasedBatch(5, groups, [None, None])
-        source.preparation.prepare_ahead(ahead)
+        source.prepare_ahead(ahead)
         source.api.next_batch = Mock(return_value=ahead)
         taken = source.take(AT)
-        assert [len(call.args[0]) for call in collate_two.call_args_list] == sizes
+        assert [len(call.args[0]) for call in source.collate.call_args_list] == sizes
         assert len(taken.collated.origins) == 2 * sizes[-1]
 
 
@@ -139,9 +138,8 @@ def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
     with capture_logs() as logs:
         taken = source.take(AT)
     assert taken.batch_id == 7
-    found = taken.filtered
-    assert (len(found.groups), found.stale_groups, found.unusable_groups) == (2, 3, 1)
-    skipped = [call.args[0] for call in source.skipped.call_args_list]
+    assert (len(taken.usable), taken.dropped["stale"], taken.dropped["unusable"]) == (2, 3, 1)
+    skipped = [call.args[0] for call in source._skipped.call_args_list]
     assert [(at.step, at.batch_id) for at in skipped] == [(9, 5), (9, 6)]
     named = [e["batch_id"] for e in logs if e["event"] == "batch.skipped"]
     assert named == [5, 6]
@@ -151,3 +149,13 @@ def test_a_run_that_gets_only_stale_groups_ends() -> None:
     source = source_of([[good(marker)] for marker in range(9)], under=[OLD], batch_deadline_s=0.0)
     with pytest.raises(StaleData, match=r"in 0 s .* staleness of 1 groups is above"):
         source.take(AT)
+
+
+def test_a_teachers_logprobs_which_are_not_used_are_named_once() -> None:
+    taught = good(1).model_copy(update={"distill_logprobs": [[[-0.1]]]})
+    source = source_of([], under=[])
+    with capture_logs() as logs:
+        for number, groups in enumerate([[good(0)], [good(0), taught], [taught]]):
+            source.prepare_ahead(LeasedBatch(number, groups, [None] * len(groups)))
+    (told,) = (entry for entry in logs if entry["event"] == "fields.unused")
+    assert told["fields"] == ["distill_logprobs"]

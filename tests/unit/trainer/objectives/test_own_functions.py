@@ -10,7 +10,7 @@ import torch
 from grpo_trainer.checks.self_test import require_own_functions
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import group_advantages
+from grpo_trainer.data.batch_advantages import group_advantages
 from grpo_trainer.data.groups import usable_group
 from grpo_trainer.errors import FunctionUnusable
 from grpo_trainer.losses import policy_loss

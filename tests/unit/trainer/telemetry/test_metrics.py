@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,6 @@ import torch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import Alignment
 from grpo_trainer.data.collate import Origin
-from grpo_trainer.data.filter import FilteredBatch
 from grpo_trainer.data.stats import BatchStats
 from grpo_trainer.gradients import GradientStats, Update
 from grpo_trainer.losses import NO_SUMS
@@ -60,7 +60,7 @@ OUTCOME = StepOutcome(
     lr=1e-4,
     kl_coef=0.05,
     maxent=(0.2, 0.7),
-    filtered=FilteredBatch([], unusable_groups=3, repeated_groups=1, stale_groups=2),
+    dropped=Counter(unusable=3, repeated=1, stale=2),
     quarantined_batches=0,
     failed_checks=1,
     facts=FACTS,

@@ -1,5 +1,5 @@
-"""The loss of a batch with MaxEnt-GRPO's weights is the mean over the groups of
-sum_i w_i (-log p(y_i) / L_i), and its gradient is that of this sum."""
+"""Advantages from scores; and MaxEnt-GRPO's weights: the loss of a batch with them is the mean over
+the groups of sum_i w_i (-log p(y_i) / L_i), and its gradient is that of this sum."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_core.wire.fields import MASKED
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import completion_weights, entropy_of
+from grpo_trainer.data.batch_advantages import weights_as_advantages
 from grpo_trainer.data.collate import Batch, collate
-from grpo_trainer.data.completion_weights import with_completion_weights
 from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.model.reference import log_likelihoods
 from grpo_trainer.objectives import Objective, resolved
 from tests.unit.trainer.forward_rig import qwen
-from tests.unit.trainer.groups import P, group, usable
+from tests.unit.trainer.groups import P, collated, group, in_order, usable
 
 OBJECTIVE = resolved("maxent", {"maxent_tau": 0.3, "kl_coef": 0.2})
 
@@ -54,6 +55,23 @@ def batch_of(groups: Sequence[UsableGroup], objective: Objective = OBJECTIVE) ->
     return replace(batch, micro_batches=known)
 
 
+def weighted_batch(
+    groups: Sequence[UsableGroup],
+    batch: Batch,
+    objective: Objective = OBJECTIVE,
+    prior: Tensor | None = None,
+) -> tuple[Batch, float | None]:
+    weights, entropy = weights_as_advantages(groups, objective, batch.trained_tokens(), prior)
+    return batch.with_advantages(groups, weights), entropy
+
+
+def advantages_of(batch: Batch) -> list[float]:
+    """Of each sequence, in the order of the groups."""
+    rows = [micro.advantages.flatten() for micro in batch.micro_batches]
+    found: list[float] = batch.in_group_order(rows).tolist()
+    return found
+
+
 def by_sequence(batch: Batch, values: Sequence[Tensor]) -> list[Tensor]:
     """Args: values: [B, T] of each micro-batch. Returns [L] of each sequence, in group order."""
     rows = [
@@ -70,7 +88,7 @@ def test_loss_and_gradient_are_those_of_the_written_out_sum(normalize: bool) -> 
     groups, policy = usable(three(), group()), qwen()
     batch = batch_of(groups, objective)
     prior = log_likelihoods(batch)
-    weighted, entropy = with_completion_weights(batch, groups, objective, prior)
+    weighted, entropy = weighted_batch(groups, batch, objective, prior)
 
     references = [m.reference_logp for m in batch.micro_batches if m.reference_logp is not None]
     sums = [row.sum() / (len(row) if normalize else 1) for row in by_sequence(batch, references)]
@@ -97,22 +115,18 @@ def test_the_sequences_of_a_rollout_share_its_weight_by_their_tokens() -> None:
     """Rollout 0 has the sequences of 1 and 3 tokens, rollout 1 that of 2."""
     overrides = [{"rollout_index": 0}, {"rollout_index": 0}, {"rollout_index": 1}]
     groups = usable(three(overrides=overrides, scores=[1.0, 1.0, 0.0]))
-    batch, _ = with_completion_weights(batch_of(groups), groups, OBJECTIVE)
+    batch, _ = weighted_batch(groups, batch_of(groups))
     whole = completion_weights(torch.tensor([1.0, 0.0]), torch.zeros(2), OBJECTIVE, 0.0)
-    rows = [micro.advantages.flatten() for micro in batch.micro_batches]
-    found = torch.empty(3).index_copy_(0, torch.tensor(batch.order), torch.cat(rows))
     expected = [whole[0] / 4, whole[0] * 3 / 4, whole[1]]
-    assert found.tolist() == pytest.approx([3 * float(w) for w in expected])
+    assert advantages_of(batch) == pytest.approx([3 * float(w) for w in expected])
 
 
 def test_groups_of_equal_scores_are_trained_on_and_sent_advantages_stay() -> None:
     groups = usable(group(scores=[1.0, 1.0]), group(advantages=[[5.0], [6.0]]))
-    batch, entropy = with_completion_weights(batch_of(groups), groups, OBJECTIVE)
-    rows = [micro.advantages.flatten() for micro in batch.micro_batches]
-    found = torch.empty(4).index_copy_(0, torch.tensor(batch.order), torch.cat(rows))
-    assert found.tolist() == pytest.approx([1.0, 1.0, 5.0, 6.0])
+    batch, entropy = weighted_batch(groups, batch_of(groups))
+    assert advantages_of(batch) == pytest.approx([1.0, 1.0, 5.0, 6.0])
     assert entropy == pytest.approx(log(2))  # of the first group
-    _, none = with_completion_weights(batch_of(groups[1:]), groups[1:], OBJECTIVE)
+    _, none = weighted_batch(groups[1:], batch_of(groups[1:]))
     assert none is None
 
 
@@ -128,9 +142,46 @@ def test_what_is_not_trained_has_no_share(changes: dict[str, object]) -> None:
     groups = usable(three(**changes))
     batch = batch_of(groups)
     prior = log_likelihoods(batch)
-    weighted, _ = with_completion_weights(batch, groups, OBJECTIVE, prior)
+    weighted, _ = weighted_batch(groups, batch, prior=prior)
     scores, means = torch.tensor([0.0, 0.5]), prior[1:] / torch.tensor([3, 2])
     expected = completion_weights(scores, means, OBJECTIVE, 0.2)
-    rows = [micro.advantages.flatten() for micro in weighted.micro_batches]
-    found = torch.empty(3).index_copy_(0, torch.tensor(batch.order), torch.cat(rows))
-    assert found.tolist() == pytest.approx([0, *(3 * expected).tolist()])
+    assert advantages_of(weighted) == pytest.approx([0, *(3 * expected).tolist()])
+
+
+def test_advantages_of_the_environment_do_not_count_in_the_deviation_of_others() -> None:
+    sent = group(advantages=[[7.0], [8.0]], scores=[90.0, 10.0])
+    objective = Objective(advantage="batch_std")
+    batch = collate(usable(group(), sent), 100, 2, in_order, objective)
+    assert advantages_of(batch) == pytest.approx([1.0, -1.0, 7.0, 8.0])
+
+
+def test_a_rollout_with_several_sequences_counts_once_and_padding_not_at_all() -> None:
+    """Two rollouts with scores 1 and 0 have the advantages 1 and -1. As three sequences with scores
+    1, 1 and 0, they would have 0.71 and -1.41."""
+    rows = [[5, 6, 7], [5, 8, 9], [5, 6, 10], [5, 6]]
+    three = group(
+        tokens=rows,
+        masks=[[MASKED, *row[1:]] for row in rows[:3]] + [[MASKED, MASKED]],
+        inference_logprobs=[[P, -0.1, -0.1]] * 3 + [[P, P]],
+        scores=[1.0, 1.0, 0.0, 0.0],
+        overrides=[
+            {"rollout_index": 0},
+            {"rollout_index": 0},
+            {"rollout_index": 1},
+            {"rollout_index": 1, "finish_reason": "padding"},
+        ],
+        group_overrides={"policy_version": [[[0, 0], [0, 0]]] * 4},
+    )
+    batch = collated(three)
+    assert advantages_of(batch) == pytest.approx([1.0, 1.0, -1.0])
+    weights = torch.cat([micro.token_weight.sum(-1) for micro in batch.micro_batches])
+    assert weights.tolist() == pytest.approx([1 / 3] * 3)
+    assert len(batch.stats.first_versions) == 3
+
+
+def test_a_long_completion_loses_part_of_its_score() -> None:
+    """3 of 4 allowed tokens, and a buffer of 2 tokens: half a point. Then 1 and -0.5 are compared
+    with their mean."""
+    one = group(generation_params={"max_tokens": 4})
+    objective = Objective(advantage="group_mean", overlong_buffer=0.5)
+    assert advantages_of(collate(usable(one), 100, 2, in_order, objective)) == [0.75, -0.75]
