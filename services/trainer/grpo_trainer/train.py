@@ -372,7 +372,7 @@ def lead(
             *(settings, api, saver.batch_skipped, saver.release_batches),
             *(recover, limits, history, cut),
         ),
-        checks=DataChecks.of(policy, run.forward, run.reference, sync.served_logprobs, bound.value),
+        checks=DataChecks(policy, run.forward, run.reference, sync.served_logprobs, bound.value),
         recorder=Recorder(settings, sinks),
         saver=saver,
         coefficients=coefficients,

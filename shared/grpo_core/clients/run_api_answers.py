@@ -39,6 +39,8 @@ class LeasedBatch:
 
     `received_under`: for each group, the policy version that was served when run-api received it.
     These weights or older ones sampled the group. None if the version was unknown.
+
+    Example: `LeasedBatch(5, [a, b], [PolicyVersion(1, 7), None])`.
     """
 
     id: int

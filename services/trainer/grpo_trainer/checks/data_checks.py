@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -30,38 +28,30 @@ EVERY_STEPS = 4
 PROBE_TOKENS = 16
 
 
-@dataclass
 class DataChecks:
-    """Args: reference: None without a reference model
+    """Args:
+    reference: None without a reference model
+    served_logprobs: asks the server
+    tolerance: for the mean |difference| of fresh tokens
 
     `failed`: number of findings since the previous step.
     """
 
-    groups: GroupCheck
-    ratios: RatioCheck
-    sampling: SamplingCheck
-    reference: ReferenceCheck | None
-    rollouts: RolloutCheck
-    log: FindingLog = field(default_factory=FindingLog)
-    failed: int = 0
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         policy: CausalLM,
         forward: FastForward,
         reference: Reference | None,
         served_logprobs: ServedLogprobs,
         tolerance: float,
-    ) -> Self:
-        """Those of a run. Args: tolerance: for the mean |difference| of fresh tokens"""
-        return cls(
-            GroupCheck(end_tokens_of(policy)),
-            RatioCheck(),
-            SamplingCheck(policy, forward),
-            None if reference is None else ReferenceCheck(reference),
-            RolloutCheck(policy, served_logprobs, tolerance),
-        )
+    ) -> None:
+        self._groups = GroupCheck(end_tokens_of(policy))
+        self._ratios = RatioCheck()
+        self._sampling = SamplingCheck(policy, forward)
+        self._reference = None if reference is None else ReferenceCheck(reference)
+        self._rollouts = RolloutCheck(policy, served_logprobs, tolerance)
+        self._log = FindingLog()
+        self.failed = 0
 
     def before_update(
         self,
@@ -82,23 +72,23 @@ class DataChecks:
         logged_groups = [usable.is_logged for usable in groups]
         of_sequence = torch.tensor([logged_groups[origin.group] for origin in batch.origins])
         is_logged, env_ids = of_sequence[table.sequence], [o.env_id for o in batch.origins]
-        ratios = [*self.ratios.findings(table.where(is_logged), env_ids)]
-        self.failed = self.log.report(
+        ratios = [*self._ratios.findings(table.where(is_logged), env_ids)]
+        self.failed = self._log.report(
             [
-                *self.groups.findings(groups, held),
+                *self._groups.findings(groups, held),
                 *ratios,
-                *self.sampling.findings(table, is_logged, batch, held),
-                *(() if self.reference is None else self.reference.findings(held.step)),
+                *self._sampling.findings(table, is_logged, batch, held),
+                *(() if self._reference is None else self._reference.findings(held.step)),
             ],
             held.step,
         )
         doubted = {finding.env_id for finding in ratios}
-        of_rollouts = self.rollouts.findings(batch, table, held, doubted)
-        self.failed += self.log.report(of_rollouts, held.step)
+        of_rollouts = self._rollouts.findings(batch, table, held, doubted)
+        self.failed += self._log.report(of_rollouts, held.step)
         return Distance.of(table.where(fresh_tokens(table, batch, held)))
 
     def after_update(self, optimizer: MasterOptimizer, step: int) -> None:
-        self.failed += self.log.report(_of_update(optimizer), step)
+        self.failed += self._log.report(_of_update(optimizer), step)
 
 
 def _of_update(optimizer: MasterOptimizer) -> Iterator[Finding]:

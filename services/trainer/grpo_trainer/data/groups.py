@@ -47,12 +47,20 @@ class GroupLimits:
 class UsableGroup:
     """A group that passed every check, with the values that the checks read.
 
-    `temperatures` has one value for each sequence. `zero_advantage` marks sequences whose advantage
-    is set to zero. `is_logged`: the behaviour logprobs are those of the distribution that was
-    sampled from; otherwise `inference_logprobs` are placeholders, unless the trainer computed them
-    (`has_own_logprobs`). `version_bound` is the newest
-    policy version that may have sampled the group, if its `facts` name none. `received_under` was
-    served when run-api received the group.
+    Args:
+        group: without sequences that only fill it up
+        inference_logprobs: as sent; placeholders if none are usable
+        temperatures: one for each sequence
+        zero_advantage: sequences whose advantage is set to zero
+        facts: in this trainer's numbering of policy versions
+        is_logged: the behaviour logprobs are those of the distribution that was sampled from
+        has_own_logprobs: the trainer computed `inference_logprobs`
+        version_bound: the newest policy version that may have sampled the group, if `facts` name
+            none
+        received_under: the version that was served when run-api received the group
+
+    Example: two completions, sampled at temperature 1: `UsableGroup(group, [[1, 1, -0.1], [1, 1,
+    -0.2, -0.3, -0.4]], [1.0, 1.0], [False, False], facts)`. Prompt positions have the logprob 1.
     """
 
     group: ScoredGroup
@@ -115,10 +123,9 @@ def _why_not_logged(index: int, group: ScoredGroup) -> UnusableGroup | None:
     if not group.inference_logprobs:
         message = NO_INFERENCE_LOGPROBS.format(index=index, env_id=group.env_id)
         return UnusableGroup(UnusableReason.NO_LOGPROBS, message)
-    sources = [group.generation_params or {}, group.group_overrides or {}, *(group.overrides or [])]
     truncating = {
         f"{name}={source[name]}"
-        for source in sources
+        for source in _sampling_options(group)
         for name, neutral in NEUTRAL_SAMPLING.items()
         if source.get(name) is not None and source[name] not in neutral
     }
@@ -130,6 +137,11 @@ def _why_not_logged(index: int, group: ScoredGroup) -> UnusableGroup | None:
         "another distribution; set no sampling parameter except the temperature, or pass "
         "--recompute-logprobs to the trainer",
     )
+
+
+def _sampling_options(group: ScoredGroup) -> list[dict[str, Any]]:
+    """All places that may state some."""
+    return [group.generation_params or {}, group.group_overrides or {}, *(group.overrides or [])]
 
 
 def _check_tokens(index: int, group: ScoredGroup, vocab_size: int) -> None:
@@ -161,8 +173,7 @@ def _check_masks(index: int, group: ScoredGroup) -> None:
 def _check_ends(index: int, group: ScoredGroup, end_tokens: frozenset[int]) -> None:
     """Nothing is sampled after an end token, so what follows it directly is padding, or both belong
     to the prompt."""
-    sources = [group.generation_params or {}, group.group_overrides or {}, *(group.overrides or [])]
-    if any(source.get("ignore_eos") for source in sources):
+    if any(source.get("ignore_eos") for source in _sampling_options(group)):
         return
     pairs = zip(group.tokens, group.masks, strict=True)
     ends = [_trained_end(*pair, end_tokens) for pair in pairs]
@@ -261,7 +272,9 @@ def _trained_positions(masks: list[int]) -> list[int]:
 
 def _temperature(index: int, group: ScoredGroup, override: dict[str, Any]) -> float:
     """The sequence's override, else the generation parameters' value, else the group's override."""
-    found = next(_given_temperatures(group, override), 1.0)
+    sources = (override, group.generation_params or {}, group.group_overrides or {})
+    stated = (source.get("temperature") for source in sources)
+    found = next((value for value in stated if value is not None), 1.0)
     if (
         isinstance(found, bool)
         or not isinstance(found, int | float)
@@ -273,9 +286,3 @@ def _temperature(index: int, group: ScoredGroup, override: dict[str, Any]) -> fl
             f"{MIN_TEMPERATURE:g}, because the trainer divides logits by the temperature",
         )
     return float(found)
-
-
-def _given_temperatures(group: ScoredGroup, override: dict[str, Any]) -> Iterator[object]:
-    for source in (override, group.generation_params or {}, group.group_overrides or {}):
-        if source.get("temperature") is not None:
-            yield source["temperature"]

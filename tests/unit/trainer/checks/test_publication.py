@@ -27,7 +27,7 @@ from tests.unit.trainer.forward_rig import VOCABULARY, qwen
 from tests.unit.trainer.served_model import BLOCK, ServedModel
 from tests.unit.trainer.tiny_policy import LORA, model_directory, move, optimizer_of
 
-VERSION = PolicyVersion(1, 3)
+START, VERSION = PolicyVersion(1, 0), PolicyVersion(1, 3)
 
 
 @dataclass
@@ -135,6 +135,16 @@ def test_an_update_below_the_tolerance_of_its_data_type_is_missed_if_absent(
     assert 0.003 < run.check.require(VERSION, "After step 3").moved < 0.05
 
 
+def started(
+    model: str, dtype: torch.dtype = torch.float32, noise: float = 0.0, **options: Any
+) -> tuple[Any, ServedModel, PublicationCheck]:
+    """A policy, a server of its weights, and the check, before the first step."""
+    torch.manual_seed(1)
+    policy = TrainedWeights(model).load(dtype).eval()
+    server = ServedModel(copy.deepcopy(policy), START, noise=noise)
+    return policy, server, PublicationCheck(policy, server, **options)
+
+
 NOISE = 3.6e-4
 """In float32 the tolerance without noise is 2e-4."""
 
@@ -142,12 +152,9 @@ NOISE = 3.6e-4
 def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_found(
     model: str,
 ) -> None:
-    torch.manual_seed(1)
-    policy = TrainedWeights(model).load(torch.float32).eval()
+    policy, server, check = started(model, noise=NOISE)
     previous, optimizer = copy.deepcopy(policy), optimizer_of(policy, lr=0.0015)
-    server = ServedModel(copy.deepcopy(policy), PolicyVersion(1, 0), noise=NOISE)
-    check = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
-    assert check.require(PolicyVersion(1, 0), "At the start").mean == pytest.approx(NOISE, rel=0.05)
+    assert check.require(START, "At the start").mean == pytest.approx(NOISE, rel=0.05)
 
     move(policy, optimizer, 0)
     server.swap(previous, VERSION)
@@ -161,30 +168,25 @@ def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_fo
 
 
 def test_more_than_noise_before_any_update_is_refused(model: str) -> None:
-    policy = TrainedWeights(model).load(torch.float32).eval()
-    server = ServedModel(policy, PolicyVersion(1, 0), noise=4.2e-4)
+    _, _, check = started(model, noise=4.2e-4)
     with pytest.raises(ServedWeightsDiffer, match="not started with the trainer's --model"):
-        PublicationCheck(policy, server).require(PolicyVersion(1, 0), "At the start")
+        check.require(START, "At the start")
 
 
 def test_a_run_that_goes_on_takes_no_difference_for_noise(model: str) -> None:
-    policy = TrainedWeights(model).load(torch.float32).eval()
-    server = ServedModel(policy, PolicyVersion(1, 0), noise=1.5e-3)
-    check = PublicationCheck(policy, server, bound=Bound(floor=1e-3))
+    _, _, check = started(model, noise=1.5e-3, bound=Bound(floor=1e-3))
     with pytest.raises(ServedWeightsDiffer, match=r"tolerance 0\.001"):
-        check.require(PolicyVersion(1, 0), "At the start")
+        check.require(START, "At the start")
     check.bound = Bound(floor=1e-3, noise=1e-3)
-    check.require(PolicyVersion(1, 0), "At the start")
+    check.require(START, "At the start")
     assert check.bound.noise == 1e-3
 
 
 def test_cached_keys_and_values_are_found_in_shared_memory_too(model: str) -> None:
     """Rollouts with top_p are not compared, so nothing else would find them."""
-    torch.manual_seed(1)
-    policy = TrainedWeights(model).load(torch.float32).eval()
+    policy, server, served = started(model)
     optimizer = optimizer_of(policy, lr=0.0015)
-    server = ServedModel(copy.deepcopy(policy), PolicyVersion(1, 0))
-    check = SharedMemoryCheck(PublicationCheck(policy, server), optimizer, every_steps=1)
+    check = SharedMemoryCheck(served, optimizer, every_steps=1)
     check.at_start()
     move(policy, optimizer, 0)
     server.swap(policy, VERSION, keep_cache=True)
@@ -197,12 +199,9 @@ def test_cached_keys_and_values_are_found_in_shared_memory_too(model: str) -> No
 
 def test_small_updates_that_are_absent_add_up(model: str) -> None:
     """Each update is within bfloat16's tolerance of 0.05."""
-    torch.manual_seed(1)
-    policy = TrainedWeights(model).load(torch.bfloat16).eval()
+    policy, server, check = started(model, torch.bfloat16, noise=0.003)
     optimizer = optimizer_of(policy, lr=3e-4)
-    server = ServedModel(copy.deepcopy(policy), PolicyVersion(1, 0), noise=0.003)
-    check = PublicationCheck(policy, server, ProbeLengths.fitting(BLOCK, 256))
-    check.require(PolicyVersion(1, 0), "At the start")
+    check.require(START, "At the start")
     last, off = 40, 0.0
     with suppress(ServedWeightsDiffer):
         for step in range(1, 100):

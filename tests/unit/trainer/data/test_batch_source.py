@@ -1,14 +1,27 @@
-"""The run ends if all environments have left, and refused groups are named; a fake clock replaces
-waiting."""
+"""Batches without a usable group are skipped. The run ends if all environments have left, and
+refused groups are named; a fake clock replaces waiting."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from structlog.testing import capture_logs
 
+from grpo_core.clients.run_api_answers import LeasedBatch
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import EnvironmentCount
-from grpo_trainer.data.batches import EnvironmentWatch
-from grpo_trainer.errors import NoEnvironmentLeft
+from grpo_core.wire.scored_group import ScoredGroup
+from grpo_trainer.data.batches import BatchSource, EnvironmentWatch, Position
+from grpo_trainer.data.filter import VersionHistory
+from grpo_trainer.errors import NoEnvironmentLeft, StaleData
+from grpo_trainer.objectives import GRPO
+from tests.unit.trainer.groups import LIMITS, good, in_order, sampled_by
 
 NOBODY_YET = EnvironmentCount(registered=0, connected=0)
 GONE = EnvironmentCount(registered=2, connected=0)
@@ -80,3 +93,87 @@ def test_environments_that_left_after_refusals_are_named_with_the_last_reason() 
     now[0] += 60.0
     with pytest.raises(NoEnvironmentLeft, match=r"registered: 5; the last reason: scores\.1: not"):
         watch.check(refused(5, "scores.1: not finite", connected=0))
+
+
+OLD, YOUNG = PolicyVersion(2, 6), PolicyVersion(2, 8)
+AT = Position(step=9, batch_id=4, epoch=2)
+
+
+def source_of(
+    batches: Sequence[list[ScoredGroup]], under: Any, batch_deadline_s: float = 60.0
+) -> BatchSource:
+    """A `BatchSource` of these batches; ids continue that of `AT`.
+
+    Args:
+        under: served version when run-api received each group of every batch
+    """
+    leased = iter(LeasedBatch(5 + i, groups, under) for i, groups in enumerate(batches))
+
+    def next_batch(*_: object) -> LeasedBatch:
+        return next(leased)
+
+    settings: Any = SimpleNamespace(
+        batch_deadline_s=batch_deadline_s,
+        environment_return_deadline_s=60.0,
+        max_staleness=2,
+        steps=AT.step + 3,
+        save_path=Path("/nowhere"),
+        seq_len=100,
+        micro_batch_tokens=2,
+        resolved_objective=GRPO,
+    )
+    api: Any = SimpleNamespace(next_batch=next_batch, run_uuid="run")
+    history = VersionHistory(PolicyVersion(2, 6))
+    return BatchSource(settings, api, Mock(), Mock(), lambda: None, LIMITS, history, in_order)
+
+
+def test_the_next_batch_is_requested_unless_it_is_the_last_one() -> None:
+    source = source_of([], under=[])
+    requested: list[int] = []
+    source.api.request_ahead = lambda left, _: requested.append(left)
+    for step in range(AT.step, source.settings.steps):
+        source.request_next(replace(AT, step=step))
+    assert requested == [2]
+
+
+def test_a_batch_prepared_ahead_is_collated_again_only_if_a_group_became_stale() -> None:
+    young, old = sampled_by(30, (2, 8), (2, 8)), sampled_by(11, (2, 6), (2, 6))
+    for groups, sizes in (([good(1), young], [2]), ([old, young], [2, 1])):
+        source = source_of([], under=[])
+        source.collate = Mock(side_effect=source.collate)
+        ahead = LeasedBatch(5, groups, [None, None])
+        source.prepare_ahead(ahead)
+        source.api.next_batch = Mock(return_value=ahead)
+        taken = source.take(AT)
+        assert [len(call.args[0]) for call in source.collate.call_args_list] == sizes
+        assert len(taken.collated.origins) == 2 * sizes[-1]
+
+
+def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
+    old = [good(1), sampled_by(11, (2, 6), (2, 6))]
+    bad = [good(2), good(3).model_copy(update={"inference_logprobs": None})]
+    source = source_of([old, bad, [sampled_by(30, (2, 8), (2, 8)), good(31)]], under=[OLD, YOUNG])
+    with capture_logs() as logs:
+        taken = source.take(AT)
+    assert taken.batch_id == 7
+    assert (len(taken.usable), taken.dropped["stale"], taken.dropped["unusable"]) == (2, 3, 1)
+    skipped = [call.args[0] for call in source._skipped.call_args_list]
+    assert [(at.step, at.batch_id) for at in skipped] == [(9, 5), (9, 6)]
+    named = [e["batch_id"] for e in logs if e["event"] == "batch.skipped"]
+    assert named == [5, 6]
+
+
+def test_a_run_that_gets_only_stale_groups_ends() -> None:
+    source = source_of([[good(marker)] for marker in range(9)], under=[OLD], batch_deadline_s=0.0)
+    with pytest.raises(StaleData, match=r"in 0 s .* staleness of 1 groups is above"):
+        source.take(AT)
+
+
+def test_a_teachers_logprobs_which_are_not_used_are_named_once() -> None:
+    taught = good(1).model_copy(update={"distill_logprobs": [[[-0.1]]]})
+    source = source_of([], under=[])
+    with capture_logs() as logs:
+        for number, groups in enumerate([[good(0)], [good(0), taught], [taught]]):
+            source.prepare_ahead(LeasedBatch(number, groups, [None] * len(groups)))
+    (told,) = (entry for entry in logs if entry["event"] == "fields.unused")
+    assert told["fields"] == ["distill_logprobs"]

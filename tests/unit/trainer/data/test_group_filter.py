@@ -1,4 +1,4 @@
-"""An unusable group is dropped under the name of its cause; many of them end the run."""
+"""Unusable and stale groups are dropped under the name of the cause; many bad ones end the run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.wire.fields import MASKED
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
+from grpo_trainer.data.collate import collate
 from grpo_trainer.data.filter import (
     REPEAT_EVERY_STEPS,
     WINDOW_BATCHES,
     GroupFilter,
     RecentBatches,
+    VersionHistory,
     digest,
 )
 from grpo_trainer.data.groups import (
@@ -23,7 +26,18 @@ from grpo_trainer.data.groups import (
     usable_group,
 )
 from grpo_trainer.errors import DuplicatedBatch, UnusableGroup, UnusableReason
-from tests.unit.trainer.groups import LIMITS, VOCABULARY, P, bad, filtered, good, group
+from grpo_trainer.objectives import GRPO
+from tests.unit.trainer.groups import (
+    LIMITS,
+    VOCABULARY,
+    P,
+    bad,
+    filtered,
+    good,
+    group,
+    in_order,
+    sampled_by,
+)
 
 MASKED_PROMPTS = [[MASKED, MASKED, 7], [MASKED, MASKED, 8, 9, 10]]
 
@@ -202,3 +216,66 @@ def test_a_lone_group_may_come_twice_once() -> None:
     assert batches.count_repeats([digest(good(1))], step=1) == 1
     with pytest.raises(DuplicatedBatch):
         batches.count_repeats([digest(good(1))], step=2)
+
+
+RESUMED = VersionHistory(PolicyVersion(2, 6), begun_as=PolicyVersion(1, 6))
+OLD, YOUNG = PolicyVersion(2, 6), PolicyVersion(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("version", "step", "age"),
+    [
+        ((2, 6), 6, 0),
+        ((2, 6), 9, 3),
+        ((3, 8), 9, 1),  # the server returned under a new epoch
+        ((1, 6), 9, 3),
+        ((1, 5), 7, 2),  # the same age as without a restart
+        ((1, 8), 9, 5),  # two lost steps, and three of this trainer
+    ],
+)
+def test_the_age_of_a_version(version: tuple[int, int], step: int, age: int) -> None:
+    assert RESUMED.age(PolicyVersion(*version), step) == age
+
+
+def group_filter(max_staleness: int | None) -> GroupFilter:
+    return GroupFilter(LIMITS, RESUMED, max_staleness)
+
+
+@pytest.mark.parametrize(("max_staleness", "stale"), [(None, 0), (0, 2), (2, 1)])
+def test_a_group_is_as_old_as_its_oldest_completion(max_staleness: int | None, stale: int) -> None:
+    groups = [
+        sampled_by(1, (2, 9), (2, 9)),
+        sampled_by(2, (2, 9), (2, 8)),
+        sampled_by(3, (2, 8), (1, 6)),
+        good(4),  # unknown version
+    ]
+    usable, dropped = filtered(group_filter(max_staleness), groups, step=9)
+    assert (len(usable), dropped["stale"]) == (4 - stale, stale)
+
+
+def test_a_group_without_a_version_is_as_old_as_the_one_that_was_served_when_it_came() -> None:
+    named = [sampled_by(3, (2, 8), (2, 8)), sampled_by(4, (2, 6), (2, 6))]
+    groups = [good(1), good(2), *named, good(5)]
+    under = [OLD, YOUNG, OLD, YOUNG, None]  # a version that the group names has priority
+    usable, dropped = filtered(group_filter(2), groups, 9, under)
+    assert [one.version_bound for one in usable] == [YOUNG, None, None]
+    assert dropped["stale"] == 2
+
+
+def test_a_group_that_is_filled_up_keeps_the_versions_of_its_own_completions() -> None:
+    padded = sampled_by(1, (2, 9), (2, 8)).model_copy(
+        update={"overrides": [{}, {"finish_reason": "padding"}]}
+    )
+    ((one,), _) = filtered(group_filter(None), [padded], 9)
+    assert one.facts.policy_version == [(PolicyVersion(2, 9), PolicyVersion(2, 9))]
+
+
+def test_a_bound_is_no_version_that_could_be_fresh() -> None:
+    """`RolloutCheck` relies on versions: both groups arrived while their weights were served."""
+    groups = [good(1), sampled_by(2, (2, 9), (2, 9))]
+    usable, _ = filtered(group_filter(None), groups, 9, [PolicyVersion(2, 9)] * 2)
+    batch = collate(usable, 100, 2, in_order, GRPO)
+    assert [origin.version for origin in batch.origins] == [None] * 2 + [PolicyVersion(2, 9)] * 2
+    assert batch.stats.first_versions == [PolicyVersion(2, 9)] * 2
+    assert batch.stats.version_bounds == [PolicyVersion(2, 9)] * 2
+    assert batch.stats.bound_fraction == 0.5
