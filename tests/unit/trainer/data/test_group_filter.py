@@ -270,6 +270,14 @@ def test_a_group_that_is_filled_up_keeps_the_versions_of_its_own_completions() -
     assert one.facts.policy_version == [(PolicyVersion(2, 9), PolicyVersion(2, 9))]
 
 
+def test_a_version_of_the_same_weights_before_the_restart_is_the_first_of_this_trainer() -> None:
+    (before, after), _ = filtered(
+        group_filter(None), [sampled_by(1, (1, 6), (1, 6)), good(2)], 6, [None, PolicyVersion(1, 6)]
+    )
+    assert before.facts.policy_version == [(RESUMED.first, RESUMED.first)] * 2
+    assert after.version_bound == after.received_under == RESUMED.first
+
+
 def test_a_bound_is_no_version_that_could_be_fresh() -> None:
     """`RolloutCheck` relies on versions: both groups arrived while their weights were served."""
     groups = [good(1), sampled_by(2, (2, 9), (2, 9))]
