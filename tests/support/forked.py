@@ -6,7 +6,11 @@ import functools
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-PRELOADED = ["grpo_trainer.ranks.heartbeat", "tests.unit.trainer.ranks.rank_rig"]
+PRELOADED = [
+    "grpo_trainer.ranks.heartbeat",
+    "tests.unit.trainer.ranks.rank_rig",
+    "tests.unit.trainer.ranks.test_loop",
+]
 
 
 @functools.cache

@@ -8,41 +8,62 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from grpo_trainer.errors import FunctionUnusable
 
 
 @functools.cache
-def imported(path: str) -> Callable[..., Any]:
-    """Args: path: MODULE:FUNCTION or FILE.py:FUNCTION
-
-    Raises:
-        FunctionUnusable: the user's file or function cannot be loaded.
-    """
-    place, _, name = path.rpartition(":")
-    if not place.endswith(".py"):
-        found: Callable[..., Any] = getattr(importlib.import_module(place), name)
-        return found
-    file = Path(place)
-    if not file.is_file():
-        raise FunctionUnusable(f"{path}: no such file, from {Path.cwd()}")
-    sys.path.insert(0, str(file.parent.resolve()))  # so that it finds the modules beside it
-    spec = importlib.util.spec_from_file_location(f"grpo_own_{file.stem}", file)
+def _loaded(file: Path) -> ModuleType:
+    """One module for each file, so that its functions share state. Args: file: resolved"""
+    sys.path.insert(0, str(file.parent))  # so that it finds the modules beside it
+    name = "grpo_own_" + "_".join(file.with_suffix("").parts[1:])
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def own_function(path: str) -> Callable[..., Any]:
+    """The user's function. What it raises later is named.
+
+    Args:
+        path: FILE.py:FUNCTION
+
+    Raises:
+        FunctionUnusable: the file or the function cannot be loaded.
+    """
+    place, _, name = path.rpartition(":")
+    file = Path(place)
+    if not file.is_file():
+        raise FunctionUnusable(f"{path}: no such file, from {Path.cwd()}")
     try:
-        spec.loader.exec_module(module)
+        own = getattr(_loaded(file.resolve()), name, None)
     except Exception as error:
         raise FunctionUnusable(f"{path}: {type(error).__name__}: {error}") from error
-    own = getattr(module, name, None)
     if not callable(own):
         raise FunctionUnusable(f"{path}: the file has no function {name}")
-    return own  # type: ignore[no-any-return]
+
+    def named(*arguments: Any) -> Any:
+        try:
+            return own(*arguments)
+        except Exception as error:
+            raise FunctionUnusable(
+                f"{path} raised {type(error).__name__}: {error}. Correct the function, then resume"
+            ) from error
+
+    return named
 
 
 def function_of(chosen: str, table: Mapping[str, str]) -> Callable[..., Any]:
-    """Args: chosen: a name of the table, or FILE.py:FUNCTION. Raises as `imported`."""
-    return imported(table.get(chosen, chosen))
+    """Args: chosen: a name of the table, or FILE.py:FUNCTION. Raises as `own_function`."""
+    if chosen not in table:
+        return own_function(chosen)
+    module, _, name = table[chosen].partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found

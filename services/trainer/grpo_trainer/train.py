@@ -6,6 +6,7 @@ Every rank runs it. Rank 0 also exchanges data with run-api and the server, chec
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -127,6 +128,8 @@ def training_steps(run: Run, position: Position, stop: Stop) -> Iterator[Positio
         stop: defers a signal during a step to the step's end
     """
     optimizer, lead = run.optimizer, run.lead
+    if lead is not None:
+        lead.recorder.started = time.monotonic()
     while position.step < run.settings.steps:
         watch = StepWatch()
         taken = take(run, position)

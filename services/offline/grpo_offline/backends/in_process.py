@@ -18,9 +18,11 @@ from grpo_trainer.weight_sync.base import Published
 
 @dataclass(eq=False)
 class WeightsInProcess:
-    """A `WeightSync` without a server. `version`: of the policy's weights."""
+    """A `WeightSync` without a server. `samples`: rollouts are sampled from the policy.
+    `version`: of its weights."""
 
     settings: TrainerSettings
+    samples: bool
     version: PolicyVersion = field(init=False, default=PolicyVersion(0, 0))
     begun_as: PolicyVersion | None = field(init=False, default=None)
     server_run_id: str | None = field(init=False, default=None)
@@ -41,8 +43,8 @@ class WeightsInProcess:
         last_epoch: int = 0,
         bound: Bound | None = None,
     ) -> PolicyVersion:
-        if bound is not None:
-            bound.learn(0.0)  # the policy samples itself
+        if bound is not None and self.samples:
+            bound.learn(0.0)  # the policy's own logprobs have no noise
         optimizer.write_into_parameters()
         self.version = PolicyVersion(last_epoch + 1, step)
         return self.version

@@ -42,7 +42,7 @@ class Backends:
     def weight_sync(self, settings: TrainerSettings) -> Iterator[WeightSync]:
         """Opens what brings new weights to where rollouts are sampled."""
         if self.sampling.mode in ("local", "frozen"):
-            yield WeightsInProcess(settings)
+            yield WeightsInProcess(settings, samples=self.sampling.mode == "local")
             return
         if self.sampling.mode == "sglang":
             with contextlib.closing(self._sglang_weights(settings)) as weights:

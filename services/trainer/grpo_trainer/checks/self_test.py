@@ -2,7 +2,8 @@
 
 Both get a small batch that is made here, so that the right results are known. In the step,
 behaviour logprobs are the policy's own, and no advantage is 0. Everything else is the run's: model,
-objective, micro-batches and gradients.
+objective, micro-batches and gradients; but functions of the user's own are left out, because an
+advantage or a gradient of 0 may be right there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from grpo_trainer.data.batch_advantages import weights_as_advantages
 from grpo_trainer.data.collate import Batch, collate, shared_batch
 from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
 from grpo_trainer.errors import FunctionUnusable, SelfTestFailed
-from grpo_trainer.functions import imported
+from grpo_trainer.functions import own_function
 from grpo_trainer.gradients import Accumulate, GradientStats
 from grpo_trainer.losses import LossInputs
 from grpo_trainer.model.adapter import adapter_dropouts
@@ -32,7 +33,7 @@ from grpo_trainer.model.forward import FastForward
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
 from grpo_trainer.model.policy import CausalLM, device_of, vocabulary_of
 from grpo_trainer.model.reference import Reference
-from grpo_trainer.objectives import ADVANTAGES, LOSSES, Objective
+from grpo_trainer.objectives import ADVANTAGES, GRPO, LOSSES, Objective
 from grpo_trainer.optim.gradients import LossScale
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE, Ranks
@@ -83,7 +84,7 @@ class SelfTest:
         log.info("self_test.passed")
 
     def _problems(self) -> list[str]:
-        objective = self.settings.resolved_objective
+        objective = with_named_functions(self.settings.resolved_objective)
         with _unchanged(self.optimizer.loss_scale, device_of(self.policy)):
             # Rank 0 alone may have the whole policy, which gives the behaviour logprobs.
             groups = self._groups() if self.ranks.leads else []
@@ -195,6 +196,13 @@ GROUPS_OF_SCORES = ((0.0, 1.0, 2.0), (5.0, 5.0))
 """For a check of the user's own advantages."""
 
 
+def with_named_functions(objective: Objective) -> Objective:
+    """The objective with GRPO's loss and advantages in the place of the user's own."""
+    loss = objective.loss if objective.loss in LOSSES else GRPO.loss
+    advantage = objective.advantage if objective.advantage in ADVANTAGES else GRPO.advantage
+    return replace(objective, loss=loss, advantage=advantage)
+
+
 def require_own_functions(objective: Objective) -> None:
     """Load the user's own functions, if there are some, and call each with a small worked batch.
 
@@ -209,11 +217,9 @@ def require_own_functions(objective: Objective) -> None:
 
 def _checked(option: str, path: str, problem_of: Callable[[Callable[..., Any]], str]) -> None:
     try:
-        problem = problem_of(imported(path))
+        problem = problem_of(own_function(path))
     except FunctionUnusable as error:
         raise FunctionUnusable(f"{option} {error}") from error
-    except Exception as error:  # noqa: BLE001 - of the user's code
-        problem = f"it raised {type(error).__name__}: {error}"
     if problem:
         raise FunctionUnusable(
             f"{option} {path}, called with a small batch before the first step: {problem}"
@@ -258,4 +264,10 @@ def _problem_of_loss(own: Callable[..., Any], objective: Objective) -> str:
         return "the gradient with respect to `logp` is missing, 0, NaN or infinite"
     if bool(gradient[inputs.weight == 0].any()):
         return "tokens whose weight is 0 have a gradient: multiply each token's loss by `weight`"
+    if bool((gradient[0] > 0).all()):
+        log.warning(
+            "loss.sign",
+            reason="--loss makes all tokens of a completion with a positive advantage less likely",
+            hint="a loss is minimised: it is minus the sum of weight times ratio times advantage",
+        )
     return ""

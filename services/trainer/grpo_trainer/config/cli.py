@@ -160,7 +160,7 @@ COMMAND = Command(
         "single-copy": flag_for("mode", "shared_vllm"),
         "debug-loading": flag_for("log_level", "DEBUG"),
     },
-    without_effect=frozenset({"log-dir"}),  # of grpo-run
+    without_effect=frozenset({"log-dir", "fused-step", "head-kernel"}),  # of grpo-run and 0.1.0
     refused={
         "learning-rate": "no such option; write --lr",
     },

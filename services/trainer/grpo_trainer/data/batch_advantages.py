@@ -14,6 +14,7 @@ from torch import Tensor
 from grpo_core.wire.fields import MASKED
 from grpo_trainer.advantages import completion_weights, entropy_of, overlong_penalty
 from grpo_trainer.data.groups import UsableGroup
+from grpo_trainer.errors import FunctionUnusable
 from grpo_trainer.functions import function_of
 from grpo_trainer.objectives import ADVANTAGES, Objective
 
@@ -35,6 +36,11 @@ def group_advantages(
         rollouts = [rollout_places(groups[i].group.rollouts) for i in open_ones]
         of_rollouts = [mean_by(*pair) for pair in zip(scores, rollouts, strict=True)]
         computed = function_of(objective.advantage, ADVANTAGES)(of_rollouts)
+        if [len(one) for one in computed] != [len(one) for one in of_rollouts]:
+            raise FunctionUnusable(
+                f"--advantage {objective.advantage}: expected as many advantages as each group has "
+                "scores"
+            )
         for i, advantages, places in zip(open_ones, computed, rollouts, strict=True):
             found[i] = advantages[places]
     return found
@@ -49,7 +55,7 @@ def weights_as_advantages(
     """[N] MaxEnt-GRPO's weights of the completions, as advantages; and the mean entropy in nats of
     the weights of a group, None if environments sent the advantages of all groups.
 
-    The advantages are such that the loss of `surrogate="likelihood"` and `aggregation="sequence"`
+    The advantages are such that the loss of `loss="likelihood"` and `aggregation="sequence"`
     is the mean over the groups of sum_i w_i (-log p(y_i) / L_i). L_i counts the trained tokens of
     all sequences of a rollout. Rollouts without trained tokens, and those whose advantage an
     environment sets to zero, have no share in the weights.

@@ -138,10 +138,9 @@ def _api_key(file: Path | None) -> str | None:
 
 
 class Recorder:
-    """Records every step, and checks its metrics for alerts. Create the recorder when the first
-    step of this process begins.
+    """Records every step, and checks its metrics for alerts.
 
-    `started`: time.monotonic() at creation.
+    `started`: time.monotonic() when the first step of this process began.
     """
 
     def __init__(self, settings: TrainerSettings, sinks: Sinks) -> None:

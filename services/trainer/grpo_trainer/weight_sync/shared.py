@@ -169,8 +169,8 @@ class SharedVllm:
             ServedWeightsDiffer: the server serves other weights, or the update was not written.
         """
         check_views(self._policy, self.weights)
-        self.weights.wait_until_written()  # a GPU finishes the step before the pause begins
         started = time.monotonic()
+        self.weights.wait_until_written()  # a GPU finishes the step before the pause begins
         version = self._publish(step)
         seconds = time.monotonic() - started
         alignment = None if self._check is None else self._check.after_step(step - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,3 +104,9 @@ def test_every_fault_changes_code_that_exists(fault: Fault) -> None:
     """`make silent-faults` takes an hour, so it is run rarely."""
     with pytest.MonkeyPatch.context() as patch:
         fault.sabotage(patch)
+
+
+def test_a_loss_of_the_users_whose_gradient_is_0_on_fresh_tokens_passes(tmp_path: Path) -> None:
+    code = "def own(t, o):\n    return (t.weight * (t.ratio - 1).square()).sum()\n"
+    (tmp_path / "my.py").write_text(code)
+    assert message(bench(loss=f"{tmp_path}/my.py:own")) == ""

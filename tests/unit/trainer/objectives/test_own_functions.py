@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from grpo_trainer.checks.self_test import require_own_functions
 from grpo_trainer.config.cli import CommandLine
@@ -58,7 +59,7 @@ def test_they_take_the_place_of_the_named_ones(own: str) -> None:
         ("loss", LOSS + "(tokens.logp / 0).sum()", "the loss is -inf"),
         ("loss", LOSS + "0 * tokens.logp.sum()", "is missing, 0, NaN"),
         ("loss", LOSS + "tokens.logp.sum()", "whose weight is 0 have a gradient"),
-        ("loss", LOSS + "tokens.nothing", "it raised AttributeError"),
+        ("loss", LOSS + "tokens.nothing", "raised AttributeError"),
         ("loss", "def other(tokens, objective): pass", "no function own"),
         ("loss", "import nothing_of_that_name", "ModuleNotFoundError"),
         ("advantage", ADVANTAGE + "groups[:1]", "as many advantages as the group has"),
@@ -73,6 +74,25 @@ def test_what_is_wrong_with_them_is_named(
     with pytest.raises(FunctionUnusable, match=problem) as caught:
         require_own_functions(objective)
     assert str(caught.value).startswith(f"--{option} ")
+
+
+def test_functions_of_one_file_share_its_state(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(
+        "seen = []\n"
+        "def advantage(groups):\n    seen.append(len(groups))\n    return groups\n"
+        "def loss(tokens, objective):\n    return -len(seen) * (tokens.weight * tokens.ratio).sum()\n"
+    )
+    own = {name: f"{tmp_path}/my.py:{name}" for name in ("advantage", "loss")}
+    require_own_functions(settings(**own).resolved_objective)  # a loss of 0 has no gradient
+
+
+def test_a_loss_of_the_wrong_sign_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(
+        LOSS + "(tokens.weight * tokens.ratio * tokens.advantages).sum()\n"
+    )
+    with capture_logs() as logs:
+        require_own_functions(settings(loss=f"{tmp_path}/my.py:own").resolved_objective)
+    assert [entry["event"] for entry in logs] == ["loss.sign"]
 
 
 def test_a_name_that_is_neither_known_nor_a_path_is_a_mistake() -> None:

@@ -1,0 +1,126 @@
+"""The whole loop on two real processes: start, full leases, a rejected batch, checkpoints, resume."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_core.clients.run_api_answers import LeasedBatch
+from grpo_core.errors import LeasesFull
+from grpo_core.wire.run_api import RunStatus
+from grpo_offline.backends.in_process import WeightsInProcess
+from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.config.processes import Processes
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.ranks.group import ALONE, Ranks, join
+from grpo_trainer.stop import Stop
+from grpo_trainer.train import open_run, training_steps
+from tests.support.forked import forked
+from tests.unit.trainer.groups import good
+from tests.unit.trainer.tiny_policy import model_directory
+
+DEADLINE_S = 120.0
+FULL_BEFORE, REJECTED = 3, 2
+CASES: dict[str, dict[str, Any]] = {
+    "penalty": {"kl_coef": 0.1, "kl_in": "reward"},
+    "maxent": {"objective": "maxent", "kl_coef": 0.1, "maxent_tau": 0.5},
+    "fsdp": {"fsdp": True, "kl_coef": 0.1},
+}
+
+
+class Queue:
+    """Hands out equal batches; the second one is not finite, and before the third one the leases
+    are full once."""
+
+    base_url, run_uuid = "here", "run"
+
+    def __init__(self) -> None:
+        self.given, self.acknowledged, self.is_full = 0, 0, True
+
+    def status(self) -> RunStatus:
+        return RunStatus(current_step=self.given, queue_size=0, run_uuid=self.run_uuid)
+
+    def register(self, _: object) -> int:
+        return 0
+
+    def resume_after(self, batch_id: int) -> None:
+        self.given = batch_id
+
+    def request_ahead(self, *_: object) -> None: ...
+
+    def acknowledge(self, batch_id: int) -> None:
+        self.acknowledged = batch_id
+
+    def next_batch(self, *_: object) -> LeasedBatch:
+        if self.given + 1 == FULL_BEFORE and self.is_full:
+            self.is_full = False
+            raise LeasesFull("full", 409)
+        self.given += 1
+        sent = {"advantages": [[3e38], [3e38]]} if self.given == REJECTED else {}
+        groups = [good(10 * self.given + i, env_id=0, **sent) for i in range(4)]
+        return LeasedBatch(self.given, groups, [None] * 4)
+
+
+def settings_of(
+    model: Path, save_path: Path, steps: int, options: dict[str, Any]
+) -> TrainerSettings:
+    fixed = {"mode": "none", "redis_url": "redis://127.0.0.1:1/0", "lr": 1e-3, "seq_len": 64}
+    sizes = {"steps": steps, "tokens_per_micro_batch": 16, "state_interval": 2, "world_size": 2}
+    given = {"model": str(model), "save_path": str(save_path), "dtype": "float32", "device": "cpu"}
+    other = {"checkpoint_interval": 0, "rank_deadline_s": 1e4}
+    return CommandLine.model_validate({**fixed, **sizes, **given, **other, **options}).settings()
+
+
+def train_parts(model: Path, saved: Path, options: dict[str, Any], ranks: Ranks = ALONE) -> None:
+    """Three steps, then a resumed run up to the fourth, then a start of the complete run."""
+
+    @contextlib.contextmanager
+    def weights(settings: TrainerSettings) -> Iterator[WeightsInProcess]:
+        yield WeightsInProcess(settings, samples=True)
+
+    queue: Any = Queue()
+    for steps in (3, 4, 4):
+        settings = settings_of(model, saved, steps, options)
+        with open_run(settings, queue, weights, ranks) as opened:
+            assert (opened is None) == (saved / f"ended-{steps}-{ranks.index}").exists()
+            if opened is not None:
+                assert [position.step for position in training_steps(*opened, Stop())][-1] == steps
+        (saved / f"ended-{steps}-{ranks.index}").touch()
+    assert not ranks.leads or (queue.is_full, queue.acknowledged) == (False, queue.given)
+
+
+def _work(rank: int, model: Path, saved: Path, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    meeting = (saved / "meeting").as_uri()
+    train_parts(model, saved, options, join(Processes(2, rank, rank, meeting, DEADLINE_S)))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_the_model_of_one(name: str, tmp_path: Path) -> None:
+    model = model_directory(tmp_path / "model")
+    for place in ("alone", "together"):
+        (tmp_path / place).mkdir()
+    train_parts(model, tmp_path / "alone", CASES[name])
+    processes = [
+        forked().Process(target=_work, args=(rank, model, tmp_path / "together", CASES[name]))
+        for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(DEADLINE_S)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]
+    alone, together = (
+        load_file(tmp_path / place / "final_model" / "model.safetensors")
+        for place in ("alone", "together")
+    )
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
