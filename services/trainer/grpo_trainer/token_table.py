@@ -6,7 +6,7 @@ Legend: N trained tokens, sequence after sequence, each in its order.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -68,6 +68,10 @@ class TokenTable:
     def where(self, chosen: Tensor) -> TokenTable:
         """Args: chosen: [N] bool."""
         return TokenTable(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+    def of_sequences(self, flags: Iterable[bool]) -> Tensor:
+        """[N] a flag of each sequence of the batch, for its tokens."""
+        return torch.tensor(list(flags))[self.sequence]
 
     @property
     def diff(self) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from grpo_core.wire.policy_version import PolicyVersion
@@ -69,9 +68,8 @@ class DataChecks:
         Raises:
             RolloutMismatch: the error of `RolloutCheck`.
         """
-        logged_groups = [usable.is_logged for usable in groups]
-        of_sequence = torch.tensor([logged_groups[origin.group] for origin in batch.origins])
-        is_logged, env_ids = of_sequence[table.sequence], [o.env_id for o in batch.origins]
+        is_logged = table.of_sequences(groups[origin.group].is_logged for origin in batch.origins)
+        env_ids = [origin.env_id for origin in batch.origins]
         ratios = [*self._ratios.findings(table.where(is_logged), env_ids)]
         self.failed = self._log.report(
             [

@@ -16,7 +16,7 @@ the policy. If it is too improbable, it must be a prompt among the trained token
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -103,7 +103,7 @@ class RolloutCheck:
         is_fresh = fresh_tokens(table, batch, held)
         for env_id in dict.fromkeys(origin.env_id for origin in batch.origins):
             where = f"Step {held.step}, environment {env_id}"
-            is_mine = _of_sequence(table, (origin.env_id == env_id for origin in batch.origins))
+            is_mine = table.of_sequences(origin.env_id == env_id for origin in batch.origins)
             fresh = table.where(is_mine & is_fresh)
             self._check_fresh(where, batch, fresh)
             yield from single_tokens(env_id, fresh, self._tolerance)
@@ -197,12 +197,7 @@ class RolloutCheck:
 
 def fresh_tokens(table: TokenTable, batch: Batch, held: PolicyVersion) -> Tensor:
     """[N] bool, which tokens the weights that `held` names sampled."""
-    return _of_sequence(table, (origin.version == held for origin in batch.origins))
-
-
-def _of_sequence(table: TokenTable, flags: Iterable[bool]) -> Tensor:
-    """Expand a flag of each sequence to its tokens: [N] bool."""
-    return torch.tensor(list(flags))[table.sequence]
+    return table.of_sequences(origin.version == held for origin in batch.origins)
 
 
 def groups_with_unlikely_prefix(table: TokenTable, origins: Sequence[Origin]) -> set[int]:

@@ -94,16 +94,16 @@ class SamplingCheck:
             return
         part = table.where(~table.above.isnan())
         place, weight = _place(part, held.step), part.diff.exp().clamp(max=MAX_WEIGHT)
-        recent = torch.tensor([_is_recent(origin.version, held) for origin in batch.origins])
+        recent = table.of_sequences(_is_recent(origin.version, held) for origin in batch.origins)
         env_ids = [origin.env_id for origin in batch.origins]
         for env_id in dict.fromkeys(env_ids):
-            of_env = torch.tensor([other == env_id for other in env_ids])  # [sequences]
-            mine, ends = of_env[part.sequence], self._ends[env_id]
+            mine = part.of_sequences(other == env_id for other in env_ids)
+            ends = self._ends[env_id]
             ends.append(_end_sums(place[mine], weight[mine]))
             yield from _of_ends(env_id, ends)
             if is_look and earlier is not None and earlier.step < held.step:
-                is_recent = (of_env & recent)[table.sequence]
-                yield from self._of_distance(env_id, table.where(is_recent), earlier)
+                is_mine = table.of_sequences(other == env_id for other in env_ids)
+                yield from self._of_distance(env_id, table.where(is_mine & recent), earlier)
 
     def _of_distance(
         self, env_id: int | None, recent: TokenTable, earlier: _Sample
@@ -182,8 +182,8 @@ def _of_ends(env_id: int | None, steps: Iterable[Tensor]) -> Iterator[Finding]:
             CheckName.TRUNCATED_SAMPLING,
             env_id,
             f"improbable tokens are missing: of the sampled tokens, {share:.0f} % should be in the "
-            f"least probable {share:.0f} % of the policy's "
-            f"distribution, but {float(share * beyond[worst] / expected[worst]):.1f} % are "
+            f"least probable {share:.0f} % of the policy's distribution, but "
+            f"{float(share * beyond[worst] / expected[worst]):.1f} % are "
             f"({errors[worst]:.0f} standard errors)",
             "check whether the environment or the server samples with top_p, top_k, min_p or a "
             "temperature that the groups do not state",
