@@ -76,12 +76,20 @@ def test_what_is_wrong_with_them_is_named(
     assert str(caught.value).startswith(f"--{option} ")
 
 
+STATEFUL = """
+seen = []
+
+def advantage(groups):
+    seen.append(len(groups))
+    return groups
+
+def loss(tokens, objective):
+    return -len(seen) * (tokens.weight * tokens.ratio).sum()
+"""
+
+
 def test_functions_of_one_file_share_its_state(tmp_path: Path) -> None:
-    (tmp_path / "my.py").write_text(
-        "seen = []\n"
-        "def advantage(groups):\n    seen.append(len(groups))\n    return groups\n"
-        "def loss(tokens, objective):\n    return -len(seen) * (tokens.weight * tokens.ratio).sum()\n"
-    )
+    (tmp_path / "my.py").write_text(STATEFUL)
     own = {name: f"{tmp_path}/my.py:{name}" for name in ("advantage", "loss")}
     require_own_functions(settings(**own).resolved_objective)  # a loss of 0 has no gradient
 
