@@ -22,8 +22,7 @@ CHECK
 swaps=tests/inference/test_lora_server.py
 tests_of() {
   case $1 in
-    proof) echo tests/gpu/test_proof_without_vllm.py tests/inference/test_vllm_internals.py \
-      tests/inference/test_shared_weights.py ;;
+    proof) echo tests/inference/test_vllm_internals.py tests/inference/test_shared_weights.py ;;
     modes) echo tests/gpu/test_modes.py ;;
     swaps) echo "$swaps::test_no_request_fails_in_swaps_under_load[20]" \
       "$swaps::test_after_every_swap_the_new_adapter_is_served_and_nothing_of_the_one_before" ;;

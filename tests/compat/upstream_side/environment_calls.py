@@ -13,19 +13,26 @@ from typing import Any
 
 import aiohttp
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
-from sums_environment import SumsEnvironment
 
 PROMPT_TOKENS = 2
 
 
-class RecordingEnvironment(SumsEnvironment):
+class RecordingEnvironment(BaseEnv):
     """Implements the one-completion hook, and notes how large its bodies are."""
+
+    name = "recording"
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.sent: list[Any] = []
         self.body_bytes: list[int] = []
         self.turn = 0
+
+    async def get_next_item(self) -> int:
+        return 7
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """There is nothing to evaluate."""
 
     async def collect_trajectory(self, item: int) -> tuple[Any, list[Any]]:
         """The base builds the group, with `[]` and `{}` for everything that is not here."""
