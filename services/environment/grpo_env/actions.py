@@ -17,7 +17,7 @@ import structlog
 from grpo_core.errors import GrpoError
 from grpo_core.evaluation.files import save
 from grpo_core.evaluation.table import table_lines
-from grpo_core.rollouts.of_group import records_of_group
+from grpo_core.rollouts.group_records import records_of_group
 from grpo_core.rollouts.page import write_page
 from grpo_core.rollouts.record import RolloutRecord
 from grpo_env.assembly import TaskSet, open_engine, sampling_plan

@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_core.process.threads import share_cores
-from grpo_offline.command_words import given_names, words_for_hydra
 from grpo_offline.config_file import CONFIG_FILE
 from grpo_offline.errors import KeysInvalid
+from grpo_offline.hydra_words import given_names, words_for_hydra
+from grpo_offline.job_keys import job_keys, value_of
 from grpo_offline.key_names import Renamed, in_keys
-from grpo_offline.keys_of_job import keys_of_job, value_of
 
 PROG = "grpo-offline"
 EXIT_FAILED, EXIT_USAGE = 1, 2
@@ -100,7 +100,7 @@ class Jobs:
 
 
 def _trained(content: dict[str, Any], given: dict[str, Any], directory: Path, is_job: bool) -> Any:
-    keys = keys_of_job(content, given)
+    keys = job_keys(content, given)
     configure_logging("offline", keys.logging.level, [Renamed()])
     share_cores()
     from transformers.utils.logging import disable_progress_bar

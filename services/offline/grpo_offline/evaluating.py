@@ -10,12 +10,12 @@ from grpo_core.evaluation.files import save
 from grpo_core.evaluation.results import EvalResult
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.groups import SamplingPlan
-from grpo_offline.held_version import HeldVersion
 from grpo_offline.items import EvaluationItems
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.results import Metrics
 from grpo_offline.run_files import RunFiles
 from grpo_offline.sampling import evaluate_all, require_fresh_evaluation
+from grpo_offline.trained_version import TrainedVersion
 from grpo_trainer.telemetry.sinks import Recorder
 
 
@@ -33,7 +33,7 @@ class Evaluator:
 
     runner: asyncio.Runner
     engine: RolloutEngine
-    version: HeldVersion
+    version: TrainedVersion
     chosen: Sequence[EvaluationItems]
     plan: SamplingPlan
     recorder: Recorder

@@ -17,11 +17,10 @@ from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.settings import EnvServerSettings
 from grpo_offline.backends.choice import Sampling, choose
 from grpo_offline.backends.opening import Backends
-from grpo_offline.closing import IterationEnd
 from grpo_offline.evaluating import Evaluator
-from grpo_offline.held_version import HeldVersion
 from grpo_offline.in_process_queue import InProcessQueue
 from grpo_offline.items import EvaluationItems, TrainingItems, items_to_evaluate, items_to_train
+from grpo_offline.iteration_end import IterationEnd
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.optimizer_batches import optimizer_batches
 from grpo_offline.own_logprobs import with_own_logprobs
@@ -34,6 +33,7 @@ from grpo_offline.sampling import (
 )
 from grpo_offline.sampling_probe import require_own_policy
 from grpo_offline.screen import Screen
+from grpo_offline.trained_version import TrainedVersion
 from grpo_offline.translate import environment_settings, trainer_command
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import Position
@@ -137,7 +137,7 @@ class Job:
         self, runner: asyncio.Runner, run: Run, lead: Lead, position: Position
     ) -> Iterator[Engines]:
         stack = contextlib.AsyncExitStack()
-        version = HeldVersion(position, lead.sync.begun_as)
+        version = TrainedVersion(position, lead.sync.begun_as)
         keys = self.keys
 
         async def opened() -> Engines:
@@ -259,4 +259,4 @@ class Engines:
 
     training: RolloutEngine
     evaluation: RolloutEngine
-    version: HeldVersion
+    version: TrainedVersion

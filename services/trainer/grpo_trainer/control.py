@@ -1,4 +1,5 @@
-"""Control of the KL penalty's coefficient by the divergence from the reference model."""
+"""Control of an objective's coefficients: the KL penalty's weight follows the divergence from the
+reference model, and MaxEnt-GRPO's tau the entropy of the weights."""
 
 from __future__ import annotations
 
@@ -101,3 +102,32 @@ class Tau:
             moved = self.value * math.exp(self.rate * (self.target - self.average))
             least, most = min(LEAST_TAU, self.initial), max(MOST_TAU, self.initial)
             self.value = min(most, max(least, moved))
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """The weights of an objective that follow the results of each step."""
+
+    kl: KlCoefficient
+    tau: Tau
+
+    @property
+    def values(self) -> tuple[float, float]:
+        """Of the KL penalty, and of the entropy of MaxEnt-GRPO's weights."""
+        return self.kl.value, self.tau.value
+
+    def resume(self, kl: float | None, tau: tuple[float, float] | None) -> None:
+        """Args: the checkpoint's values"""
+        self.kl.resume(kl)
+        self.tau.resume(tau)
+
+    def observe(self, divergence: float, sequences: int, entropy: float | None, step: int) -> None:
+        """Args:
+        divergence: mean KL divergence of a step's `sequences` from the reference model, per token
+        entropy: mean over the step's groups of the entropy of their weights, in nats; None for
+            other objectives
+        step: steps taken before it
+        """
+        self.kl.observe(divergence, sequences)
+        if entropy is not None:
+            self.tau.observe(entropy, step)

@@ -33,7 +33,7 @@ from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
 from grpo_trainer.optim.sharding import RankOptimizer, is_divided, shard
 from grpo_trainer.ranks.group import ALONE, Ranks
-from grpo_trainer.token_table import TokenTable
+from grpo_trainer.token_table import Distance, TokenTable
 
 _SUMS = [field.name for field in fields(LossSums)]
 _MAXIMA = [name for name in _SUMS if name.endswith("max")]
@@ -55,6 +55,22 @@ class GradientStats:
     @property
     def loss(self) -> float:
         return sum(self.loss_parts)
+
+
+@dataclass(frozen=True)
+class Update:
+    """The results of one step's update of the master weights.
+
+    Args:
+        objective: with the step's coefficients
+        fresh: the logprob difference over fresh tokens; None on ranks above 0
+        grad_norm: before clipping
+    """
+
+    objective: Objective
+    gradients: GradientStats
+    fresh: Distance | None
+    grad_norm: float
 
 
 Accumulate = Callable[[Batch, Objective, int], GradientStats]

@@ -31,32 +31,25 @@ from grpo_trainer.checks.self_test import SelfTest
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
 from grpo_trainer.config.trainer import AUTO, TrainerSettings
-from grpo_trainer.control import KlCoefficient, Tau
+from grpo_trainer.control import Coefficients
 from grpo_trainer.data.batches import BatchQueue, BatchSource, Position, TakenBatch
-from grpo_trainer.data.collate import Batch, shared_batch, with_penalties
-from grpo_trainer.data.completion_weights import with_completion_weights
+from grpo_trainer.data.collate import shared_batch
 from grpo_trainer.data.filter import FilteredBatch, VersionHistory
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
-from grpo_trainer.gradients import Accumulate, GradientStats, build_learner
+from grpo_trainer.gradients import Accumulate, Update, build_learner
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.loading import shared_policy, warn_of_slow_type
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy import CausalLM, limits_of, train_only
-from grpo_trainer.model.reference import (
-    Reference,
-    build_reference,
-    divergences,
-    log_likelihoods,
-)
+from grpo_trainer.model.reference import Reference, build_reference, with_advantages
 from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE, Ranks
 from grpo_trainer.stop import Stop
-from grpo_trainer.telemetry.metrics import Record, StepOutcome, StepWatch
+from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
 from grpo_trainer.telemetry.rollouts import StepRollouts
 from grpo_trainer.telemetry.sinks import Recorder, Sinks, begin_records, open_sinks
-from grpo_trainer.token_table import Distance
 from grpo_trainer.weight_sync.base import Published, WeightSync
 from grpo_trainer.weight_sync.build import open_weight_sync
 
@@ -72,8 +65,7 @@ class Lead:
     checks: DataChecks
     recorder: Recorder
     saver: Saver
-    kl_coefficient: KlCoefficient
-    tau: Tau
+    coefficients: Coefficients
 
 
 @dataclass(frozen=True)
@@ -142,9 +134,12 @@ def training_steps(run: Run, position: Position, stop: Stop) -> Iterator[Positio
         watch.fetched()
         with stop.deferred():
             objective = objective_now(run)
-            batch, weights_entropy = with_advantages(run, taken, objective)
+            batch, weights_entropy = with_advantages(
+                taken.collated, taken.filtered.groups, objective, run.reference, run.ranks
+            )
+            taken = replace(taken, collated=batch)
             try:
-                update = update_masters(run, taken, batch, objective, position, watch)
+                update = update_masters(run, taken, objective, position, watch)
             except NonFiniteStep as error:
                 if lead is not None:
                     position = lead.batches.reject(taken, position, error)
@@ -156,8 +151,7 @@ def training_steps(run: Run, position: Position, stop: Stop) -> Iterator[Positio
             else:
                 published = lead.sync.publish(optimizer, step)
                 lead.checks.after_update(optimizer, position.step)
-                times = watch.times(published.seconds, lead.recorder.started)
-                record(run, lead, position, taken, batch, weights_entropy, update, published, times)
+                record(run, position, taken, weights_entropy, update, published, watch)
                 position = Position(step, taken.batch_id, published.version.epoch)
             # After the record: a checkpoint must not include a step that no record mentions.
             save(run, position)
@@ -180,56 +174,13 @@ def take(run: Run, position: Position) -> TakenBatch:
 
 def objective_now(run: Run) -> Objective:
     """The objective with this step's coefficients, which rank 0 controls."""
-    objective, lead = run.settings.resolved_objective, run.lead
-    now = None if lead is None else (lead.kl_coefficient.value, lead.tau.value)
-    kl_coef, tau = run.ranks.shared(now) or (0.0, 0.0)
-    return replace(objective, kl_coef=kl_coef, maxent_tau=tau)
-
-
-def with_advantages(
-    run: Run, taken: TakenBatch, objective: Objective
-) -> tuple[Batch, float | None]:
-    """The batch with the reference model's logprobs, and with the advantages that need them; the
-    mean entropy in nats of MaxEnt-GRPO's weights, None if there are none.
-
-    `collate` computed all other advantages.
-    """
-    batch, groups, entropy = taken.collated, taken.filtered.groups, None
-    if run.reference is not None:
-        batch = run.reference.added(batch, run.ranks)
-    if objective.advantage == "maxent":
-        if groups:
-            is_prior = run.reference is not None and objective.kl_in == "weights"
-            prior = log_likelihoods(batch) if is_prior else None
-            batch, entropy = with_completion_weights(batch, groups, objective, prior)
-    elif run.reference is None or objective.kl_in != "reward":
-        return batch, None
-    elif groups:
-        penalties = objective.kl_coef * divergences(batch, objective.kl_estimator)
-        batch = with_penalties(batch, groups, objective, penalties)
-    for micro in batch.micro_batches:
-        run.ranks.from_leader(micro.advantages, "the advantages")
-    return batch, entropy
-
-
-@dataclass(frozen=True)
-class Update:
-    """Of the master weights. `fresh`: the logprob difference over fresh tokens; None on ranks above
-    0. `grad_norm`: before clipping."""
-
-    objective: Objective
-    gradients: GradientStats
-    fresh: Distance | None
-    grad_norm: float
+    values = None if run.lead is None else run.lead.coefficients.values
+    kl_coef, tau = run.ranks.shared(values) or (0.0, 0.0)
+    return replace(run.settings.resolved_objective, kl_coef=kl_coef, maxent_tau=tau)
 
 
 def update_masters(
-    run: Run,
-    taken: TakenBatch,
-    batch: Batch,
-    objective: Objective,
-    position: Position,
-    watch: StepWatch,
+    run: Run, taken: TakenBatch, objective: Objective, position: Position, watch: StepWatch
 ) -> Update:
     """Gradients, checks, step. A failed attempt is repeated once, because the machine may have
     caused it.
@@ -238,16 +189,14 @@ def update_masters(
         NonFiniteStep: both attempts failed, on all ranks alike; no weight was changed.
         RolloutMismatch: the batch is in quarantine.
     """
-    step, lead, fresh, is_repeated = position.step, run.lead, None, False
+    step, lead, batch, fresh, is_repeated = position.step, run.lead, taken.collated, None, False
+    groups, held = taken.filtered.groups, PolicyVersion(position.epoch, step)
     while True:
         try:
             run.ranks.seed(run.settings.seed, step)
             gradients = run.accumulate(batch, objective, step)
             if lead is not None and fresh is None:  # the checks keep counts: once for each batch
-                held = PolicyVersion(position.epoch, step)
-                fresh = lead.checks.before_update(
-                    batch, taken.filtered.groups, gradients.tokens, held
-                )
+                fresh = lead.checks.before_update(batch, groups, gradients.tokens, held)
             grad_norm = run.optimizer.step(step)
             watch.updated()
             return Update(objective, gradients, fresh, grad_norm)
@@ -265,47 +214,39 @@ def update_masters(
 
 def record(
     run: Run,
-    lead: Lead,
     position: Position,
     taken: TakenBatch,
-    batch: Batch,
     weights_entropy: float | None,
     update: Update,
     published: Published,
-    times: Record,
+    watch: StepWatch,
 ) -> None:
     """Record the step that began at `position`, and let the coefficients follow its results."""
-    step, objective, quarantine = position.step, update.objective, lead.batches.quarantine
-    assert batch.stats is not None, "rank 0 has them"
-    assert update.fresh is not None
+    lead, step, batch, gradients = run.lead, position.step, taken.collated, update.gradients
+    assert lead is not None
+    assert batch.stats is not None
     outcome = StepOutcome(
         step=step,
         steps=run.settings.steps,
         lr=run.optimizer.learning_rate(step),
-        kl_coef=None if run.reference is None else objective.kl_coef,
-        maxent=None if weights_entropy is None else (objective.maxent_tau, weights_entropy),
+        kl_coef=None if run.reference is None else update.objective.kl_coef,
+        maxent=None if weights_entropy is None else (update.objective.maxent_tau, weights_entropy),
         filtered=taken.filtered,
-        quarantined_batches=quarantine.since_step,
+        quarantined_batches=lead.batches.quarantine.since_step,
         failed_checks=lead.checks.failed,
         facts=batch.stats,
         origins=batch.origins,
         held=PolicyVersion(position.epoch, step),
-        gradients=update.gradients,
-        grad_norm=update.grad_norm,
-        fresh=update.fresh,
+        update=update,
         published=published,
-        times=times,
+        times=watch.times(published.seconds, lead.recorder.started),
         save_s=lead.saver.seconds,
     )
-    if run.reference is not None:
-        divergence = update.gradients.sums.mean("reference_kl") or 0.0
-        lead.kl_coefficient.observe(divergence, len(batch.origins))
-    if weights_entropy is not None:
-        lead.tau.observe(weights_entropy, step)
-    quarantine.step_taken()
-    groups, tokens = taken.filtered.groups, update.gradients.tokens
-    epoch = published.version.epoch
-    lead.recorder.record(outcome, StepRollouts(step + 1, epoch, groups, batch, tokens))
+    divergence = gradients.sums.mean("reference_kl") or 0.0
+    lead.coefficients.observe(divergence, len(batch.origins), weights_entropy, step)
+    lead.batches.quarantine.step_taken()
+    epoch, groups = published.version.epoch, taken.filtered.groups
+    lead.recorder.record(outcome, StepRollouts(step + 1, epoch, groups, batch, gradients.tokens))
 
 
 def save(run: Run, position: Position) -> None:
@@ -402,23 +343,22 @@ def lead(
 ) -> tuple[Run, Position]:
     """Restore the checkpoint, publish the first weights, and build what rank 0 alone has."""
     settings, policy, optimizer, ranks = run.settings, run.policy, run.optimizer, run.ranks
-    kl_coefficient, tau = settings.kl_coefficient, settings.tau
+    coefficients = settings.coefficients
     if saved is None:
         api.register(settings.registration(first_step=0))
         position = Position(step=0, batch_id=0, epoch=0)
     else:
-        kl_coefficient.resume(saved.record.kl_coef)
-        tau.resume(saved.record.maxent)
+        coefficients.resume(saved.record.kl_coef, saved.record.maxent)
         position = restore(saved, policy, optimizer, api, settings)
     begin_records(settings, None if saved is None else saved.record.step)
     bound = Bound(
         tolerance_of(policy),
         noise=None if saved is None else saved.record.noise,
-        learns=saved is None and (settings.sync.hands_off or settings.verify_every_steps > 0),
+        learns=saved is None and (settings.sync.uses_files or settings.verify_every_steps > 0),
     )
     served = sync.start(optimizer, position.step, position.epoch, bound)
     position = replace(position, epoch=served.epoch)
-    saver = Saver(settings, policy, optimizer, api, store, bound, kl_coefficient, tau, ranks)
+    saver = Saver(settings, policy, optimizer, api, store, bound, coefficients, ranks)
     # A checkpoint that the user named may belong to another directory or run: leave it as it is.
     own = saved if settings.resume == AUTO else None
     ranks.shared(own is None)
@@ -436,7 +376,6 @@ def lead(
         checks=DataChecks.of(policy, run.forward, run.reference, sync.served_logprobs, bound.value),
         recorder=Recorder(settings, sinks),
         saver=saver,
-        kl_coefficient=kl_coefficient,
-        tau=tau,
+        coefficients=coefficients,
     )
     return replace(run, lead=leading), position

@@ -108,8 +108,8 @@ SEEN_IN_A_RUN = {
     "eval.base_url": "test_run.py",
     "eval.max_new_tokens": "test_run.py",
     "eval.seed_base": "test_run.py",
-    "checkpoint.resume": "test_run.py and test_command_words.py",
-    "logging.wandb.run_name": "test_command_words.py",
+    "checkpoint.resume": "test_run.py and test_hydra_words.py",
+    "logging.wandb.run_name": "test_hydra_words.py",
     "sync.mode": "test_choice.py",
 }
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from grpo_offline.errors import KeysInvalid
+from grpo_offline.job_keys import value_of
 from grpo_offline.key_names import KEY_OF_OPTION, in_keys, in_recipe, line_in_keys
 from grpo_offline.keys import OfflineKeys
-from grpo_offline.keys_of_job import value_of
 from grpo_offline.recipe.translation import names_of_recipe
 from grpo_offline.translate import environment_settings
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.inference.server import NoGenerateRoute
-from grpo_offline import closing, evaluating
+from grpo_offline import evaluating, iteration_end
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.backends.local import LocalGeneration
 from grpo_offline.backends.opening import Backends
@@ -95,7 +95,7 @@ def test_a_run_leaves_the_files_that_the_guide_names(whole: RunFiles) -> None:
     [
         (train, "update_masters", 3, 1),  # between the two optimizer steps of the second iteration
         # Between its checkpoint and its record, and between its record and its evaluation.
-        pytest.param(closing, "iteration_record", 1, 1, marks=pytest.mark.full),
+        pytest.param(iteration_end, "iteration_record", 1, 1, marks=pytest.mark.full),
         pytest.param(evaluating, "evaluate_all", 1, 2, marks=pytest.mark.full),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_offline.errors import RecipeInvalid
-from grpo_offline.recipe.data_of_recipe import data_of, held_out
+from grpo_offline.recipe.data import data_of, held_out
 from grpo_offline.recipe.reading import Recipe
 
 

@@ -14,7 +14,7 @@ from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.config.sync import SERVED_KEPT
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.control import KlCoefficient, Tau
+from grpo_trainer.control import Coefficients
 from grpo_trainer.data.batches import BatchQueue, Position
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.export import (
@@ -66,8 +66,7 @@ class Saver:
     api: BatchQueue
     store: StateStore
     bound: Bound
-    kl_coefficient: KlCoefficient
-    tau: Tau
+    coefficients: Coefficients
     ranks: Ranks = ALONE
     seconds: float | None = field(init=False, default=None)
 
@@ -148,8 +147,8 @@ class Saver:
             run_uuid,
             self._checkpoints,
             self.bound.noise,
-            self.kl_coefficient.to_save,
-            self.tau.to_save,
+            self.coefficients.kl.to_save,
+            self.coefficients.tau.to_save,
         )
         directory = self.store.save(state)
         self._saved = position
@@ -170,7 +169,7 @@ def _log_disk_need(settings: TrainerSettings, policy: CausalLM, optimizer: Maste
     interval = settings.checkpoint_interval
     saved = settings.steps // interval if interval else 0
     models = 1 + min(saved, settings.keep_checkpoints + 1)
-    if settings.sync.hands_off:
+    if settings.sync.uses_files:
         models += 1 + SERVED_KEPT
     model_bytes = sum(p.nbytes for p in trained_parameters(policy).values())
     states, state_bytes = 1 + STATES_KEPT, optimizer.state_bytes()

@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from grpo_core.settings import Mistake, Shown
-from grpo_trainer.control import KlCoefficient, Tau
+from grpo_trainer.control import Coefficients, KlCoefficient, Tau
 from grpo_trainer.objectives import (
     ADVANTAGES,
     LOSSES,
@@ -187,20 +187,15 @@ class ObjectiveOptions(BaseModel):
         raise ValueError(f"expected {', '.join(table)}, or FILE.py:FUNCTION")
 
     @property
-    def tau(self) -> Tau:
-        """The weight of the entropy at the start of a run."""
-        return Tau(
-            self.resolved_objective.maxent_tau,
-            self.maxent_target_entropy,
-            self.maxent_tau_lr,
-            self.maxent_tau_warmup_steps,
-        )
-
-    @property
-    def kl_coefficient(self) -> KlCoefficient:
-        """The penalty's weight at the start of a run."""
-        return KlCoefficient(
-            self.kl_control, self.kl_coef, self.kl_target or math.inf, self.kl_horizon
+    def coefficients(self) -> Coefficients:
+        """As they are at the start of a run."""
+        tau = self.resolved_objective.maxent_tau
+        target = self.maxent_target_entropy
+        return Coefficients(
+            KlCoefficient(
+                self.kl_control, self.kl_coef, self.kl_target or math.inf, self.kl_horizon
+            ),
+            Tau(tau, target, self.maxent_tau_lr, self.maxent_tau_warmup_steps),
         )
 
     @property

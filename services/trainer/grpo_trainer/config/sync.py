@@ -34,12 +34,12 @@ class LoraOptions:
 
 
 class ModeOptions(BaseModel):
-    """Options of one weight-sync mode. `hands_off`: weights travel as files, and the server's
+    """Options of one weight-sync mode. `uses_files`: weights travel as files, and the server's
     supervisor loads them."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
-    hands_off: ClassVar[bool] = True
+    uses_files: ClassVar[bool] = True
 
     mode: ModeName
 
@@ -70,7 +70,7 @@ class FullModelSettings(ModeOptions):
 class SharedVllmSettings(FullModelSettings):
     """Trainer and server share one copy of the weights."""
 
-    hands_off = False
+    uses_files = False
 
     mode: ModeName = "shared_vllm"
     vllm_control_url: Annotated[HttpUrl | None, Shown(default="the inference URL")] = Field(

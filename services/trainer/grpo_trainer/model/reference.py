@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import Batch, MicroBatch, in_group_order
+from grpo_trainer.data.collate import Batch, MicroBatch, in_group_order, with_penalties
+from grpo_trainer.data.completion_weights import with_completion_weights
+from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.kl import kl_terms
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.policy import CausalLM, device_of, vocabulary_of
-from grpo_trainer.objectives import KlEstimatorName
+from grpo_trainer.objectives import KlEstimatorName, Objective
 from grpo_trainer.ranks.group import ALONE, Ranks
 
 
@@ -93,6 +95,39 @@ def values_of_all(
     found = ranks.joined(flat, [width * micro.inputs.numel() for micro in micro_batches])
     pairs = zip(found, micro_batches, strict=True)
     return [TokenValues(*part.view(width, *micro.inputs.shape)) for part, micro in pairs]
+
+
+def with_advantages(
+    batch: Batch,
+    groups: Sequence[UsableGroup],
+    objective: Objective,
+    reference: Reference | None,
+    ranks: Ranks,
+) -> tuple[Batch, float | None]:
+    """The batch with the reference model's logprobs, and with the advantages that need them; the
+    mean entropy in nats of MaxEnt-GRPO's weights, None if there are none.
+
+    `collate` computed all other advantages. Rank 0 computes these, and sends them to the others.
+
+    Args:
+        groups: of `batch`; empty on ranks above 0
+    """
+    entropy = None
+    if reference is not None:
+        batch = reference.added(batch, ranks)
+    if objective.advantage == "maxent":
+        if groups:
+            is_prior = reference is not None and objective.kl_in == "weights"
+            prior = log_likelihoods(batch) if is_prior else None
+            batch, entropy = with_completion_weights(batch, groups, objective, prior)
+    elif reference is None or objective.kl_in != "reward":
+        return batch, None
+    elif groups:
+        penalties = objective.kl_coef * divergences(batch, objective.kl_estimator)
+        batch = with_penalties(batch, groups, objective, penalties)
+    for micro in batch.micro_batches:
+        ranks.from_leader(micro.advantages, "the advantages")
+    return batch, entropy
 
 
 def log_likelihoods(batch: Batch) -> Tensor:

@@ -152,7 +152,7 @@ class RunTotals:
 
 def server_status(settings: TrainerSettings) -> SupervisorStatus | None:
     """The supervisor's counters; None without Redis or without a status."""
-    uses_redis = settings.sync.hands_off or "redis_url" in settings.model_fields_set
+    uses_redis = settings.sync.uses_files or "redis_url" in settings.model_fields_set
     if settings.run_id is None or not uses_redis:
         return None
     url = settings.redis_url.get_secret_value()

@@ -18,10 +18,10 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.data.collate import Origin
 from grpo_trainer.data.filter import FilteredBatch
 from grpo_trainer.data.stats import BatchStats
-from grpo_trainer.gradients import GradientStats
+from grpo_trainer.gradients import Update
 from grpo_trainer.kl import MAX_LOG_RATIO
 from grpo_trainer.losses import LossSums
-from grpo_trainer.token_table import Distance, TokenTable
+from grpo_trainer.token_table import TokenTable
 from grpo_trainer.weight_sync.base import Published
 
 Record = dict[str, float]
@@ -70,8 +70,6 @@ class StepOutcome:
         held: version of the weights that computed the gradients
         kl_coef: weight of the KL penalty in this step; None without a reference model
         maxent: tau and the mean entropy of a group's weights; None for other objectives
-        grad_norm: before clipping
-        fresh: the logprob difference over fresh tokens
         quarantined_batches: number of batches quarantined since the previous step
         failed_checks: number of findings of this step
         save_s: seconds of saving since the previous step, None if nothing was saved
@@ -88,9 +86,7 @@ class StepOutcome:
     facts: BatchStats
     origins: Sequence[Origin]
     held: PolicyVersion
-    gradients: GradientStats
-    grad_norm: float
-    fresh: Distance
+    update: Update
     published: Published
     times: Record
     save_s: float | None
@@ -107,7 +103,7 @@ def step_record(outcome: StepOutcome) -> Record:
         "data/quarantined_batches": outcome.quarantined_batches,
         "checks/failed": outcome.failed_checks,
         **_training(outcome),
-        **_policy(outcome.gradients.sums, outcome.kl_coef),
+        **_policy(outcome.update.gradients.sums, outcome.kl_coef),
         **_maxent(outcome.maxent),
         **_alignment(outcome),
         **_staleness(outcome),
@@ -132,13 +128,13 @@ def _data(facts: BatchStats, filtered: FilteredBatch) -> dict[str, float | None]
 
 
 def _training(outcome: StepOutcome) -> dict[str, float | None]:
-    sums, (policy, kl, entropy) = outcome.gradients.sums, outcome.gradients.loss_parts
+    sums, (policy, kl, entropy) = outcome.update.gradients.sums, outcome.update.gradients.loss_parts
     return {
-        "train/loss": outcome.gradients.loss,
+        "train/loss": outcome.update.gradients.loss,
         "train/loss_policy": policy,
         "train/loss_kl": kl,
         "train/loss_entropy": entropy,
-        "train/grad_norm": outcome.grad_norm,
+        "train/grad_norm": outcome.update.grad_norm,
         "train/lr": outcome.lr,
         "train/pos_logp": _mean(sums.positive_logp, sums.positive_tokens),
         "train/neg_logp": _mean(sums.negative_logp, sums.negative_tokens),
@@ -171,11 +167,13 @@ def _maxent(found: tuple[float, float] | None) -> dict[str, float | None]:
 
 
 def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
-    sums, fresh, probe = outcome.gradients.sums, outcome.fresh, outcome.published.alignment
+    sums, fresh = outcome.update.gradients.sums, outcome.update.fresh
+    probe = outcome.published.alignment
+    assert fresh is not None, "rank 0 checks"
     found: dict[str, float | None] = {
         "alignment/diff_mean": sums.mean("diff"),
         "alignment/diff_abs_mean": sums.mean("diff_abs"),
-        "alignment/diff_abs_p99": outcome.gradients.tokens.diff_abs_quantile(0.99),
+        "alignment/diff_abs_p99": outcome.update.gradients.tokens.diff_abs_quantile(0.99),
         "alignment/diff_max": sums.diff_max if sums.tokens else None,
         "alignment/kl_k1": _negative(sums.mean("diff")),
         "alignment/kl_k3": sums.mean("kl_k3"),
@@ -194,7 +192,7 @@ def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
 
 def _by_lag(outcome: StepOutcome) -> Iterator[tuple[str, float]]:
     """Name and value of each metric; those of tokens of an unknown version are missing."""
-    table, trainer = outcome.gradients.tokens, outcome.held
+    table, trainer = outcome.update.gradients.tokens, outcome.held
     lags = torch.tensor([_lag(origin.version, trainer) for origin in outcome.origins])
     lags = lags[table.sequence]  # [N]
     for lag in sorted(set(lags.tolist()) - {-1}):

@@ -30,7 +30,7 @@ from grpo_core.rollouts.files import (
     steps_in,
     write_step,
 )
-from grpo_core.rollouts.of_group import records_of_group
+from grpo_core.rollouts.group_records import records_of_group
 from grpo_core.rollouts.record import RolloutRecord
 from grpo_core.rollouts.text import split_conversation, text_of
 from grpo_core.wandb_run.sink import Table

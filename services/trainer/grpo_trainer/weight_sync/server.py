@@ -102,7 +102,7 @@ def server_flags(settings: TrainerSettings, port: int) -> list[str]:
     """The mode's options of `vllm-api-server`. Redis is passed in REDIS_URL, because other users
     can read a command line and the URL may hold a password."""
     flags = ["--model", settings.model, "--port", str(port), "--dtype", settings.dtype]
-    if not settings.sync.hands_off:
+    if not settings.sync.uses_files:
         return [*flags, "--share-weights"]
     flags += ["--run-id", settings.run_id] if settings.run_id else []
     flags += ["--weights-dir", str(served_weights_directory(settings.save_path))]
@@ -121,7 +121,7 @@ def sizing_flags(settings: TrainerSettings, more_flags: str, has_gpu: bool) -> l
 
 def command_to_start(settings: TrainerSettings, port: int) -> str:
     """The shell command that starts a suitable server, for messages."""
-    needs_url = settings.sync.hands_off and "redis_url" in settings.model_fields_set
+    needs_url = settings.sync.uses_files and "redis_url" in settings.model_fields_set
     redis = 'REDIS_URL="<the trainer\'s>" ' if needs_url else ""
     return redis + shlex.join(["vllm-api-server", *server_flags(settings, port)])
 

@@ -23,7 +23,7 @@ from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.control import KlCoefficient, Tau
+from grpo_trainer.control import Coefficients, KlCoefficient, Tau
 from grpo_trainer.data.batches import Position
 from grpo_trainer.model.export import FINAL_MODEL, save_policy
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -87,7 +87,7 @@ def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
         penalty = KlCoefficient("adaptive", initial=0.25, target=1.0, horizon=1)
         tau = Tau(initial=0.5, target=1.0)
         tau.observe(1.0, step=0)
-        saver = Saver(chosen, model, optimizer, api, store, Bound(1.0), penalty, tau)
+        saver = Saver(chosen, model, optimizer, api, store, Bound(1.0), Coefficients(penalty, tau))
         rig = Bench(saver, save_path)
         for batch_id in range(1, STEPS + 1):
             routes[f"POST /batch/{batch_id}/ack?trainer=5"] = partial(rig.acknowledged, batch_id)
@@ -120,8 +120,8 @@ def test_batches_are_acknowledged_once_a_state_and_its_models_are_saved(tmp_path
         assert (rig.save_path / "step_3" / "model.safetensors").exists()
         newest = rig.saver.store.newest()
         assert newest is not None
-        assert newest.record.kl_coef == rig.saver.kl_coefficient.value == 0.25
-        assert newest.record.maxent == rig.saver.tau.to_save == (0.5, 1.0)
+        assert newest.record.kl_coef == rig.saver.coefficients.kl.value == 0.25
+        assert newest.record.maxent == rig.saver.coefficients.tau.to_save == (0.5, 1.0)
 
 
 def test_a_resumed_run_saves_no_state_twice(tmp_path: Path) -> None:

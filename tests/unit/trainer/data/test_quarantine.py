@@ -134,8 +134,8 @@ class Bench:
             release_batches=lambda: False,
         )
         sinks = Sinks([self.records.append], [self.rollouts.append])
-        recorder, tau = Recorder(settings, sinks), settings.tau
-        lead = Lead(sync, source, checks, recorder, saver, settings.kl_coefficient, tau)
+        recorder = Recorder(settings, sinks)
+        lead = Lead(sync, source, checks, recorder, saver, settings.coefficients)
         policy: Any = (self.policy, self, self.reference, self.optimizer)
         run = Run(settings, ALONE, *policy, self.accumulate, lead)
         position = Position(step=0, batch_id=0, epoch=1)

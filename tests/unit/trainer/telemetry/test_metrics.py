@@ -15,8 +15,9 @@ from grpo_trainer.checks.served_weights import Alignment
 from grpo_trainer.data.collate import Origin
 from grpo_trainer.data.filter import FilteredBatch
 from grpo_trainer.data.stats import BatchStats
-from grpo_trainer.gradients import GradientStats
+from grpo_trainer.gradients import GradientStats, Update
 from grpo_trainer.losses import NO_SUMS
+from grpo_trainer.objectives import GRPO
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch, step_record
 from grpo_trainer.token_table import Distance, TokenTable
 from grpo_trainer.weight_sync.base import Published
@@ -65,9 +66,12 @@ OUTCOME = StepOutcome(
     facts=FACTS,
     origins=[Origin(0, None, PolicyVersion(3, 6), 1, 0)],
     held=PolicyVersion(3, 7),
-    gradients=GradientStats((0.25, 0.75, -0.5), SUMS, table(DIFFERENCES)),
-    fresh=Distance(tokens=2, mean=0.01, max=0.02, lower_bound=0.0),
-    grad_norm=1.5,
+    update=Update(
+        GRPO,
+        GradientStats((0.25, 0.75, -0.5), SUMS, table(DIFFERENCES)),
+        Distance(tokens=2, mean=0.01, max=0.02, lower_bound=0.0),
+        grad_norm=1.5,
+    ),
     published=Published(
         PolicyVersion(3, 8),
         0.2,
@@ -177,8 +181,12 @@ def test_undefined_values_are_absent_not_zero() -> None:
         OUTCOME,
         facts=replace(FACTS, first_versions=[], generation_s=None),
         held=PolicyVersion(3, 7),
-        gradients=GradientStats((0.0, 0.0, 0.0), NO_SUMS, table([])),
-        fresh=Distance(0, 0.0, 0.0, 0.0),
+        update=Update(
+            GRPO,
+            GradientStats((0.0, 0.0, 0.0), NO_SUMS, table([])),
+            Distance(0, 0.0, 0.0, 0.0),
+            grad_norm=1.5,
+        ),
         published=Published(PolicyVersion(3, 8), 0.0),
         save_s=None,
     )

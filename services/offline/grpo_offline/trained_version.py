@@ -9,7 +9,7 @@ from grpo_trainer.data.batches import Position
 
 
 @dataclass
-class HeldVersion:
+class TrainedVersion:
     """`begun_as`: another name of the weights at the start of the run, if the server has one."""
 
     position: Position

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from grpo_offline.command_words import given_names, words_for_hydra
 from grpo_offline.config_file import CONFIG_FILE
 from grpo_offline.errors import KeysInvalid, RunUnusable
+from grpo_offline.hydra_words import given_names, words_for_hydra
+from grpo_offline.job_keys import job_keys
 from grpo_offline.keys import OfflineKeys
-from grpo_offline.keys_of_job import keys_of_job
 from grpo_offline.run_files import RunFiles
 
 
@@ -72,14 +72,14 @@ def test_sizes_that_checkpoints_count_in_cannot_change(tmp_path: Path, name: str
     section, _, key = name.partition(".")
     composed = {"checkpoint": {"resume": str(tmp_path)}, section: {key: 2}}
     with pytest.raises(RunUnusable, match=name):
-        keys_of_job(composed, [name])
+        job_keys(composed, [name])
 
 
 def test_the_evaluation_follows_to_another_server_when_a_run_goes_on(tmp_path: Path) -> None:
     RunFiles(tmp_path).write_keys(OfflineKeys())
     url = "http://h:2"
     composed = {"checkpoint": {"resume": str(tmp_path)}, "generation": {"base_url": url}}
-    keys = keys_of_job(composed, ["generation.base_url"])
+    keys = job_keys(composed, ["generation.base_url"])
     assert keys.eval.base_url == keys.generation.base_url
 
 
@@ -91,21 +91,21 @@ def test_a_run_goes_on_with_its_keys_but_for_those_that_are_given(tmp_path: Path
     composed = OfflineKeys.model_validate(
         {"train": {"iterations": 9}, "checkpoint": {"resume": directory}}
     ).model_dump()
-    keys = keys_of_job(composed, given_names(given))
+    keys = job_keys(composed, given_names(given))
     assert (keys.train.lr, keys.train.iterations, keys.seed) == (3e-4, 9, 3)
 
 
 def test_a_directory_without_a_run_cannot_be_resumed() -> None:
     with pytest.raises(RunUnusable, match="name the directory of a run"):
-        keys_of_job({"checkpoint": {"resume": "/no/run"}}, [])
+        job_keys({"checkpoint": {"resume": "/no/run"}}, [])
 
 
 def test_the_name_of_a_run_reaches_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_NAME", "before")
-    keys_of_job({"logging": {"wandb": {"run_name": "mine"}}}, [])
+    job_keys({"logging": {"wandb": {"run_name": "mine"}}}, [])
     assert os.environ["WANDB_NAME"] == "mine"
 
 
 def test_an_invalid_value_is_named_with_its_key() -> None:
     with pytest.raises(KeysInvalid, match=r"train\.lr"):
-        keys_of_job({"train": {"lr": -1}}, [])
+        job_keys({"train": {"lr": -1}}, [])

@@ -28,7 +28,7 @@ _SIZES = (
 """A checkpoint counts optimizer steps, so an iteration must keep its number of them."""
 
 
-def keys_of_job(composed: Mapping[str, Any], given: Collection[str]) -> OfflineKeys:
+def job_keys(composed: Mapping[str, Any], given: Collection[str]) -> OfflineKeys:
     """Args:
         composed: every key with its value
         given: the keys that the command line gives; of a run that goes on, all others stay
