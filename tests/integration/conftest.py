@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
 import redis
 
+from tests.integration.run_store_rig import Run, open_run
 from tests.support.wait import DEADLINE_S
 
 
@@ -31,3 +32,10 @@ def forget_env_ids(connection: redis.Redis) -> None:
     """run-api never uses an id again, also not after a reset."""
     for key in connection.scan_iter("*:last_env_id"):
         connection.delete(key)
+
+
+@pytest.fixture
+async def run(redis_url: str) -> AsyncIterator[Run]:
+    """A run without HTTP."""
+    async with open_run(redis_url, "store-tests") as run:
+        yield run
