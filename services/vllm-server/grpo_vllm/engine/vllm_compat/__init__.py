@@ -2,8 +2,8 @@
 
 If a new version of vLLM breaks the server, the fix belongs here: in `launch` (options, engine,
 application), `layers` (model loading, weight layout), `requests` (types), `cpu` (adapters and
-attention on a CPU) or `platform_plugin`. `tests/inference/vllm_hooks.py` lists everything that we
-use, and `test_vllm_internals.py` checks that it still exists. We also rely on this behaviour:
+attention on a CPU) or `platform_plugin`. `tests/inference/test_vllm_internals.py` checks some of
+what we use without an engine. We also rely on this behaviour:
 
 - on CUDA the two unquantised methods do not move the weights (`process_weights_after_loading` does
   nothing), and no CUDA graph holds them as constants
