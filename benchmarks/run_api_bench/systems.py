@@ -18,7 +18,7 @@ from benchmarks.run_api_bench.process_tree import cpu_seconds, rss_bytes
 from benchmarks.run_api_bench.settings import SystemName
 from grpo_core.process.managed import ManagedProcess
 from grpo_local.process.ports import free_port
-from tests.compat.upstream_install import ensure_upstream
+from tests.compat.upstream_install import ensure_python
 from tests.support.redis_server import start_redis
 
 ATROPOSLIB_PINS = Path(__file__).parents[2] / "requirements" / "atroposlib-api.txt"
@@ -128,7 +128,7 @@ class System:
 
 def start_atroposlib(directory: Path) -> RunningServer:
     """`run-api` of atroposlib 0.4.0, as published, in its own Python environment."""
-    python = ensure_upstream(pins=ATROPOSLIB_PINS).python
+    python = ensure_python(ATROPOSLIB_PINS)
     port = free_port()
     options = ("--host", HOST, "--port", str(port))
     command = [str(python), "-m", "atroposlib.cli.run_api", *options]

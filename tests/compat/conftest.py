@@ -1,15 +1,15 @@
-"""The archived system's own code from the package index."""
+"""atroposlib from the package index."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.compat.upstream_install import NoPackageIndex, Upstream, ensure_upstream
+from tests.compat.upstream_install import python_with
 
 
 @pytest.fixture(scope="session")
-def upstream() -> Upstream:
-    try:
-        return ensure_upstream()
-    except NoPackageIndex as error:
-        pytest.skip(f"no package index: {error}")
+def upstream() -> Path:
+    """The interpreter that has atroposlib."""
+    return python_with("atroposlib")

@@ -14,7 +14,7 @@ import pytest
 
 from grpo_core.process.managed import ManagedProcess
 from grpo_local.services import child_environment
-from tests.compat.upstream_install import NoPackageIndex, Upstream, ensure_python
+from tests.compat.upstream_install import python_with
 from tests.e2e.demo_run import NOISE, accuracy_of, load_model
 from tests.fixtures.inference import InferenceServer
 from tests.support.pages import ROOT, block, command
@@ -75,24 +75,21 @@ def place(clean_run_api: str, shared_server: InferenceServer, tmp_path: Path) ->
     return Place(tmp_path, clean_run_api, shared_server)
 
 
-def test_the_atropos_tutorial_lifts_its_reward(upstream: Upstream, place: Place) -> None:
+def test_the_atropos_tutorial_lifts_its_reward(upstream: Path, place: Place) -> None:
     file = place.directory / "sums_environment.py"
     file.write_text(block(ATROPOS, "python", "SumsEnvironment"))
     _, *words = command(ATROPOS, "sums_environment.py serve", place.replacements)
     trainer = place.trainer(ATROPOS)
-    environment = place.start("environment", [upstream.python, *words])
+    environment = place.start("environment", [upstream, *words])
     assert_lifted(place, ATROPOS, trainer, environment)
 
 
 @pytest.mark.parametrize(
     ("pins", "marker"),
-    [("verifiers.txt", "verifiers.v1"), ("verifiers-classic.txt", "load_environment")],
+    [("verifiers", "verifiers.v1"), ("verifiers-classic", "load_environment")],
 )
 def test_the_verifiers_page_lifts_its_reward(pins: str, marker: str, place: Place) -> None:
-    try:
-        python = ensure_python(ROOT / "requirements" / pins)
-    except NoPackageIndex as error:
-        pytest.skip(f"no package index: {error}")
+    python = python_with(pins)
     (place.directory / "one_digit_sums.py").write_text(block(VERIFIERS, "python", marker))
     _, *words = command(VERIFIERS, "verifiers:one_digit_sums --model", place.replacements)
     trainer = place.trainer(VERIFIERS)

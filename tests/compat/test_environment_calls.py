@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.compat.upstream_install import Upstream
 from tests.compat.upstream_processes import run_script
 
 pytestmark = pytest.mark.timeout(1800)  # the first use installs atroposlib
@@ -47,7 +46,7 @@ def http(clean_run_api: str) -> Iterator[httpx.Client]:
 
 
 def test_calls_of_the_environment_base(
-    upstream: Upstream, http: httpx.Client, tiny_model: Path, tmp_path: Path
+    upstream: Path, http: httpx.Client, tiny_model: Path, tmp_path: Path
 ) -> None:
     request = {"url": str(http.base_url).rstrip("/"), "tokenizer": str(tiny_model)}
     seen = run_script(upstream, "environment_calls.py", request, tmp_path)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.compat.upstream_install import Upstream
 from tests.compat.upstream_processes import run_script
 from tests.fixtures.inference import InferenceServer
 
@@ -19,7 +19,7 @@ MAX_TOKENS = 6
 
 @pytest.fixture(scope="module")
 def seen(
-    upstream: Upstream, shared_server: InferenceServer, tmp_path_factory: pytest.TempPathFactory
+    upstream: Path, shared_server: InferenceServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
     request = {"base_url": f"{shared_server.url}/v1", "model": str(shared_server.model)}
     directory = tmp_path_factory.mktemp("inference-calls")

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import tempfile
 import venv
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from grpo_tiny_model.model import default_cache_directory
 
-PINS = Path(__file__).parents[2] / "requirements" / "atroposlib.txt"
+REQUIREMENTS = Path(__file__).parents[2] / "requirements"
 PIP_DEADLINE_S = 300
 NOT_ON_ANY_INDEX = "(from versions: none)"
 """How pip ends when no index answers, or none that does has the package."""
@@ -28,20 +28,15 @@ class NoPackageIndex(InstallFailed):
     """No index that pip is configured for offers the pins."""
 
 
-@dataclass(frozen=True)
-class Upstream:
-    """`python` runs atroposlib's environments; `wheel` holds the unpacked wheel, nothing else."""
-
-    python: Path
-    wheel: Path
-
-
-def ensure_upstream(cache: Path | None = None, pins: Path = PINS) -> Upstream:
-    """Return the cached installation of atroposlib's `pins`. See `ensure_python`."""
-    return _at(_ensured(pins, _install_with_wheel, cache))
+def python_with(name: str) -> Path:
+    """The interpreter of `requirements/NAME.txt`. Skips the test if no package index offers it."""
+    try:
+        return ensure_python(REQUIREMENTS / f"{name}.txt")
+    except NoPackageIndex as error:
+        pytest.skip(f"no package index: {error}")
 
 
-def ensure_python(pins: Path, cache: Path | None = None) -> Path:
+def ensure_python(pins: Path) -> Path:
     """Return the interpreter of the cached installation of `pins`, making it on first use.
 
     Safe to call from several processes at once: it is made beside its final place and renamed,
@@ -50,27 +45,23 @@ def ensure_python(pins: Path, cache: Path | None = None) -> Path:
     Raises:
         InstallFailed, NoPackageIndex: nothing was left behind.
     """
-    return _at(_ensured(pins, _install, cache)).python
-
-
-def _ensured(pins: Path, install: Callable[[Path, Path], None], cache: Path | None) -> Path:
-    target = (cache or default_cache_directory()) / f"{pins.stem}-{_digest(pins)}"
+    target = default_cache_directory() / f"{pins.stem}-{_digest(pins)}"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
-            install(staging, pins)
+            _install(staging, pins)
             staging.rename(target)
         except OSError:
             if not target.exists():
                 raise
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-    return target
+    return _python(target)
 
 
-def _at(directory: Path) -> Upstream:
-    return Upstream(directory / "venv" / "bin" / "python", directory / "wheel")
+def _python(directory: Path) -> Path:
+    return directory / "venv" / "bin" / "python"
 
 
 def _digest(pins: Path) -> str:
@@ -80,16 +71,9 @@ def _digest(pins: Path) -> str:
 
 
 def _install(directory: Path, pins: Path) -> None:
-    made = _at(directory)
     # Only `bin/python -m` is used later: scripts in bin/ would name the place before the rename.
     venv.create(directory / "venv", symlinks=True)
-    _pip("--python", str(made.python), "install", "--requirement", str(pins))
-
-
-def _install_with_wheel(directory: Path, pins: Path) -> None:
-    _install(directory, pins)
-    (wheel,) = (line for line in pins.read_text().splitlines() if line.startswith("atroposlib=="))
-    _pip("install", "--target", str(_at(directory).wheel), wheel)
+    _pip("--python", str(_python(directory)), "install", "--requirement", str(pins))
 
 
 def _pip(*arguments: str) -> None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -123,44 +123,3 @@ def test_a_killed_trainer_leaves_the_server_serving(rig: Rig, stage: str) -> Non
     require_the_run_goes_on(rig, seen)
     assert rig.bridge_info()["weights_intact"]
     assert before - STATE_INTERVAL < rig.journal()[batches]["step"] <= before + 2
-
-
-class Witness(NamedTuple):
-    """A process that detects a permanent outage; its deadline, and its error."""
-
-    name: str
-    flags: tuple[str, str]
-    says: str
-
-
-WITNESSES = {
-    RUN_API: [
-        Witness(TRAINER, ("--service-deadline-s", "10"), "Atropos API not reachable"),
-        Witness(ENVIRONMENT, ("--run-api-deadline-s", "10"), "Atropos API not reach"),
-    ],
-    REDIS: [Witness(TRAINER, ("--service-deadline-s", "10"), "Redis did not answer within")],
-    ENVIRONMENT: [Witness(TRAINER, ("--batch-deadline-s", "15"), "no batch within 15 s")],
-    TRAINER: [Witness(ENVIRONMENT, ("--trainer-deadline-s", "10"), "the trainer took no batch")],
-    SERVER: [
-        Witness(TRAINER, ("--server-return-deadline-s", "10"), "did not come back within"),
-        Witness(ENVIRONMENT, ("--request-deadline-s", "10"), "vllm-server answered no request"),
-    ],
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("victim", WITNESSES)
-def test_a_process_that_does_not_come_back_is_named(rig: Rig, victim: str) -> None:
-    witnesses = WITNESSES[victim]
-    with rig.held_at(WAITING):
-        rig.kill(*(witness.name for witness in witnesses))
-    for witness in witnesses:
-        rig.launch(witness.name, *witness.flags)
-        rig.wait_until_ready(witness.name)
-    rig.wait_for_steps(1)
-    with rig.held_at(WAITING):
-        rig.kill(victim)
-    for witness in witnesses:
-        ended = rig.process(witness.name)
-        assert ended.wait(ENDS_WITHIN_S) == 1
-        assert witness.says in ended.log_path.read_text()
