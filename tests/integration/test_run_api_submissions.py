@@ -26,18 +26,6 @@ from tests.integration.run_api_calls import (
 from tests.support.wait import DEADLINE_S
 
 
-def test_batches_are_exact_oldest_first_and_count_as_steps_once_delivered(
-    http: httpx.Client,
-) -> None:
-    start(http)
-    submit(http, *range(7))
-    assert status(http) == (0, 7)
-    assert next_batch(http) == [0, 1]
-    assert status(http) == (1, 5)
-    assert [next_batch(http) for _ in range(3)] == [[2, 3], [4, 5], None]
-    assert status(http) == (3, 1)
-
-
 @pytest.fixture
 def four(http: httpx.Client) -> httpx.Client:
     """A run with batches of 8; environment 0 registered groups of 4."""

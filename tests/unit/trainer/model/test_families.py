@@ -1,8 +1,5 @@
-"""Families of transformers, each as a small model with random weights, take a step.
-
-The configurations are made by the names of their sizes. `OTHERS` lists the families of which such a
-model cannot be made, or which transformers itself cannot compute at these sizes.
-"""
+"""Unusual families, each as a small model with random weights, take a step: images, an encoder's
+attention, and layers other than attention."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.gradients import accumulate_gradients
@@ -26,68 +22,29 @@ from grpo_trainer.optim.schedule import constant
 from tests.unit.trainer.forward_rig import VOCABULARY, ragged_batch
 from tests.unit.trainer.tiny_policy import LORA
 
-WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "d_model", "n_embd", "d_ff")
 SIZES = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys((*WIDTHS, "ffn_dim", "shared_intermediate_size"), 32),
-    **dict.fromkeys(("num_hidden_layers", "num_local_experts", "num_experts"), 4),
-    **dict.fromkeys(("n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_layer", "n_head"), 2),
-    **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"), 8),
-    **dict.fromkeys(("head_dim", "v_head_dim"), 16),
-    **dict.fromkeys(("n_group", "topk_group"), 1),
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
+    **dict.fromkeys(("hidden_size", "intermediate_size"), 32),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
+    **{"num_hidden_layers": 4, "max_position_embeddings": 64, "head_dim": 16, "pad_token_id": 0},
 }
 VISION = {
-    **dict.fromkeys(("hidden_size", "intermediate_size", "embed_dim"), 16),
-    **dict.fromkeys(("num_hidden_layers", "depth"), 1),
-    **dict.fromkeys(("num_attention_heads", "num_heads"), 2),
-    **{"image_size": 28, "patch_size": 14, "out_hidden_size": 32},
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
 }
-OWN_HEAD_SIZE = (
-    *("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),  # differs by layer
-    *("axk1", "deepseek_v3", "youtu", "falcon"),  # follows from other sizes
-)
-_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16}
-_HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-OWN_SIZES: dict[str, dict[str, Any]] = {
-    "bamba": _MAMBA,
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "gptj": {"rotary_dim": 8},
-    "granitemoehybrid": _MAMBA,
-    "plbart": _HEADS,
-    "whisper": _HEADS,
-}
-IN_MAKE_TEST = ("gemma3", "modernbert-decoder", "qwen3_5_text")
-OTHERS = {
-    *("blt", "codegen", "cohere_compass_text", "dbrx", "dots1", "gemma3n"),
-    *("gemma3n_text", "gemma4_assistant", "gemma4_unified_assistant", "git"),
-    *("lfm2_moe", "longcat_flash", "mamba2", "mimo_v2_flash", "musicgen"),
-    *("musicgen_melody", "phi4_multimodal", "prophetnet", "qwen4_exp"),
-    *("qwen4_exp_text", "reformer", "xlnet", "xlstm", "xmod", "zamba", "zamba2"),
-    *("zaya"),
-}
-FAMILIES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - OTHERS)
 
 
 def small_model(family: str) -> Any:
     kind = CONFIG_MAPPING[family]
     default = kind()
     text, vision = (getattr(default, f"{name}_config", None) for name in ("text", "vision"))
-    sizes = {k: v for k, v in SIZES.items() if not (k == "head_dim" and family in OWN_HEAD_SIZE)}
-    sizes |= OWN_SIZES.get(family, {})
-    if hasattr(text, "to_dict"):
-        config = kind(
-            text_config=type(text)(**_known(text, sizes)).to_dict(),
-            **({"vision_config": _known(vision, VISION)} if hasattr(vision, "to_dict") else {}),
-        )
+    if vision is None:
+        config = kind(**_known(default, SIZES))
     else:
-        config = kind(**_known(default, sizes))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert sum(p.numel() for p in model.parameters()) < 3e7, "its sizes have other names"
+        config = kind(
+            text_config=type(text)(**_known(text, SIZES)).to_dict(),
+            vision_config=_known(vision, VISION),
+        )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
@@ -96,13 +53,7 @@ def _known(config: Any, sizes: dict[str, int]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if hasattr(config, name)}
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.full)
-        for name in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", ["gemma3", "modernbert-decoder", "qwen3_5_text"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_family_takes_a_step(family: str) -> None:
     require_step(small_model(family))
