@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.fixtures.run_api import start_run_api
+from tests.integration.conftest import StartApi
 from tests.integration.run_api_calls import (
     group,
     next_batch,
@@ -96,11 +95,8 @@ def test_a_key_stands_for_one_body_that_was_taken(http: httpx.Client) -> None:
     assert status(http) == (0, 1)
 
 
-def test_a_queue_that_stays_full_is_a_503_and_nothing_is_queued(
-    redis_url: str, tmp_path: Path
-) -> None:
-    further = {"--max-queued-groups": 4, "--full-queue-wait-s": 0.5}
-    api = start_run_api(redis_url, tmp_path, run_id="limited", further=further)
+def test_a_queue_that_stays_full_is_a_503_and_nothing_is_queued(own_api: StartApi) -> None:
+    api = own_api("limited", further={"--max-queued-groups": 4, "--full-queue-wait-s": 0.5})
     with httpx.Client(base_url=api.url, timeout=DEADLINE_S) as limited:
         limited.get("/reset_data").raise_for_status()
         start(limited)
@@ -118,4 +114,3 @@ def test_a_queue_that_stays_full_is_a_503_and_nothing_is_queued(
         start(limited, batch_size=16)
         submit(limited, *range(8))
         assert next_batch(limited) == list(range(8))
-    api.process.stop()
