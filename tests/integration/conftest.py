@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import httpx
 import pytest
 import redis
 
+from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.integration.run_store_rig import Run, open_run
 from tests.support.wait import DEADLINE_S
 
 
@@ -31,3 +35,28 @@ def forget_env_ids(connection: redis.Redis) -> None:
     """run-api never uses an id again, also not after a reset."""
     for key in connection.scan_iter("*:last_env_id"):
         connection.delete(key)
+
+
+@pytest.fixture
+async def run(redis_url: str) -> AsyncIterator[Run]:
+    """A run without HTTP."""
+    async with open_run(redis_url, "store-tests") as run:
+        yield run
+
+
+StartApi = Callable[..., RunningApi]
+
+
+@pytest.fixture(scope="module")
+def own_api(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartApi]:
+    """Starts a run-api for this module alone: of a run, with options of `start_run_api`."""
+    with ExitStack() as stack:
+
+        def start(run_id: str, **options: Any) -> RunningApi:
+            api = start_run_api(
+                redis_url, tmp_path_factory.mktemp(run_id), run_id=run_id, **options
+            )
+            stack.callback(api.process.stop)
+            return api
+
+        yield start

@@ -14,6 +14,7 @@ from tests.fixtures.run_api import ENVIRONMENT_TIMEOUT_S, RUN_ID
 from tests.integration.run_api_calls import (
     WAITING,
     disconnect,
+    lease,
     next_batch,
     register,
     register_environment,
@@ -93,9 +94,12 @@ def test_a_silent_environment_loses_weight_and_minimum_until_it_polls(
 def test_environments_that_left_are_not_read_again(http: httpx.Client, redis_url: str) -> None:
     """The first one says that it leaves; the second one ends without a word, with a part sent."""
     start(http)
+    trainer = register(http).json()["uuid"]
     for _ in range(3):
         register_environment(http)
     disconnect(http, 0)
+    told_trainer = lease(http, trainer).json()["environments"]
+    assert told_trainer.items() >= {"registered": 3, "connected": 2}.items()
     assert send(http, 1, size=1, env_id=1)["status"] == "buffered"
     with redis.Redis.from_url(redis_url) as connection:
         gone_ms = int(GONE_TIMEOUTS * ENVIRONMENT_TIMEOUT_S * 1000)

@@ -23,6 +23,7 @@ from grpo_api.http.request_body import RawBody
 from grpo_api.store.payloads import compress, stored
 from grpo_api.submissions.decode import SubmissionDecoder, decode_group
 from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
+from tests.integration.conftest import StartApi
 from tests.integration.run_api_calls import group, start, status, submit
 from tests.support.wait import DEADLINE_S, wait_for_async
 
@@ -35,10 +36,8 @@ BODY = RawBody(json.dumps(group(1)).encode() + b" " * 4_000_000, is_gzip=False)
 
 
 @pytest.fixture(scope="module")
-def api(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApi]:
-    started = start_run_api(redis_url, tmp_path_factory.mktemp("large"), run_id="large")
-    yield started
-    started.process.stop()
+def api(own_api: StartApi) -> RunningApi:
+    return own_api("large")
 
 
 @pytest.fixture

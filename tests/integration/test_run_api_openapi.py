@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.fixtures.run_api import RunningApi
+from tests.integration.conftest import StartApi
 from tests.integration.run_api_calls import (
     register_environment,
     send,
@@ -22,19 +23,11 @@ SETTINGS = Path(__file__).with_name("schemathesis.toml")
 FULL_EXAMPLES = 20
 """Random requests per operation and phase, in addition to those that cover the schema."""
 DEADLINE_S = 3600.0
-RUN_ID = "openapi"
 
 
 @pytest.fixture(scope="module")
-def api(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApi]:
-    running = start_run_api(
-        redis_url,
-        tmp_path_factory.mktemp("openapi"),
-        run_id=RUN_ID,
-        further={"--full-queue-wait-s": 0.1},
-    )
-    yield running
-    running.process.stop()
+def api(own_api: StartApi) -> RunningApi:
+    return own_api("openapi", further={"--full-queue-wait-s": 0.1})
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import redis
 from grpo_api.store.redis import layout_prefix
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import RequestRefused
-from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.fixtures.run_api import RunningApi
+from tests.integration.conftest import StartApi
 from tests.integration.run_api_calls import (
     REGISTRATION,
     acknowledge,
@@ -36,15 +37,8 @@ RUN_ID = "operations"
 
 
 @pytest.fixture(scope="module")
-def api(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApi]:
-    running = start_run_api(
-        redis_url,
-        tmp_path_factory.mktemp("run-api"),
-        run_id=RUN_ID,
-        environment={"RUN_API_TOKEN": TOKEN},
-    )
-    yield running
-    running.process.stop()
+def api(own_api: StartApi) -> RunningApi:
+    return own_api(RUN_ID, environment={"RUN_API_TOKEN": TOKEN})
 
 
 @pytest.fixture(scope="module")

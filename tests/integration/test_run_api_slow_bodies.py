@@ -8,12 +8,12 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.fixtures.run_api import RunningApi
+from tests.integration.conftest import StartApi
 from tests.integration.run_api_calls import group, start, status
 from tests.support.wait import DEADLINE_S, wait_for
 
@@ -24,15 +24,8 @@ LARGE = json.dumps(group(9)).encode() + b" " * (MAX_BODY_BYTES - 4096)
 
 
 @pytest.fixture(scope="module")
-def impatient(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApi]:
-    api = start_run_api(
-        redis_url,
-        tmp_path_factory.mktemp("slow"),
-        run_id="slow",
-        further={"--body-deadline-s": BODY_DEADLINE_S},
-    )
-    yield api
-    api.process.stop()
+def impatient(own_api: StartApi) -> RunningApi:
+    return own_api("slow", further={"--body-deadline-s": BODY_DEADLINE_S})
 
 
 def connection(api: RunningApi) -> socket.socket:
@@ -101,28 +94,21 @@ def chunked(body: bytes) -> Iterator[bytes]:
         yield body[at : at + 65536]
 
 
-def test_what_bodies_hold_has_a_limit_that_leaves_room_for_small_ones(
-    redis_url: str, tmp_path: Path
-) -> None:
-    api = start_run_api(
-        redis_url, tmp_path, run_id="held", further={"--max-body-bytes": MAX_BODY_BYTES}
-    )
-    try:
-        with httpx.Client(base_url=api.url, timeout=DEADLINE_S) as http:
-            start(http)
-            with ExitStack() as stalled:
+def test_what_bodies_hold_has_a_limit_that_leaves_room_for_small_ones(own_api: StartApi) -> None:
+    api = own_api("held", further={"--max-body-bytes": MAX_BODY_BYTES})
+    with httpx.Client(base_url=api.url, timeout=DEADLINE_S) as http:
+        start(http)
+        with ExitStack() as stalled:
 
-                def is_full_once_more_have_come() -> bool:
-                    if {post(http, LARGE), post(http, chunked(LARGE))} == {503}:
-                        return True
-                    peer = stalled.enter_context(connection(api))
-                    begin(peer, "/scored_data", MAX_BODY_BYTES, MAX_BODY_BYTES - 1)
-                    return False
+            def is_full_once_more_have_come() -> bool:
+                if {post(http, LARGE), post(http, chunked(LARGE))} == {503}:
+                    return True
+                peer = stalled.enter_context(connection(api))
+                begin(peer, "/scored_data", MAX_BODY_BYTES, MAX_BODY_BYTES - 1)
+                return False
 
-                wait_for(is_full_once_more_have_come)
-                before = status(http)
-                assert post(http, json.dumps(group(1)).encode()) == 200
-                assert status(http) == (before[0], before[1] + 1)
-            wait_for(lambda: post(http, LARGE) == 200)
-    finally:
-        api.process.stop()
+            wait_for(is_full_once_more_have_come)
+            before = status(http)
+            assert post(http, json.dumps(group(1)).encode()) == 200
+            assert status(http) == (before[0], before[1] + 1)
+        wait_for(lambda: post(http, LARGE) == 200)

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.fixtures.run_api import start_run_api
+from tests.integration.conftest import StartApi
 from tests.integration.run_api_calls import (
     group,
     next_batch,
@@ -24,18 +23,6 @@ from tests.integration.run_api_calls import (
     told,
 )
 from tests.support.wait import DEADLINE_S
-
-
-def test_batches_are_exact_oldest_first_and_count_as_steps_once_delivered(
-    http: httpx.Client,
-) -> None:
-    start(http)
-    submit(http, *range(7))
-    assert status(http) == (0, 7)
-    assert next_batch(http) == [0, 1]
-    assert status(http) == (1, 5)
-    assert [next_batch(http) for _ in range(3)] == [[2, 3], [4, 5], None]
-    assert status(http) == (3, 1)
 
 
 @pytest.fixture
@@ -108,11 +95,8 @@ def test_a_key_stands_for_one_body_that_was_taken(http: httpx.Client) -> None:
     assert status(http) == (0, 1)
 
 
-def test_a_queue_that_stays_full_is_a_503_and_nothing_is_queued(
-    redis_url: str, tmp_path: Path
-) -> None:
-    further = {"--max-queued-groups": 4, "--full-queue-wait-s": 0.5}
-    api = start_run_api(redis_url, tmp_path, run_id="limited", further=further)
+def test_a_queue_that_stays_full_is_a_503_and_nothing_is_queued(own_api: StartApi) -> None:
+    api = own_api("limited", further={"--max-queued-groups": 4, "--full-queue-wait-s": 0.5})
     with httpx.Client(base_url=api.url, timeout=DEADLINE_S) as limited:
         limited.get("/reset_data").raise_for_status()
         start(limited)
@@ -130,4 +114,3 @@ def test_a_queue_that_stays_full_is_a_503_and_nothing_is_queued(
         start(limited, batch_size=16)
         submit(limited, *range(8))
         assert next_batch(limited) == list(range(8))
-    api.process.stop()

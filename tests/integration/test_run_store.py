@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from functools import partial
 
 import pytest
 
 from grpo_api.errors import BatchGone, GroupRefused, Refused, StoreUnavailable
-from tests.integration.run_store_rig import Run, open_run
-
-
-@pytest.fixture
-async def run(redis_url: str) -> AsyncIterator[Run]:
-    async with open_run(redis_url, "store-tests") as run:
-        yield run
+from tests.integration.run_store_rig import Run
 
 
 @pytest.mark.parametrize("script", ["acknowledge", "open_poll", "lease_batch"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -13,13 +12,6 @@ from grpo_api.errors import GroupRefused, QueueFull, Refused, StoreUnavailable
 from grpo_api.waiting import MAX_WAITING, Ticket
 from tests.integration.run_store_rig import DEADLINE_S, LARGE, LIMITS, Run, open_run
 from tests.support.wait import wait_for_async
-
-
-@pytest.fixture
-async def run(redis_url: str) -> AsyncIterator[Run]:
-    async with open_run(redis_url, "store-tests") as run:
-        yield run
-
 
 FOUR_GROUPS = replace(LIMITS, queued_groups=4)
 

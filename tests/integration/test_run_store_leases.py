@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from grpo_api.errors import (
@@ -16,12 +14,6 @@ from tests.integration.run_store_rig import Interruption, Run, open_run
 
 FOR_EVER_S = 3600.0
 """Long enough that a poll which reaches this deadline has failed."""
-
-
-@pytest.fixture
-async def run(redis_url: str) -> AsyncIterator[Run]:
-    async with open_run(redis_url, "store-tests") as run:
-        yield run
 
 
 async def test_a_lease_is_the_same_however_often_it_is_asked_for(run: Run) -> None:

@@ -18,7 +18,7 @@ from tests.integration.run_store_rig import (
     Run,
     open_run,
 )
-from tests.integration.test_run_api_openapi import DEADLINE_S
+from tests.support.wait import DEADLINE_S
 
 RUN_ID = "version-tests"
 OLD, NEW, NEWEST = PolicyVersion(1, 9), PolicyVersion(2, 10), PolicyVersion(2, 11)

@@ -88,18 +88,6 @@ async def test_no_redis_is_a_named_error_without_the_password() -> None:
     assert "secret" not in str(raised.value)
 
 
-async def test_a_redis_that_nobody_named_may_come_later(tmp_path: Path, run_id: str) -> None:
-    port = free_port()
-    async with RedisServedStore(f"redis://127.0.0.1:{port}/0", run_id, required=False) as record:
-        assert await record.read(DEADLINE_S) is None
-        await record.save(LATEST)
-        process = start_redis(port, tmp_path, bundled_redis())
-        with redis.Redis(port=port, decode_responses=True) as client:
-            key = served_weights_key(run_id)
-            await wait_for_async(lambda: client.hget(key, "model") == "m")
-    process.stop()
-
-
 async def test_a_record_that_could_not_be_read_is_not_replaced_by_the_model(
     tmp_path: Path, run_id: str
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +14,6 @@ from grpo_offline.results import evaluations, train_records
 from grpo_offline.run_files import RunFiles
 from tests.fixtures.file_sync import HandedOffServer
 from tests.fixtures.inference import InferenceServer
-from tests.support.wait import wait_for
 
 pytestmark = [pytest.mark.offline, pytest.mark.timeout(3600)]
 
@@ -101,25 +98,6 @@ def test_a_command_of_the_guide(
         (record,) = train_records(RunFiles(directory))
         assert record["failed_checks"] == 0
         assert not record["frozen"]
-
-
-def test_a_sweep_of_eighteen_jobs_reports_the_one_that_is_broken(
-    shared_server: InferenceServer, tiny_model: Path, tmp_path: Path
-) -> None:
-    seeds = ",".join(map(str, [*range(17), -1]))
-    said = run(
-        tmp_path,
-        *("-m", f"seed={seeds}", f"hydra.sweep.dir={tmp_path}/sweep", "train.iterations=1"),
-        *("eval.num_ids=4", "eval.replicates=1"),
-        *of_server(shared_server, tiny_model),
-        expected=1,
-    )
-    jobs = json.loads((tmp_path / "sweep/sweep.json").read_text())["jobs"]
-    assert [job["error"] is None for job in jobs] == [True] * 17 + [False]
-    assert "job 17 failed: KeysInvalid: seed" in said
-    # Every job begins with its own weights: the model before the training is the same.
-    before = [evaluations(RunFiles(tmp_path / "sweep" / str(n)))[0][0] for n in range(17)]
-    assert before == [0] * 17
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.02])
@@ -214,37 +192,6 @@ def _rows(directory: Path) -> Path:
     rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(30)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def test_an_evaluation_on_another_server_is_stale(
-    shared_server: InferenceServer, plain: HandedOffServer, tiny_model: Path, tmp_path: Path
-) -> None:
-    said = run(
-        tmp_path,
-        *of_server(shared_server, tiny_model),
-        *(f"eval.base_url={plain.server.url}", "train.iterations=1"),
-        expected=1,
-    )
-    assert "StaleServer" in said
-
-
-def test_a_run_that_is_killed_goes_on_with_the_rollouts_that_it_saved(
-    shared_server: InferenceServer, tiny_model: Path, tmp_path: Path
-) -> None:
-    directory, words = tmp_path / "run", of_server(shared_server, tiny_model)
-    child = subprocess.Popen(
-        command("run_offline_grpo.py", *words, "train.iterations=6", f"hydra.run.dir={directory}"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    wait_for(lambda: RunFiles(directory).train(2).is_file())
-    os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-    saved = RunFiles(directory).groups(2).read_text()
-    run(tmp_path, f"checkpoint.resume={directory}")
-    assert RunFiles(directory).groups(2).read_text() == saved
-    assert [record["iteration"] for record in train_records(RunFiles(directory))] == [*range(6)]
 
 
 @pytest.mark.parametrize(

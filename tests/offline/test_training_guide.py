@@ -117,6 +117,18 @@ def wait_for_training(repository: Path) -> None:
     wait_for(lambda: " 0/" in log_of(repository, "train"), deadline_s=1200.0)
 
 
+def train(
+    repository: Path, variables: dict[str, str], *words: str
+) -> subprocess.CompletedProcess[str]:
+    return run(["bash", "training.sh", *words], repository, variables)
+
+
+def run(
+    command: list[str], repository: Path, variables: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=repository, env=variables, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("method", ["grpo", "maxent-grpo"])
 def test_bash_training_learns_on_a_cpu(
     repository: Path, variables: dict[str, str], method: str
@@ -124,16 +136,14 @@ def test_bash_training_learns_on_a_cpu(
     variables |= {"MAXENT": str(int("maxent" in method))}
     variables |= {"CONFIG": f"recipes/tiny/{method}/config.yaml"}
 
-    done = subprocess.run(
-        ["bash", "training.sh"], cwd=repository, env=variables, capture_output=True, text=True
-    )
+    done = train(repository, variables)
 
     assert done.returncode == 0, done.stdout + done.stderr
     names = sorted(path.name for path in (repository / "logs").iterdir())
     assert names == [f"liv_train_tiny-{method}_now.log", f"liv_vllm_tiny-{method}_now.log"]
-    run = repository / "runs" / f"tiny-{method}"
-    assert rise_of_reward(run) >= MIN_RISE
-    assert (run / "final_model" / "model.safetensors").is_file()
+    directory = repository / "runs" / f"tiny-{method}"
+    assert rise_of_reward(directory) >= MIN_RISE
+    assert (directory / "final_model" / "model.safetensors").is_file()
     assert not processes_in(repository)
 
 
@@ -143,13 +153,7 @@ def test_full_weights_and_adapters_travel_through_a_redis_of_its_own(
     for mode, more in (("none", []), ("lora_only", ["--use_peft"])):
         variables |= {"SYNC_MODE": mode}
         words = ["--max_steps", "3", "--output_dir", f"runs/{mode}", *more]
-        done = subprocess.run(
-            ["bash", "training.sh", *words],
-            cwd=repository,
-            env=variables,
-            capture_output=True,
-            text=True,
-        )
+        done = train(repository, variables, *words)
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"weights: {mode}" in log_of(repository, "train")
         assert not processes_in(repository)
@@ -158,13 +162,7 @@ def test_full_weights_and_adapters_travel_through_a_redis_of_its_own(
 def test_a_mistake_in_the_recipe_starts_nothing(
     repository: Path, variables: dict[str, str]
 ) -> None:
-    done = subprocess.run(
-        ["bash", "training.sh", "--deepspeed", "zero3.json"],
-        cwd=repository,
-        env=variables,
-        capture_output=True,
-        text=True,
-    )
+    done = train(repository, variables, "--deepspeed", "zero3.json")
 
     assert done.returncode != 0
     assert "deepspeed: 'zero3.json' is not supported" in done.stderr
@@ -196,15 +194,10 @@ def job_state(job: str, environment: dict[str, str]) -> str:
     return shown.partition("JobState=")[2].partition(" ")[0]
 
 
-def submit(repository: Path, environment: dict[str, str], *words: str) -> str:
-    return subprocess.run(
-        ["sbatch", "--parsable", "training.sh", *words],
-        cwd=repository,
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+def submit(repository: Path, environment: dict[str, str]) -> str:
+    done = run(["sbatch", "--parsable", "training.sh"], repository, environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def test_sbatch_with_the_guides_header_completes(
@@ -212,13 +205,8 @@ def test_sbatch_with_the_guides_header_completes(
 ) -> None:
     environment = variables | slurm
 
-    done = subprocess.run(
-        ["sbatch", "--wait", "--parsable", "training.sh", "--max_steps", "5"],
-        cwd=repository,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    words = ["sbatch", "--wait", "--parsable", "training.sh", "--max_steps", "5"]
+    done = run(words, repository, environment)
 
     job = done.stdout.strip()
     assert done.returncode == 0, (repository / "logs" / f"slurm_{job}.err").read_text()

@@ -22,10 +22,9 @@ from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.wire.run_api import EnvironmentRegistration
 from tests.soak.groups import GroupMaker
 from tests.soak.journal import Joined, Journal
-from tests.soak.sending import Clients, ListClient, Sender
+from tests.soak.sending import ListClient, Sender
 
 _WORKERS = 4
-_IMPATIENT_S = 0.5
 _POLL_S = 0.2
 _MAX_QUEUED_SEQUENCES = 256
 _CALLS_OF_A_MEMBERSHIP = (100, 600)
@@ -50,7 +49,8 @@ class Environment:
 
     options: Options
     journal: Journal
-    clients: Clients
+    client: EnvironmentClient
+    lists: ListClient
     stopping: threading.Event
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class Environment:
             group_size=options.group_size,
             min_batch_allocation=options.minimum or None,
         )
-        answer = await self.clients.patient.register(registration)
+        answer = await self.client.register(registration)
         if answer is None:
             await asyncio.sleep(_POLL_S)
             return None
@@ -96,7 +96,8 @@ class Environment:
             env_id,
             joined.run_uuid,
             self.options.group_size,
-            self.clients,
+            self.client,
+            self.lists,
             self._maker,
             self.journal,
             self._dice,
@@ -107,11 +108,11 @@ class Environment:
         await sender.complete_parts()
         # Written first: after a kill here, the next process must not use this id.
         self.journal.write(Joined(env_id=None))
-        await self.clients.patient.disconnect(env_id)
+        await self.client.disconnect(env_id)
 
     async def _work(self, env_id: int, sender: Sender) -> None:
         while self._calls_left > 0 and not self.stopping.is_set():
-            status = await self.clients.patient.status(env_id)
+            status = await self.client.status(env_id)
             if status.queue_size * self.options.group_size >= _MAX_QUEUED_SEQUENCES:
                 await asyncio.sleep(_POLL_S)
                 continue
@@ -121,12 +122,11 @@ class Environment:
 
 async def _run(options: Options, journal: Journal, stopping: threading.Event) -> None:
     async with (
-        EnvironmentClient(options.urls[0], options.deadline_s) as patient,
-        EnvironmentClient(options.urls[0], _IMPATIENT_S) as impatient,
+        EnvironmentClient(options.urls[0], options.deadline_s) as client,
         httpx.AsyncClient() as http,
     ):
         lists = ListClient(options.urls, options.deadline_s, http)
-        await Environment(options, journal, Clients(patient, impatient, lists), stopping).run()
+        await Environment(options, journal, client, lists, stopping).run()
 
 
 def main() -> None:

@@ -34,15 +34,6 @@ class PromiseBroken(GrpoError):
 
 
 @dataclass(frozen=True)
-class Clients:
-    """The impatient client stops while the patient one still retries."""
-
-    patient: EnvironmentClient
-    impatient: EnvironmentClient
-    lists: ListClient
-
-
-@dataclass(frozen=True)
 class ListClient:
     """Sends lists of groups with the caller's idempotency key, to any replica that answers."""
 
@@ -86,12 +77,14 @@ class ListClient:
 
 @dataclass(frozen=True)
 class Sender:
-    """`env_id`, `run_uuid`: from run-api. `group_size`: sequences in a whole group."""
+    """`env_id`, `run_uuid`: from run-api. `group_size`: sequences in a whole group. `client`
+    retries by itself."""
 
     env_id: int
     run_uuid: str
     group_size: int
-    clients: Clients
+    client: EnvironmentClient
+    lists: ListClient
     maker: GroupMaker
     journal: Journal
     dice: random.Random
@@ -106,8 +99,7 @@ class Sender:
             self._send_whole: 60,
             self._send_parts: 12,
             self._send_list: 14,
-            self._send_impatiently: 7,
-            self._hang_up: 7,
+            self._hang_up: 14,
         }
         (way,) = self.dice.choices(list(ways), list(ways.values()))
         await way()
@@ -127,16 +119,12 @@ class Sender:
         for size in self._split():
             await self._submit(self._make(size))
 
-    async def _send_impatiently(self) -> None:
-        group = self._make(self.group_size)
-        await self._try(self._begin([group]), self._sent(self.clients.impatient, group))
-
     async def _send_list(self) -> None:
         """Send; sometimes repeat with the same key, sometimes with a changed body."""
         groups, key = self._some_groups(), uuid.uuid4().hex
-        answer = await self._deliver(self._begin(groups), self.clients.lists.send(groups, key))
+        answer = await self._deliver(self._begin(groups), self.lists.send(groups, key))
         if self.dice.random() < 0.3:
-            if (again := await self.clients.lists.send(groups, key)) != answer:
+            if (again := await self.lists.send(groups, key)) != answer:
                 raise PromiseBroken(f"answered {answer}, then {again} under the same key")
             self.journal.write(Noted(what=REPEATED))
         if self.dice.random() < 0.1:
@@ -146,7 +134,7 @@ class Sender:
         others = self._some_groups()
         call = self._begin(others)
         try:
-            await self.clients.lists.send(others, key)
+            await self.lists.send(others, key)
         except RequestRefused as error:
             if error.status != _UNPROCESSABLE:
                 raise
@@ -160,18 +148,17 @@ class Sender:
         groups, key = self._some_groups(), uuid.uuid4().hex
         call = self._begin(groups)
         after_s = self.dice.random() * _MAX_HANG_UP_S
-        await self._try(call, self.clients.lists.hang_up(groups, key, after_s))
+        try:
+            await self._deliver(call, self.lists.hang_up(groups, key, after_s))
+        except ServiceUnavailable:
+            self.journal.settled(call, Outcome.UNANSWERED)
         if self.dice.random() < 0.5:
-            await self._deliver(call, self.clients.lists.send(groups, key))
+            await self._deliver(call, self.lists.send(groups, key))
 
     async def _submit(self, group: ScoredGroup) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._deliver(
-            self._begin([group]), self._sent(self.clients.patient, group)
-        )
+        sending = self.client.submit(group, self.run_uuid)
+        answer: dict[str, Any] = await self._deliver(self._begin([group]), sending)
         return answer
-
-    def _sent(self, client: EnvironmentClient, group: ScoredGroup) -> Awaitable[dict[str, Any]]:
-        return client.submit(group, self.run_uuid)
 
     def _begin(self, groups: Sequence[ScoredGroup]) -> str:
         return self.journal.sent({digest(group): group.size for group in groups})
@@ -181,13 +168,6 @@ class Sender:
         answer = await sending
         self.journal.settled(call, Outcome.ACKNOWLEDGED)
         return answer
-
-    async def _try(self, call: str, sending: Awaitable[Any]) -> None:
-        """Make a call that may stay unanswered."""
-        try:
-            await self._deliver(call, sending)
-        except ServiceUnavailable:
-            self.journal.settled(call, Outcome.UNANSWERED)
 
     def _some_groups(self) -> list[ScoredGroup]:
         """Whole groups mixed with parts that add up to one."""

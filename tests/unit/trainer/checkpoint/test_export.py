@@ -61,25 +61,23 @@ def test_a_reloaded_export_computes_the_same(family: str, tmp_path: Path) -> Non
         {"do_sample": False, "temperature": 0.9, "top_p": 0.6},
         {"temperature": 0.0, "do_sample": True},
         {},
+        None,
     ],
 )
 def test_the_generation_configuration_is_the_models(
-    changes: dict[str, Any], tmp_path: Path
+    changes: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    """transformers reads some files that it refuses to save."""
+    """transformers reads some files that it refuses to save. None: the model has no such file."""
     source = model_directory(tmp_path / "source")
     file = source / "generation_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    if changes is None:
+        file.unlink()
+    else:
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     policy = AutoModelForCausalLM.from_pretrained(source)
     own = policy.generation_config
     save_policy(policy, str(source), tmp_path / "saved")
-    assert (tmp_path / "saved" / file.name).read_bytes() == file.read_bytes()
+    if changes is not None:
+        assert (tmp_path / "saved" / file.name).read_bytes() == file.read_bytes()
     assert policy.generation_config is own
-
-
-def test_a_model_without_one_is_exported(tmp_path: Path) -> None:
-    source = model_directory(tmp_path / "source")
-    (source / "generation_config.json").unlink()
-    policy = AutoModelForCausalLM.from_pretrained(source)
-    save_policy(policy, str(source), tmp_path / "saved")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved") is not None

@@ -11,7 +11,6 @@ import yaml
 from grpo_core.settings import load_settings
 from grpo_trainer import train
 from grpo_trainer.config.cli import CommandLine, parse_settings
-from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NoInferenceServer
 
@@ -101,11 +100,6 @@ def test_secrets_come_from_variables_and_are_never_shown(
     assert "a-secret" not in told
 
 
-def test_defaults_are_those_of_the_archived_trainer_but_for_dropout() -> None:
-    assert settings("lora_only").lora == LoraOptions(16, 32, 0.0, ("q_proj", "v_proj"), None)
-    assert settings("none").lora is None
-
-
 @pytest.mark.parametrize(
     "written",
     [
@@ -156,17 +150,6 @@ def test_the_mode_decides_how_often_weights_are_published(
     mode: str, flags: str, every: int
 ) -> None:
     assert settings(mode, *flags.split()).sync.publish_every_steps == every
-
-
-def test_settings_hold_no_option_that_their_mode_does_not_read() -> None:
-    shared, lora, whole = (settings(mode).sync for mode in ("shared_vllm", "lora_only", "none"))
-    assert [hasattr(sync, "pause_lease_s") for sync in (shared, lora, whole)] == [
-        True,
-        False,
-        False,
-    ]
-    assert [hasattr(sync, "lora_r") for sync in (shared, lora, whole)] == [False, True, False]
-    assert [hasattr(sync, "vllm_flags") for sync in (shared, lora, whole)] == [False, False, True]
 
 
 def test_environments_log_to_the_project_and_group_of_the_trainer() -> None:

@@ -26,12 +26,6 @@ def advantages(scores: list[float]) -> list[float]:
     return found.tolist()
 
 
-def test_three_scores_by_hand() -> None:
-    """Mean 1, population deviation sqrt((1 + 0 + 1) / 3)."""
-    deviation = (2 / 3) ** 0.5
-    assert advantages([0.0, 1.0, 2.0]) == pytest.approx([-1 / deviation, 0.0, 1 / deviation])
-
-
 @given(
     st.lists(st.integers(-1000, 1000), min_size=2, max_size=16).filter(lambda s: len(set(s)) > 1)
 )

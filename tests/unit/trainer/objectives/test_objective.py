@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from grpo_trainer.config.objective import ObjectiveOptions
 from grpo_trainer.objectives import (
     AggregationName,
     Objective,
-    ObjectiveName,
     resolved,
 )
 from tests.unit.trainer.objectives.test_losses import judged
@@ -104,59 +101,6 @@ def test_a_sequence_is_corrected_as_a_whole_for_the_product_of_its_ratios() -> N
     _, gradient, sums = judged(logp, [[-3.0] * 2] * 2, [1.0, 1.0], [[1.0] * 2] * 2, objective)
     assert gradient == [pytest.approx([-1.5, -1.5]), pytest.approx([-2.0, -0.5])]
     assert sums.corrected == 2
-
-
-def test_every_recipe_by_hand() -> None:
-    plain = Objective(
-        advantage="group_std",
-        overlong_buffer=0.0,
-        loss="clip",
-        clip_eps=0.2,
-        clip_eps_high=0.2,
-        importance_level="token",
-        importance_correction="truncate",
-        importance_correction_level="token",
-        importance_correction_cap=3.0,
-        aggregation="sequence",
-    )
-    of_reward: dict[str, Any] = {"kl_estimator": "k1", "kl_in": "reward"}
-    expected = {
-        "grpo": plain,
-        "dr_grpo": replace(plain, advantage="group_mean", aggregation="constant"),
-        "dapo": replace(plain, clip_eps_high=0.28, aggregation="token", overlong_buffer=0.2),
-        "gspo": replace(
-            plain,
-            clip_eps=3e-4,
-            clip_eps_high=4e-4,
-            importance_level="sequence",
-            importance_correction="none",
-        ),
-        "cispo": replace(
-            plain,
-            loss="cispo",
-            clip_eps_high=4.0,
-            importance_correction="none",
-            aggregation="token",
-        ),
-        "rloo": replace(
-            plain,
-            advantage="leave_one_out",
-            loss="reinforce",
-            aggregation="constant",
-            **of_reward,
-        ),
-        "reinforce_plus_plus": replace(
-            plain, advantage="batch_std", aggregation="token", **of_reward
-        ),
-        "maxent": replace(
-            plain,
-            advantage="maxent",
-            loss="likelihood",
-            importance_correction="none",
-            kl_in="weights",
-        ),
-    }
-    assert {name: resolved(name, {}) for name in get_args(ObjectiveName)} == expected
 
 
 def test_options_override_a_recipe_and_one_clipping_range_counts_for_both_sides() -> None:

@@ -267,19 +267,6 @@ def test_gradients_that_are_finite_at_no_scale_are_refused_and_leave_the_scale_a
     assert scale.record == before
 
 
-def test_a_loss_scale_changes_no_bit_of_a_step_in_float32() -> None:
-    plain, scaled = Model(dtype=torch.float32), Model(dtype=torch.float32)
-    scaled.optimizer.loss_scale = LossScale(scaled.optimizer.gradients)
-    for step in range(3):
-        plain.gather(step)
-        scaled.gather(step)
-        for gradient in scaled.optimizer.gradients.tensors[:2]:
-            assert gradient is not None
-            gradient.mul_(scaled.optimizer.loss_scale.value)
-        assert plain.optimizer.step(step) == scaled.optimizer.step(step)
-    assert differing(plain.tensors(), scaled.tensors()) == []
-
-
 def test_only_matrices_have_weight_decay() -> None:
     """As in Hugging Face's Trainer, norms and biases have none."""
     matrix, norm = (torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (2,)))
