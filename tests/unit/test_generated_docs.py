@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate import __main__ as generate
-from docs.generate import chart, code_map, errors, http_api, metrics, options
-from docs.generate.markdown import table
+from docs.generate import chart
 from docs.generate.source import NoDocstring, summary
 
 
@@ -39,50 +38,9 @@ def test_a_check_names_the_page_that_is_out_of_date_and_changes_nothing(
     generate.main(["--check"])
 
 
-def test_a_cell_is_one_line_without_html() -> None:
-    assert table(["a"], [["x |\n `<b>` <c>"]]).splitlines()[-1] == "| x \\| `<b>` &lt;c> |"
-
-
 def test_a_missing_docstring_is_named() -> None:
     with pytest.raises(NoDocstring, match="grpo_x: write a docstring"):
         summary(ast.parse("x = 1"), "grpo_x")
-
-
-def test_the_code_map_has_rooms_and_their_modules() -> None:
-    tree = code_map.tree("grpo_api")
-    assert "\n  store/ " in tree
-    assert "\n    keys.py " in tree
-
-
-def test_errors_that_a_user_reads_are_listed_without_their_bases() -> None:
-    trainer, server = errors.table("grpo_trainer"), errors.table("grpo_vllm")
-    assert "`NoSuchState`" in trainer
-    assert "`StateError`" not in trainer
-    assert "`RedisUnreachable`" in server
-    assert "`BadGenerateRequest`" not in server  # answered with status 400
-
-
-def test_an_option_shows_its_names_value_and_default() -> None:
-    page = options.command("grpo")
-    assert "| `--steps`, `--training-steps` | INT | 10 |" in page
-    assert "| `--benchmark`, `--no-benchmark` | on, off | off |" in page
-
-
-def test_routes_show_parameters_bodies_and_answers() -> None:
-    routes = http_api.routes()
-    assert "### `POST /batch/{batch_id}/ack`" in routes
-    assert "Body: a list of [ScoredGroup](wire-format.md#fields)" in routes
-    assert (
-        '`{"batch_id": integer ≥ 1, "received_under": [[integer ≥ 0, integer ≥ 0] or null' in routes
-    )
-    assert "| `tokens` | list of lists of integers ≥ 0 | yes |" in http_api.fields("ScoredGroup")
-
-
-def test_metrics_come_from_their_declarations() -> None:
-    assert "| `run_api_requests_total` | counter | `method`, `route`, `status` |" in (
-        metrics.of_run_api()
-    )
-    assert "| `grpo/effective_sample_fraction` | 0.2 to 1 |" in metrics.healthy_ranges()
 
 
 def test_a_value_of_the_chart_has_its_default_and_the_whole_comment(

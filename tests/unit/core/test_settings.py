@@ -46,13 +46,6 @@ def test_options_behind_two_dashes_are_passed_on_even_if_they_resemble_own_ones(
     assert (settings.batch_size, settings.passed_on) == (3, tuple(behind[1:]))
 
 
-def test_the_command_line_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATCH_SIZE", "77")  # not passed to `load`
-    assert load(environment={"RUN_ID": "night"}).run_id == "night"
-    chosen = load("--run-id", "day", "--env.group_size=4", environment={"RUN_ID": "night"})
-    assert (chosen.batch_size, chosen.run_id, chosen.group_size) == (2, "day", 4)
-
-
 def test_every_mistake_names_its_option_and_only_a_secret_is_not_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -30,17 +30,13 @@ configs:
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level tokenizer: one token per byte, then <|im_start|> = 256 and <|im_end|> = 257."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    from tests.support.conversations import byte_tokenizer
+
     directory = tmp_path_factory.mktemp("tokenizer")
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=byte_tokenizer(), eos_token="<|im_end|>", chat_template=CHAT_TEMPLATE
     ).save_pretrained(directory)
     return directory
 

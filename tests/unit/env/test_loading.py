@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -13,7 +12,10 @@ from typing import Any
 import pytest
 
 from grpo_env import loading
+from grpo_env.assembly import open_tasks
+from grpo_env.check import RewardWrong, check
 from grpo_env.loading import TaskUnusable, find_task, make_task, problem_of, short_name
+from grpo_env.settings import load_env_settings
 from grpo_env.tasks import Answer, TaskOptions
 from grpo_env.tasks.items import training_items
 
@@ -116,29 +118,29 @@ def test_names_that_cannot_be_tasks_are_known_without_running_code() -> None:
     assert problem_of("gsm8k") is problem_of("any.module:Task") is problem_of("mine.py") is None
 
 
-def run_check(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "grpo_env", "check", *words],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-    )
+def run_check(*words: str) -> None:
+    settings = load_env_settings(["check", *words, "--reward-workers=0"])
+    with open_tasks(settings) as tasks:
+        check(settings, tasks)
 
 
-def test_check_grades_answers_of_a_file(directory: Path) -> None:
+def test_check_grades_answers_of_a_file(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (directory / "answers.txt").write_text('7\n8\n{"row": 1, "answer": " 7"}\n')
     words = ["mine.py:reward", "--data", "rows.jsonl", "--answers", "answers.txt", "--held-out=0"]
-    done = run_check(directory, *words)
-    assert done.returncode == 0, done.stderr
-    assert "prompt: '3+4='" in done.stdout
-    assert [line.split()[:3] for line in done.stdout.splitlines() if "score" in line] == [
+    run_check(*words)
+    shown = capsys.readouterr().out
+    assert "prompt: '3+4='" in shown
+    assert [line.split()[:3] for line in shown.splitlines() if "score" in line] == [
         ["score", "1.000", "'7'"],
         ["score", "0.000", "'8'"],
         ["score", "0.000", "'"],
     ]
     (directory / "helper.py").write_text("def right(row): return row['solution']\n")
-    broken = run_check(directory, *words)
-    assert broken.returncode == 1
-    assert "not graded   '7'" in broken.stdout
-    assert "KeyError: 'solution'" in broken.stdout
-    assert "RewardWrong: 3 of 3 answers could not be graded" in broken.stderr
+    del sys.modules["helper"]
+    with pytest.raises(RewardWrong, match="3 of 3 answers could not be graded"):
+        run_check(*words)
+    shown = capsys.readouterr().out
+    assert "not graded   '7'" in shown
+    assert "KeyError: 'solution'" in shown

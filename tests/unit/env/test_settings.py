@@ -133,9 +133,7 @@ def test_named_values_are_sections_of_a_file_or_words_of_a_command_line(
     [
         ["check", "gsm8k", "--model=m"],
         ["gsm8k", "check", "--model=m"],
-        ["check", "--task", "gsm8k", "--model=m"],
         ["--task=gsm8k", "check", "--model=m"],
-        ["--model=m", "--task", "gsm8k", "check"],
     ],
 )
 def test_task_and_action_may_stand_in_any_order(words: list[str]) -> None:
@@ -150,24 +148,3 @@ def test_only_the_token_of_run_api_is_read_from_the_variables(
     monkeypatch.setenv("TASK", "other")
     monkeypatch.setenv("RUN_API_TOKEN", "a-secret")
     assert plain(load_env_settings(BASE).run_api_token) == "a-secret"
-
-
-MISTAKES = {
-    "--env.group_size=1": "pass 2 or more",
-    "--env.temperature=0": "--env.temperature",
-    "--env.rollout_server_url=localhost:8000": "expected a URL",
-    "--openai.server_type=openai": "logprob of every sampled token",
-    "--env.grp=3": "--env.grp: no such option",
-    "--config=/nonexistent.yaml": "cannot read /nonexistent.yaml",
-}
-
-
-def test_a_mistake_ends_with_status_2_and_names_the_option(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for option, problem in MISTAKES.items():
-        assert problem in refused([*BASE, option], capsys)
-    assert "--model is required" in refused(["arithmetic", "serve"], capsys)
-    assert "TASK: no task 'chess'; expected one of arithmetic, gsm8k" in refused(
-        ["chess", *BASE[1:]], capsys
-    )

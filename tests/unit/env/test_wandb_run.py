@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from grpo_core.errors import WandbUnavailable
-from grpo_env.registration import record
 from tests.unit.env.canned import inference_routes
 from tests.unit.env.feeding import RunApi, feed, right_and_wrong
 from tests.unit.env.http_stub import Answer
@@ -49,8 +48,3 @@ async def test_an_environment_leaves_the_run_if_wandb_does_not_start(
     with pytest.raises(WandbUnavailable, match="omit --use-wandb"):
         await feed(routes, inference_routes(right_and_wrong), "--use-wandb")
     assert api.disconnected == [0]
-
-
-def test_a_record_has_one_number_per_name_and_no_missing_one() -> None:
-    fields = {"groups_sent": 4, "failures": {"too_long": 2}, "mean_reward": None}
-    assert record(3, fields) == {"step": 3, "env/groups_sent": 4, "env/failures/too_long": 2}

@@ -104,10 +104,6 @@ IN_VAIN = {
         *("POST /scored_data", answering(503, "slow"), ["--env.run-api-deadline-s=0.5"]),
         *(ServiceUnavailable, r"run-api answered no request successfully for [\d.]+ s.*slow"),
     ),
-    "a run-api that went away": (
-        *("GET /status-env", answering(503, "no Redis"), ["--env.run-api-deadline-s=0.5"]),
-        *(ServiceUnavailable, "no Redis"),
-    ),
 }
 
 

@@ -149,18 +149,28 @@ pathlib.Path(option("--path-file")).write_text("stand-in-model\\n")
 """
 
 
+SMOLLM2 = """
+import pathlib, sys
+assert sys.argv[1:3] == ["--smollm2", "--path-file"]
+pathlib.Path(sys.argv[3]).write_text("made")
+"""
+
+
 def write_stand_ins(folder: Path) -> None:
-    modules = {
-        "stand_in_common.py": COMMON,
-        "grpo_api/__main__.py": RUN_API,
-        "grpo_vllm/__main__.py": VLLM,
-        "grpo_trainer/__main__.py": TRAINER,
-        "grpo_tiny_model/__main__.py": TINY_MODEL,
-        "grpo_env/__main__.py": ENVIRONMENT,
-    }
-    for name, code in modules.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.parent != folder:
-            (path.parent / "__init__.py").touch()
-        path.write_text(code)
+    write_programs(
+        folder,
+        grpo_api=RUN_API,
+        grpo_vllm=VLLM,
+        grpo_trainer=TRAINER,
+        grpo_tiny_model=TINY_MODEL,
+        grpo_env=ENVIRONMENT,
+    )
+    (folder / "stand_in_common.py").write_text(COMMON)
+
+
+def write_programs(folder: Path, **programs: str) -> None:
+    """Packages that `python -m` runs, by their names."""
+    for name, code in programs.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").touch()
+        (folder / name / "__main__.py").write_text(code)

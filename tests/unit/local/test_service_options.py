@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from grpo_local.service_options import (
-    UnexpectedWord,
     options_by_service,
     options_set_elsewhere,
     section,
@@ -17,16 +16,6 @@ WORDS = [
     *("--trainer.max_staleness", "4", "--server.enforce-eager", "--env.temperature=0.7"),
     *("--trainer.lora-target-modules", "q_proj", "v_proj", "--trainer.vllm-flags=--seed 3"),
 ]
-
-
-def test_each_service_gets_its_options_as_it_takes_them() -> None:
-    options = options_by_service(WORDS)
-    assert list(options) == ["trainer", "server", "env"]
-    assert service_words(options["trainer"]) == [
-        *("--max-staleness=4", "--lora-target-modules", "q_proj", "v_proj"),
-        "--vllm-flags=--seed 3",
-    ]
-    assert service_words(options["server"]) == ["--enforce-eager"]
 
 
 def test_the_last_value_of_an_option_counts() -> None:
@@ -44,12 +33,6 @@ def test_sections_of_a_file_mean_the_same() -> None:
     assert dotted == ["--env.seed=3", "--server.no-x"]
     with pytest.raises(ValueError, match="trainer: expected a section with one option per line"):
         words_of_sections({"trainer": 3})
-
-
-@pytest.mark.parametrize("word", ["--temperature", "3", "--other.lr"])
-def test_other_words_are_refused(word: str) -> None:
-    with pytest.raises(UnexpectedWord, match=word):
-        options_by_service([word, "--env.seed", "3"])
 
 
 @pytest.mark.parametrize(("service", "name"), [("server", "api-key"), ("trainer", "vllm-api-key")])

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_offline.keys import OfflineKeys
 from tests.unit.trainer.tiny_policy import model_directory
 
 MakeKeys = Callable[..., OfflineKeys]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A second one makes a model this small slower, and many times so beside another process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +40,12 @@ def make_keys(model: str) -> MakeKeys:
             "train": {"iterations": 2, "lr": 1e-3},
             "data": {"task": "tests/unit/offline/rewards.py:length"},
             "grpo": {"seq_len": 64},
-            "env_server": {"seq_len": 64, "data": "tests/unit/offline/rows.jsonl", "held_out": 0.4},
+            "env_server": {
+                "seq_len": 64,
+                "data": "tests/unit/offline/rows.jsonl",
+                "held_out": 0.4,
+                "reward_workers": 0,  # rewards run in this process
+            },
         }
         for name, keys in sections.items():
             is_section = isinstance(keys, dict)

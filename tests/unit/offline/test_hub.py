@@ -1,73 +1,88 @@
-"""Uploads a model to a loopback server with the hub's routes. The real hub was never reached."""
+"""Uploads of a model, with a stand-in for the hub's client. The real hub was never reached."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from tests.unit.offline.hub_server import Hub, loopback_hub
+import pytest
 
-# huggingface_hub reads HF_ENDPOINT when it is imported, so each upload has a process of its own.
-_UPLOAD = """
-import json, sys
-from pathlib import Path
-from grpo_core.errors import GrpoError
+from grpo_offline.errors import HubRefused
 from grpo_offline.recipe.hub import hub_target, prepare, upload
 from grpo_offline.recipe.reading import read_recipe
 
-folder, *flags = sys.argv[1:]
-target = hub_target(read_recipe(flags), Path(folder).parent)
-try:
-    print(upload(prepare(target), Path(folder)))
-except GrpoError as error:
-    sys.exit(f"{type(error).__name__}: {error}")
-"""
+
+class Hub:
+    """`uploads`: the branch and the folder of each; `broken`: the hub does not answer."""
+
+    def __init__(self) -> None:
+        self.private: dict[str, bool | None] = {}
+        self.branches = {"main"}
+        self.tokens: set[str | None] = set()
+        self.uploads: list[tuple[str, Path]] = []
+        self.broken = False
+
+    def client(self, token: str | None) -> Hub:
+        self.tokens.add(token)
+        return self
+
+    def create_repo(self, name: str, private: bool | None, exist_ok: bool) -> SimpleNamespace:
+        assert exist_ok
+        if self.broken:
+            raise OSError("wrong token")
+        self.private[f"me/{name}"] = private
+        return SimpleNamespace(repo_id=f"me/{name}")
+
+    def list_repo_refs(self, _name: str) -> SimpleNamespace:
+        return SimpleNamespace(branches=[SimpleNamespace(name=name) for name in self.branches])
+
+    def create_branch(self, _name: str, branch: str, exist_ok: bool) -> None:
+        assert exist_ok
+        self.branches.add(branch)
+
+    def upload_folder(self, repo_id: str, folder_path: Path, revision: str, **_: Any) -> str:
+        if self.broken:
+            raise OSError("no route")
+        self.uploads.append((revision, folder_path))
+        return f"https://hub/{repo_id}"
 
 
-def upload(hub: Hub, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        name: value for name, value in os.environ.items() if "proxy" not in name.lower()
-    } | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", _UPLOAD, str(folder), *flags],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub()
+    monkeypatch.setattr("huggingface_hub.HfApi", hub.client)
+    return hub
 
 
-def test_a_model_is_uploaded_to_a_branch_that_is_made(tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "final_model"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    (folder / "model.safetensors").write_bytes(bytes(range(256)))
-    flags = ["--push_to_hub", "--hub_model_id", "me/sums", "--hub_model_revision", "seed-42"]
-    flags += ["--hub_private_repo", "true"]
-    with loopback_hub() as hub:
-        done = upload(hub, folder, *flags, "--hub_token", hub.token)
-        assert done.returncode == 0, done.stderr
-        assert "me/sums" in hub.repositories
-        assert hub.branches == {"main", "seed-42"}
-        assert {path for branch, path in hub.files if branch == "seed-42"} == {
-            "config.json",
-            "model.safetensors",
-        }
-        assert hub.files["seed-42", "model.safetensors"] == bytes(range(256))
-
-        again = upload(hub, folder, *flags, "--hub_token", hub.token)
-        assert "HubRefused" in again.stderr
-        assert "overwrite_hub_revision" in again.stderr
-        anyway = upload(hub, folder, *flags, "--hub_token", hub.token, "--overwrite_hub_revision")
-        assert anyway.returncode == 0, anyway.stderr
+FLAGS = [
+    *("--push_to_hub", "--hub_model_id", "sums"),
+    *("--hub_model_revision", "seed-42", "--hub_token", "secret"),
+]
 
 
-def test_a_wrong_token_is_named_before_the_run(tmp_path: Path) -> None:
-    with loopback_hub() as hub:
-        flags = ["--push_to_hub", "--hub_model_id", "me/sums", "--hub_token", "wrong"]
-        done = upload(hub, tmp_path, *flags)
+def test_a_model_is_uploaded_to_a_branch_that_is_made(hub: Hub, tmp_path: Path) -> None:
+    def uploaded(*flags: str) -> str:
+        target = hub_target(read_recipe([*FLAGS, *flags]), tmp_path)
+        assert target is not None
+        return upload(prepare(target), tmp_path)
 
-        assert "HubRefused: hub_model_id: me/sums: " in done.stderr
-        assert not hub.repositories
+    assert uploaded("--hub_private_repo", "true") == "https://hub/me/sums"
+    assert (hub.private, hub.tokens) == ({"me/sums": True}, {"secret"})
+    assert hub.uploads == [("seed-42", tmp_path)]
+    with pytest.raises(HubRefused, match="overwrite_hub_revision"):
+        uploaded()
+    uploaded("--overwrite_hub_revision")
+    assert hub.uploads == [("seed-42", tmp_path)] * 2
+
+
+def test_what_the_hub_refuses_is_named_before_the_run_and_the_model_stays(
+    hub: Hub, tmp_path: Path
+) -> None:
+    target = hub_target(read_recipe(FLAGS), tmp_path)
+    assert target is not None
+    hub.broken = True
+    with pytest.raises(HubRefused, match="hub_model_id: sums: wrong token; see hub_token"):
+        prepare(target)
+    with pytest.raises(HubRefused, match=f"no route; the model is in {tmp_path}. Upload it with"):
+        upload(target, tmp_path)

@@ -23,7 +23,6 @@ from grpo_offline.recipe.rewards import (
     exact_answer,
     exact_completion,
     find_reward,
-    from_trl,
     register,
 )
 from grpo_offline.recipe.run_directory import open_directory
@@ -61,14 +60,12 @@ def task_of(recipe: Recipe) -> RecipeTask:
     ("completion", "score"),
     [
         ("<think>3+4</think> <answer>7</answer>", 1.0),
-        ("<answer> 7\n</answer>", 1.0),
         ("<answer>$7$.</answer>", 1.0),
         ("<answer>8</answer> no: <answer>7</answer>", 1.0),
         ("<answer>7</answer> no: <answer>8</answer>", 0.0),
         ("<answer>7.0</answer>", 0.0),
         ("7", 0.0),
         ("<answer>7", 0.0),
-        ("<answer></answer>", 0.0),
     ],
 )
 def test_the_default_reward_is_an_exact_match_in_the_last_tags(
@@ -83,8 +80,6 @@ def test_the_default_reward_is_an_exact_match_in_the_last_tags(
         "Two numbers: $3+4=7$, so \\boxed{7}",
         "3+4=<<3+4=7>>7\n#### 7",
         "<think>3+4</think><answer>7</answer>",
-        ["7"],
-        {"ground_truth": "7"},
         7.0,
     ],
 )
@@ -101,8 +96,6 @@ def test_rows_without_an_answer_are_refused_by_rewards_that_need_one(
     file = tmp_path / "rows.jsonl"
     for answer, problem in (
         (None, "is missing"),
-        ("", "is missing"),
-        (["1", "2"], "is a list of 2"),
         ("We add the two. " * 18, r"a text of 72 words .* a reward of your own"),
     ):
         file.write_text(json.dumps({"problem": "3+4=", "answer": answer}) + "\n")
@@ -135,7 +128,7 @@ def test_equal_answers_may_be_written_in_other_ways() -> None:
     assert equal(Answer("<answer>0.6</answer>"), {"answer": "\\frac{1}{2}"}) == 0.0
 
 
-def test_rewards_are_registered_read_from_files_and_adapted_from_trl(tmp_path: Path) -> None:
+def test_rewards_are_registered_or_read_from_files(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def half(answer, row):\n    return 0.5\n")
     assert find_reward(f"{file}:half")(Answer("x"), {}) == 0.5
@@ -145,14 +138,6 @@ def test_rewards_are_registered_read_from_files_and_adapted_from_trl(tmp_path: P
     del REWARDS["tested"]
     with pytest.raises(RecipeInvalid, match="no reward 'tested'; there are exact_answer"):
         find_reward("tested")
-
-    def in_trls_form(
-        completions: list[list[dict[str, str]]], answer: list[str], **_: Any
-    ) -> list[float]:
-        pairs = zip(completions, answer, strict=True)
-        return [float(one[0]["content"] == right) for one, right in pairs]
-
-    assert from_trl(in_trls_form)(Answer("7"), {"answer": "7", "other": 1}) == 1.0
 
 
 def test_rewards_of_a_file_may_have_every_form(tmp_path: Path, recipe_of: Recipes) -> None:
@@ -213,11 +198,6 @@ def test_parts_of_the_reward_are_named_and_weighted(tmp_path: Path, recipe_of: R
         environment_options(
             recipe_of(dataset_name="x", reward_funcs=["exact_answer", "b"], reward_weights=[1.0])
         )
-
-
-def test_arguments_of_the_chat_template_reach_the_environment(recipe_of: Recipes) -> None:
-    recipe = recipe_of(dataset_name="x.jsonl", chat_template_kwargs={"enable_thinking": False})
-    assert environment_options(recipe)["template_args"] == {"enable_thinking": False}
 
 
 def test_a_stop_text_does_not_take_the_closing_tag_away(tmp_path: Path, recipe_of: Recipes) -> None:

@@ -214,37 +214,6 @@ def test_flags_win_over_the_file_and_take_the_forms_of_trls_parser(tmp_path: Pat
     assert recipe.variables == {"SOME_VARIABLE": "7"}
 
 
-def test_every_flag_of_the_guide_is_read() -> None:
-    words = [
-        *("--use_vllm", "--run_name", "a-1", "--ignore_data_skip"),
-        *("--overwrite_output_dir", "false", "--seed", "42"),
-        *(
-            "--dataset_name",
-            "rows.jsonl",
-            "--system_prompt",
-            "Think.",
-            "--chat_template",
-            "{{ x }}",
-        ),
-        *("--benchmarks", "math", "--num_generations", "8", "--max_completion_length", "512"),
-        *("--init_kl_coeff", "0.1", "--kl_target", "0.07", "--kl_horizon", "50000"),
-        *("--report_to", "wandb", "--wandb_entity", "team", "--wandb_project", "p"),
-        *("--wandb_run_group", "g", "--maxent_tau", "0.1", "--maxent_q_temperature", "1.0"),
-        *("--maxent_q_epsilon", "1e-6", "--maxent_length_normalize_ref", "true"),
-        *("--per_device_train_batch_size", "8", "--gradient_checkpointing", "true"),
-        *("--model_name_or_path", "m", "--max_steps", "1", "--push_to_hub"),
-        *("--hub_model_id", "me/m", "--hub_model_revision", "v1"),
-    ]
-
-    found = translate(read_recipe(words), "maxent", lambda: ROWS)
-
-    assert found.notes == [f"ignore_data_skip: {TABLE['ignore_data_skip'].text}"]
-    assert found.keys.logging.wandb.enabled
-    assert found.keys.grpo["kl_control"] == "adaptive"
-    assert found.keys.grpo["objective"] == "maxent"
-    assert found.keys.train.kl_coef == 0.1
-
-
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: str(file.relative_to(ROOT)))
 @pytest.mark.parametrize("gpus", ["", "0", "0,1,2"])
 def test_every_recipe_is_valid_on_a_cpu_and_on_gpus(file: Path, gpus: str) -> None:

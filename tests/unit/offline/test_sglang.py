@@ -7,10 +7,8 @@ against a stand-in that computes with real weights.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,7 @@ from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.publisher import WeightDirectories
 from tests.support.directories import names
+from tests.unit.env.http_stub import Route, StubServer, stub_server
 from tests.unit.trainer.served_model import ServedModel
 from tests.unit.trainer.tiny_policy import LORA, gather_gradient, model_directory, optimizer_of
 
@@ -47,48 +46,34 @@ UNPUBLISHED = PolicyVersion(1, 0)
 """Named by the recorded answers before the publication of 3.12."""
 
 
-@dataclass
-class Replay:
-    """Answers with records, in their order."""
+class Replay(dict[str, Route]):
+    """Answers with records, in their order, whatever is asked."""
 
-    url: str = ""
-    answers: list[tuple[int, Any]] = field(default_factory=list)
-    requests: list[tuple[str, Any]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.answers: list[tuple[int, Any]] = []
+        self.stub = StubServer("", self)
 
     def give(self, *recorded: str) -> None:
         self.answers += [(RECORDED[one]["status"], RECORDED[one]["answer"]) for one in recorded]
 
-    def answer(self, path: str, body: bytes) -> tuple[int, bytes]:
-        self.requests.append((path, json.loads(body) if body else None))
-        status, answer = self.answers.pop(0)
-        return status, json.dumps(answer).encode()
+    def __missing__(self, _name: str) -> Route:
+        return lambda _body: self.answers.pop(0)
+
+    @property
+    def url(self) -> str:
+        return self.stub.url
+
+    @property
+    def requests(self) -> list[tuple[str, Any]]:
+        """Path and body of each."""
+        return [(name.partition(" ")[2], body) for name, body in self.stub.seen]
 
 
 @pytest.fixture
 def replay() -> Iterator[Replay]:
-    found = Replay()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length", 0)))
-            status, content = found.answer(self.path, body)
-            self.send_response(status)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        do_POST = do_GET
-
-        def log_message(self, *_: Any) -> None:
-            """Nothing to print."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        found.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield found
-        server.shutdown()
-        thread.join()
+    replay = Replay()
+    with stub_server(replay) as replay.stub:
+        yield replay
 
 
 async def completions(replay: Replay, recorded: str, **sampling: Any) -> list[Completion]:
@@ -125,18 +110,15 @@ def test_what_decides_the_distribution_is_always_sent() -> None:
     assert sampling_params(max_tokens=4, top_k=0)["top_k"] == -1
 
 
-async def test_one_completion_is_read(replay: Replay) -> None:
+async def test_completions_are_read_with_their_version(replay: Replay) -> None:
     [found] = await completions(replay, "one", max_tokens=4)
     assert (found.text, found.finish_reason, found.token_ids) == ("6", "stop", [21, 258])
     assert found.logprobs == [-1.463852882385254, -0.017502475529909134]
     assert found.first_version == found.last_version == UNPUBLISHED
-
-
-async def test_several_completions_are_read_with_their_version(replay: Replay) -> None:
-    found = await completions(replay, "several", n=3, max_tokens=1)
-    assert [one.finish_reason for one in found] == ["length"] * 3
-    found = await completions(replay, "published", n=2, max_tokens=1)
-    assert {one.last_version for one in found} == {(3, 12)}
+    several = await completions(replay, "several", n=3, max_tokens=1)
+    assert [one.finish_reason for one in several] == ["length"] * 3
+    published = await completions(replay, "published", n=2, max_tokens=1)
+    assert {one.last_version for one in published} == {(3, 12)}
 
 
 async def test_the_versions_of_the_first_and_the_last_token_are_read(replay: Replay) -> None:

@@ -40,27 +40,26 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
-def test_eighteen_jobs_of_which_some_fail(
+def test_jobs_are_ranked_and_one_that_fails_is_shown(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train.lr=[5e-6,1e-5,2e-5]", "train.kl_coef=[0.02,0.05,0.1]", "train.batch_size=[4,8]"]
+    words = ["train.lr=[1e-5,2e-5]", "train.kl_coef=[0.05,0.1]"]
     with pytest.raises(SystemExit) as ended:
         command.main(["-m", *words, f"hydra.sweep.dir={tmp_path}/sweep"])
     assert ended.value.code == 1
     jobs = json.loads((tmp_path / "sweep/sweep.json").read_text())["jobs"]
-    assert len(jobs) == 18
-    assert [job["error"] is None for job in jobs] == [True] * 16 + [False] * 2
-    scores = [job["score"] for job in jobs[:16]]
+    assert [job["error"] is None for job in jobs] == [True] * 3 + [False]
+    scores = [job["score"] for job in jobs[:3]]
     assert scores == sorted(scores, reverse=True)
     assert jobs[0]["overrides"]["train.lr"] == 2e-5
     assert (tmp_path / "sweep/sweep.png").stat().st_size > 0
     said = capfd.readouterr()
-    assert said.err.count("RolloutsFail: the server ended") == 2
+    assert said.err.count("RolloutsFail: the server ended") == 1
     assert "HYDRA" not in said.out + said.err
     grpo_sweep.main([str(tmp_path / "sweep")])
     table = capfd.readouterr().out
     assert "train.kl_coef" in table
-    assert table.count("failed: RolloutsFail: the server ended") == 2
+    assert table.count("failed: RolloutsFail: the server ended") == 1
 
 
 def test_an_invalid_value_fails_its_job_alone(tmp_path: Path) -> None:
@@ -97,13 +96,6 @@ def test_several_ranks_need_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as ended:
         command.main([])
     assert ended.value.code == 2
-
-
-def test_a_list_without_m_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.main(["train.lr=[5e-6,1e-5]"])
-    assert ended.value.code == 2
-    assert "add -m" in capsys.readouterr().err
 
 
 def test_a_directory_without_jobs_is_no_sweep(

@@ -22,19 +22,6 @@ OTHER_DEFAULTS = {
     "dtype": "auto",
     "eval_dataset_split": "test",
 }
-GUIDE_HEADER = """\
-#SBATCH --job-name=OpenR1_GRPO
-#SBATCH --account=mltheory
-#SBATCH --partition=mltheory
-#SBATCH --nodes=1
-#SBATCH --ntasks=1
-#SBATCH --gres=gpu:a100:7
-#SBATCH --cpus-per-task=64
-#SBATCH --mem=256G
-#SBATCH --time=72:00:00
-#SBATCH --output=logs/slurm_%j.out
-#SBATCH --exclusive
-""".splitlines()
 
 
 def plain(value: object) -> object:
@@ -58,17 +45,6 @@ def test_the_dataclasses_have_trls_fields() -> None:
     for kind in (GRPOConfig, ModelConfig, ScriptArguments):
         names = {name for name in FIELDS[kind.__name__] if not TABLE[name].alias_of}
         assert names <= set(kind.__dataclass_fields__)
-
-
-def test_slurm_reads_the_whole_header_of_the_guide() -> None:
-    """Lines after the first command do not count."""
-    lines = SCRIPT.splitlines()
-    first_command = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
-    header = [line for line in lines[:first_command] if line.startswith("#SBATCH")]
-
-    assert [line for line in header if "--error" not in line] == GUIDE_HEADER
-    assert SCRIPT.count("\n#SBATCH") == len(header)
-    assert (ROOT / "logs" / ".gitkeep").is_file()
 
 
 def test_the_page_lists_every_variable() -> None:

@@ -3,8 +3,8 @@
 `POST /generate` returns the process id and the policy version. With `"until": path` it answers when
 that file exists. With `"orphan": true` it leaves an orphaned process behind and returns its id.
 
-It fails to start if the directory in STUB_ENGINE_DIRECTORY, or the directory of the weights, has a
-file `broken`. It serves only when that directory has no file `held`.
+It fails to start if the directory in STUB_ENGINE_DIRECTORY has a file `broken`. It serves only when
+that directory has no file `held`.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ def preload(_options: list[str]) -> str | None:
 
 
 def run_engine(plan: EnginePlan, _options: list[str]) -> None:
-    places = [Path(os.environ[DIRECTORY]), plan.weights.path]
-    if any(place is not None and (place / BROKEN).exists() for place in places):
+    directory = Path(os.environ[DIRECTORY])
+    if (directory / BROKEN).exists():
         raise SystemExit(3)
-    while (Path(os.environ[DIRECTORY]) / HELD).exists():
+    while (directory / HELD).exists():
         time.sleep(0.02)
     asyncio.run(StubEngine(plan).serve())
 

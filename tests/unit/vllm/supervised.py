@@ -112,14 +112,14 @@ class Supervised:
         finally:
             (self.directory / mark).unlink()
 
-    def checkpoint(self, name: str, marker: str | None = None) -> Path:
-        return self._weights(name, {MODEL_CONFIG: "{}", "model.safetensors": name}, marker)
+    def checkpoint(self, name: str) -> Path:
+        return self._weights(name, {MODEL_CONFIG: "{}", "model.safetensors": name})
 
     def adapter(self, name: str, rank: int = 8, marker: str | None = None) -> Path:
         files = {ADAPTER_CONFIG: f'{{"r": {rank}}}', ADAPTER_WEIGHTS: name}
         return self._weights(name, files, marker)
 
-    def _weights(self, name: str, files: Mapping[str, str], marker: str | None) -> Path:
+    def _weights(self, name: str, files: Mapping[str, str], marker: str | None = None) -> Path:
         path = self.weights / name
         path.mkdir(parents=True)
         for file, content in files.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from itertools import combinations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,18 +21,6 @@ LEAST = st.dictionaries(
 def plan(queue: list[Bundle], batch_size: int, least: Least | None = None) -> list[int] | None:
     planned = plan_batch(queue, Demand(batch_size, least or {}))
     return None if planned is None else [bundle.id for bundle in planned]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "batch_size", "planned"),
-    [
-        pytest.param([4, 6, 3, 4, 4], 12, [0, 3, 4], id="a greedy choice would stall"),
-        pytest.param([4] * 3 + [6] * 20_000, 38, [0, 1, 3, 4, 5, 6, 7], id="a deep queue"),
-    ],
-)
-def test_plan(sizes: list[int], batch_size: int, planned: list[int] | None) -> None:
-    queue = [bundle(i, 0, size) for i, size in enumerate(sizes)]
-    assert plan(queue, batch_size) == planned
 
 
 def oldest_valid(queue: list[Bundle], batch_size: int, least: Least) -> list[int] | None:

@@ -81,15 +81,6 @@ def test_weight(environments: list[Environment], weight: float) -> None:
     assert statuses(view(environments, {}))[0].env_weight == pytest.approx(weight)
 
 
-def test_nobody_pauses_for_data_of_which_no_batch_can_be_formed() -> None:
-    """With 4 + 4 + 6 sequences for a batch of 12, each would see a full batch and pause."""
-    environments = [environment(0, group_size=4), environment(1, group_size=6)]
-    stuck = view(environments, {(0, 4): 2, (1, 6): 1}, max_group_size=6, batch_size=12)
-    assert queue_sizes(stuck) == [8 // 4, 6 // 6]
-    freed = view(environments, {(0, 4): 2, (1, 6): 2}, max_group_size=6, batch_size=12)
-    assert queue_sizes(freed) == [(8 + 12) // 4, (12 + 12) // 6]
-
-
 def test_only_those_whose_minimum_is_missing_go_on() -> None:
     environments = [environment(0), environment(1, minimum=0.25), environment(2, minimum=0.25)]
     # 0: its own 36 + 1's groups beyond its minimum; 1: its own 4 + 36; 2: no own groups

@@ -40,12 +40,6 @@ def bundles(placement: Placement) -> list[list[int]]:
     return [[group.id for group in bundle.groups] for bundle in placement.bundles]
 
 
-def test_groups_of_the_registered_size_go_straight_to_the_queue() -> None:
-    placement = placed(run(3), 4, 4)
-    assert bundles(placement) == [[100], [101]]
-    assert (placement.buffers, placement.buffered_sequences) == ({}, [None, None])
-
-
 def test_groups_of_an_unknown_sender_go_straight_to_the_queue() -> None:
     placement = placed(run(), 2, 1, env_id=9)
     assert bundles(placement) == [[100], [101]]

@@ -90,13 +90,6 @@ async def test_a_server_that_does_not_read_is_a_read_timeout() -> None:
                 )
 
 
-async def test_credentials_of_the_url_are_sent_once() -> None:
-    head = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
-    async with server(head) as url, client() as http:
-        answer = await http.get(url.replace("://", "://user:password@"))
-    assert answer.request.headers["authorization"].startswith("Basic ")
-
-
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [

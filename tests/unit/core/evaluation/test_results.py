@@ -10,7 +10,6 @@ import pytest
 from grpo_core.evaluation.comparison import NotComparable, compare
 from grpo_core.evaluation.files import ResultsUnusable, read_result, read_summaries, save
 from grpo_core.evaluation.results import EvalItem, NothingEvaluated
-from grpo_core.evaluation.statistics import wilson
 from grpo_core.evaluation.table import COLUMNS, comparison_lines, table_lines
 from grpo_core.wire.policy_version import PolicyVersion
 from tests.unit.core.evaluation.made import item, result
@@ -41,11 +40,6 @@ def test_metrics_are_means_over_items() -> None:
     assert (found.samples, found.item_count) == (4, 3)
     assert set(found.intervals) == {"pass@1", "pass@2", "mean@1", "mean@2"}
     assert set(result(ITEMS).metrics) >= {"pass@1", "pass@4"}  # one answer, and all of them
-
-
-def test_one_answer_per_item_has_wilsons_interval() -> None:
-    found = result([item("a", 1.0), item("b", 0.3), item("c", 1.0)], temperature=0.0)
-    assert found.intervals["pass@1"] == wilson(2, 3)
 
 
 def test_parts_are_averaged_where_they_are_given() -> None:

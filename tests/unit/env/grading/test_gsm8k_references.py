@@ -12,11 +12,9 @@ import pytest
 from grpo_env.grading.final_answer import find_result
 from grpo_env.grading.numbers import exact_verdict
 from grpo_env.grading.parts import Form, read_form
-from tests.unit.env.grading.conftest import MathVerify
 
 DATA = Path(__file__).parents[5] / "shared" / "data" / "gsm8k"
 REFERENCES = 8792
-SAMPLE_EVERY = 80
 
 ANSWERS = (
     "16 - 3 = 13\n#### {}",
@@ -75,15 +73,3 @@ def test_all_references_are_right_and_their_perturbations_wrong(solutions: list[
             assert exact_verdict(stated(number, which), gold) is True
         for shift, wrong in enumerate(perturbed(number)):
             assert exact_verdict(stated(wrong, index + shift), gold) is False, f"{wrong} {gold}"
-
-
-def test_math_verify_itself_agrees_on_a_sample(
-    math_verify: MathVerify, solutions: list[str]
-) -> None:
-    for index, solution in enumerate(solutions[::SAMPLE_EVERY]):
-        gold = solution.rpartition("####")[2].strip()
-        number = Decimal(gold.replace(",", ""))
-        assert math_verify.respelled(stated(number, index), gold)
-        wrong = [math_verify.respelled(stated(one, index), gold) for one in perturbed(number)]
-        assert not any(wrong)
-        assert math_verify.respelled(f"\\frac{{{2 * number}}}{{2}}", gold)

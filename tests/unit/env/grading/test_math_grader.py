@@ -25,46 +25,33 @@ class Marked(str):
     ("answer", "gold", "equal"),
     [
         ("1,080", "1080", True),
-        ("36/2", "18", True),
         (r"$\frac{36}{2}$", "18", True),
-        (r"\frac{1}{2}", "0.5", True),
-        ("1/2", "0.5", True),
         ("0.5", r"\boxed{\frac{1}{2}}", True),
         (r"\boxed{\frac{\sqrt{8}}{2}}", r"\sqrt{2}", True),
-        (r"\sqrt{2}", r"\boxed{\sqrt{2}}", True),
         ("x + 1", r"\boxed{1 + x}", True),
         (r"\boxed{2 ab}", r"\boxed{2 cd}", False),
         (r"The answer is \frac{1}{2}", "0.5", True),
         ("17.999", "18", False),
         ("17 or 18 or 19", "18", False),
         ("0 < 18 < 100", "18", False),
-        (r"\boxed{17, 18, 19}", "18", False),
-        (r"\boxed{17 \text{ or } 18}", "18", False),
         (r"\frac{\frac{", "18", False),
         (r"\boxed{", "18", False),
         ("", "18", False),
         (Marked("36/2"), Marked("18"), True),
         (r"3.0\times10^{-9}", r"4.0\times10^{-9}", False),
         (r"3.0\times10^{-9}", r"3\cdot10^{-9}", True),
-        ("10^{-9}", "10^{-8}", False),
         (r"\frac{1}{3000000}", r"\frac{1}{4000000}", False),
-        (r"\frac{\sqrt{2}}{10^{20}}", r"\frac{\sqrt{3}}{10^{20}}", False),
         ("3^{90}", "3^{90}+1", False),
         ("0.2500001", r"\frac{1}{4}", False),
         ("0.142857", r"\frac{1}{7}", True),
         ("0.6666666666666666", r"\frac{2}{3}", True),  # as Python prints it
-        ("1.4142135623730951", r"\sqrt{2}", True),
         ("3.1415926", r"\pi", True),  # cut off
-        ("6.666667", r"\frac{2}{0.3}", True),
-        ("2^-3", r"\frac{1}{8}", True),
         ("3*10^-4", "0.0003", True),
         ("9.8 m/s^2", "9.8", True),
-        ("5 m^2", "5", True),
         ("5^{th}", "5", True),
         ("7!", "7", True),
         ("5!", "5!+1", False),
         ("0.14285", r"\frac{1}{7}", False),
-        ("1.732051", r"\sqrt{3}", True),
         (r"(0.25, 2)", r"(\frac{1}{4}, 2)", True),
         (r"(0.2500001, 2)", r"(\frac{1}{4}, 2)", False),
     ],
@@ -93,9 +80,7 @@ def test_an_endless_computation_is_not_graded_and_the_next_one_is(
     assert grader.is_equal("36/2", "18")
 
 
-@pytest.mark.parametrize(
-    "piece", [r"\boxed{", r"\frac{1}{", "(", "9", "1 ", "x+", "$", "-", "\x00", "\N{GRINNING FACE}"]
-)
+@pytest.mark.parametrize("piece", [r"\boxed{", "9", "\x00"])
 def test_an_answer_of_100_kb_is_wrong_or_not_graded(
     grader: MathGrader, monkeypatch: pytest.MonkeyPatch, piece: str
 ) -> None:

@@ -285,32 +285,6 @@ async def test_a_conversation_whose_server_is_gone_goes_on_at_another() -> None:
         assert [await asked(session) for _ in range(3)] == [two.url] * 3
 
 
-async def test_many_requests_survive_that_servers_end_and_add_no_tasks() -> None:
-    async with pool_of(3) as (pool, (one, two, three)):
-        for engine in (one, two, three):
-            engine.open.clear()
-        work = [start(pool.session()) for _ in range(300)]
-        await wait_for_async(lambda: sum(len(s.received) for s in (one, two, three)) == 300)
-        assert _tasks() == {"asked": 300, "PooledServer.watch": 3}
-
-        await one.vanish()
-        await two.crash()
-        three.open.set()
-        two.open.set()
-        await two.start()
-        answers = Counter(await asyncio.gather(*work))
-        assert answers.total() == 300
-        assert one.url not in answers
-
-
-def _tasks() -> Counter[str]:
-    """Numbers of tasks by coroutine, without those of the test and of its servers."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    names = Counter(getattr(task.get_coro(), "__qualname__", "") for task in others)
-    of_servers = ("RequestHandler", "_accept_connection")
-    return Counter({k: n for k, n in names.items() if not any(part in k for part in of_servers)})
-
-
 @pytest.mark.parametrize("others", [[], ["http://127.0.0.1:10"]])
 async def test_a_completion_may_take_as_long_as_its_request(
     others: list[str], monkeypatch: pytest.MonkeyPatch

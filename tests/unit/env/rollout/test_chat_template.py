@@ -35,14 +35,6 @@ def test_equal_prompts_are_rendered_once_and_nobody_changes_what_is_kept() -> No
     assert tokenizer.rendered == ["3+4=0", "3+4=1"]
 
 
-def test_the_oldest_prompt_makes_room() -> None:
-    tokenizer = CountingTokenizer()
-    template = ChatTemplate(tokenizer)
-    for number in (*range(257), 256, 1, 0):
-        template.prompt_ids([{"role": "user", "content": f"{number}:"}])
-    assert tokenizer.rendered[257:] == ["0:0"]
-
-
 class TextTokenizer:
     """A template with marks. Args: opening: what it writes of every answer"""
 

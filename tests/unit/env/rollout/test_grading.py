@@ -143,21 +143,6 @@ async def test_a_part_may_be_missing_in_some_answers_but_not_in_all() -> None:
             await typed_wrong.grade_all(Rewarded(reward), answers, {})
 
 
-async def test_waiting_for_a_thread_is_no_time_of_a_reward() -> None:
-    """More rewards than threads, and each needs most of its deadline."""
-    done = threading.Semaphore(0)
-
-    def slow(_answer: Answer, _row: Any) -> float:
-        done.acquire(timeout=DEADLINE_S)
-        return 1.0
-
-    with TaskCode(DEADLINE_S) as code:
-        answers = [Answer("a")] * 100
-        work = asyncio.create_task(Grader({}, code).grade_all(Rewarded(slow), answers, {}))
-        done.release(100)
-        assert all(isinstance(grade, Grade) for grade in await work)
-
-
 async def test_an_error_of_the_reward_that_looks_like_a_stop_is_an_error() -> None:
     def times_out(_answer: Answer, _row: Any) -> float:
         raise TimeoutError("the judge")

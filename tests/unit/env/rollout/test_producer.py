@@ -8,9 +8,8 @@ import pytest
 
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_env.rollout.grading import Grade
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup
-from grpo_env.rollout.producer import GroupCounts, GroupProducer, RewardTotals
+from grpo_env.rollout.producer import GroupCounts, GroupProducer
 from grpo_env.tasks.items import ItemStream
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import generate_answer
@@ -56,13 +55,3 @@ def test_only_equal_scores_lower_the_share_of_kept_groups() -> None:
     for _ in range(64):  # older groups are forgotten
         counts.record(SampledGroup(lost=GroupLost(FailureReason.UNAVAILABLE, "no server")))
     assert counts.kept_share == 1
-
-
-def test_parts_of_rewards_are_added_up_and_can_be_given_back() -> None:
-    sample = RewardTotals()
-    sample.add([Grade(0.5, {"accuracy": 1.0, "length": -0.5}), Grade(0.0, {"accuracy": 0.0})])
-    taken = sample.take()
-    sample.add([Grade(1.0, {"accuracy": 1.0})])
-    sample.give_back(taken)
-    assert (sample.total, sample.count) == (1.5, 3)
-    assert sample.parts == {"accuracy": 2.0, "length": -0.5}

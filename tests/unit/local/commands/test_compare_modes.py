@@ -17,6 +17,7 @@ from grpo_local.report.summary import Benchmark, RunFacts, summarise
 from grpo_local.settings import CompareSettings
 from tests.unit.local.records import BENCHMARK, metrics_line, record
 from tests.unit.local.shown import Shown
+from tests.unit.local.stand_ins import write_programs
 
 STEPS = 20
 RUN = """
@@ -96,13 +97,10 @@ class Comparing:
 
 @pytest.fixture
 def comparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comparing:
-    module = tmp_path / "stand-in" / "grpo_local"
-    module.mkdir(parents=True)
-    (module / "__init__.py").touch()
-    (module / "__main__.py").write_text(RUN)
+    write_programs(tmp_path / "stand-in", grpo_local=RUN)
     (tmp_path / "facts.json").write_text(facts().model_dump_json())
     (tmp_path / "metrics.jsonl").write_text(metrics_line(1) + metrics_line(2))
-    monkeypatch.setenv("PYTHONPATH", str(module.parent))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stand-in"))
     monkeypatch.setenv("STAND_IN", str(tmp_path))
     return Comparing(tmp_path, Shown())
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 
-from grpo_core.rollouts.files import file_of_step, write_step
+from grpo_core.rollouts.files import write_step
 from grpo_core.settings import load_settings
 from grpo_local.commands.rollouts import show_rollouts
 from grpo_local.run_directory import RunDirectory
@@ -17,8 +16,6 @@ from grpo_local.settings import RolloutsSettings
 from grpo_tiny_model.model import build_tokenizer
 from tests.unit.core.rollouts.records import record
 from tests.unit.local.shown import Shown
-
-Show = Callable[..., Shown]
 
 
 @pytest.fixture
@@ -103,14 +100,6 @@ def test_a_step_without_sequences_for_the_filters_is_told(run: Path) -> None:
         screen = shown(run, *words, status=1)
         assert screen.err.startswith("no sequence passes the filters")
         assert screen.out == ""
-
-
-def test_a_broken_file_is_told_in_one_line(run: Path) -> None:
-    file_of_step(run / "rollouts", 2).write_bytes(b"text")
-    assert shown(run, "--step", "1").err == ""
-    err = shown(run, status=1).err
-    assert "step-000002.jsonl.gz, line 1: Not a gzipped file" in err
-    assert err.count("\n") == 1
 
 
 def test_lines_fit_80_columns_and_hold_no_control_characters(run: Path) -> None:

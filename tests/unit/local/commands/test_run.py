@@ -13,6 +13,7 @@ from grpo_local.process.ports import free_port
 from grpo_local.settings import RunSettings
 from tests.support.process_table import is_alive
 from tests.unit.local.shown import Shown
+from tests.unit.local.stand_ins import SMOLLM2, write_programs
 
 SERVER = """
 import os, pathlib, subprocess, sys, time
@@ -50,12 +51,6 @@ if does.startswith("SIG"):
     time.sleep(600)
 """
 
-SMOLLM2 = """
-import pathlib, sys
-assert sys.argv[1:3] == ["--smollm2", "--path-file"]
-pathlib.Path(sys.argv[3]).write_text("m")
-"""
-
 
 @dataclass
 class Together:
@@ -77,16 +72,13 @@ class Together:
 
 @pytest.fixture
 def together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Together:
-    modules = {"grpo_vllm": SERVER, "grpo_trainer": TRAINER, "grpo_tiny_model": SMOLLM2}
-    for name, code in modules.items():
-        module = tmp_path / "stand-ins" / name
-        module.mkdir(parents=True)
-        (module / "__init__.py").touch()
-        (module / "__main__.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stand-ins"))
+    stand_ins = tmp_path / "stand-ins"
+    write_programs(stand_ins, grpo_vllm=SERVER, grpo_trainer=TRAINER, grpo_tiny_model=SMOLLM2)
+    monkeypatch.setenv("PYTHONPATH", str(stand_ins))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text("{}")
+    for model in ("m", "made"):
+        (tmp_path / model).mkdir()
+        (tmp_path / model / "config.json").write_text("{}")
     return Together(tmp_path, Shown())
 
 
@@ -117,7 +109,7 @@ def test_smollm2_is_made_before_server_and_trainer_start(together: Together) -> 
     assert (together.run("--model", "smollm2"), together.shown.err) == (0, "")
     assert "model       ready after" in together.shown.out
     for name in ("vllm-server", "trainer"):
-        assert together.said(name).startswith("--model m ")
+        assert together.said(name).startswith("--model made ")
 
 
 def test_the_exit_status_is_the_trainers_and_its_last_words_are_shown(together: Together) -> None:

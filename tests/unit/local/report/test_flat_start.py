@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from grpo_local.report.flat_start import flat_start_hint
-from grpo_local.report.metrics_file import StepRecord
-
-TIMES = ("data_fetch_time", "compute_time", "sync_time", "step_time")
-
-
-def record(step: int, reward: float, ratio: float | None) -> StepRecord:
-    values = {f"train/{name}": 0.1 for name in TIMES} | {
-        **{"step": step, "steps": 60, "reward/mean": reward, "train/loss": 0.0},
-        **{"grpo/mean_ratio": ratio, "throughput/tokens_per_s": 1.0},
-    }
-    return StepRecord.model_validate_json(json.dumps(values))
+from tests.unit.local.records import record
 
 
 @pytest.mark.parametrize(
@@ -35,7 +23,10 @@ def test_a_hint_is_shown_once_if_neither_policy_nor_reward_moves(
     steps: int, rise: float, ratio: float | None, is_shown: bool
 ) -> None:
     noise = (0.01, -0.01)
-    first = [record(n + 1, 0.3 + noise[n % 2] + rise * n, ratio) for n in range(steps)]
+    first = [
+        record(n + 1, **{"reward/mean": 0.3 + noise[n % 2] + rise * n, "grpo/mean_ratio": ratio})
+        for n in range(steps)
+    ]
     hint = flat_start_hint(first, 1e-5)
     assert (hint is not None) is is_shown
     assert hint is None or "raise --lr (now 1e-05)" in hint

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_core.errors import ProtocolViolation
 from grpo_local.report.metrics_file import MetricsFile, trim_records
-from grpo_local.report.step_table import COLUMNS, header_lines, legend_lines, step_line
+from grpo_local.report.step_table import header_lines, step_line
 from grpo_local.report.summary import summarise
 from tests.unit.local.records import metrics_line, record
 from tests.unit.local.shown import Shown
@@ -50,11 +50,6 @@ def test_records_after_the_checkpoint_are_removed(tmp_path: Path) -> None:
     path.write_text(TEXT + '{"step": 4')
     assert [record.step for record in trim_records(path, 2)] == [1, 2]
     assert path.read_text() == metrics_line(1) + metrics_line(2)
-
-
-def test_the_legend_explains_each_column() -> None:
-    assert len(legend_lines()) == 1 + len(COLUMNS)
-    assert max(map(len, [*legend_lines(), *header_lines()])) <= 100
 
 
 def test_a_line_shows_each_value_under_its_title() -> None:

@@ -179,17 +179,6 @@ def test_a_token_tells_its_numbers(page: Page) -> None:
     expect(page.locator("#tip")).to_be_hidden()
 
 
-def test_what_is_not_trained_on_looks_different(page: Page) -> None:
-    show_step(page, 2)
-    trained = page.locator(".completion .token:not(.still)").all_inner_texts()
-    assert "".join(trained) == "call<|im_end|>done<|im_end|>"
-    assert page.locator(".completion .token.special").count() == 5
-    colours = "(e) => getComputedStyle(e).color"
-    tokens = (page.locator(f".completion .token{of}").first for of in (".still", ":not(.still)"))
-    still, said = (token.evaluate(colours) for token in tokens)
-    assert still != said
-
-
 def test_colours_show_what_one_chooses(page: Page) -> None:
     """The server's logprobs are 0, -1, ... -4; at -5 the colour is full, level 8. Ratios are 1 and
     e^-0.25; at 1 / 1.5 the colour is full. The advantage is half of the run's largest one."""
@@ -211,7 +200,6 @@ def test_colours_show_what_one_chooses(page: Page) -> None:
     assert background != "rgba(0, 0, 0, 0)"
 
 
-@ON_BOTH
 def test_a_search_finds_prompts_and_completions(page: Page) -> None:
     page.locator("#all-steps").click()
     expect(page.locator("#found")).to_have_text("5 groups, 9 completions")
