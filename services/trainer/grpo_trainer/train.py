@@ -33,13 +33,13 @@ from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
 from grpo_trainer.config.trainer import AUTO, TrainerSettings
 from grpo_trainer.control import Coefficients
 from grpo_trainer.data.batches import BatchQueue, BatchSource, Position, TakenBatch
-from grpo_trainer.data.collate import shared_batch
+from grpo_trainer.data.collate import broadcast_batch
 from grpo_trainer.data.filter import VersionHistory
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
 from grpo_trainer.gradients import Accumulate, Update, build_learner
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import FastForward, build_forward_pass
-from grpo_trainer.model.loading import shared_policy, warn_of_slow_type
+from grpo_trainer.model.loading import broadcast_policy, warn_of_slow_type
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy import CausalLM, limits_of, train_only
 from grpo_trainer.model.reference import Reference, build_reference, with_advantages
@@ -166,18 +166,18 @@ def take(run: Run, position: Position) -> TakenBatch:
     if lead is not None:
         taken = lead.batches.take(position)
         lead.batches.request_next(position)
-        ranks.shared(BATCH_FOLLOWS)
-        shared_batch(taken.collated, ranks)
+        ranks.broadcast(BATCH_FOLLOWS)
+        broadcast_batch(taken.collated, ranks)
         return taken
-    while ranks.shared(BATCH_FOLLOWS, "a batch") == CHECKPOINT_FIRST:
-        run.optimizer.tensors(run.names)  # rank 0 saves a checkpoint before its next batch
-    return TakenBatch(0, [], [], shared_batch(None, ranks))
+    while ranks.broadcast(BATCH_FOLLOWS, "a batch") == CHECKPOINT_FIRST:
+        take_part_in_checkpoint(run)
+    return TakenBatch(0, [], [], broadcast_batch(None, ranks))
 
 
 def objective_now(run: Run) -> Objective:
     """The objective with this step's coefficients, which rank 0 controls."""
     values = None if run.lead is None else run.lead.coefficients.values
-    kl_coef, tau = run.ranks.shared(values) or (0.0, 0.0)
+    kl_coef, tau = run.ranks.broadcast(values) or (0.0, 0.0)
     return replace(run.settings.resolved_objective, kl_coef=kl_coef, maxent_tau=tau)
 
 
@@ -252,12 +252,18 @@ def record(
 
 
 def save(run: Run, position: Position) -> None:
-    """Save what is due after a step. With FSDP2 every rank has a part of the optimizer's state."""
+    """Save what is due after a step."""
     lead = run.lead
-    if run.ranks.shared(lead is not None and lead.saver.is_due(position)) and lead is None:
-        run.optimizer.tensors(run.names)
+    is_due = run.ranks.broadcast(lead is not None and lead.saver.is_due(position))
     if lead is not None:
         lead.saver.step_taken(position)
+    elif is_due:
+        take_part_in_checkpoint(run)
+
+
+def take_part_in_checkpoint(run: Run) -> None:
+    """What ranks above 0 do while rank 0 saves: with FSDP2 each has a part of the state."""
+    run.optimizer.tensors(run.names)
 
 
 @contextlib.contextmanager
@@ -283,7 +289,7 @@ def open_run(
             stack.enter_context(hold_save_path(settings.save_path))
             remove_unfinished(store.directory)
             saved = find_state(settings, store)
-        steps_taken = ranks.shared(None if saved is None else saved.record.step)
+        steps_taken = ranks.broadcast(None if saved is None else saved.record.step)
         if steps_taken is not None and steps_taken >= settings.steps:
             if saved is not None:
                 leave_complete_run(api, settings, saved)
@@ -296,12 +302,17 @@ def open_run(
             sync = stack.enter_context(weight_sync(settings))
         run = load(settings, sync, ranks, is_restoring=steps_taken is not None)
         if sync is None or sinks is None:
-            position = join_in(run, steps_taken)
+            position = start_other_rank(run, steps_taken)
         else:
-            run, position = lead(run, api, sync, store, saved, sinks)
+            run, position = start_rank_0(run, api, sync, store, saved, sinks)
         SelfTest(
-            *(run.policy, run.forward, run.reference, run.optimizer, run.settings),
-            *(run.accumulate, ranks),
+            policy=run.policy,
+            forward=run.forward,
+            reference=run.reference,
+            optimizer=run.optimizer,
+            settings=run.settings,
+            accumulate=run.accumulate,
+            ranks=ranks,
         ).require()
         yield run, position
 
@@ -316,7 +327,7 @@ def load(
         policy = sync.load_policy(is_restoring).eval()
         warn_of_slow_type(policy)
         settings = settings.model_copy(update={"run_id": sync.server_run_id})
-    policy, settings = shared_policy(policy, settings, ranks)
+    policy, settings = broadcast_policy(policy, settings, ranks)
     if settings.trained_layers is not None:
         train_only(policy, settings.trained_layers)
     forward = build_forward_pass(policy, settings, differentiates_entropy=settings.entropy_coef > 0)
@@ -325,17 +336,17 @@ def load(
     return Run(settings, ranks, policy, forward, reference, optimizer, accumulate, None)
 
 
-def join_in(run: Run, steps_taken: int | None) -> Position:
-    """What ranks above 0 do while rank 0 runs `lead`. Args: steps_taken: of the checkpoint"""
+def start_other_rank(run: Run, steps_taken: int | None) -> Position:
+    """What ranks above 0 do during `start_rank_0`. Args: steps_taken: of the checkpoint"""
     if steps_taken is not None:
         run.optimizer.load_tensors(run.names, {})
     run.optimizer.write_into_parameters()
-    if run.ranks.shared(False):
-        run.optimizer.tensors(run.names)
+    if run.ranks.broadcast(False):  # whether rank 0 saves a checkpoint at the start
+        take_part_in_checkpoint(run)
     return Position(steps_taken or 0, 0, 0)
 
 
-def lead(
+def start_rank_0(
     run: Run,
     api: BatchQueue,
     sync: WeightSync,
@@ -363,17 +374,21 @@ def lead(
     saver = Saver(settings, policy, optimizer, api, store, bound, coefficients, ranks)
     # A checkpoint that the user named may belong to another directory or run: leave it as it is.
     own = saved if settings.resume == AUTO else None
-    ranks.shared(own is None)
+    ranks.broadcast(own is None)
     saver.begin(position, own is not None, own.record.checkpoints if own else ())
     log.info("objective.chosen", name=settings.objective, **asdict(settings.resolved_objective))
-    history, recover = VersionHistory(served, sync.begun_as), sync.recover_server
     limits = limits_of(policy, settings.seq_len, settings.recompute_logprobs)
-    cut = run.forward.layout.cut
     leading = Lead(
         sync=sync,
         batches=BatchSource(
-            *(settings, api, saver.batch_skipped, saver.release_batches),
-            *(recover, limits, history, cut),
+            settings,
+            api,
+            skipped=saver.batch_skipped,
+            release_batches=saver.release_batches,
+            recover_server=sync.recover_server,
+            limits=limits,
+            history=VersionHistory(served, sync.begun_as),
+            cut=run.forward.layout.cut,
         ),
         checks=DataChecks(policy, run.forward, run.reference, sync.served_logprobs, bound.value),
         recorder=Recorder(settings, sinks),

@@ -116,7 +116,7 @@ class Saver:
         checkpoint already includes them all. Raises the errors of `step_taken`."""
         if self._position == self._saved:
             return False
-        self.ranks.shared(CHECKPOINT_FIRST)
+        self.ranks.broadcast(CHECKPOINT_FIRST)
         self._save_state(self._position)
         return True
 

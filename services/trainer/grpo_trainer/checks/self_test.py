@@ -22,7 +22,7 @@ from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batch_advantages import weights_as_advantages
-from grpo_trainer.data.collate import Batch, collate, shared_batch
+from grpo_trainer.data.collate import Batch, broadcast_batch, collate
 from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
 from grpo_trainer.errors import FunctionUnusable, SelfTestFailed
 from grpo_trainer.functions import own_function
@@ -123,7 +123,7 @@ class SelfTest:
                 alone = replace(objective, maxent_tau=objective.maxent_tau or 1.0)
                 weights, _ = weights_as_advantages(groups, alone, batch.trained_tokens())
                 batch = batch.with_advantages(groups, weights)
-        batch = shared_batch(batch, self.ranks)
+        batch = broadcast_batch(batch, self.ranks)
         return batch if self.reference is None else self.reference.added(batch, self.ranks)
 
     def _of_logprobs(self, batch: Batch, objective: Objective) -> Iterator[str]:

@@ -163,14 +163,14 @@ class Batch:
         return replace(self, micro_batches=micro_batches)
 
 
-def shared_batch(batch: Batch | None, ranks: Ranks) -> Batch:
+def broadcast_batch(batch: Batch | None, ranks: Ranks) -> Batch:
     """Rank 0's micro-batches, on every rank. Ranks above 0 have nothing else of the batch.
 
     Args:
         batch: None on other ranks
     """
     known = None if batch is None else [vars(micro) for micro in batch.micro_batches]
-    found = ranks.shared(known, "a batch") or []
+    found = ranks.broadcast(known, "a batch") or []
     return batch or Batch([MicroBatch(**fields) for fields in found], [], [], None)
 
 

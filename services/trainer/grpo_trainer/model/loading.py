@@ -183,7 +183,7 @@ class TrainedWeights:
         )
 
 
-def shared_policy(
+def broadcast_policy(
     policy: CausalLM | None, settings: TrainerSettings, ranks: Ranks
 ) -> tuple[CausalLM, TrainerSettings]:
     """Rank 0's policy, and settings with its optimizer, on every rank. The others load the model,
@@ -205,7 +205,7 @@ def shared_policy(
         weights = next(policy.parameters())
         name = str(weights.dtype).removeprefix("torch.")
         chosen = [name, settings.optimizer_on(weights.device.type)]
-    dtype, optimizer = ranks.shared(chosen, "the model") or ["", ""]
+    dtype, optimizer = ranks.broadcast(chosen, "the model") or ["", ""]
     if policy is None:
         device = device_to_load_on(settings.device)
         own = TrainedWeights(settings.model, settings.lora)

@@ -58,7 +58,7 @@ class Ranks:
                 dist.broadcast(tensor, src=LEADER)
         return tensor
 
-    def shared(self, value: T, what: str = "a value") -> T:
+    def broadcast(self, value: T, what: str = "a value") -> T:
         """The leader's value, on every rank: None, numbers, texts and tensors in host memory, and
         lists, tuples and dictionaries of them. Args: value: not read on other ranks"""
         if self.count == 1:

@@ -14,12 +14,12 @@ import torch
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.processes import Processes
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import Batch, shared_batch
+from grpo_trainer.data.collate import Batch, broadcast_batch
 from grpo_trainer.errors import LostRank, NonFiniteLoss
 from grpo_trainer.gradients import GradientStats, build_learner
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import build_forward_pass
-from grpo_trainer.model.loading import TrainedWeights, shared_policy
+from grpo_trainer.model.loading import TrainedWeights, broadcast_policy
 from grpo_trainer.model.reference import build_reference
 from grpo_trainer.ranks.group import ALONE, Ranks, join
 from tests.support.forked import forked
@@ -58,13 +58,13 @@ def learn(case: Case, model: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
         torch.manual_seed(1)
         for parameter in policy.parameters():  # so that the others need rank 0's weights
             parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
-    policy, settings = shared_policy(policy, settings, ranks)
+    policy, settings = broadcast_policy(policy, settings, ranks)
     forward = build_forward_pass(policy, settings)
     reference = build_reference(policy, forward, settings)
     optimizer, accumulate = build_learner(policy, forward, settings, ranks)
     objective = settings.resolved_objective
     whole = ragged_batch(forward.layout.cut, case.tokens)
-    whole = shared_batch(whole if ranks.leads else None, ranks)
+    whole = broadcast_batch(whole if ranks.leads else None, ranks)
     batch = whole if reference is None else reference.added(whole, ranks)
     overflowed = _overflows(lambda b: accumulate(b, objective, 0), batch)
     optimizer.gradients.clear()
@@ -126,7 +126,7 @@ def _work(rank: int, cases: list[Case], model: Path, directory: Path) -> None:
     if ranks.leads:
         os._exit(3)
     try:
-        ranks.shared(None, "the next batch")
+        ranks.broadcast(None, "the next batch")
     except LostRank as error:
         (directory / LOST).write_text(str(error))
     os._exit(0)
