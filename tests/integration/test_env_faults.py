@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from grpo_core.clients.run_api import TrainerClient
-from grpo_core.errors import ServiceUnavailable
+from grpo_core.process.managed import ManagedProcess
 from grpo_core.wire.run_api import Registration
 from grpo_local.process.ports import free_port
-from grpo_trainer.data.batches import BatchSource
-from grpo_trainer.errors import NoEnvironmentLeft
-from tests.fixtures.environment import environment, register_trainer
 from tests.fixtures.run_api import start_run_api
-from tests.integration.run_api_calls import (
-    REGISTRATION,
-    disconnect,
-    lease,
-    register_environment,
-)
+from tests.integration.run_api_calls import REGISTRATION
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import generate_answer, inference_routes
 from tests.unit.env.http_stub import Answer, StubServer, stub_server
@@ -71,54 +63,42 @@ def take(trainer: TrainerClient, steps: int) -> set[int | None]:
     return {group.env_id for batch in batches for group in batch.groups}
 
 
-def test_a_trainer_whose_environments_have_left_ends_by_name(http: httpx.Client) -> None:
-    """A trainer without any environment waits for its whole deadline."""
-    with TrainerClient(str(http.base_url)) as trainer:
-        uuid = trainer.register(Registration.model_validate(REGISTRATION))
-        settings: Any = SimpleNamespace(
-            batch_deadline_s=0.01,
-            environment_return_deadline_s=0.01,
-            max_staleness=None,
-            save_path=Path("/nowhere"),
-        )
-        unused: Any = None
-        source = BatchSource(
-            *(settings, trainer, unused, unused, lambda: None, unused, unused, unused)
-        )
-        with pytest.raises(ServiceUnavailable, match="no batch within"):
-            trainer.next_batch(0.01)
-        first, second = (register_environment(http)["env_id"] for _ in range(2))
-        disconnect(http, first)
-        count = lease(http, uuid).json()["environments"]
-        assert count.items() >= {"registered": 2, "connected": 1}.items()
-        with pytest.raises(ServiceUnavailable, match="no batch within"):
-            source.next_batch(0, batches_left=1)  # one environment is connected
-        disconnect(http, second)
-        settings.batch_deadline_s = DEADLINE_S
-        with pytest.raises(NoEnvironmentLeft, match="2 environments that registered in this run"):
-            source.next_batch(0, batches_left=1)
+def register_trainer(trainer: TrainerClient, steps: int) -> None:
+    """Announce a trainer whose batches have 8 sequences, and poll once, as environments need."""
+    options = {"batch_size": 8, "max_token_len": 400, "num_steps": steps}
+    uuid = trainer.register(Registration.model_validate(REGISTRATION | options))
+    httpx.get(f"{trainer.base_url}/batch", params={"trainer": uuid}).raise_for_status()
 
 
 def test_an_environment_survives_a_run_api_that_is_late_killed_and_reset(
     redis_url: str, engine: StubServer, tokenizer: Path, tmp_path: Path
 ) -> None:
-    log, port = tmp_path / "environment.log", free_port()
-    url, options = f"http://127.0.0.1:{port}", ("--no-drop-equal-scores",)
-    with (
-        environment("arithmetic", url, engine.url, tokenizer, log, *options) as process,
-        TrainerClient(url) as trainer,
-    ):
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [
+        *(sys.executable, "-m", "grpo_env", "arithmetic", "serve", "--no-drop-equal-scores"),
+        *("--run-api-url", url, "--inference-url", engine.url),
+        *("--group-size", "2", "--model", str(tokenizer)),
+    ]
+    process = ManagedProcess(
+        "environment", command, tmp_path / "log", {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    )
+    log = process.log_path
+    try:
         process.wait_until(lambda: ("GET /health", {}) in engine.seen, DEADLINE_S)
-        with killed_at_the_end(redis_url, tmp_path, port):
-            register_trainer(trainer, num_steps=1000)
-            taken = take(trainer, 3)
-        with killed_at_the_end(redis_url, tmp_path, port):
-            taken |= take(trainer, STEPS_BEYOND_THE_QUEUE)
-            assert taken == {0}  # the environment process is the same, so it lost no state
+        with TrainerClient(url) as trainer:
+            with killed_at_the_end(redis_url, tmp_path, port):
+                register_trainer(trainer, steps=1000)
+                taken = take(trainer, 3)
+            with killed_at_the_end(redis_url, tmp_path, port):
+                taken |= take(trainer, STEPS_BEYOND_THE_QUEUE)
+                assert taken == {0}  # the environment process is the same, so it lost no state
 
-            httpx.get(f"{url}/reset_data").raise_for_status()
-            process.wait_until(lambda: "registration.lost" in log.read_text(), DEADLINE_S)
-            register_trainer(trainer, num_steps=2)
-            take(trainer, 2)
-            assert process.wait(DEADLINE_S) == 0
+                httpx.get(f"{url}/reset_data").raise_for_status()
+                process.wait_until(lambda: "registration.lost" in log.read_text(), DEADLINE_S)
+                register_trainer(trainer, steps=2)
+                take(trainer, 2)
+                assert process.wait(DEADLINE_S) == 0
+    finally:
+        process.kill()
     assert log.read_text().count("[info     ] environment.registered ") == 2

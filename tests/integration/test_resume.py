@@ -14,17 +14,15 @@ from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import LeasesFull
 from grpo_trainer import train
 from grpo_trainer.checkpoint.resume import find_state, rejoin
-from grpo_trainer.checkpoint.saver import Saver
 from grpo_trainer.checkpoint.state import capture
 from grpo_trainer.checkpoint.store import SavedState, StateStore
-from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import BatchSource, Position
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
-from tests.fixtures.run_api import start_run_api
+from tests.integration.conftest import StartApi
 from tests.integration.run_api_calls import bulky, register, status, submit
-from tests.support.small_trainer import NO_PENALTY, Side
+from tests.support.small_trainer import Side
 from tests.support.wait import DEADLINE_S
 
 STATE = Position(step=2, batch_id=2, epoch=1)
@@ -167,32 +165,23 @@ def test_a_finished_run_ends_too_if_run_api_has_another_run(
     assert "raise --steps to continue" in entry["hint"]
 
 
-def test_full_leases_are_acknowledged_by_an_early_save(redis_url: str, tmp_path: Path) -> None:
-    limit = {"--max-leased-bytes": 1024}
-    api = start_run_api(redis_url, tmp_path, run_id="early-save", further=limit)
-    try:
-        with httpx.Client(base_url=api.url) as http, TrainerClient(api.url) as trainer:
-            config = settings(http, tmp_path / "saved", state_interval=0, checkpoint_interval=0)
-            trainer.register(config.registration(first_step=0))
-            for marker in range(1, 7):
-                submit(http, marker, **bulky(marker))
-            side = Side()
-            store = StateStore(config.save_path)
-            saver = Saver(
-                config, side.model, side.optimizer, trainer, store, Bound(1.0), NO_PENALTY
-            )
-            saver.begin(Position(step=0, batch_id=0, epoch=1), is_saved=False)
-            unused: Any = None
-            source = BatchSource(
-                *(config, trainer, saver.batch_skipped, saver.release_batches, lambda: None),
-                *(unused, unused, unused),
-            )
-            assert source.next_batch(0, batches_left=9).id == 1
-            # no batch was trained, so no checkpoint can be written
-            with pytest.raises(LeasesFull, match="write a checkpoint and POST"):
-                source.next_batch(1, batches_left=8)
-            saver.step_taken(Position(step=1, batch_id=1, epoch=1))
-            assert source.next_batch(1, batches_left=8).id == 2
-            assert found(config).record.position == Position(step=1, batch_id=1, epoch=1)
-    finally:
-        api.process.kill()
+def test_full_leases_are_acknowledged_by_an_early_save(own_api: StartApi, tmp_path: Path) -> None:
+    api = own_api("early-save", further={"--max-leased-bytes": 1024})
+    with httpx.Client(base_url=api.url) as http, TrainerClient(api.url) as trainer:
+        config = settings(http, tmp_path)
+        trainer.register(config.registration(first_step=0))
+        for marker in range(1, 7):
+            submit(http, marker, **bulky(marker))
+        unused: Any = None
+        saved: list[int] = []
+        source = BatchSource(
+            *(config, trainer, unused),
+            lambda: [trainer.acknowledge(batch) for batch in saved] != [],
+            *(lambda: None, unused, unused, unused),
+        )
+        assert source.next_batch(0, batches_left=9).id == 1
+        # no batch was trained, so no checkpoint can be written
+        with pytest.raises(LeasesFull, match="write a checkpoint and POST"):
+            source.next_batch(1, batches_left=8)
+        saved.append(1)
+        assert source.next_batch(1, batches_left=8).id == 2

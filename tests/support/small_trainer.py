@@ -12,12 +12,10 @@ from torch import nn
 from grpo_trainer.checkpoint.state import capture, load_state, require_fit
 from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.control import Coefficients, KlCoefficient, Tau
 from grpo_trainer.data.batches import Position
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.schedule import Schedule
 
-NO_PENALTY = Coefficients(KlCoefficient("fixed", 0.0, 1.0, 1), Tau(0.0))
 SETTINGS = CommandLine(model="m", mode="shared_vllm").settings()
 
 
