@@ -52,7 +52,9 @@ def test_calls_of_the_environment_base(
     request = {"url": str(http.base_url).rstrip("/"), "tokenizer": str(tiny_model)}
     seen = run_script(upstream, "environment_calls.py", request, tmp_path)
 
-    assert (seen["env_id"], seen["name"]) == (0, "calls_0")
+    registered = http.get("/environments").json()
+    assert [environment["env_id"] for environment in registered] == [seen["env_id"]]
+    assert seen["name"] == "calls_0"
     assert seen["wandb"] == ["", "a group"], "an empty project is one"
     assert (seen["batch_size"], seen["max_token_len"]) == (GROUPS * GROUP_SIZE, 512)
     assert seen["status"]["env_weight"] == 1.0
