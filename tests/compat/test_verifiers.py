@@ -24,8 +24,8 @@ DEADLINE_S = 400
 @pytest.mark.parametrize(
     ("pins", "checks", "tests"),
     [
-        ("verifiers.txt", "current.py", 19),
-        pytest.param("verifiers-classic.txt", "classic.py", 26, marks=pytest.mark.full),
+        ("verifiers.txt", "current.py", 18),
+        pytest.param("verifiers-classic.txt", "classic.py", 24, marks=pytest.mark.full),
     ],
 )
 def test_its_environments_run_as_tasks(pins: str, checks: str, tests: int, tmp_path: Path) -> None:

@@ -21,21 +21,16 @@ from grpo_core.clients.inference import Completion
 from grpo_core.errors import RequestRefused
 from grpo_core.process.managed import ManagedProcess
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_core.wire.scored_group import RolloutFacts
-from grpo_env.assembly import engine_on, open_tasks, sampling_plan
 from grpo_env.rollout.chat_template import load_template
 from grpo_local.process.ports import free_port
 from grpo_offline.backends.sglang_client import SglangClient
 from grpo_offline.backends.sglang_generation import SglangGeneration
 from grpo_offline.backends.sglang_weights import SglangWeights
-from grpo_offline.items import items_to_train
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.loop import run_offline
 from grpo_offline.results import train_records
 from grpo_offline.run_files import RunFiles
 from grpo_offline.screen import Screen
-from grpo_offline.translate import environment_settings
-from grpo_trainer.errors import ServedWeightsDiffer, WeightsRefused
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.publisher import WeightDirectories
@@ -63,11 +58,6 @@ ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFF
 class Server:
     url: str
     model: Path
-
-    def load_behind_the_trainers_back(self, directory: Path) -> None:
-        """Without a name for the weights, so that the server keeps the previous one."""
-        body = {"model_path": str(directory)}
-        httpx.post(f"{self.url}/update_weights_from_disk", json=body).raise_for_status()
 
 
 @pytest.fixture(scope="module")
@@ -187,28 +177,6 @@ async def test_completions_end_at_an_end_token_at_a_text_or_at_the_limit(
         trainer.sync.served_logprobs([20] * 3000)
 
 
-async def test_the_environments_engine_gets_groups_of_the_published_version(
-    server: Server, trainer: Trainer, tmp_path: Path
-) -> None:
-    trainer.step()
-    keys = OfflineKeys.model_validate(
-        {
-            "model": {"train_id": str(server.model)},
-            "generation": {"base_url": server.url, "max_new_tokens": 8},
-        }
-    )
-    environment = environment_settings(keys, tmp_path)
-    with open_tasks(environment) as tasks:
-        item = items_to_train(tasks, keys).stream(0, 1).next()
-        async with SglangGeneration(server.url, 120.0, 4) as generation:
-            template = load_template(environment.tokenizer_name)
-            with engine_on(generation, environment, template) as engine:
-                outcome = await engine.roll_out(item, sampling_plan(environment, tasks))
-    assert outcome.group is not None
-    versions = RolloutFacts.of(outcome.group).policy_version
-    assert {version for pair in versions for version in pair} == {trainer.version}
-
-
 async def test_each_publication_is_served_under_its_version(
     server: Server, trainer: Trainer, tmp_path: Path
 ) -> None:
@@ -224,48 +192,6 @@ async def test_each_publication_is_served_under_its_version(
     assert trainer.version == (before.epoch, 2)
     epoch = before.epoch
     assert names(tmp_path / "weights") == [f"epoch_{epoch}_step_1", f"epoch_{epoch}_step_2"]
-
-
-def test_a_run_starts_with_its_own_weights_in_a_new_epoch(
-    server: Server, trainer: Trainer, tmp_path: Path
-) -> None:
-    trainer.step()
-    other = SglangWeights(
-        SglangClient(server.url),
-        TrainedWeights(str(server.model)),
-        WeightDirectories(tmp_path / "other"),
-        dtype="float32",
-        device="cpu",
-        every_steps=1,
-        last_step=100,
-    )
-    with contextlib.closing(other):
-        # `start` compares the served logprobs with those of the untrained model.
-        optimizer = optimizer_of(other.load_policy())
-        assert other.start(optimizer, 0) == (trainer.version.epoch + 1, 0)
-    with pytest.raises(ServedWeightsDiffer, match="another run publishes"):
-        trainer.sync.recover_server()
-
-
-def test_other_weights_behind_the_trainers_back_are_found(server: Server, trainer: Trainer) -> None:
-    trainer.step()
-    trainer.sync.recover_server()
-    server.load_behind_the_trainers_back(server.model)
-    assert trainer.sync.server.weight_version() == trainer.version
-    with pytest.raises(ServedWeightsDiffer, match="without any training"):
-        trainer.sync.recover_server()
-    trainer.step()
-
-
-def test_a_directory_that_the_server_does_not_see_is_refused(
-    server: Server, trainer: Trainer, tmp_path: Path
-) -> None:
-    with (
-        SglangClient(server.url) as client,
-        pytest.raises(WeightsRefused, match="must see this directory under the same path"),
-    ):
-        client.load_weights(tmp_path / "nothing", PolicyVersion(99, 0))
-    trainer.sync.recover_server()
 
 
 def test_a_whole_run_samples_from_the_newest_weights(server: Server, tmp_path: Path) -> None:

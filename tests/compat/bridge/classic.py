@@ -18,9 +18,8 @@ from openai import AsyncOpenAI
 from verifiers.clients import OpenAIChatCompletionsClient
 
 from grpo_env.bridges import EnvironmentUnusable, RolloutFailed, VerifiersTask
-from grpo_env.bridges.chat import ImagesUnsupported
 from grpo_env.bridges.verifiers import verifiers_task
-from grpo_env.tasks import ContextFull, Graded, TaskOptions
+from grpo_env.tasks import Graded, TaskOptions
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 
 ROWS = [{"question": "3+4=", "answer": "7"}]
@@ -207,31 +206,10 @@ async def test_a_group_is_rated_together_and_every_answer_gets_its_own_reward() 
     assert not task_of(single_turn(broken)).rates_groups
 
 
-async def test_an_error_in_one_rollout_of_a_group_is_the_groups_error() -> None:
-    task = task_of(single_turn(ranks))
-    with pytest.raises(ContextFull):
-        await task.run_group(row_of(task), [ScriptedDialogue("7"), ScriptedDialogue()])
-
-
 async def test_a_conversation_that_becomes_too_long_is_rated_as_far_as_it_went() -> None:
     task = verifiers_task("calculator", TaskOptions())
     graded = await task.run(row_of(task), ScriptedDialogue(CALL))
     assert (graded.reason, graded.parts["num_turns"]) == ("prompt_too_long", 1.0)
-
-
-async def test_images_are_refused_at_the_start_and_in_a_rollout() -> None:
-    image = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]
-    content = [{"role": "user", "content": image}]
-    rows = [{"prompt": content, "answer": "7"}]
-    task = task_of(
-        lambda: vf.SingleTurnEnv(
-            dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[lambda: 1.0])
-        )
-    )
-    with pytest.raises(ImagesUnsupported, match="image_url"):
-        task.prompt(row_of(task))
-    with pytest.raises(ImagesUnsupported, match="image_url"):
-        await task.run(row_of(task), ScriptedDialogue("7"))
 
 
 async def test_limits_of_the_environment_count_and_its_temperature_does_not(

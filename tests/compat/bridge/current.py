@@ -16,7 +16,6 @@ from structlog.testing import capture_logs
 
 from grpo_core.errors import ServiceUnavailable
 from grpo_env.bridges import EnvironmentUnusable, RolloutFailed, VerifiersTask
-from grpo_env.bridges.chat import ImagesUnsupported
 from grpo_env.bridges.verifiers import verifiers_task
 from grpo_env.bridges.verifiers_harness import HARNESS_ID
 from grpo_env.bridges.verifiers_v1 import _config, _require_permission
@@ -186,20 +185,6 @@ async def test_several_agents_in_one_rollout_are_refused_by_name() -> None:
     with pytest.raises(EnvironmentUnusable, match="several agents in one rollout"):
         await task.run(row_of(task), ScriptedDialogue("7", "8"))
     task.close()
-
-
-def test_images_are_refused_by_name() -> None:
-    image = vf.ImageUrlContentPart(image_url=vf.ImageUrlSource(url="data:image/png;base64,"))
-    taskset = made(Fine)
-
-    def load(self: Any) -> Any:
-        data = vf.TaskData(prompt=[vf.UserMessage(content=[image])])
-        return [taskset.task_type()(data, self.config.task)]
-
-    taskset.load = load
-    task = task_of()
-    with pytest.raises(ImagesUnsupported, match="image_url"):
-        task.prompt(row_of(task))
 
 
 def test_tasks_without_end_need_a_limit() -> None:
