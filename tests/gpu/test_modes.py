@@ -81,7 +81,7 @@ def test_every_publication_served_what_was_trained(run: Run) -> None:
 
 
 def test_the_engine_ran_on_the_gpu_with_graphs(run: Run) -> None:
-    log = run.logs / "vllm-server.log"
+    log = run.log("vllm-server")
     assert "enforce_eager=False" in log
     assert "Capturing CUDA graphs" in log or "Graph capturing finished" in log
 
