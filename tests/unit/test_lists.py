@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -77,3 +78,12 @@ def test_the_page_of_checks_names_every_reason() -> None:
     page = (ROOT / "docs/explanation/checks.md").read_text()
     named = re.findall(r"(?m)^\| `(\w+)` \|", page)
     assert sorted(set(named) & {*UnusableReason}) == sorted(UnusableReason)
+
+
+def test_every_link_leads_somewhere() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    links = [line.split("\t")[1] for line in listed if line.startswith("120000")]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
