@@ -91,7 +91,7 @@ def _in_two_halves(stages: Stages, copy: Callable[..., None]) -> Callable[..., N
 def _noting(take: Callable[..., Any]) -> Callable[..., Any]:
     def taking(source: Any, position: Any) -> Any:
         taken = take(source, position)
-        groups = taken.filtered.groups
+        groups = taken.usable
         entry = {
             "step": position.step + 1,
             "epoch": position.epoch,
