@@ -277,7 +277,7 @@ def take_steps(sync: SglangWeights, optimizer: MasterOptimizer, steps: range) ->
         optimizer.step(step)
         done = sync.publish(optimizer, step + 1)
         assert done.version.step == step + 1
-        assert (done.alignment is not None) == done.is_served
+        assert (done.alignment is not None) == done.is_served == (done.seconds > 0)
         served.append(done.is_served)
     return served
 

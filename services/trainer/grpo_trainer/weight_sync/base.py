@@ -23,7 +23,7 @@ class Published:
 
     version: PolicyVersion
     seconds: float
-    """Until the weights are written, and served if they were published."""
+    """Until the server serves the weights; 0 if they were not published."""
     is_served: bool = True
     """False if the server continues with older weights."""
     alignment: Alignment | None = None
@@ -96,7 +96,7 @@ class PeriodicSync:
         optimizer.write_into_parameters()
         self.version = PolicyVersion(self.version.epoch, step)
         if step % self.every_steps and step != self.last_step:
-            return Published(self.version, time.monotonic() - started, is_served=False)
+            return Published(self.version, 0.0, is_served=False)
         alignment = self.publish_now(f"After step {step}")
         return Published(self.version, time.monotonic() - started, alignment=alignment)
 

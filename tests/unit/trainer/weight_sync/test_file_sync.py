@@ -201,7 +201,7 @@ def take_steps(sync: FileSync, optimizer: MasterOptimizer, steps: range) -> list
         optimizer.step(step)
         done = sync.publish(optimizer, step + 1)
         assert done.version.step == step + 1
-        assert (done.alignment is not None) == done.is_served
+        assert (done.alignment is not None) == done.is_served == (done.seconds > 0)
         published.append(done.is_served)
     return published
 
