@@ -23,9 +23,9 @@ from benchmarks.train_bench.turns import Reading, json_of
 from grpo_env.inference.pool import InferencePool
 from grpo_env.rollout.chat_template import load_template
 from grpo_env.rollout.engine import RolloutEngine
-from grpo_env.rollout.grading import Grader
+from grpo_env.rollout.grader import Grader
 from grpo_env.rollout.groups import SamplingPlan
-from grpo_env.rollout.user_code import TaskCode
+from grpo_env.rollout.task_code import TaskCode
 from grpo_env.tasks import Answer, Message, Row, Split, State, Task, TaskOptions
 from grpo_env.tasks.items import Item
 from grpo_tiny_model.model import ensure_tiny_model

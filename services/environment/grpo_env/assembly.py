@@ -16,9 +16,9 @@ from grpo_env.option_values import MixturePart
 from grpo_env.rollout.chat_template import ChatTemplate, load_template
 from grpo_env.rollout.dialogue import CompletionSource
 from grpo_env.rollout.engine import RolloutEngine
-from grpo_env.rollout.grading import Grader
+from grpo_env.rollout.grader import Grader
 from grpo_env.rollout.groups import SamplingPlan
-from grpo_env.rollout.user_code import TaskCode
+from grpo_env.rollout.task_code import TaskCode
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.items import ItemStream, training_items

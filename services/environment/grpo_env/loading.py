@@ -22,7 +22,7 @@ from typing import Any
 from grpo_core.errors import GrpoError
 from grpo_env.option_values import MIXTURE
 from grpo_env.tasks import Answer, Reward, Row, Task, TaskOptions
-from grpo_env.tasks.rewards import as_reward
+from grpo_env.tasks.reward_functions import as_reward
 
 BUILT_IN: Mapping[str, str] = {
     "arithmetic": "grpo_env.tasks.arithmetic:Arithmetic",

@@ -174,6 +174,35 @@ class RefusalLimit:
             )
 
 
+class NoTrainer(GrpoError):
+    """run-api runs, but no trainer takes batches from it."""
+
+
+class StallDetector:
+    """Ends the environment if it is idle and no batch is taken for `deadline_s` seconds."""
+
+    def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._step = -1
+        self._since = clock()
+
+    def observe(self, step: int, idle: bool) -> None:
+        """Record the run's current step.
+
+        Raises:
+            NoTrainer: the environment was idle and the step did not change for `deadline_s`.
+        """
+        if step != self._step or not idle:
+            self._step, self._since = step, self._clock()
+        elif self._clock() - self._since >= self._deadline_s:
+            raise NoTrainer(
+                f"the trainer took no batch for {self._deadline_s:g} s, and this environment "
+                "cannot queue more groups; check that the trainer runs and that the other "
+                "environments submit groups (/status and /environments of run-api)"
+            )
+
+
 _RECENT_GROUPS = 64
 _LEAST_GROUPS = 8
 """Fewer groups prove nothing."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -14,10 +13,10 @@ import structlog
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.clients.run_api_answers import parse
 from grpo_core.deadline import Deadline
-from grpo_core.errors import GrpoError
 from grpo_core.wandb_run.sink import WandbRun, start_wandb
 from grpo_core.wire.fields import WireModel
 from grpo_core.wire.run_api import EnvironmentRegistration
+from grpo_env.pacing import NoTrainer
 from grpo_env.settings import EnvServerSettings
 
 log = structlog.get_logger()
@@ -27,10 +26,6 @@ _POLL_S = 0.5
 
 ENDLESS = sys.maxsize
 """The number of steps of a run without a limit."""
-
-
-class NoTrainer(GrpoError):
-    """run-api runs, but no trainer takes batches from it."""
 
 
 class Membership(WireModel):
@@ -92,31 +87,6 @@ async def join_run(
                 "start a trainer that uses the same run-api, or raise --trainer-deadline-s"
             )
         await asyncio.sleep(_POLL_S)
-
-
-class StallDetector:
-    """Ends the environment if it is idle and no batch is taken for `deadline_s` seconds."""
-
-    def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._deadline_s = deadline_s
-        self._clock = clock
-        self._step = -1
-        self._since = clock()
-
-    def observe(self, step: int, idle: bool) -> None:
-        """Record the run's current step.
-
-        Raises:
-            NoTrainer: the environment was idle and the step did not change for `deadline_s`.
-        """
-        if step != self._step or not idle:
-            self._step, self._since = step, self._clock()
-        elif self._clock() - self._since >= self._deadline_s:
-            raise NoTrainer(
-                f"the trainer took no batch for {self._deadline_s:g} s, and this environment "
-                "cannot queue more groups; check that the trainer runs and that the other "
-                "environments submit groups (/status and /environments of run-api)"
-            )
 
 
 PREFIX, EVALUATION = "env/", "eval/"

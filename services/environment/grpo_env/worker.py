@@ -18,11 +18,16 @@ from grpo_core.security.bearer_token import plain
 from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
 from grpo_env.assembly import TaskSet, open_engine, sampling_plan
 from grpo_env.evaluation import TrainingEvaluation
-from grpo_env.pacing import FailureBudget, Load, groups_to_start, run_is_complete
+from grpo_env.pacing import (
+    FailureBudget,
+    Load,
+    StallDetector,
+    groups_to_start,
+    run_is_complete,
+)
 from grpo_env.registration import (
     Log,
     Membership,
-    StallDetector,
     join_run,
     registration_of,
     wandb_log,

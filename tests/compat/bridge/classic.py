@@ -17,8 +17,12 @@ from datasets import Dataset
 from openai import AsyncOpenAI
 from verifiers.clients import OpenAIChatCompletionsClient
 
-from grpo_env.bridges import EnvironmentUnusable, RolloutFailed, VerifiersTask
-from grpo_env.bridges.verifiers import verifiers_task
+from grpo_env.bridges.verifiers import (
+    EnvironmentUnusable,
+    RolloutFailed,
+    VerifiersTask,
+    verifiers_task,
+)
 from grpo_env.tasks import Graded, TaskOptions
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from grpo_env import loading
+from grpo_env.actions import RewardWrong, check
 from grpo_env.assembly import open_tasks
-from grpo_env.check import RewardWrong, check
 from grpo_env.loading import TaskUnusable, find_task, make_task, problem_of, short_name
 from grpo_env.settings import load_env_settings
 from grpo_env.tasks import Answer, TaskOptions

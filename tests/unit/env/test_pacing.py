@@ -18,13 +18,15 @@ from grpo_env.pacing import (
     FailureBudget,
     FlatRewards,
     Load,
+    NoTrainer,
     RefusalLimit,
     RewardFailures,
     RewardsFail,
+    StallDetector,
     groups_to_start,
     run_is_complete,
 )
-from grpo_env.registration import ENDLESS, Membership, NoTrainer, StallDetector
+from grpo_env.registration import ENDLESS, Membership
 from grpo_env.settings import EnvServerSettings
 
 ENV = EnvServerSettings(

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from grpo_core.errors import GrpoError
-from grpo_env.grading.final_answer import THINK_TAG
+from grpo_env.maths.final_answer import THINK_TAG
 from grpo_env.tasks import Message
 from grpo_env.tasks.tool_calls import CallFormat, format_of
 from grpo_env.tasks.tools import hidden_torch

@@ -16,7 +16,7 @@ from grpo_core.clients.inference import Completion
 from grpo_core.errors import GrpoError
 from grpo_env.rollout.chat_template import ChatTemplate, answered
 from grpo_env.rollout.dialogue import CompletionSource, RecordedDialogue, complete
-from grpo_env.rollout.grading import Grade, Grader, Ungraded
+from grpo_env.rollout.grader import Grade, Grader, Ungraded
 from grpo_env.rollout.groups import (
     CUT_OFF,
     STOPPED,
@@ -28,10 +28,10 @@ from grpo_env.rollout.groups import (
     scored_group,
     sequences_of,
 )
-from grpo_env.rollout.user_code import TaskCode
+from grpo_env.rollout.task_code import TaskCode
 from grpo_env.tasks import Answer, ContextFull, Message, State, Task
 from grpo_env.tasks.items import Item
-from grpo_env.tasks.rewards import RewardInvalid
+from grpo_env.tasks.reward_functions import RewardInvalid
 from grpo_env.tasks.tools import tool_schemas
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import PADDING, ROLLOUT, RolloutFacts, ScoredGroup
-from grpo_env.rollout.grading import Grade
+from grpo_env.rollout.grader import Grade
 from grpo_env.tasks import Answer, Message, Task
 from grpo_env.tasks.items import Item
 

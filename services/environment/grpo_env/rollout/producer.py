@@ -15,7 +15,7 @@ from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire.scored_group import RewardSample, RolloutFacts, ScoredGroup
 from grpo_env.pacing import FailureBudget, FlatRewards, RefusalLimit, RewardFailures
 from grpo_env.rollout.engine import RolloutEngine
-from grpo_env.rollout.grading import Grade
+from grpo_env.rollout.grader import Grade
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
 from grpo_env.tasks.items import ItemStream
 

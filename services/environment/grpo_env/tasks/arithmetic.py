@@ -7,7 +7,16 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 
-from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions, checked_arguments
+from grpo_env.tasks.task import (
+    Answer,
+    Graded,
+    Message,
+    Row,
+    Split,
+    Task,
+    TaskOptions,
+    checked_arguments,
+)
 
 _MOST_ROWS = 10_000
 

@@ -7,11 +7,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo_env.grading.final_answer import MARK, find_result
-from grpo_env.grading.math_grader import MathGrader
-from grpo_env.grading.parts import accuracy, marked_number_format
-from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions, checked_arguments
+from grpo_env.maths.final_answer import MARK, find_result
+from grpo_env.maths.math_grader import MathGrader
+from grpo_env.maths.parts import accuracy, marked_number_format
 from grpo_env.tasks.rows import rows_of
+from grpo_env.tasks.task import (
+    Answer,
+    Graded,
+    Message,
+    Row,
+    Split,
+    Task,
+    TaskOptions,
+    checked_arguments,
+)
 
 INSTRUCTION = "Reason step by step. End with the line\n#### <number>"
 """Short, because with one token per character a problem alone has up to a thousand tokens."""

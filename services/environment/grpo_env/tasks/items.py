@@ -11,8 +11,8 @@ from functools import cached_property
 
 import structlog
 
-from grpo_env.tasks import Message, Row, Task
 from grpo_env.tasks.data_files import DataUnusable
+from grpo_env.tasks.task import Message, Row, Task
 
 log = structlog.get_logger()
 

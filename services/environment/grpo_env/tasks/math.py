@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from grpo_env.grading.final_answer import (
+from grpo_env.maths.final_answer import (
     ANSWER_TAG,
     BOX,
     END_OF_ANSWER,
@@ -17,10 +17,10 @@ from grpo_env.grading.final_answer import (
     require_short,
     stated_answer,
 )
-from grpo_env.grading.math_grader import MathGrader
-from grpo_env.grading.parts import accuracy, think_answer_format
-from grpo_env.tasks import Answer, Graded, Row, Task, TaskOptions, checked_arguments
+from grpo_env.maths.math_grader import MathGrader
+from grpo_env.maths.parts import accuracy, think_answer_format
 from grpo_env.tasks.rows import answer_of, question_text
+from grpo_env.tasks.task import Answer, Graded, Row, Task, TaskOptions, checked_arguments
 
 _CONVERSATION = (
     "A conversation between User and Assistant. The User asks a question, and the Assistant solves "

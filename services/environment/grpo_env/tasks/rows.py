@@ -12,8 +12,7 @@ from numbers import Number
 from pathlib import Path
 from typing import Any
 
-from grpo_env.grading.final_answer import stated_answer
-from grpo_env.tasks import PROMPT_COLUMNS, Message, Row, Split, TaskOptions
+from grpo_env.maths.final_answer import stated_answer
 from grpo_env.tasks.data_files import (
     DataUnusable,
     NoSuchSplit,
@@ -21,6 +20,7 @@ from grpo_env.tasks.data_files import (
     is_file_name,
     read_records,
 )
+from grpo_env.tasks.task import PROMPT_COLUMNS, Message, Row, Split, TaskOptions
 
 ANSWER = "answer"
 _RIGHT = "ground_truth"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NotRequired, TypedDict
 
-from grpo_env.grading.final_answer import END_OF_THINKING, THINK_TAG
+from grpo_env.maths.final_answer import END_OF_THINKING, THINK_TAG
 
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 _FENCE = re.compile(r"```(?:json)?\s*")

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from grpo_env.grading.final_answer import stated_answer
-from grpo_env.grading.math_grader import MathGrader
-from grpo_env.grading.parts import accuracy
 from grpo_env.loading import FunctionTask, find_task
-from grpo_env.tasks import Answer, Row, TaskOptions, rewards
-from grpo_env.tasks.rewards import RewardFunction, as_reward
+from grpo_env.maths.final_answer import stated_answer
+from grpo_env.maths.math_grader import MathGrader
+from grpo_env.maths.parts import accuracy
+from grpo_env.tasks import Answer, Row, TaskOptions, reward_functions
+from grpo_env.tasks.reward_functions import RewardFunction, as_reward
 from grpo_env.tasks.rows import ANSWER, answer_text
 from grpo_offline.errors import RecipeInvalid
 
@@ -61,7 +61,7 @@ def find_reward(name: str) -> RewardFunction:
 def from_trl(function: Callable[..., Any]) -> RewardFunction:
     """A reward in TRL's form, `(completions, **columns) -> list[float]`, as one of ours. It is
     called with one completion at a time, as messages, and the columns of its row."""
-    return rewards.from_trl(function, _is_chat)
+    return reward_functions.from_trl(function, _is_chat)
 
 
 def _is_chat(_row: Row) -> bool:

@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
-from grpo_env.grading.final_answer import require_short
-from grpo_env.grading.parts import weighted
-from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions, checked_arguments
-from grpo_env.tasks.rewards import SINGLE, RewardInvalid, graded_of
+from grpo_env.maths.final_answer import require_short
+from grpo_env.maths.parts import weighted
+from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions
+from grpo_env.tasks.reward_functions import SINGLE, RewardInvalid, graded_of
 from grpo_env.tasks.rows import ANSWER, answer_text, is_missing, messages_of
+from grpo_env.tasks.task import checked_arguments
 from grpo_offline.recipe.datasets import RecipeData
 from grpo_offline.recipe.rewards import COMPARING, close_rewards, find_reward, right_answer
 

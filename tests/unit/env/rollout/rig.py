@@ -10,9 +10,9 @@ from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.inference.pool import InferencePool
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine
-from grpo_env.rollout.grading import Grader
+from grpo_env.rollout.grader import Grader
 from grpo_env.rollout.groups import GroupLost, SampledGroup, SamplingPlan
-from grpo_env.rollout.user_code import TaskCode
+from grpo_env.rollout.task_code import TaskCode
 from grpo_env.tasks import Row, Split, Task, TaskOptions
 from grpo_env.tasks.items import Item
 from tests.support.wait import DEADLINE_S

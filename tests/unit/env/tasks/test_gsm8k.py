@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_env.grading.math_grader import NotGraded
-from grpo_env.grading.parts import weighted
+from grpo_env.maths.math_grader import NotGraded
+from grpo_env.maths.parts import weighted
 from grpo_env.tasks import Answer, TaskOptions
 from grpo_env.tasks.gsm8k import Gsm8k
 from grpo_env.tasks.math import Math

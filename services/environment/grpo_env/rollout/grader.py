@@ -12,11 +12,10 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire.fields import FLOAT32_MAX
-from grpo_env.grading.parts import SHAPING, raise_if_unknown, weighted
-from grpo_env.reward_process import UserCodeFailed
-from grpo_env.rollout.user_code import TaskCode
+from grpo_env.maths.parts import SHAPING, raise_if_unknown, weighted
+from grpo_env.rollout.task_code import TaskCode, UserCodeFailed
 from grpo_env.tasks import Answer, Row, Task
-from grpo_env.tasks.rewards import RewardInvalid, graded_of
+from grpo_env.tasks.reward_functions import RewardInvalid, graded_of
 
 log = structlog.get_logger()
 

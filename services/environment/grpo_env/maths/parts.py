@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from grpo_core.errors import GrpoError
-from grpo_env.grading.final_answer import (
+from grpo_env.maths.final_answer import (
     ANSWER_TAG,
     END_OF_ANSWER,
     END_OF_THINKING,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_env.grading.final_answer import find_result
-from grpo_env.grading.numbers import exact_verdict
-from grpo_env.grading.parts import Form, read_form
+from grpo_env.maths.final_answer import find_result
+from grpo_env.maths.numbers import exact_verdict
+from grpo_env.maths.parts import Form, read_form
 
 DATA = Path(__file__).parents[5] / "shared" / "data" / "gsm8k"
 REFERENCES = 8792

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 from grpo_core.errors import GrpoError
 from grpo_core.process.closing import ClosesOnExit
-from grpo_env.grading.numbers import exact_verdict, respelled_pair
+from grpo_env.maths.numbers import exact_verdict, respelled_pair
 
 GRADING_DEADLINE_S = 2.0
 """CPU time of one comparison. A typical comparison takes a thousandth of this."""
@@ -174,6 +174,6 @@ def _shortened(text: str) -> str:
 
 
 def _serve(connection: Connection) -> None:
-    from grpo_env.grading import math_process  # which imports sympy, here in the process alone
+    from grpo_env.maths import math_process  # which imports sympy, here in the process alone
 
     math_process.serve(connection)

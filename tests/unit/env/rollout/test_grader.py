@@ -12,10 +12,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from grpo_env.grading.parts import UnknownRewardPart
-from grpo_env.rollout.grading import Grade, Grader, Ungraded
+from grpo_env.maths.parts import UnknownRewardPart
+from grpo_env.rollout.grader import Grade, Grader, Ungraded
 from grpo_env.rollout.groups import FailureReason
-from grpo_env.rollout.user_code import TaskCode
+from grpo_env.rollout.task_code import TaskCode
 from grpo_env.tasks import Answer, Graded
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import generate_answer

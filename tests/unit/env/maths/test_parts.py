@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_env.grading.parts import (
+from grpo_env.maths.parts import (
     SHAPING,
     Form,
     is_think_answer,

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from grpo_env.tasks import Answer, Graded
-from grpo_env.tasks.rewards import as_reward
+from grpo_env.tasks.reward_functions import as_reward
 
 MESSAGES = [{"role": "user", "content": "3+4="}, {"role": "assistant", "content": "7"}]
 

@@ -8,8 +8,7 @@ import httpx
 import pytest
 
 from grpo_core.errors import ServiceUnavailable
-from grpo_env.bridges.chat import Chat
-from grpo_env.bridges.openai_endpoint import ChatEndpoint, OpenRollout
+from grpo_env.bridges.chat import Chat, ChatEndpoint, OpenRollout
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from enum import StrEnum
 
-from grpo_env.grading.numbers import read_number
+from grpo_env.maths.numbers import read_number
 
 MARK = "####"
 BOX = r"\boxed{"

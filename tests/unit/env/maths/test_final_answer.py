@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from grpo_env.grading.final_answer import (
+from grpo_env.maths.final_answer import (
     LONGEST_RESULT_CHARS,
     NUMBER_FORMS,
     ResultForm,

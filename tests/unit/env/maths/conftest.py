@@ -5,8 +5,8 @@ from multiprocessing import active_children
 
 import pytest
 
-from grpo_env.grading.math_grader import MathGrader, MathProcess
-from grpo_env.grading.numbers import respelled_pair
+from grpo_env.maths.math_grader import MathGrader, MathProcess
+from grpo_env.maths.numbers import respelled_pair
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,8 @@ from structlog.testing import capture_logs
 
 from grpo_core.clients.retry import TransientAnswer
 from grpo_core.errors import ServiceUnavailable
-from grpo_env.inference import server
-from grpo_env.inference.health import NotAnInferenceServer
-from grpo_env.inference.server import Availability, Standing
+from grpo_env.inference import health
+from grpo_env.inference.health import Availability, NotAnInferenceServer, Standing
 
 REFUSED = httpx.ConnectError("refused")
 NO_ROUTE = httpx.ConnectTimeout("no route")
@@ -118,8 +117,8 @@ def test_something_else_in_the_server_s_place_is_no_restart() -> None:
 
 
 def test_a_long_outage_is_probed_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_FIRST_RECHECK_S", 0.2)
-    monkeypatch.setattr(server, "_LAST_RECHECK_S", 5.0)
+    monkeypatch.setattr(health, "_FIRST_RECHECK_S", 0.2)
+    monkeypatch.setattr(health, "_LAST_RECHECK_S", 5.0)
     one = Watched()
     one.probed(REFUSED)
     rechecks = []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_env.rollout.user_code import TaskCode
+from grpo_env.rollout.task_code import TaskCode
 from grpo_env.tasks.tools import CodeStopped, answer_calls
 from tests.support.wait import DEADLINE_S
 

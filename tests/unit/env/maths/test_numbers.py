@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_env.grading.numbers import exact_verdict, read_number
-from tests.unit.env.grading.conftest import MathVerify
+from grpo_env.maths.numbers import exact_verdict, read_number
+from tests.unit.env.maths.conftest import MathVerify
 
 SPELLINGS = {
     "1080": ["1,080", "$1080", "1080.", "1080.00", "01080", "1080 dollars", "1080 km/h", "1080€"],
