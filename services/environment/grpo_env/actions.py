@@ -171,38 +171,36 @@ async def _sampled(
     async with open_engine(settings, tasks, template) as engine:
         for item in items:
             try:
-                answers, _, grades = await engine.sample(item, plan)
+                dialogues, grades = await engine.sample(item, plan)
             except GroupLost as lost:
                 raise RewardWrong(f"no answers to grade: {lost.detail}") from lost
-            checked += [Checked(item, str(a), g) for a, g in zip(answers, grades, strict=True)]
+            checked += [
+                Checked(item, str(dialogue.last_answer), grade)
+                for dialogue, grade in zip(dialogues, grades, strict=True)
+            ]
     return checked
 
 
 async def _given(settings: EnvServerSettings, items: Sequence[Item], file: Path) -> list[Checked]:
-    answers = [*_answers(file, len(items))]
+    checked = []
     with task_code(settings) as code:
         grader = Grader(settings.reward_weights, code)
-        found = [
-            Checked(items[row], text, (await _graded(settings, grader, items[row], text))[0])
-            for row, text in answers
-        ]
+        for row, text in _answers(file, len(items)):
+            item = items[row]
+            task, messages = item.task, answered(item.messages, text)
+            answer = Answer(
+                text,
+                messages=messages,
+                state=State(item.row, messages),
+                max_tokens=settings.max_completion_tokens
+                or task.max_completion_tokens
+                or settings.seq_len,
+                opening=divided(item.messages)[1],
+            )
+            [grade] = await grader.grade_all(task, [answer], item.row)
+            checked.append(Checked(item, text, grade))
         grader.check_weights()
-        return found
-
-
-async def _graded(
-    settings: EnvServerSettings, grader: Grader, item: Item, text: str
-) -> list[Grade | Ungraded]:
-    messages = answered(item.messages, text)
-    limit = settings.max_completion_tokens or item.task.max_completion_tokens or settings.seq_len
-    answer = Answer(
-        text,
-        messages=messages,
-        state=State(item.row, messages),
-        max_tokens=limit,
-        opening=divided(item.messages)[1],
-    )
-    return await grader.grade_all(item.task, [answer], item.row)
+    return checked
 
 
 def _answers(file: Path, rows: int) -> list[tuple[int, str]]:
@@ -246,17 +244,14 @@ def table(checked: Sequence[Checked]) -> list[str]:
 
 def _entry(entry: Checked) -> list[str]:
     answer = _short(entry.answer, _WIDTH - 18)
-    whole = [] if answer == repr(entry.answer) else _whole(entry.answer)
+    # A long answer is shown whole too, so that its grade can be checked.
+    lines = [] if answer == repr(entry.answer) else entry.answer.splitlines()
+    whole = [f"                | {line}" for line in lines]
     if isinstance(entry.grade, Ungraded):
         return [f"   not graded   {answer}", f"                {entry.grade.problem}", *whole]
     parts = "  ".join(f"{name} {value:g}" for name, value in entry.grade.parts.items())
     details = f"{parts}  ({entry.grade.reason})" if entry.grade.reason else parts
     return [f"  score {entry.grade.score:6.3f}  {answer}", f"                {details}", *whole]
-
-
-def _whole(answer: str) -> list[str]:
-    """A long answer, so that its grade can be checked."""
-    return [f"                | {line}" for line in answer.splitlines()]
 
 
 def _short(text: str, width: int) -> str:

@@ -280,25 +280,22 @@ class TrainingEvaluation:
         """Evaluate the policy of the last step."""
         if not self._items:
             return
-        await self._ended()
+        if self._running is not None:
+            await self._running
         if self._evaluated_step < step:
-            self._start(step, plan)
-            await self._ended()
+            await self._start(step, plan)
 
     async def cancel(self) -> None:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
 
-    async def _ended(self) -> None:
-        if self._running is not None:
-            await self._running
-
-    def _start(self, step: int, plan: SamplingPlan) -> None:
+    def _start(self, step: int, plan: SamplingPlan) -> asyncio.Task[None]:
         # The first policy is served already. Later, the trainer may need groups to reach the step.
         self._samples = self._done_up_to < 0
         self._done_up_to = step
         self._running = asyncio.create_task(self._run(step, plan))
+        return self._running
 
     async def _run(self, step: int, plan: SamplingPlan) -> None:
         try:

@@ -51,17 +51,6 @@ class Membership(WireModel):
         return num_steps if num_steps > 0 else ENDLESS
 
 
-def registration_of(settings: EnvServerSettings) -> EnvironmentRegistration:
-    """The environment's settings, as run-api needs them."""
-    return EnvironmentRegistration(
-        max_token_length=settings.seq_len,
-        desired_name=settings.display_name,
-        weight=settings.weight,
-        group_size=settings.group_size,
-        min_batch_allocation=settings.min_batch_allocation,
-    )
-
-
 async def join_run(
     api: EnvironmentClient, registration: EnvironmentRegistration, trainer_deadline_s: float
 ) -> Membership:

@@ -44,7 +44,10 @@ class ChatAnswer:
 
 class Chat:
     """One rollout. It remembers the exact text of every answer with tool calls, so that the
-    conversation continues token by token although the environment sends the calls back parsed."""
+    conversation continues token by token although the environment sends the calls back parsed.
+
+    failed: the first error of its dialogue that `ChatEndpoint` answered with a refusal.
+    """
 
     def __init__(self, dialogue: Dialogue) -> None:
         self._dialogue = dialogue
@@ -52,6 +55,7 @@ class Chat:
         self._sampled_tokens = 0
         self._calls = 0
         self._full: ContextFull | None = None
+        self.failed: Exception | None = None
 
     async def complete(
         self,
@@ -89,8 +93,11 @@ class Chat:
         reason = "length" if not answer.finished else "tool_calls" if calls else "stop"
         return ChatAnswer(content, calls, reason, new_tokens)
 
-    def raise_if_silent(self) -> None:
-        """Raises `ContextFull` if the prompt alone was too long: the policy said nothing."""
+    def raise_failure(self) -> None:
+        """Raises `failed`; and `ContextFull` if the prompt alone was too long: the policy said
+        nothing."""
+        if self.failed is not None:
+            raise self.failed
         if self._full is not None and not self._sampled_tokens:
             raise self._full
 
@@ -163,20 +170,12 @@ def _texts_of(stop: Any) -> Sequence[str]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
-@dataclass
-class OpenRollout:
-    """One rollout. `error`: the first error of its dialogue, which the caller raises again."""
-
-    chat: Chat
-    error: Exception | None = None
-
-
 class ChatEndpoint:
     """Serves `POST /v1/chat/completions`. Every request names its session in `header`."""
 
     def __init__(self, header: str) -> None:
         self._header = header
-        self.sessions: dict[str, OpenRollout] = {}
+        self.sessions: dict[str, Chat] = {}
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -205,11 +204,11 @@ class ChatEndpoint:
         if body.get("n", 1) != 1:
             return _refusal("expected n=1: an environment asks for one answer at a time")
         try:
-            answer = await session.chat.complete(body["messages"], body.get("tools") or (), body)
+            answer = await session.complete(body["messages"], body.get("tools") or (), body)
         except ContextFull as error:
             return _refusal(str(error), code="context_length_exceeded")
         except Exception as error:  # noqa: BLE001 - the caller of the rollout raises it
-            session.error = session.error or error
+            session.failed = session.failed or error
             return _refusal(f"{type(error).__name__}: {error}")
         if body.get("stream"):
             return web.Response(body=_events(answer), content_type="text/event-stream")

@@ -138,14 +138,8 @@ class ClassicEnvironment(VerifiersTask):
 
         Raises:
             RolloutFailed: the environment ended the rollout with an error.
-            EnvironmentUnusable: the environment rates the answers of a group together.
             Exception: of the environment's code, its reward functions included.
         """
-        if self.rates_groups:
-            raise EnvironmentUnusable(
-                f"the environment {self.env_id} has reward functions for whole groups; only "
-                "run_group() can conduct its rollouts"
-            )
         state = await self._rollout(row, dialogue)
         with raised_reward_errors():
             await self._env.rubric.score_rollout(state)
@@ -170,7 +164,7 @@ class ClassicEnvironment(VerifiersTask):
         chat = Chat(dialogue)
         client = _DialogueClient(chat)
         state = await self._env.rollout(dict(row), client, MODEL, self._sampling)
-        chat.raise_if_silent()
+        chat.raise_failure()
         if error := state["error"]:
             raise RolloutFailed(f"{type(error).__name__}: {error}") from error
         return state

@@ -26,7 +26,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.compaction import bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
-from grpo_env.bridges.chat import MODEL, Chat, ChatEndpoint, OpenRollout, plain_message
+from grpo_env.bridges.chat import MODEL, Chat, ChatEndpoint, plain_message
 from grpo_env.bridges.verifiers import EnvironmentUnusable, RolloutFailed, VerifiersTask
 from grpo_env.tasks import Dialogue, Graded, Message, Row, Split, TaskOptions
 
@@ -115,10 +115,10 @@ class V1Environment(VerifiersTask):
             Exception: of the dialogue.
         """
         await self._started()
-        session, opened = OpenRollout(Chat(dialogue)), list[str]()
+        chat, opened = Chat(dialogue), list[str]()
 
         def open_session(trace: vf.Trace) -> None:
-            self._endpoint.sessions[trace.id] = session
+            self._endpoint.sessions[trace.id] = chat
             opened.append(trace.id)
 
         (slot,) = self._env.slots(self._tasks[row["idx"]])
@@ -130,9 +130,7 @@ class V1Environment(VerifiersTask):
         finally:
             for trace_id in opened:
                 del self._endpoint.sessions[trace_id]
-        if session.error is not None:
-            raise session.error
-        session.chat.raise_if_silent()
+        chat.raise_failure()
         return _graded(self.env_id, episode)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from grpo_core.clients.retry import TransientAnswer
 from grpo_core.clients.service import AsyncServiceClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused, ServiceUnavailable
+from grpo_core.validation import problems_of
 from grpo_core.wire.policy_version import PolicyVersion
 
 log = structlog.get_logger()
@@ -119,9 +120,8 @@ def _bridge_state(answer: httpx.Response) -> _BridgeState:
     try:
         return _BridgeState.model_validate_json(answer.content)
     except ValidationError as error:
-        fields = ", ".join(".".join(map(str, e["loc"])) or "body" for e in error.errors())
         raise ProtocolViolation(
-            f"{SERVICE}: the response from /bridge/info has invalid fields: {fields}"
+            f"{SERVICE}: the response from /bridge/info is invalid: {problems_of(error)}"
         ) from error
 
 
@@ -142,11 +142,12 @@ class Standing(Enum):
     GONE = auto()
 
 
-class Availability:
+class ServerStanding:
     """One server's standing; logs each change of it once. A new server is away until it is probed.
 
+    reason: the newest problem.
+
     Args:
-        url: names the server in log events
         gone_after_s: a server that has not served for so long is gone
         on_change: called after each change of the standing
         clock: in seconds
@@ -161,7 +162,7 @@ class Availability:
     ) -> None:
         self.standing = Standing.AWAY
         self.reason = "not probed yet"
-        self._url = url
+        self.url = url
         self._gone_after_s = gone_after_s
         self._on_change = on_change
         self._clock = clock
@@ -193,7 +194,7 @@ class Availability:
         # A restart never answers with another status than 503.
         self._stop_serving(error, is_restart=not isinstance(error, ServiceUnavailable))
 
-    def probed(self, problem: Exception | None, began_at: float) -> None:
+    def record_probe(self, problem: Exception | None, began_at: float) -> None:
         """Record a probe. `problem`: why the server is unhealthy; None if it is healthy."""
         if problem is not None:
             # A busy server may answer requests sooner than the probe.
@@ -210,12 +211,12 @@ class Availability:
         self._change(Standing.SERVING)
         if self._logged is not Standing.SERVING:
             seconds = round(self._clock() - self._not_serving_since, 1)
-            log.info("server.recovered", url=self._url, away_s=seconds)
+            log.info("server.recovered", url=self.url, away_s=seconds)
             self._logged = Standing.SERVING
 
     def _stop_serving(self, error: Exception, is_restart: bool) -> None:
         now = self._clock()
-        self.reason = str(error) or type(error).__name__
+        self.reason = _named(error)
         if self.standing is Standing.SERVING:
             self._not_serving_since = now
         is_gone = (
@@ -239,13 +240,13 @@ class Availability:
         if standing is Standing.GONE:
             log.warning(
                 "server.failed",
-                url=self._url,
+                url=self.url,
                 reason=self.reason,
                 hint="it gets requests again once it is healthy; check the server and "
                 "--inference-url",
             )
         else:
-            log.info("server.unresponsive", url=self._url, reason=self.reason)
+            log.info("server.unresponsive", url=self.url, reason=self.reason)
 
 
 def _is_unreachable(error: Exception) -> bool:

@@ -1,8 +1,7 @@
 """Sends each request to the least loaded inference server that is healthy.
 
-A server that restarts is waited for, a server that is gone is skipped; `availability` tells them
-apart. One task per server probes `GET /health`. Requests that find no server wait until a server's
-standing changes.
+A server that restarts is waited for, a server that is gone is skipped. One task per server probes
+`GET /health`. Requests that find no server wait until a server's standing changes.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ from grpo_core.clients.retry import TransientAnswer, unavailable
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.process.closing import ClosesOnAsyncExit
-from grpo_env.inference.health import Availability, HealthClient, Standing
+from grpo_env.inference.health import HealthClient, ServerStanding, Standing
 
 _GONE_AFTER_S = 120.0
 """A server that has not served for so long is gone. A restart takes less: a drain of up to 60 s and
 the start of an engine."""
 _FIRST_PROBES_S = 1.0
 """Limit on waiting for the first probes, so that the first requests use all healthy servers."""
-
 _PROBE_EVERY_S = 2.0
 _NOT_FOUND = 404
 
@@ -36,8 +34,8 @@ class NoGenerateRoute(GrpoError):
     """The server at `--inference-url` has no route `POST /generate`."""
 
 
-class PooledServer(ClosesOnAsyncExit):
-    """Args as those of its clients and of `Availability`.
+class PooledServer(ServerStanding):
+    """One server of the pool, with the task that probes it.
 
     `load`: number of sequences that are being sampled; `picked_at`: rank of its newest request
     among those of the pool; `probed`: set after the first probe.
@@ -51,24 +49,13 @@ class PooledServer(ClosesOnAsyncExit):
         on_change: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        self.url = generation.base_url
+        super().__init__(generation.base_url, gone_after_s, on_change, clock)
         self.load = self.picked_at = 0
         self.probed = asyncio.Event()
         self._generation = generation
         self._health = health
-        self._availability = Availability(self.url, gone_after_s, on_change, clock)
-        self._clock = clock
         self._in_flight: set[asyncio.Timeout] = set()
         self._request_failed = asyncio.Event()
-
-    @property
-    def standing(self) -> Standing:
-        return self._availability.standing
-
-    @property
-    def reason(self) -> str:
-        """The newest problem."""
-        return self._availability.reason
 
     async def close(self) -> None:
         await self._health.close()
@@ -100,7 +87,7 @@ class PooledServer(ClosesOnAsyncExit):
         finally:
             self._in_flight.discard(until_aborted)
             self.load -= sequences
-        self._availability.request_answered()
+        self.request_answered()
         return answer
 
     def abort_requests(self) -> None:
@@ -110,9 +97,9 @@ class PooledServer(ClosesOnAsyncExit):
             until_aborted.reschedule(now)
         self._in_flight.clear()
 
-    def failed(self, error: Exception) -> None:
-        """Record a failed request. A probe follows soon."""
-        self._availability.request_failed(error)
+    def request_failed(self, error: Exception) -> None:
+        """As in the base class. A probe follows soon."""
+        super().request_failed(error)
         self._request_failed.set()
 
     async def watch(self) -> None:
@@ -124,18 +111,18 @@ class PooledServer(ClosesOnAsyncExit):
         """
         while True:
             began_at = self._clock()
-            self._availability.probed(await self._health.problem(), began_at)
+            self.record_probe(await self._health.problem(), began_at)
             self.probed.set()
             await self._pause()
 
     async def _pause(self) -> None:
-        if self._availability.gets_requests:
+        if self.gets_requests:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PROBE_EVERY_S):
                     await self._request_failed.wait()
         self._request_failed.clear()
-        if not self._availability.gets_requests:
-            await asyncio.sleep(self._availability.recheck_s)
+        if not self.gets_requests:
+            await asyncio.sleep(self.recheck_s)
 
 
 class InferencePool(ClosesOnAsyncExit):
@@ -227,12 +214,12 @@ class InferencePool(ClosesOnAsyncExit):
             except TimeoutError:
                 continue  # the server is gone, and another one serves
             except httpx.ReadTimeout as error:
-                server.failed(error)
+                server.request_failed(error)
                 raise unavailable(SERVICE, server.url, self._deadline_s, error) from error
             except (httpx.TransportError, TransientAnswer) as error:
-                server.failed(error)
+                server.request_failed(error)
             except ServiceUnavailable as error:
-                server.failed(error)
+                server.request_failed(error)
                 broken.add(server)
                 if not self._candidates(home, broken):
                     raise

@@ -4,64 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from grpo_core.clients.inference import Completion, GenerateAnswer
-from grpo_core.errors import ProtocolViolation, RequestRefused
+from grpo_core.clients.inference import Completion
 from grpo_env.rollout.chat_template import ChatTemplate, answered
 from grpo_env.rollout.groups import (
-    CUT_OFF,
     STOPPED,
-    FailureReason,
-    GroupLost,
+    CompletionSource,
     SamplingPlan,
     TrainingSequence,
+    complete,
 )
-from grpo_env.tasks import Answer, ContextFull, Message, State, Task
-
-
-class CompletionSource(Protocol):
-    """Samples completions, on one or several servers."""
-
-    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer: ...
-
-    def session(self) -> CompletionSource:
-        """The source for all requests of one conversation, which stay on one server."""
-
-
-async def complete(
-    source: CompletionSource, prompt_ids: list[int], count: int, sampling: Mapping[str, Any]
-) -> list[Completion]:
-    """Sample completions of one prompt, in one request.
-
-    Raises:
-        GroupLost: the server refused the request, or ended a completion before its end.
-        ProtocolViolation: the answer has another prompt, or another number of completions.
-        ServiceUnavailable: no server answers.
-    """
-    try:
-        answer = await source.generate(prompt_ids, n=count, **sampling)
-    except RequestRefused as error:
-        raise GroupLost(FailureReason.REFUSED, str(error)) from error
-    completions = answer.completions()
-    problems = []
-    if len(completions) != count:
-        problems.append(f"{len(completions)} completions instead of {count}")
-    if answer.prompt_token_ids != prompt_ids:
-        problems.append("prompt_token_ids that differ from the request")
-    if problems:
-        raise ProtocolViolation(
-            "vllm-server: the response from /generate contains " + "; ".join(problems)
-        )
-    # The text of an aborted completion is not the policy's whole answer.
-    aborted = sorted({completion.finish_reason for completion in completions} - {STOPPED, CUT_OFF})
-    if aborted:
-        raise GroupLost(
-            FailureReason.ABORTED,
-            f"the server ended a completion with finish reason {', '.join(aborted)}",
-            sum(len(completion.token_ids) for completion in completions),
-        )
-    return completions
+from grpo_env.tasks import Answer, ContextFull, Message, State
+from grpo_env.tasks.items import Item
 
 
 @dataclass
@@ -88,30 +43,24 @@ class _Conversation(TrainingSequence):
 
 
 class RecordedDialogue:
-    """One rollout. See `grpo_env.tasks.Dialogue`.
-
-    sequences: those in which the policy said something.
-    """
+    """One rollout. See `grpo_env.tasks.Dialogue`. It begins with the item's prompt, or with what
+    the task says first."""
 
     def __init__(
-        self,
-        source: CompletionSource,
-        template: ChatTemplate,
-        plan: SamplingPlan,
-        task: Task,
-        state: State,
+        self, source: CompletionSource, template: ChatTemplate, plan: SamplingPlan, item: Item
     ) -> None:
         self._source = source.session()
         self._template = template
         self._plan = plan
-        self._task = task
-        self._state = state
+        self._task = item.task
         self._conversations: list[_Conversation] = []
         self._allowed = 0  # tokens that all turns might have had
+        self.state = State(item.row, item.messages)
         self.last_answer = Answer()
 
     @property
     def sequences(self) -> list[TrainingSequence]:
+        """Those in which the policy said something."""
         return [c for c in self._conversations if c.sampled_ids]
 
     async def say(
@@ -125,71 +74,68 @@ class RecordedDialogue:
         conversation.is_answered = False  # until then, equal requests begin sequences of their own
         room = self._plan.max_token_length - 1 - len(conversation.tokens)
         limit = min(max_tokens or self._plan.completion_limit(self._task, room), room)
-        sampling: dict[str, Any] = {**self._plan.sampling, "max_tokens": limit}
-        if stop:
-            sampling["stop"] = [*stop]
+        sampling = self._plan.sampling(limit, stop)
         [completion] = await complete(self._source, conversation.tokens, 1, sampling)
-        opening = self._record(conversation, completion)
-        self._state.messages = [*conversation.messages]
-        self._state.turn += 1
-        self._allowed += limit
-        self.last_answer = Answer(
-            completion.text,
-            finished=completion.finish_reason == STOPPED,
-            messages=self._state.messages,
-            state=self._state,
-            token_ids=[token for c in self._conversations for token in c.sampled_ids],
-            max_tokens=self._allowed,
-            opening=opening,
-            call_format=self._template.call_format,
-        )
-        return self.last_answer
+        return self._record(conversation, completion, limit)
 
-    def _record(self, conversation: _Conversation, completion: Completion) -> str:
-        """Add an answer to its sequence; returns what the prompt already held of it."""
+    def begin_with(
+        self, prompt: str | Sequence[Message], completion: Completion, limit: int
+    ) -> None:
+        """Record a first answer that was sampled with others, of at most `limit` tokens."""
+        self._record(self._conversation_for(prompt, ()), completion, limit)
+
+    def _record(self, conversation: _Conversation, completion: Completion, limit: int) -> Answer:
         said: Message = {"role": "assistant", "content": completion.text}
         if conversation.sampled_ids:
             # A later answer begins behind a turn that the template has closed.
             begun: list[Message] = [{"role": "user", "content": ""}]
-            continued = [*conversation.messages, said]
+            conversation.messages.append(said)
         else:
             begun = conversation.messages
-            continued = answered(conversation.messages, completion.text)
-        opening = self._template.opening(begun if conversation.is_chat else "")
+            conversation.messages = answered(begun, completion.text)
         conversation.add_completion(completion)
-        conversation.messages = continued
         conversation.as_given.append(said)
         conversation.is_answered = True
-        return opening
+        self.state.messages = [*conversation.messages]
+        self.state.turn += 1
+        self._allowed += limit
+        self.last_answer = Answer(
+            completion.text,
+            finished=completion.finish_reason == STOPPED,
+            messages=self.state.messages,
+            state=self.state,
+            token_ids=[token for c in self._conversations for token in c.sampled_ids],
+            max_tokens=self._allowed,
+            opening=self._template.opening(begun if conversation.is_chat else ""),
+            call_format=self._template.call_format,
+        )
+        return self.last_answer
 
     def _conversation_for(
         self, messages: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> _Conversation:
         for known in reversed(self._conversations):
             if count := known.known_part(messages):
-                self._continue(known, messages[count:])  # type: ignore[arg-type]
+                new: Sequence[Message] = messages[count:]  # type: ignore[assignment]
+                self._add_prompt(known, self._template.turn_ids(new, known.tokens[-1]))
+                known.messages += new
+                known.as_given += new
                 return known
         is_chat = not isinstance(messages, str)
         shown: list[Message] = (
             [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
         )
         begun = _Conversation(messages=shown, as_given=[*shown], is_chat=is_chat)
-        begun.add_prompt(self._template.prompt_ids(messages, tools))
-        self._check_room(len(begun.tokens))
+        self._add_prompt(begun, self._template.prompt_ids(messages, tools))
         self._conversations.append(begun)
         return begun
 
-    def _continue(self, conversation: _Conversation, new: Sequence[Message]) -> None:
-        turn_ids = self._template.turn_ids(new, conversation.tokens[-1])
-        self._check_room(len(conversation.tokens) + len(turn_ids))
-        conversation.add_prompt(turn_ids)
-        conversation.messages += new
-        conversation.as_given += new
-
-    def _check_room(self, tokens: int) -> None:
+    def _add_prompt(self, conversation: _Conversation, token_ids: list[int]) -> None:
+        tokens = len(conversation.tokens) + len(token_ids)
         if tokens >= self._plan.max_token_length - 1:
             raise ContextFull(
                 f"the conversation would have {tokens} tokens, and the limit for a whole sequence "
                 f"is {self._plan.max_token_length}; raise --seq-len of the environment and of the "
                 "trainer, or end conversations earlier"
             )
+        conversation.add_prompt(token_ids)

@@ -14,29 +14,28 @@ from typing import Any, TypeVar
 
 from grpo_core.clients.inference import Completion
 from grpo_core.errors import GrpoError
-from grpo_env.rollout.chat_template import ChatTemplate, answered
-from grpo_env.rollout.dialogue import CompletionSource, RecordedDialogue, complete
+from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.dialogue import RecordedDialogue
 from grpo_env.rollout.grader import Grade, Grader, Ungraded
 from grpo_env.rollout.groups import (
     CUT_OFF,
-    STOPPED,
+    CompletionSource,
     FailureReason,
     GroupLost,
     SampledGroup,
     SamplingPlan,
     TrainingSequence,
+    complete,
     scored_group,
-    sequences_of,
 )
 from grpo_env.rollout.task_code import TaskCode
-from grpo_env.tasks import Answer, ContextFull, Message, State, Task
+from grpo_env.tasks import ContextFull, Message, Task
 from grpo_env.tasks.items import Item
-from grpo_env.tasks.reward_functions import RewardInvalid
 from grpo_env.tasks.tools import tool_schemas
 
 T = TypeVar("T")
-Rollouts = tuple[list[Answer], list[list[TrainingSequence]]]
-"""One entry per rollout of a group: its last answer, which is graded, and its sequences."""
+GradedRollouts = tuple[list[RecordedDialogue], list[Grade | Ungraded]]
+"""The rollouts of a group, and the grades of their last answers."""
 
 
 class TooManySequences(GrpoError):
@@ -77,9 +76,11 @@ class RolloutEngine:
         """
         started = time.monotonic()
         try:
-            answers, sequences, grades = await self.sample(item, plan)
+            dialogues, grades = await self.sample(item, plan)
         except GroupLost as lost:
             return SampledGroup(lost=lost)
+        answers = [dialogue.last_answer for dialogue in dialogues]
+        sequences = [dialogue.sequences for dialogue in dialogues]
         graded = [grade for grade in grades if isinstance(grade, Grade)]
         if problems := [
             f"completion {index}: {grade.problem}"
@@ -106,94 +107,68 @@ class RolloutEngine:
         (completion,) = answer.completions()
         return completion
 
-    async def sample(
-        self, item: Item, plan: SamplingPlan
-    ) -> tuple[list[Answer], list[list[TrainingSequence]], list[Grade | Ungraded]]:
-        """The rollouts of one group and their grades, usable or not: one entry per rollout.
+    async def sample(self, item: Item, plan: SamplingPlan) -> GradedRollouts:
+        """The rollouts of one group and their grades, usable or not.
 
         Raises:
             GroupLost: the group could not be sampled.
         """
-        if item.task.drives_itself:
+        task = item.task
+        if task.drives_itself:
             return await self._self_driven(item, plan)
-        if item.task.is_conversation:
-            dialogues = await all_or_none(
-                self._conversation(item, plan) for _ in range(plan.group_size)
-            )
-            answers, sequences = _recorded(dialogues)
+        if task.is_conversation:
+            conversations = (self._conversation(item, plan) for _ in range(plan.group_size))
+            dialogues = await all_or_none(conversations)
         else:
-            answers, sequences = await self._completions(item, plan)
-        return answers, sequences, await self._grader.grade_all(item.task, answers, item.row)
+            dialogues = await self._completions(item, plan)
+        answers = [dialogue.last_answer for dialogue in dialogues]
+        return dialogues, await self._grader.grade_all(task, answers, item.row)
 
-    async def _completions(self, item: Item, plan: SamplingPlan) -> Rollouts:
+    def _dialogue(self, item: Item, plan: SamplingPlan) -> RecordedDialogue:
+        return RecordedDialogue(self._source, self._template, plan, item)
+
+    async def _completions(self, item: Item, plan: SamplingPlan) -> list[RecordedDialogue]:
         """All completions of one prompt, in one request."""
         prompt_ids = self.prompt_ids(item)
-        limit = plan.completion_limit(item.task, _room(plan, len(prompt_ids)))
-        sampling: dict[str, Any] = {**plan.sampling, "max_tokens": limit}
-        if item.task.stop:
-            sampling["stop"] = [*item.task.stop]
+        limit = plan.completion_limit(item.task, _room(plan, prompt_ids))
+        sampling = plan.sampling(limit, item.task.stop)
         completions = await complete(self._source, prompt_ids, plan.group_size, sampling)
-        sequences = sequences_of(prompt_ids, completions)
-        opening = self._template.opening(item.prompt)
-        answers = []
-        for completion, sequence in zip(completions, sequences, strict=True):
-            sequence.messages = answered(item.messages, completion.text)
-            answers.append(
-                Answer(
-                    completion.text,
-                    finished=completion.finish_reason == STOPPED,
-                    messages=sequence.messages,
-                    state=State(item.row, sequence.messages),
-                    token_ids=completion.token_ids,
-                    max_tokens=limit,
-                    opening=opening,
-                )
-            )
-        return answers, [[sequence] for sequence in sequences]
-
-    def _dialogue(self, item: Item, plan: SamplingPlan, state: State) -> RecordedDialogue:
-        return RecordedDialogue(self._source, self._template, plan, item.task, state)
+        dialogues = [self._dialogue(item, plan) for _ in completions]
+        for dialogue, completion in zip(dialogues, completions, strict=True):
+            dialogue.begin_with(item.prompt, completion, limit)
+        return dialogues
 
     async def _conversation(self, item: Item, plan: SamplingPlan) -> RecordedDialogue:
         """Let the task answer the policy, until the task ends the conversation."""
-        task, state = item.task, State(item.row, item.messages)
-        tools = self._tools_of(task)
-        _room(plan, len(self._template.prompt_ids(item.prompt, tools)))
-        dialogue = self._dialogue(item, plan, state)
+        task, dialogue = item.task, self._dialogue(item, plan)
+        _room(plan, self.prompt_ids(item))
         messages: str | Sequence[Message] = item.prompt
         while True:
             try:
-                answer = await dialogue.say(messages, tools, stop=task.stop)
+                answer = await dialogue.say(messages, self._tools_of(task), stop=task.stop)
             except ContextFull:
                 # The conversation ends with what was said so far.
                 dialogue.last_answer.finished = False
                 dialogue.sequences[-1].finish_reason = CUT_OFF
                 return dialogue
-            if not answer.finished or state.turn >= task.max_turns:
+            if not answer.finished or answer.state.turn >= task.max_turns:
                 return dialogue
             with self._quarantine(task):
-                more = await self._code.step(task, state, answer)
+                more = await self._code.step(task, answer.state, answer)
             if more is None:
                 return dialogue
-            messages = [*state.messages, *more]
+            messages = [*answer.state.messages, *more]
 
-    async def _self_driven(
-        self, item: Item, plan: SamplingPlan
-    ) -> tuple[list[Answer], list[list[TrainingSequence]], list[Grade | Ungraded]]:
+    async def _self_driven(self, item: Item, plan: SamplingPlan) -> GradedRollouts:
         """Let the task conduct and rate the rollouts."""
-        dialogues = [
-            self._dialogue(item, plan, State(item.row, item.messages))
-            for _ in range(plan.group_size)
-        ]
+        dialogues = [self._dialogue(item, plan) for _ in range(plan.group_size)]
         values = await self._driven(item, dialogues)
         if not all(dialogue.sequences for dialogue in dialogues):
             raise GroupLost(FailureReason.QUARANTINED_REWARD, "the policy was asked for no answer")
-        answers, sequences = _recorded(dialogues)
-        grades = [
-            self._checked(item.task, value, answer)
-            for value, answer in zip(values, answers, strict=True)
+        return dialogues, [
+            self._grader.grade(item.task, value, dialogue.last_answer)
+            for value, dialogue in zip(values, dialogues, strict=True)
         ]
-        return answers, sequences, grades
 
     async def _driven(self, item: Item, dialogues: Sequence[RecordedDialogue]) -> list[Any]:
         task, row = item.task, item.row
@@ -204,12 +179,6 @@ class RolloutEngine:
             if len(values) != len(dialogues):
                 raise ValueError(f"{len(values)} rewards for {len(dialogues)} rollouts")
             return values
-
-    def _checked(self, task: Task, value: Any, answer: Answer) -> Grade | Ungraded:
-        try:
-            return self._grader.checked(task, value, answer)
-        except RewardInvalid as error:
-            return self._grader.failed(task, error)
 
     def _tools_of(self, task: Task) -> list[dict[str, Any]]:
         if id(task) not in self._schemas:
@@ -241,18 +210,13 @@ async def all_or_none(rollouts: Iterable[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _recorded(dialogues: Iterable[RecordedDialogue]) -> Rollouts:
-    found = [*dialogues]
-    return [one.last_answer for one in found], [one.sequences for one in found]
-
-
-def _room(plan: SamplingPlan, prompt_tokens: int) -> int:
+def _room(plan: SamplingPlan, prompt_ids: Sequence[int]) -> int:
     """Tokens that are left for a completion. Raises `GroupLost` if there are none."""
-    room = plan.max_token_length - 1 - prompt_tokens
+    room = plan.max_token_length - 1 - len(prompt_ids)
     if room < 1:
         raise GroupLost(
             FailureReason.REFUSED,
-            f"the prompt has {prompt_tokens} tokens, and the limit for a whole sequence is "
+            f"the prompt has {len(prompt_ids)} tokens, and the limit for a whole sequence is "
             f"{plan.max_token_length}; raise --seq-len of the environment and of the trainer",
         )
     return room

@@ -17,6 +17,7 @@ from grpo_env.pacing import FailureBudget, FlatRewards, RefusalLimit, RewardFail
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grade
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
+from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks.items import ItemStream
 
 log = structlog.get_logger()
@@ -43,19 +44,16 @@ class RewardTotals:
             self.count += 1
             self.parts.update(grade.parts)
 
-    def take(self) -> RewardTotals:
+    def take(self) -> RewardSample:
         """Return the rewards so far and start again at zero."""
-        taken = RewardTotals(self.total, self.count, self.parts)
+        taken = RewardSample(sum=self.total, count=self.count, parts=dict(self.parts))
         self.total, self.count, self.parts = 0.0, 0, Counter()
         return taken
 
-    def give_back(self, taken: RewardTotals) -> None:
-        self.total += taken.total
+    def give_back(self, taken: RewardSample) -> None:
+        self.total += taken.sum
         self.count += taken.count
         self.parts.update(taken.parts)
-
-    def on_the_wire(self) -> RewardSample:
-        return RewardSample(sum=self.total, count=self.count, parts=dict(self.parts))
 
 
 @dataclass
@@ -135,29 +133,22 @@ class NoPromptFits(GrpoError):
 
 
 class GroupProducer:
-    """Samples and submits groups. Start none while `delay_s` is above 0: a service is failing.
-
-    Args:
-        request_deadline_s: how long the inference servers may fail
-        run_api_deadline_s: how long submissions may fail, even if run-api answers other requests
-        max_failed_rewards: as `RewardFailures`
-    """
+    """Samples and submits groups. Start none while `delay_s` is above 0: a service is failing."""
 
     def __init__(
         self,
+        settings: EnvServerSettings,
         items: ItemStream,
         engine: RolloutEngine,
         api: EnvironmentClient,
-        request_deadline_s: float,
-        run_api_deadline_s: float,
-        max_failed_rewards: float,
     ) -> None:
         self._items = items
         self._engine = engine
         self._api = api
-        self._inference = FailureBudget("vllm-server", request_deadline_s)
-        self._submissions = FailureBudget("run-api", run_api_deadline_s)
-        self._reward_failures = RewardFailures(max_failed_rewards)
+        self._inference = FailureBudget("vllm-server", settings.request_deadline_s)
+        # Submissions may fail even if run-api answers other requests.
+        self._submissions = FailureBudget("run-api", settings.run_api_deadline_s)
+        self._reward_failures = RewardFailures(settings.max_failed_rewards)
         self._flat_rewards = FlatRewards()
         self._rewards = RewardTotals()
         self._generation_refusals = RefusalLimit("the inference server")
@@ -181,19 +172,20 @@ class GroupProducer:
         Raises:
             NoPromptFits: no prompt leaves enough room.
         """
-        count = self._items.keep(
+        before = len(self._items)
+        emptied = self._items.keep(
             lambda item: len(self._engine.prompt_ids(item)) <= plan.longest_prompt(item.task)
         )
-        if count.emptied:
+        if emptied:
             raise NoPromptFits(
-                f"{', '.join(count.emptied)}: all prompts are too long: a prompt and its longest "
+                f"{', '.join(emptied)}: all prompts are too long: a prompt and its longest "
                 f"completion must together have fewer than {plan.max_token_length} tokens; raise "
                 "--seq-len of the environment and of the trainer, or lower --max-completion-tokens"
             )
         log.info(
             "prompts.filtered",
-            kept=count.kept,
-            too_long=count.skipped,
+            kept=len(self._items),
+            too_long=before - len(self._items),
             seq_len=plan.max_token_length,
         )
 
@@ -216,30 +208,30 @@ class GroupProducer:
         self._inference.succeeded()
         self._rewards.add(sampled.grades)
         self._flat_rewards.graded(grade.score for grade in sampled.grades)
-        self._observe_grading(sampled)
-        if sampled.lost is None:
+        lost = sampled.lost
+        if lost is not None and lost.reason is FailureReason.QUARANTINED_REWARD:
+            self._reward_failures.failed(lost.detail)
+        elif sampled.grades:
+            self._reward_failures.graded()
+        if lost is None:
             assert sampled.group is not None
             self._generation_refusals.accepted()
             self.counts.record(sampled)
             await self._send(sampled.group, env_id, run_uuid)
             return
         self._lose(sampled)
-        if sampled.lost.reason is FailureReason.REFUSED:
-            self._generation_refusals.refused(sampled.lost.detail)
+        if lost.reason is FailureReason.REFUSED:
+            self._generation_refusals.refused(lost.detail)
         else:
             self._generation_refusals.accepted()
 
-    def _observe_grading(self, sampled: SampledGroup) -> None:
-        lost = sampled.lost
-        if lost is not None and lost.reason is FailureReason.QUARANTINED_REWARD:
-            self._reward_failures.failed(lost.detail)
-        elif sampled.grades:
-            self._reward_failures.graded()
-
     async def _send(self, group: ScoredGroup, env_id: int, run_uuid: str) -> None:
         rewards = self._rewards.take()
+        facts = RolloutFacts(reward_sample=rewards).on_the_wire()
+        overrides = (group.group_overrides or {}) | facts
+        group = group.model_copy(update={"env_id": env_id, "group_overrides": overrides})
         try:
-            await self._api.submit(self._addressed(group, rewards, env_id), run_uuid)
+            await self._api.submit(group, run_uuid)
         except RequestRefused as error:
             self._rewards.give_back(rewards)
             self._lose(SampledGroup(lost=GroupLost(FailureReason.REFUSED, str(error))))
@@ -256,11 +248,6 @@ class GroupProducer:
             self._submissions.succeeded()
             self._submission_refusals.accepted()
             self.counts.groups_sent += 1
-
-    def _addressed(self, group: ScoredGroup, rewards: RewardTotals, env_id: int) -> ScoredGroup:
-        facts = RolloutFacts(reward_sample=rewards.on_the_wire())
-        overrides = (group.group_overrides or {}) | facts.on_the_wire()
-        return group.model_copy(update={"env_id": env_id, "group_overrides": overrides})
 
     def _lose(self, sampled: SampledGroup) -> None:
         self.counts.record(sampled)

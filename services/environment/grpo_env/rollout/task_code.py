@@ -23,7 +23,6 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as DeadlinePassed
-from functools import partial
 from multiprocessing import forkserver
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
@@ -95,7 +94,7 @@ class TaskCode(ClosesOnExit):
     Args:
         deadline_s: of one call
         workers: number of processes, for each of both; 0: all code runs here
-        tasks: those that the processes load, as `assembly.specs_text` writes them
+        tasks: those that the processes load, as `loading.specs_from` reads them
     """
 
     def __init__(self, deadline_s: float, workers: int = 0, tasks: str = "") -> None:
@@ -122,18 +121,16 @@ class TaskCode(ClosesOnExit):
         """The task's next messages, see `Task.step`. Its tools run in other processes, unless a
         step of its own calls them. Raises as `call`."""
         call = self.call if task.blocks else self.call_here
-        if self._tools is not None and task.tools and not task.has_steps:
-            await self._tools.started()
-            CALL_IN_PROCESS.set(partial(self._tool, self._tools, task))
+        if (processes := self._tools) is not None and task.tools and not task.has_steps:
+            await processes.started()
+
+            async def call_tool(name: str, arguments: Mapping[str, Any]) -> Any:
+                what = f"the tool {name}"
+                return await processes.call(what, tool_in_worker, task.name, name, arguments)
+
+            CALL_IN_PROCESS.set(call_tool)
         more: Sequence[Message] | None = await call("the step", task.step, state, answer)
         return more
-
-    @staticmethod
-    async def _tool(
-        processes: WorkerProcesses, task: Task, name: str, arguments: Mapping[str, Any]
-    ) -> Any:
-        what = f"the tool {name}"
-        return await processes.call(what, tool_in_worker, task.name, name, arguments)
 
     async def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """The function's value; if that is awaitable, what it yields.
@@ -365,7 +362,7 @@ def _outcome(text: str, call: Callable[[], Any], read: Callable[[Any], Any]) -> 
         contained(load, text)
         value = contained(call)
         if inspect.isawaitable(value):
-            value = contained(asyncio.run, _awaited(value))
+            value = asyncio.run(contained_await(value))
         return _portable(read(value))
     except GrpoError as error:
         raise _portable(error) from None
@@ -380,10 +377,6 @@ def _portable(value: T) -> T:
     errors of pickle."""
     pickle.loads(pickle.dumps(value))
     return value
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -45,17 +45,12 @@ class Answer(str):
     call_format: how the model's chat template asks for calls of tools. None: not known.
     """
 
-    finished: bool
-    messages: Sequence[Message]
-    state: State
-    token_ids: Sequence[int]
-    max_tokens: int
-    opening: str
-    call_format: CallFormat | None
+    def __new__(cls, text: str = "", **_: Any) -> Self:
+        return super().__new__(cls, text)
 
-    def __new__(
-        cls,
-        text: str = "",
+    def __init__(
+        self,
+        text: str = "",  # noqa: ARG002 - the value, see `__new__`
         *,
         finished: bool = True,
         messages: Sequence[Message] = (),
@@ -64,8 +59,7 @@ class Answer(str):
         max_tokens: int = 0,
         opening: str = "",
         call_format: CallFormat | None = None,
-    ) -> Self:
-        self = super().__new__(cls, text)
+    ) -> None:
         self.finished = finished
         self.messages = messages
         self.state = State({}) if state is None else state
@@ -73,7 +67,6 @@ class Answer(str):
         self.max_tokens = max_tokens
         self.opening = opening
         self.call_format = call_format
-        return self
 
 
 @dataclass(frozen=True)
@@ -231,6 +224,16 @@ class Task:
     def close(self) -> None:
         """Release what the task holds."""
 
+    def checked_arguments(self, **defaults: Any) -> dict[str, Any]:
+        """The user's `--task-args` over these defaults. Raises `ValueError` for an argument without
+        a default."""
+        if unknown := sorted(self.options.args.keys() - defaults.keys()):
+            raise ValueError(
+                f"--task-args: {self.name} has no argument {', '.join(unknown)}; it has "
+                f"{', '.join(defaults)}"
+            )
+        return {**defaults, **self.options.args}
+
     @property
     def has_steps(self) -> bool:
         """Whether the task answers the model with code of its own."""
@@ -240,20 +243,3 @@ class Task:
     def is_conversation(self) -> bool:
         """Whether the policy may answer more than once."""
         return bool(self.tools) or self.has_steps
-
-
-def checked_arguments(
-    task: str, given: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The task's defaults, replaced by what the user has given.
-
-    Raises:
-        ValueError: an argument that the task does not have.
-    """
-    unknown = sorted(set(given) - set(defaults))
-    if unknown:
-        raise ValueError(
-            f"--task-args: {task} has no argument {', '.join(unknown)}; it has "
-            f"{', '.join(defaults)}"
-        )
-    return {**defaults, **given}

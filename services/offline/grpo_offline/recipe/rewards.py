@@ -10,7 +10,6 @@ from typing import Any
 from grpo_env.loading import FunctionTask, find_task
 from grpo_env.maths.final_answer import stated_answer
 from grpo_env.maths.math_grader import MathGrader
-from grpo_env.maths.parts import accuracy
 from grpo_env.tasks import Answer, Row, TaskOptions, reward_functions
 from grpo_env.tasks.reward_functions import RewardFunction, as_reward
 from grpo_env.tasks.rows import ANSWER, answer_text
@@ -122,7 +121,7 @@ def equal_answer(answer: Answer, row: Row) -> float:
     """1 if the last `<answer>…</answer>` equals the row's answer as a number or as LaTeX.
 
     Raises `NotGraded`: it could not be compared in time."""
-    return accuracy(_said(answer), right_answer(row), _grader().is_equal)
+    return _grader().accuracy(_said(answer), right_answer(row))
 
 
 COMPARING = {"exact_answer", "pure_accuracy_math", "equal_answer", "exact_completion"}

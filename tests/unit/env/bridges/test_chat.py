@@ -100,9 +100,9 @@ async def test_a_prompt_that_is_too_long_is_told_from_a_conversation_that_became
     for chat in (silent, talked):
         with pytest.raises(ContextFull):
             await chat.complete([QUESTION])
-    talked.raise_if_silent()
+    talked.raise_failure()
     with pytest.raises(ContextFull, match="513 tokens"):
-        silent.raise_if_silent()
+        silent.raise_failure()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from grpo_core.errors import ServiceUnavailable
-from grpo_env.bridges.chat import Chat, ChatEndpoint, OpenRollout
+from grpo_env.bridges.chat import Chat, ChatEndpoint
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -29,7 +29,7 @@ async def post(endpoint: ChatEndpoint, rollout: str, **body: Any) -> httpx.Respo
 
 async def test_each_rollout_is_answered_by_its_own_dialogue(endpoint: ChatEndpoint) -> None:
     for name in ("a", "b"):
-        endpoint.sessions[name] = OpenRollout(Chat(ScriptedDialogue(f"{name} says")))
+        endpoint.sessions[name] = Chat(ScriptedDialogue(f"{name} says"))
     for name in ("b", "a"):
         answer = (await post(endpoint, name)).json()
         (choice,) = answer["choices"]
@@ -42,7 +42,7 @@ async def test_each_rollout_is_answered_by_its_own_dialogue(endpoint: ChatEndpoi
 
 async def test_a_stream_holds_the_same_answer(endpoint: ChatEndpoint) -> None:
     for name in ("whole", "stream"):
-        endpoint.sessions[name] = OpenRollout(Chat(ScriptedDialogue(CALL)))
+        endpoint.sessions[name] = Chat(ScriptedDialogue(CALL))
     whole = (await post(endpoint, "whole", tools=TOOLS)).json()["choices"][0]
     stream = await post(endpoint, "stream", tools=TOOLS, stream=True)
 
@@ -62,17 +62,17 @@ async def test_errors_are_refusals_and_the_first_one_is_kept(endpoint: ChatEndpo
         async def say(self, *_: Any, **__: Any) -> Any:
             raise ServiceUnavailable(f"request {len(self.requests)}")
 
-    session = endpoint.sessions["broken"] = OpenRollout(Chat(Broken()))
+    session = endpoint.sessions["broken"] = Chat(Broken())
     assert (await post(endpoint, "broken")).status_code == 400  # clients repeat after a 5xx
-    first = session.error
+    first = session.failed
     assert isinstance(first, ServiceUnavailable)
     await post(endpoint, "broken")
-    assert session.error is first
+    assert session.failed is first
 
-    full = endpoint.sessions["full"] = OpenRollout(Chat(ScriptedDialogue()))
+    full = endpoint.sessions["full"] = Chat(ScriptedDialogue())
     response = await post(endpoint, "full")
     assert response.json()["error"]["code"] == "context_length_exceeded"
-    assert full.error is None
+    assert full.failed is None
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/completions"])
@@ -84,6 +84,6 @@ async def test_other_interfaces_are_refused_by_name(endpoint: ChatEndpoint, path
 
 
 async def test_several_answers_to_one_request_are_refused(endpoint: ChatEndpoint) -> None:
-    endpoint.sessions["a"] = OpenRollout(Chat(ScriptedDialogue("1")))
+    endpoint.sessions["a"] = Chat(ScriptedDialogue("1"))
     refused = await post(endpoint, "a", n=2)
     assert (refused.status_code, "expected n=1" in refused.text) == (400, True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from grpo_env.tasks import Answer, Graded
@@ -14,36 +13,18 @@ MESSAGES = [{"role": "user", "content": "3+4="}, {"role": "assistant", "content"
 def test_a_reward_for_trl_gets_texts_or_messages_as_the_prompt_is() -> None:
     seen: list[Any] = []
 
-    def reward(prompts: Any, completions: Any, answer: Any) -> list[float]:
+    def reward(prompts: Any, completions: Any, answer: Any = None) -> list[float]:
         seen.append((prompts, completions, answer))
         return [0.5]
 
     said = Answer("7", messages=MESSAGES)  # type: ignore[arg-type]
-    assert as_reward(reward)(said, {"prompt": "3+4=", "answer": "7", "id": 1}) == 0.5
-    assert as_reward(reward)(said, {"prompt": MESSAGES[:1], "answer": "7"}) == 0.5
+    rows = [{"prompt": "3+4=", "answer": "7", "id": 1}, {"prompt": MESSAGES[:1], "answer": "7"}]
+    assert {as_reward(reward)(said, row) for row in [*rows, {"question": "3+4="}]} == {0.5}
     assert seen == [
         (["3+4="], ["7"], ["7"]),
         ([MESSAGES[:1]], [MESSAGES[1:]], ["7"]),
+        (["3+4="], ["7"], None),
     ]
-
-
-def test_a_reward_for_verl_gets_the_right_answer() -> None:
-    def compute_score(
-        data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
-    ) -> Any:
-        assert extra_info is None
-        return {"score": float(solution_str == ground_truth), "acc": True, "pred": data_source}
-
-    row = {"data_source": "sums", "answer": "7", "prompt": []}
-    assert as_reward(compute_score)(Answer("7"), row) == Graded({"acc": True}, score=1.0)
-
-
-def test_other_functions_stay_as_they_are() -> None:
-    def reward(answer: Answer, row: Any) -> float:  # noqa: ARG001
-        return 1.0
-
-    assert as_reward(reward) is reward
-    assert as_reward(max) is max
 
 
 def test_a_reward_for_trl_may_look_at_the_tokens_only() -> None:
@@ -54,21 +35,25 @@ def test_a_reward_for_trl_may_look_at_the_tokens_only() -> None:
     assert as_reward(Shorter())(Answer("7", token_ids=(1, 2)), {}) == -2.0
 
 
-def test_an_async_reward_for_verl_has_its_score() -> None:
-    async def compute_score(solution_str: str, ground_truth: str) -> Any:
+async def test_a_reward_for_verl_gets_the_right_answer() -> None:
+    def compute_score(
+        data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+    ) -> Any:
+        assert extra_info is None
+        return {"score": float(solution_str == ground_truth), "acc": True, "pred": data_source}
+
+    async def compute_later(solution_str: str, ground_truth: str) -> Any:
         return {"score": float(solution_str == ground_truth), "acc": 1.0}
 
+    row = {"data_source": "sums", "answer": "7", "prompt": []}
+    assert as_reward(compute_score)(Answer("7"), row) == Graded({"acc": True}, score=1.0)
     row = {"answer": "a solution", "reward_model": {"ground_truth": "7"}}
-    found = asyncio.run(_awaited(as_reward(compute_score)(Answer("7"), row)))
-    assert found == Graded({"acc": 1.0}, score=1.0)
+    assert await as_reward(compute_later)(Answer("7"), row) == Graded({"acc": 1.0}, score=1.0)
 
 
-def test_a_reward_for_trl_gets_texts_whatever_the_column_is_called() -> None:
-    def reward(completions: Any, **_: Any) -> list[float]:
-        return [float(completions == ["7"])]
+def test_other_functions_stay_as_they_are() -> None:
+    def reward(answer: Answer, row: Any) -> float:  # noqa: ARG001
+        return 1.0
 
-    assert as_reward(reward)(Answer("7", messages=MESSAGES), {"question": "3+4="}) == 1.0  # type: ignore[arg-type]
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
+    assert as_reward(reward) is reward
+    assert as_reward(max) is max
