@@ -80,13 +80,6 @@ def test_the_seed_and_the_epoch_decide_the_order() -> None:
     assert draw(1)[:50] != draw(1)[50:]
 
 
-@given(COUNTS, SEEDS)
-def test_every_epoch_holds_every_item_once(count: int, seed: int) -> None:
-    stream = ItemStream([(items(count), 1.0)], seed)
-    for _ in range(3):
-        assert sorted(take(stream, count)) == list(range(count))
-
-
 @given(COUNTS, SEEDS, st.data())
 def test_what_does_not_fit_never_comes_again_not_even_in_this_epoch(
     count: int, seed: int, data: st.DataObject
