@@ -253,7 +253,10 @@ class Worker:
             groups = min(groups, self._evaluation.groups_for_training - len(self._in_flight))
             is_idle = not (groups > 0 or self._in_flight or self._evaluation.is_running)
             self._stall.observe(status.current_step, idle=is_idle)
-            self._start(groups)
+            if not self._producer.delay_s:
+                for _ in range(groups):
+                    produced = self._producer.produce(self._sampling())
+                    self._in_flight.add(asyncio.create_task(produced))
             if groups <= 0 and not self._in_flight:
                 await asyncio.sleep(self._idle_poll_s)
                 self._idle_poll_s = min(2 * self._idle_poll_s, _POLL_S)
@@ -263,12 +266,6 @@ class Worker:
             if left_s <= 0:
                 return
             await self._wait_for_a_group(left_s)
-
-    def _start(self, groups: int) -> None:
-        if self._producer.delay_s:
-            return
-        for _ in range(groups):
-            self._in_flight.add(asyncio.create_task(self._producer.produce(self._sampling())))
 
     async def _wait_for_a_group(self, timeout_s: float) -> None:
         if not self._in_flight:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from grpo_core.clients.inference import Completion
 from grpo_core.errors import GrpoError
-from grpo_env.rollout.chat_template import ChatTemplate
-from grpo_env.rollout.dialogue import RecordedDialogue
+from grpo_env.rollout.chat_template import ChatTemplate, answered
 from grpo_env.rollout.grader import Grade, Grader, Ungraded
 from grpo_env.rollout.groups import (
     CUT_OFF,
+    STOPPED,
     CompletionSource,
     FailureReason,
     GroupLost,
@@ -29,17 +29,118 @@ from grpo_env.rollout.groups import (
     scored_group,
 )
 from grpo_env.rollout.task_code import TaskCode
-from grpo_env.tasks import ContextFull, Message, Task
+from grpo_env.tasks import Answer, ContextFull, Message, State, Task
 from grpo_env.tasks.items import Item
 from grpo_env.tasks.tools import tool_schemas
 
 T = TypeVar("T")
-GradedRollouts = tuple[list[RecordedDialogue], list[Grade | Ungraded]]
-"""The rollouts of a group, and the grades of their last answers."""
 
 
 class TooManySequences(GrpoError):
     """A rollout has more sequences than its task declares."""
+
+
+class RecordedDialogue:
+    """One rollout. See `grpo_env.tasks.Dialogue`. It begins with the item's prompt, or with what
+    the task says first."""
+
+    def __init__(
+        self, source: CompletionSource, template: ChatTemplate, plan: SamplingPlan, item: Item
+    ) -> None:
+        self._source = source.session()
+        self._template = template
+        self._plan = plan
+        self._task = item.task
+        self._sequences: list[TrainingSequence] = []
+        self._allowed = 0  # tokens that all turns might have had
+        self.state = State(item.row, item.messages)
+        self.last_answer = Answer()
+
+    @property
+    def sequences(self) -> list[TrainingSequence]:
+        """Those in which the policy said something."""
+        return [one for one in self._sequences if one.sampled_ids]
+
+    async def say(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Answer:
+        sequence = self._sequence_for(messages, tools)
+        sequence.is_answered = False  # until then, equal requests begin sequences of their own
+        room = self._plan.max_token_length - 1 - len(sequence.tokens)
+        limit = min(max_tokens or self._plan.completion_limit(self._task, room), room)
+        sampling = self._plan.sampling(limit, stop)
+        [completion] = await complete(self._source, sequence.tokens, 1, sampling)
+        return self._record(sequence, completion, limit)
+
+    def begin_with(
+        self, prompt: str | Sequence[Message], completion: Completion, limit: int
+    ) -> None:
+        """Record a first answer that was sampled with others, of at most `limit` tokens."""
+        self._record(self._sequence_for(prompt, ()), completion, limit)
+
+    def _record(self, sequence: TrainingSequence, completion: Completion, limit: int) -> Answer:
+        said: Message = {"role": "assistant", "content": completion.text}
+        if sequence.sampled_ids:
+            # A later answer begins behind a turn that the template has closed.
+            begun: list[Message] = [{"role": "user", "content": ""}]
+            sequence.messages.append(said)
+        else:
+            begun = sequence.messages
+            sequence.messages = answered(begun, completion.text)
+        sequence.add_completion(completion)
+        sequence.as_given.append(said)
+        sequence.is_answered = True
+        self.state.messages = [*sequence.messages]
+        self.state.turn += 1
+        self._allowed += limit
+        self.last_answer = Answer(
+            completion.text,
+            finished=completion.finish_reason == STOPPED,
+            messages=self.state.messages,
+            state=self.state,
+            token_ids=[token for one in self._sequences for token in one.sampled_ids],
+            max_tokens=self._allowed,
+            opening=self._template.opening(begun if sequence.is_chat else ""),
+            call_format=self._template.call_format,
+        )
+        return self.last_answer
+
+    def _sequence_for(
+        self, messages: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> TrainingSequence:
+        for known in reversed(self._sequences):
+            if count := known.known_part(messages):
+                new: Sequence[Message] = messages[count:]  # type: ignore[assignment]
+                self._add_prompt(known, self._template.turn_ids(new, known.tokens[-1]))
+                known.messages += new
+                known.as_given += new
+                return known
+        shown: list[Message] = (
+            [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
+        )
+        begun = TrainingSequence(messages=shown, as_given=[*shown])
+        begun.is_chat = not isinstance(messages, str)
+        self._add_prompt(begun, self._template.prompt_ids(messages, tools))
+        self._sequences.append(begun)
+        return begun
+
+    def _add_prompt(self, sequence: TrainingSequence, token_ids: list[int]) -> None:
+        tokens = len(sequence.tokens) + len(token_ids)
+        if tokens >= self._plan.max_token_length - 1:
+            raise ContextFull(
+                f"the conversation would have {tokens} tokens, and the limit for a whole sequence "
+                f"is {self._plan.max_token_length}; raise --seq-len of the environment and of the "
+                "trainer, or end conversations earlier"
+            )
+        sequence.add_prompt(token_ids)
+
+
+GradedRollouts = tuple[list[RecordedDialogue], list[Grade | Ungraded]]
+"""The rollouts of a group, and the grades of their last answers."""
 
 
 class RolloutEngine:

@@ -113,6 +113,9 @@ class TrainingSequence:
         messages     [{"role": "user", "content": "3+4="}, {"role": "assistant", "content": "7"}]
 
     `grpo_core.wire.scored_group` explains the fields.
+
+    as_given: the messages as the task passed the beginning of an answer.
+    is_answered: whether the last message is an answer of the policy, so that it can go on.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -123,6 +126,19 @@ class TrainingSequence:
     first_version: PolicyVersion | None = None
     last_version: PolicyVersion | None = None
     finish_reason: str = STOPPED
+    as_given: list[Message] = field(default_factory=list)
+    is_chat: bool = True
+    is_answered: bool = False
+
+    def known_part(self, messages: str | Sequence[Message]) -> int:
+        """Number of messages that this sequence begins with; 0 if they begin another one. A message
+        that the policy continued may be there with its answer, or before it."""
+        if not self.is_answered or not self.is_chat or isinstance(messages, str):
+            return 0
+        for known in (self.messages, self.as_given):
+            if list(messages[: len(known)]) == known:
+                return len(known)
+        return 0
 
     def add_prompt(self, token_ids: Sequence[int]) -> Self:
         """Add tokens that the policy did not sample."""
