@@ -98,17 +98,13 @@ async def _without(engine: Engine) -> AsyncIterator[None]:
     yield
 
 
-async def lose_requests(engine: Engine) -> None:
-    await engine.crash()
-
-
 async def give_up_requests(engine: Engine) -> None:
     """As a drain that takes too long, before the engine ends."""
     engine.status = engine.health = 503
     engine.open.set()
 
 
-@pytest.mark.parametrize("interrupt", [lose_requests, give_up_requests])
+@pytest.mark.parametrize("interrupt", [Engine.crash, give_up_requests])
 async def test_requests_that_a_restart_interrupts_are_repeated_on_another_server(
     interrupt: Any,
 ) -> None:
@@ -120,7 +116,7 @@ async def test_requests_that_a_restart_interrupts_are_repeated_on_another_server
         assert set(await asyncio.gather(*work)) == {two.url}
 
 
-@pytest.mark.parametrize("interrupt", [lose_requests, give_up_requests])
+@pytest.mark.parametrize("interrupt", [Engine.crash, give_up_requests])
 async def test_requests_of_the_only_server_wait_until_it_has_restarted(interrupt: Any) -> None:
     with capture_logs() as logs:
         async with pool_of(1) as (pool, (one,)):

@@ -126,10 +126,7 @@ def test_the_prompt_is_the_published_one() -> None:
         (r"2. </think> <answer> \boxed{17}, no, \boxed{\frac{1}{2}} ", r"\boxed{\frac{1}{2}}"),
         (r"2. </think> <answer>\boxed{18}</answer>", r"\boxed{18}"),
         (r"<answer>\boxed{17}</answer> <answer>\boxed{18}", r"\boxed{18}"),
-        (r"2. </think> <answer> 18 ", None),
-        (r"2. </think> \boxed{18}", None),
-        (r"\boxed{18} <answer> 18", None),
-        ("", None),
+        *((r"2. </think> \boxed{18}", None), (r"\boxed{18} <answer> 18", None)),
         (rf"<answer>\boxed{{{'1' * LONGEST_RESULT_CHARS}}}", None),
     ],
 )
