@@ -77,7 +77,7 @@ async def reading(url: str, kind: Kind, rollouts: int) -> Reading:
     plan = SamplingPlan(GROUP, 1.0, 8192, max_completion_tokens=512, drop_equal_scores=False)
     async with InferencePool([url], _DEADLINE_S, rollouts) as pool:
         with TaskCode(_DEADLINE_S) as code:
-            engine = RolloutEngine(pool, template, Grader({}, code), code)
+            engine = RolloutEngine(pool, template, Grader({}, code))
             engine.prompt_ids(_item(task))  # the template is compiled at its first use
             before_mib, cpu_s = _resident_mib(), time.process_time()
             jobs = [

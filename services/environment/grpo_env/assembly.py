@@ -125,7 +125,7 @@ def engine_on(
 ) -> Iterator[RolloutEngine]:
     """The rollout engine on any source of completions."""
     with task_code(settings) as code:
-        yield RolloutEngine(source, template, Grader(settings.reward_weights, code), code)
+        yield RolloutEngine(source, template, Grader(settings.reward_weights, code))
 
 
 def task_code(settings: EnvServerSettings) -> TaskCode:

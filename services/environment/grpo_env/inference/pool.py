@@ -113,16 +113,13 @@ class PooledServer(ServerStanding):
             began_at = self._clock()
             self.record_probe(await self._health.problem(), began_at)
             self.probed.set()
-            await self._pause()
-
-    async def _pause(self) -> None:
-        if self.gets_requests:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_PROBE_EVERY_S):
-                    await self._request_failed.wait()
-        self._request_failed.clear()
-        if not self.gets_requests:
-            await asyncio.sleep(self.recheck_s)
+            if self.gets_requests:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_PROBE_EVERY_S):
+                        await self._request_failed.wait()
+            self._request_failed.clear()
+            if not self.gets_requests:
+                await asyncio.sleep(self.recheck_s)
 
 
 class InferencePool(ClosesOnAsyncExit):
@@ -144,8 +141,8 @@ class InferencePool(ClosesOnAsyncExit):
         api_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._deadline_s = deadline_s
-        self._clock = clock
+        self.deadline_s = deadline_s
+        self.clock = clock
         self._servers = [
             PooledServer(
                 GenerationClient(url, deadline_s, max_requests, api_key),
@@ -196,42 +193,21 @@ class InferencePool(ClosesOnAsyncExit):
             for server in self._servers:
                 stack.push_async_callback(server.close)
 
-    async def sample(
-        self, home: PooledServer | None, prompt_token_ids: list[int], sampling: dict[str, Any]
-    ) -> tuple[PooledServer, GenerateAnswer]:
-        """Returns the answer and the server that sent it. For `Conversation`.
-
-        Args:
-            home: the only server to use, unless it is gone; None for any
-        """
-        assert self._watches, "enter the pool with `async with` first"
-        deadline = Deadline(self._deadline_s, self._clock)
-        broken: set[PooledServer] = set()
-        while True:
-            server = await self._next_server(home, broken, deadline)
-            try:
-                return server, await server.generate(prompt_token_ids, deadline.left_s, sampling)
-            except TimeoutError:
-                continue  # the server is gone, and another one serves
-            except httpx.ReadTimeout as error:
-                server.request_failed(error)
-                raise unavailable(SERVICE, server.url, self._deadline_s, error) from error
-            except (httpx.TransportError, TransientAnswer) as error:
-                server.request_failed(error)
-            except ServiceUnavailable as error:
-                server.request_failed(error)
-                broken.add(server)
-                if not self._candidates(home, broken):
-                    raise
-
-    async def _next_server(
+    async def next_server(
         self, home: PooledServer | None, broken: set[PooledServer], deadline: Deadline
     ) -> PooledServer:
-        """The least loaded candidate. Waits until there is one."""
+        """The least loaded candidate. Waits until there is one.
+
+        Args: as `candidates`
+
+        Raises:
+            ServiceUnavailable: there was none within the deadline.
+        """
+        assert self._watches, "enter the pool with `async with` first"
         while not deadline.has_passed:
             if self._unusable is not None:
                 raise self._unusable
-            if candidates := self._candidates(home, broken):
+            if candidates := self.candidates(home, broken):
                 server = min(candidates, key=lambda s: (s.load, s.picked_at))
                 self._picks += 1
                 server.picked_at = self._picks  # servers with equal loads take turns
@@ -241,16 +217,17 @@ class InferencePool(ClosesOnAsyncExit):
                     await self._changed.wait()
         reasons = "; ".join(f"{server.url}: {server.reason}" for server in self._servers)
         raise ServiceUnavailable(
-            f"{SERVICE}: no server answered within {self._deadline_s:g} s ({reasons}); check that "
+            f"{SERVICE}: no server answered within {deadline.seconds:g} s ({reasons}); check that "
             "the servers run, and --inference-url"
         )
 
-    def _candidates(
+    def candidates(
         self, home: PooledServer | None, broken: set[PooledServer]
     ) -> list[PooledServer]:
         """The servers to which a request may go now.
 
         Args:
+            home: the only server to use, unless it is gone; None for any
             broken: the servers that answered the request with an error that a repeat would meet
         """
         servers = [home] if home and home.standing is not Standing.GONE else self._servers
@@ -288,8 +265,27 @@ class Conversation:
 
     async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
         """As `InferencePool.generate`."""
-        self._home, answer = await self._pool.sample(self._home, prompt_token_ids, sampling)
-        return answer
+        deadline = Deadline(self._pool.deadline_s, self._pool.clock)
+        broken: set[PooledServer] = set()
+        while True:
+            server = await self._pool.next_server(self._home, broken, deadline)
+            try:
+                answer = await server.generate(prompt_token_ids, deadline.left_s, sampling)
+            except TimeoutError:
+                continue  # the server is gone, and another one serves
+            except httpx.ReadTimeout as error:
+                server.request_failed(error)
+                raise unavailable(SERVICE, server.url, deadline.seconds, error) from error
+            except (httpx.TransportError, TransientAnswer) as error:
+                server.request_failed(error)
+            except ServiceUnavailable as error:
+                server.request_failed(error)
+                broken.add(server)
+                if not self._pool.candidates(self._home, broken):
+                    raise
+            else:
+                self._home = server
+                return answer
 
     def session(self) -> Conversation:
         return self

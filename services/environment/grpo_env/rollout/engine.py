@@ -28,7 +28,6 @@ from grpo_env.rollout.groups import (
     complete,
     scored_group,
 )
-from grpo_env.rollout.task_code import TaskCode
 from grpo_env.tasks import Answer, ContextFull, Message, State, Task
 from grpo_env.tasks.items import Item
 from grpo_env.tasks.tools import tool_schemas
@@ -149,17 +148,13 @@ class RolloutEngine:
     Args:
         source: the inference servers
         template: of the served model
-        grader: calls the rewards of tasks
-        code: calls the other code of tasks
+        grader: calls the code of tasks
     """
 
-    def __init__(
-        self, source: CompletionSource, template: ChatTemplate, grader: Grader, code: TaskCode
-    ) -> None:
+    def __init__(self, source: CompletionSource, template: ChatTemplate, grader: Grader) -> None:
         self._source = source
         self._template = template
         self._grader = grader
-        self._code = code
         self._schemas: dict[int, list[dict[str, Any]]] = {}
 
     def prompt_ids(self, item: Item) -> list[int]:
@@ -255,7 +250,7 @@ class RolloutEngine:
             if not answer.finished or answer.state.turn >= task.max_turns:
                 return dialogue
             with self._quarantine(task):
-                more = await self._code.step(task, answer.state, answer)
+                more = await self._grader.code.step(task, answer.state, answer)
             if more is None:
                 return dialogue
             messages = [*answer.state.messages, *more]

@@ -105,7 +105,7 @@ class Grader:
 
     def __init__(self, weights: Mapping[str, float], code: TaskCode) -> None:
         self._weights = weights
-        self._code = code
+        self.code = code
         self._seen: set[str] = set()  # kinds of failures that were logged
         self._parts: set[str] = set()
         self._answers = 0
@@ -139,7 +139,7 @@ class Grader:
 
     async def _call(self, task: Task, answer: Answer, row: Row) -> Grade | Ungraded:
         try:
-            value = await self._code.reward(task, answer, row)
+            value = await self.code.reward(task, answer, row)
         except GrpoError:
             raise
         except Exception as error:  # noqa: BLE001 - code of a user

@@ -65,7 +65,7 @@ async def engine_on(
         async with InferencePool([server.url + "/v1"], DEADLINE_S, 8) as pool:
             with TaskCode(deadline_s) as code:
                 grader = Grader(weights or {}, code)
-                yield RolloutEngine(pool, template or CannedTemplate(), grader, code), server
+                yield RolloutEngine(pool, template or CannedTemplate(), grader), server
 
 
 async def sample(
