@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,27 +56,16 @@ class RewardTotals:
         self.parts.update(taken.parts)
 
 
-@dataclass
-class _Window:
-    """Counts since the last report."""
-
-    started: float
-    rewards: RewardTotals = field(default_factory=RewardTotals)
-    graded_groups: int = 0
-    equal_groups: int = 0
-    tokens: int = 0
-    graded_tokens: int = 0
-
-
 class GroupCounts:
     """Counts groups over the whole run, and means and rates since the last report."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._window = _Window(clock())
+    def __init__(self) -> None:
         self.groups_sent = 0
         self.failures: Counter[FailureReason] = Counter()
         self._recent: deque[bool] = deque(maxlen=_RECENT_GROUPS)  # whether each was kept
+        self._reported_at = time.monotonic()
+        self._window: Counter[str] = Counter()  # since then
+        self._rewards = RewardTotals()
 
     @property
     def kept_share(self) -> float:
@@ -86,38 +75,36 @@ class GroupCounts:
     def record(self, sampled: SampledGroup) -> None:
         """Count one sampled group. `groups_sent` is counted separately."""
         tokens = sampled.completion_tokens
-        self._window.tokens += tokens
-        self._window.rewards.add(sampled.grades)
-        if sampled.grades:
-            self._window.graded_groups += 1
-            self._window.graded_tokens += tokens
+        self._rewards.add(sampled.grades)
         has_equal_scores = False
         if sampled.lost is not None:
             self.failures[sampled.lost.reason] += 1
             has_equal_scores = sampled.lost.reason is FailureReason.EQUAL_SCORES
-        self._window.equal_groups += has_equal_scores
         self._recent.append(not has_equal_scores)
+        self._window.update(tokens=tokens, equal_groups=has_equal_scores)
+        if sampled.grades:
+            self._window.update(graded_groups=1, graded_tokens=tokens)
 
     def report_if_due(self) -> dict[str, Any] | None:
         """The fields of the next report; None if it is not due yet."""
-        is_due = self._clock() - self._window.started >= _REPORT_EVERY_S
+        is_due = time.monotonic() - self._reported_at >= _REPORT_EVERY_S
         return self.report() if is_due else None
 
     def report(self) -> dict[str, Any]:
         """The fields of a report on the time since the previous one."""
-        elapsed_s = self._clock() - self._window.started
-        window, self._window = self._window, _Window(self._clock())
+        now, window, rewards = time.monotonic(), self._window, self._rewards
+        elapsed_s = now - self._reported_at
+        self._reported_at, self._window, self._rewards = now, Counter(), RewardTotals()
         return {
             "groups_sent": self.groups_sent,
             "failures": {reason.value: count for reason, count in sorted(self.failures.items())},
-            "mean_reward": _ratio(window.rewards.total, window.rewards.count),
+            "mean_reward": _ratio(rewards.total, rewards.count),
             "reward_parts": {
-                name: _ratio(total, window.rewards.count)
-                for name, total in sorted(window.rewards.parts.items())
+                name: _ratio(total, rewards.count) for name, total in sorted(rewards.parts.items())
             },
-            "mean_completion_tokens": _ratio(window.graded_tokens, window.rewards.count),
-            "equal_scores_share": _ratio(window.equal_groups, window.graded_groups),
-            "tokens_per_s": round(window.tokens / elapsed_s, 1) if elapsed_s else None,
+            "mean_completion_tokens": _ratio(window["graded_tokens"], rewards.count),
+            "equal_scores_share": _ratio(window["equal_groups"], window["graded_groups"]),
+            "tokens_per_s": round(window["tokens"] / elapsed_s, 1) if elapsed_s else None,
         }
 
 
