@@ -25,13 +25,8 @@ from tests.unit.env.http_stub import Answer
 
 async def test_a_run_is_fed_to_its_last_step_and_left_politely() -> None:
     api = RunApi(num_steps=3, polls_before_trainer=1)
-    registration = {
-        "max_token_length": 2048,
-        "desired_name": "x",
-        "weight": 2.0,
-        "group_size": 2,
-        "min_batch_allocation": 0.25,
-    }
+    registration = {"max_token_length": 2048, "desired_name": "x", "weight": 2.0}
+    registration |= {"group_size": 2, "min_batch_allocation": 0.25}
     options = ("--env.min-batch-allocation=0.25", "--env.weight=2", "--env.wandb-name=x")
 
     run_api, _ = await feed(api.routes(), inference_routes(right_and_wrong), *options)

@@ -61,24 +61,20 @@ async def test_several_calls_of_one_answer_get_ids_of_their_own() -> None:
     assert ids == ["call_1", "call_2", "call_3"]
 
 
+NO_CALLS = ('{"arguments": {}}</tool_call>', "[1]</tool_call>", "{add 2 and 3}</tool_call>", "")
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("text", "tools"),
     [
-        "<tool_call>{add 2 and 3}</tool_call>",
-        '<tool_call>{"arguments": {}}</tool_call>',
-        "<tool_call>[1]</tool_call>",
-        CALL + "<tool_call>{</tool_call>",
-        "<tool_call>",
+        *((f"<tool_call>{text}", [ADD]) for text in NO_CALLS),
+        (CALL + "<tool_call>{</tool_call>", [ADD]),
+        (CALL, []),  # without tools nothing is a call
     ],
 )
-async def test_text_that_is_no_valid_call_is_content(text: str) -> None:
-    answer = await Chat(ScriptedDialogue(text)).complete([QUESTION], [ADD])
+async def test_text_that_is_no_valid_call_is_content(text: str, tools: list[Any]) -> None:
+    answer = await Chat(ScriptedDialogue(text)).complete([QUESTION], tools)
     assert (answer.content, answer.tool_calls, answer.finish_reason) == (text, [], "stop")
-
-
-async def test_without_tools_nothing_is_a_call() -> None:
-    answer = await Chat(ScriptedDialogue(CALL)).complete([QUESTION])
-    assert (answer.content, answer.tool_calls) == (CALL, [])
 
 
 async def test_limits_and_stop_texts_of_a_request_reach_the_dialogue() -> None:
@@ -87,11 +83,8 @@ async def test_limits_and_stop_texts_of_a_request_reach_the_dialogue() -> None:
     for sampling in ({"max_tokens": 7, "stop": "\n"}, {"max_completion_tokens": 8}, {}):
         answer = await chat.complete([QUESTION], sampling={**sampling, "temperature": 0.1})
         assert answer.finish_reason == "length"
-    assert [(o["max_tokens"], o["stop"]) for o in dialogue.options] == [
-        (7, ("\n",)),
-        (8, ()),
-        (None, ()),
-    ]
+    reached = [(options["max_tokens"], options["stop"]) for options in dialogue.options]
+    assert reached == [(7, ("\n",)), (8, ()), (None, ())]
 
 
 async def test_a_prompt_that_is_too_long_is_told_from_a_conversation_that_became_too_long() -> None:

@@ -38,11 +38,6 @@ ONE_CALL = {
 }
 
 
-@pytest.mark.parametrize("text", ONE_CALL.values(), ids=ONE_CALL)
-def test_every_form_is_read(text: str) -> None:
-    assert tool_calls(text) == [ADD]
-
-
 TWO_CALLS = {
     "in one block": '<tool_call>{"name": "add", "arguments": {"a": 1}}\n'
     '{"name": "add", "arguments": {"a": 1}}</tool_call>',
@@ -50,11 +45,6 @@ TWO_CALLS = {
     "Llama 3.1": '{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 1}}',
     "Mistral Small 3": '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add{"a": 1}',
 }
-
-
-@pytest.mark.parametrize("text", TWO_CALLS.values(), ids=TWO_CALLS)
-def test_several_calls_are_read(text: str) -> None:
-    assert tool_calls(text) == [ADD, ADD]
 
 
 NO_CALLS = {
@@ -65,9 +55,18 @@ NO_CALLS = {
 }
 
 
-@pytest.mark.parametrize("text", NO_CALLS.values(), ids=NO_CALLS)
-def test_what_is_no_call_is_not_run(text: str) -> None:
-    assert divided_by_calls(text) == (text, [])
+CALLS = [NO_CALLS, ONE_CALL, TWO_CALLS]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(count, text) for count, texts in enumerate(CALLS) for text in texts.values()],
+    ids=[name for texts in CALLS for name in texts],
+)
+def test_every_form_is_read_and_what_is_no_call_is_not_run(count: int, text: str) -> None:
+    before, calls = divided_by_calls(text)
+    assert calls == [ADD] * count
+    assert (before == text) is (count == 0)
 
 
 def test_a_thought_that_the_prompt_began_and_that_does_not_end_holds_drafts() -> None:
