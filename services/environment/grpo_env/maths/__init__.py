@@ -1,4 +1,4 @@
-"""Grades answers: finds the stated result, compares it with the right one, computes reward parts.
+"""Answers of maths: finds the result that an answer states, and compares it with the right one.
 
-Nothing here knows of tasks. Tasks choose the forms of results and the reward parts.
+Nothing here knows of tasks, which choose the forms of results.
 """
