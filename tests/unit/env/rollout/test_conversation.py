@@ -163,6 +163,10 @@ async def test_a_conversation_that_is_replaced_makes_a_second_sequence(sample: A
     assert [len(conversation) for conversation in group.messages] == [2, 2, 0]
 
 
+QUESTION: Message = {"role": "user", "content": "3+4="}
+SURE: Message = {"role": "user", "content": "sure?"}
+
+
 class SelfDriven(Rewarded):
     """Conducts its own rollout, as a bridge to another library does."""
 
@@ -171,40 +175,31 @@ class SelfDriven(Rewarded):
     def __init__(self) -> None:
         super().__init__(lambda _answer, _row: 0.0)
 
-    async def run(self, row: Row, dialogue: Dialogue) -> dict[str, float]:
-        messages: list[Message] = [{"role": "user", "content": row["prompt"]}]
-        first = await dialogue.say(messages, max_tokens=5, stop=["."])
-        messages.append({"role": "assistant", "content": str(first)})
-        messages.append({"role": "user", "content": "sure?"})
-        last = await dialogue.say(messages)
+    async def run(self, _row: Row, dialogue: Dialogue) -> Any:
+        first = await dialogue.say([QUESTION], max_tokens=5, stop=["."])
+        said: Message = {"role": "assistant", "content": str(first)}
+        last = await dialogue.say([QUESTION, said, SURE])
         return {"accuracy": float(last == "8"), "turns": 2.0}
 
 
 async def test_a_task_may_conduct_the_rollout_itself(sample: Any) -> None:
     outcome, server = await sample(scripted("7", "8"), SelfDriven(), ONE, weights={"turns": 0.0})
-    submitted(outcome)
     assert [(g.score, g.parts) for g in outcome.grades] == [(1.0, {"accuracy": 1.0, "turns": 2.0})]
     first, second = server.bodies("POST /generate")
     assert (first["max_tokens"], first["stop"]) == (5, ["."])
-    ids = second["prompt"]["prompt_token_ids"]
-    assert ids[: len(first["prompt"]["prompt_token_ids"]) + 3] == (
-        first["prompt"]["prompt_token_ids"] + SAID
-    )
+    prompt = first["prompt"]["prompt_token_ids"]
+    assert second["prompt"]["prompt_token_ids"][: len(prompt) + 3] == prompt + SAID
     assert submitted(outcome).size == 1
 
 
 class Prefilled(SelfDriven):
     """Begins the policy's answer, and goes on with the messages as a chat client sends them."""
 
-    async def run(self, row: Row, dialogue: Dialogue) -> float:  # type: ignore[override]
-        begun: list[Message] = [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": "Sure: "},
-        ]
+    async def run(self, _row: Row, dialogue: Dialogue) -> float:
+        begun: list[Message] = [QUESTION, {"role": "assistant", "content": "Sure: "}]
         first = await dialogue.say(begun)
         assert first.messages[1:] == [{"role": "assistant", "content": "Sure: 7"}]
-        question: Message = {"role": "user", "content": "sure?"}
-        last = await dialogue.say([*begun, {"role": "assistant", "content": "7"}, question])
+        last = await dialogue.say([*begun, {"role": "assistant", "content": "7"}, SURE])
         assert (first.opening, last.opening) == ("Sure: ", "")
         return 1.0
 
@@ -222,10 +217,9 @@ async def test_an_answer_that_the_prompt_began_is_continued_in_one_sequence(
 class Branching(SelfDriven):
     """Asks the same question twice at the same time, then goes on with the first answer."""
 
-    async def run(self, row: Row, dialogue: Dialogue) -> float:
-        question: Message = {"role": "user", "content": row["prompt"]}
-        first, _ = await asyncio.gather(dialogue.say([question]), dialogue.say([question]))
-        await dialogue.say([*first.messages, {"role": "user", "content": "sure?"}])
+    async def run(self, _row: Row, dialogue: Dialogue) -> float:
+        first, _ = await asyncio.gather(dialogue.say([QUESTION]), dialogue.say([QUESTION]))
+        await dialogue.say([*first.messages, SURE])
         return 1.0
 
 
@@ -245,10 +239,9 @@ class Ranked(SelfDriven):
 
     rates_groups = True
 
-    async def run_group(self, row: Row, dialogues: Sequence[Dialogue]) -> list[Graded]:
-        question: Message = {"role": "user", "content": row["prompt"]}
+    async def run_group(self, _row: Row, dialogues: Sequence[Dialogue]) -> list[Graded]:
         # In another order than that of the rollouts
-        answers = {i: await dialogues[i].say([question]) for i in (1, 0)}
+        answers = {i: await dialogues[i].say([QUESTION]) for i in (1, 0)}
         return [Graded({"rank": i}, score=float(i == 0)) for i in range(len(answers))]
 
 

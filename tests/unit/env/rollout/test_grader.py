@@ -27,7 +27,7 @@ from grpo_env.rollout.grader import (
 )
 from grpo_env.rollout.groups import FailureReason
 from grpo_env.rollout.task_code import TaskCode
-from grpo_env.tasks import Answer, Graded
+from grpo_env.tasks import Answer, Graded, Task
 from grpo_env.tasks.tools import CodeStopped
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import generate_answer
@@ -44,10 +44,18 @@ async def grade(
 async def grade_by(
     reward: Any, weights: dict[str, float] | None = None, answer: Answer | None = None
 ) -> Grade | Ungraded:
-    with TaskCode(DEADLINE_S) as code:
-        task = Rewarded(reward)
-        [found] = await Grader(weights or {}, code).grade_all(task, [answer or Answer("7")], {})
-        return found
+    [found] = await grades(Rewarded(reward), [answer or Answer("7")], weights)
+    return found
+
+
+async def grades(
+    task: Task,
+    answers: list[Answer],
+    weights: dict[str, float] | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> list[Grade | Ungraded]:
+    with TaskCode(deadline_s) as code:
+        return await Grader(weights or {}, code).grade_all(task, answers, {})
 
 
 async def test_the_score_is_the_weighted_sum_of_the_parts() -> None:
@@ -70,11 +78,8 @@ async def test_numbers_of_numpy_and_torch_are_numbers() -> None:
 
 
 async def test_a_part_that_is_none_is_left_out_and_known() -> None:
-    with TaskCode(DEADLINE_S) as code:
-        grader = Grader({"b": 2.0}, code)
-        answers = [Answer("7")] * 64
-        grades = await grader.grade_all(Rewarded(lambda *_: {"a": 1.0, "b": None}), answers, {})
-    assert grades[0] == Grade(1.0, {"a": 1.0})
+    task = Rewarded(lambda *_: {"a": 1.0, "b": None})
+    assert (await grades(task, [Answer("7")] * 64, {"b": 2.0}))[0] == Grade(1.0, {"a": 1.0})
 
 
 async def test_a_coroutine_is_awaited_outside_of_the_event_loop() -> None:
@@ -93,9 +98,8 @@ async def test_coroutines_of_a_task_that_does_not_block_wait_side_by_side() -> N
             await both.wait()
             return 1.0
 
-    with TaskCode(DEADLINE_S) as code:
-        task = Waiting(None, blocks=False)  # type: ignore[arg-type]
-        found = await Grader({}, code).grade_all(task, [Answer("7"), Answer("8")], {})
+    task = Waiting(None, blocks=False)  # type: ignore[arg-type]
+    found = await grades(task, [Answer("7"), Answer("8")])
     assert found == [Grade(1.0, {"reward": 1.0})] * 2
 
 
@@ -145,14 +149,11 @@ async def test_a_part_may_be_missing_in_some_answers_but_not_in_all() -> None:
     def reward(answer: Answer, _row: Any) -> dict[str, float]:
         return {"accuracy": 1.0} | ({"format": 0.5} if answer == "b" else {})
 
-    with TaskCode(DEADLINE_S) as code:
-        grader = Grader({"format": 2.0}, code)
-        answers = [Answer(text) for text in 40 * ("a", "b")]
-        grades = await grader.grade_all(Rewarded(reward), answers, {})
-        assert [grade.score for grade in grades[:2] if isinstance(grade, Grade)] == [1.0, 2.0]
-        typed_wrong = Grader({"acuracy": 1.0}, code)
-        with pytest.raises(UnknownRewardPart, match=r"acuracy; the parts .* accuracy, format"):
-            await typed_wrong.grade_all(Rewarded(reward), answers, {})
+    answers = [Answer(text) for text in 40 * ("a", "b")]
+    found = await grades(Rewarded(reward), answers, {"format": 2.0})
+    assert [grade.score for grade in found[:2] if isinstance(grade, Grade)] == [1.0, 2.0]
+    with pytest.raises(UnknownRewardPart, match=r"acuracy; the parts .* accuracy, format"):
+        await grades(Rewarded(reward), answers, {"acuracy": 1.0})
 
 
 async def test_an_error_of_the_reward_that_looks_like_a_stop_is_an_error() -> None:
@@ -218,10 +219,9 @@ async def test_a_reward_that_never_ends_is_given_up(is_async: bool) -> None:
         never.wait(DEADLINE_S)
         return 0.0
 
-    with TaskCode(deadline_s=0.05) as code:
-        task = Rewarded(hang if is_async else block)
-        [found] = await Grader({}, code).grade_all(task, [Answer("7")], {})
-        never.set()
+    task = Rewarded(hang if is_async else block)
+    [found] = await grades(task, [Answer("7")], deadline_s=0.05)
+    never.set()
     assert isinstance(found, Ungraded)
     assert "did not end within 0.05 s" in found.problem
 
