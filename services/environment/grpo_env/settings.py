@@ -461,9 +461,9 @@ class EnvServerSettings(CommandSettings):
         for name, check in checks.items():
             if (path := getattr(self, name)) and (problem := check(path)):
                 yield Mistake(name, problem)
-        outputs = {"output": self.output if self.action == "process" else None}
-        outputs["eval_output"] = self.eval_output
-        for name, path in outputs.items():
+        output = self.output if self.action == "process" else None
+        files = {"output": output, "eval_output": self.eval_output, "ready_file": self.ready_file}
+        for name, path in files.items():
             if path and (problem := not_writable(path.parent)):
                 yield Mistake(name, problem)
         if self.answers and not self.answers.is_file():
@@ -474,8 +474,6 @@ class EnvServerSettings(CommandSettings):
                 "needs the package wandb: pip install wandb, or build the image with "
                 "ENVIRONMENT_EXTRAS=wandb",
             )
-        if self.ready_file and (problem := not_writable(self.ready_file.parent)):
-            yield Mistake("ready_file", problem)
 
     @property
     def tokenizer_name(self) -> str:

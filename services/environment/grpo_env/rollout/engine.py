@@ -76,10 +76,14 @@ class RecordedDialogue:
         return self._record(sequence, completion, limit)
 
     def begin_with(
-        self, prompt: str | Sequence[Message], completion: Completion, limit: int
+        self,
+        prompt: str | Sequence[Message],
+        prompt_ids: list[int],
+        completion: Completion,
+        limit: int,
     ) -> None:
         """Record a first answer that was sampled with others, of at most `limit` tokens."""
-        self._record(self._sequence_for(prompt, ()), completion, limit)
+        self._record(self._begin(prompt, prompt_ids), completion, limit)
 
     def _record(self, sequence: TrainingSequence, completion: Completion, limit: int) -> Answer:
         said: Message = {"role": "assistant", "content": completion.text}
@@ -118,12 +122,15 @@ class RecordedDialogue:
                 known.messages += new
                 known.as_given += new
                 return known
+        return self._begin(messages, self._template.prompt_ids(messages, tools))
+
+    def _begin(self, messages: str | Sequence[Message], prompt_ids: list[int]) -> TrainingSequence:
         shown: list[Message] = (
             [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
         )
         begun = TrainingSequence(messages=shown, as_given=[*shown])
         begun.is_chat = not isinstance(messages, str)
-        self._add_prompt(begun, self._template.prompt_ids(messages, tools))
+        self._add_prompt(begun, prompt_ids)
         self._sequences.append(begun)
         return begun
 
@@ -231,7 +238,7 @@ class RolloutEngine:
         completions = await complete(self._source, prompt_ids, plan.group_size, sampling)
         dialogues = [self._dialogue(item, plan) for _ in completions]
         for dialogue, completion in zip(dialogues, completions, strict=True):
-            dialogue.begin_with(item.prompt, completion, limit)
+            dialogue.begin_with(item.prompt, prompt_ids, completion, limit)
         return dialogues
 
     async def _conversation(self, item: Item, plan: SamplingPlan) -> RecordedDialogue:
