@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from grpo_core.process.managed import ProcessFailed
+from grpo_core.process import ProcessFailed
 from grpo_trainer.checks.served_weights import PublicationCheck
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.model.adapter import trained_parameters

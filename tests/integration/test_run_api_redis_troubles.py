@@ -25,8 +25,8 @@ from grpo_api.store import RunStore
 from grpo_api.store.redis import RedisLink
 from grpo_api.store.redis_checks import check_redis, watch_disk
 from grpo_api.waiting import Lifetime
-from grpo_core.redis.password import redis_password
 from grpo_core.redis.server import LocalRedis, bundled_redis
+from grpo_core.redis.url import redis_password
 from grpo_local.process.ports import free_port
 from tests.fixtures.run_api import RUN_ID, start_run_api
 from tests.integration.conftest import forget_env_ids

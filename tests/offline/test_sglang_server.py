@@ -19,7 +19,7 @@ import torch
 
 from grpo_core.clients.inference import Completion
 from grpo_core.errors import RequestRefused
-from grpo_core.process.managed import ManagedProcess
+from grpo_core.process import ManagedProcess
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.rollout.chat_template import load_template
 from grpo_local.process.ports import free_port

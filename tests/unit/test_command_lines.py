@@ -10,8 +10,8 @@ import pytest
 
 from grpo_api.settings import RunApiSettings
 from grpo_core.settings import CommandSettings, load_settings
-from grpo_core.settings.command_line import read_command_line
 from grpo_core.settings.options import options_of
+from grpo_core.settings.sources import read_command_line
 from grpo_env.settings import EnvServerSettings
 from grpo_local.process.ports import free_port
 from grpo_local.settings import (

@@ -15,11 +15,10 @@ from statistics import fmean
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_core.evaluation.files import save
-from grpo_core.evaluation.table import table_lines
-from grpo_core.rollouts.group_records import records_of_group
+from grpo_core.evaluation.results import save
+from grpo_core.evaluation.tables import table_lines
 from grpo_core.rollouts.page import write_page
-from grpo_core.rollouts.record import RolloutRecord
+from grpo_core.rollouts.record import RolloutRecord, records_of_group
 from grpo_env.assembly import TaskSet, open_engine, sampling_plan
 from grpo_env.evaluation import Evaluation, evaluate
 from grpo_env.rollout.chat_template import ChatTemplate

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
-from grpo_core.rollouts.text import printable
+from grpo_core.rollouts.record import printable
 from grpo_env.assembly import TaskSet, open_engine, open_template, sampling_plan, task_code
 from grpo_env.rollout.chat_template import answered, divided
 from grpo_env.rollout.grading import Grade, Grader, Ungraded

@@ -13,9 +13,8 @@ from typing import Any
 import structlog
 
 from grpo_core.errors import GrpoError, ServiceUnavailable
-from grpo_core.evaluation.files import save
-from grpo_core.evaluation.results import EvalItem, EvalResult
-from grpo_core.security.bearer_token import plain
+from grpo_core.evaluation.results import EvalItem, EvalResult, save
+from grpo_core.security import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.inference.health import wait_for_step
 from grpo_env.rollout.engine import RolloutEngine, all_or_none

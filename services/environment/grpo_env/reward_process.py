@@ -20,7 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from grpo_core.errors import GrpoError
-from grpo_core.process.orphans import end_with_parent
+from grpo_core.process import end_with_parent
 from grpo_env.loading import specs_from
 from grpo_env.tasks import Answer, Row, Task
 from grpo_env.tasks.rewards import graded_of

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_core.settings.smollm2 import SMOLLM2, unusable_model
+from grpo_core.settings.machine import SMOLLM2, unusable_model
 from grpo_core.weights.directory_checks import (
     ADAPTER_CONFIG,
     LORA_RANKS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from grpo_core.settings.smollm2 import SMOLLM2
+from grpo_core.settings.machine import SMOLLM2
 
 _LIMITS = ("max_position_embeddings", "n_positions")
 _LIMIT_OF_SMOLLM2 = 8192

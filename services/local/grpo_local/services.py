@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
-from grpo_core.redis.password import redis_password
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, disk_bytes, redis_command
+from grpo_core.redis.url import redis_password
 from grpo_core.rollouts.files import ROLLOUTS
-from grpo_core.security.bearer_token import plain
+from grpo_core.security import plain
 from grpo_core.settings import without_secrets
-from grpo_core.settings.machine import does_not_answer
-from grpo_core.settings.smollm2 import SMOLLM2
+from grpo_core.settings.machine import SMOLLM2, does_not_answer
 from grpo_local.defaults import name_of_task
 from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe

@@ -32,8 +32,7 @@ from grpo_api.waiting import Lifetime
 from grpo_core.logs import configure_logging
 from grpo_core.redis.server import LocalRedis, disk_bytes
 from grpo_core.redis.url import local_redis_directory
-from grpo_core.security.bearer_token import BearerTokenGuard
-from grpo_core.security.same_site import SameSiteOnly, listed
+from grpo_core.security import BearerTokenGuard, SameSiteOnly, listed
 
 _HELD_BODIES = 4
 """Waiting submissions may hold this many bodies of the largest size in memory."""

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import structlog
 
+from grpo_core.cpu import share_cores
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_core.process.threads import share_cores
 from grpo_core.settings.machine import does_not_answer
 from grpo_trainer.config.cli import parse_command
 from grpo_trainer.config.processes import Processes

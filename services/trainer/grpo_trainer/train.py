@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from grpo_core.clients.run_api import TrainerClient
-from grpo_core.security.bearer_token import plain
+from grpo_core.security import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.atomic_files import hold_save_path, remove_unfinished, write_whole
 from grpo_trainer.checkpoint.resume import (

@@ -19,7 +19,7 @@ from grpo_core.redis.url import (
     local_redis,
     url_or_none,
 )
-from grpo_core.security.bearer_token import usable_token
+from grpo_core.security import usable_token
 from grpo_core.settings import (
     Command,
     CommandSettings,

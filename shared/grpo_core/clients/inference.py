@@ -10,8 +10,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
-from grpo_core.errors import ProtocolViolation
-from grpo_core.validation import problems_of
+from grpo_core.errors import ProtocolViolation, problems_of
 from grpo_core.wire.policy_version import PolicyVersion
 
 SERVICE = "vllm-server"

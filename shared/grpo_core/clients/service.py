@@ -18,9 +18,9 @@ from grpo_core.clients.retry import (
     retrying,
     unavailable,
 )
+from grpo_core.closing import ClosesOnAsyncExit, ClosesOnExit
 from grpo_core.errors import AnswerLost, ServiceUnavailable
-from grpo_core.process.closing import ClosesOnAsyncExit, ClosesOnExit
-from grpo_core.security.bearer_token import authorization
+from grpo_core.security import authorization
 
 Rule = Callable[[BaseException], bool]
 """Whether a request is retried after an error."""

@@ -17,11 +17,11 @@ from typing import IO
 import redis
 import structlog
 
+from grpo_core.closing import ClosesOnExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
-from grpo_core.process.closing import ClosesOnExit
-from grpo_core.process.managed import ManagedProcess, ProcessFailed
-from grpo_core.redis.password import known_password, redis_password
+from grpo_core.process import ManagedProcess, ProcessFailed
+from grpo_core.redis.url import known_password, redis_password
 
 log = structlog.get_logger()
 

@@ -14,12 +14,9 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import ValidationError
 
 from grpo_core.settings.command import Alias, Command, CommandSettings
-from grpo_core.settings.command_line import Given, merge, read_command_line
-from grpo_core.settings.config_file import ConfigFile, read_config_file
-from grpo_core.settings.help import help_text
-from grpo_core.settings.messages import lines_of, name_of
+from grpo_core.settings.messages import help_text, lines_of, name_of, resolved_yaml
 from grpo_core.settings.options import Option, options_of
-from grpo_core.settings.resolved import resolved_yaml
+from grpo_core.settings.sources import ConfigFile, Given, merge, read_command_line, read_config_file
 
 EXIT_USAGE = 2
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.process.managed import ManagedProcess
+from grpo_core.process import ManagedProcess
 
 DEADLINE_S = 60.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.settings.smollm2 import SMOLLM2, unusable_model
+from grpo_core.settings.machine import SMOLLM2, unusable_model
 
 
 def test_a_directory_of_this_name_needs_no_package(

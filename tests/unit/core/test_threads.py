@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from grpo_core.process.threads import SPIN_COUNT, WAIT_POLICY, share_cores
+from grpo_core.cpu import SPIN_COUNT, WAIT_POLICY, share_cores
 
 NAME, OURS = SPIN_COUNT
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from grpo_core.clients.run_api_answers import LeasedBatch, leased_batch
+from grpo_core.clients.run_api import LeasedBatch, leased_batch
 from grpo_core.errors import ProtocolViolation
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import EnvironmentCount, EnvironmentRegistration

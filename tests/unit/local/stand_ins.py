@@ -83,7 +83,7 @@ while not pathlib.Path(os.environ["STAND_IN_PIDS"], "engine").exists():
     time.sleep(0.01)
 
 import redis
-from grpo_core.weights.supervisor_protocol import SupervisorStatus, status_key
+from grpo_core.weights.supervisor import SupervisorStatus, status_key
 status = SupervisorStatus(
     state="serving", epoch=1, step=1, restarts=5, crashes=3, generation_tokens=5000
 )

@@ -15,10 +15,10 @@ import httpx
 import psutil
 from redis import Redis
 
-from grpo_core.process.managed import ManagedProcess
+from grpo_core.process import ManagedProcess
 from grpo_core.redis.keys import served_weights_key
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_CONFIG
-from grpo_core.weights.supervisor_protocol import Action, OutcomeState
+from grpo_core.weights.supervisor import Action, OutcomeState
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_local.process.ports import free_port
 from tests.fixtures.command_sender import Sender

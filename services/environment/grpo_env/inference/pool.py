@@ -17,9 +17,9 @@ import httpx
 
 from grpo_core.clients.inference import SERVICE, GenerateAnswer, GenerationClient
 from grpo_core.clients.retry import TransientAnswer, unavailable
+from grpo_core.closing import ClosesOnAsyncExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.process.closing import ClosesOnAsyncExit
 from grpo_env.inference.health import HealthClient
 from grpo_env.inference.server import PooledServer, Standing
 

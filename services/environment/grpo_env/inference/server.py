@@ -21,8 +21,8 @@ import httpx
 import structlog
 
 from grpo_core.clients.inference import GenerateAnswer, GenerationClient
+from grpo_core.closing import ClosesOnAsyncExit
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
-from grpo_core.process.closing import ClosesOnAsyncExit
 from grpo_env.inference.health import HealthClient, NotAnInferenceServer
 
 log = structlog.get_logger()

@@ -21,7 +21,7 @@ from typing import Any, Self
 import structlog
 from pebble import ProcessExpired, ProcessPool, ThreadPool
 
-from grpo_core.process.closing import ClosesOnExit
+from grpo_core.closing import ClosesOnExit
 from grpo_env import reward_process
 from grpo_env.reward_process import TASKS_VARIABLE, UserCodeFailed
 from grpo_env.tasks import Answer, Message, Row, State, Task

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from grpo_core.errors import GrpoError, ProtocolViolation
-from grpo_core.process.managed import describe_exit
+from grpo_core.process import describe_exit
 from grpo_core.settings import without_secrets
 from grpo_local.modes import ModeName
 from grpo_local.process.signals import StopRequest, StopRequested

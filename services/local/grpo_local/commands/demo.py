@@ -9,14 +9,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.errors import GrpoError
-from grpo_core.process.managed import ManagedProcess, ProcessFailed
-from grpo_core.redis.password import redis_password
-from grpo_core.redis.url import with_password
-from grpo_core.security.bearer_token import plain
+from grpo_core.process import ManagedProcess, ProcessFailed
+from grpo_core.redis.url import redis_password, with_password
+from grpo_core.security import plain
 from grpo_core.settings import resolved_yaml
-from grpo_core.settings.smollm2 import SMOLLM2
+from grpo_core.settings.machine import SMOLLM2
+from grpo_core.weights.supervisor import SupervisorClient
 from grpo_local.defaults import Sizes
 from grpo_local.modes import HandOff, Mode
 from grpo_local.process.health import HealthProbe

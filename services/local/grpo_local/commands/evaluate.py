@@ -10,13 +10,11 @@ from pathlib import Path
 
 from grpo_core.clients.service import ServiceClient
 from grpo_core.errors import GrpoError
-from grpo_core.evaluation.comparison import compare
-from grpo_core.evaluation.files import read_results, save
-from grpo_core.evaluation.results import EvalResult
-from grpo_core.evaluation.table import comparison_lines, table_lines
-from grpo_core.process.managed import describe_exit
-from grpo_core.security.bearer_token import plain
-from grpo_core.settings.smollm2 import SMOLLM2
+from grpo_core.evaluation.results import EvalResult, read_results, save
+from grpo_core.evaluation.tables import compare, comparison_lines, table_lines
+from grpo_core.process import describe_exit
+from grpo_core.security import plain
+from grpo_core.settings.machine import SMOLLM2
 from grpo_local.evaluated_model import EvaluatedModel, adapter_flags, by_server
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port

@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Self
 
 from grpo_core.deadline import Deadline
-from grpo_core.process.managed import ManagedProcess, ProcessFailed, describe_exit
-from grpo_core.process.orphans import adopt_orphans, end_orphans, stop_adopting
+from grpo_core.process import (
+    ManagedProcess,
+    ProcessFailed,
+    adopt_orphans,
+    describe_exit,
+    end_orphans,
+    stop_adopting,
+)
 from grpo_local.process.signals import StopRequest
 from grpo_local.screen import Screen
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from grpo_core.evaluation.comparison import Lift, NotComparable, compare
-from grpo_core.evaluation.files import ResultsUnusable, details_path, read_result
-from grpo_core.evaluation.results import EvalSummary
+from grpo_core.evaluation.results import EvalSummary, ResultsUnusable, details_path, read_result
+from grpo_core.evaluation.tables import Lift, NotComparable, compare
 from grpo_local.report.metrics_file import GrowingFile
 
 SHOWN = "pass@1"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from grpo_core.evaluation.files import read_summaries
-from grpo_core.evaluation.results import METRICS_PREFIX, EvalSummary
-from grpo_core.rollouts.page.curves import Interval, Point
+from grpo_core.evaluation.results import METRICS_PREFIX, EvalSummary, read_summaries
+from grpo_core.rollouts.page.encode import Interval, Point
 
 
 class Evaluations:

@@ -12,7 +12,7 @@ import yaml
 from grpo_core.errors import GrpoError, ProtocolViolation
 from grpo_core.rollouts.files import TOKENIZER, read_steps
 from grpo_core.rollouts.page import TokenTexts, write_page
-from grpo_core.rollouts.page.curves import PART, REWARD, TITLES, Point
+from grpo_core.rollouts.page.encode import PART, REWARD, TITLES, Point
 from grpo_core.rollouts.record import RolloutRecord
 from grpo_local.report.evaluations import Evaluations
 from grpo_local.report.metrics_file import metric_curves

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from grpo_core.errors import BrokenRollouts
 from grpo_core.rollouts.files import TOKENIZER
-from grpo_core.rollouts.record import RolloutRecord
-from grpo_core.rollouts.text import split_conversation, text_of
+from grpo_core.rollouts.record import RolloutRecord, split_conversation, text_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -11,7 +11,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.errors import ProtocolViolation
-from grpo_core.weights.supervisor_protocol import SupervisorStatus
+from grpo_core.weights.supervisor import SupervisorStatus
 from grpo_local.modes import Mode, ModeName
 from grpo_local.report.metrics_file import StepRecord
 from grpo_local.run_directory import RunDirectory

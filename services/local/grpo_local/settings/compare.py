@@ -12,8 +12,7 @@ from pydantic import AfterValidator, Field
 
 from grpo_core.settings import Command, CommandSettings, CommaSeparated, Mistake, Shown
 from grpo_core.settings.machine import not_writable
-from grpo_core.settings.names import Names
-from grpo_core.settings.options import COMMON, options_of
+from grpo_core.settings.options import COMMON, Names, options_of
 from grpo_local.modes import ModeName
 from grpo_local.run_directory import RUNS, unusable
 from grpo_local.service_options import words_of_sections

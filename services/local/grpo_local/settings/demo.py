@@ -11,10 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, SecretStr, field_validator
 
 from grpo_core.redis.keys import is_run_id
-from grpo_core.security.bearer_token import usable_token
+from grpo_core.security import usable_token
 from grpo_core.settings import Command, CommaSeparated, Mistake, Shown
-from grpo_core.settings.machine import missing_data, not_writable
-from grpo_core.settings.smollm2 import unusable_model
+from grpo_core.settings.machine import missing_data, not_writable, unusable_model
 from grpo_core.weights import bridge_config
 from grpo_local.defaults import BY_TASK, SIZE_NAMES, Sizes, name_of_task, sizes_for
 from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, SecretStr, field_validator
 
-from grpo_core.security.bearer_token import usable_token
+from grpo_core.security import usable_token
 from grpo_core.settings import Command, CommaSeparated, Given, Mistake, Shown
 from grpo_core.settings.machine import not_writable
 from grpo_core.weights.directory_checks import UnusableWeights

@@ -20,8 +20,7 @@ from grpo_core.settings import (
     Shown,
     flag_for,
 )
-from grpo_core.settings.machine import cannot_listen, not_writable
-from grpo_core.settings.smollm2 import unusable_model
+from grpo_core.settings.machine import cannot_listen, not_writable, unusable_model
 from grpo_core.weights.directory_checks import without_head
 from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
 from grpo_local.service_options import SERVER, TRAINER

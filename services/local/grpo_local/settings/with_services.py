@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from grpo_core.settings import CommandSettings, Mistake
-from grpo_core.settings.names import Names
-from grpo_core.settings.options import options_of
+from grpo_core.settings.options import Names, options_of
 from grpo_local.service_options import (
     SERVER,
     SET_BY_RUNNER,

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
-from grpo_core.security.bearer_token import plain
+from grpo_core.security import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.assembly import TaskSet, engine_on, open_engine
 from grpo_env.rollout.chat_template import ChatTemplate

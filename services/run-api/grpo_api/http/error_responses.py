@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
 from grpo_api.errors import Answered, Refused
-from grpo_core.validation import message_of
+from grpo_core.errors import message_of
 
 REQUEST_ID_HEADER = "x-request-id"
 CLIENT_CLOSED_REQUEST = 499

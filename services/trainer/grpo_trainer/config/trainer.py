@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, SecretStr, ValidationInfo, field_validator
 
 from grpo_core.redis.url import LOCAL_REDIS, RedisUrl, local_redis
-from grpo_core.security.bearer_token import usable_token
+from grpo_core.security import usable_token
 from grpo_core.settings import HttpUrl, InferenceUrl, LogLevel, Shown
 from grpo_core.wire.run_api import Registration
 from grpo_trainer.config.forward import ForwardOptions

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import structlog
 
-from grpo_core.clients.run_api_answers import REFUSED_GROUPS_HINT, LeasedBatch, named_refusals
+from grpo_core.clients.run_api import REFUSED_GROUPS_HINT, LeasedBatch, named_refusals
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, LeasesFull
 from grpo_core.wire.run_api import EnvironmentCount, Registration, RunStatus

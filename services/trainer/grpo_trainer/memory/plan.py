@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from grpo_core.process.cpu_types import is_slow_in_bfloat16
+from grpo_core.cpu import is_slow_in_bfloat16
 from grpo_trainer.config.optimizer import OptimizerName
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import UnusableOptimizer

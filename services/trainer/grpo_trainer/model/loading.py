@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from grpo_core.process.cpu_types import SLOW, is_slow_in_bfloat16
+from grpo_core.cpu import SLOW, is_slow_in_bfloat16
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB
 from grpo_core.weights.ref import WeightKind
 from grpo_trainer.atomic_files import whole_directory

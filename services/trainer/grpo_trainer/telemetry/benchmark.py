@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_core.clients.supervisor import SupervisorClient
-from grpo_core.weights.supervisor_protocol import SupervisorStatus
+from grpo_core.weights.supervisor import SupervisorClient, SupervisorStatus
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.export import FINAL_ADAPTER, FINAL_MODEL

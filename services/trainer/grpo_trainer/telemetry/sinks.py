@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from grpo_core.errors import WandbUnavailable
-from grpo_core.wandb_run.sink import WandbRun, WandbSink, start_wandb
+from grpo_core.wandb_run import WandbRun, WandbSink, start_wandb
 from grpo_trainer.atomic_files import write_whole
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import CheckpointNotSaved, MetricsNotWritten

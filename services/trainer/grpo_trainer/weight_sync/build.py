@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Iterator
 
 from grpo_core.clients.inference import BridgeClient
-from grpo_core.clients.supervisor import SupervisorClient
-from grpo_core.security.bearer_token import plain
-from grpo_core.weights.supervisor_protocol import Action
+from grpo_core.security import plain
+from grpo_core.weights.supervisor import Action, SupervisorClient
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.sync import (
     CheckpointRestartSettings,

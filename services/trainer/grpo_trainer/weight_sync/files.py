@@ -18,11 +18,10 @@ import structlog
 import torch
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo, Completion
-from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.ref import WeightKind
-from grpo_core.weights.supervisor_protocol import SupervisorStatus
+from grpo_core.weights.supervisor import SupervisorClient, SupervisorStatus
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.atomic_files import make_directory
 from grpo_trainer.checks.served_weights import Alignment, Bound, ProbeLengths, PublicationCheck

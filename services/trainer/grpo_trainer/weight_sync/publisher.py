@@ -13,16 +13,16 @@ from pathlib import Path
 
 import structlog
 
-from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ProtocolViolation
 from grpo_core.weights.directory_checks import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.weights.supervisor_protocol import (
+from grpo_core.weights.supervisor import (
     Action,
     Command,
     Outcome,
     OutcomeState,
+    SupervisorClient,
     SupervisorPhase,
 )
 from grpo_core.wire.policy_version import PolicyVersion

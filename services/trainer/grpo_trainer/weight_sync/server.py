@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 import httpx
 import structlog
 
-from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.deadline import Deadline
-from grpo_core.process.managed import ManagedProcess, ProcessFailed
-from grpo_core.security.bearer_token import plain
-from grpo_core.weights.supervisor_protocol import (
+from grpo_core.process import ManagedProcess, ProcessFailed
+from grpo_core.security import plain
+from grpo_core.weights.supervisor import (
     STATUS_EVERY_S,
     STATUS_STALE_S,
+    SupervisorClient,
     SupervisorPhase,
     SupervisorStatus,
 )

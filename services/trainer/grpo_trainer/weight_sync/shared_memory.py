@@ -10,9 +10,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from grpo_core.weights.cuda_ipc_host import pid_namespace, shm_filesystem, torch_build
-from grpo_core.weights.manifest import TensorRegion, WeightManifest
-from grpo_core.weights.memory_grant import CudaMemory, CudaPlace, CudaSegment
+from grpo_core.weights.shared_memory import (
+    CudaMemory,
+    CudaPlace,
+    CudaSegment,
+    TensorRegion,
+    WeightManifest,
+    pid_namespace,
+    shm_filesystem,
+    torch_build,
+)
 from grpo_core.weights.socket import WeightConnection
 from grpo_trainer.errors import PolicyMismatch, UnreachableWeights
 

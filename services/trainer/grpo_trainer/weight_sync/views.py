@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo_core.weights.manifest import WeightManifest
+from grpo_core.weights.shared_memory import WeightManifest
 from grpo_trainer.errors import MovedParameters, PolicyMismatch, ServedWeightsDiffer
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.policy import CausalLM

@@ -6,8 +6,8 @@ import argparse
 
 import structlog
 
-from grpo_core.process.cpu_types import SLOW, is_slow_in_bfloat16
-from grpo_core.security.bearer_token import plain
+from grpo_core.cpu import SLOW, is_slow_in_bfloat16
+from grpo_core.security import plain
 from grpo_core.weights.ref import WeightRef
 from grpo_vllm.engine.plugin import LOAD_FORMAT, WORKER_EXTENSION
 from grpo_vllm.engine.vllm_compat.launch import (

@@ -14,7 +14,7 @@ import structlog
 from starlette.types import ASGIApp
 
 from grpo_core.errors import GrpoError
-from grpo_core.security.same_site import SameSiteOnly, listed
+from grpo_core.security import SameSiteOnly, listed
 from grpo_core.weights.bridge_config import BridgeConfig
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_vllm.engine.apps import (

@@ -10,9 +10,9 @@ import sys
 
 import structlog
 
+from grpo_core.cpu import share_cores
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_core.process.threads import share_cores
 from grpo_vllm.engine.plugin import (
     SERVER_VARIABLE,
     SHARE_WEIGHTS_VARIABLE,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from grpo_core.process.orphans import killed_with_parent
+from grpo_core.process import killed_with_parent
 from grpo_vllm.forkserver.protocol import EnginePlan, receive_plan, send_fact
 
 log = structlog.get_logger()

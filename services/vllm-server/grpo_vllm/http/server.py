@@ -14,8 +14,7 @@ import uvicorn
 from pydantic import SecretStr
 from starlette.types import ASGIApp
 
-from grpo_core.security.bearer_token import BearerTokenGuard
-from grpo_core.security.refusal import App
+from grpo_core.security import App, BearerTokenGuard
 from grpo_vllm.http.connection_handover import Handover, Park, handover_protocol
 from grpo_vllm.http.in_flight import InFlight
 

@@ -1,6 +1,6 @@
 """The trainer's commands to serve different weights: read from Redis, and answered at once.
 
-`grpo_core.weights.supervisor_protocol` defines the protocol.
+`grpo_core.weights.supervisor` defines the protocol.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_core.weights.directory_checks import (
     require_servable_adapter,
 )
 from grpo_core.weights.ref import WeightRef
-from grpo_core.weights.supervisor_protocol import (
+from grpo_core.weights.supervisor import (
     OUTCOME_KEPT_S,
     Action,
     Command,

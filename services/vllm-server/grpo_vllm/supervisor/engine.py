@@ -16,7 +16,7 @@ import httpx
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_core.process.orphans import killed_with_parent
+from grpo_core.process import killed_with_parent
 from grpo_vllm.forkserver.protocol import EnginePlan, receive_fact, send_plan
 
 log = structlog.get_logger()

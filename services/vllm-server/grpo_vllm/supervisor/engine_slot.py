@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 
 from grpo_core.deadline import Deadline
-from grpo_core.process.orphans import end_orphans
+from grpo_core.process import end_orphans
 from grpo_core.weights.ref import WeightRef
 from grpo_vllm.forkserver.protocol import EnginePlan
 from grpo_vllm.http.connection_handover import SupervisorEnd

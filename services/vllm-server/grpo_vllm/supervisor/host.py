@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import GrpoError
-from grpo_core.process.closing import ClosesOnExit
 from grpo_vllm.http.server import BACKLOG
 from grpo_vllm.settings import ServerSettings
 

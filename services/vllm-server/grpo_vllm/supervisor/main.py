@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from grpo_core.process.orphans import adopt_orphans, children
-from grpo_core.weights.supervisor_protocol import SupervisorPhase, SupervisorStatus
+from grpo_core.process import adopt_orphans, children
+from grpo_core.weights.supervisor import SupervisorPhase, SupervisorStatus
 from grpo_vllm.http.server import require_api_key, serving
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.commands import CommandStream, ControlPlane

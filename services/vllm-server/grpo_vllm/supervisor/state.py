@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from grpo_core.weights.ref import WeightRef
-from grpo_core.weights.supervisor_protocol import Command, SupervisorPhase
+from grpo_core.weights.supervisor import Command, SupervisorPhase
 from grpo_core.wire.policy_version import PolicyVersion
 
 FIRST_DELAY_S = 1.0

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from grpo_core.weights.ref import WeightRef
-from grpo_core.weights.supervisor_protocol import (
+from grpo_core.weights.supervisor import (
     STATUS_EVERY_S,
     OutcomeState,
     SupervisorPhase,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_core.weights.manifest import ParameterMapping, TensorRegion
+from grpo_core.weights.shared_memory import ParameterMapping, TensorRegion
 from grpo_vllm.weights.memory import WeightMemory, region_at
 
 

@@ -11,8 +11,14 @@ from typing import Any
 
 import torch
 
-from grpo_core.weights.cuda_ipc_host import pid_namespace, shm_filesystem, torch_build
-from grpo_core.weights.memory_grant import CudaMemory, CudaPlace, CudaSegment
+from grpo_core.weights.shared_memory import (
+    CudaMemory,
+    CudaPlace,
+    CudaSegment,
+    pid_namespace,
+    shm_filesystem,
+    torch_build,
+)
 from grpo_vllm.weights.memory import Segment, WeightMemory
 
 NATIVE = "native"

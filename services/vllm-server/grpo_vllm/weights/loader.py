@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from grpo_core.errors import GrpoError
-from grpo_core.weights.manifest import TensorRegion, WeightManifest
+from grpo_core.weights.shared_memory import TensorRegion, WeightManifest
 from grpo_vllm.engine.plugin import LOAD_FORMAT
 from grpo_vllm.engine.vllm_compat.layers import (
     DefaultModelLoader,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_core.weights.manifest import TensorRegion
+from grpo_core.weights.shared_memory import TensorRegion
 
 ALIGNMENT_BYTES = 256
 """Every tensor starts at a multiple of this, which covers vector registers and cache lines."""

@@ -26,8 +26,7 @@ from grpo_core.weights.bridge_config import (
     read_bridge_config,
     write_bridge_config,
 )
-from grpo_core.weights.manifest import WeightManifest
-from grpo_core.weights.memory_grant import CudaMemory, MemfdMemory, WeightGrant
+from grpo_core.weights.shared_memory import CudaMemory, MemfdMemory, WeightGrant, WeightManifest
 from grpo_core.weights.socket import send_grant, send_refusal
 from grpo_vllm.engine.control import EngineTimeout
 from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge

@@ -7,10 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.evaluation.comparison import NotComparable, compare
-from grpo_core.evaluation.files import ResultsUnusable, read_result, read_summaries, save
-from grpo_core.evaluation.results import EvalItem, NothingEvaluated
-from grpo_core.evaluation.table import COLUMNS, comparison_lines, table_lines
+from grpo_core.evaluation.results import (
+    EvalItem,
+    NothingEvaluated,
+    ResultsUnusable,
+    read_result,
+    read_summaries,
+    save,
+)
+from grpo_core.evaluation.tables import (
+    COLUMNS,
+    NotComparable,
+    compare,
+    comparison_lines,
+    table_lines,
+)
 from grpo_core.wire.policy_version import PolicyVersion
 from tests.unit.core.evaluation.made import item, result
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_core.rollouts.group_records import records_of_group
-from grpo_core.rollouts.text import split_conversation, text_of, trained_runs
+from grpo_core.rollouts.record import records_of_group, split_conversation, text_of, trained_runs
 from grpo_core.wire.scored_group import ScoredGroup
 from tests.unit.core.rollouts.records import record
 

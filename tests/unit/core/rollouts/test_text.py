@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from grpo_core.rollouts.text import printable
+from grpo_core.rollouts.record import printable
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_core.settings import load_settings
-from grpo_core.weights.supervisor_protocol import SupervisorStatus
+from grpo_core.weights.supervisor import SupervisorStatus
 from grpo_local.commands.compare_modes import compare_modes
 from grpo_local.process.peak_memory import MIB
 from grpo_local.report.summary import Benchmark, RunFacts, summarise

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.process.managed import ProcessFailed
+from grpo_core.process import ProcessFailed
 from grpo_core.settings import load_settings
 from grpo_local.commands import demo
 from grpo_local.commands.demo import NoTrainingStep, follow_training, run_demo

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.evaluation.files import read_result, read_summaries
+from grpo_core.evaluation.results import read_result, read_summaries
 from grpo_core.settings import EXIT_USAGE, load_settings, resolved_yaml
 from grpo_local.__main__ import evaluate
 from grpo_local.commands.evaluate import evaluate_models, visible_gpu
@@ -57,7 +57,7 @@ ThreadingHTTPServer((option("--host"), int(option("--port"))), Handler).serve_fo
 """
 ENVIRONMENT = """
 import json, os, pathlib, signal, sys, time, urllib.request
-from grpo_core.evaluation.files import save
+from grpo_core.evaluation.results import save
 from grpo_core.evaluation.results import EvalItem, EvalResult
 
 def option(name):

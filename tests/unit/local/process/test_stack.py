@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.process.managed import ManagedProcess, ProcessFailed
+from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_local.process import health
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port

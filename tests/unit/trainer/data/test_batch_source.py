@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_core.clients.run_api_answers import LeasedBatch
+from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import EnvironmentCount
 from grpo_core.wire.scored_group import ScoredGroup

@@ -14,7 +14,7 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from grpo_core.clients.run_api_answers import LeasedBatch
+from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_tiny_model.model import build_model
 from grpo_tiny_model.recipe import Recipe

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import T5Config
 
-from grpo_core.weights.memory_grant import CudaMemory, CudaPlace
+from grpo_core.weights.shared_memory import CudaMemory, CudaPlace
 from grpo_trainer.errors import NoSuchDevice, PolicyMismatch, UnreachableWeights, UnsupportedModel
 from grpo_trainer.model.adapter import with_adapter
 from grpo_trainer.model.loading import (

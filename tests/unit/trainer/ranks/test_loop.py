@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_core.clients.run_api_answers import LeasedBatch
+from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.errors import LeasesFull
 from grpo_core.wire.run_api import RunStatus
 from grpo_offline.backends.in_process import WeightsInProcess

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_core.weights.supervisor_protocol import SupervisorPhase, SupervisorStatus
+from grpo_core.weights.supervisor import SupervisorPhase, SupervisorStatus
 from grpo_trainer.telemetry.benchmark import BenchmarkSummary, RunTotals, directory_bytes
 
 

@@ -21,11 +21,10 @@ from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from grpo_core.clients.inference import BridgeInfo, Completion
-from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.directory_checks import check_weights
 from grpo_core.weights.ref import WeightKind
-from grpo_core.weights.supervisor_protocol import Action, Command, OutcomeState
+from grpo_core.weights.supervisor import Action, Command, OutcomeState, SupervisorClient
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import EngineCrashed, PolicyMismatch
 from grpo_trainer.model.adapter import trained_parameters

@@ -13,13 +13,13 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.weights.supervisor_protocol import (
+from grpo_core.weights.supervisor import (
     Action,
     Command,
     OutcomeState,
+    SupervisorClient,
     SupervisorPhase,
     commands_key,
 )

@@ -7,8 +7,8 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
-from grpo_core.security.bearer_token import plain
-from grpo_core.weights.supervisor_protocol import SupervisorPhase, SupervisorStatus
+from grpo_core.security import plain
+from grpo_core.weights.supervisor import SupervisorPhase, SupervisorStatus
 from grpo_vllm.http.server import require_api_key
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.main import health_app

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_core.weights.directory_checks import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.weights.supervisor_protocol import (
+from grpo_core.weights.supervisor import (
     Action,
     Command,
     Outcome,

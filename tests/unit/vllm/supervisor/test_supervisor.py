@@ -23,7 +23,7 @@ import pytest
 from redis import Redis
 
 from grpo_core.weights.ref import UNTRAINED
-from grpo_core.weights.supervisor_protocol import Action, OutcomeState, commands_key
+from grpo_core.weights.supervisor import Action, OutcomeState, commands_key
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.supervisor.state import STABLE_AFTER_S, RestartPolicy
 from tests.support.process_table import is_alive

@@ -16,7 +16,7 @@ from grpo_core.weights.bridge_config import (
     find_bridge_config,
     write_bridge_config,
 )
-from grpo_core.weights.manifest import ParameterMapping
+from grpo_core.weights.shared_memory import ParameterMapping
 from grpo_vllm.weights.socket_server import bridge_config_written
 
 NOBODY_UID = 65534

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from grpo_core.weights.manifest import TensorRegion
+from grpo_core.weights.shared_memory import TensorRegion
 from grpo_vllm.weights.checkpoint_map import CheckpointMap, ServedParameters
 from grpo_vllm.weights.memory import WeightMemory
 
