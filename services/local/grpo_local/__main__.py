@@ -74,7 +74,7 @@ def report() -> None:
     """`grpo-report`"""
     settings = load_settings(ReportSettings, sys.argv[1:], at_start=True)
 
-    from grpo_local.commands.report import report
+    from grpo_local.commands.rollouts import report
     from grpo_local.screen import Screen
 
     raise SystemExit(report(settings, Screen()))

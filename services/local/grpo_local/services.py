@@ -27,7 +27,7 @@ from grpo_local.screen import Screen
 from grpo_local.service_options import ENV, MODULES, SERVER, TRAINER, service_words
 from grpo_local.settings import DemoSettings
 from grpo_local.settings.demo import TINY_MODEL
-from grpo_local.settings.server import ServerOptions
+from grpo_local.settings.services import ServerOptions
 
 HOST = "127.0.0.1"
 MAX_NUM_SEQS = 256

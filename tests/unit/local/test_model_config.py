@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_local.model_config import longest_sequence
+from grpo_local.models import longest_sequence
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from grpo_local.commands import demo
 from grpo_local.modes import MODES
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
-from grpo_local.process.signals import StopRequest
-from grpo_local.process.stack import Service, Stack
+from grpo_local.process.stack import Service, Stack, StopRequest
 from grpo_local.run_directory import RunDirectory
 from grpo_local.service_options import MODULES
 from grpo_local.services import ServiceFactory, command_lines

@@ -12,8 +12,7 @@ from grpo_core.errors import GrpoError, ProtocolViolation
 from grpo_core.process import describe_exit
 from grpo_core.settings import without_secrets
 from grpo_local.modes import ModeName
-from grpo_local.process.signals import StopRequest, StopRequested
-from grpo_local.process.stack import Service, Stack
+from grpo_local.process.stack import Service, Stack, StopRequest, StopRequested
 from grpo_local.report.metrics_file import MetricsFile
 from grpo_local.report.mode_comparison import (
     Comparison,

@@ -21,18 +21,17 @@ from grpo_local.modes import HandOff, Mode
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.peak_memory import MemoryPeaks
 from grpo_local.process.ports import free_port
-from grpo_local.process.signals import StopRequest, StopRequested
-from grpo_local.process.stack import Stack, start_on_screen
-from grpo_local.report.evaluation_lines import (
+from grpo_local.process.stack import Stack, StopRequest, StopRequested, start_on_screen
+from grpo_local.report.evaluations import (
     EvaluationsFile,
     evaluation_line,
     few_items_warning,
     lift_text,
 )
-from grpo_local.report.flat_start import flat_start_hint
 from grpo_local.report.metrics_file import GrowingFile, MetricsFile, StepRecord, trim_records
 from grpo_local.report.step_table import (
     HEADER_EVERY_STEPS,
+    flat_start_hint,
     header_lines,
     legend_lines,
     step_line,

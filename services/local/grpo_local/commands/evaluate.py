@@ -15,11 +15,10 @@ from grpo_core.evaluation.tables import compare, comparison_lines, table_lines
 from grpo_core.process import describe_exit
 from grpo_core.security import plain
 from grpo_core.settings.machine import SMOLLM2
-from grpo_local.evaluated_model import EvaluatedModel, adapter_flags, by_server
+from grpo_local.models import EvaluatedModel, adapter_flags, by_server
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
-from grpo_local.process.signals import StopRequest, StopRequested
-from grpo_local.process.stack import Service, Stack, start_on_screen
+from grpo_local.process.stack import Service, Stack, StopRequest, StopRequested, start_on_screen
 from grpo_local.report.summary import counted
 from grpo_local.screen import Screen
 from grpo_local.service_options import ENV, MODULES, service_words

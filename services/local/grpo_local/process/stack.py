@@ -1,4 +1,8 @@
-"""The processes of one run: starts them, watches them, and ends them in reverse order."""
+"""The processes of one run: starts them, watches them, and ends them in reverse order.
+
+A signal handler that raises could interrupt the code that starts or ends child processes. So the
+handler of stop signals such as Ctrl-C only counts, and every wait checks the count.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Self
 
 from grpo_core.deadline import Deadline
+from grpo_core.errors import GrpoError
 from grpo_core.process import (
     ManagedProcess,
     ProcessFailed,
@@ -20,8 +26,50 @@ from grpo_core.process import (
     end_orphans,
     stop_adopting,
 )
-from grpo_local.process.signals import StopRequest
 from grpo_local.screen import Screen
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopRequested(GrpoError):
+    """The command received a stop signal."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"stopped by {number.name}")
+        self.exit_status = 128 + number
+
+
+class StopRequest:
+    """Counts stop signals while the context is open. On exit the previous handlers are restored."""
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self._previous: dict[signal.Signals, signal._HANDLER] = {}
+
+    def check(self) -> None:
+        """Raises `StopRequested` once a signal has arrived."""
+        if self.received:
+            raise StopRequested(self.received[0])
+
+    @property
+    def is_urgent(self) -> bool:
+        """True after a second signal: stop without waiting."""
+        return len(self.received) > 1
+
+    def __enter__(self) -> Self:
+        for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # started under nohup: the run outlives the terminal
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
+
 
 STOP_GRACE_S = 10.0
 NAME_WIDTH = 11

@@ -17,7 +17,7 @@ from grpo_local.modes import ModeName
 from grpo_local.run_directory import RUNS, unusable
 from grpo_local.service_options import words_of_sections
 from grpo_local.settings.demo import DemoSettings
-from grpo_local.settings.fields import each_once
+from grpo_local.settings.services import each_once
 
 SEPARATOR = "--"
 SET_FOR_EACH_RUN = frozenset({"mode", "run_dir", "resume", "steps", "seed"})

@@ -19,8 +19,7 @@ from grpo_local.defaults import BY_TASK, SIZE_NAMES, Sizes, name_of_task, sizes_
 from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
 from grpo_local.run_directory import RUNS, RunDirectory, unusable
 from grpo_local.service_options import ENV, SERVER, SERVICES, TRAINER, mistakes_in
-from grpo_local.settings.fields import HUB_OR_SMOLLM2, each_once
-from grpo_local.settings.server import ServerOptions
+from grpo_local.settings.services import HUB_OR_SMOLLM2, ServerOptions, each_once
 
 TINY_MODEL = "tiny-model"
 _PLACEHOLDER_URL = "redis://127.0.0.1:6379/0"

@@ -24,8 +24,7 @@ from grpo_core.settings.machine import cannot_listen, not_writable, unusable_mod
 from grpo_core.weights.directory_checks import without_head
 from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
 from grpo_local.service_options import SERVER, TRAINER
-from grpo_local.settings.fields import HUB_OR_SMOLLM2
-from grpo_local.settings.with_services import WithServiceOptions
+from grpo_local.settings.services import HUB_OR_SMOLLM2, WithServiceOptions
 
 LOOPBACK = "127.0.0.1"
 EVERY_ADDRESS = ("0.0.0.0", "::")

@@ -19,8 +19,7 @@ from grpo_local.commands import demo
 from grpo_local.commands.demo import NoTrainingStep, follow_training, run_demo
 from grpo_local.defaults import BY_TASK
 from grpo_local.modes import MODES
-from grpo_local.process.signals import StopRequest
-from grpo_local.process.stack import Service, Stack
+from grpo_local.process.stack import Service, Stack, StopRequest
 from grpo_local.report.metrics_file import MetricsFile
 from grpo_local.report.summary import RunFacts, read_record
 from grpo_local.run_directory import RunDirectory, create_run_directory

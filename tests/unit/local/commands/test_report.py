@@ -12,7 +12,7 @@ import pytest
 from grpo_core.evaluation.results import EvalSummary
 from grpo_core.rollouts.files import write_step
 from grpo_core.settings import load_settings
-from grpo_local.commands.report import report
+from grpo_local.commands.rollouts import report
 from grpo_local.report.evaluations import Evaluations
 from grpo_local.report.metrics_file import metric_curves
 from grpo_local.settings import ReportSettings

@@ -15,8 +15,7 @@ from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_local.process import health
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
-from grpo_local.process.signals import StopRequest, StopRequested
-from grpo_local.process.stack import Service, Stack
+from grpo_local.process.stack import Service, Stack, StopRequest, StopRequested
 from grpo_local.services import url
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
 

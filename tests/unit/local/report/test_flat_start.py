@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_local.report.flat_start import flat_start_hint
+from grpo_local.report.step_table import flat_start_hint
 from tests.unit.local.records import record
 
 
