@@ -70,18 +70,12 @@ _SEARCHED_LINES = 400
 _SHOWN_CHARACTERS = 240
 """Of a line. The record of a training step has thousands."""
 _MARKED_AS_ERROR = re.compile(r"\[error\b|\bERROR\b(?!,)|: error: ")
-
-
 _OF_TORCHRUN = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
 )
 """A child is no rank of this process's group: vLLM would wait for torchrun's other processes."""
-
-
-def _own_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
 
 
 class ProcessFailed(GrpoError):
@@ -104,6 +98,7 @@ class ManagedProcess:
     ) -> None:
         self.name = name
         self.log_path = log_path
+        own = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             self._log_start = log.tell()  # a resumed run appends to the logs of earlier processes
@@ -112,7 +107,7 @@ class ManagedProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**_own_environment(), **(environment or {})},
+                env=own | dict(environment or {}),
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
@@ -156,9 +151,8 @@ class ManagedProcess:
         """
         started = time.monotonic()
         while True:
-            has_ended = (
-                self.exit_code is not None
-            )  # read before `healthy`, which may be true even after the end
+            # Read before `healthy`, which may be true even after the end.
+            has_ended = self.exit_code is not None
             if healthy():
                 return time.monotonic() - started
             if has_ended:

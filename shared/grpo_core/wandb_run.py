@@ -110,9 +110,8 @@ class WandbSink:
         assert self._child.stdout is not None
         self._to_child, self._from_child = self._child.stdin, self._child.stdout
         os.set_blocking(self._to_child.fileno(), False)
-        with contextlib.suppress(
-            OSError
-        ):  # above the user's limit: the pipe keeps 64 KiB, 30 records
+        # Above the user's limit: the pipe keeps 64 KiB, 30 records.
+        with contextlib.suppress(OSError):
             fcntl.fcntl(self._to_child, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._given_up = False
 

@@ -62,11 +62,13 @@ class GenerateAnswer(BaseModel):
                     text=text,
                     finish_reason=reason,
                     token_ids=token_ids,
-                    logprobs=_sampled_logprobs(token_ids, logprobs),
-                    first_version=versions[0],
-                    last_version=versions[1],
+                    logprobs=[
+                        entry[0][token] for token, entry in zip(token_ids, logprobs, strict=True)
+                    ],
+                    first_version=first,
+                    last_version=last,
                 )
-                for text, reason, token_ids, logprobs, versions in zip(
+                for text, reason, token_ids, logprobs, (first, last) in zip(
                     self.text,
                     self.finish_reasons,
                     self.token_ids,
@@ -80,10 +82,6 @@ class GenerateAnswer(BaseModel):
                 f"{SERVICE}: the lists in the response from /generate have different "
                 f"lengths or invalid values: {error!r}"
             ) from error
-
-
-def _sampled_logprobs(token_ids: list[int], logprobs: list[list[dict[int, float]]]) -> list[float]:
-    return [entry[0][token] for token, entry in zip(token_ids, logprobs, strict=True)]
 
 
 class GenerationClient(AsyncServiceClient):

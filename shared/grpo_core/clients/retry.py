@@ -9,7 +9,6 @@ import httpx
 from tenacity import (
     AsyncRetrying,
     RetryCallState,
-    Retrying,
     retry_if_exception,
     stop_after_delay,
     wait_exponential_jitter,
@@ -64,31 +63,26 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, httpx.TransportError | TransientAnswer)
 
 
-Note = Callable[[BaseException], None]
-"""Called with the error of an attempt that is repeated."""
-
-
-def _ignore(_error: BaseException) -> None:
-    """For callers that need no note."""
-
-
-def retrying(
-    deadline_s: float, retry_on: Callable[[BaseException], bool], note: Note = _ignore
-) -> Retrying:
-    """A blocking retry loop that re-raises the last error after `deadline_s` seconds."""
-    return Retrying(**_policy(deadline_s, retry_on, note))
-
-
 def async_retrying(
-    deadline_s: float, retry_on: Callable[[BaseException], bool], note: Note = _ignore
+    deadline_s: float,
+    retry_on: Callable[[BaseException], bool],
+    note: Callable[[BaseException], None],
 ) -> AsyncRetrying:
-    """The same for coroutines."""
-    return AsyncRetrying(**_policy(deadline_s, retry_on, note))
+    """A retry loop for coroutines. See `retry_policy`."""
+    return AsyncRetrying(**retry_policy(deadline_s, retry_on, note))
 
 
-def _policy(
-    deadline_s: float, retry_on: Callable[[BaseException], bool], note: Note
+def retry_policy(
+    deadline_s: float,
+    retry_on: Callable[[BaseException], bool],
+    note: Callable[[BaseException], None],
 ) -> dict[str, Any]:
+    """Arguments of tenacity's loops: they re-raise the last error after `deadline_s` seconds.
+
+    Args:
+        note: called with the error of each attempt that is repeated
+    """
+
     def before_sleep(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         if error is not None:
@@ -132,14 +126,10 @@ def _reason(response: httpx.Response) -> str:
     try:
         detail = response.json()["detail"]
         if isinstance(detail, list):
-            detail = "; ".join(f"{_place(problem)}: {problem['msg']}" for problem in detail)
+            detail = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in detail)
     except (ValueError, KeyError, TypeError):
         detail = response.text
     return str(detail)[:_MAX_REASON_CHARS]
-
-
-def _place(problem: dict[str, Any]) -> str:
-    return ".".join(map(str, problem["loc"]))
 
 
 def _problem_kinds(response: httpx.Response) -> frozenset[str]:

@@ -6,7 +6,7 @@ import gzip
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,10 +47,6 @@ REFUSED_GROUPS_HINT = "correct the environment: run-api refuses its groups"
 
 M = TypeVar("M", bound=WireModel)
 
-_VERSIONS: TypeAdapter[list[PolicyVersion | None]] = TypeAdapter(list[PolicyVersion | None])
-_LEASES_FULL, _SUPERSEDED, _UNKNOWN_BATCH = "leases_full", "trainer_superseded", "batch_unknown"
-"""Problem types in an answer, because several of them share a status."""
-
 
 @dataclass(frozen=True)
 class LeasedBatch:
@@ -67,106 +63,13 @@ class LeasedBatch:
     received_under: list[PolicyVersion | None]
 
 
-def json_object(response: httpx.Response) -> dict[str, Any]:
-    """The answer as a JSON object. Raises `ProtocolViolation` if it is not one."""
-    try:
-        answer = response.json()
-    except ValueError as error:
-        raise ProtocolViolation(
-            f"{SERVICE}: the response from {response.request.url} is not JSON; check the URL of "
-            "run-api"
-        ) from error
-    if not isinstance(answer, dict):
-        raise ProtocolViolation(
-            f"{SERVICE}: the response from {response.request.url} is not a JSON object"
-        )
-    return answer
-
-
-def parse(model: type[M], answer: dict[str, Any] | None) -> M:
-    """Raises `ProtocolViolation` if the answer is not a valid record."""
-    try:
-        return model.model_validate(answer)
-    except ValidationError as error:
-        raise ProtocolViolation(
-            f"{SERVICE} sent an invalid answer: {problems_of(error)}"
-        ) from error
-
-
-def named_refusal(error: RequestRefused) -> RequestRefused:
-    """The refusal as a subclass, if a trainer reacts to it; else unchanged."""
-    said = str(error)
-    if _LEASES_FULL in error.kinds:
-        return LeasesFull(said, error.status, error.kinds)
-    if _UNKNOWN_BATCH in error.kinds:
-        return UnknownBatch(said, error.status, error.kinds)
-    if _SUPERSEDED in error.kinds:
-        return TrainerSuperseded(
-            f"{said}. The newer trainer gets the batches that the checkpoint of this "
-            "trainer does not include",
-            error.status,
-            error.kinds,
-        )
-    return error
-
-
-def named_refusals(environments: EnvironmentCount) -> str:
-    """The end of an error that names the lack of a batch; "" if run-api refused no group."""
-    if not environments.refused_groups:
-        return ""
-    return (
-        f". Refused groups since this trainer registered: {environments.refused_groups}; the last "
-        f"reason: {environments.last_refusal}; {REFUSED_GROUPS_HINT}"
-    )
-
-
-def leased_batch(answer: dict[str, Any], after: int) -> LeasedBatch | EnvironmentCount:
-    """Parse the answer of `GET /batch?after=`; the number of environments if there is no batch.
-
-    Raises:
-        ProtocolViolation: no trainer is registered, or the batch is invalid or not a later one.
-    """
-    if answer.get("status") == "error":
-        raise ProtocolViolation(
-            f"{SERVICE}: {answer.get('message')} The registration of this trainer is lost: "
-            "someone called /reset_data, or Redis lost its data and needs --appendonly yes"
-        )
-    if answer["batch"] is None:
-        return parse(EnvironmentCount, answer.get("environments"))
-    batch_id = answer.get("batch_id")
-    if not isinstance(batch_id, int) or batch_id <= after:
-        raise ProtocolViolation(
-            f"{SERVICE}: expected a batch id greater than {after}, received {batch_id}; check "
-            "that the URL belongs to run-api"
-        )
-    try:
-        groups = [ScoredGroup.model_validate(group) for group in answer["batch"]]
-    except ValidationError as error:
-        raise ProtocolViolation(
-            f"{SERVICE}: batch {batch_id} has an invalid group: {problems_of(error)}"
-        ) from error
-    return LeasedBatch(batch_id, groups, _received_under(answer, batch_id, len(groups)))
-
-
-def _received_under(
-    answer: dict[str, Any], batch_id: int, groups: int
-) -> list[PolicyVersion | None]:
-    try:
-        versions = _VERSIONS.validate_python(answer.get("received_under"))
-    except ValidationError as error:
-        raise ProtocolViolation(
-            f"{SERVICE}: the field received_under of batch {batch_id} is invalid "
-            f"({problems_of(error)}); use the same release of run-api and of the trainer"
-        ) from error
-    if len(versions) != groups:
-        raise ProtocolViolation(
-            f"{SERVICE}: batch {batch_id} has {groups} groups, but {len(versions)} policy "
-            "versions in the field received_under; use the same release of run-api and trainer"
-        )
-    return versions
-
-
-__all__ = ["SERVICE", "EnvironmentClient", "LeasedBatch", "TrainerClient"]
+_LEASED = TypeAdapter(LeasedBatch)
+_NAMED_REFUSALS: Mapping[str, type[RequestRefused]] = {
+    "leases_full": LeasesFull,
+    "trainer_superseded": TrainerSuperseded,
+    "batch_unknown": UnknownBatch,
+}
+"""By the type of a problem in the answer, because several of them share a status."""
 
 HINT = "start run-api, or check --run-api-url"
 GZIP_FROM_BYTES = 1024
@@ -251,9 +154,10 @@ class TrainerClient(ServiceClient):
             ProtocolViolation: run-api has no registered trainer, or sent an invalid batch.
         """
         deadline = Deadline(deadline_s)
-        ahead = self._lease_of_ahead()
+        ahead, self._ahead = self._ahead, None
+        requested = ahead.end() if ahead else None
         while True:
-            found = ahead or self._lease(min(BATCH_WAIT_S, deadline.left_s), batches_left)
+            found = requested or self._lease(min(BATCH_WAIT_S, deadline.left_s), batches_left)
             if isinstance(found, LeasedBatch):
                 self._last_batch = found.id
                 return found
@@ -283,11 +187,6 @@ class TrainerClient(ServiceClient):
             lambda: self._lease(BATCH_WAIT_S, batches_left, deadline_s=0.1), prepare
         )
 
-    def _lease_of_ahead(self) -> LeasedBatch | None:
-        """None if nothing was requested ahead, or if it did not succeed."""
-        ahead, self._ahead = self._ahead, None
-        return None if ahead is None else ahead.end()
-
     def acknowledge(self, batch_id: int) -> None:
         """Acknowledge every batch up to this one, which the checkpoint includes.
 
@@ -315,10 +214,10 @@ class TrainerClient(ServiceClient):
         try:
             return self._request(method, path, params=params, deadline_s=deadline_s)
         except RequestRefused as error:
-            raise named_refusal(error) from error
+            raise _named(error) from error
 
     def _request(self, method: str, path: str, **request: Any) -> dict[str, Any]:
-        return json_object(self.send(method, path, **request))
+        return _json_object(self.send(method, path, **request))
 
 
 class _LeaseAhead:
@@ -422,4 +321,90 @@ class EnvironmentClient(AsyncServiceClient):
         await self._request("POST", "/disconnect-env", json={"env_id": env_id})
 
     async def _request(self, method: str, path: str, **request: Any) -> dict[str, Any]:
-        return json_object(await self.send(method, path, **request))
+        return _json_object(await self.send(method, path, **request))
+
+
+def _json_object(response: httpx.Response) -> dict[str, Any]:
+    """The answer as a JSON object. Raises `ProtocolViolation` if it is not one."""
+    try:
+        answer = response.json()
+    except ValueError as error:
+        raise ProtocolViolation(
+            f"{SERVICE}: the response from {response.request.url} is not JSON; check the URL of "
+            "run-api"
+        ) from error
+    if not isinstance(answer, dict):
+        raise ProtocolViolation(
+            f"{SERVICE}: the response from {response.request.url} is not a JSON object"
+        )
+    return answer
+
+
+def parse(model: type[M], answer: dict[str, Any] | None) -> M:
+    """Raises `ProtocolViolation` if the answer is not a valid record."""
+    try:
+        return model.model_validate(answer)
+    except ValidationError as error:
+        raise ProtocolViolation(
+            f"{SERVICE} sent an invalid answer: {problems_of(error)}"
+        ) from error
+
+
+def _named(error: RequestRefused) -> RequestRefused:
+    """The refusal as a subclass, if a trainer reacts to it; else unchanged."""
+    kind = next((kind for name, kind in _NAMED_REFUSALS.items() if name in error.kinds), None)
+    if kind is None:
+        return error
+    more = (
+        ". The newer trainer gets the batches that the checkpoint of this trainer does not include"
+        if kind is TrainerSuperseded
+        else ""
+    )
+    return kind(f"{error}{more}", error.status, error.kinds)
+
+
+def named_refusals(environments: EnvironmentCount) -> str:
+    """The end of an error that names the lack of a batch; "" if run-api refused no group."""
+    if not environments.refused_groups:
+        return ""
+    return (
+        f". Refused groups since this trainer registered: {environments.refused_groups}; the last "
+        f"reason: {environments.last_refusal}; {REFUSED_GROUPS_HINT}"
+    )
+
+
+def leased_batch(answer: dict[str, Any], after: int) -> LeasedBatch | EnvironmentCount:
+    """Parse the answer of `GET /batch?after=`; the number of environments if there is no batch.
+
+    Raises:
+        ProtocolViolation: no trainer is registered, or the batch is invalid or not a later one.
+    """
+    if answer.get("status") == "error":
+        raise ProtocolViolation(
+            f"{SERVICE}: {answer.get('message')} The registration of this trainer is lost: "
+            "someone called /reset_data, or Redis lost its data and needs --appendonly yes"
+        )
+    if answer["batch"] is None:
+        return parse(EnvironmentCount, answer.get("environments"))
+    number, versions = answer.get("batch_id"), answer.get("received_under")
+    if not isinstance(number, int) or number <= after:
+        raise ProtocolViolation(
+            f"{SERVICE}: expected a batch id greater than {after}, received {number}; check "
+            "that the URL belongs to run-api"
+        )
+    try:
+        found = _LEASED.validate_python(
+            {"id": number, "groups": answer["batch"], "received_under": versions}
+        )
+    except ValidationError as error:
+        raise ProtocolViolation(
+            f"{SERVICE}: batch {number} is invalid: {problems_of(error)}; use the same release of "
+            "run-api and of the trainer"
+        ) from error
+    if len(found.received_under) != len(found.groups):
+        raise ProtocolViolation(
+            f"{SERVICE}: batch {number} has {len(found.groups)} groups, but "
+            f"{len(found.received_under)} policy versions in the field received_under; use the "
+            "same release of run-api and trainer"
+        )
+    return found

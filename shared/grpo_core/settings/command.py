@@ -41,12 +41,14 @@ class Alias:
         convert: turns a value of the alias into one of the option, or raises `ValueError`
         yields: the alias has no effect if the option is given under another name
         is_flag: the alias takes no value; `convert` then gets "true" or "false"
+        is_negated: the name `--no-NAME` of a flag
     """
 
     field: str
     convert: Callable[[Any], Any] | None = None
     yields: bool = False
     is_flag: bool = False
+    is_negated: bool = False
 
 
 def flag_for(field: str, value: str) -> Alias:

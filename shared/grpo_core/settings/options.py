@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from grpo_core.settings.command import Command, CommandSettings, Shown
+from grpo_core.settings.command import Alias, Command, CommandSettings, Shown
 
 COMMON = ("config", "dry-run", "version", "help")
 """Options of every command, which no model holds."""
@@ -171,36 +171,27 @@ TYPO_LENGTH = 1
 """How alike a misspelt name and an option of ours are. A name that is passed on must be nearer."""
 
 
-class Found(NamedTuple):
-    field: str
-    convert: Callable[[Any], Any] | None = None
-    is_negated: bool = False
-    yields: bool = False
-    is_flag: bool = False
-
-
 class Names:
     """All names under which the options of a command are known, with dashes."""
 
     def __init__(self, command: Command, options: Mapping[str, Option]):
         self._command = command
-        self._found: dict[str, Found] = {
-            option.name: Found(option.field)
+        self._found = {
+            option.name: Alias(option.field)
             for option in options.values()
             if option.field not in command.positional
         }
         for name in command.aliases:
             if alias := command.alias(name):
-                self._found[name.replace("_", "-")] = Found(
-                    alias.field, alias.convert, yields=alias.yields, is_flag=alias.is_flag
-                )
-        flags = [name for name, found in self._found.items() if options[found.field].is_flag]
-        self._negated = {f"no-{name}": self._found[name] for name in flags}
+                self._found[name.replace("_", "-")] = alias
+        self._negated = {
+            f"no-{name}": replace(found, is_negated=True)
+            for name, found in self._found.items()
+            if options[found.field].is_flag
+        }
 
-    def find(self, name: str) -> Found | None:
-        if name in self._negated:
-            return self._negated[name]._replace(is_negated=True)
-        return self._found.get(name)
+    def find(self, name: str) -> Alias | None:
+        return self._negated.get(name) or self._found.get(name)
 
     def unknown(self, name: str) -> str:
         """Tells what is wrong with a name that was not found, and what to write."""
