@@ -50,12 +50,6 @@ class ServiceFactory:
     run: RunDirectory
     probe: HealthProbe
 
-    def model_job(self, path_file: Path) -> Service:
-        """See `model_job`; only for a model that this project makes."""
-        settings = self.settings
-        threads = 2 * settings.compute_threads
-        return model_job(settings.model, path_file, threads, settings.model_deadline_s)
-
     def redis(self, port: int) -> Service:
         return Service(
             name="redis",
@@ -90,8 +84,18 @@ class ServiceFactory:
         )
 
     def vllm_server(self, port: int, model: str, hand_off: HandOff) -> Service:
-        flags, variables = hand_off.server_flags(), hand_off.environment() | self._token()
-        return inference_server(self.settings, self.probe, port, model, flags, variables)
+        settings, sizes = self.settings, self.settings.sizes
+        return inference_server(
+            settings,
+            self.probe,
+            port,
+            model,
+            hand_off.server_flags(),
+            hand_off.environment() | self._token(),
+            max_model_len=sizes.max_model_len,
+            kv_cache_mib=sizes.kv_cache_mib,
+            deadline_s=sizes.server_deadline_s,
+        )
 
     def trainer(self, model: str, run_api_port: int, vllm_port: int, hand_off: HandOff) -> Service:
         settings, sizes = self.settings, self.settings.sizes
@@ -198,9 +202,16 @@ def inference_server(
     model: str,
     flags: Sequence[str],
     variables: dict[str, str],
+    *,
+    max_model_len: int,
+    kv_cache_mib: int | None,
+    deadline_s: float,
 ) -> Service:
-    """Args: flags, variables: those of the command that starts the server"""
-    sizes = settings.server_sizes
+    """
+    Args:
+        flags, variables: those of the command that starts the server
+        kv_cache_mib: None: vLLM takes what the weights leave of its share of the GPU's memory
+    """
     return Service(
         name="vllm-server",
         role="samples completions from the policy",
@@ -213,7 +224,7 @@ def inference_server(
             *flags,
             *("--log-level", settings.log_level),
             *("--dtype", settings.weights_dtype),
-            *("--max-model-len", sizes.max_model_len),
+            *("--max-model-len", max_model_len),
             *("--max-num-seqs", MAX_NUM_SEQS),
             *(["--enforce-eager"] if settings.starts_eager else []),
             # vLLM would take nearly all of a GPU, and the trainer needs the rest.
@@ -222,16 +233,12 @@ def inference_server(
                 if settings.on_gpu
                 else ()
             ),
-            *(
-                ("--kv-cache-memory-bytes", sizes.kv_cache_mib * 2**20)
-                if sizes.kv_cache_mib
-                else ()
-            ),
+            *(("--kv-cache-memory-bytes", kv_cache_mib * 2**20) if kv_cache_mib else ()),
             *("--seed", settings.seed),
             *service_words(settings.options_of(SERVER)),
         ),
         healthy=lambda: probe.answers(url(port)),
-        deadline_s=sizes.server_deadline_s,
+        deadline_s=deadline_s,
         environment=child_environment(settings.compute_threads, model)
         | (NO_COMPILER if settings.starts_eager else {})
         | variables,

@@ -72,6 +72,11 @@ class RolloutRecord:
     completion_tokens: int
 
     @property
+    def prompt_length(self) -> int:
+        """Number of tokens before the first trained one."""
+        return self.mask.index(1) if 1 in self.mask else len(self.mask)
+
+    @property
     def mean_logprob_difference(self) -> float | None:
         """Mean |trainer's logprob - server's logprob| over the trained tokens."""
         if not self.logprobs or len(self.logprobs) != len(self.behaviour_logprobs):

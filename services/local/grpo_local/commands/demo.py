@@ -50,6 +50,7 @@ from grpo_local.screen import Screen
 from grpo_local.services import (
     MODEL_PATH_FILE,
     ServiceFactory,
+    model_job,
     redis_url,
     weights_socket_path,
 )
@@ -225,8 +226,10 @@ def start_services(
     url = with_password(redis_url(redis_port), redis_password(run.redis))
     hand_off = settings.hand_off(url, run, weights_socket)
     hand_off.make_directories()
-    path_file = run.path / MODEL_PATH_FILE
-    jobs = [factory.model_job(path_file)] if settings.model in (None, SMOLLM2) else []
+    path_file, jobs = run.path / MODEL_PATH_FILE, []
+    if settings.model in (None, SMOLLM2):
+        threads, within_s = 2 * settings.compute_threads, settings.model_deadline_s
+        jobs = [model_job(settings.model, path_file, threads, within_s)]
     start_on_screen(stack, [factory.redis(redis_port), *jobs], screen)
     model = path_file.read_text().strip() if jobs else str(settings.model)
     services = [

@@ -51,12 +51,12 @@ class RolloutText:
     def prompt(self, record: RolloutRecord) -> str:
         if record.messages:
             return text_of(split_conversation(record)[0])
-        return self._decoded(record.tokens[: prompt_length(record)])
+        return self._decoded(record.tokens[: record.prompt_length])
 
     def completion(self, record: RolloutRecord) -> str:
         if record.messages:
             return text_of(split_conversation(record)[1])
-        return self._decoded(record.tokens[prompt_length(record) :])
+        return self._decoded(record.tokens[record.prompt_length :])
 
     def _decoded(self, tokens: list[int]) -> str:
         if self._tokenizer is None:
@@ -75,11 +75,6 @@ class RolloutText:
             return Tokenizer.from_file(str(self._file))
         except Exception as error:  # the library raises no narrower one
             raise BrokenRollouts(f"{self._file}: {error}; remove this file") from error
-
-
-def prompt_length(record: RolloutRecord) -> int:
-    """Number of tokens before the first trained one."""
-    return record.mask.index(1) if 1 in record.mask else len(record.tokens)
 
 
 def sample_lines(record: RolloutRecord, text: RolloutText, width: int) -> Iterator[Styled]:
@@ -225,7 +220,7 @@ def _by_prompt(records: Sequence[RolloutRecord]) -> dict[Hashable, list[RolloutR
     """By the item of the task, or by the prompt's tokens if the environment names no items."""
     found: dict[Hashable, list[RolloutRecord]] = {}
     for record in records:
-        prompt = record.item or tuple(record.tokens[: prompt_length(record)])
+        prompt = record.item or tuple(record.tokens[: record.prompt_length])
         found.setdefault((record.task, prompt), []).append(record)
     return found
 

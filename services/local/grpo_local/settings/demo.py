@@ -245,10 +245,6 @@ class DemoSettings(ServerOptions, ModeOptions):
         """Of one task's completions, in tokens; None for the task's own limit."""
         return self.sizes.max_completion_tokens or self._sizes_of([task]).max_completion_tokens
 
-    @property
-    def server_sizes(self) -> Sizes:
-        return self.sizes
-
     def resolved(self) -> dict[str, Any]:
         """Without the directories: this configuration can be used for another run."""
         values = super().resolved() | {name: getattr(self.sizes, name) for name in SIZE_NAMES}

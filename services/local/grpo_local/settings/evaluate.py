@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
-import yaml
 from pydantic import AfterValidator, Field, SecretStr, field_validator
 
 from grpo_core.security import usable_token
 from grpo_core.settings import Command, CommaSeparated, Given, Mistake, Shown
 from grpo_core.settings.machine import not_writable
+from grpo_core.settings.sources import content_of
 from grpo_core.weights.directory_checks import UnusableWeights
 from grpo_local.models import (
     BASE,
@@ -59,7 +58,10 @@ def add_options_of_run(
     Raises:
         ValueError: the configuration cannot be read.
     """
-    words, options = words_of_sections(_read(config))
+    try:
+        words, options = words_of_sections(content_of(config))
+    except ValueError as error:
+        raise ValueError(f"{error}; pass --task") from None
     for field in fields:
         value = options.get(field.replace("_", "-"))
         if field not in given and value is not None:
@@ -72,16 +74,6 @@ def add_options_of_run(
         given[service_options] = Given(all_words, f"{config}: {ENV}")
 
 
-def _read(config: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(config.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{config}: cannot read it: {error}; pass --task") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{config}: expected lines such as `task: gsm8k`; pass --task")
-    return content
-
-
 SAMPLES = 8
 CPU_KV_CACHE_MIB = 1024
 _FROM_THE_RUN = ("task", "data", "max_completion_tokens")
@@ -90,15 +82,6 @@ _OF_ENV_SERVER = f"{ENV}: env-server: "
 
 def all_cores() -> int:
     return os.cpu_count() or 1
-
-
-@dataclass(frozen=True)
-class EvalServerSizes:
-    """See `ServerSizes`."""
-
-    max_model_len: int
-    kv_cache_mib: int | None
-    server_deadline_s: float
 
 
 class EvalSettings(ServerOptions):
@@ -241,12 +224,13 @@ class EvalSettings(ServerOptions):
         return 0.0 if self.greedy else self.temperature or 1.0
 
     @property
-    def server_sizes(self) -> EvalServerSizes:
-        return EvalServerSizes(
-            max_model_len=self.max_model_len or default_max_model_len(self._served),
-            kv_cache_mib=self.kv_cache_mib or (None if self.on_gpu else CPU_KV_CACHE_MIB),
-            server_deadline_s=self.server_deadline_s,
-        )
+    def served_length(self) -> int:
+        """Longest sequence that the server accepts."""
+        return self.max_model_len or default_max_model_len(self._served)
+
+    @property
+    def served_kv_cache_mib(self) -> int | None:
+        return self.kv_cache_mib or (None if self.on_gpu else CPU_KV_CACHE_MIB)
 
     @property
     def _served(self) -> str:
@@ -328,7 +312,7 @@ class EvalSettings(ServerOptions):
                 if self.max_completion_tokens
                 else ()
             ),
-            *("--seq-len", str(self.server_sizes.max_model_len)),
+            *("--seq-len", str(self.served_length)),
             *("--seed", str(self.seed)),
             *("--log-level", self.log_level),
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
@@ -134,20 +134,6 @@ GPU_CONTROL = Path("/dev/nvidiactl")
 """Exists if the NVIDIA driver is loaded."""
 
 
-class ServerSizes(Protocol):
-    """Sizes of the server that depend on other options."""
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def kv_cache_mib(self) -> int | None:
-        """None: vLLM takes what the weights leave of its share of the GPU's memory."""
-
-    @property
-    def server_deadline_s(self) -> float: ...
-
-
 class ServerOptions(WithServiceOptions):
     """`gpu_memory_utilization`, `compute_threads` and `seed`: see the commands."""
 
@@ -172,10 +158,6 @@ class ServerOptions(WithServiceOptions):
     log_level: LogLevel = Field(
         "INFO", description="Least severe level of the messages in the services' log files"
     )
-
-    @property
-    def server_sizes(self) -> ServerSizes:
-        raise NotImplementedError
 
     @property
     def on_gpu(self) -> bool:

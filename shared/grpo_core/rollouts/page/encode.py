@@ -108,7 +108,7 @@ class GroupEncoder:
 
     def _snippet(self, record: RolloutRecord) -> str:
         """The beginning of the prompt's last message, in one line."""
-        prompt = record.tokens[: _first_trained(record)]
+        prompt = record.tokens[: record.prompt_length]
         if asked := _asked(record):
             text = content_of(asked[-1])
         elif self._pieces is not None:
@@ -129,13 +129,9 @@ def _asked(record: RolloutRecord) -> Sequence[Message]:
     return split_conversation(record)[0]
 
 
-def _first_trained(record: RolloutRecord) -> int:
-    return record.mask.index(1) if 1 in record.mask else len(record.mask)
-
-
 def _shared_prompt(group: Sequence[RolloutRecord]) -> int:
     """Number of tokens with which every sequence begins and which none is trained on."""
-    prompts = [record.tokens[: _first_trained(record)] for record in group]
+    prompts = [record.tokens[: record.prompt_length] for record in group]
     columns = zip(*prompts, strict=False)
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
@@ -227,13 +223,14 @@ def encoded(
     return [
         {
             "name": name,
-            "title": title_of(name)[0],
-            "unit": title_of(name)[1],
+            "title": title,
+            "unit": unit,
             "points": [[rounded(x), rounded(y)] for x, y in curves[name]],
             "interval": [[rounded(value) for value in one] for one in intervals.get(name, ())],
         }
         for name in sorted(curves, key=_place)
         if curves[name]
+        for title, unit in [title_of(name)]
     ]
 
 
