@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from grpo_core.process import cpu_types
+from grpo_core import cpu
 
 # vLLM's modules warn when they are first imported, which may be here.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -66,7 +66,7 @@ def test_float32_is_the_default_where_bfloat16_is_slow(
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"model name\t: a CPU\nflags\t\t: {flags}\n\nflags\t\t: {flags}\n")
-    monkeypatch.setattr(cpu_types, "CPUINFO", cpuinfo)
+    monkeypatch.setattr(cpu, "CPUINFO", cpuinfo)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     arguments = argparse.Namespace(dtype=asked)
     args.use_fast_type(arguments)

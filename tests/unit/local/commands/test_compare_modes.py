@@ -21,10 +21,7 @@ from tests.unit.local.stand_ins import write_programs
 
 STEPS = 20
 RUN = """
-import json, os, pathlib, sys
-
-def option(name):
-    return sys.argv[sys.argv.index(name) + 1]
+from stand_in_common import *
 
 def note(event):
     with open(here / "events", "a") as file:

@@ -1,15 +1,18 @@
-"""The child processes that commands start."""
+"""What child processes get of this one's environment."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from grpo_core.cpu import SPIN_COUNT, WAIT_POLICY, share_cores
 from grpo_core.process import ManagedProcess
 
 DEADLINE_S = 60.0
+NAME, OURS = SPIN_COUNT
 
 
 def test_a_child_is_no_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -24,3 +27,15 @@ def test_a_child_is_no_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert child.wait(DEADLINE_S) == 0
     child.stop(DEADLINE_S)  # collects its status
     assert log.read_text().strip() == "['KEPT', 'ADDED']"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, OURS), ({NAME: "infinity"}, "infinity"), ({WAIT_POLICY: "PASSIVE"}, None)],
+)
+def test_what_the_user_has_set_wins(
+    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    share_cores()
+    assert os.environ.get(NAME) == expected
