@@ -80,7 +80,12 @@ def with_password(url: str, password: str) -> str:
 
 
 def _names_a_redis(value: SecretStr) -> SecretStr:
-    if not _is_usable(value.get_secret_value()):
+    try:
+        parts = urlsplit(value.get_secret_value())
+        is_usable = parts.scheme in _SCHEMES and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable:  # not inside `except`: urllib's errors contain parts of the URL
         raise ValueError(
             "expected redis://host:port/db, rediss://... or unix://...; percent-encode special "
             "characters such as / # ? @ in the password"
@@ -90,15 +95,6 @@ def _names_a_redis(value: SecretStr) -> SecretStr:
 
 def _names_a_redis_or_none(value: SecretStr) -> SecretStr:
     return value if value.get_secret_value() == WITHOUT_REDIS else _names_a_redis(value)
-
-
-def _is_usable(url: str) -> bool:
-    # urllib's errors contain parts of the URL, so they are not raised further
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in _SCHEMES and parts.port != 0
-    except ValueError:
-        return False
 
 
 def without_password(url: str) -> str:

@@ -111,13 +111,20 @@ class _Fields(BaseModel):
             ) from None
 
 
-class Command(_Fields):
+class _Versioned(_Fields):
+    epoch: Step
+    step: Step
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(self.epoch, self.step)
+
+
+class Command(_Versioned):
     """`id`: unique, chosen by the sender. `sha256`: `directory_digest` of `path`."""
 
     id: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w-]+$")]
     action: Action
-    epoch: Step
-    step: Step
     path: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     sender: Annotated[str, Field(max_length=256)] = ""
@@ -137,14 +144,8 @@ class Command(_Fields):
 
     @property
     def weights(self) -> WeightRef:
-        version = PolicyVersion(self.epoch, self.step)
-        return WeightRef(
-            version=version, kind=self.action.kind, path=Path(self.path), digest=self.sha256
-        )
-
-    @property
-    def version(self) -> PolicyVersion:
-        return PolicyVersion(self.epoch, self.step)
+        kind, path = self.action.kind, Path(self.path)
+        return WeightRef(version=self.version, kind=kind, path=path, digest=self.sha256)
 
 
 class Outcome(_Fields):
@@ -159,15 +160,13 @@ class Outcome(_Fields):
     in_use: str = "[]"
 
 
-class SupervisorStatus(_Fields):
+class SupervisorStatus(_Versioned):
     """The supervisor's last report. `dropped_requests`: requests aborted at the end of a drain.
 
     `epoch` and `step`: the version that is served, or that a starting engine will serve.
     """
 
     state: SupervisorPhase
-    epoch: int
-    step: int
     kind: WeightKind = WeightKind.BASE
     path: str = ""
     reason: str = ""
@@ -187,10 +186,6 @@ class SupervisorStatus(_Fields):
         """The served weights, without a digest."""
         path = Path(self.path) if self.path else None
         return WeightRef(version=self.version, kind=self.kind, path=path)
-
-    @property
-    def version(self) -> PolicyVersion:
-        return PolicyVersion(self.epoch, self.step)
 
 
 ATTEMPT_S = 5.0
