@@ -16,7 +16,7 @@ from grpo_core.security import plain
 from grpo_core.settings import resolved_yaml
 from grpo_core.settings.machine import SMOLLM2
 from grpo_core.weights.supervisor import SupervisorClient
-from grpo_local.defaults import Sizes
+from grpo_local.defaults import RunSizes
 from grpo_local.modes import HandOff, Mode
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.peak_memory import MemoryPeaks
@@ -37,7 +37,7 @@ from grpo_local.report.step_table import (
     step_line,
 )
 from grpo_local.report.summary import (
-    Benchmark,
+    BenchmarkFacts,
     RunFacts,
     closing_lines,
     counted,
@@ -169,7 +169,7 @@ def _train_and_report(
         mode=settings.mode,
         seed=settings.seed,
         summary=summarise(records, time.monotonic() - started, training_s),
-        benchmark=read_record(Benchmark, benchmark) if benchmark.exists() else None,
+        benchmark=read_record(BenchmarkFacts, benchmark) if benchmark.exists() else None,
         server=status,
         peak_bytes=memory.peak_bytes,
     )
@@ -245,7 +245,7 @@ def start_services(
 def follow_training(
     stack: Stack,
     run: RunDirectory,
-    sizes: Sizes,
+    sizes: RunSizes,
     mode: Mode,
     screen: Screen,
     done: int = 0,
@@ -316,7 +316,7 @@ def show_evaluations(evaluations: EvaluationsFile, screen: Screen) -> bool:
 
 
 def wait_for_evaluations(
-    stack: Stack, environments: Sequence[str], sizes: Sizes, screen: Screen
+    stack: Stack, environments: Sequence[str], sizes: RunSizes, screen: Screen
 ) -> None:
     """Wait until the environments have evaluated the policy of the last step and ended. They may
     take as long as a step; a run whose last evaluation takes longer ends without it."""
@@ -328,7 +328,7 @@ def wait_for_evaluations(
             stack.sleep(FOLLOW_POLL_S)
 
 
-def _no_step_message(sizes: Sizes, done: int, trainer: ManagedProcess) -> str:
+def _no_step_message(sizes: RunSizes, done: int, trainer: ManagedProcess) -> str:
     return (
         f"no training step ended within {sizes.step_deadline_s:g} s, after {done} of {sizes.steps} "
         f"steps; see {trainer.log_path} and the logs of the other services, or raise "

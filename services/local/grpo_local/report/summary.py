@@ -67,7 +67,7 @@ def summarise(records: Sequence[StepRecord], total_s: float, training_s: float) 
     )
 
 
-class Benchmark(BaseModel):
+class BenchmarkFacts(BaseModel):
     """The part of the trainer's `benchmark.json` that a summary needs."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -91,7 +91,7 @@ class RunFacts(BaseModel):
     mode: ModeName
     seed: int
     summary: Summary
-    benchmark: Benchmark | None
+    benchmark: BenchmarkFacts | None
     server: SupervisorStatus | None
     """The supervisor's last status before the end of the trainer."""
     peak_bytes: dict[str, int]

@@ -15,8 +15,8 @@ from grpo_core.security import usable_token
 from grpo_core.settings import Command, CommaSeparated, Mistake, Shown
 from grpo_core.settings.machine import missing_data, not_writable, unusable_model
 from grpo_core.weights import bridge_config
-from grpo_local.defaults import BY_TASK, SIZE_NAMES, Sizes, name_of_task, sizes_for
-from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
+from grpo_local.defaults import BY_TASK, SIZE_NAMES, RunSizes, name_of_task, sizes_for
+from grpo_local.modes import ADAPTER_OPTIONS, HandOff, WeightOptions
 from grpo_local.run_directory import RUNS, RunDirectory, unusable
 from grpo_local.service_options import ENV, SERVER, SERVICES, TRAINER, mistakes_in
 from grpo_local.settings.services import HUB_OR_SMOLLM2, ServerOptions, each_once
@@ -34,7 +34,7 @@ def half_the_cores() -> int:
     return max(1, (os.cpu_count() or 1) // 2)
 
 
-class DemoSettings(ServerOptions, ModeOptions):
+class DemoSettings(ServerOptions, WeightOptions):
     """Trains a model with GRPO on this machine and shows the progress: starts Redis, run-api, the
     inference server, the trainer and environments as local processes. grpo-demo needs no GPU, no
     container and no model hub.
@@ -227,11 +227,11 @@ class DemoSettings(ServerOptions, ModeOptions):
         return self.sizes.steps if self.eval_every is None else self.eval_every
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> RunSizes:
         """The options whose default depends on others."""
         return self._sizes_of(self.task)
 
-    def _sizes_of(self, tasks: Sequence[str]) -> Sizes:
+    def _sizes_of(self, tasks: Sequence[str]) -> RunSizes:
         given = {name: getattr(self, name) for name in SIZE_NAMES}
         return sizes_for(
             tasks,

@@ -13,7 +13,7 @@ from grpo_core.settings import load_settings
 from grpo_core.weights.supervisor import SupervisorStatus
 from grpo_local.commands.compare_modes import compare_modes
 from grpo_local.process.peak_memory import MIB
-from grpo_local.report.summary import Benchmark, RunFacts, summarise
+from grpo_local.report.summary import BenchmarkFacts, RunFacts, summarise
 from grpo_local.settings import CompareSettings
 from tests.unit.local.records import BENCHMARK, metrics_line, record
 from tests.unit.local.shown import Shown
@@ -52,7 +52,7 @@ def facts() -> RunFacts:
         mode="none",
         seed=5,
         summary=summarise(records, total_s=60.0, training_s=40.0),
-        benchmark=Benchmark(publishes=20, **BENCHMARK),
+        benchmark=BenchmarkFacts(publishes=20, **BENCHMARK),
         server=SupervisorStatus(
             state="serving", epoch=1, step=1, restarts=2, crashes=1, generation_tokens=5000
         ),
