@@ -6,14 +6,13 @@ Legend: T tokens of the sequence, N of them trained.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
 from grpo_core.wire.fields import MASKED
-from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 
 Message = dict[str, Any]
@@ -85,9 +84,6 @@ class RolloutRecord:
         return sum(abs(ours - theirs) for ours, theirs in pairs) / len(self.logprobs)
 
 
-Versions = tuple[PolicyVersion, PolicyVersion]
-
-
 def records_of_group(
     step: int, group_index: int, group: ScoredGroup, facts: RolloutFacts | None = None
 ) -> list[RolloutRecord]:
@@ -102,9 +98,7 @@ def records_of_group(
     shared: Mapping[str, Any] = group.group_overrides or {}
     overrides: list[dict[str, Any]] = group.overrides or [{}] * group.size
     versions = (facts or RolloutFacts.of(group)).policy_version
-    known: list[Versions] | list[None] = (
-        versions if len(versions) == group.size else [None] * group.size
-    )
+    known = [[list(version) for version in both] for both in versions]
     return [
         RolloutRecord(
             step=step,
@@ -122,7 +116,7 @@ def records_of_group(
             parts=_numbers(override.get("reward_parts")),
             reason=_text(override.get("grade_reason")),
             advantage=_advantage(group, index),
-            versions=_as_lists(known[index]),
+            versions=known[index] if len(known) == group.size else None,
             staleness=None,
             finish_reason=_text(override.get("finish_reason")),
             temperature=_temperature(group, override),
@@ -157,18 +151,10 @@ def _advantage(group: ScoredGroup, index: int) -> float | None:
 
 def _temperature(group: ScoredGroup, override: Mapping[str, Any]) -> float:
     """The sequence's, else the generation parameters', else the group's; 1 if none is given."""
-    found = next(_temperatures(group, override), 1.0)
+    sources = (override, group.generation_params or {}, group.group_overrides or {})
+    given = (source["temperature"] for source in sources if source.get("temperature") is not None)
+    found = next(given, 1.0)
     return float(found) if isinstance(found, int | float) else 1.0
-
-
-def _temperatures(group: ScoredGroup, override: Mapping[str, Any]) -> Iterator[object]:
-    for source in (override, group.generation_params or {}, group.group_overrides or {}):
-        if source.get("temperature") is not None:
-            yield source["temperature"]
-
-
-def _as_lists(versions: Versions | None) -> list[list[int]] | None:
-    return None if versions is None else [list(version) for version in versions]
 
 
 def _numbers(parts: object) -> dict[str, float]:

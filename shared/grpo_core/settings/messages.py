@@ -215,8 +215,10 @@ def lines_of(
         elif problem["type"] == _OWN:
             yield f"{where}: {message}{_got(option, problem['input'])}"
         else:
-            got = _got(option, problem["input"]) + _near(option, problem)
-            yield f"{where}: expected {_expected(option, problem)}{got}"
+            near = difflib.get_close_matches(str(problem["input"]), map(str, option.choices), n=1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            got = _got(option, problem["input"])
+            yield f"{where}: expected {_expected(option, problem)}{got}{hint}"
 
 
 def name_of(command: Command, option: Option, given: Mapping[str, Given]) -> str:
@@ -230,11 +232,6 @@ def _expected(option: Option, problem: Any) -> str:
     if problem["type"] in ("too_short", "string_too_short"):
         return "at least one value" if option.is_list else "a value that is not empty"
     return option.expected
-
-
-def _near(option: Option, problem: Any) -> str:
-    near = difflib.get_close_matches(str(problem["input"]), map(str, option.choices), n=1)
-    return f", did you mean {near[0]}?" if near else ""
 
 
 def _got(option: Option, value: Any) -> str:

@@ -19,9 +19,8 @@ from grpo_core.weights.supervisor import SupervisorClient
 from grpo_local.defaults import RunSizes
 from grpo_local.modes import HandOff, Mode
 from grpo_local.process.health import HealthProbe
-from grpo_local.process.peak_memory import MemoryPeaks
 from grpo_local.process.ports import free_port
-from grpo_local.process.stack import Stack, StopRequest, StopRequested, start_on_screen
+from grpo_local.process.stack import MemoryPeaks, Stack, StopRequest, StopRequested, start_on_screen
 from grpo_local.report.evaluations import (
     EvaluationsFile,
     evaluation_line,
@@ -73,7 +72,11 @@ def run_demo(settings: DemoSettings, screen: Screen) -> int:
     """Run it all; returns the exit status: 0, 1 after a failure, 128 + n after signal n."""
     with StopRequest() as stop_request, contextlib.ExitStack() as held:
         try:
-            run = open_run_directory(settings)
+            run = (
+                create_run_directory(settings.run_dir, settings.seed)
+                if settings.resume is None
+                else RunDirectory.of(settings.resume)
+            )
             held.enter_context(run.hold())
         except GrpoError as error:
             return screen.failed(error)
@@ -90,13 +93,6 @@ def run_demo(settings: DemoSettings, screen: Screen) -> int:
             return 0
         screen.advice(_after_a_failure(run))
         return status
-
-
-def open_run_directory(settings: DemoSettings) -> RunDirectory:
-    """A new directory, or that of the run to resume."""
-    if settings.resume is None:
-        return create_run_directory(settings.run_dir, settings.seed)
-    return RunDirectory.of(settings.resume)
 
 
 def _command() -> str:
@@ -118,7 +114,9 @@ def _train_and_report(
     settings: DemoSettings, run: RunDirectory, screen: Screen, stop_request: StopRequest
 ) -> None:
     started = time.monotonic()
-    records = earlier_records(run) if settings.resume else []
+    records: list[StepRecord] = []
+    if settings.resume:  # the steps after the newest checkpoint are repeated
+        records = trim_records(run.metrics, run.newest_checkpoint_step() or 0)
     screen.lines(opening_lines(settings, run, len(records)))
     memory, evaluations = MemoryPeaks(), EvaluationsFile(run.evaluations)
     evaluations.read_new()  # those of the run that is resumed
@@ -201,12 +199,6 @@ def opening_lines(settings: DemoSettings, run: RunDirectory, done: int) -> list[
         f"mode {mode.name}: {mode.publication(interval)}",
         f"files of this run: {run.path}",
     ]
-
-
-def earlier_records(run: RunDirectory) -> list[StepRecord]:
-    """Those up to the newest checkpoint. Later ones are removed, since their steps are repeated."""
-    step = run.newest_checkpoint_step() or 0
-    return trim_records(run.metrics, step)
 
 
 def start_services(
@@ -295,7 +287,11 @@ def follow_training(
         for name in environments:
             _require_unended_or_complete(stack.process(name))
         if time.monotonic() - last_step_at > sizes.step_deadline_s:
-            raise NoTrainingStep(_no_step_message(sizes, done + len(records), trainer))
+            raise NoTrainingStep(
+                f"no training step ended within {sizes.step_deadline_s:g} s, after "
+                f"{done + len(records)} of {sizes.steps} steps; see {trainer.log_path} and the "
+                f"logs of the other services, or raise --step-deadline-s\n{trainer.log_tail()}"
+            )
         stack.sleep(FOLLOW_POLL_S)
 
 
@@ -326,11 +322,3 @@ def wait_for_evaluations(
             if time.monotonic() - started > sizes.step_deadline_s:
                 return
             stack.sleep(FOLLOW_POLL_S)
-
-
-def _no_step_message(sizes: RunSizes, done: int, trainer: ManagedProcess) -> str:
-    return (
-        f"no training step ended within {sizes.step_deadline_s:g} s, after {done} of {sizes.steps} "
-        f"steps; see {trainer.log_path} and the logs of the other services, or raise "
-        f"--step-deadline-s\n{trainer.log_tail()}"
-    )

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from grpo_local.modes import ModeName
-from grpo_local.process.peak_memory import MIB
+from grpo_local.process.stack import MIB
 from grpo_local.report.metrics_file import MetricsFile
 from grpo_local.report.summary import BenchmarkFacts, RunFacts
 from grpo_local.screen import Screen

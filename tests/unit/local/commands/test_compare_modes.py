@@ -12,7 +12,7 @@ import pytest
 from grpo_core.settings import load_settings
 from grpo_core.weights.supervisor import SupervisorStatus
 from grpo_local.commands.compare_modes import compare_modes
-from grpo_local.process.peak_memory import MIB
+from grpo_local.process.stack import MIB
 from grpo_local.report.summary import BenchmarkFacts, RunFacts, summarise
 from grpo_local.settings import CompareSettings
 from tests.unit.local.records import BENCHMARK, metrics_line, record
