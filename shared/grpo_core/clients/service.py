@@ -8,18 +8,17 @@ from typing import Any
 
 import httpx
 import structlog
-from tenacity import AsyncRetrying, Retrying
-
-from grpo_core.clients.retry import (
-    TransientAnswer,
-    check_answer,
-    is_safe_to_repeat,
-    is_transient,
-    retry_policy,
-    unavailable,
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    stop_after_delay,
+    wait_exponential_jitter,
 )
+
 from grpo_core.closing import ClosesOnAsyncExit, ClosesOnExit
-from grpo_core.errors import AnswerLost, ServiceUnavailable
+from grpo_core.errors import AnswerLost, RequestRefused, ServiceUnavailable
 from grpo_core.security import authorization
 
 log = structlog.get_logger()
@@ -27,6 +26,11 @@ log = structlog.get_logger()
 CONNECT_S = 10.0
 """Limit on opening a connection, independent of the limit on the answer."""
 _LEAST_S = 1.0
+RETRIED_STATUS = frozenset({408, 502, 503, 504})
+_NOT_CARRIED_OUT = frozenset({408, 503})
+"""502 and 504 come from a gateway; the service may have carried out the request."""
+_MAX_RETRY_AFTER_S = 30.0
+_MAX_REASON_CHARS = 2000
 
 
 class _Client:
@@ -221,3 +225,123 @@ def _basic_authorization(base_url: str) -> dict[str, str]:
 def _timeout(seconds: float) -> httpx.Timeout:
     """No limit on waiting for a free connection of the client."""
     return httpx.Timeout(seconds, connect=min(seconds, CONNECT_S), pool=None)
+
+
+class TransientAnswer(Exception):
+    """A status that is worth a retry: 408, 502, 503 or 504. Clients convert it."""
+
+    def __init__(self, message: str, status: int, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+def check_answer(response: httpx.Response, service: str) -> None:
+    """Raise for every status other than 2xx.
+
+    Raises:
+        TransientAnswer: 408, 502, 503, 504.
+        RequestRefused: any other 4xx; the message contains the server's reason.
+        ServiceUnavailable: any other status.
+    """
+    if response.is_success:
+        return
+    where = f"{service}: {response.request.method} {response.request.url}"
+    reason, kinds = _reason_and_kinds(response)
+    detail = f"{where} was answered with status {response.status_code}: {reason}"
+    if response.status_code in RETRIED_STATUS:
+        raise TransientAnswer(detail, response.status_code, _retry_after_s(response))
+    if response.is_client_error:
+        raise RequestRefused(detail, response.status_code, kinds)
+    raise ServiceUnavailable(detail)
+
+
+def is_safe_to_repeat(error: BaseException) -> bool:
+    """Whether the request did not reach the service, or the service asked for a repeat."""
+    if isinstance(error, TransientAnswer):
+        return error.status in _NOT_CARRIED_OUT
+    return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the error may be temporary. Only for requests that can be repeated safely."""
+    return isinstance(error, httpx.TransportError | TransientAnswer)
+
+
+def async_retrying(
+    deadline_s: float,
+    retry_on: Callable[[BaseException], bool],
+    note: Callable[[BaseException], None],
+) -> AsyncRetrying:
+    """A retry loop for coroutines. See `retry_policy`."""
+    return AsyncRetrying(**retry_policy(deadline_s, retry_on, note))
+
+
+def retry_policy(
+    deadline_s: float,
+    retry_on: Callable[[BaseException], bool],
+    note: Callable[[BaseException], None],
+) -> dict[str, Any]:
+    """Arguments of tenacity's loops: they re-raise the last error after `deadline_s` seconds.
+
+    Args:
+        note: called with the error of each attempt that is repeated
+    """
+
+    def before_sleep(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        if error is not None:
+            note(error)
+
+    return {
+        "stop": stop_after_delay(deadline_s),
+        "wait": _wait,
+        "retry": retry_if_exception(retry_on),
+        "before_sleep": before_sleep,
+        "reraise": True,
+    }
+
+
+def unavailable(service: str, url: str, deadline_s: float, error: Exception) -> ServiceUnavailable:
+    """The error to raise after the deadline has passed."""
+    if isinstance(error, httpx.ReadTimeout):
+        seconds = error.request.extensions["timeout"]["read"]
+        return ServiceUnavailable(
+            f"{service} at {url} accepted a request but did not answer within {seconds:g} s; "
+            "the service is overloaded, or the deadline is too short for this request"
+        )
+    reason = str(error) or type(error).__name__
+    return ServiceUnavailable(
+        f"{service} not reachable at {url} for {deadline_s:g} s ({reason}); check that "
+        "the service runs and that the URL is right"
+    )
+
+
+_backoff = wait_exponential_jitter(multiplier=0.1, max=5.0, jitter=0.1)
+
+
+def _wait(state: RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome else None
+    asked = error.retry_after_s if isinstance(error, TransientAnswer) else 0.0
+    return max(asked, _backoff(state))
+
+
+def _reason_and_kinds(response: httpx.Response) -> tuple[str, frozenset[str]]:
+    """Texts and types of the problems in `{"detail": [{"loc", "msg", "type"}]}`; the text of
+    `{"detail": text}`, else the whole answer."""
+    kinds: frozenset[str] = frozenset()
+    try:
+        detail = response.json()["detail"]
+        if isinstance(detail, list):
+            kinds = frozenset(str(problem.get("type")) for problem in detail)
+            detail = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in detail)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        detail = response.text
+    return str(detail)[:_MAX_REASON_CHARS], kinds
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    try:
+        return min(float(response.headers.get("retry-after", 0)), _MAX_RETRY_AFTER_S)
+    except ValueError:
+        return 0.0

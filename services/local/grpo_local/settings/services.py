@@ -40,6 +40,8 @@ def each_once(values: tuple[T, ...]) -> tuple[T, ...]:
 
 SIZES_OF_SERVER = frozenset({"gpu-memory-utilization", "max-model-len"})
 """The trainer has these too, for a server that it starts itself."""
+GPU_CONTROL = Path("/dev/nvidiactl")
+"""Exists if the NVIDIA driver is loaded."""
 
 
 class WithServiceOptions(CommandSettings):
@@ -128,10 +130,6 @@ class WithServiceOptions(CommandSettings):
         if owner:
             return f"{typed}: an option of the {owner}; write --{owner}.{name}"
         return f"{typed}: {Names(self.command, options_of(type(self))).unknown(name)}"
-
-
-GPU_CONTROL = Path("/dev/nvidiactl")
-"""Exists if the NVIDIA driver is loaded."""
 
 
 class ServerOptions(WithServiceOptions):

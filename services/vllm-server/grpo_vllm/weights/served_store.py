@@ -14,7 +14,7 @@ from typing import Self
 
 import structlog
 
-from grpo_core.clients.retry import async_retrying
+from grpo_core.clients.service import async_retrying
 from grpo_core.errors import GrpoError
 from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, words
 from grpo_core.redis.keys import served_weights_followers_key, served_weights_key
