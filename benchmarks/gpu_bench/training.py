@@ -36,6 +36,7 @@ from benchmarks.gpu_bench.settings import (
 from grpo_core.errors import GrpoError
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
+from grpo_trainer.advantages import with_advantages
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.config.packages import missing_packages
@@ -129,8 +130,9 @@ def random_batch(shape: ModelShape, work: TrainWork, seed: int) -> Batch:
             for completion in completions
         ],
     )
-    usable = usable_group(0, group, GroupLimits(shape.vocabulary, work.longest))
-    return collate([usable], work.longest, work.micro_batch * work.longest, by_length, GRPO)
+    usable = [usable_group(0, group, GroupLimits(shape.vocabulary, work.longest))]
+    budget = work.micro_batch * work.longest
+    return with_advantages(collate(usable, work.longest, budget, by_length, GRPO), usable, GRPO)
 
 
 def trained_lengths(batch: Batch) -> list[int]:

@@ -33,7 +33,7 @@ from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
 from grpo_trainer.optim.sharding import RankOptimizer, is_divided, shard
 from grpo_trainer.ranks.group import ALONE, Ranks
-from grpo_trainer.token_table import Distance, TokenTable
+from grpo_trainer.token_table import TokenTable
 
 _SUMS = [field.name for field in fields(LossSums)]
 _MAXIMA = [name for name in _SUMS if name.endswith("max")]
@@ -46,31 +46,17 @@ class GradientStats:
     Args:
         loss_parts: the policy's loss, the KL penalty and the entropy bonus; see `LossParts`
         tokens: the trained tokens with logprobs from before the update
+        norm: L2 norm of the gradient before clipping; 0 without an optimizer
     """
 
     loss_parts: Sequence[float]
     sums: LossSums
     tokens: TokenTable
+    norm: float
 
     @property
     def loss(self) -> float:
         return sum(self.loss_parts)
-
-
-@dataclass(frozen=True)
-class Update:
-    """The results of one step's update of the master weights.
-
-    Args:
-        objective: with the step's coefficients
-        fresh: the logprob difference over fresh tokens; None on ranks above 0
-        grad_norm: before clipping
-    """
-
-    objective: Objective
-    gradients: GradientStats
-    fresh: Distance | None
-    grad_norm: float
 
 
 Accumulate = Callable[[Batch, Objective, int], GradientStats]
@@ -98,11 +84,12 @@ def accumulate_gradients(
         batch: the whole batch
         optimizer: collects the gradients, which are multiplied by its loss scale. If they overflow,
             the batch is computed again with a smaller scale
+
     Raises:
-        NonFiniteLoss: the loss is NaN or infinite, on all ranks alike.
+        NonFiniteStep: the loss or the gradient norm is NaN or infinite, on all ranks alike.
     """
 
-    def scaled_by(scale: float) -> GradientStats:
+    def scaled_by(scale: float) -> tuple[Sequence[float], LossSums, TokenTable]:
         micro_batches = batch.micro_batches
         portion = ranks.portion(micro_batches, micro_batches[0].without_weight())
         with ranks.exchange("computing gradients"):
@@ -114,10 +101,11 @@ def accumulate_gradients(
             optimizer.gradients.add_up(ranks, optimizer.masters)
         seen = values_of_all(found.seen, micro_batches, ranks)
         known = [m.with_recomputed(s.logp) for m, s in zip(micro_batches, seen, strict=True)]
-        return GradientStats(parts, sums, TokenTable.of(known, seen))
+        return parts, sums, TokenTable.of(known, seen)
 
     scale = None if optimizer is None else optimizer.loss_scale
-    return scaled_by(1.0) if scale is None else scale.without_overflow(scaled_by)
+    found = scaled_by(1.0) if scale is None else scale.without_overflow(scaled_by)
+    return GradientStats(*found, norm=0.0 if optimizer is None else optimizer.gradient_norm(step))
 
 
 def build_learner(

@@ -17,6 +17,7 @@ import torch
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.security.bearer_token import plain
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.advantages import with_advantages
 from grpo_trainer.atomic_files import hold_save_path, remove_unfinished, write_whole
 from grpo_trainer.checkpoint.resume import (
     continued_settings,
@@ -33,23 +34,23 @@ from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
 from grpo_trainer.config.trainer import AUTO, TrainerSettings
 from grpo_trainer.control import Coefficients
 from grpo_trainer.data.batches import BatchQueue, BatchSource, Position, TakenBatch
-from grpo_trainer.data.collate import broadcast_batch
+from grpo_trainer.data.collate import Batch, broadcast_batch
 from grpo_trainer.data.filter import VersionHistory
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
-from grpo_trainer.gradients import Accumulate, Update, build_learner
+from grpo_trainer.gradients import Accumulate, GradientStats, build_learner
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.loading import broadcast_policy, warn_of_slow_type
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy import CausalLM, limits_of, train_only
-from grpo_trainer.model.reference import Reference, build_reference, with_advantages
+from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE, Ranks
 from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
-from grpo_trainer.telemetry.rollouts import StepRollouts
 from grpo_trainer.telemetry.sinks import Recorder, Sinks, begin_records, open_sinks
+from grpo_trainer.token_table import Distance
 from grpo_trainer.weight_sync.base import Published, WeightSync
 from grpo_trainer.weight_sync.build import open_weight_sync
 
@@ -127,7 +128,7 @@ def training_steps(run: Run, position: Position, stop: Stop) -> Iterator[Positio
         position: the steps taken so far; its epoch and step are the served policy version
         stop: defers a signal during a step to the step's end
     """
-    optimizer, lead = run.optimizer, run.lead
+    lead, ranks, reference = run.lead, run.ranks, run.reference
     if lead is not None:
         lead.recorder.started = time.monotonic()
     while position.step < run.settings.steps:
@@ -136,26 +137,22 @@ def training_steps(run: Run, position: Position, stop: Stop) -> Iterator[Positio
         watch.fetched()
         with stop.deferred():
             objective = objective_now(run)
-            batch, weights_entropy = with_advantages(
-                taken.collated, taken.usable, objective, run.reference, run.ranks
-            )
-            taken = replace(taken, collated=batch)
+            batch = taken.batch if reference is None else reference.added(taken.batch, ranks)
+            batch = with_advantages(batch, taken.usable, objective, ranks)
+            taken = replace(taken, batch=batch)
             try:
-                update = update_masters(run, taken, objective, position, watch)
+                gradients = gradients_of(run, batch, objective, position.step)
             except NonFiniteStep as error:
                 if lead is not None:
                     position = lead.batches.reject(taken, position, error)
                 continue
-            step = position.step + 1
-            if lead is None:
-                optimizer.write_into_parameters()
-                position = Position(step, 0, 0)
-            else:
-                published = lead.sync.publish(optimizer, step)
-                lead.checks.after_update(optimizer, position.step)
-                record(run, position, taken, weights_entropy, update, published, watch)
-                position = Position(step, taken.batch_id, published.version.epoch)
+            fresh = check(run, taken, gradients, position)
+            run.optimizer.step(position.step)
+            watch.updated()
+            published = publish(run, position)
+            record(run, position, taken, objective, gradients, fresh, published, watch)
             # After the record: a checkpoint must not include a step that no record mentions.
+            position = Position(position.step + 1, taken.batch_id, published.version.epoch)
             save(run, position)
         yield position
 
@@ -167,7 +164,7 @@ def take(run: Run, position: Position) -> TakenBatch:
         taken = lead.batches.take(position)
         lead.batches.request_next(position)
         ranks.broadcast(BATCH_FOLLOWS)
-        broadcast_batch(taken.collated, ranks)
+        broadcast_batch(taken.batch, ranks)
         return taken
     while ranks.broadcast(BATCH_FOLLOWS, "a batch") == CHECKPOINT_FIRST:
         take_part_in_checkpoint(run)
@@ -181,74 +178,88 @@ def objective_now(run: Run) -> Objective:
     return replace(run.settings.resolved_objective, kl_coef=kl_coef, maxent_tau=tau)
 
 
-def update_masters(
-    run: Run, taken: TakenBatch, objective: Objective, position: Position, watch: StepWatch
-) -> Update:
-    """Gradients, checks, step. A failed attempt is repeated once, because the machine may have
-    caused it.
+def gradients_of(run: Run, batch: Batch, objective: Objective, step: int) -> GradientStats:
+    """A failed attempt is repeated once, because the machine may have caused it.
 
     Raises:
-        NonFiniteStep: both attempts failed, on all ranks alike; no weight was changed.
-        RolloutMismatch: the batch is in quarantine.
+        NonFiniteStep: both attempts failed, on all ranks alike.
     """
-    step, lead, batch, fresh, is_repeated = position.step, run.lead, taken.collated, None, False
-    groups, held = taken.usable, PolicyVersion(position.epoch, step)
-    while True:
+    for is_repeated in (False, True):
         try:
             run.ranks.seed(run.settings.seed, step)
-            gradients = run.accumulate(batch, objective, step)
-            if lead is not None and fresh is None:  # the checks keep counts: once for each batch
-                fresh = lead.checks.before_update(batch, groups, gradients.tokens, held)
-            grad_norm = run.optimizer.step(step)
-            watch.updated()
-            return Update(objective, gradients, fresh, grad_norm)
+            return run.accumulate(batch, objective, step)
         except NonFiniteStep as error:
             run.optimizer.gradients.clear()
             if is_repeated:
                 raise
-            is_repeated = True
             log.warning("step.retried", step=step, reason=str(error))
-        except RolloutMismatch as error:
-            if lead is not None:
-                lead.batches.quarantine.add(taken.batch_id, taken.groups, step, error)
-            raise
+    raise AssertionError
+
+
+def check(
+    run: Run, taken: TakenBatch, gradients: GradientStats, position: Position
+) -> Distance | None:
+    """Rank 0 compares the behaviour logprobs with the trainer's. Returns the distance of fresh
+    tokens.
+
+    Raises:
+        RolloutMismatch: the batch is in quarantine.
+    """
+    lead, trained = run.lead, PolicyVersion(position.epoch, position.step)
+    if lead is None:
+        return None
+    try:
+        return lead.checks.before_update(taken.batch, taken.usable, gradients.tokens, trained)
+    except RolloutMismatch as error:
+        lead.batches.quarantine.add(taken.batch_id, taken.groups, position.step, error)
+        raise
+
+
+def publish(run: Run, position: Position) -> Published:
+    """Write the new master weights into the policy, and on rank 0 bring them to the server."""
+    lead, step = run.lead, position.step
+    if lead is None:
+        run.optimizer.write_into_parameters()
+        return Published(PolicyVersion(position.epoch, step + 1), seconds=0.0)
+    published = lead.sync.publish(run.optimizer, step + 1)
+    lead.checks.after_update(run.optimizer, step)
+    return published
 
 
 def record(
     run: Run,
     position: Position,
     taken: TakenBatch,
-    weights_entropy: float | None,
-    update: Update,
+    objective: Objective,
+    gradients: GradientStats,
+    fresh: Distance | None,
     published: Published,
     watch: StepWatch,
 ) -> None:
-    """Record the step that began at `position`, and let the coefficients follow its results."""
-    lead, step, batch, gradients = run.lead, position.step, taken.collated, update.gradients
-    assert lead is not None
-    assert batch.stats is not None
+    """Rank 0 records the step that began at `position`, and lets the coefficients follow its
+    results."""
+    lead, batch, step = run.lead, taken.batch, position.step
+    if lead is None or fresh is None:
+        return
     outcome = StepOutcome(
         step=step,
         steps=run.settings.steps,
         lr=run.optimizer.learning_rate(step),
-        kl_coef=None if run.reference is None else update.objective.kl_coef,
-        maxent=None if weights_entropy is None else (update.objective.maxent_tau, weights_entropy),
-        dropped=taken.dropped,
+        objective=objective,
+        taken=taken,
         quarantined_batches=lead.batches.quarantine.since_step,
         failed_checks=lead.checks.failed,
-        facts=batch.stats,
-        origins=batch.origins,
-        held=PolicyVersion(position.epoch, step),
-        update=update,
+        trained=PolicyVersion(position.epoch, step),
+        gradients=gradients,
+        fresh=fresh,
         published=published,
         times=watch.times(published.seconds, lead.recorder.started),
         save_s=lead.saver.seconds,
     )
     divergence = gradients.sums.mean("reference_kl") or 0.0
-    lead.coefficients.observe(divergence, len(batch.origins), weights_entropy, step)
+    lead.coefficients.observe(divergence, len(batch.origins), batch.weights_entropy, step)
     lead.batches.quarantine.step_taken()
-    epoch, groups = published.version.epoch, taken.usable
-    lead.recorder.record(outcome, StepRollouts(step + 1, epoch, groups, batch, gradients.tokens))
+    lead.recorder.record(outcome)
 
 
 def save(run: Run, position: Position) -> None:
@@ -305,15 +316,8 @@ def open_run(
             position = start_other_rank(run, steps_taken)
         else:
             run, position = start_rank_0(run, api, sync, store, saved, sinks)
-        SelfTest(
-            policy=run.policy,
-            forward=run.forward,
-            reference=run.reference,
-            optimizer=run.optimizer,
-            settings=run.settings,
-            accumulate=run.accumulate,
-            ranks=ranks,
-        ).require()
+        tested = run.policy, run.forward, run.reference, run.optimizer
+        SelfTest(*tested, run.settings, run.accumulate, ranks).require()
         yield run, position
 
 

@@ -95,7 +95,7 @@ def test_a_run_leaves_the_files_that_the_guide_names(whole: RunFiles) -> None:
 @pytest.mark.parametrize(
     ("module", "place", "calls", "done"),
     [
-        (train, "update_masters", 3, 1),  # between the two optimizer steps of the second iteration
+        (train, "gradients_of", 3, 1),  # between the two optimizer steps of the second iteration
         # Between its checkpoint and its record, and between its record and its evaluation.
         pytest.param(iteration_end, "iteration_record", 1, 1, marks=pytest.mark.full),
         pytest.param(evaluating, "evaluate_all", 1, 2, marks=pytest.mark.full),

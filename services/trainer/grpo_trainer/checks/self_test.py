@@ -20,8 +20,8 @@ from torch import Tensor
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
+from grpo_trainer.advantages import with_advantages
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.batch_advantages import weights_as_advantages
 from grpo_trainer.data.collate import Batch, broadcast_batch, collate
 from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
 from grpo_trainer.errors import FunctionUnusable, SelfTestFailed
@@ -118,13 +118,12 @@ class SelfTest:
         if groups:
             cut = self.forward.layout.cut
             batch = collate(groups, self.settings.seq_len, tokens, cut, objective)
-            if objective.advantage == "maxent":
-                # Without the reference model, higher scores have higher weights.
-                alone = replace(objective, maxent_tau=objective.maxent_tau or 1.0)
-                weights, _ = weights_as_advantages(groups, alone, batch.trained_tokens())
-                batch = batch.with_advantages(groups, weights)
         batch = broadcast_batch(batch, self.ranks)
-        return batch if self.reference is None else self.reference.added(batch, self.ranks)
+        if self.reference is not None:
+            batch = self.reference.added(batch, self.ranks)
+        if not objective.maxent_tau:
+            objective = replace(objective, maxent_tau=1.0)
+        return with_advantages(batch, groups, objective, self.ranks)
 
     def _of_logprobs(self, batch: Batch, objective: Objective) -> Iterator[str]:
         """With dropout as in training."""

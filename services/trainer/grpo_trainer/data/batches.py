@@ -47,7 +47,7 @@ class TakenBatch:
     Args:
         groups: all its groups as received
         usable: those that are trained on; empty on ranks above 0
-        collated: from `usable`
+        batch: collated from `usable`, without advantages
         dropped: number of groups that are "unusable", "stale" (both also of the batches that were
             skipped before this one) or "repeated" (trained on nevertheless)
 
@@ -58,7 +58,7 @@ class TakenBatch:
     batch_id: int
     groups: list[ScoredGroup]
     usable: list[UsableGroup]
-    collated: Batch
+    batch: Batch
     dropped: Counter[str] = field(default_factory=Counter)
 
 

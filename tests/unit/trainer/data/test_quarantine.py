@@ -140,7 +140,7 @@ class Bench:
         return position
 
     def accumulate(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
-        return accumulate_gradients(self.policy, batch, objective, step, self)
+        return accumulate_gradients(self.policy, batch, objective, step, self, self.optimizer)
 
     def masters(self) -> list[list[float]]:
         return [master.flatten().tolist() for master in self.optimizer.masters]
