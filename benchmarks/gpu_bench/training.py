@@ -41,9 +41,8 @@ from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.config.packages import missing_packages
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import Batch, collate
+from grpo_trainer.data.collate import Batch, by_length, collate
 from grpo_trainer.data.groups import GroupLimits, usable_group
-from grpo_trainer.data.micro_batches import by_length
 from grpo_trainer.errors import MissingPackage
 from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass

@@ -19,9 +19,8 @@ from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
 from grpo_trainer.config.forward import ForwardOptions
-from grpo_trainer.data.collate import Batch, collate
-from grpo_trainer.data.groups import GroupLimits, usable_group
-from grpo_trainer.data.micro_batches import Cut, common_prefix
+from grpo_trainer.data.collate import Batch, Cut, collate
+from grpo_trainer.data.groups import GroupLimits, common_prefix, usable_group
 from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.objectives import GRPO

@@ -11,10 +11,9 @@ from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
-from grpo_trainer.data.collate import Batch, collate
+from grpo_trainer.data.collate import Batch, Cut, collate
 from grpo_trainer.data.filter import GroupFilter, digest
-from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
-from grpo_trainer.data.micro_batches import Cut, Tokens
+from grpo_trainer.data.groups import GroupLimits, Tokens, UsableGroup, usable_group
 from grpo_trainer.objectives import GRPO, Objective
 
 P = PROMPT_LOGPROB
