@@ -44,7 +44,7 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, by_length, collate
 from grpo_trainer.data.groups import GroupLimits, usable_group
 from grpo_trainer.errors import MissingPackage
-from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer

@@ -21,7 +21,7 @@ from grpo_trainer.advantages import with_advantages
 from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.data.collate import Batch, Cut, collate
 from grpo_trainer.data.groups import GroupLimits, common_prefix, usable_group
-from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer

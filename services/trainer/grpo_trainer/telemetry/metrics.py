@@ -18,8 +18,8 @@ import torch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.data.batches import TakenBatch
 from grpo_trainer.data.stats import BatchStats
-from grpo_trainer.gradients import GradientStats
 from grpo_trainer.kl import MAX_LOG_RATIO
+from grpo_trainer.learner import GradientStats
 from grpo_trainer.objectives import Objective
 from grpo_trainer.token_table import Distance, TokenTable
 from grpo_trainer.weight_sync.base import Published
@@ -75,7 +75,6 @@ class StepOutcome:
     """
 
     step: int
-    steps: int
     lr: float
     objective: Objective
     taken: TakenBatch
@@ -94,12 +93,12 @@ class StepOutcome:
         return self.taken.batch.stats
 
 
-def step_record(outcome: StepOutcome) -> Record:
+def step_record(outcome: StepOutcome, steps: int) -> Record:
     """The step's flat record. "step" in it counts from 1. Metrics that this step does not have are
     missing."""
     defined_or_not = {
         "step": outcome.step + 1,
-        "steps": outcome.steps,
+        "steps": steps,
         "time_s": outcome.times["time_s"],
         **_data(outcome.facts, outcome.taken.dropped),
         "data/quarantined_batches": outcome.quarantined_batches,

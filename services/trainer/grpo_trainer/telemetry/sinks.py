@@ -151,7 +151,7 @@ class Recorder:
         self.started = time.monotonic()
 
     def record(self, outcome: StepOutcome) -> None:
-        record = step_record(outcome)
+        record = step_record(outcome, self._settings.steps)
         # The log is read by people: the same metrics by lag are for plots.
         shown = {name: value for name, value in record.items() if not name.startswith("lag_")}
         log.info("step.finished", **shown)

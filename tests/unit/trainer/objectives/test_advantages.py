@@ -22,7 +22,7 @@ from grpo_trainer.advantages import (
 )
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.groups import UsableGroup
-from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.objectives import Objective, resolved
 from tests.unit.trainer.forward_rig import qwen

@@ -16,7 +16,7 @@ from grpo_trainer.checks.served_weights import Alignment
 from grpo_trainer.data.batches import TakenBatch
 from grpo_trainer.data.collate import Batch, Origin
 from grpo_trainer.data.stats import BatchStats
-from grpo_trainer.gradients import GradientStats
+from grpo_trainer.learner import GradientStats
 from grpo_trainer.losses import NO_SUMS
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch, step_record
@@ -69,7 +69,6 @@ def taken(facts: BatchStats, origins: list[Origin]) -> TakenBatch:
 
 OUTCOME = StepOutcome(
     step=7,
-    steps=10,
     lr=1e-4,
     objective=replace(GRPO, kl_coef=0.05, maxent_tau=0.2),
     taken=taken(FACTS, ORIGINS),
@@ -95,7 +94,7 @@ OUTCOME = StepOutcome(
 
 
 def test_every_value_by_hand() -> None:
-    assert step_record(OUTCOME) == pytest.approx(
+    assert step_record(OUTCOME, 10) == pytest.approx(
         {
             **{"step": 8, "steps": 10, "time_s": 9.0},
             **{"reward/mean": 0.25, "reward/std_in_group": 0.5},
@@ -139,7 +138,7 @@ def test_every_metric_is_documented() -> None:
     page = (Path(__file__).parents[4] / "docs/reference/metrics.md").read_text()
     section = page.split("\n## ")[1]
     listed = re.findall(r"(?m)^\| `([a-z0-9_/]+)` \|", section)
-    assert sorted(listed) == sorted(step_record(OUTCOME))
+    assert sorted(listed) == sorted(step_record(OUTCOME, 10))
 
 
 def test_times_of_a_step() -> None:
@@ -176,7 +175,7 @@ def test_staleness_at_step_7_of_epoch_3(
 ) -> None:
     fraction = 0.5 if bounds else 0.0
     facts = replace(FACTS, first_versions=versions, version_bounds=bounds, bound_fraction=fraction)
-    found = step_record(replace(OUTCOME, taken=taken(facts, ORIGINS)))
+    found = step_record(replace(OUTCOME, taken=taken(facts, ORIGINS)), 10)
     names = ("mean", "max", "other_epoch_fraction", "bound_fraction")
     assert [found.get(f"staleness/{name}") for name in names] == pytest.approx(expected)
     assert ("alignment/fresh_fraction" in found) == bool(versions)  # a bound is never fresh
@@ -191,7 +190,7 @@ def test_undefined_values_are_absent_not_zero() -> None:
         published=Published(PolicyVersion(3, 8), 0.0),
         save_s=None,
     )
-    names = set(step_record(nothing))
+    names = set(step_record(nothing, 10))
     assert not {name for name in names if name.startswith(("grpo/", "alignment/", "logprobs/"))}
     assert not names & {"train/pos_logp", "train/neg_logp", "train/save_time"}
     assert "rollout/generation_time" not in names
