@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from benchmarks.train_bench.memory import PeakMemory
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
+from grpo_trainer.advantages import with_advantages
 from grpo_trainer.config.forward import ForwardOptions
-from grpo_trainer.data.collate import Batch, collate
-from grpo_trainer.data.groups import GroupLimits, usable_group
-from grpo_trainer.data.micro_batches import Cut, common_prefix
-from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.data.collate import Batch, Cut, collate
+from grpo_trainer.data.groups import GroupLimits, common_prefix, usable_group
+from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -35,7 +35,8 @@ def batch_of(work: dict[str, Any], vocabulary: int, cut: Cut) -> Batch:
     groups = [rows[start : start + size] for start in range(0, len(rows), size)]
     limits = GroupLimits(vocabulary, seq_len=10_000)
     usable = [usable_group(i, scored(group), limits) for i, group in enumerate(groups)]
-    return collate(usable, 10_000, work["tokens_per_micro_batch"], cut, GRPO)
+    batch = collate(usable, 10_000, work["tokens_per_micro_batch"], cut, GRPO)
+    return with_advantages(batch, usable, GRPO)
 
 
 def scored(group: list[tuple[list[int], list[int], list[float], float]]) -> ScoredGroup:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from grpo_trainer.config.cli import parse_settings
 from grpo_trainer.config.forward import ForwardOptions
-from grpo_trainer.data.micro_batches import by_prefix
-from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.data.collate import by_prefix
+from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
 from grpo_trainer.model.packing import AttentionCalls, Layout, PackedBounds, Part, packed
 from grpo_trainer.objectives import GRPO

@@ -51,19 +51,24 @@ class GatheredGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.tensors: list[Tensor | None] = [None] * len(parameters)
+        self._norm: Tensor | None = None
         for index, parameter in enumerate(parameters):
             hook = partial(self._take_over, index)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def norm(self) -> Tensor:
-        """L2 norm over all gradients, in fp32: a scalar on their device."""
+        """L2 norm over all gradients, in fp32: a scalar on their device. Computed once, until the
+        gradients change."""
+        if self._norm is not None:
+            return self._norm
         norms = [
             torch.linalg.vector_norm(gradient, dtype=torch.float32)
             for gradient in self.tensors
             if gradient is not None
         ]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        return norm if self.total is None else self.total(norm.square()).sqrt()
+        self._norm = norm if self.total is None else self.total(norm.square()).sqrt()
+        return self._norm
 
     @torch.no_grad()
     def add_up(self, ranks: Ranks, masters: Sequence[Tensor]) -> None:
@@ -72,6 +77,7 @@ class GatheredGradients:
         Args:
             masters: have the gradients' shapes
         """
+        self._norm = None
         has = ranks.total(torch.tensor([int(gradient is not None) for gradient in self.tensors]))
         for index, master in enumerate(masters):
             if not has[index]:
@@ -85,15 +91,15 @@ class GatheredGradients:
 
     def pop(self, index: int) -> Tensor | None:
         """Remove and return a parameter's gradient; None if there is none."""
-        gradient, self.tensors[index] = self.tensors[index], None
+        gradient, self.tensors[index], self._norm = self.tensors[index], None, None
         return gradient
 
     def clear(self) -> None:
         """Drop all gradients, so that they can be computed again."""
-        self.tensors = [None] * len(self.tensors)
+        self.tensors, self._norm = [None] * len(self.tensors), None
 
     def _take_over(self, index: int, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
+        gradient, parameter.grad, self._norm = parameter.grad, None, None
         assert gradient is not None
         gradient = own_part(gradient)
         previous = self.tensors[index]

@@ -150,13 +150,18 @@ class Recorder:
         self._totals = RunTotals()
         self.started = time.monotonic()
 
-    def record(self, outcome: StepOutcome, rollouts: StepRollouts) -> None:
-        record = step_record(outcome)
+    def record(self, outcome: StepOutcome) -> None:
+        record = step_record(outcome, self._settings.steps)
         # The log is read by people: the same metrics by lag are for plots.
         shown = {name: value for name, value in record.items() if not name.startswith("lag_")}
         log.info("step.finished", **shown)
         self._sinks.write(record)
-        self._sinks.write_rollouts(rollouts)
+        taken, epoch = outcome.taken, outcome.published.version.epoch
+        self._sinks.write_rollouts(
+            StepRollouts(
+                outcome.step + 1, epoch, taken.usable, taken.batch, outcome.gradients.tokens
+            )
+        )
         self._ranges.look(record)
         self._totals.add(record, outcome.published.is_served)
 

@@ -29,7 +29,7 @@ from grpo_trainer.checks.rollouts import (
 )
 from grpo_trainer.data.collate import Origin
 from grpo_trainer.errors import RolloutMismatch
-from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.logprobs import token_logprobs
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.token_table import TokenTable

@@ -146,7 +146,7 @@ def test_a_batch_prepared_ahead_is_collated_again_only_if_a_group_became_stale()
         source.api.next_batch = Mock(return_value=ahead)
         taken = source.take(AT)
         assert [len(call.args[0]) for call in source.collate.call_args_list] == sizes
-        assert len(taken.collated.origins) == 2 * sizes[-1]
+        assert len(taken.batch.origins) == 2 * sizes[-1]
 
 
 def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:

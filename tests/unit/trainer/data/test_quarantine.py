@@ -25,7 +25,7 @@ from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.data.filter import NO_HISTORY
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import PolicyDiverged, RolloutMismatch
-from grpo_trainer.gradients import GradientStats, accumulate_gradients
+from grpo_trainer.learner import GradientStats, Learner, accumulate_gradients
 from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.packing import Layout, padded
@@ -38,7 +38,7 @@ from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.rollouts import StepRollouts
 from grpo_trainer.telemetry.sinks import Recorder, Sinks
 from grpo_trainer.token_table import Distance
-from grpo_trainer.train import Lead, Run, training_steps
+from grpo_trainer.train import Lead, training_steps
 from grpo_trainer.weight_sync.base import Published
 from tests.support.directories import names
 from tests.unit.trainer.groups import LIMITS, good, in_order
@@ -131,16 +131,19 @@ class Bench:
         sinks = Sinks([self.records.append], [self.rollouts.append])
         recorder = Recorder(settings, sinks)
         lead = Lead(sync, source, checks, recorder, saver, settings.coefficients)
-        policy: Any = (self.policy, self, self.reference, self.optimizer)
-        run = Run(settings, ALONE, *policy, self.accumulate, lead)
+        forward: Any = self
+        learner = Learner(
+            *(settings, ALONE, self.policy, forward, self.reference, self.optimizer),
+            self.accumulate,
+        )
         position = Position(step=0, batch_id=0, epoch=1)
-        steps = training_steps(run, position, Stop())
+        steps = training_steps(learner, lead, position, Stop())
         while position.batch_id < len(batches):
             position = next(steps)
         return position
 
     def accumulate(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
-        return accumulate_gradients(self.policy, batch, objective, step, self)
+        return accumulate_gradients(self.policy, batch, objective, step, self, self.optimizer)
 
     def masters(self) -> list[list[float]]:
         return [master.flatten().tolist() for master in self.optimizer.masters]

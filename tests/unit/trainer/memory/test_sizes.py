@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_tiny_model.model import build_model
 from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.memory.plan import memory_plan
 from grpo_trainer.memory.sizes import KeptBytes
 from grpo_trainer.model.forward import FastForward

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.errors import PolicyMismatch
-from grpo_trainer.gradients import GradientStats, accumulate_gradients
+from grpo_trainer.learner import GradientStats, accumulate_gradients
 from grpo_trainer.model.adapter import adapter_dropouts, served_rank, trained_parameters
 from grpo_trainer.model.export import save_policy
 from grpo_trainer.model.loading import TrainedWeights

@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from grpo_trainer.config.forward import ForwardOptions
-from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.model.logprobs import PROBE_LENGTH, logprobs_of, sampled_tokens

@@ -16,7 +16,7 @@ from grpo_core.settings import load_settings
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteGradient, UnusableOptimizer
-from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.adapter import with_adapter
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.gradients import GROWTH_STEPS, LossScale, ScaleRecord

@@ -14,18 +14,22 @@ from torch import Tensor
 
 from grpo_core.wire.fields import MASKED
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.advantages import completion_weights, entropy_of
-from grpo_trainer.data.batch_advantages import weights_as_advantages
+from grpo_trainer.advantages import (
+    completion_weights,
+    entropy_of,
+    log_likelihoods,
+    with_advantages,
+)
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.groups import UsableGroup
-from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import plain_forward
-from grpo_trainer.model.reference import log_likelihoods
 from grpo_trainer.objectives import Objective, resolved
 from tests.unit.trainer.forward_rig import qwen
-from tests.unit.trainer.groups import P, collated, group, in_order, usable
+from tests.unit.trainer.groups import P, batch_of, collated, group, usable
 
 OBJECTIVE = resolved("maxent", {"maxent_tau": 0.3, "kl_coef": 0.2})
+WITHOUT_PRIOR = replace(OBJECTIVE, kl_in="loss")
 
 
 def three(**changes: object) -> ScoredGroup:
@@ -39,8 +43,10 @@ def three(**changes: object) -> ScoredGroup:
     return group(**fields | changes)
 
 
-def batch_of(groups: Sequence[UsableGroup], objective: Objective = OBJECTIVE) -> Batch:
-    """Micro-batches of two sequences, in another order, with some logprobs of a reference."""
+def weighted_batch(
+    groups: Sequence[UsableGroup], objective: Objective = OBJECTIVE
+) -> tuple[Batch, Tensor]:
+    """Micro-batches of two sequences, in another order; and log-likelihoods of a reference."""
 
     def backwards(sequences: Sequence[list[int]], size: int) -> list[list[int]]:
         numbers = list(range(len(sequences)))[::-1]
@@ -52,17 +58,8 @@ def batch_of(groups: Sequence[UsableGroup], objective: Objective = OBJECTIVE) ->
         replace(m, reference_logp=-torch.rand(m.targets.shape, generator=generator))
         for m in batch.micro_batches
     ]
-    return replace(batch, micro_batches=known)
-
-
-def weighted_batch(
-    groups: Sequence[UsableGroup],
-    batch: Batch,
-    objective: Objective = OBJECTIVE,
-    prior: Tensor | None = None,
-) -> tuple[Batch, float | None]:
-    weights, entropy = weights_as_advantages(groups, objective, batch.trained_tokens(), prior)
-    return batch.with_advantages(groups, weights), entropy
+    batch = replace(batch, micro_batches=known)
+    return with_advantages(batch, groups, objective), log_likelihoods(batch)
 
 
 def advantages_of(batch: Batch) -> list[float]:
@@ -86,9 +83,7 @@ def by_sequence(batch: Batch, values: Sequence[Tensor]) -> list[Tensor]:
 def test_loss_and_gradient_are_those_of_the_written_out_sum(normalize: bool) -> None:
     objective = replace(OBJECTIVE, maxent_length_normalize_ref=normalize)
     groups, policy = usable(three(), group()), qwen()
-    batch = batch_of(groups, objective)
-    prior = log_likelihoods(batch)
-    weighted, entropy = weighted_batch(groups, batch, objective, prior)
+    batch, _ = weighted_batch(groups, objective)
 
     references = [m.reference_logp for m in batch.micro_batches if m.reference_logp is not None]
     sums = [row.sum() / (len(row) if normalize else 1) for row in by_sequence(batch, references)]
@@ -98,7 +93,7 @@ def test_loss_and_gradient_are_those_of_the_written_out_sum(normalize: bool) -> 
         completion_weights(score, reference, objective, 0.2)
         for score, reference in zip(scores, priors, strict=True)
     ]
-    assert entropy == pytest.approx(fmean(map(entropy_of, weights)))
+    assert batch.weights_entropy == pytest.approx(fmean(map(entropy_of, weights)))
 
     logp = [plain_forward(policy, micro).logp for micro in batch.micro_batches]
     likelihoods = torch.stack([row.mean() for row in by_sequence(batch, logp)]).split([3, 2])
@@ -106,7 +101,7 @@ def test_loss_and_gradient_are_those_of_the_written_out_sum(normalize: bool) -> 
         ((w * mean).sum() for w, mean in zip(weights, likelihoods, strict=True)), torch.zeros(())
     )
     (expected,) = torch.autograd.grad(total / 2, policy.lm_head.weight)
-    found = accumulate_gradients(policy, weighted, objective, 0)
+    found = accumulate_gradients(policy, batch, objective, 0)
     assert found.loss == pytest.approx(float(total.detach()) / 2, rel=1e-5)
     torch.testing.assert_close(policy.lm_head.weight.grad, expected, rtol=1e-4, atol=1e-6)
 
@@ -115,7 +110,7 @@ def test_the_sequences_of_a_rollout_share_its_weight_by_their_tokens() -> None:
     """Rollout 0 has the sequences of 1 and 3 tokens, rollout 1 that of 2."""
     overrides = [{"rollout_index": 0}, {"rollout_index": 0}, {"rollout_index": 1}]
     groups = usable(three(overrides=overrides, scores=[1.0, 1.0, 0.0]))
-    batch, _ = weighted_batch(groups, batch_of(groups))
+    batch, _ = weighted_batch(groups, WITHOUT_PRIOR)
     whole = completion_weights(torch.tensor([1.0, 0.0]), torch.zeros(2), OBJECTIVE, 0.0)
     expected = [whole[0] / 4, whole[0] * 3 / 4, whole[1]]
     assert advantages_of(batch) == pytest.approx([3 * float(w) for w in expected])
@@ -123,11 +118,10 @@ def test_the_sequences_of_a_rollout_share_its_weight_by_their_tokens() -> None:
 
 def test_groups_of_equal_scores_are_trained_on_and_sent_advantages_stay() -> None:
     groups = usable(group(scores=[1.0, 1.0]), group(advantages=[[5.0], [6.0]]))
-    batch, entropy = weighted_batch(groups, batch_of(groups))
+    batch, _ = weighted_batch(groups, WITHOUT_PRIOR)
     assert advantages_of(batch) == pytest.approx([1.0, 1.0, 5.0, 6.0])
-    assert entropy == pytest.approx(log(2))  # of the first group
-    _, none = weighted_batch(groups[1:], batch_of(groups[1:]))
-    assert none is None
+    assert batch.weights_entropy == pytest.approx(log(2))  # of the first group
+    assert weighted_batch(groups[1:])[0].weights_entropy is None
 
 
 @pytest.mark.parametrize(
@@ -140,18 +134,16 @@ def test_groups_of_equal_scores_are_trained_on_and_sent_advantages_stay() -> Non
 def test_what_is_not_trained_has_no_share(changes: dict[str, object]) -> None:
     """The first sequence has the best score."""
     groups = usable(three(**changes))
-    batch = batch_of(groups)
-    prior = log_likelihoods(batch)
-    weighted, _ = weighted_batch(groups, batch, prior=prior)
+    batch, prior = weighted_batch(groups)
     scores, means = torch.tensor([0.0, 0.5]), prior[1:] / torch.tensor([3, 2])
     expected = completion_weights(scores, means, OBJECTIVE, 0.2)
-    assert advantages_of(weighted) == pytest.approx([0, *(3 * expected).tolist()])
+    assert advantages_of(batch) == pytest.approx([0, *(3 * expected).tolist()])
 
 
 def test_advantages_of_the_environment_do_not_count_in_the_deviation_of_others() -> None:
     sent = group(advantages=[[7.0], [8.0]], scores=[90.0, 10.0])
     objective = Objective(advantage="batch_std")
-    batch = collate(usable(group(), sent), 100, 2, in_order, objective)
+    batch = batch_of(usable(group(), sent), objective)
     assert advantages_of(batch) == pytest.approx([1.0, -1.0, 7.0, 8.0])
 
 
@@ -184,4 +176,4 @@ def test_a_long_completion_loses_part_of_its_score() -> None:
     with their mean."""
     one = group(generation_params={"max_tokens": 4})
     objective = Objective(advantage="group_mean", overlong_buffer=0.5)
-    assert advantages_of(collate(usable(one), 100, 2, in_order, objective)) == [0.75, -0.75]
+    assert advantages_of(batch_of(usable(one), objective)) == [0.75, -0.75]

@@ -1,4 +1,5 @@
-"""Runs forward and backward passes over the micro-batches of one step, and adds up the gradients.
+"""The learner: forward and backward passes over the micro-batches of one step, whose gradients add
+up.
 
 An adapter's dropout is on only in the forward pass whose gradient is used. The comparison with the
 server, and every metric but the loss, use a second forward pass without dropout.
@@ -11,12 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
+import structlog
 import torch
 from torch import Tensor
 
+from grpo_trainer.advantages import with_advantages
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, MicroBatch
-from grpo_trainer.errors import NonFiniteLoss
+from grpo_trainer.data.groups import UsableGroup
+from grpo_trainer.errors import NonFiniteLoss, NonFiniteStep
 from grpo_trainer.losses import (
     NO_SUMS,
     LossParts,
@@ -24,16 +28,23 @@ from grpo_trainer.losses import (
     loss_sums,
     step_loss,
 )
-from grpo_trainer.model.adapter import adapter_dropouts, dropout_on
-from grpo_trainer.model.forward import FastForward, ForwardPass, plain_forward
+from grpo_trainer.model.adapter import adapter_dropouts, dropout_on, trained_parameters
+from grpo_trainer.model.forward import (
+    FastForward,
+    ForwardPass,
+    build_forward_pass,
+    plain_forward,
+)
 from grpo_trainer.model.logprobs import TokenValues
-from grpo_trainer.model.policy import CausalLM, device_of
-from grpo_trainer.model.reference import values_of_all
+from grpo_trainer.model.policy import CausalLM, device_of, train_only
+from grpo_trainer.model.reference import Reference, build_reference, values_of_all
 from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
 from grpo_trainer.optim.sharding import RankOptimizer, is_divided, shard
 from grpo_trainer.ranks.group import ALONE, Ranks
-from grpo_trainer.token_table import Distance, TokenTable
+from grpo_trainer.token_table import TokenTable
+
+log = structlog.get_logger()
 
 _SUMS = [field.name for field in fields(LossSums)]
 _MAXIMA = [name for name in _SUMS if name.endswith("max")]
@@ -46,35 +57,17 @@ class GradientStats:
     Args:
         loss_parts: the policy's loss, the KL penalty and the entropy bonus; see `LossParts`
         tokens: the trained tokens with logprobs from before the update
+        norm: L2 norm of the gradient before clipping; 0 without an optimizer
     """
 
     loss_parts: Sequence[float]
     sums: LossSums
     tokens: TokenTable
+    norm: float
 
     @property
     def loss(self) -> float:
         return sum(self.loss_parts)
-
-
-@dataclass(frozen=True)
-class Update:
-    """The results of one step's update of the master weights.
-
-    Args:
-        objective: with the step's coefficients
-        fresh: the logprob difference over fresh tokens; None on ranks above 0
-        grad_norm: before clipping
-    """
-
-    objective: Objective
-    gradients: GradientStats
-    fresh: Distance | None
-    grad_norm: float
-
-
-Accumulate = Callable[[Batch, Objective, int], GradientStats]
-"""Collects the gradients of a batch, for the step with this index."""
 
 
 def accumulate_gradients(
@@ -98,11 +91,12 @@ def accumulate_gradients(
         batch: the whole batch
         optimizer: collects the gradients, which are multiplied by its loss scale. If they overflow,
             the batch is computed again with a smaller scale
+
     Raises:
-        NonFiniteLoss: the loss is NaN or infinite, on all ranks alike.
+        NonFiniteStep: the loss or the gradient norm is NaN or infinite, on all ranks alike.
     """
 
-    def scaled_by(scale: float) -> GradientStats:
+    def scaled_by(scale: float) -> tuple[Sequence[float], LossSums, TokenTable]:
         micro_batches = batch.micro_batches
         portion = ranks.portion(micro_batches, micro_batches[0].without_weight())
         with ranks.exchange("computing gradients"):
@@ -114,30 +108,83 @@ def accumulate_gradients(
             optimizer.gradients.add_up(ranks, optimizer.masters)
         seen = values_of_all(found.seen, micro_batches, ranks)
         known = [m.with_recomputed(s.logp) for m, s in zip(micro_batches, seen, strict=True)]
-        return GradientStats(parts, sums, TokenTable.of(known, seen))
+        return parts, sums, TokenTable.of(known, seen)
 
     scale = None if optimizer is None else optimizer.loss_scale
-    return scaled_by(1.0) if scale is None else scale.without_overflow(scaled_by)
+    found = scaled_by(1.0) if scale is None else scale.without_overflow(scaled_by)
+    return GradientStats(*found, norm=0.0 if optimizer is None else optimizer.gradient_norm(step))
 
 
-def build_learner(
-    policy: CausalLM, forward: FastForward, settings: TrainerSettings, ranks: Ranks
-) -> tuple[MasterOptimizer, Accumulate]:
-    """What computes and takes the steps. Called on all ranks, with equal policies. With --fsdp
-    rank 0 keeps the whole policy beside its part. Raises the errors of `build_optimizer`."""
+@dataclass(frozen=True)
+class Learner:
+    """A policy, and what computes and takes its steps. Every rank has one.
+
+    Args:
+        reference: None without a KL penalty
+        accumulate: collects the gradients of a batch, for the step with this index
+    """
+
+    settings: TrainerSettings
+    ranks: Ranks
+    policy: CausalLM
+    forward: FastForward
+    reference: Reference | None
+    optimizer: MasterOptimizer
+    accumulate: Callable[[Batch, Objective, int], GradientStats]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the trained parameters, in the order of the master weights."""
+        return list(trained_parameters(self.policy))
+
+    def with_advantages(
+        self, batch: Batch, groups: Sequence[UsableGroup], objective: Objective
+    ) -> Batch:
+        """The batch with advantages, and with the reference model's logprobs if there is one.
+
+        Args: groups: from which the batch is collated; empty on ranks above 0
+        """
+        if self.reference is not None:
+            batch = self.reference.added(batch, self.ranks)
+        return with_advantages(batch, groups, objective, self.ranks)
+
+    def gradients(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
+        """Compute a batch's gradients. A failed attempt is repeated once, because the machine may
+        have caused it.
+
+        Raises:
+            NonFiniteStep: both attempts failed, on all ranks alike.
+        """
+        for is_repeated in (False, True):
+            try:
+                self.ranks.seed(self.settings.seed, step)
+                return self.accumulate(batch, objective, step)
+            except NonFiniteStep as error:
+                self.optimizer.gradients.clear()
+                if is_repeated:
+                    raise
+                log.warning("step.retried", step=step, reason=str(error))
+        raise AssertionError
+
+
+def build_learner(policy: CausalLM, settings: TrainerSettings, ranks: Ranks) -> Learner:
+    """Called on all ranks, with equal policies. With --fsdp rank 0 keeps the whole policy beside
+    its part. Raises the errors of `build_optimizer` and `build_reference`."""
+    if settings.trained_layers is not None:
+        train_only(policy, settings.trained_layers)
+    forward = build_forward_pass(policy, settings, differentiates_entropy=settings.entropy_coef > 0)
+    reference = build_reference(policy, forward, settings)
     if ranks.count == 1:
         optimizer = build_optimizer(policy, settings)
-        return optimizer, partial(
-            accumulate_gradients, policy, forward=forward, optimizer=optimizer
-        )
+        accumulate = partial(accumulate_gradients, policy, forward=forward, optimizer=optimizer)
+        return Learner(settings, ranks, policy, forward, reference, optimizer, accumulate)
     sharded = shard(policy, ranks) if settings.fsdp else None
     part = policy if sharded is None else sharded.policy
     used = forward if sharded is None or forward.head is None else sharded.within(forward)
     kind = partial(RankOptimizer, ranks=ranks, sharded=sharded)
     optimizer = build_optimizer(part, settings, kind)
-    return optimizer, partial(
-        accumulate_gradients, part, forward=used, optimizer=optimizer, ranks=ranks
-    )
+    accumulate = partial(accumulate_gradients, part, forward=used, optimizer=optimizer, ranks=ranks)
+    return Learner(settings, ranks, policy, forward, reference, optimizer, accumulate)
 
 
 @dataclass(frozen=True)

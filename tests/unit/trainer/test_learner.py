@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.losses import policy_loss
 from grpo_trainer.model.forward import FastForward
 from grpo_trainer.model.fused_head import EAGER
