@@ -91,6 +91,8 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         "--run-dir /dev": "--run-dir /dev: this path is not an empty directory; name",
         "--resume /dev": "--resume /dev: this directory has no config.yaml; name",
         "--trainer.steps 3": "--trainer.steps: grpo-demo sets this option; write --steps",
+        "--server.api-key y": "--server.api-key: grpo-demo sets this option; write --run-api-",
+        "--trainer.vllm-api-key y": "this option; write --run-api-token",
         "--trainer.metrics-file m": "--trainer.metrics-file: grpo-demo sets this option itself",
         "--run-dir a{b}": "--run-dir: the run's id would be 'a{b}', but spaces and braces",
         "--resume --steps 3": "--resume: expected a value after it",
