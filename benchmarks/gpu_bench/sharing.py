@@ -39,11 +39,10 @@ from benchmarks.gpu_bench.training import (
 )
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.errors import GrpoError
-from grpo_trainer.config.forward import ForwardOptions
+from grpo_trainer.config.trainer import ForwardOptions
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.master_update import MasterUpdate
+from grpo_trainer.optim.master_update import MasterUpdate, constant
 from grpo_trainer.optim.rules import AdamW32, State, StepOptions
-from grpo_trainer.optim.schedule import constant
 from grpo_trainer.weight_sync.shared import SharedVllm
 
 LEASE_S = 60.0

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.train_bench.memory import PeakMemory
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.config.forward import ForwardOptions
+from grpo_trainer.config.trainer import ForwardOptions
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.groups import GroupLimits, usable_group
 from grpo_trainer.data.micro_batches import Cut, common_prefix
@@ -25,7 +25,7 @@ from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import constant
+from grpo_trainer.optim.master_update import constant
 
 
 def batch_of(work: dict[str, Any], vocabulary: int, cut: Cut) -> Batch:

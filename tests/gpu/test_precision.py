@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from grpo_trainer.config.cli import parse_settings
-from grpo_trainer.config.forward import ForwardOptions
+from grpo_trainer.config.trainer import ForwardOptions
 from grpo_trainer.data.micro_batches import by_prefix
 from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
 from grpo_trainer.model.packing import AttentionCalls, Layout, PackedBounds, Part, packed
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.master_update import build_update
-from grpo_trainer.optim.schedule import constant
+from grpo_trainer.optim.master_update import build_update, constant
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 
 DEVICE = torch.device("cuda", 0)

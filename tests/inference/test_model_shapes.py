@@ -20,10 +20,10 @@ from grpo_core.process.managed import ProcessFailed
 from grpo_trainer.checks.served_weights import PublicationCheck
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.export import save_policy
+from grpo_trainer.model.loading import save_policy
 from grpo_trainer.model.logprobs import logprobs_of, sampled_tokens
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import constant
+from grpo_trainer.optim.master_update import constant
 from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.build import build_weight_sync
 from tests.fixtures.adapters import load

@@ -17,7 +17,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import Alignment, PublicationCheck
 from grpo_trainer.model.logprobs import probe_tokens
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import constant
+from grpo_trainer.optim.master_update import constant
 from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.shared import SharedVllm
 from grpo_trainer.weight_sync.shared_memory import map_weights

@@ -14,8 +14,7 @@ from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import LeasesFull
 from grpo_trainer import train
 from grpo_trainer.checkpoint.resume import find_state, rejoin
-from grpo_trainer.checkpoint.state import capture
-from grpo_trainer.checkpoint.store import SavedState, StateStore
+from grpo_trainer.checkpoint.store import SavedState, StateStore, capture
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import BatchSource, Position

@@ -33,7 +33,7 @@ from grpo_offline.run_files import RunFiles
 from grpo_offline.screen import Screen
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.weight_sync.publisher import WeightDirectories
+from grpo_trainer.weight_sync.files import WeightDirectories
 from tests.support.directories import names
 from tests.unit.trainer.tiny_policy import gather_gradient, optimizer_of
 

@@ -9,12 +9,12 @@ import numpy
 import torch
 from torch import nn
 
-from grpo_trainer.checkpoint.state import capture, load_state, require_fit
-from grpo_trainer.checkpoint.store import SavedState, StateStore
+from grpo_trainer.checkpoint.resume import require_fit
+from grpo_trainer.checkpoint.store import SavedState, StateStore, capture, load_state
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.data.batches import Position
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import Schedule
+from grpo_trainer.optim.master_update import Schedule
 
 SETTINGS = CommandLine(model="m", mode="shared_vllm").settings()
 

@@ -38,8 +38,7 @@ from grpo_offline.translate import environment_settings, trainer_command
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import Position
 from grpo_trainer.model.policy import limits_of
-from grpo_trainer.ranks.group import ALONE, Ranks, settings_of_rank
-from grpo_trainer.ranks.heartbeat import joined
+from grpo_trainer.ranks.group import ALONE, Ranks, process_group, settings_of_rank
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import Lead, Run, open_run, train, training_steps
 
@@ -62,7 +61,7 @@ def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult
         _introduce(keys, sampling, files, screen)
         backends = Backends(keys, sampling, tasks, template)
 
-        with joined(line.processes()) as ranks, asyncio.Runner() as runner:
+        with process_group(line.processes()) as ranks, asyncio.Runner() as runner:
             settings = settings_of_rank(line.settings(), line.processes())
             job = Job(keys, sampling, settings, environment, tasks, backends, files, screen, ranks)
             return job.run(runner)
@@ -78,7 +77,7 @@ def follow_offline(keys: OfflineKeys, directory: Path) -> None:
     """
     with tempfile.TemporaryDirectory() as written_to:
         line = trainer_command(keys, choose(keys), directory, Path(written_to))
-    with joined(line.processes()) as ranks:
+    with process_group(line.processes()) as ranks:
         train(settings_of_rank(line.settings(), line.processes()), ranks)
 
 

@@ -12,7 +12,7 @@ from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import constant
+from grpo_trainer.optim.master_update import constant
 
 LORA = LoraOptions(r=4, alpha=32, dropout=0.0, target_modules=("q_proj", "v_proj"), layers=None)
 VOCABULARY = 259

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.master_update import MasterUpdate, StochasticRounding
+from grpo_trainer.optim.master_update import MasterUpdate, StochasticRounding, constant
 from grpo_trainer.optim.rules import ADAM, Adafactor, Adam, AdamW8bit, AdamW32, StepOptions
-from grpo_trainer.optim.schedule import constant
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

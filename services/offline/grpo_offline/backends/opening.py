@@ -26,7 +26,7 @@ from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.build import open_weight_sync
-from grpo_trainer.weight_sync.publisher import WeightDirectories
+from grpo_trainer.weight_sync.files import WeightDirectories
 
 
 @dataclass(frozen=True)

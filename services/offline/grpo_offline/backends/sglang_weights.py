@@ -25,7 +25,7 @@ from grpo_trainer.model.loading import TrainedWeights, device_to_load_on, import
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.base import PeriodicSync
-from grpo_trainer.weight_sync.publisher import WeightDirectories
+from grpo_trainer.weight_sync.files import WeightDirectories
 
 log = structlog.get_logger()
 

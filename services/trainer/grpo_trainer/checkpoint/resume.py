@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import structlog
 
 from grpo_core.errors import UnknownBatch
-from grpo_trainer.checkpoint.state import load_state, require_fit
-from grpo_trainer.checkpoint.store import RECORD, OpenedEpochs, SavedState, StateStore, read_state
+from grpo_trainer.checkpoint.store import (
+    RECORD,
+    OpenedEpochs,
+    SavedState,
+    StateRecord,
+    StateStore,
+    checksum_of_untrained,
+    load_state,
+    read_state,
+    shapes_of,
+)
 from grpo_trainer.config.trainer import AUTO, NEVER, TrainerSettings
 from grpo_trainer.data.batches import BatchQueue, Position
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
-from grpo_trainer.model.policy import CausalLM
+from grpo_trainer.model.policy import CausalLM, device_of
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 log = structlog.get_logger()
@@ -64,6 +73,65 @@ def restore(
     at = replace(at, epoch=max(at.epoch, started))
     log.info("run.resumed", checkpoint=str(saved.directory), step=at.step, batch_id=at.batch_id)
     return at
+
+
+def require_fit(
+    record: StateRecord, policy: CausalLM, settings: TrainerSettings, where: str
+) -> None:
+    """Args: where: the checkpoint's directory, for the message.
+
+    Raises:
+        StateMismatch: another model, mode, adapter or optimizer; lists every difference.
+    """
+    ours, saved = shapes_of(policy), record.parameters
+    is_other_base = record.frozen is not None and record.frozen != checksum_of_untrained(
+        policy, settings
+    )
+    problems = _other_options(record, settings, device_of(policy).type)
+    problems += [
+        f"{name}: this parameter is not in the checkpoint" for name in ours if name not in saved
+    ]
+    problems += [
+        f"{name}: this parameter is not in the model" for name in saved if name not in ours
+    ]
+    problems += [
+        f"{name}: shape {list(saved[name])} in the checkpoint, {list(shape)} in the model"
+        for name, shape in ours.items()
+        if name in saved and saved[name] != shape
+    ]
+    if is_other_base and not problems:
+        problems = [
+            "frozen weights: those of this run differ from those of the checkpoint; "
+            + (
+                "if the server serves another run's weights, restart the server"
+                if settings.lora is None
+                else "--model is another model than the one that the adapter was trained on"
+            )
+        ]
+    if problems:
+        raise StateMismatch(
+            f"{where} does not fit {settings.model}:\n  "
+            + "\n  ".join(problems)
+            + "\nto train from the start, pass `--resume never` or another --save-path"
+        )
+
+
+def _other_options(record: StateRecord, settings: TrainerSettings, device_type: str) -> list[str]:
+    now = settings.lora
+    pairs: list[tuple[str, object, object]] = [
+        ("mode", record.mode, settings.sync.mode),
+        ("optimizer", record.optimizer, settings.optimizer_on(device_type)),
+        ("master dtype", record.master_dtype, settings.master_dtype),
+    ]
+    if record.lora is not None and now is not None:
+        pairs += [
+            (f"lora {name}", getattr(record.lora, name), getattr(now, name)) for name in asdict(now)
+        ]
+    return [
+        f"{what}: the checkpoint has {then}, this run has {this}"
+        for what, then, this in pairs
+        if then != this
+    ]
 
 
 def continued_settings(settings: TrainerSettings, saved: SavedState | None) -> TrainerSettings:

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from grpo_trainer.checkpoint.state import capture
 from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
-from grpo_trainer.checkpoint.store import StateStore
+from grpo_trainer.checkpoint.store import StateStore, capture
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.config.sync import SERVED_KEPT
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.control import Coefficients
 from grpo_trainer.data.batches import BatchQueue, Position
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.export import (
+from grpo_trainer.model.loading import (
     FINAL_ADAPTER,
     FINAL_MODEL,
     remove_checkpoint,

@@ -34,7 +34,7 @@ from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
 from grpo_trainer.model.policy import CausalLM, device_of, vocabulary_of
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.objectives import ADVANTAGES, GRPO, LOSSES, Objective
-from grpo_trainer.optim.gradients import LossScale
+from grpo_trainer.optim.loss_scale import LossScale
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE, Ranks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -20,8 +21,7 @@ from grpo_core.settings import (
 )
 from grpo_core.settings.machine import missing_model, not_writable
 from grpo_trainer.config.objective import ObjectiveOptions
-from grpo_trainer.config.packages import missing_packages
-from grpo_trainer.config.processes import ProcessOptions
+from grpo_trainer.config.optimizer import BITSANDBYTES, BITSANDBYTES_PIN, ProcessOptions
 from grpo_trainer.config.sync import (
     MODES,
     CheckpointRestartSettings,
@@ -320,3 +320,20 @@ def config_yaml(settings: TrainerSettings) -> str:
 
 def _values(model: TrainerSettings | ModeOptions) -> dict[str, Any]:
     return {name: getattr(model, name) for name in type(model).model_fields}
+
+
+def missing_packages(options: RunOptions) -> Iterator[Mistake]:
+    """One mistake for each option whose package is not installed. Nothing is imported."""
+    for field, value, package, source in _needs(options):
+        if find_spec(package) is None:
+            yield Mistake(field, f"{value}needs the package {package}: {source}")
+
+
+def _needs(options: RunOptions) -> Iterator[tuple[str, str, str, str]]:
+    """Option, its value, the package, and where the package comes from."""
+    if options.optimizer == "adamw_8bit":
+        yield "optimizer", "adamw_8bit ", BITSANDBYTES, f"pip install {BITSANDBYTES_PIN}"
+    if options.tensorboard_dir is not None:
+        yield "tensorboard_dir", "", "tensorboard", "pip install tensorboard"
+    if options.use_wandb:
+        yield "use_wandb", "", "wandb", "pip install wandb"

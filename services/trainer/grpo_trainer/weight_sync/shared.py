@@ -33,8 +33,8 @@ from grpo_trainer.weight_sync.attachment import (
     WeightPlaces,
 )
 from grpo_trainer.weight_sync.base import CrashWatch, Published
-from grpo_trainer.weight_sync.shared_memory import MappedWeights
-from grpo_trainer.weight_sync.views import (
+from grpo_trainer.weight_sync.shared_memory import (
+    MappedWeights,
     build_policy,
     check_views,
     load_masters,

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_trainer.model.export import save_policy
-from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.model.loading import TrainedWeights, save_policy
 from tests.unit.trainer.tiny_policy import model_directory
 
 SIZES: dict[str, Any] = {

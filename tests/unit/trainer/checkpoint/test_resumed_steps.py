@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_trainer.checkpoint.state import capture, load_state, require_fit
-from grpo_trainer.checkpoint.store import StateStore
+from grpo_trainer.checkpoint.resume import require_fit
+from grpo_trainer.checkpoint.store import StateStore, capture, load_state
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import Position

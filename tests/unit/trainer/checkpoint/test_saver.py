@@ -25,9 +25,9 @@ from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.control import Coefficients, KlCoefficient, Tau
 from grpo_trainer.data.batches import Position
-from grpo_trainer.model.export import FINAL_MODEL, save_policy
+from grpo_trainer.model.loading import FINAL_MODEL, save_policy
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import constant
+from grpo_trainer.optim.master_update import constant
 from tests.support.directories import names
 from tests.unit.env.http_stub import Answer, Route, stub_server
 from tests.unit.trainer.tiny_policy import model_directory

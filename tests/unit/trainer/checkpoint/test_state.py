@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from grpo_trainer.checkpoint import store as store_module
-from grpo_trainer.checkpoint.state import require_fit
+from grpo_trainer.checkpoint.resume import require_fit
 from grpo_trainer.checkpoint.store import RECORD, TENSORS, StateStore, read_state
 from grpo_trainer.config.sync import LoraOnlySettings
 from grpo_trainer.data.batches import Position

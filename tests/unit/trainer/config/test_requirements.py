@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_trainer.config.cli import parse_settings
-from grpo_trainer.config.packages import BITSANDBYTES_PIN
+from grpo_trainer.config.optimizer import BITSANDBYTES_PIN
 from grpo_trainer.errors import MissingPackage
 from grpo_trainer.model.download import ModelNotFound, provide
 from grpo_trainer.optim.master_update import build_update

@@ -32,7 +32,7 @@ from grpo_trainer.model.packing import Layout, padded
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import constant
+from grpo_trainer.optim.master_update import constant
 from grpo_trainer.ranks.group import ALONE
 from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.rollouts import StepRollouts

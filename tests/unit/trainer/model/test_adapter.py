@@ -16,8 +16,7 @@ from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.gradients import GradientStats, accumulate_gradients
 from grpo_trainer.model.adapter import adapter_dropouts, served_rank, trained_parameters
-from grpo_trainer.model.export import save_policy
-from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.model.loading import TrainedWeights, save_policy
 from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer

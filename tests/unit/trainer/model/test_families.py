@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from grpo_trainer.config.forward import ForwardOptions
+from grpo_trainer.config.trainer import ForwardOptions
 from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.forward import build_forward_pass
@@ -22,7 +22,7 @@ from grpo_trainer.model.logprobs import PROBE_LENGTH, logprobs_of, sampled_token
 from grpo_trainer.model.policy import end_tokens_of, vocabulary_of
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import constant
+from grpo_trainer.optim.master_update import constant
 from tests.unit.trainer.forward_rig import VOCABULARY, ragged_batch
 from tests.unit.trainer.tiny_policy import LORA
 

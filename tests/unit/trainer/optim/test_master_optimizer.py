@@ -19,10 +19,9 @@ from grpo_trainer.errors import NonFiniteGradient, UnusableOptimizer
 from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.model.adapter import with_adapter
 from grpo_trainer.objectives import GRPO
-from grpo_trainer.optim.gradients import GROWTH_STEPS, LossScale, ScaleRecord
+from grpo_trainer.optim.loss_scale import GROWTH_STEPS, LossScale, ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
-from grpo_trainer.optim.master_update import build_update
-from grpo_trainer.optim.schedule import constant
+from grpo_trainer.optim.master_update import build_update, constant
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 from tests.unit.trainer.tiny_policy import LORA
 from tests.unit.trainer.update_variants import VARIANTS, Model, differing

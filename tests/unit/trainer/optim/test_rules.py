@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.master_update import MasterUpdate, StochasticRounding
+from grpo_trainer.optim.master_update import MasterUpdate, StochasticRounding, constant
 from grpo_trainer.optim.rules import Adafactor, Adam, AdamW8bit, AdamW32
-from grpo_trainer.optim.schedule import constant
 from tests.unit.trainer.update_variants import (
     CPU,
     RATE,

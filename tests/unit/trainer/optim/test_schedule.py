@@ -6,7 +6,7 @@ import pytest
 
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.optimizer import ScheduleName
-from grpo_trainer.optim.schedule import Schedule
+from grpo_trainer.optim.master_update import Schedule
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.processes import Processes
+from grpo_trainer.config.optimizer import Processes
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, broadcast_batch
 from grpo_trainer.errors import LostRank, NonFiniteLoss

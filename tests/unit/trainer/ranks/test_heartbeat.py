@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from grpo_trainer.config.processes import Processes
-from grpo_trainer.ranks.group import join
-from grpo_trainer.ranks.heartbeat import EXIT_FAILED, Heartbeat
+from grpo_trainer.config.optimizer import Processes
+from grpo_trainer.ranks.group import EXIT_FAILED, Heartbeat, join
 from tests.support.forked import forked
 from tests.support.wait import wait_for
 

@@ -17,7 +17,7 @@ from grpo_core.errors import LeasesFull
 from grpo_core.wire.run_api import RunStatus
 from grpo_offline.backends.in_process import WeightsInProcess
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.processes import Processes
+from grpo_trainer.config.optimizer import Processes
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.ranks.group import ALONE, Ranks, join
 from grpo_trainer.stop import Stop

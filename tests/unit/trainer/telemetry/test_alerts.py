@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from structlog.testing import capture_logs
 
-from grpo_trainer.telemetry.alerts import RangeWatch
+from grpo_trainer.checks.findings import RangeWatch
 
 
 def warned_at(values: list[float]) -> list[int]:

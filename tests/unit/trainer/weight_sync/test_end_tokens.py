@@ -9,7 +9,7 @@ import torch
 
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.policy import end_tokens_of
-from grpo_trainer.weight_sync.views import build_policy
+from grpo_trainer.weight_sync.shared_memory import build_policy
 from tests.unit.trainer.served_memory import served
 from tests.unit.trainer.tiny_policy import model_directory
 

@@ -32,9 +32,8 @@ from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync import files as file_sync
-from grpo_trainer.weight_sync.files import FileSync
-from grpo_trainer.weight_sync.publisher import Publisher, WeightDirectories
-from grpo_trainer.weight_sync.server import ServerMonitor
+from grpo_trainer.weight_sync.files import FileSync, WeightDirectories
+from grpo_trainer.weight_sync.supervisor import Publisher, ServerMonitor
 from tests.support.directories import names
 from tests.unit.trainer.served_model import ServedModel
 from tests.unit.trainer.supervisor_stand_in import StandIn

@@ -11,7 +11,8 @@ import torch
 
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.checkpoint.state import capture, require_fit
+from grpo_trainer.checkpoint.resume import require_fit
+from grpo_trainer.checkpoint.store import capture
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.data.batches import Position
 from grpo_trainer.errors import PolicyMismatch, StateMismatch
@@ -19,7 +20,7 @@ from grpo_trainer.model.adapter import with_adapter
 from grpo_trainer.model.policy import frozen_checksum, train_only
 from grpo_trainer.optim.master_optimizer import build_optimizer
 from grpo_trainer.weight_sync.shared import SharedVllm
-from grpo_trainer.weight_sync.views import build_policy
+from grpo_trainer.weight_sync.shared_memory import build_policy
 from tests.unit.trainer.forward_rig import qwen
 from tests.unit.trainer.served_memory import served
 from tests.unit.trainer.tiny_policy import LORA, model_directory

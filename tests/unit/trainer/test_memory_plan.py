@@ -9,8 +9,7 @@ import pytest
 from transformers import LlamaConfig
 
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.memory.plan import MemoryPlan, memory_plan, text_of
-from grpo_trainer.memory.sizes import GIB
+from grpo_trainer.memory_plan import GIB, MemoryPlan, memory_plan, text_of
 
 WIDTH = 100
 
