@@ -43,6 +43,7 @@ from grpo_trainer.config.trainer import ForwardOptions
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.master_update import MasterUpdate, constant
 from grpo_trainer.optim.rules import AdamW32, State, StepOptions
+from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.shared import SharedVllm
 
 LEASE_S = 60.0
@@ -51,7 +52,7 @@ LEASE_S = 60.0
 @contextlib.contextmanager
 def attached(server: Server, model: str) -> Iterator[tuple[SharedVllm, Any]]:
     """The weights' sync, and the policy of views."""
-    sync = SharedVllm(bridge=BridgeClient(server.url), model_name=model, lease_s=LEASE_S)
+    sync = SharedVllm(ServerConnection(BridgeClient(server.url)), model, lease_s=LEASE_S)
     try:
         yield sync, sync.load_policy().eval()
     finally:

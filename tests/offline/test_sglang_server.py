@@ -111,9 +111,9 @@ class Trainer:
 @pytest.fixture
 def trainer(server: Server, tmp_path: Path) -> Iterator[Trainer]:
     sync = SglangWeights(
-        SglangClient(server.url),
-        TrainedWeights(str(server.model)),
-        WeightDirectories(tmp_path / "weights"),
+        server=SglangClient(server.url),
+        weights=TrainedWeights(str(server.model)),
+        directories=WeightDirectories(tmp_path / "weights"),
         dtype="auto",
         device="cpu",
         every_steps=1,

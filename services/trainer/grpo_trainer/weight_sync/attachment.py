@@ -13,24 +13,15 @@ from grpo_core.clients.inference import BridgeClient, BridgeInfo
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.bridge_config import find_bridge_config
 from grpo_core.weights.socket import WeightConnection, connect_weights
+from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import LostServer, PolicyMismatch, WeightSyncError
 from grpo_trainer.model.loading import require_device
 from grpo_trainer.weight_sync.shared_memory import MappedWeights, map_weights
 
 log = structlog.get_logger()
 
-RETURN_DEADLINE_S = 300.0
 RETURN_POLL_S = 0.5
 _RETURN_ATTEMPT_S = 5.0
-
-
-@dataclass(frozen=True)
-class WeightPlaces:
-    """The user's settings for finding the server's weight socket. None: find it automatically."""
-
-    socket: Path | None = None
-    config: Path | None = None
-    """A vllm_bridge_config.json, which names the socket."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +50,19 @@ class ServerConnection:
 
     Args:
         bridge: control client of the server
-        places: settings for finding the weight socket
+        socket: the server's weight socket; None: find it automatically
+        bridge_config: a vllm_bridge_config.json, which names the socket
         dtype: the data type that the server must have; "auto" accepts any
         device: the device that the server's weights must be on; "auto" accepts any
         return_deadline_s: how long the trainer waits for a stopped server to return
     """
 
     bridge: BridgeClient
-    places: WeightPlaces
-    dtype: str
-    device: str
-    return_deadline_s: float
+    socket: Path | None = None
+    bridge_config: Path | None = None
+    dtype: str = "auto"
+    device: str = AUTO_DEVICE
+    return_deadline_s: float = 300.0
     _attachment: Attachment | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -104,7 +97,7 @@ class ServerConnection:
             BridgeConfigNotFound: no setting or file names the socket on this file system.
         """
         info = self.bridge.info(deadline_s)
-        connection = connect_weights(_socket(self.bridge.base_url, info, self.places))
+        connection = connect_weights(self._socket(info))
         try:
             weights = map_weights(connection)
             # Read again once attached: the previous trainer may have died while writing in the
@@ -168,18 +161,17 @@ class ServerConnection:
                 "auto"
             )
 
-
-def _socket(server_url: str, info: BridgeInfo, places: WeightPlaces) -> Path:
-    """The user's socket, else the server's, else that of a bridge configuration. The server may
-    mount the socket's directory under another path than this process."""
-    if places.socket is not None:
-        return places.socket
-    if info.weights_socket is None:
-        raise PolicyMismatch(
-            f"the server at {server_url} shares no weights; start vllm-api-server with "
-            "--share-weights"
-        )
-    if places.config is None and Path(info.weights_socket).exists():
-        return Path(info.weights_socket)
-    config = find_bridge_config(places.config, os.environ, info.generation)
-    return Path(config.weights_socket)
+    def _socket(self, info: BridgeInfo) -> Path:
+        """The user's socket, else the server's, else that of a bridge configuration. The server may
+        mount the socket's directory under another path than this process."""
+        if self.socket is not None:
+            return self.socket
+        if info.weights_socket is None:
+            raise PolicyMismatch(
+                f"the server at {self.bridge.base_url} shares no weights; start vllm-api-server "
+                "with --share-weights"
+            )
+        if self.bridge_config is None and Path(info.weights_socket).exists():
+            return Path(info.weights_socket)
+        config = find_bridge_config(self.bridge_config, os.environ, info.generation)
+        return Path(config.weights_socket)

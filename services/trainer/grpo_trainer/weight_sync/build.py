@@ -35,7 +35,7 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import MissingPackage, NoInferenceServer, NoSuchDevice
 from grpo_trainer.model.adapter import served_rank
 from grpo_trainer.model.loading import TrainedWeights
-from grpo_trainer.weight_sync.attachment import WeightPlaces
+from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.files import FileSync, WeightDirectories
 from grpo_trainer.weight_sync.shared import SharedVllm
@@ -92,14 +92,18 @@ def _bridge(settings: TrainerSettings, control_url: str | None = None) -> Bridge
 def _shared(
     settings: TrainerSettings, chosen: SharedVllmSettings, starts_from_model: bool
 ) -> SharedVllm:
+    server = ServerConnection(
+        _bridge(settings, chosen.vllm_control_url),
+        chosen.weights_socket,
+        chosen.vllm_config_path,
+        settings.dtype,
+        settings.device,
+        settings.server_return_deadline_s,
+    )
     return SharedVllm(
-        bridge=_bridge(settings, chosen.vllm_control_url),
-        model_name=settings.model,
-        places=WeightPlaces(chosen.weights_socket, chosen.vllm_config_path),
-        dtype=settings.dtype,
-        device=settings.device,
+        server,
+        settings.model,
         lease_s=chosen.pause_lease_s,
-        return_deadline_s=settings.server_return_deadline_s,
         epochs=OpenedEpochs(settings.save_path),
         verify_every_steps=chosen.verify_every_steps,
         starts_from_model=starts_from_model,

@@ -27,6 +27,7 @@ from grpo_core.weights.supervisor_protocol import (
     SupervisorStatus,
 )
 from grpo_trainer.errors import LostServer, NotPublished, WeightsRefused
+from grpo_trainer.weight_sync.base import POLL_S
 
 log = structlog.get_logger()
 
@@ -34,7 +35,6 @@ FIRST_RETRY_S, MAX_RETRY_S = 0.5, 5.0
 LOST_AFTER_S = 15.0
 """A command without an answer for this long is lost if the server serves other weights: Redis or
 the supervisor restarted and lost it."""
-POLL_S = 0.1
 
 
 class ServerMonitor:

@@ -19,6 +19,7 @@ from grpo_trainer.errors import PolicyMismatch, StateMismatch
 from grpo_trainer.model.adapter import with_adapter
 from grpo_trainer.model.policy import frozen_checksum, train_only
 from grpo_trainer.optim.master_optimizer import build_optimizer
+from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.shared import SharedVllm
 from grpo_trainer.weight_sync.shared_memory import build_policy
 from tests.unit.trainer.forward_rig import qwen
@@ -52,7 +53,7 @@ def test_a_restarted_server_must_have_the_frozen_weights(is_same: bool, tmp_path
     restarted = served(model_directory(tmp_path / "files", seed=0 if is_same else 1))
     info = SimpleNamespace(policy_version=PolicyVersion(1, 0), awaiting_weights=True)
     with BridgeClient("http://127.0.0.1:1") as bridge:
-        sync: Any = SharedVllm(bridge, "model")
+        sync: Any = SharedVllm(ServerConnection(bridge), "model")
         sync._policy = build_policy(str(began), served(began))
         train_only(sync._policy, LAYERS)
         sync._frozen = frozen_checksum(sync._policy)

@@ -16,7 +16,8 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.errors import EngineCrashed, TornWeights
-from grpo_trainer.weight_sync import shared as shared_vllm
+from grpo_trainer.weight_sync import base
+from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.build import build_weight_sync
 from grpo_trainer.weight_sync.shared import SharedVllm, _opened_after, _usable_after
 from tests.unit.env.http_stub import Answer, Route, stub_server
@@ -75,11 +76,7 @@ def test_an_epoch_that_was_opened_is_opened_no_second_time(tmp_path: Path) -> No
         chosen = CommandLine.model_validate({"model": "model", **options}).settings()
         with contextlib.closing(build_weight_sync(chosen)) as built:
             sync: Any = built
-            sync._server = SimpleNamespace(
-                attachment=SimpleNamespace(is_lost=lambda: False),
-                return_deadline_s=0.0,
-                close=sync._server.close,
-            )
+            sync._server.is_lost = lambda: False
             sync._version, sync._write = PolicyVersion(1, 0), write
             sync._policy = nn.Linear(1, 1)
             opened: PolicyVersion = sync.start(optimizer=None, step=6, last_epoch=last_epoch)
@@ -91,7 +88,7 @@ def test_an_epoch_that_was_opened_is_opened_no_second_time(tmp_path: Path) -> No
 @pytest.mark.parametrize("state", ["serving", "awaiting_weights", "failed"])
 def test_half_an_update_is_refused_in_every_state(state: str) -> None:
     with BridgeClient("http://127.0.0.1:1") as bridge:
-        sync = SharedVllm(bridge, "model")
+        sync = SharedVllm(ServerConnection(bridge), "model")
         sync._refuse_torn(info((3, 7), state))
         with pytest.raises(TornWeights, match="may hold part of an update"):
             sync._refuse_torn(info((3, 7), state, intact=False))
@@ -132,7 +129,7 @@ def test_no_request_is_repeated_to_a_server_whose_weight_socket_has_closed() -> 
         "POST /bridge/resume": ends,
     }
     with stub_server(routes) as server, BridgeClient(server.url, deadline_s=1.0) as bridge:
-        sync = SharedVllm(bridge, "model")
+        sync = SharedVllm(ServerConnection(bridge), "model")
         sync._server._attachment = sync._optimizer = held
         with pytest.raises(ServiceUnavailable, match="has ended"):
             sync._write(OURS)
@@ -143,7 +140,7 @@ def test_no_request_is_repeated_to_a_server_whose_weight_socket_has_closed() -> 
 def test_a_check_that_crashes_the_engine_twice_ends_the_run(
     crashes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_vllm, "RETURN_POLL_S", 0.0)
+    monkeypatch.setattr(base, "POLL_S", 0.0)
     held, left = LostAttachment(), crashes
 
     def prompt_logprobs(_tokens: list[int]) -> list[float]:
@@ -157,10 +154,10 @@ def test_a_check_that_crashes_the_engine_twice_ends_the_run(
         held.ended = False
 
     with BridgeClient("http://127.0.0.1:1") as bridge:
-        sync: Any = SharedVllm(bridge, "model")
+        sync: Any = SharedVllm(ServerConnection(bridge), "model")
         sync._server._attachment = held
         sync._reattach, sync._publish = reattach, lambda _step: OURS
-        sync._bridge = SimpleNamespace(prompt_logprobs=prompt_logprobs)
+        sync.bridge = SimpleNamespace(prompt_logprobs=prompt_logprobs)
         if crashes == 1:
             assert sync.served_logprobs([3, 4]) == [-1.0]
         else:
