@@ -19,8 +19,8 @@ from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import (
     FINAL_ADAPTER,
     FINAL_MODEL,
+    TrainedWeights,
     remove_checkpoint,
-    save_policy,
 )
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -128,7 +128,9 @@ class Saver:
     def _save_model(self, name: str) -> None:
         settings = self.settings
         target = settings.save_path / name
-        save_policy(self.policy, settings.model, target, settings.lora is not None)
+        weights = TrainedWeights(settings.model, settings.lora)
+        weights.write(self.policy, target, with_tokenizer=True)
+        log.info("model.exported", directory=str(target))
         if name in (FINAL_MODEL, FINAL_ADAPTER):
             return
         self._checkpoints = [*(kept for kept in self._checkpoints if kept != name), name]

@@ -21,7 +21,12 @@ from grpo_core.settings import (
 )
 from grpo_core.settings.machine import missing_model, not_writable
 from grpo_trainer.config.objective import ObjectiveOptions
-from grpo_trainer.config.optimizer import BITSANDBYTES, BITSANDBYTES_PIN, ProcessOptions
+from grpo_trainer.config.optimizer import (
+    BITSANDBYTES,
+    BITSANDBYTES_PIN,
+    OptimizerOptions,
+    ProcessOptions,
+)
 from grpo_trainer.config.sync import (
     MODES,
     CheckpointRestartSettings,
@@ -32,7 +37,7 @@ from grpo_trainer.config.sync import (
     ModeOptions,
     SharedVllmSettings,
 )
-from grpo_trainer.config.trainer import AUTO, NEVER, RunOptions, TrainerSettings
+from grpo_trainer.config.trainer import AUTO, NEVER, ForwardOptions, RunOptions, TrainerSettings
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -91,26 +96,10 @@ COMMAND = Command(
         ),
         "Optimizer": (
             "steps",
-            "lr",
-            "lr_schedule",
-            "warmup_steps",
-            "warmup_ratio",
-            "optimizer",
-            "adam_beta1",
-            "adam_beta2",
-            "adam_eps",
-            "weight_decay",
-            "max_grad_norm",
-            "master_dtype",
-            "rounding",
+            *(name for name in OptimizerOptions.model_fields if name != "fsdp"),
         ),
         "Objective": tuple(ObjectiveOptions.model_fields),
-        "Forward pass": (
-            "packing",
-            "fused_head",
-            "compile",
-            "gradient_checkpointing",
-        ),
+        "Forward pass": tuple(ForwardOptions.model_fields),
         "Inference server": (
             "inference_url",
             "vllm_api_key",

@@ -84,10 +84,7 @@ class OptimizerOptions(BaseModel):
     def optimizer_conflicts(self) -> Iterator[Mistake]:
         """Options that exclude each other."""
         if self.master_dtype == "float32" and self.rounding == "stochastic":
-            yield Mistake(
-                "rounding",
-                "stochastic needs --master-dtype bfloat16",
-            )
+            yield Mistake("rounding", "stochastic needs --master-dtype bfloat16")
         if self.warmup_steps and self.warmup_ratio:
             yield Mistake("warmup_ratio", "excludes --warmup-steps")
         if self.fsdp and self.optimizer not in (None, "adamw"):
@@ -112,16 +109,8 @@ class Processes:
 class ProcessOptions(BaseModel):
     """`torchrun` and `accelerate launch` set the variables of these options."""
 
-    world_size: int = Field(
-        1,
-        ge=1,
-        description="Number of trainer processes (ranks)",
-    )
-    trainer_rank: int = Field(
-        0,
-        ge=0,
-        description="Number of this trainer process, counted from 0",
-    )
+    world_size: int = Field(1, ge=1, description="Number of trainer processes (ranks)")
+    trainer_rank: int = Field(0, ge=0, description="Number of this trainer process, counted from 0")
     local_rank: Annotated[int | None, Shown(default="--trainer-rank")] = Field(
         None,
         ge=0,

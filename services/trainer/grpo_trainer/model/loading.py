@@ -153,17 +153,22 @@ class TrainedWeights:
         )
         return policy if self.lora is None else with_adapter(policy, self.lora)
 
-    def write(self, policy: CausalLM, target: Path) -> None:
-        """Write what a server that has the model's tokenizer needs, completely or not at all.
+    def write(self, policy: CausalLM, target: Path, with_tokenizer: bool = False) -> None:
+        """Write the model or adapter, completely or not at all. A server that has the model's
+        tokenizer needs no more.
 
         Raises:
             CheckpointNotSaved: a file could not be written, e.g. the disk is full.
         """
+        from transformers import AutoTokenizer
+
         with whole_directory(target) as directory:
             if self.lora is None:
                 write_model(policy, self.model_name, directory)
             else:
                 write_adapter(policy, directory)
+            if with_tokenizer:
+                AutoTokenizer.from_pretrained(self.model_name).save_pretrained(directory)
 
     def are_in(self, policy: CausalLM, directory: Path) -> bool:
         """Whether `directory`, written by `write`, holds exactly the policy's weights. False if it
@@ -229,23 +234,6 @@ def warn_of_slow_type(policy: CausalLM) -> None:
 
 FINAL_MODEL = "final_model"
 FINAL_ADAPTER = "final_adapter"
-
-
-def save_policy(policy: CausalLM, model_name: str, target: Path, is_adapter: bool = False) -> None:
-    """Write the model or adapter, and the tokenizer, to `target`, completely or not at all.
-
-    Raises:
-        CheckpointNotSaved: a file could not be written, e.g. the disk is full.
-    """
-    from transformers import AutoTokenizer
-
-    with whole_directory(target) as directory:
-        if is_adapter:
-            write_adapter(policy, directory)
-        else:
-            write_model(policy, model_name, directory)
-        AutoTokenizer.from_pretrained(model_name).save_pretrained(directory)
-    log.info("model.exported", directory=str(target))
 
 
 def write_model(policy: CausalLM, model_name: str, directory: Path) -> None:

@@ -88,20 +88,13 @@ def probability_above(scaled: Tensor, targets: Tensor) -> Tensor:
     return torch.where(scaled > own, scaled.softmax(-1), 0.0).sum(-1)
 
 
-def token_logprobs(
-    policy: CausalLM, inputs: Tensor, targets: Tensor, temperature: Tensor
-) -> Tensor:
-    """[B, T] logprob of each target. Args: those of `token_values`."""
-    return token_values(policy, inputs, targets, temperature).logp
-
-
 @torch.no_grad()
 def logprobs_of(policy: CausalLM, token_ids: list[int]) -> Tensor:
     """The policy's logprobs of token_ids[1:] at temperature 1: [T] → [T-1]"""
     device = device_of(policy)
     ids = torch.tensor([token_ids], device=device)
     one = torch.ones(1, device=device)
-    return token_logprobs(policy, ids[:, :-1], ids[:, 1:], one)[0].cpu()
+    return token_values(policy, ids[:, :-1], ids[:, 1:], one).logp[0].cpu()
 
 
 def tolerance_of(policy: CausalLM) -> float:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_trainer.model.loading import TrainedWeights, save_policy
+from grpo_trainer.model.loading import TrainedWeights
 from tests.unit.trainer.tiny_policy import model_directory
 
 SIZES: dict[str, Any] = {
@@ -75,7 +75,7 @@ def test_the_generation_configuration_is_the_models(
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     policy = AutoModelForCausalLM.from_pretrained(source)
     own = policy.generation_config
-    save_policy(policy, str(source), tmp_path / "saved")
+    TrainedWeights(str(source)).write(policy, tmp_path / "saved")
     if changes is not None:
         assert (tmp_path / "saved" / file.name).read_bytes() == file.read_bytes()
     assert policy.generation_config is own

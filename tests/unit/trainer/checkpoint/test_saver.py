@@ -25,7 +25,7 @@ from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.control import Coefficients, KlCoefficient, Tau
 from grpo_trainer.data.batches import Position
-from grpo_trainer.model.loading import FINAL_MODEL, save_policy
+from grpo_trainer.model.loading import FINAL_MODEL, TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.master_update import constant
 from tests.support.directories import names
@@ -189,7 +189,7 @@ def test_views_into_one_memory_are_saved_as_ordinary_tensors(tmp_path: Path) -> 
     for parameter, view in zip(parameters, views, strict=True):
         parameter.data = view.view(parameter.shape)
 
-    save_policy(model, str(source), saved)
+    TrainedWeights(str(source)).write(model, saved, with_tokenizer=True)
     loaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter), name
