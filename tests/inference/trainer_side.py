@@ -147,7 +147,7 @@ def attached_trainer(server: InferenceServer, lr: float = LR) -> Iterator[Attach
     try:
         yield AttachedTrainer(sync, policy, optimizer, bridge, PublicationCheck(policy, sync))
     finally:
-        if sync.attached:
+        if sync._server._attachment is not None:
             with torch.no_grad():
                 for master, value in zip(optimizer.masters, found, strict=True):
                     master.copy_(value)

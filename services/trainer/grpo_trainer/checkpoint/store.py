@@ -210,13 +210,13 @@ class RngState(_Record):
 
     def restore(self) -> None:
         """Raises ValueError, TypeError or RuntimeError if these are not valid states."""
-        held, python = self.numpy, self.python
-        keys = numpy.frombuffer(base64.b64decode(held.keys, validate=True), dtype="<u4")
+        mt, python = self.numpy, self.python
+        keys = numpy.frombuffer(base64.b64decode(mt.keys, validate=True), dtype="<u4")
         torch.set_rng_state(_tensor(self.torch))
         # With another number of GPUs the saved states do not apply.
         if len(self.cuda) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all([_tensor(state) for state in self.cuda])
-        numpy.random.set_state(("MT19937", keys, held.position, held.has_gauss, held.cached_gauss))
+        numpy.random.set_state(("MT19937", keys, mt.position, mt.has_gauss, mt.cached_gauss))
         random.setstate((python.version, python.words, python.cached_gauss))
 
 

@@ -12,7 +12,8 @@ import structlog
 log = structlog.get_logger()
 
 REPEAT_EVERY_STEPS = 50
-"""Minimum number of steps between two warnings of one check about one environment."""
+"""Minimum number of steps between two warnings of one check about one environment, or about one
+metric."""
 
 
 class CheckName(StrEnum):
@@ -70,8 +71,6 @@ class FindingLog:
 
 
 STEPS_IN_A_ROW = 3
-REPEAT_EVERY_STEPS = 50
-"""Minimum number of steps between two warnings about one metric."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,6 @@ class HealthyRange:
     look_at: str
 
     def __str__(self) -> str:
-        if self.low == -math.inf:
-            return f"at most {self.high:g}"
         if self.high == math.inf:
             return f"at least {self.low:g}"
         return f"{self.low:g} to {self.high:g}"
@@ -122,7 +119,7 @@ class _Watch:
     """`outside`: number of steps in a row outside the range; `unreported`: number of steps outside
     since the last warning."""
 
-    warned_at: int | None = None
+    warned_at: int = -REPEAT_EVERY_STEPS
     outside: int = 0
     unreported: int = 0
 
@@ -136,28 +133,25 @@ class RangeWatch:
 
     def look(self, record: Mapping[str, float]) -> None:
         """Args: record: one step's metrics; metrics that are missing are not checked."""
+        step = int(record["step"])
         for healthy in RANGES:
             value, watch = record.get(healthy.metric), self._watches[healthy.metric]
             if value is None:
                 continue
             if healthy.low <= value <= healthy.high:
                 watch.outside = 0
-            else:
-                self._outside(healthy, watch, value, int(record["step"]))
-
-    def _outside(self, healthy: HealthyRange, watch: _Watch, value: float, step: int) -> None:
-        watch.outside += 1
-        watch.unreported += 1
-        is_recent = watch.warned_at is not None and step - watch.warned_at < REPEAT_EVERY_STEPS
-        if watch.outside < STEPS_IN_A_ROW or is_recent:
-            return
-        log.warning(
-            "metric.out_of_range",
-            metric=healthy.metric,
-            value=value,
-            healthy=str(healthy),
-            step=step,
-            steps_outside_since_last_warning=watch.unreported,
-            hint=healthy.look_at,
-        )
-        watch.warned_at, watch.unreported = step, 0
+                continue
+            watch.outside += 1
+            watch.unreported += 1
+            if watch.outside < STEPS_IN_A_ROW or step - watch.warned_at < REPEAT_EVERY_STEPS:
+                continue
+            log.warning(
+                "metric.out_of_range",
+                metric=healthy.metric,
+                value=value,
+                healthy=str(healthy),
+                step=step,
+                steps_outside_since_last_warning=watch.unreported,
+                hint=healthy.look_at,
+            )
+            watch.warned_at, watch.unreported = step, 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import structlog
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
+from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.bridge_config import find_bridge_config
 from grpo_core.weights.socket import WeightConnection, connect_weights
@@ -36,12 +37,6 @@ class Attachment:
     @property
     def session(self) -> str:
         return self.connection.grant.session
-
-    def is_lost(self) -> bool:
-        return self.connection.server_has_closed()
-
-    def close(self) -> None:
-        self.connection.close()
 
 
 @dataclass(eq=False)
@@ -70,11 +65,8 @@ class ServerConnection:
 
     def is_lost(self) -> bool:
         """Whether the server that owns the mapped memory has ended."""
-        return self._attachment is not None and self._attachment.is_lost()
-
-    @property
-    def attached(self) -> bool:
-        return self._attachment is not None
+        mapped = self._attachment
+        return mapped is not None and mapped.connection.server_has_closed()
 
     @property
     def attachment(self) -> Attachment:
@@ -124,12 +116,12 @@ class ServerConnection:
             reconnect_deadline_s=self.return_deadline_s,
         )
         self.close()
-        started = time.monotonic()
+        started, deadline = time.monotonic(), Deadline(self.return_deadline_s)
         while True:
             try:
                 attachment = self.attach(_RETURN_ATTEMPT_S)
             except ServiceUnavailable as error:
-                if time.monotonic() - started >= self.return_deadline_s:
+                if deadline.has_passed:
                     raise self.did_not_return(str(error)) from error
                 time.sleep(RETURN_POLL_S)
             else:
@@ -143,7 +135,7 @@ class ServerConnection:
     def close(self) -> None:
         """Disconnect. The server keeps serving the latest weights."""
         if self._attachment is not None:
-            self._attachment.close()
+            self._attachment.connection.close()
             self._attachment = None
 
     def did_not_return(self, what: str) -> LostServer:

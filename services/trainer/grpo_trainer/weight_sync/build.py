@@ -24,7 +24,6 @@ from grpo_core.weights.supervisor_protocol import Action
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.sync import (
     CheckpointRestartSettings,
-    HandOffSettings,
     LoraOnlySettings,
     LoraRestartSettings,
     RestartSettings,
@@ -79,43 +78,34 @@ def open_weight_sync(
 def build_weight_sync(settings: TrainerSettings, starts_from_model: bool = False) -> WeightSync:
     """Create the object without sending a request. Args: starts_from_model: see `SharedVllm`"""
     chosen = settings.sync
+    bridge = BridgeClient(
+        settings.inference_url,
+        settings.service_deadline_s,
+        chosen.vllm_control_url if isinstance(chosen, SharedVllmSettings) else None,
+        plain(settings.vllm_api_key),
+    )
     if isinstance(chosen, SharedVllmSettings):
-        return _shared(settings, chosen, starts_from_model)
-    return _by_files(settings, chosen)
-
-
-def _bridge(settings: TrainerSettings, control_url: str | None = None) -> BridgeClient:
-    key = plain(settings.vllm_api_key)
-    return BridgeClient(settings.inference_url, settings.service_deadline_s, control_url, key)
-
-
-def _shared(
-    settings: TrainerSettings, chosen: SharedVllmSettings, starts_from_model: bool
-) -> SharedVllm:
-    server = ServerConnection(
-        _bridge(settings, chosen.vllm_control_url),
-        chosen.weights_socket,
-        chosen.vllm_config_path,
-        settings.dtype,
-        settings.device,
-        settings.server_return_deadline_s,
-    )
-    return SharedVllm(
-        server,
-        settings.model,
-        lease_s=chosen.pause_lease_s,
-        epochs=OpenedEpochs(settings.save_path),
-        verify_every_steps=chosen.verify_every_steps,
-        starts_from_model=starts_from_model,
-    )
-
-
-def _by_files(settings: TrainerSettings, chosen: HandOffSettings) -> FileSync:
+        server = ServerConnection(
+            bridge,
+            chosen.weights_socket,
+            chosen.vllm_config_path,
+            settings.dtype,
+            settings.device,
+            settings.server_return_deadline_s,
+        )
+        return SharedVllm(
+            server,
+            settings.model,
+            lease_s=chosen.pause_lease_s,
+            epochs=OpenedEpochs(settings.save_path),
+            verify_every_steps=chosen.verify_every_steps,
+            starts_from_model=starts_from_model,
+        )
     url, action = settings.redis_url.get_secret_value(), ACTIONS[type(chosen)]
     supervisor = SupervisorClient(url, settings.run_id or "", settings.service_deadline_s)
     monitor = ServerMonitor(supervisor, settings.server_return_deadline_s)
     return FileSync(
-        bridge=_bridge(settings),
+        bridge=bridge,
         supervisor=supervisor,
         monitor=monitor,
         publisher=Publisher(supervisor, monitor, action, chosen.publish_deadline_s),

@@ -77,10 +77,6 @@ class SharedVllm(CheckedServer):
         self._crashes = 0
 
     @property
-    def attached(self) -> bool:
-        return self._server.attached
-
-    @property
     def weights(self) -> MappedWeights:
         return self._server.attachment.weights
 
@@ -132,7 +128,8 @@ class SharedVllm(CheckedServer):
         self._frozen = frozen_checksum(self._policy)
         if self._epochs is not None:
             last_epoch = max(last_epoch, self._epochs.newest())
-        self._version = _opened_after(self._version, last_epoch)
+        # A new server counts epochs from 0 again.
+        self._version = PolicyVersion(max(self._version.epoch, last_epoch + 1), step)
         version = self._publish(step)
         if self._verify_every_steps:
             self._check = PublicationCheck(self._policy, self, bound=bound)
@@ -260,12 +257,6 @@ def _usable_after(ours: PolicyVersion, info: BridgeInfo) -> PolicyVersion:
     served = info.policy_version
     is_taken = served > ours or (served == ours and not info.awaiting_weights)
     return PolicyVersion(served.epoch + 1, ours.step) if is_taken else ours
-
-
-def _opened_after(ours: PolicyVersion, last_epoch: int) -> PolicyVersion:
-    """The trainer's version in an epoch later than `last_epoch`. A new server counts epochs from 0
-    again."""
-    return PolicyVersion(max(ours.epoch, last_epoch + 1), ours.step)
 
 
 def _log_starting_weights(info: BridgeInfo) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from grpo_trainer.checkpoint import store as store_module
+from grpo_trainer import atomic_files
 from grpo_trainer.checkpoint.resume import require_fit
 from grpo_trainer.checkpoint.store import RECORD, TENSORS, StateStore, read_state
 from grpo_trainer.config.sync import LoraOnlySettings
@@ -90,7 +90,7 @@ def test_a_state_comes_to_the_host_one_bounded_part_at_a_time(
 
     side = Side(width=400)
     side.step(0)
-    monkeypatch.setattr(store_module, "PART_BYTES", 1000)
+    monkeypatch.setattr(atomic_files, "PART_BYTES", 1000)
     with monkeypatch.context() as on_a_gpu:
         on_a_gpu.setattr(Tensor, "cpu", counted)
         saved = side.save(store)
