@@ -1,4 +1,5 @@
-"""A checkpoint is complete: the steps after a restore are exactly the same."""
+"""The files of checkpoints: complete, verified and bounded in number. `test_resumed_steps.py` and
+`test_rules.py` take the steps after a restore."""
 
 from __future__ import annotations
 
@@ -28,24 +29,6 @@ from tests.unit.trainer.update_variants import differing
 @pytest.fixture
 def store(tmp_path: Path) -> StateStore:
     return StateStore(tmp_path)
-
-
-@settings(max_examples=25)
-@given(before=st.integers(0, 4), after=st.integers(1, 4), seed=st.integers(0, 99))
-def test_the_steps_after_a_state_are_the_same_to_the_last_bit(
-    before: int, after: int, seed: int
-) -> None:
-    side, other = Side(seed), Side(seed + 1)
-    for step in range(before):
-        side.step(step)
-    with tempfile.TemporaryDirectory() as directory:
-        store = StateStore(Path(directory))
-        side.save(store, step=before)
-        numbers = [side.step(step) for step in range(before, before + after)]
-        other.resume(store.newest())
-    assert [other.step(step) for step in range(before, before + after)] == numbers
-    for mine, theirs in zip(other.optimizer.masters, side.optimizer.masters, strict=True):
-        assert torch.equal(mine, theirs)
 
 
 @settings(max_examples=25)

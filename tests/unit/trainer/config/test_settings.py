@@ -122,21 +122,6 @@ def test_the_trained_layers_are_written_as_for_the_archived_trainer(mode: str) -
 
 
 @pytest.mark.parametrize(
-    ("flags", "on_gpu", "on_cpu"),
-    [
-        ("", "adamw_8bit", "adamw"),
-        ("--optimizer adafactor", "adafactor", "adafactor"),
-        ("--optimizer adamw", "adamw", "adamw"),
-    ],
-)
-def test_the_device_decides_the_optimizer_unless_it_is_given(
-    flags: str, on_gpu: str, on_cpu: str
-) -> None:
-    chosen = settings("none", *flags.split())
-    assert (chosen.optimizer_on("cuda"), chosen.optimizer_on("cpu")) == (on_gpu, on_cpu)
-
-
-@pytest.mark.parametrize(
     ("mode", "flags", "every"),
     [
         ("shared_vllm", "", 1),
