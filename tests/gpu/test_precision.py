@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.config.cli import parse_settings
+from grpo_trainer.config.cli import parse_command
 from grpo_trainer.config.trainer import ForwardOptions
 from grpo_trainer.data.micro_batches import by_prefix
 from grpo_trainer.gradients import accumulate_gradients
@@ -107,7 +107,8 @@ def test_a_step_of_gradients_on_the_gpu_is_that_on_the_host() -> None:
 
 
 def optimizer(*flags: str, lr: float = 1e-3) -> tuple[nn.Parameter, MasterOptimizer]:
-    settings = parse_settings(["--model", "m", "--mode", "shared_vllm", "--lr", str(lr), *flags])
+    words = ["--model", "m", "--mode", "shared_vllm", "--lr", str(lr), *flags]
+    settings = parse_command(words).settings()
     drawn = torch.Generator(DEVICE).manual_seed(0)
     weights = 0.02 * torch.randn(SIZE, generator=drawn, device=DEVICE)
     parameter = nn.Parameter(weights.to(torch.bfloat16))

@@ -245,26 +245,25 @@ class CommandLine(
             yield Mistake("fsdp", "excludes --compile")
 
     def start_mistakes(self) -> Iterator[Mistake]:
-        if problem := missing_model(self.model):
-            yield Mistake("model", problem)
-        if self.reference_model and (problem := missing_model(self.reference_model)):
-            yield Mistake("reference_model", problem)
+        for name in ("model", "reference_model"):
+            model = getattr(self, name)
+            if model and (problem := missing_model(model)):
+                yield Mistake(name, problem)
         if self.memory_plan:
             return
-        if self.trainer_rank:  # rank 0 writes all files
-            yield from missing_packages(self)
-            return
-        if problem := not_writable(self.save_path):
-            yield Mistake("save_path", problem)
-        if self.metrics_file and (problem := not_writable(self.metrics_file.parent)):
-            yield Mistake("metrics_file", problem)
-        if self.rollouts_dir and (problem := not_writable(self.rollouts_dir)):
-            yield Mistake("rollouts_dir", problem)
-        if self.resume not in (AUTO, NEVER) and not Path(self.resume).is_dir():
-            yield Mistake(
-                "resume",
-                f"no such directory: {self.resume}; auto resumes from the newest checkpoint",
-            )
+        if not self.trainer_rank:  # rank 0 writes all files
+            for name, directory in (
+                ("save_path", self.save_path),
+                ("metrics_file", self.metrics_file and self.metrics_file.parent),
+                ("rollouts_dir", self.rollouts_dir),
+            ):
+                if directory and (problem := not_writable(directory)):
+                    yield Mistake(name, problem)
+            if self.resume not in (AUTO, NEVER) and not Path(self.resume).is_dir():
+                yield Mistake(
+                    "resume",
+                    f"no such directory: {self.resume}; auto resumes from the newest checkpoint",
+                )
         yield from missing_packages(self)
 
     def settings(self) -> TrainerSettings:
@@ -282,11 +281,6 @@ class CommandLine(
 def parse_command(argv: Sequence[str]) -> CommandLine:
     """Reads a command line. A mistake ends the process with status 2 and one line."""
     return load_settings(CommandLine, argv, at_start=True)
-
-
-def parse_settings(argv: Sequence[str]) -> TrainerSettings:
-    """Settings of a command line. A mistake ends the process with status 2 and one line."""
-    return parse_command(argv).settings()
 
 
 def resolved(settings: TrainerSettings) -> dict[str, Any]:
@@ -313,16 +307,12 @@ def _values(model: TrainerSettings | ModeOptions) -> dict[str, Any]:
 
 def missing_packages(options: RunOptions) -> Iterator[Mistake]:
     """One mistake for each option whose package is not installed. Nothing is imported."""
-    for field, value, package, source in _needs(options):
-        if find_spec(package) is None:
-            yield Mistake(field, f"{value}needs the package {package}: {source}")
-
-
-def _needs(options: RunOptions) -> Iterator[tuple[str, str, str, str]]:
-    """Option, its value, the package, and where the package comes from."""
-    if options.optimizer == "adamw_8bit":
-        yield "optimizer", "adamw_8bit ", BITSANDBYTES, f"pip install {BITSANDBYTES_PIN}"
-    if options.tensorboard_dir is not None:
-        yield "tensorboard_dir", "", "tensorboard", "pip install tensorboard"
-    if options.use_wandb:
-        yield "use_wandb", "", "wandb", "pip install wandb"
+    needs = {
+        "optimizer": (options.optimizer == "adamw_8bit", BITSANDBYTES, BITSANDBYTES_PIN),
+        "tensorboard_dir": (options.tensorboard_dir is not None, "tensorboard", "tensorboard"),
+        "use_wandb": (options.use_wandb, "wandb", "wandb"),
+    }
+    for field, (is_needed, package, source) in needs.items():
+        if is_needed and find_spec(package) is None:
+            value = "adamw_8bit " if field == "optimizer" else ""
+            yield Mistake(field, f"{value}needs the package {package}: pip install {source}")

@@ -10,7 +10,7 @@ import yaml
 
 from grpo_core.settings import load_settings
 from grpo_trainer import train
-from grpo_trainer.config.cli import CommandLine, parse_settings
+from grpo_trainer.config.cli import CommandLine, parse_command
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NoInferenceServer
 
@@ -19,7 +19,7 @@ REDIS = ("--redis-url", "redis://127.0.0.1:6379/0")
 
 def settings(mode: str, *flags: str) -> TrainerSettings:
     redis = () if mode == "shared_vllm" or "--redis-url" in flags else REDIS
-    return parse_settings(["--model", "m", "--mode", mode, *redis, *flags])
+    return parse_command(["--model", "m", "--mode", mode, *redis, *flags]).settings()
 
 
 @pytest.fixture(autouse=True)
