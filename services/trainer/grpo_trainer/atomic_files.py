@@ -16,15 +16,16 @@ import struct
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import structlog
-import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from grpo_core.deadline import Deadline
 from grpo_trainer.errors import CheckpointNotSaved, UnusableSavePath
+
+if TYPE_CHECKING:  # some commands that write files start without torch
+    from torch import Tensor
 
 log = structlog.get_logger()
 
@@ -202,10 +203,10 @@ PART_BYTES = 64 << 20
 """Number of bytes copied to the host at a time."""
 _ALIGNMENT = 8
 _DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint8: "U8",
+    "torch.float32": "F32",
+    "torch.bfloat16": "BF16",
+    "torch.float16": "F16",
+    "torch.uint8": "U8",
 }
 
 
@@ -222,33 +223,30 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> str:
     Raises:
         OSError: the file could not be written, e.g. the disk is full.
     """
-    # The widest elements come first, so that each tensor begins at a multiple of its element size.
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        for part in _parts(ordered):
+        for part in _parts(tensors):
             digest.update(part)
             file.write(part)
     return digest.hexdigest()
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    described, begin = {}, 0
-    for name, tensor in tensors.items():
-        end = begin + tensor.nbytes
-        described[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+def _parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    import torch
+
+    # The widest elements come first, so that each tensor begins at a multiple of its element size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header, end = {}, 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPES[str(tensor.dtype)],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
-        begin = end
-    text = json.dumps(described).encode()
+    text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
-
-
-def _parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    yield _header(tensors)
-    for tensor in tensors.values():
-        for part in torch.split(tensor.detach().reshape(-1).view(torch.uint8), PART_BYTES):
+    yield struct.pack("<Q", len(text)) + text
+    for _, tensor in ordered:
+        for part in tensor.detach().reshape(-1).view(torch.uint8).split(PART_BYTES):
             yield part.cpu().numpy().data

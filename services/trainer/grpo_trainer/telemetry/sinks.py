@@ -51,11 +51,6 @@ class Sinks:
         for writer in self.records:
             writer(record)
 
-    def write_evaluation(self, record: Record) -> None:
-        """Args: record: the metrics of an evaluation and its step"""
-        for writer in self.evaluations:
-            writer(record)
-
     def write_rollouts(self, rollouts: StepRollouts) -> None:
         """After the record of the same step."""
         for writer in self.rollouts:
@@ -165,7 +160,8 @@ class Recorder:
 
         Args: step: steps that the evaluated weights include
         """
-        self._sinks.write_evaluation({**metrics, "step": step})
+        for write in self._sinks.evaluations:
+            write({**metrics, "step": step})
 
     def report_times(self) -> None:
         """Write the summary to standard output and to benchmark.json."""
