@@ -248,5 +248,5 @@ def _parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % _ALIGNMENT)
     yield struct.pack("<Q", len(text)) + text
     for _, tensor in ordered:
-        for part in tensor.detach().reshape(-1).view(torch.uint8).split(PART_BYTES):
+        for part in torch.split(tensor.detach().reshape(-1).view(torch.uint8), PART_BYTES):
             yield part.cpu().numpy().data

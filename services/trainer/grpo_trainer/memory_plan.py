@@ -152,11 +152,11 @@ def _output_bytes(settings: TrainerSettings, policy: CausalLM, config: Any, elem
     """Bytes that the output layer needs for the logits, and for the gradient of its weights."""
     is_fused = settings.fused_head != "off"
     logits = settings.micro_batch_tokens * config.vocab_size
-    at_once = min(logits, CHUNK_LOGITS) if is_fused else logits
+    at_once: int = min(logits, CHUNK_LOGITS) if is_fused else logits
     is_trained = bool(policy.get_output_embeddings().weight.requires_grad)
     copies = FUSED_COPIES if is_fused else PLAIN_COPIES
     per_weight = element + FLOAT32_BYTES * is_fused  # the fused head sums in float32
-    gradient = is_trained * config.vocab_size * config.hidden_size * per_weight
+    gradient: int = is_trained * config.vocab_size * config.hidden_size * per_weight
     return at_once * (element + copies * FLOAT32_BYTES) + gradient
 
 
