@@ -42,9 +42,12 @@ def find_state(settings: TrainerSettings, store: StateStore) -> SavedState | Non
     if settings.resume != AUTO:
         return _named_state(Path(settings.resume))
     saved = store.newest()
-    if saved is not None and not _is_same_model(saved.record.model_name, settings.model):
+    if saved is None:
+        return None
+    model = saved.record.model_name
+    if model != settings.model and Path(model).resolve() != Path(settings.model).resolve():
         raise StateMismatch(
-            f"{saved.directory} is a checkpoint of the model {saved.record.model_name}, but "
+            f"{saved.directory} is a checkpoint of the model {model}, but "
             f"--model is {settings.model}. To train from the start, pass `--resume never` or "
             "another --save-path; if both names mean the same model, pass "
             f"--resume {saved.directory}"
@@ -221,7 +224,3 @@ def _named_state(path: Path) -> SavedState:
             "name a directory in trainer_state/, or the --save-path of a run"
         )
     return saved
-
-
-def _is_same_model(saved: str, wanted: str) -> bool:
-    return saved == wanted or Path(saved).resolve() == Path(wanted).resolve()

@@ -196,9 +196,11 @@ class RngState(_Record):
     def capture(cls) -> Self:
         drawn = numpy.random.get_state(legacy=False)
         version, words, gauss = random.getstate()
+        uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        on_gpus = torch.cuda.get_rng_state_all() if uses_gpu else []
         return cls(
             torch=_text(torch.get_rng_state().numpy().tobytes()),
-            cuda=tuple(_text(state.numpy().tobytes()) for state in _cuda_states()),
+            cuda=tuple(_text(state.numpy().tobytes()) for state in on_gpus),
             numpy=NumpyState(
                 keys=_text(drawn["state"]["key"].astype("<u4").tobytes()),
                 position=drawn["state"]["pos"],
@@ -218,11 +220,6 @@ class RngState(_Record):
             torch.cuda.set_rng_state_all([_tensor(state) for state in self.cuda])
         numpy.random.set_state(("MT19937", keys, mt.position, mt.has_gauss, mt.cached_gauss))
         random.setstate((python.version, python.words, python.cached_gauss))
-
-
-def _cuda_states() -> list[torch.Tensor]:
-    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.cuda.get_rng_state_all() if in_use else []
 
 
 def _tensor(text: str) -> torch.Tensor:
@@ -306,14 +303,12 @@ def read_state(directory: Path) -> SavedState:
     except OSError as error:
         raise _damaged(directory, f"cannot read {RECORD}: {error}") from error
     except ValidationError as error:
-        raise _damaged(directory, f"{RECORD} is invalid: {_problems_of(error)}") from error
+        problems = (
+            f"{'.'.join(map(str, found['loc'])) or 'JSON'}: {found['msg']}"
+            for found in error.errors()
+        )
+        raise _damaged(directory, f"{RECORD} is invalid: {'; '.join(problems)}") from error
     return SavedState(directory, record)
-
-
-def _problems_of(error: ValidationError) -> str:
-    return "; ".join(
-        f"{'.'.join(map(str, found['loc'])) or 'JSON'}: {found['msg']}" for found in error.errors()
-    )
 
 
 def _write_record(record: StateRecord, directory: Path) -> None:

@@ -105,16 +105,12 @@ def tolerance_of(policy: CausalLM) -> float:
     changes the layers.
     """
     if policy not in _tolerances:
-        _tolerances[policy] = _tolerance_of(policy)
+        weights = next(policy.parameters())
+        least = LEAST_TOLERANCE.get(weights.dtype, DEFAULT_TOLERANCE)
+        if weights.is_cuda and weights.dtype == torch.float32:
+            least = GPU_FLOAT32_TOLERANCE
+        _tolerances[policy] = max(least, KERNEL_FACTOR * kernel_noise(policy))
     return _tolerances[policy]
-
-
-def _tolerance_of(policy: CausalLM) -> float:
-    weights = next(policy.parameters())
-    least = LEAST_TOLERANCE.get(weights.dtype, DEFAULT_TOLERANCE)
-    if weights.is_cuda and weights.dtype == torch.float32:
-        least = GPU_FLOAT32_TOLERANCE
-    return max(least, KERNEL_FACTOR * kernel_noise(policy))
 
 
 def kernel_noise(policy: CausalLM) -> float:

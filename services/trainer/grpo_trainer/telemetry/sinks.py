@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -106,19 +105,15 @@ def wandb_sink(settings: TrainerSettings) -> WandbSink:
     Raises:
         WandbUnavailable: W&B cannot start, or the file with the key cannot be read.
     """
-    run = WandbRun(settings.wandb_project, settings.wandb_group, config=_flat(settings))
+    options = settings.model_dump(mode="json")
+    config = {**options, **options.pop("sync")}  # named as on the command line
+    run = WandbRun(settings.wandb_project, settings.wandb_group, config=config)
     return start_wandb(run, _api_key(settings.wandb_key_file))
 
 
 def write_samples(sink: WandbSink, rollouts: StepRollouts) -> None:
     if samples_are_due(rollouts.step):
         sink.write_table(sample_table(rollouts))
-
-
-def _flat(settings: TrainerSettings) -> dict[str, Any]:
-    """The options, named as on the command line."""
-    options = settings.model_dump(mode="json")
-    return {**options, **options.pop("sync")}
 
 
 def _api_key(file: Path | None) -> str | None:
