@@ -136,7 +136,7 @@ class SharedVllm(CheckedServer):
             self._check.require(None, "Before the first step")
         return version
 
-    def publish(self, optimizer: MasterOptimizer, step: int) -> Published:  # noqa: ARG002
+    def publish(self, optimizer: MasterOptimizer, step: int) -> Published:
         """Write the master weights into the served weights, and check the server if that is due.
 
         Raises:
@@ -144,6 +144,7 @@ class SharedVllm(CheckedServer):
             LostServer: the server stopped and did not come back in time.
             ServedWeightsDiffer: the server serves other weights, or the update was not written.
         """
+        self._optimizer = optimizer  # `recover_server` writes its weights again
         check_views(self._policy, self.weights)
         started = time.monotonic()
         self.weights.wait_until_written()  # a GPU finishes the step before the pause begins
