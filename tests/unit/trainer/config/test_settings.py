@@ -28,36 +28,6 @@ def no_variables_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize(
-    ("mode", "flags", "told"),
-    [
-        (
-            "lora_only",
-            "--vllm-restart-interval 5 --adapter-sync-interval 4",
-            "only one of these options",
-        ),
-        ("none", "--max-staleness 1", "up to 2 steps old"),
-        ("none", "--redis-url http://x", "--redis-url"),
-        (
-            "none",
-            "--single-copy=false",
-            "--single-copy: this option accepts no value except true; got 'false'",
-        ),
-        ("shared_vllm", "--packing yes", "--packing: "),
-        ("lora_only", "--lora-layer-indices 3-1", "--lora-layer-indices: "),
-        ("none", "--train-layer-indices 3-1", "--train-layer-indices: "),
-        ("lora_only", "--lora-r 8 --lora-dropout 1", "--lora-dropout: "),
-    ],
-)
-def test_a_mistake_ends_it_with_the_name_of_the_option(
-    mode: str, flags: str, told: str, capsys: pytest.CaptureFixture[Any]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        settings(mode, *flags.split())
-    assert stopped.value.code == 2
-    assert told in capsys.readouterr().err
-
-
 def test_options_of_other_modes_are_ignored_with_one_line(
     capsys: pytest.CaptureFixture[Any],
 ) -> None:

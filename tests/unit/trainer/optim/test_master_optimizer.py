@@ -177,17 +177,6 @@ def settings(*flags: str, mode: str = "shared_vllm") -> TrainerSettings:
     return load_settings(CommandLine, words, {"REDIS_URL": "redis://127.0.0.1:6379/0"}).settings()
 
 
-def test_options_that_exclude_each_other_are_all_told_at_once(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        settings(*MASTERS, "--fsdp", *EIGHT_BITS, mode="lora_only")
-    assert stopped.value.code == 2
-    told = capsys.readouterr().err
-    assert "--master-dtype: mode lora_only trains an adapter, which must be in float32" in told
-    assert "--fsdp: needs --optimizer adamw\n" in told
-
-
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
