@@ -41,8 +41,9 @@ def save(config: TrainerSettings, position: Position = STATE) -> Path:
     side = Side()
     with TrainerClient(config.run_api_url) as client:
         run_uuid = client.status().run_uuid or "lost"
-    state = capture(side.model, side.optimizer, config, position, run_uuid)
-    return StateStore(config.save_path).save(state)
+    record = capture(side.model, side.optimizer, config, position, run_uuid)
+    tensors = side.optimizer.tensors(list(record.parameters))
+    return StateStore(config.save_path).save(record, tensors)
 
 
 def found(config: TrainerSettings) -> SavedState:

@@ -16,7 +16,6 @@ from grpo_trainer.checkpoint.store import (
     StateRecord,
     StateStore,
     checksum_of_untrained,
-    load_state,
     read_state,
     shapes_of,
 )
@@ -69,7 +68,7 @@ def restore(
         StateMismatch, DamagedState, StateOfAnotherRun: nothing was changed at run-api.
     """
     require_fit(saved.record, policy, settings, str(saved.directory))
-    load_state(saved.load(), policy, optimizer)
+    saved.load(policy, optimizer)
     at = rejoin(api, settings, saved)
     # --resume may name a checkpoint of another --save-path.
     started = OpenedEpochs(saved.directory.parents[1]).newest()

@@ -140,7 +140,7 @@ class Saver:
     def _save_state(self, position: Position, *, acknowledges: bool = True) -> None:
         started = time.monotonic()
         run_uuid = self.api.run_uuid
-        state = capture(
+        record = capture(
             self.policy,
             self.optimizer,
             self.settings,
@@ -151,7 +151,8 @@ class Saver:
             self.coefficients.kl.to_save,
             self.coefficients.tau.to_save,
         )
-        directory = self.store.save(state)
+        tensors = self.optimizer.tensors(list(record.parameters))
+        directory = self.store.save(record, tensors)
         self._saved = position
         log.info(
             "checkpoint.saved",

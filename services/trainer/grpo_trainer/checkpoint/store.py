@@ -17,7 +17,7 @@ import base64
 import hashlib
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -96,12 +96,6 @@ class StateRecord(BaseModel):
         return Position(self.step, self.batch_id, self.epoch)
 
 
-@dataclass(frozen=True)
-class TrainerState:
-    record: StateRecord
-    tensors: dict[str, Tensor]
-
-
 def capture(
     policy: CausalLM,
     optimizer: MasterOptimizer,
@@ -112,11 +106,9 @@ def capture(
     noise: float | None = None,
     kl_coef: float | None = None,
     maxent: tuple[float, float] | None = None,
-) -> TrainerState:
-    """The checkpoint between two steps. Its tensors are not copied: write it before the
-    next step."""
-    shapes = shapes_of(policy)
-    record = StateRecord(
+) -> StateRecord:
+    """The record of a checkpoint between two steps, without its files."""
+    return StateRecord(
         step=position.step,
         batch_id=position.batch_id,
         epoch=position.epoch,
@@ -126,7 +118,7 @@ def capture(
         lora=settings.lora,
         optimizer=settings.optimizer_on(device_of(policy).type),
         master_dtype=settings.master_dtype,
-        parameters=shapes,
+        parameters=shapes_of(policy),
         frozen=checksum_of_untrained(policy, settings),
         rng=RngState.capture(),
         loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.record,
@@ -136,17 +128,6 @@ def capture(
         maxent=maxent,
         wandb_group=settings.wandb_group,
     )
-    return TrainerState(record, optimizer.tensors(list(shapes)))
-
-
-@torch.no_grad()
-def load_state(state: TrainerState, policy: CausalLM, optimizer: MasterOptimizer) -> None:
-    """Load the checkpoint into the master weights and random generators. The next write updates the
-    policy's parameters."""
-    optimizer.load_tensors(list(shapes_of(policy)), state.tensors)
-    if optimizer.loss_scale is not None and state.record.loss_scale is not None:
-        optimizer.loss_scale.record = state.record.loss_scale
-    state.record.rng.restore()
 
 
 def shapes_of(policy: CausalLM) -> dict[str, tuple[int, ...]]:
@@ -244,19 +225,29 @@ class SavedState:
     directory: Path
     record: StateRecord
 
-    def load(self) -> TrainerState:
-        """Load the tensors. Raises `DamagedState` if a file has changed since it was written."""
+    def load(self, policy: CausalLM, optimizer: MasterOptimizer) -> None:
+        """Load the checkpoint into the master weights and random generators. The next write updates
+        the policy's parameters.
+
+        Raises:
+            DamagedState: a file has changed since it was written; nothing was loaded.
+        """
+        record = self.record
         problems = [
             problem
-            for name, facts in self.record.files.items()
+            for name, facts in record.files.items()
             if (problem := _problem(self.directory / name, facts))
         ]
         if problems:
             raise _damaged(self.directory, "; ".join(problems))
         try:
-            return TrainerState(self.record, load_file(self.directory / TENSORS))
+            tensors = load_file(self.directory / TENSORS)
         except (OSError, SafetensorError) as error:
             raise _damaged(self.directory, f"cannot read {TENSORS}: {error}") from error
+        optimizer.load_tensors(list(shapes_of(policy)), tensors)
+        if optimizer.loss_scale is not None and record.loss_scale is not None:
+            optimizer.loss_scale.record = record.loss_scale
+        record.rng.restore()
 
 
 class StateStore:
@@ -265,7 +256,7 @@ class StateStore:
     def __init__(self, save_path: Path) -> None:
         self.directory = save_path / STATES
 
-    def save(self, state: TrainerState) -> Path:
+    def save(self, record: StateRecord, tensors: Mapping[str, Tensor]) -> Path:
         """Write a checkpoint durably, then remove all but the newest two.
 
         Raises:
@@ -273,13 +264,13 @@ class StateStore:
                 checkpoints are intact.
         """
         number = max(self._numbered(), default=0) + 1
-        target = self.directory / f"{number:06}_step_{state.record.step}"
+        target = self.directory / f"{number:06}_step_{record.step}"
         with whole_directory(target) as directory:
             make_directory(self.directory)
-            digest = write_tensors(state.tensors, directory / TENSORS)
+            digest = write_tensors(tensors, directory / TENSORS)
             size_bytes = (directory / TENSORS).stat().st_size
             files = {TENSORS: FileFacts(size_bytes=size_bytes, sha256=digest)}
-            _write_record(state.record.model_copy(update={"files": files}), directory)
+            _write_record(record.model_copy(update={"files": files}), directory)
         for _, path in sorted(self._numbered().items())[:-KEPT]:
             remove_directory(path)
         return target

@@ -31,6 +31,15 @@ def store(tmp_path: Path) -> StateStore:
     return StateStore(tmp_path)
 
 
+def test_every_random_generator_goes_on_where_it_was(store: StateStore) -> None:
+    side, other = Side(0), Side(1)
+    side.step(0)
+    side.save(store, step=1)
+    numbers = [side.step(step) for step in (1, 2)]
+    other.resume(store.newest())
+    assert [other.step(step) for step in (1, 2)] == numbers
+
+
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, 2_000_000), min_size=1, max_size=5))
 def test_the_two_states_that_were_saved_last_are_kept(steps: list[int]) -> None:

@@ -49,7 +49,7 @@ def test_a_checkpoint_belongs_to_its_frozen_weights(mode: str, told: str) -> Non
 
     policy = policy_of(qwen())
     optimizer = build_optimizer(policy, settings)
-    record = capture(policy, optimizer, settings, Position(1, 1, 1), "r").record
+    record = capture(policy, optimizer, settings, Position(1, 1, 1), "r")
     with torch.no_grad():
         for parameter in trained_parameters(policy).values():
             parameter.add_(1.0)

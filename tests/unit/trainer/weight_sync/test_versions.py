@@ -15,7 +15,7 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.errors import EngineCrashed, TornWeights
+from grpo_trainer.errors import EngineCrashed, ServedWeightsDiffer, TornWeights
 from grpo_trainer.weight_sync import base
 from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.build import build_weight_sync
@@ -154,3 +154,15 @@ def test_a_check_that_crashes_the_engine_twice_ends_the_run(
         else:
             with pytest.raises(EngineCrashed, match=r"2 times .* the logprobs of 2 tokens"):
                 sync.served_logprobs([3, 4])
+
+
+def test_the_first_update_and_every_third_are_checked_and_must_be_written() -> None:
+    with BridgeClient("http://127.0.0.1:1") as bridge:
+        sync: Any = SharedVllm(ServerConnection(bridge), "model", verify_every_steps=3)
+        sync._check = SimpleNamespace(require=lambda _version, label: label)
+        sync._optimizer = SimpleNamespace(masters=[0], unwritten_parameters=lambda: 0)
+        labels = [f"After step {step - 1}" if step in (1, 3, 6) else None for step in range(1, 8)]
+        assert [sync._checked(step) for step in range(1, 8)] == labels
+        sync._optimizer.unwritten_parameters = lambda: 1
+        with pytest.raises(ServedWeightsDiffer, match="After step 2, 1 of 1 parameters"):
+            sync._checked(3)
