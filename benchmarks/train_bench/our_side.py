@@ -25,7 +25,6 @@ from grpo_trainer.gradients import accumulate_gradients
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.master_update import constant
 
 
 def batch_of(work: dict[str, Any], vocabulary: int, cut: Cut) -> Batch:
@@ -54,7 +53,7 @@ def measure(work: dict[str, Any]) -> dict[str, Any]:
     memory = PeakMemory(model)
     forward = build_forward_pass(model, ForwardOptions())
     batch = batch_of(work, model.config.vocab_size, forward.layout.cut)
-    optimizer = MasterOptimizer(model.parameters(), constant(1e-6), 0.01, 1.0)
+    optimizer = MasterOptimizer(model.parameters(), lambda _: 1e-6, 0.01, 1.0)
     losses, norms, seconds = [], [], []
     for step in range(work["steps"]):
         began = time.perf_counter()

@@ -23,7 +23,7 @@ from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_fo
 from grpo_trainer.model.packing import AttentionCalls, Layout, PackedBounds, Part, packed
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.master_update import build_update, constant
+from grpo_trainer.optim.master_update import build_update
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 
 DEVICE = torch.device("cuda", 0)
@@ -113,7 +113,7 @@ def optimizer(*flags: str, lr: float = 1e-3) -> tuple[nn.Parameter, MasterOptimi
     weights = 0.02 * torch.randn(SIZE, generator=drawn, device=DEVICE)
     parameter = nn.Parameter(weights.to(torch.bfloat16))
     update = build_update(settings, [parameter])
-    return parameter, MasterOptimizer([parameter], constant(lr), 0.01, 1.0, update)
+    return parameter, MasterOptimizer([parameter], lambda _: lr, 0.01, 1.0, update)
 
 
 def stepped(*flags: str, lr: float = 1e-3, steps: int = STEPS) -> tuple[Tensor, Tensor, Tensor]:

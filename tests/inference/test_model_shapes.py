@@ -23,7 +23,6 @@ from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of, sampled_tokens
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.master_update import constant
 from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.build import build_weight_sync
 from tests.fixtures.adapters import load
@@ -117,7 +116,7 @@ def test_a_step_is_served_exported_and_loaded_again(
         return
     with synced(shape, model, mode, redis_url, tmp_path) as (sync, server):
         policy = sync.load_policy().eval()
-        optimizer = MasterOptimizer(trained_parameters(policy).values(), constant(LR), 0.0, 1.0)
+        optimizer = MasterOptimizer(trained_parameters(policy).values(), lambda _: LR, 0.0, 1.0)
         sync.start(optimizer, 0)
         check = PublicationCheck(policy, sync)
         assert check.measure().max < FLOAT32_NOISE

@@ -17,7 +17,6 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import Alignment, PublicationCheck
 from grpo_trainer.model.logprobs import probe_tokens
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.master_update import constant
 from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.shared import SharedVllm
@@ -141,7 +140,7 @@ def attached_trainer(server: InferenceServer, lr: float = LR) -> Iterator[Attach
     bridge = BridgeClient(server.url, control_url=server.control_url)
     sync = SharedVllm(ServerConnection(bridge), str(server.model), lease_s=LEASE_S)
     policy = sync.load_policy().eval()
-    optimizer = MasterOptimizer(policy.parameters(), constant(lr), 0.0, 1.0)
+    optimizer = MasterOptimizer(policy.parameters(), lambda _: lr, 0.0, 1.0)
     found = [master.detach().clone() for master in optimizer.masters]
     sync.start(optimizer, step=0)
     try:

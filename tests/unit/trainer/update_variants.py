@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.master_update import MasterUpdate, StochasticRounding, constant
+from grpo_trainer.optim.master_update import MasterUpdate, StochasticRounding
 from grpo_trainer.optim.rules import ADAM, Adafactor, Adam, AdamW8bit, AdamW32, StepOptions
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ class Model:
             nn.Parameter(torch.randn(shape, generator=drawn).to(dtype)) for shape in self.shapes
         ]
         self.optimizer = MasterOptimizer(
-            self.parameters, constant(lr), weight_decay, max_grad_norm=1.0, update=update, adam=adam
+            self.parameters, lambda _: lr, weight_decay, max_grad_norm=1.0, update=update, adam=adam
         )
 
     def gather(self, step: int, micro_batches: int = 1) -> None:

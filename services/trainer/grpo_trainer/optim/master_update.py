@@ -217,7 +217,3 @@ class Schedule:
         if self.name == "linear":
             return self.peak * (1 - done)
         return self.peak * (1 + math.cos(math.pi * done)) / 2
-
-
-def constant(lr: float) -> LearningRate:
-    return lambda _: lr

@@ -25,7 +25,6 @@ from grpo_trainer.control import Coefficients, KlCoefficient, Tau
 from grpo_trainer.data.batches import Position
 from grpo_trainer.model.loading import FINAL_MODEL
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.master_update import constant
 from tests.support.directories import names
 from tests.unit.env.http_stub import Answer, Route, stub_server
 
@@ -76,7 +75,7 @@ def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
     tokenizer, model = build_tokenizer(), build_model(260, Recipe(layers=1, width=32))
     tokenizer.save_pretrained(directory / "model")
     chosen = settings(model=str(directory / "model"), save_path=save_path, **changes)
-    optimizer = MasterOptimizer(model.parameters(), constant(0.1), 0.0, 1.0)
+    optimizer = MasterOptimizer(model.parameters(), lambda _: 0.1, 0.0, 1.0)
     store = StateStore(save_path)
     routes: dict[str, Route] = {"POST /register": lambda _body: (200, {"uuid": 5, "run_uuid": "r"})}
     with stub_server(routes) as run_api, TrainerClient(run_api.url) as api:

@@ -21,14 +21,14 @@ from grpo_trainer.model.adapter import with_adapter
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.loss_scale import GROWTH_STEPS, LossScale, ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
-from grpo_trainer.optim.master_update import build_update, constant
+from grpo_trainer.optim.master_update import build_update
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 from tests.unit.trainer.tiny_policy import LORA
 from tests.unit.trainer.update_variants import VARIANTS, Model, differing
 
 
 def optimizer(parameter: nn.Parameter, lr: float) -> MasterOptimizer:
-    return MasterOptimizer([parameter], constant(lr), weight_decay=0.0, max_grad_norm=1.0)
+    return MasterOptimizer([parameter], lambda _: lr, weight_decay=0.0, max_grad_norm=1.0)
 
 
 def take_step(parameter: nn.Parameter, masters: MasterOptimizer, step: int = 0) -> None:
@@ -67,7 +67,7 @@ def test_the_share_of_lost_updates(dtype: str, rounding: str, lr: float, lost: f
     changes = {"master_dtype": dtype, "rounding": rounding, "optimizer": "adamw"}
     options = CommandLine.model_validate({"model": "m", "mode": "none"} | changes).settings()
     update = build_update(options, [parameter])
-    masters = MasterOptimizer([parameter], constant(lr), 0.0, 1.0, update)
+    masters = MasterOptimizer([parameter], lambda _: lr, 0.0, 1.0, update)
     parameter[:2].float().sum().backward()  # type: ignore[no-untyped-call]
     masters.step(0)
     assert masters.unchanged_fraction() == lost
