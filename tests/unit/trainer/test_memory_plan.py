@@ -33,9 +33,7 @@ def eight_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(model: Path, **options: object) -> MemoryPlan:
-    redis_url = "redis://127.0.0.1:6379/0"
-    chosen = {"model": str(model), "mode": "shared_vllm", "redis_url": redis_url}
-    chosen |= {"device": "cuda", **options}
+    chosen = {"model": str(model), "mode": "shared_vllm", "device": "cuda", **options}
     return memory_plan(CommandLine.model_validate(chosen).settings())
 
 

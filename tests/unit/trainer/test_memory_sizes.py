@@ -80,7 +80,6 @@ def require_as_planned(
     options: Changes = {
         "model": str(model),
         "mode": mode,
-        "redis_url": "redis://127.0.0.1:6379/0",
         "gradient_accumulation_steps": micro_batches,
         "kl_coef": kl_coef,
     }

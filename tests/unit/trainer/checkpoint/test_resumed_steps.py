@@ -50,7 +50,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(dtype: torch.dtype, tmp_path: Pa
     chosen = CommandLine(
         model=str(model_directory(tmp_path / "model")),
         mode="lora_only",
-        redis_url="redis://127.0.0.1:6379/0",  # type: ignore[arg-type]
         lr=0.01,
         lora_dropout=0.3,
         lora_r=4,

@@ -14,12 +14,9 @@ from grpo_trainer.config.cli import CommandLine, parse_command
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NoInferenceServer
 
-REDIS = ("--redis-url", "redis://127.0.0.1:6379/0")
-
 
 def settings(mode: str, *flags: str) -> TrainerSettings:
-    redis = () if mode == "shared_vllm" or "--redis-url" in flags else REDIS
-    return parse_command(["--model", "m", "--mode", mode, *redis, *flags]).settings()
+    return parse_command(["--model", "m", "--mode", mode, *flags]).settings()
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,7 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
-from grpo_core.settings import load_settings
-from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.config.cli import CommandLine, parse_command
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteGradient, UnusableOptimizer
 from grpo_trainer.gradients import accumulate_gradients
@@ -172,9 +171,8 @@ EIGHT_BITS = ("--optimizer", "adamw_8bit")
 WEIGHTS = [torch.zeros(8, dtype=torch.bfloat16)]
 
 
-def settings(*flags: str, mode: str = "shared_vllm") -> TrainerSettings:
-    words = ["--model", "m", "--mode", mode, *flags]
-    return load_settings(CommandLine, words, {"REDIS_URL": "redis://127.0.0.1:6379/0"}).settings()
+def settings(*flags: str) -> TrainerSettings:
+    return parse_command(["--model", "m", "--mode", "shared_vllm", *flags]).settings()
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,7 @@ LAYERS = (1,)
 )
 def test_a_checkpoint_belongs_to_its_frozen_weights(mode: str, told: str) -> None:
     options = {"train_layer_indices": "1"} if mode == "shared_vllm" else {}
-    line = {"model": "m", "mode": mode, "redis_url": "redis://127.0.0.1:6379/0", **options}
-    settings = CommandLine.model_validate(line).settings()
+    settings = CommandLine.model_validate({"model": "m", "mode": mode, **options}).settings()
 
     def policy_of(base: Any) -> Any:
         if mode == "lora_only":
