@@ -61,8 +61,8 @@ def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult
         _introduce(keys, sampling, files, screen)
         backends = Backends(keys, sampling, tasks, template)
 
-        with process_group(line.processes()) as ranks, asyncio.Runner() as runner:
-            settings = settings_of_rank(line.settings(), line.processes())
+        with process_group(line) as ranks, asyncio.Runner() as runner:
+            settings = settings_of_rank(line.settings(), line)
             job = Job(keys, sampling, settings, environment, tasks, backends, files, screen, ranks)
             return job.run(runner)
 
@@ -77,8 +77,8 @@ def follow_offline(keys: OfflineKeys, directory: Path) -> None:
     """
     with tempfile.TemporaryDirectory() as written_to:
         line = trainer_command(keys, choose(keys), directory, Path(written_to))
-    with process_group(line.processes()) as ranks:
-        train(settings_of_rank(line.settings(), line.processes()), ranks)
+    with process_group(line) as ranks:
+        train(settings_of_rank(line.settings(), line), ranks)
 
 
 def _introduce(keys: OfflineKeys, sampling: Sampling, files: RunFiles, screen: Screen) -> None:

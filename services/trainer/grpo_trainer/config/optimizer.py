@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -95,17 +94,6 @@ class OptimizerOptions(BaseModel):
                 yield Mistake(name, "has no effect on --optimizer adafactor")
 
 
-@dataclass(frozen=True)
-class Processes:
-    """This process's place among the trainer's processes. `local_rank`: its number on its host."""
-
-    count: int = 1
-    rank: int = 0
-    local_rank: int = 0
-    init_method: str = "env://"
-    deadline_s: float = 3600.0
-
-
 class ProcessOptions(BaseModel):
     """`torchrun` and `accelerate launch` set the variables of these options."""
 
@@ -144,11 +132,6 @@ class ProcessOptions(BaseModel):
                 "server of a run can receive new weights; --inference-url names this server"
             )
         return value
-
-    def processes(self) -> Processes:
-        rank = self.trainer_rank
-        local_rank = rank if self.local_rank is None else self.local_rank
-        return Processes(self.world_size, rank, local_rank, self.init_method, self.rank_deadline_s)
 
     def process_conflicts(self, mode: str, device: str, waits_s: float) -> Iterator[Mistake]:
         """Options that exclude each other. Args: waits_s: the longest wait of rank 0 alone"""

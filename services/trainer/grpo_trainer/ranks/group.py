@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import TypeVar
 
 import structlog
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_trainer.config.optimizer import Processes
+from grpo_trainer.config.optimizer import ProcessOptions
 from grpo_trainer.config.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_trainer.errors import LostRank
 
@@ -139,34 +138,35 @@ class Ranks:
 ALONE = Ranks()
 
 
-def join(processes: Processes) -> Ranks:
+def join(options: ProcessOptions) -> Ranks:
     """Wait until all processes are there.
 
     Raises:
         LostRank: one of them did not come.
     """
-    ranks = Ranks(processes.count, processes.rank, processes.deadline_s)
+    ranks = Ranks(options.world_size, options.trainer_rank, options.rank_deadline_s)
     # Batches are in host memory: gloo, which notices at once if a process ends.
     backend = BOTH if torch.cuda.is_available() and dist.is_nccl_available() else GLOO
-    with ranks.exchange(f"meeting the other ranks at {processes.init_method}"):
+    with ranks.exchange(f"meeting the other ranks at {options.init_method}"):
         dist.init_process_group(
             backend,
-            init_method=processes.init_method,
-            world_size=processes.count,
-            rank=processes.rank,
-            timeout=timedelta(seconds=processes.deadline_s),
+            init_method=options.init_method,
+            world_size=ranks.count,
+            rank=ranks.index,
+            timeout=timedelta(seconds=ranks.deadline_s),
         )
         dist.barrier()
     return ranks
 
 
-def settings_of_rank(settings: S, processes: Processes) -> S:
+def settings_of_rank(settings: S, options: ProcessOptions) -> S:
     """The settings with this process's GPU, if there are several processes and GPUs."""
-    if processes.count == 1 or not torch.cuda.is_available():
+    if options.world_size == 1 or not torch.cuda.is_available():
         return settings
     if settings.device not in (AUTO_DEVICE, "cuda"):
         return settings
-    return settings.model_copy(update={"device": f"cuda:{processes.local_rank}"})
+    local = options.trainer_rank if options.local_rank is None else options.local_rank
+    return settings.model_copy(update={"device": f"cuda:{local}"})
 
 
 BEAT_S = 1.0
@@ -181,12 +181,7 @@ log = structlog.get_logger()
 
 
 class Heartbeat:
-    """Beats within a `with` block, which all ranks enter and leave. A rank that leaves it with an
-    error is named by the others. If one is lost, this process ends.
-
-    Args:
-        beat_s, silent_s, grace_s: as the constants
-    """
+    """Args: beat_s, silent_s, grace_s: as the constants"""
 
     def __init__(
         self,
@@ -202,19 +197,19 @@ class Heartbeat:
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> None:
+    @contextlib.contextmanager
+    def beating(self) -> Iterator[None]:
+        """All ranks enter and leave the block. A rank that leaves it with an error is named by the
+        others. If one is lost, this process ends."""
         self._thread.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._has_failed = error is not None
-        self._is_over.set()
-        # A lost rank keeps the thread; this one ends with its own error.
-        self._thread.join(2 * self._beat_s if self._has_failed else None)
+        self._has_failed = True
+        try:
+            yield
+            self._has_failed = False
+        finally:
+            self._is_over.set()
+            # A lost rank keeps the thread; this one ends with its own error.
+            self._thread.join(2 * self._beat_s if self._has_failed else None)
 
     def _run(self) -> None:
         lost = self._first_lost()
@@ -256,16 +251,16 @@ class Heartbeat:
 
 
 @contextlib.contextmanager
-def process_group(processes: Processes) -> Iterator[Ranks]:
+def process_group(options: ProcessOptions) -> Iterator[Ranks]:
     """This process among the trainer's processes, which begin and end the block together.
 
     Raises:
         LostRank: another process ended. An error on one rank ends all ranks.
     """
-    if processes.count == 1:
+    if options.world_size == 1:
         yield ALONE
         return
-    ranks = join(processes)
-    with Heartbeat(ranks):
+    ranks = join(options)
+    with Heartbeat(ranks).beating():
         yield ranks
     dist.destroy_process_group()
