@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,23 +59,17 @@ class WeightDirectories:
         make_directory(self.root)
         remove_unfinished(self.root)
 
-    def write(
-        self, version: PolicyVersion, kind: WeightKind, write_to: Callable[[Path], None]
-    ) -> WeightRef:
-        """Args: write_to: writes a complete directory at its argument.
-
-        Raises:
-            CheckpointNotSaved: the directory could not be written, e.g. the disk is full.
-        """
+    def write(self, version: PolicyVersion, weights: TrainedWeights, policy: CausalLM) -> WeightRef:
+        """Raises `CheckpointNotSaved` if the directory could not be written."""
         target = self.root / f"epoch_{version.epoch}_step_{version.step}"
-        write_to(target)
+        weights.write(policy, target)
         try:
             digest = directory_digest(target)
         except OSError as error:
             raise CheckpointNotSaved(
                 f"{target} was written and cannot be read: {error}; check the disk"
             ) from error
-        return WeightRef(version=version, kind=kind, path=target, digest=digest)
+        return WeightRef(version=version, kind=weights.kind, path=target, digest=digest)
 
     def remove_older(self, in_use: Collection[Path]) -> None:
         """Remove all but the newest two and those in use.
@@ -151,8 +145,7 @@ class DirectorySync(Server):
             GrpoError: those of `_load`, and of the requests of the check.
         """
         started, version = time.monotonic(), self.version
-        kind, write = self.weights.kind, self.weights.write
-        files = self.directories.write(version, kind, lambda to: write(self._policy, to))
+        files = self.directories.write(version, self.weights, self._policy)
         if self.caches_stay:
             self._check.prime()
         in_use = self._load(files)

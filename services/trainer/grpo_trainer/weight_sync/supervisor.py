@@ -86,30 +86,25 @@ class ServerMonitor:
         while True:
             status = self.status()
             if status is not None and status.state is SupervisorPhase.SERVING:
-                self.note_presence()
+                self.note(status, is_up=True)
                 if waited:
                     log.info("server.available_again", policy_version=tuple(status.version))
                 return status
             if not waited:
                 log.warning("server.unavailable", reason=describe(status))
                 waited = True
-            self.note_absence(status)
+            self.note(status, is_up=False)
             time.sleep(POLL_S)
 
-    def note_presence(self) -> None:
-        """Record that the supervisor reports, whatever the server's state is."""
-        self._return_deadline = None
-
-    def note_absence(self, status: SupervisorStatus | None) -> None:
-        """Record that the server is down.
-
-        Args:
-            status: the last one reported, for the message
+    def note(self, status: SupervisorStatus | None, is_up: bool) -> None:
+        """Record whether the server is up. Args: status: the last one reported, for the message
 
         Raises:
             LostServer: it is down for longer than the deadline.
         """
-        if self._return_deadline is None:
+        if is_up:
+            self._return_deadline = None
+        elif self._return_deadline is None:
             self._return_deadline = Deadline(self._return_deadline_s, self._clock)
         elif self._return_deadline.has_passed:
             raise LostServer(
@@ -196,10 +191,7 @@ class Publisher:
     def _is_lost(self, command: Command, lost: Deadline) -> bool:
         """Raises `LostServer` if the supervisor is down for too long."""
         status = self.monitor.status()
-        if status is None:
-            self.monitor.note_absence(status)
-        else:
-            self.monitor.note_presence()
+        self.monitor.note(status, is_up=status is not None)  # whatever the server's state is
         if status is None or not lost.has_passed:
             return False
         return status.state is SupervisorPhase.SERVING and not self.supervisor.has(command)
