@@ -99,7 +99,11 @@ class ServerConnection:
             connection.close()
             raise
         self._attachment = attachment
-        self._check_dtype(weights)
+        if self.dtype not in ("auto", weights.dtype_name):
+            raise PolicyMismatch(
+                f"--dtype {self.dtype}, but the server's weights are in {weights.dtype_name}; "
+                "start trainer and server with the same --dtype, or the trainer with --dtype auto"
+            )
         require_device(self.device, weights.device)
         return attachment
 
@@ -144,14 +148,6 @@ class ServerConnection:
             f"within {self.return_deadline_s:g} s ({what}); read the server's log, start the "
             "server again, then start the trainer again"
         )
-
-    def _check_dtype(self, weights: MappedWeights) -> None:
-        if self.dtype not in ("auto", weights.dtype_name):
-            raise PolicyMismatch(
-                f"--dtype {self.dtype}, but the server's weights are in {weights.dtype_name}; "
-                "start trainer and server with the same --dtype, or the trainer with --dtype "
-                "auto"
-            )
 
     def _socket(self, info: BridgeInfo) -> Path:
         """The user's socket, else the server's, else that of a bridge configuration. The server may

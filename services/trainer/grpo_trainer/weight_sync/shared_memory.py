@@ -70,8 +70,7 @@ def map_weights(connection: WeightConnection) -> MappedWeights:
     """Raises `UnreachableWeights` if the weights are on a GPU that this process cannot share."""
     memory, manifest = connection.grant.memory, connection.grant.manifest
     if isinstance(memory, CudaMemory):
-        opened = OpenedCuda.open(memory, OwnPlace.find())
-        return MappedWeights(manifest, opened.device, opened.bytes_of)
+        return map_cuda(manifest, memory, OwnPlace.find())
     # The mapping stays valid after the descriptor is closed.
     mapping = mmap.mmap(connection.fd, manifest.total_bytes, mmap.MAP_SHARED)
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -127,46 +126,33 @@ class OwnPlace:
         return problems
 
 
-@dataclass(frozen=True)
-class OpenedCuda:
-    """The server's memory segments in this process. `starts`: their offsets in the server."""
+def map_cuda(manifest: WeightManifest, memory: CudaMemory, own: OwnPlace) -> MappedWeights:
+    """Map every segment of a GPU's memory. Args: own: where this process runs
 
-    device: torch.device
-    starts: list[int]
-    storages: list[torch.UntypedStorage]
-
-    @classmethod
-    def open(cls, memory: CudaMemory, own: OwnPlace) -> OpenedCuda:
-        """Map every segment into this process.
-
-        Args:
-            own: where this process runs
-
-        Raises:
-            UnreachableWeights: lists every obstacle, or gives CUDA's error.
-        """
-        problems = own.obstacles(memory.place)
-        if problems:
-            raise unreachable(problems)
-        index = own.devices[memory.place.device_uuid]
+    Raises:
+        UnreachableWeights: lists every obstacle, or gives CUDA's error.
+    """
+    problems, cause = own.obstacles(memory.place), None
+    storages: list[torch.UntypedStorage] = []
+    index = own.devices.get(memory.place.device_uuid, 0)
+    if not problems:
         try:
             storages = [_opened(segment, index) for segment in memory.segments]
         except RuntimeError as error:  # raised by torch and CUDA
-            raise unreachable([f"CUDA cannot open the server's memory: {error}"]) from error
-        starts = [segment.start for segment in memory.segments]
-        return cls(torch.device("cuda", index), starts, storages)
+            problems, cause = [f"CUDA cannot open the server's memory: {error}"], error
+    if problems:
+        raise UnreachableWeights(
+            "the server's weights cannot be shared with this trainer:\n  " + "\n  ".join(problems)
+        ) from cause
+    device = torch.device("cuda", index)
+    starts = [segment.start for segment in memory.segments]  # offsets in the server
 
-    def bytes_of(self, region: TensorRegion) -> Tensor:
-        index = bisect_right(self.starts, region.offset) - 1
-        raw = torch.empty(0, dtype=torch.uint8, device=self.device)
-        within = region.offset - self.starts[index]
-        return raw.set_(self.storages[index], within, (region.nbytes,), (1,))
+    def bytes_of(region: TensorRegion) -> Tensor:
+        number = bisect_right(starts, region.offset) - 1
+        raw = torch.empty(0, dtype=torch.uint8, device=device)
+        return raw.set_(storages[number], region.offset - starts[number], (region.nbytes,), (1,))
 
-
-def unreachable(problems: list[str]) -> UnreachableWeights:
-    return UnreachableWeights(
-        "the server's weights cannot be shared with this trainer:\n  " + "\n  ".join(problems)
-    )
+    return MappedWeights(manifest, device, bytes_of)
 
 
 def _opened(segment: CudaSegment, device_index: int) -> torch.UntypedStorage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from grpo_trainer.model.loading import (
     require_device,
 )
 from grpo_trainer.model.policy import end_tokens_of
-from grpo_trainer.weight_sync.shared_memory import OpenedCuda, OwnPlace, build_policy
+from grpo_trainer.weight_sync.shared_memory import OwnPlace, build_policy, map_cuda
 from tests.unit.trainer.served_memory import served
 from tests.unit.trainer.tiny_policy import LORA, model_directory
 
@@ -72,7 +73,7 @@ def test_all_obstacles_to_memory_on_a_gpu_are_named_before_cuda_is_called() -> N
         devices={"GPU-b": 0}, torch="2.13 with CUDA 13", pid_namespace=1, shm_filesystem=1
     )
     with pytest.raises(UnreachableWeights) as refused:
-        OpenedCuda.open(CudaMemory(place=SERVER, segments=()), elsewhere)
+        map_cuda(Mock(), CudaMemory(place=SERVER, segments=()), elsewhere)
     for named in (
         "H200 GPU-a; this process sees GPU-b",
         "torch 2.11 with CUDA 13, this process 2.13",
