@@ -41,7 +41,7 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import Position
 from grpo_trainer.errors import DamagedState
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.policy import CausalLM, base_checksum, device_of, frozen_checksum
+from grpo_trainer.model.policy import CausalLM, device_of, frozen_checksum
 from grpo_trainer.optim.loss_scale import ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
@@ -138,9 +138,10 @@ def shapes_of(policy: CausalLM) -> dict[str, tuple[int, ...]]:
 def checksum_of_untrained(policy: CausalLM, settings: TrainerSettings) -> int | None:
     """The checksum of the weights that --train-layer-indices freezes, or of an adapter's base
     model; None if all weights are trained."""
-    if settings.lora is not None:
-        return base_checksum(policy)
-    return None if settings.trained_layers is None else frozen_checksum(policy)
+    adapts = settings.lora is not None
+    if not adapts and settings.trained_layers is None:
+        return None
+    return frozen_checksum(policy, is_sample=adapts)
 
 
 class _Record(BaseModel):
