@@ -38,7 +38,7 @@ def _labels(family: Metric) -> str:
 
 
 def healthy_ranges() -> str:
-    from grpo_trainer.telemetry.alerts import RANGES
+    from grpo_trainer.checks.findings import RANGES
 
     return table(
         ["Metric", "Healthy", "Advice outside this range"],

@@ -17,15 +17,14 @@ from grpo_tiny_model.model import build_model
 from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.learner import accumulate_gradients
-from grpo_trainer.memory.plan import memory_plan
-from grpo_trainer.memory.sizes import KeptBytes
+from grpo_trainer.memory_plan import KeptBytes, memory_plan
 from grpo_trainer.model.forward import FastForward
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.policy import train_only
 from grpo_trainer.model.reference import build_reference
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import build_optimizer
-from grpo_trainer.weight_sync.views import build_policy
+from grpo_trainer.weight_sync.shared_memory import build_policy
 from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.served_memory import served
 
@@ -81,7 +80,6 @@ def require_as_planned(
     options: Changes = {
         "model": str(model),
         "mode": mode,
-        "redis_url": "redis://127.0.0.1:6379/0",
         "gradient_accumulation_steps": micro_batches,
         "kl_coef": kl_coef,
     }

@@ -1,13 +1,12 @@
-"""Commands the supervisor to serve a directory of weights, and retries failed commands."""
+"""Watches the server's supervisor, and commands it to serve a directory of weights."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,21 +14,20 @@ import structlog
 
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ProtocolViolation
-from grpo_core.weights.directory_checks import directory_digest
-from grpo_core.weights.ref import WeightKind, WeightRef
+from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.supervisor import (
+    STATUS_EVERY_S,
+    STATUS_STALE_S,
     Action,
     Command,
     Outcome,
     OutcomeState,
     SupervisorClient,
     SupervisorPhase,
+    SupervisorStatus,
 )
-from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.atomic_files import make_directory, remove_directory, remove_unfinished
-from grpo_trainer.config.sync import SERVED_KEPT
-from grpo_trainer.errors import CheckpointNotSaved, NotPublished, WeightsRefused
-from grpo_trainer.weight_sync.server import POLL_S, ServerMonitor, describe
+from grpo_trainer.errors import LostServer, NotPublished, WeightsRefused
+from grpo_trainer.weight_sync.base import POLL_S
 
 log = structlog.get_logger()
 
@@ -37,6 +35,90 @@ FIRST_RETRY_S, MAX_RETRY_S = 0.5, 5.0
 LOST_AFTER_S = 15.0
 """A command without an answer for this long is lost if the server serves other weights: Redis or
 the supervisor restarted and lost it."""
+
+
+class ServerMonitor:
+    """Args:
+    supervisor: client of the server's supervisor
+    return_deadline_s: how long the server may be down before `LostServer`
+    """
+
+    def __init__(
+        self,
+        supervisor: SupervisorClient,
+        return_deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._supervisor = supervisor
+        self._return_deadline_s = return_deadline_s
+        self._clock = clock
+        self._said_at = 0.0
+        self._heard_at = -STATUS_STALE_S
+        self._asked_at = -STATUS_EVERY_S
+        self._return_deadline: Deadline | None = None
+
+    def status(self) -> SupervisorStatus | None:
+        """The supervisor's status; None if it was not rewritten for 10 s.
+
+        The rewriting counts, not the time in the status, which comes from another clock.
+        """
+        status, now = self._supervisor.status(), self._clock()
+        self._asked_at = now
+        if status is None:
+            return None
+        if status.time != self._said_at:
+            self._said_at, self._heard_at = status.time, now
+        return status if now - self._heard_at < STATUS_STALE_S else None
+
+    def look(self) -> None:
+        """Wait for the server's return if it is down. Checks at most once a second.
+
+        Raises:
+            LostServer: it did not come back in time.
+            ServiceUnavailable: Redis does not answer for longer than the deadline.
+        """
+        if self._clock() - self._asked_at >= STATUS_EVERY_S:
+            self.await_serving()
+
+    def await_serving(self) -> SupervisorStatus:
+        """Wait until the server serves. Raises the errors of `look`."""
+        waited = False
+        while True:
+            status = self.status()
+            if status is not None and status.state is SupervisorPhase.SERVING:
+                self.note(status, is_up=True)
+                if waited:
+                    log.info("server.available_again", policy_version=tuple(status.version))
+                return status
+            if not waited:
+                log.warning("server.unavailable", reason=describe(status))
+                waited = True
+            self.note(status, is_up=False)
+            time.sleep(POLL_S)
+
+    def note(self, status: SupervisorStatus | None, is_up: bool) -> None:
+        """Record whether the server is up. Args: status: the last one reported, for the message
+
+        Raises:
+            LostServer: it is down for longer than the deadline.
+        """
+        if is_up:
+            self._return_deadline = None
+        elif self._return_deadline is None:
+            self._return_deadline = Deadline(self._return_deadline_s, self._clock)
+        elif self._return_deadline.has_passed:
+            raise LostServer(
+                f"the inference server of run {self._supervisor.run_id!r} has been down for "
+                f"{self._return_deadline_s:g} s ({describe(status)}). Read the server's log, "
+                "start the server again with the trainer's --redis-url and --run-id, then "
+                "start the trainer again"
+            )
+
+
+def describe(status: SupervisorStatus | None) -> str:
+    if status is None:
+        return "its supervisor reports no status in Redis"
+    return f"{status.state}: {status.reason}" if status.reason else status.state.value
 
 
 @dataclass(frozen=True)
@@ -109,10 +191,7 @@ class Publisher:
     def _is_lost(self, command: Command, lost: Deadline) -> bool:
         """Raises `LostServer` if the supervisor is down for too long."""
         status = self.monitor.status()
-        if status is None:
-            self.monitor.note_absence(status)
-        else:
-            self.monitor.note_presence()
+        self.monitor.note(status, is_up=status is not None)  # whatever the server's state is
         if status is None or not lost.has_passed:
             return False
         return status.state is SupervisorPhase.SERVING and not self.supervisor.has(command)
@@ -143,56 +222,3 @@ def _directories(outcome: Outcome) -> frozenset[Path]:
             f"the supervisor's answer in Redis has in_use={outcome.in_use!r}; expected a JSON list "
             "of directories"
         ) from error
-
-
-_NAME = re.compile(r"epoch_(\d+)_step_(\d+)")
-
-
-class WeightDirectories:
-    """Args: root: the server's --weights-dir"""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def prepare(self) -> None:
-        """Create the root, and remove unfinished directories of a trainer that was killed."""
-        make_directory(self.root)
-        remove_unfinished(self.root)
-
-    def write(
-        self, version: PolicyVersion, kind: WeightKind, write_to: Callable[[Path], None]
-    ) -> WeightRef:
-        """Args: write_to: writes a complete directory at its argument.
-
-        Raises:
-            CheckpointNotSaved: the directory could not be written, e.g. the disk is full.
-        """
-        target = self.root / f"epoch_{version.epoch}_step_{version.step}"
-        write_to(target)
-        try:
-            digest = directory_digest(target)
-        except OSError as error:
-            raise CheckpointNotSaved(
-                f"{target} was written and cannot be read: {error}; check the disk"
-            ) from error
-        return WeightRef(version=version, kind=kind, path=target, digest=digest)
-
-    def remove_older(self, in_use: Collection[Path]) -> None:
-        """Remove all but the newest two and those in use.
-
-        Args:
-            in_use: resolved paths that requests in flight still read
-        """
-        for _, path in sorted(self._versions())[:-SERVED_KEPT]:
-            if path.resolve() not in in_use:
-                remove_directory(path)
-
-    def newest_epoch(self) -> int:
-        """The newest epoch that has a directory, or 0."""
-        return max((version.epoch for version, _ in self._versions()), default=0)
-
-    def _versions(self) -> list[tuple[PolicyVersion, Path]]:
-        if not self.root.is_dir():
-            return []
-        found = ((_NAME.fullmatch(path.name), path) for path in self.root.iterdir())
-        return [(PolicyVersion(int(m[1]), int(m[2])), path) for m, path in found if m]

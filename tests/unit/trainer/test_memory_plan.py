@@ -9,8 +9,7 @@ import pytest
 from transformers import LlamaConfig
 
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.memory.plan import MemoryPlan, memory_plan, text_of
-from grpo_trainer.memory.sizes import GIB
+from grpo_trainer.memory_plan import GIB, MemoryPlan, memory_plan, text_of
 
 WIDTH = 100
 
@@ -34,9 +33,7 @@ def eight_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(model: Path, **options: object) -> MemoryPlan:
-    redis_url = "redis://127.0.0.1:6379/0"
-    chosen = {"model": str(model), "mode": "shared_vllm", "redis_url": redis_url}
-    chosen |= {"device": "cuda", **options}
+    chosen = {"model": str(model), "mode": "shared_vllm", "device": "cuda", **options}
     return memory_plan(CommandLine.model_validate(chosen).settings())
 
 

@@ -1,32 +1,170 @@
-"""Plans the memory of trainer and server with the chosen options, and shows it as text."""
+"""Plans the memory of trainer and server with the chosen options, and shows it as text.
+
+Kept from step to step, and exact, from the parameters' shapes: weights, master weights, the
+optimizer's moments, and between the first backward pass and the update the gradients.
+
+Needed for a short time, and estimated: activations, logits and buffers. The activations are those
+of a layer of Llama or Qwen2: two norms, attention with rotary positions, and a gated MLP. Other
+architectures differ by up to a quarter.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo_core.cpu import is_slow_in_bfloat16
 from grpo_trainer.config.optimizer import OptimizerName
-from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.config.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_trainer.errors import UnusableOptimizer
-from grpo_trainer.memory.sizes import (
-    GIB,
-    KeptBytes,
-    LayerSizes,
-    Machine,
-    kept_bytes,
-    pass_bytes,
-    update_bytes,
-)
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.download import ModelNotFound
+from grpo_trainer.model.fused_head import CHUNK_LOGITS
 from grpo_trainer.model.policy import CausalLM, train_only
+from grpo_trainer.optim.rules import Adafactor, AdamW32, State, empty_8bit_state
 
 DEFAULT_MODEL_LEN = 4096
+GIB, MIB = 2**30, 2**20
+TRAINER_ON_GPU = GIB
+"""Estimate: the trainer's CUDA context, workspaces of libraries, and gaps between tensors."""
+SERVER_ON_GPU = 2 * GIB
+"""Estimate: the engine's CUDA context, activations and CUDA graphs."""
+TRAINER_ON_CPU = 512 * MIB
+"""Python, torch and transformers."""
+SERVER_ON_CPU = 1200 * MIB
+"""Python, torch, vLLM, and the workspaces of an engine."""
+ASSUMED_GPU_BYTES = 80 * GIB
+"""Used for --device cuda if this machine has no GPU."""
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+INITIAL_STATE: dict[OptimizerName, Callable[[Tensor], State]] = {
+    "adamw": AdamW32().initial_state,
+    "adamw_8bit": empty_8bit_state,
+    "adafactor": Adafactor().initial_state,
+}
+MASTER_BYTES = {"float32": 4, "bfloat16": 2}
+FLOAT32_BYTES = 4
+FUSED_COPIES, PLAIN_COPIES = 2, 3
+"""Copies of the logits in float32 beside those in the model's type: scaled by the temperature and
+normalised; in the plain head also their gradient."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where server and trainer compute: on one GPU, or on the CPU of this host.
+
+    Args:
+        name: of the GPU; None if one is assumed
+        total_bytes: the GPU's memory, or the host's
+        trainer_reserve, server_reserve: bytes that each process needs beside what the plan counts
+    """
+
+    is_gpu: bool
+    name: str | None
+    total_bytes: int
+    trainer_reserve: int
+    server_reserve: int
+
+    @classmethod
+    def find(cls, device: str) -> Machine:
+        """Args: device: the value of --device."""
+        is_gpu = torch.cuda.is_available() if device == AUTO_DEVICE else device.startswith("cuda")
+        if not is_gpu:
+            return cls(False, None, _host_bytes(), TRAINER_ON_CPU, SERVER_ON_CPU)
+        if not torch.cuda.is_available():
+            return cls(True, None, ASSUMED_GPU_BYTES, TRAINER_ON_GPU, SERVER_ON_GPU)
+        found = torch.cuda.get_device_properties(device if device.startswith("cuda") else "cuda")
+        return cls(True, found.name, found.total_memory, TRAINER_ON_GPU, SERVER_ON_GPU)
+
+
+def _host_bytes() -> int:
+    """This host's memory, or what the container may use of it."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.exists() else ""
+    return min(host, int(limit)) if limit.isdecimal() else host
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """`weights`: the trainer's copies of the model, unless it trains in the server's memory, and of
+    the reference model."""
+
+    weights: int
+    masters: int
+    gradients: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.masters + self.gradients + self.moments
+
+
+def kept_bytes(settings: TrainerSettings, policy: CausalLM, optimizer: OptimizerName) -> KeptBytes:
+    """Args: policy: on the meta device"""
+    trained = list(trained_parameters(policy).values())
+    states = (INITIAL_STATE[optimizer](p.detach()) for p in trained)
+    is_one_pass = settings.gradient_accumulation_steps == 1  # several are summed in float32
+    copies = (settings.sync.mode != "shared_vllm") + _has_reference_copy(settings)
+    return KeptBytes(
+        weights=copies * sum(p.nbytes for p in policy.parameters()),
+        masters=sum(p.numel() for p in trained) * MASTER_BYTES[settings.master_dtype],
+        gradients=sum(p.nbytes if is_one_pass else p.numel() * FLOAT32_BYTES for p in trained),
+        moments=sum(tensor.nbytes for state in states for tensor in state.values()),
+    )
+
+
+def working_bytes(settings: TrainerSettings, policy: CausalLM, config: Any) -> tuple[int, int]:
+    """Highest memory of a step beside the kept bytes, without and with --gradient-checkpointing.
+
+    Args:
+        policy: on the meta device
+        config: transformers' configuration of the text model
+    """
+    trained = list(trained_parameters(policy).values())
+    element, hidden = next(policy.parameters()).element_size(), config.hidden_size
+    tokens, (queries, keys) = settings.micro_batch_tokens, _head_widths(config)
+    mlp = getattr(config, "intermediate_size", None) or 4 * hidden
+    # Each norm stores its input in float32, and its result before and after the weight. Attention
+    # stores queries, keys, values and its result. The MLP stores the gate, the gate's activation,
+    # the other half, and their product.
+    norms = 2 * hidden * (FLOAT32_BYTES + 2 * element)
+    layer = tokens * (norms + element * (2 * queries + 2 * keys + 4 * mlp))
+    # Layers below the lowest trained one store nothing.
+    layers = config.num_hidden_layers - _first_trained_layer(settings)
+    head = _output_bytes(settings, policy, config, element)
+    # The head's backward pass comes first; then one layer at a time is computed again.
+    recomputed = layers * tokens * element * hidden + max(head, layer)
+    # The update takes one parameter at a time: float32 copies of the largest.
+    has_wide_gradient = settings.gradient_accumulation_steps > 1 or trained[0].element_size() == 4
+    copies = 1 + (settings.master_dtype != "float32") + (not has_wide_gradient)
+    copies += settings.weight_decay > 0
+    update = copies * FLOAT32_BYTES * max(p.numel() for p in trained)
+    return max(layers * layer + head, update), max(recomputed, update)
+
+
+def _output_bytes(settings: TrainerSettings, policy: CausalLM, config: Any, element: int) -> int:
+    """Bytes that the output layer needs for the logits, and for the gradient of its weights."""
+    is_fused = settings.fused_head != "off"
+    logits = settings.micro_batch_tokens * config.vocab_size
+    at_once: int = min(logits, CHUNK_LOGITS) if is_fused else logits
+    is_trained = bool(policy.get_output_embeddings().weight.requires_grad)
+    copies = FUSED_COPIES if is_fused else PLAIN_COPIES
+    per_weight = element + FLOAT32_BYTES * is_fused  # the fused head sums in float32
+    gradient: int = is_trained * config.vocab_size * config.hidden_size * per_weight
+    return at_once * (element + copies * FLOAT32_BYTES) + gradient
+
+
+def _head_widths(config: Any) -> tuple[int, int]:
+    """Widths of the queries of all heads together, and of the keys."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads * width, (getattr(config, "num_key_value_heads", None) or heads) * width
 
 
 @dataclass(frozen=True)
@@ -36,7 +174,6 @@ class MemoryPlan:
     Args:
         policy: on the meta device
         kv_bytes: keys and values of the longest sequence, in the server
-        master_dtype: float32 for an adapter
         kept: in the trainer, from step to step
         working_bytes: in the trainer for a short time, without and with --gradient-checkpointing
     """
@@ -98,25 +235,8 @@ def memory_plan(settings: TrainerSettings) -> MemoryPlan:
             f"--master-dtype bfloat16: the weights are in {name_of(dtype)}; pass "
             "--master-dtype float32, or --dtype bfloat16"
         )
-    sizes, layers = LayerSizes.of(config, dtype.itemsize), int(config.num_hidden_layers)
-    policy = _untrained_policy(settings, dtype)
-    trained = list(trained_parameters(policy).values())
+    policy, layers = _untrained_policy(settings, dtype), int(config.num_hidden_layers)
     optimizer = settings.optimizer_on("cuda" if machine.is_gpu else "cpu")
-    micro_batches = settings.gradient_accumulation_steps
-    update = update_bytes(
-        trained, settings.master_dtype, micro_batches > 1, settings.weight_decay > 0
-    )
-    passes = [
-        pass_bytes(
-            sizes,
-            tokens=settings.micro_batch_tokens,
-            layers=layers - _first_trained_layer(settings),
-            is_recomputed=is_recomputed,
-            is_fused=settings.fused_head != "off",
-            trains_head=bool(policy.get_output_embeddings().weight.requires_grad),
-        )
-        for is_recomputed in (False, True)
-    ]
     longest = settings.max_model_len or min(config.max_position_embeddings, DEFAULT_MODEL_LEN)
     return MemoryPlan(
         settings=settings,
@@ -124,16 +244,10 @@ def memory_plan(settings: TrainerSettings) -> MemoryPlan:
         policy=policy,
         dtype=dtype,
         layers=layers,
-        kv_bytes=2 * layers * sizes.keys * sizes.element * longest,
+        kv_bytes=2 * layers * _head_widths(config)[1] * dtype.itemsize * longest,
         optimizer=optimizer,
-        kept=kept_bytes(
-            policy,
-            optimizer,
-            settings.master_dtype,
-            micro_batches,
-            copies=(settings.sync.mode != "shared_vllm") + _has_reference_copy(settings),
-        ),
-        working_bytes=(max(passes[0], update), max(passes[1], update)),
+        kept=kept_bytes(settings, policy, optimizer),
+        working_bytes=working_bytes(settings, policy, config),
     )
 
 
