@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_env.grading.final_answer import find_result
-from grpo_env.grading.numbers import exact_verdict
-from grpo_env.grading.parts import Form, read_form
+from grpo_env.maths.final_answer import find_result
+from grpo_env.maths.numbers import exact_verdict
+from grpo_env.tasks.gsm8k import marked_number_format
 
 DATA = Path(__file__).parents[5] / "shared" / "data" / "gsm8k"
 REFERENCES = 8792
@@ -68,7 +68,7 @@ def test_all_references_are_right_and_their_perturbations_wrong(solutions: list[
     for index, solution in enumerate(solutions):
         gold = solution.rpartition("####")[2].strip()
         number = Decimal(gold.replace(",", ""))
-        assert (find_result(solution), read_form(solution)) == (gold, Form.MARKED_NUMBER)
+        assert (find_result(solution), marked_number_format(solution)) == (gold, 1.0)
         for which in (index, index + 17):
             assert exact_verdict(stated(number, which), gold) is True
         for shift, wrong in enumerate(perturbed(number)):

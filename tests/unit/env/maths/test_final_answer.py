@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
-from grpo_env.grading.final_answer import (
+from grpo_env.maths.final_answer import (
     LONGEST_RESULT_CHARS,
     NUMBER_FORMS,
-    ResultForm,
     find_result,
+    last_box,
+    last_line,
+    marked,
+    tagged,
+    tagged_box,
 )
-
-MARKED, TAGGED, TAGGED_BOX, BOXED, LAST_LINE = ResultForm
 
 
 @pytest.mark.parametrize(
@@ -51,21 +51,12 @@ def test_the_last_result_in_the_first_form_counts(text: str, result: str | None)
 EVERY_FORM = "#### 1\n<answer>2</answer><answer>b \\boxed{3}</answer>\n\\boxed{4}\n5"
 
 
-@pytest.mark.parametrize(
-    ("forms", "result"),
-    [
-        ([MARKED], "1"),
-        ([TAGGED], r"\boxed{3}"),
-        ([TAGGED_BOX], r"\boxed{3}"),
-        ([BOXED], r"\boxed{4}"),
-        ([LAST_LINE], "5"),
-        ([LAST_LINE, MARKED], "5"),
-        ([], None),
-    ],
-)
-def test_a_task_chooses_the_forms(forms: Sequence[ResultForm], result: str | None) -> None:
-    assert find_result(EVERY_FORM, forms) == result
-    assert find_result("<answer>18</answer>", [TAGGED_BOX]) is None
+def test_a_task_chooses_the_forms() -> None:
+    forms = (marked, tagged, tagged_box, last_box, last_line)
+    results = ["1", r"\boxed{3}", r"\boxed{3}", r"\boxed{4}", "5"]
+    assert [find_result(EVERY_FORM, [form]) for form in forms] == results
+    assert find_result(EVERY_FORM, [last_line, marked]) == "5"
+    assert find_result(EVERY_FORM, []) is find_result("<answer>18</answer>", [tagged_box]) is None
 
 
 def test_the_last_line_of_a_cut_off_answer_is_ignored() -> None:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import GrpoError
-from grpo_env.grading.numbers import exact_verdict, respelled_pair
+from grpo_env.maths.numbers import exact_verdict, respelled_pair
 
 GRADING_DEADLINE_S = 2.0
 """CPU time of one comparison. A typical comparison takes a thousandth of this."""
@@ -124,6 +124,11 @@ class MathGrader(ClosesOnExit):
             # Plain strings: subclasses of str would take all their fields to the process.
             return self._verify(str(answer), str(gold))
 
+    def accuracy(self, result: str | None, gold: str) -> float:
+        """1.0 if the stated result equals the gold answer; 0.0 if it does not, or if there is none.
+        Raises as `is_equal`."""
+        return float(result is not None and self.is_equal(result, gold))
+
     def close(self) -> None:
         """Wait for the comparison that is running, then end the process."""
         with self._lock:
@@ -146,7 +151,8 @@ class MathGrader(ClosesOnExit):
             reason = f"crashed the grading process: {error}"
             failure = error
         self._process = _restarted(self._process)
-        raise NotGraded(f"the answer {_shortened(answer)!r} {reason}") from failure
+        shown = answer if len(answer) <= _MOST_CHARS_SHOWN else answer[:_MOST_CHARS_SHOWN] + "…"
+        raise NotGraded(f"the answer {shown!r} {reason}") from failure
 
 
 def _restarted(process: MathProcess) -> MathProcess:
@@ -169,11 +175,7 @@ def _check(process: MathProcess) -> None:
         )
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MOST_CHARS_SHOWN else text[:_MOST_CHARS_SHOWN] + "…"
-
-
 def _serve(connection: Connection) -> None:
-    from grpo_env.grading import math_process  # which imports sympy, here in the process alone
+    from grpo_env.maths import math_process  # which imports sympy, here in the process alone
 
     math_process.serve(connection)

@@ -10,8 +10,8 @@ from multiprocessing import active_children
 
 import pytest
 
-from grpo_env.grading import math_grader
-from grpo_env.grading.math_grader import GraderUnusable, MathGrader, NotGraded
+from grpo_env.maths import math_grader
+from grpo_env.maths.math_grader import GraderUnusable, MathGrader, NotGraded
 
 
 class Marked(str):

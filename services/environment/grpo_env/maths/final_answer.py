@@ -7,10 +7,9 @@ that the answer contains decides, and of several results in this form the last o
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from enum import StrEnum
+from collections.abc import Callable, Sequence
 
-from grpo_env.grading.numbers import read_number
+from grpo_env.maths.numbers import read_number
 
 MARK = "####"
 BOX = r"\boxed{"
@@ -26,48 +25,22 @@ _MOST_WORDS = 50
 _BOX_OR_BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 
-class ResultForm(StrEnum):
-    """A way to state the result."""
-
-    MARKED = "marked"
+def marked(text: str) -> str | None:
     """The text after the last `####`, up to the end of the line, as in GSM8K's own solutions."""
-    TAGGED = "tagged"
+    _, mark, rest = text.rpartition(MARK)
+    return rest.partition("\n")[0] if mark else None
+
+
+def tagged(text: str) -> str | None:
     """The last `<answer>…</answer>`: its last `\\boxed{…}`, or all of its text if it has no box."""
-    TAGGED_BOX = "tagged_box"
+    content = _last_tagged(text)
+    return content if content is None else last_box(content) or content
+
+
+def tagged_box(text: str) -> str | None:
     """The last `\\boxed{…}` in the last `<answer>…</answer>`. Other text does not count."""
-    BOXED = "boxed"
-    """The last `\\boxed{…}`, with its box."""
-    LAST_LINE = "last_line"
-    """The last line, if it is only a number, with or without a unit."""
-
-
-NUMBER_FORMS = (ResultForm.MARKED, ResultForm.TAGGED, ResultForm.BOXED, ResultForm.LAST_LINE)
-
-
-def find_result(
-    text: str,
-    forms: Sequence[ResultForm] = NUMBER_FORMS,
-    *,
-    finished: bool = True,
-    longest_chars: int = LONGEST_RESULT_CHARS,
-) -> str | None:
-    """The text of the stated result, ready to compare; None if the answer states none.
-
-    The result is also None if the deciding form is empty or longer than `longest_chars`: no other
-    form takes its place.
-
-    Args:
-        forms: the allowed forms, in the order in which they are tried.
-        finished: False if the token limit cut the answer off. Its last line is then ignored,
-            because digits may be missing.
-    """
-    text = text if finished else text.rpartition("\n")[0]
-    for form in forms:
-        found = _FINDERS[form](text)
-        if found is not None:
-            result = found.strip()
-            return result if 0 < len(result) <= longest_chars else None
-    return None
+    content = _last_tagged(text)
+    return None if content is None else last_box(content)
 
 
 def last_box(text: str) -> str | None:
@@ -86,6 +59,47 @@ def last_box(text: str) -> str | None:
     return text[slice(*last)] if last else None
 
 
+def last_line(text: str) -> str | None:
+    """The last line, if it is only a number, with or without a unit."""
+    line = text.rstrip().rpartition("\n")[2].strip()
+    return line if read_number(line) else None
+
+
+def _last_tagged(text: str) -> str | None:
+    before, end, _ = text.rpartition(END_OF_ANSWER)
+    _, start, content = before.rpartition(ANSWER_TAG)
+    return content if end and start else None
+
+
+NUMBER_FORMS = (marked, tagged, last_box, last_line)
+
+
+def find_result(
+    text: str,
+    forms: Sequence[Callable[[str], str | None]] = NUMBER_FORMS,
+    *,
+    finished: bool = True,
+    longest_chars: int = LONGEST_RESULT_CHARS,
+) -> str | None:
+    """The text of the stated result, ready to compare; None if the answer states none.
+
+    The result is also None if the deciding form is empty or longer than `longest_chars`: no other
+    form takes its place.
+
+    Args:
+        forms: the allowed forms, in the order in which they are tried.
+        finished: False if the token limit cut the answer off. Its last line is then ignored,
+            because digits may be missing.
+    """
+    text = text if finished else text.rpartition("\n")[0]
+    for form in forms:
+        found = form(text)
+        if found is not None:
+            result = found.strip()
+            return result if 0 < len(result) <= longest_chars else None
+    return None
+
+
 def stated_answer(solution: str) -> str | None:
     """The final answer of a worked solution: the last `<answer>…</answer>`, else the content of the
     last `\\boxed{…}`, else the text after the last `####`. None if it has none of them."""
@@ -94,7 +108,7 @@ def stated_answer(solution: str) -> str | None:
     if box is not None:
         found = box[box.index("{") + 1 : -1]
     if found is None:
-        found = _marked(solution)
+        found = marked(solution)
     return found.strip() if found and found.strip() else None
 
 
@@ -106,38 +120,3 @@ def require_short(answer: str) -> None:
             f"the right answer is a text of {words} words without \\boxed{{}}, #### or <answer>, "
             "which no answer equals; name a column with the answer alone, or a reward of your own"
         )
-
-
-def _marked(text: str) -> str | None:
-    _, mark, rest = text.rpartition(MARK)
-    return rest.partition("\n")[0] if mark else None
-
-
-def _last_tagged(text: str) -> str | None:
-    before, end, _ = text.rpartition(END_OF_ANSWER)
-    _, start, content = before.rpartition(ANSWER_TAG)
-    return content if end and start else None
-
-
-def _tagged(text: str) -> str | None:
-    content = _last_tagged(text)
-    return content if content is None else last_box(content) or content
-
-
-def _tagged_box(text: str) -> str | None:
-    content = _last_tagged(text)
-    return None if content is None else last_box(content)
-
-
-def _last_line(text: str) -> str | None:
-    line = text.rstrip().rpartition("\n")[2].strip()
-    return line if read_number(line) else None
-
-
-_FINDERS = {
-    ResultForm.MARKED: _marked,
-    ResultForm.TAGGED: _tagged,
-    ResultForm.TAGGED_BOX: _tagged_box,
-    ResultForm.BOXED: last_box,
-    ResultForm.LAST_LINE: _last_line,
-}

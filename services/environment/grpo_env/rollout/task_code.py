@@ -1,34 +1,76 @@
 """Calls the code of a task: outside the event loop, several calls side by side, with a deadline.
 
 Rewards and tools run in worker processes, where the deadline of a call is hard: after it, its
-process and the programs that it started are ended.
+process and the programs that it started are ended. The code of a user may hold the interpreter's
+lock for minutes, for example in a slow regular expression, or end its process: that must be another
+process than the one that serves the run. There it runs in the main thread, as `signal.alarm` needs
+it. What the workers run is at the end of this file, which they import.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import io
 import multiprocessing
 import os
+import pickle
+import signal
+import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as DeadlinePassed
-from functools import partial
 from multiprocessing import forkserver
-from typing import Any, Self
+from types import FrameType, TracebackType
+from typing import Any, Self, TypeVar
 
 import structlog
 from pebble import ProcessExpired, ProcessPool, ThreadPool
 
 from grpo_core.closing import ClosesOnExit
-from grpo_env import reward_process
-from grpo_env.reward_process import TASKS_VARIABLE, UserCodeFailed
+from grpo_core.errors import GrpoError
+from grpo_core.process import end_with_parent
+from grpo_env.loading import specs_from
 from grpo_env.tasks import Answer, Message, Row, State, Task
+from grpo_env.tasks.reward_functions import graded_of
 from grpo_env.tasks.tools import CALL_IN_PROCESS, contained, contained_await
 
+log = structlog.get_logger()
+
+T = TypeVar("T")
+TASKS_VARIABLE = "GRPO_REWARD_TASKS"
+"""Holds the tasks to load while the process that forks the workers starts."""
 _THREADS = 64
 _MOST_WAITS = 10
+
+
+class UserCodeFailed(Exception):
+    """An error of a task's code, which other processes can read.
+
+    kind: name of the error; place: file and line that raised it; trace: its traceback.
+    """
+
+    def __init__(self, kind: str, text: str, place: str = "", trace: str = "") -> None:
+        super().__init__(kind, text, place, trace)
+        self.kind, self.text, self.place, self.trace = kind, text, place, trace
+
+    def __str__(self) -> str:
+        return self.text
+
+    @classmethod
+    def of(cls, error: BaseException) -> UserCodeFailed:
+        if isinstance(error, UserCodeFailed):
+            return error
+        frames = traceback.extract_tb(error.__traceback__)
+        return cls(
+            kind=type(error).__name__,
+            text=str(error),
+            place=f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "",
+            trace="".join(traceback.format_exception(error)),
+        )
 
 
 class TooSlow(ValueError):
@@ -52,7 +94,7 @@ class TaskCode(ClosesOnExit):
     Args:
         deadline_s: of one call
         workers: number of processes, for each of both; 0: all code runs here
-        tasks: those that the processes load, as `assembly.specs_text` writes them
+        tasks: those that the processes load, as `loading.specs_from` reads them
     """
 
     def __init__(self, deadline_s: float, workers: int = 0, tasks: str = "") -> None:
@@ -73,24 +115,22 @@ class TaskCode(ClosesOnExit):
         if self._rewards is None or is_here:
             return await self.call("the reward", task.reward, answer, row)
         arguments = (task.name, answer, row)
-        return await self._rewards.call("the reward", reward_process.reward, *arguments)
+        return await self._rewards.call("the reward", reward_in_worker, *arguments)
 
     async def step(self, task: Task, state: State, answer: Answer) -> Sequence[Message] | None:
         """The task's next messages, see `Task.step`. Its tools run in other processes, unless a
         step of its own calls them. Raises as `call`."""
         call = self.call if task.blocks else self.call_here
-        if self._tools is not None and task.tools and not task.has_steps:
-            await self._tools.started()
-            CALL_IN_PROCESS.set(partial(self._tool, self._tools, task))
+        if (processes := self._tools) is not None and task.tools and not task.has_steps:
+            await processes.started()
+
+            async def call_tool(name: str, arguments: Mapping[str, Any]) -> Any:
+                what = f"the tool {name}"
+                return await processes.call(what, tool_in_worker, task.name, name, arguments)
+
+            CALL_IN_PROCESS.set(call_tool)
         more: Sequence[Message] | None = await call("the step", task.step, state, answer)
         return more
-
-    @staticmethod
-    async def _tool(
-        processes: WorkerProcesses, task: Task, name: str, arguments: Mapping[str, Any]
-    ) -> Any:
-        what = f"the tool {name}"
-        return await processes.call(what, reward_process.tool, task.name, name, arguments)
 
     async def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """The function's value; if that is awaitable, what it yields.
@@ -184,9 +224,6 @@ async def _cancel_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-log = structlog.get_logger()
-
-
 class WorkerProcesses:
     """Forks of a process that has loaded the tasks, and nothing else of this one: no threads, no
     locks, no GPU. They start with the first call. Args: as `TaskCode`"""
@@ -202,7 +239,7 @@ class WorkerProcesses:
         return await asyncio.to_thread(self._started) if pool is None else pool
 
     async def call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What a function of `reward_process` returns.
+        """What `reward_in_worker` or `tool_in_worker` returns.
 
         Raises:
             TooSlow: the deadline has passed, and the call was ended.
@@ -240,13 +277,13 @@ class WorkerProcesses:
             if self._pool is None:
                 _find_temporary_directory()
                 context = multiprocessing.get_context("forkserver")
-                context.set_forkserver_preload([reward_process.__name__])
+                context.set_forkserver_preload([__name__])
                 os.environ[TASKS_VARIABLE] = self._tasks
                 forkserver.ensure_running()
                 del os.environ[TASKS_VARIABLE]
                 pool = ProcessPool(
                     self._count,
-                    initializer=reward_process.begin,
+                    initializer=begin_worker,
                     initargs=(self._tasks,),
                     context=context,
                 )
@@ -274,3 +311,82 @@ def _find_temporary_directory() -> None:
         tempfile.gettempdir()
     except FileNotFoundError:
         tempfile.tempdir = "/dev/shm"
+
+
+class _Loaded:
+    text = ""
+    tasks: Mapping[str, Task]
+
+
+def load(text: str) -> None:
+    """Make the tasks that `specs_from` reads from the text. Raises the errors of their code."""
+    if text != _Loaded.text:
+        tasks = [spec.make() for spec in specs_from(text)]
+        _Loaded.tasks, _Loaded.text = {task.name: task for task in tasks}, text
+
+
+def begin_worker(text: str) -> None:
+    """Prepare a worker, outside the deadline of any call. An error of the tasks' code is raised
+    again by the first call."""
+    os.setsid()  # the programs that a call starts end with it
+    end_with_parent()
+    signal.signal(signal.SIGTERM, _end_session)
+    with contextlib.suppress(Exception):
+        contained(load, text)
+
+
+def _end_session(_number: int, _frame: FrameType | None) -> None:
+    os.killpg(0, signal.SIGKILL)
+
+
+def reward_in_worker(text: str, task: str, answer: Answer, row: Row) -> Any:
+    """What the task's reward returns, as `graded_of` reads it here, where its libraries are
+    imported; or a `UserCodeFailed`. Raises `GrpoError` as the reward does."""
+    return _outcome(text, lambda: _Loaded.tasks[task].reward(answer, row), graded_of)
+
+
+def tool_in_worker(text: str, task: str, name: str, arguments: Mapping[str, Any]) -> Any:
+    """What the tool returns, or a `UserCodeFailed`."""
+
+    def call() -> Any:
+        for function in _Loaded.tasks[task].tools:
+            if callable(function) and function.__name__ == name:
+                return function(**arguments)
+        raise LookupError(name)
+
+    return _outcome(text, call, lambda value: value)
+
+
+def _outcome(text: str, call: Callable[[], Any], read: Callable[[Any], Any]) -> Any:
+    try:
+        contained(load, text)
+        value = contained(call)
+        if inspect.isawaitable(value):
+            value = asyncio.run(contained_await(value))
+        return _portable(read(value))
+    except GrpoError as error:
+        raise _portable(error) from None
+    except Exception as error:  # noqa: BLE001 - code of a user
+        return UserCodeFailed.of(error)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # it would end this process later
+
+
+def _portable(value: T) -> T:
+    """The value, which another process can read: any other one would break the pool. Raises the
+    errors of pickle."""
+    pickle.loads(pickle.dumps(value))
+    return value
+
+
+def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The error of a worker that does not start; nothing if the environment ended meanwhile."""
+    if not issubclass(kind, FileNotFoundError | ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)
+
+
+if _text := os.environ.pop(TASKS_VARIABLE, ""):
+    sys.excepthook = _say
+    # Printed already when the environment loaded the task. An error is raised again in a worker.
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(BaseException):
+        load(_text)

@@ -1,10 +1,13 @@
-"""Rewards of a task: what they may return, and what happens if they fail."""
+"""Rewards of a task: what they may return, penalties worked out by hand, and what happens if the
+code fails."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,11 +15,20 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from grpo_env.grading.parts import UnknownRewardPart
-from grpo_env.rollout.grading import Grade, Grader, Ungraded
+from grpo_env.rollout.grader import (
+    PENALTIES,
+    Grade,
+    Grader,
+    Ungraded,
+    UnknownRewardPart,
+    length,
+    overlong,
+    repetition,
+)
 from grpo_env.rollout.groups import FailureReason
-from grpo_env.rollout.user_code import TaskCode
-from grpo_env.tasks import Answer, Graded
+from grpo_env.rollout.task_code import TaskCode
+from grpo_env.tasks import Answer, Graded, Task
+from grpo_env.tasks.tools import CodeStopped
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import generate_answer
 from tests.unit.env.rollout.rig import Rewarded, lost, sample
@@ -32,10 +44,18 @@ async def grade(
 async def grade_by(
     reward: Any, weights: dict[str, float] | None = None, answer: Answer | None = None
 ) -> Grade | Ungraded:
-    with TaskCode(DEADLINE_S) as code:
-        task = Rewarded(reward)
-        [found] = await Grader(weights or {}, code).grade_all(task, [answer or Answer("7")], {})
-        return found
+    [found] = await grades(Rewarded(reward), [answer or Answer("7")], weights)
+    return found
+
+
+async def grades(
+    task: Task,
+    answers: list[Answer],
+    weights: dict[str, float] | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> list[Grade | Ungraded]:
+    with TaskCode(deadline_s) as code:
+        return await Grader(weights or {}, code).grade_all(task, answers, {})
 
 
 async def test_the_score_is_the_weighted_sum_of_the_parts() -> None:
@@ -58,11 +78,8 @@ async def test_numbers_of_numpy_and_torch_are_numbers() -> None:
 
 
 async def test_a_part_that_is_none_is_left_out_and_known() -> None:
-    with TaskCode(DEADLINE_S) as code:
-        grader = Grader({"b": 2.0}, code)
-        answers = [Answer("7")] * 64
-        grades = await grader.grade_all(Rewarded(lambda *_: {"a": 1.0, "b": None}), answers, {})
-    assert grades[0] == Grade(1.0, {"a": 1.0})
+    task = Rewarded(lambda *_: {"a": 1.0, "b": None})
+    assert (await grades(task, [Answer("7")] * 64, {"b": 2.0}))[0] == Grade(1.0, {"a": 1.0})
 
 
 async def test_a_coroutine_is_awaited_outside_of_the_event_loop() -> None:
@@ -81,9 +98,8 @@ async def test_coroutines_of_a_task_that_does_not_block_wait_side_by_side() -> N
             await both.wait()
             return 1.0
 
-    with TaskCode(DEADLINE_S) as code:
-        task = Waiting(None, blocks=False)  # type: ignore[arg-type]
-        found = await Grader({}, code).grade_all(task, [Answer("7"), Answer("8")], {})
+    task = Waiting(None, blocks=False)  # type: ignore[arg-type]
+    found = await grades(task, [Answer("7"), Answer("8")])
     assert found == [Grade(1.0, {"reward": 1.0})] * 2
 
 
@@ -133,14 +149,11 @@ async def test_a_part_may_be_missing_in_some_answers_but_not_in_all() -> None:
     def reward(answer: Answer, _row: Any) -> dict[str, float]:
         return {"accuracy": 1.0} | ({"format": 0.5} if answer == "b" else {})
 
-    with TaskCode(DEADLINE_S) as code:
-        grader = Grader({"format": 2.0}, code)
-        answers = [Answer(text) for text in 40 * ("a", "b")]
-        grades = await grader.grade_all(Rewarded(reward), answers, {})
-        assert [grade.score for grade in grades[:2] if isinstance(grade, Grade)] == [1.0, 2.0]
-        typed_wrong = Grader({"acuracy": 1.0}, code)
-        with pytest.raises(UnknownRewardPart, match=r"acuracy; the parts .* accuracy, format"):
-            await typed_wrong.grade_all(Rewarded(reward), answers, {})
+    answers = [Answer(text) for text in 40 * ("a", "b")]
+    found = await grades(Rewarded(reward), answers, {"format": 2.0})
+    assert [grade.score for grade in found[:2] if isinstance(grade, Grade)] == [1.0, 2.0]
+    with pytest.raises(UnknownRewardPart, match=r"acuracy; the parts .* accuracy, format"):
+        await grades(Rewarded(reward), answers, {"acuracy": 1.0})
 
 
 async def test_an_error_of_the_reward_that_looks_like_a_stop_is_an_error() -> None:
@@ -206,9 +219,92 @@ async def test_a_reward_that_never_ends_is_given_up(is_async: bool) -> None:
         never.wait(DEADLINE_S)
         return 0.0
 
-    with TaskCode(deadline_s=0.05) as code:
-        task = Rewarded(hang if is_async else block)
-        [found] = await Grader({}, code).grade_all(task, [Answer("7")], {})
-        never.set()
+    task = Rewarded(hang if is_async else block)
+    [found] = await grades(task, [Answer("7")], deadline_s=0.05)
+    never.set()
     assert isinstance(found, Ungraded)
     assert "did not end within 0.05 s" in found.problem
+
+
+def no_number(_answer: str) -> float:
+    return float(next(iter(())))
+
+
+def exits(_answer: str) -> float:
+    exec("exit()", {"exit": sys.exit})
+    return 1.0
+
+
+def interrupts(_answer: str) -> float:
+    raise KeyboardInterrupt
+
+
+async def exits_later(_answer: str) -> float:
+    await asyncio.sleep(0)
+    return exits(_answer)
+
+
+FUNCTIONS: dict[Callable[..., Any], str] = {
+    no_number: "StopIteration",
+    exits: "SystemExit",
+    interrupts: "KeyboardInterrupt",
+    exits_later: "SystemExit",
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+async def test_what_no_future_holds_and_what_ends_a_process_is_an_error_of_the_call(
+    function: Callable[..., Any],
+) -> None:
+    with TaskCode(10 * DEADLINE_S) as code:  # a call that never ends would end the test first
+        with pytest.raises(CodeStopped, match=FUNCTIONS[function]):
+            await code.call("reward", function, "7")
+        assert await code.call("reward", str, 7) == "7"
+        assert await code.call("reward", asyncio.sleep, 0, "7") == "7"
+
+
+def said(tokens: int, max_tokens: int = 100, text: str = "", finished: bool = True) -> Answer:
+    return Answer(text, token_ids=range(tokens), max_tokens=max_tokens, finished=finished)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "of_length", "of_overlong"),
+    # Limit 100, buffer 20: the penalty for an overlong answer starts at 80 tokens.
+    [
+        *((0, 0.0, 0.0), (1, -0.01, 0.0), (80, -0.8, 0.0), (81, -0.81, -0.05)),
+        *((90, -0.9, -0.5), (100, -1.0, -1.0), (150, -1.0, -1.0)),
+    ],
+)
+def test_length_is_the_used_share_of_the_limit_and_overlong_falls_in_its_last_fifth(
+    tokens: int, of_length: float, of_overlong: float
+) -> None:
+    assert length(said(tokens)) == pytest.approx(of_length)
+    assert overlong(said(tokens)) == pytest.approx(of_overlong)
+    assert overlong(said(tokens, finished=False)) == -1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "penalty"),
+    [
+        *(("", 0.0), ("one two three", 0.0), ("one two three four five", 0.0)),
+        # Words: a b c d a b c d. 4-grams: abcd bcda cdab dabc abcd, so 4 of 5 differ.
+        ("a b c d\na B  c d", -0.2),
+        # 13 words have 10 4-grams, which are all the same.
+        ("no " * 13, -0.9),
+    ],
+)
+def test_repetition_is_the_share_of_repeated_ngrams(text: str, penalty: float) -> None:
+    assert repetition(Answer(text)) == pytest.approx(penalty)
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_are_no_rewards_and_handle_100_kb(name: str) -> None:
+    assert -1.0 <= PENALTIES[name](said(100, text="no " * 33_000)) < -0.9
+    assert PENALTIES[name](said(0)) == 0.0
+
+
+@pytest.mark.parametrize("penalty", [length, overlong])
+def test_an_answer_without_a_limit_has_no_share_of_it(penalty: object) -> None:
+    assert callable(penalty)
+    with pytest.raises(ValueError, match="max_tokens of the answer is 0"):
+        penalty(said(1, max_tokens=0))

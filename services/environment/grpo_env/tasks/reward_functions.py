@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from grpo_core.wire.fields import FLOAT32_MAX
-from grpo_env.tasks import PROMPT_COLUMNS, Answer, Graded, Row
+from grpo_env.tasks.task import PROMPT_COLUMNS, Answer, Graded, Row
 
 RewardFunction = Callable[[Answer, Row], Any]
 
