@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import asynccontextmanager
 from typing import Any
 
-from grpo_api.batches import BatchDispatcher
+from grpo_api.dispatcher import BatchDispatcher
 from grpo_api.errors import StoreUnavailable
-from grpo_api.planning.run import Limits
+from grpo_api.intake import Intake
+from grpo_api.planning.run_view import Limits
 from grpo_api.store import RunStore
-from grpo_api.store.batches import Acknowledged, Lease, Poll
-from grpo_api.store.groups import Outcomes, Submission
+from grpo_api.store.leases import Acknowledged, Lease, Poll
 from grpo_api.store.payloads import pack, unpack
+from grpo_api.store.queue import Outcomes, Submission
 from grpo_api.store.redis import RedisLink
-from grpo_api.submissions.intake import Intake
 from grpo_api.waiting import Lifetime
 from grpo_core.wire.run_api import EnvironmentRegistration, Registration
 from grpo_core.wire.scored_group import ScoredGroup

@@ -1,6 +1,6 @@
 """Environments register, read `/status-env`, stop polling, and disconnect.
 
-`tests/unit/api/planning/test_env_status.py` tests the formulas of `/status-env`.
+`tests/unit/api/test_env_status.py` tests the formulas of `/status-env`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from grpo_api.errors import (
     LeasesTooLarge,
     StoreUnavailable,
 )
-from grpo_api.store.batches import Acknowledged
+from grpo_api.store.leases import Acknowledged
 from tests.integration.run_store_rig import Interruption, Run, open_run
 
 FOR_EVER_S = 3600.0

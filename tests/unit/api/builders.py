@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from grpo_api.planning.batch import Bundle, StoredGroup
-from grpo_api.planning.run import Environment
+from grpo_api.planning.batch_plan import Bundle, StoredGroup
+from grpo_api.planning.run_view import Environment
 from grpo_core.wire.run_api import EnvironmentRegistration
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grpo_api.errors import GroupRefused
-from grpo_api.planning.batch import Bundle, StoredGroup, why_unservable
+from grpo_api.planning.batch_plan import Bundle, StoredGroup, why_unservable
 from grpo_api.planning.subset_sum import Kind, oldest_choice
 
 MAX_BUFFERED_GROUPS = 16

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 
 from grpo_api.errors import ShuttingDown, StoreUnavailable
-from grpo_api.routes.dependencies import Services
 from grpo_api.routes.openapi import refusals
+from grpo_api.routes.requests import Services
 from grpo_api.routes.responses import Greeting, Healthy
 from grpo_api.store import RunStore
 from grpo_api.store.stats import RunStats

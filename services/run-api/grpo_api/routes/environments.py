@@ -6,16 +6,16 @@ import structlog
 from fastapi import APIRouter
 
 from grpo_api.errors import Refused
-from grpo_api.planning.batch import minimum_groups
-from grpo_api.planning.run import RunView, environment_status
-from grpo_api.routes.dependencies import (
+from grpo_api.planning.batch_plan import minimum_groups
+from grpo_api.planning.run_view import RunView, environment_status
+from grpo_api.routes.openapi import json_body, refusals
+from grpo_api.routes.requests import (
     EnvironmentIdBody,
     EnvironmentRegistrationBody,
     IdempotencyKey,
     Services,
     checked_key,
 )
-from grpo_api.routes.openapi import json_body, refusals
 from grpo_api.routes.responses import (
     EnvironmentEnrolled,
     Failed,

@@ -10,10 +10,10 @@ import structlog
 from fastapi import APIRouter, Depends, Path, Query
 from fastapi.responses import StreamingResponse
 
-from grpo_api.batches import batch_pieces, begun
+from grpo_api.dispatcher import batch_pieces, begun
 from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
-from grpo_api.routes.dependencies import RegistrationBody, Services
 from grpo_api.routes.openapi import json_body, linked, refusals
+from grpo_api.routes.requests import RegistrationBody, Services
 from grpo_api.routes.responses import (
     BatchesAcknowledged,
     LeaseAnswer,
@@ -24,7 +24,7 @@ from grpo_api.routes.responses import (
     TrainerNames,
 )
 from grpo_api.store import RunStore
-from grpo_api.store.batches import Lease, Poll
+from grpo_api.store.leases import Lease, Poll
 from grpo_core.wire.run_api import Registration, TrainerEnrolled, TrainerInfo
 
 _NOTHING_REGISTERED = -1

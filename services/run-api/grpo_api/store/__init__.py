@@ -5,10 +5,10 @@ Every change to more than one key is one Lua script, so several run-api processe
 
 from __future__ import annotations
 
-from grpo_api.store.batches import BatchStore
-from grpo_api.store.groups import GroupStore
 from grpo_api.store.keys import STATE_KEYS, former_keys
+from grpo_api.store.leases import BatchStore
 from grpo_api.store.payloads import PayloadStore
+from grpo_api.store.queue import GroupStore
 from grpo_api.store.redis import RedisLink
 from grpo_api.store.registrations import RegistrationStore
 from grpo_api.store.stats import StatsStore

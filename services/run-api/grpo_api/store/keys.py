@@ -50,7 +50,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 
-from grpo_api.planning.batch import Bundle, StoredGroup
+from grpo_api.planning.batch_plan import Bundle, StoredGroup
 from grpo_api.planning.subset_sum import Kind
 from grpo_api.store.redis import RedisLink
 from grpo_core.wire.policy_version import PolicyVersion

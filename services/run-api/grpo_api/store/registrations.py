@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 from grpo_api.errors import Refused, StoreUnavailable, unprocessable
-from grpo_api.planning.batch import batch_size_conflicts, why_unservable
-from grpo_api.planning.run import Environment, RunView
+from grpo_api.planning.batch_plan import batch_size_conflicts, why_unservable
+from grpo_api.planning.run_view import Environment, RunView
 from grpo_api.store.keys import RECEIPT_S, former_keys, parse_kind, receipt_key
 from grpo_api.store.redis import RedisLink
 from grpo_core.redis.keys import served_weights_followers_key, served_weights_key

@@ -8,7 +8,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_api.planning.batch import Bundle, Demand, plan_batch
+from grpo_api.planning.batch_plan import Bundle, Demand, plan_batch
 from grpo_api.planning.subset_sum import Kind
 from tests.unit.api.builders import bundle, queues
 

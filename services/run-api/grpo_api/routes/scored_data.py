@@ -8,16 +8,17 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from grpo_api.batches import group_pieces
+from grpo_api.decode import Decode, decode_group, decode_groups
+from grpo_api.dispatcher import group_pieces
 from grpo_api.errors import GroupRefused, Refused
-from grpo_api.routes.dependencies import (
+from grpo_api.routes.openapi import json_body, refusals
+from grpo_api.routes.requests import (
     IdempotencyKey,
     RunUuid,
     Services,
     checked_key,
     services_of,
 )
-from grpo_api.routes.openapi import json_body, refusals
 from grpo_api.routes.responses import (
     GroupBuffered,
     GroupReceived,
@@ -25,8 +26,7 @@ from grpo_api.routes.responses import (
     NoExample,
     ServedGroup,
 )
-from grpo_api.store.groups import Outcomes, Submission
-from grpo_api.submissions.decode import Decode, decode_group, decode_groups
+from grpo_api.store.queue import Outcomes, Submission
 from grpo_core.wire.scored_group import ScoredGroup
 
 router = APIRouter()

@@ -15,11 +15,11 @@ import structlog
 from starlette.concurrency import run_in_threadpool
 
 from grpo_api.errors import BatchGone
-from grpo_api.planning.batch import Bundle, plan_batch
-from grpo_api.planning.run import RunView
+from grpo_api.planning.batch_plan import Bundle, plan_batch
+from grpo_api.planning.run_view import RunView
 from grpo_api.store import RunStore
-from grpo_api.store.batches import Lease, OpenPoll, PlanLost, Poll
 from grpo_api.store.keys import parse_queue
+from grpo_api.store.leases import Lease, OpenPoll, PlanLost, Poll
 from grpo_api.store.payloads import PayloadStore, unpack, unpacked_bytes
 from grpo_api.waiting import Lifetime
 from grpo_core.deadline import Deadline

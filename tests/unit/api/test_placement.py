@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_api.errors import GroupRefused
-from grpo_api.planning.batch import batch_size_conflicts, why_unservable
+from grpo_api.planning.batch_plan import batch_size_conflicts, why_unservable
 from grpo_api.planning.placement import (
     MAX_BUFFERED_GROUPS,
     Buffer,

@@ -10,15 +10,15 @@ from typing import Annotated, TypeVar
 from fastapi import Depends, Header, Request
 from pydantic import BaseModel, ValidationError, WithJsonSchema
 
-from grpo_api.batches import BatchDispatcher
+from grpo_api.decode import SubmissionDecoder
+from grpo_api.dispatcher import BatchDispatcher
+from grpo_api.error_responses import invalid
 from grpo_api.errors import Refused
-from grpo_api.http.error_responses import invalid
-from grpo_api.http.request_body import BodyReader, inflate
+from grpo_api.intake import Intake
 from grpo_api.metrics import Metrics
-from grpo_api.planning.run import Limits
+from grpo_api.planning.run_view import Limits
+from grpo_api.request_body import BodyReader, inflate
 from grpo_api.store import RunStore
-from grpo_api.submissions.decode import SubmissionDecoder
-from grpo_api.submissions.intake import Intake
 from grpo_api.waiting import Lifetime
 from grpo_core.wire.run_api import (
     RUN_UUID_HEADER,

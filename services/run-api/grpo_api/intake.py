@@ -10,9 +10,9 @@ import time
 from dataclasses import replace
 
 from grpo_api.errors import QueueFull
-from grpo_api.planning.run import Limits, RunView
+from grpo_api.planning.run_view import Limits, RunView
 from grpo_api.store import RunStore
-from grpo_api.store.groups import Outcomes, Submission
+from grpo_api.store.queue import Outcomes, Submission
 from grpo_api.waiting import Lifetime, WaitingLine
 
 _CHECK_EVERY_S = 1.0

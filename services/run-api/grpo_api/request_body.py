@@ -12,8 +12,8 @@ from fastapi import Request
 from isal import igzip, isal_zlib
 from isal.isal_zlib import IsalError
 
+from grpo_api.error_responses import too_large
 from grpo_api.errors import BodiesFull, BodyTooSlow, Refused
-from grpo_api.http.error_responses import too_large
 
 INLINE_BYTES = 1024 * 1024
 """Content up to this size is decoded on the event loop: usually 1 to 2 ms, at worst 20 ms."""

@@ -8,8 +8,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_api.planning.batch import Bundle, plan_batch
-from grpo_api.planning.run import (
+from grpo_api.planning.batch_plan import Bundle, plan_batch
+from grpo_api.planning.run_view import (
     Environment,
     Limits,
     RunView,

@@ -12,9 +12,9 @@ from typing import Any
 import structlog
 
 from grpo_api.errors import GroupRefused, Refused, StoreUnavailable
-from grpo_api.planning.batch import StoredGroup
+from grpo_api.planning.batch_plan import StoredGroup
 from grpo_api.planning.placement import BufferedRun, Placement, place
-from grpo_api.planning.run import Limits
+from grpo_api.planning.run_view import Limits
 from grpo_api.store.keys import (
     RECEIPT_S,
     env_field,

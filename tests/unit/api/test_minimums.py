@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_api.planning.batch import demand
+from grpo_api.planning.batch_plan import demand
 from grpo_api.planning.subset_sum import Kind
 
 BATCH_SIZE = 24

@@ -18,18 +18,18 @@ import structlog
 from isal import isal_zlib
 from pydantic import Field, TypeAdapter, ValidationError
 
+from grpo_api.error_responses import invalid
 from grpo_api.errors import Refused, StoreUnavailable
-from grpo_api.http.error_responses import invalid
-from grpo_api.http.request_body import (
+from grpo_api.group_scan import scan_group
+from grpo_api.request_body import (
     INLINE_BYTES,
     RawBody,
     TooMuchWork,
     inflate,
     inflate_member,
 )
-from grpo_api.store.groups import Submission
 from grpo_api.store.payloads import PackedGroup, compress, pack, stored
-from grpo_api.submissions.group_scan import scan_group
+from grpo_api.store.queue import Submission
 from grpo_api.waiting import in_turn
 from grpo_core.wire.scored_group import ScoredGroup
 

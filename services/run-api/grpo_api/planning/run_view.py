@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_api.planning.batch import Demand, demand
+from grpo_api.planning.batch_plan import Demand, demand
 from grpo_api.planning.subset_sum import Kind
 from grpo_core.wire.fields import IGNORED_WEIGHT
 from grpo_core.wire.run_api import EnvironmentRegistration, EnvironmentStatus

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_api.planning.run import (
+from grpo_api.planning.run_view import (
     Environment,
     Limits,
     RunView,

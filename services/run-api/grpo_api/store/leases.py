@@ -20,7 +20,7 @@ from grpo_api.errors import (
     SupersededTrainer,
     TrainerNotRegistered,
 )
-from grpo_api.planning.batch import Bundle
+from grpo_api.planning.batch_plan import Bundle
 from grpo_api.store.keys import parse_groups, write_queued
 from grpo_api.store.redis import RedisLink
 from grpo_core.wire.policy_version import PolicyVersion
