@@ -9,7 +9,7 @@ import httpx
 import redis
 
 from grpo_api.store.redis import layout_prefix
-from grpo_api.store.registrations import GONE_TIMEOUTS
+from grpo_api.store.run import GONE_TIMEOUTS
 from tests.fixtures.run_api import ENVIRONMENT_TIMEOUT_S, RUN_ID
 from tests.integration.run_api_calls import (
     WAITING,

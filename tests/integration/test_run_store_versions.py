@@ -45,7 +45,7 @@ class VersionedRun:
         lease = await self.leased(after)
         markers = await self.run.markers(lease)
         assert markers is not None
-        return list(zip(markers, lease.received_under, strict=True))
+        return list(zip(markers, (group.received_under for group in lease.groups), strict=True))
 
 
 @pytest.fixture

@@ -14,21 +14,19 @@ from fastapi import FastAPI
 
 from grpo_api.decode import SubmissionDecoder
 from grpo_api.dispatcher import BatchDispatcher
-from grpo_api.error_responses import answer_errors
+from grpo_api.errors import answer_errors
 from grpo_api.intake import Intake
+from grpo_api.lifetime import Lifetime
 from grpo_api.metrics import Metrics
 from grpo_api.middleware import CompressionMiddleware, RequestMiddleware, RouteTemplates
 from grpo_api.planning.run_view import Limits
-from grpo_api.request_body import BodyReader
 from grpo_api.routes import admin, environments, scored_data, trainer
 from grpo_api.routes.openapi import DESCRIPTION, OPEN_PATHS, OPENAPI_PATH, describe, refusals
-from grpo_api.routes.requests import MAX_RECORD_BYTES, AppServices
+from grpo_api.routes.requests import MAX_RECORD_BYTES, AppServices, BodyReader
 from grpo_api.server import HttpServer, forward_library_logs, keep_freed_memory
 from grpo_api.settings import RunApiSettings
-from grpo_api.store import RunStore
-from grpo_api.store.redis import RedisLink
-from grpo_api.store.redis_checks import check_redis, watch_disk
-from grpo_api.waiting import Lifetime
+from grpo_api.store.redis import RedisLink, check_redis, watch_disk
+from grpo_api.store.run import RunStore
 from grpo_core.logs import configure_logging
 from grpo_core.redis.server import LocalRedis, disk_bytes
 from grpo_core.redis.url import local_redis_directory

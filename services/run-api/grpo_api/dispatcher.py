@@ -15,13 +15,13 @@ import structlog
 from starlette.concurrency import run_in_threadpool
 
 from grpo_api.errors import BatchGone
-from grpo_api.planning.batch_plan import Bundle, plan_batch
+from grpo_api.lifetime import Lifetime
+from grpo_api.planning.batch_plan import plan_batch
 from grpo_api.planning.run_view import RunView
-from grpo_api.store import RunStore
-from grpo_api.store.keys import parse_queue
+from grpo_api.store.keys import parse_kind
 from grpo_api.store.leases import Lease, OpenPoll, PlanLost, Poll
 from grpo_api.store.payloads import PayloadStore, unpack, unpacked_bytes
-from grpo_api.waiting import Lifetime
+from grpo_api.store.run import RunStore
 from grpo_core.deadline import Deadline
 
 _MAX_PLANS = 8
@@ -62,10 +62,10 @@ class BatchDispatcher:
                 StoreUnavailable
         """
         if poll.trainer_id is None:
-            await self._store.batches.acknowledge(None)
+            await self._store.leases.acknowledge(None)
         deadline = Deadline(wait_s)
         while True:
-            arrivals = await self._store.batches.arrivals() if wait_s else 0
+            arrivals = await self._store.leases.arrivals() if wait_s else 0
             began = time.monotonic()
             lease = await self._next(poll)
             if lease is not None:
@@ -73,7 +73,7 @@ class BatchDispatcher:
                     "batch.handed_out",
                     batch_id=lease.batch_id,
                     step=lease.step,
-                    groups=len(lease.group_ids),
+                    groups=len(lease.groups),
                     sequences=lease.sequences,
                     age_s=round(lease.age_at_lease_s, 3),
                     handed_out_before=lease.again,
@@ -89,13 +89,13 @@ class BatchDispatcher:
         while not deadline.has_passed:
             if await self._lifetime.closes_within(poll_s):
                 return False
-            if time.monotonic() >= plan_at or await self._store.batches.arrivals() != arrivals:
+            if time.monotonic() >= plan_at or await self._store.leases.arrivals() != arrivals:
                 return True
         return False
 
     async def _next(self, poll: Poll) -> Lease | None:
         for _ in range(_MAX_PLANS):
-            opened = await self._store.batches.open_poll(poll)
+            opened = await self._store.leases.open_poll(poll)
             if isinstance(opened, Lease):
                 return opened
             outcome = await self._plan_and_lease(opened)
@@ -106,17 +106,18 @@ class BatchDispatcher:
         return None
 
     async def _plan_and_lease(self, opened: OpenPoll) -> Lease | PlanLost | None:
-        run = await self._store.registrations.view()
-        entries = await self._store.batches.candidates(opened.batch_size)
+        run = await self._store.view()
+        entries = await self._store.leases.candidates(opened.batch_size)
         if len(entries) <= _PLANNED_INLINE:
-            bundles = _plan(entries, run)
+            planned = _plan(entries, run)
         else:
-            bundles = await run_in_threadpool(_plan, entries, run)
-        return None if bundles is None else await self._store.batches.lease(opened, bundles)
+            planned = await run_in_threadpool(_plan, entries, run)
+        return None if planned is None else await self._store.leases.lease(opened, planned)
 
 
-def _plan(entries: Sequence[bytes], run: RunView) -> list[Bundle] | None:
-    return plan_batch(parse_queue(entries), run.demand())
+def _plan(entries: Sequence[bytes], run: RunView) -> list[bytes] | None:
+    chosen = plan_batch([parse_kind(entry) for entry in entries], run.demand())
+    return None if chosen is None else [entries[i] for i in chosen]
 
 
 async def batch_pieces(store: PayloadStore, lease: Lease) -> AsyncIterator[bytes]:
@@ -128,26 +129,24 @@ async def batch_pieces(store: PayloadStore, lease: Lease) -> AsyncIterator[bytes
         BatchGone: the batch was acknowledged, or the run was reset, while it was sent.
         StoreUnavailable
     """
-    yield _head(lease)
-    for start in range(0, len(lease.group_ids), _GROUPS_AT_A_TIME):
-        payloads = store.load(lease.group_ids[start : start + _GROUPS_AT_A_TIME])
-        is_first = start == 0
-        async for payload in payloads:
+    if lease.claim:
+        yield b'{"batch":['
+    else:
+        received_under = [group.received_under for group in lease.groups]
+        under = json.dumps(received_under, separators=(",", ":"))
+        yield f'{{"batch_id":{lease.batch_id},"received_under":{under},"batch":['.encode()
+    for start in range(0, len(lease.groups), _GROUPS_AT_A_TIME):
+        group_ids = [group.id for group in lease.groups[start : start + _GROUPS_AT_A_TIME]]
+        separator = b"," if start else b""
+        async for payload in store.load(group_ids):
             if payload is None:
                 raise BatchGone(lease.batch_id)
-            if not is_first:
-                yield b","
-            is_first = False
+            if separator:
+                yield separator
+            separator = b","
             async for piece in group_pieces(payload):
                 yield piece
     yield b"]}"
-
-
-def _head(lease: Lease) -> bytes:
-    if lease.claim:
-        return b'{"batch":['
-    under = json.dumps(lease.received_under, separators=(",", ":"))
-    return f'{{"batch_id":{lease.batch_id},"received_under":{under},"batch":['.encode()
 
 
 async def group_pieces(payload: bytes) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""Errors that run-api answers with a 4xx status or 503.
+"""Errors, and the answers to them: a 4xx status or 503, or 500 for an unexpected error.
 
 GrpoError
 ├── GroupRefused          one group of a submission cannot be accepted
@@ -22,10 +22,25 @@ GrpoError
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
+
 from grpo_core.errors import GrpoError
+from grpo_core.validation import message_of
+
+REQUEST_ID_HEADER = "x-request-id"
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that disconnected before the answer."""
+_MAX_PROBLEMS = 20
+_MAX_MESSAGE_CHARS = 2000
+_MAX_LOCATION_CHARS = 100
 
 Detail = str | list[dict[str, Any]]
 """A message, or problems as FastAPI lists them: loc, msg and type."""
@@ -218,3 +233,70 @@ def unprocessable(location: list[str | int], message: str) -> Refused:
 
 def _problem(location: list[str | int], message: str, kind: str) -> dict[str, Any]:
     return {"loc": ["body", *location], "msg": message, "type": kind}
+
+
+def too_large(max_bytes: int) -> Refused:
+    return Refused(413, f"the body is larger than {max_bytes} bytes; send fewer groups per request")
+
+
+def invalid(problems: Sequence[Any]) -> Refused:
+    """422 with the first problems, each cut to a limited length.
+
+    Without the invalid input, because JSON cannot hold a NaN in it.
+    """
+    return Refused(
+        422,
+        [
+            {
+                "loc": [
+                    part if isinstance(part, int) else str(part)[:_MAX_LOCATION_CHARS]
+                    for part in problem["loc"]
+                ],
+                "msg": message_of(problem)[:_MAX_MESSAGE_CHARS],
+                "type": problem["type"],
+            }
+            for problem in problems[:_MAX_PROBLEMS]
+        ],
+    )
+
+
+def invalid_body(error: ValidationError) -> Refused:
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    return invalid([{**problem, "loc": ("body", *problem["loc"])} for problem in found])
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Register an answer for every error that a handler raises."""
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(Answered, _answered)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
+    app.add_exception_handler(Exception, _unhandled)
+
+
+def answer_to(error: Answered) -> JSONResponse:
+    return JSONResponse({"detail": error.detail}, error.status, error.headers)
+
+
+async def _answered(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, Answered)
+    return answer_to(error)
+
+
+async def _invalid(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return answer_to(invalid(error.errors()))
+
+
+async def _client_gone(_request: Request, _error: Exception) -> Response:
+    """Only for the log and the metrics: the client has disconnected."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _unhandled(_request: Request, _error: Exception) -> JSONResponse:
+    """The answer after an unexpected error. uvicorn logs its traceback."""
+    request_id: str = structlog.contextvars.get_contextvars()["request_id"]
+    return JSONResponse(
+        {"detail": "internal error; see run-api's log", "request_id": request_id},
+        status_code=500,
+        headers={REQUEST_ID_HEADER: request_id},
+    )

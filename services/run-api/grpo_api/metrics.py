@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from grpo_api.store.stats import RunStats
+from grpo_api.store.run import RunStats
 
 _BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from grpo_api.waiting import Lifetime
+from grpo_api.lifetime import Lifetime
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048

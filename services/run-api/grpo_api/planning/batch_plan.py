@@ -6,130 +6,42 @@ choices, the one with the oldest groups is taken.
 The archived server builds batches from packs: groups of equal size that together have as many
 sequences as the largest queued group. Every pack is also an exact sum, so this module finds a batch
 whenever the archived server does. It also finds batches that packs cannot make, such as
-6 + 4 + 4 + 6 sequences for 20."""
+6 + 4 + 4 + 6 sequences for 20.
+
+The exact sums are found by dynamic programming on the bits of one integer: bit s is set if the
+groups seen so far can add up to s. Adding up to n groups of one size takes log2(n) shifts.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-from grpo_api.planning.subset_sum import Kind, Stock, can_make, oldest_choice
-from grpo_core.wire.policy_version import PolicyVersion
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class StoredGroup:
-    """Metadata of a group whose payload Redis stores under `id`. Later groups have higher ids.
+class Kind(NamedTuple):
+    """Groups of one kind are interchangeable. `env_id` is None if the sender does not matter."""
 
-    `received_under`: the policy version that was served when run-api received the group; None if
-    it was unknown.
-    """
-
-    id: int
-    sequences: int
-    stored_bytes: int
-    received_under: PolicyVersion | None = None
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """Groups that are queued and put into a batch together, in this order.
-
-    A bundle is one whole group, or parts that add up to one. Parts planned one by one could get
-    stuck: a part of 3 fits no batch once its part of 1 went into another.
-    """
-
-    id: int
-    """The id of the group that completed the bundle. Later bundles have higher ids."""
     env_id: int | None
-    groups: tuple[StoredGroup, ...]
-    queued_ms: int = 0
-    """When it was queued, by the clock of Redis; 0 until then."""
-
-    @property
-    def sequences(self) -> int:
-        return sum(group.sequences for group in self.groups)
-
-    @property
-    def kind(self) -> Kind:
-        return Kind(self.env_id, self.sequences)
+    sequences: int
 
 
-def plan_batch(queue: Sequence[Bundle], demand: Demand) -> list[Bundle] | None:
-    """Choose the next batch, oldest first; None if the queue cannot meet the demand yet.
+def plan_batch(queue: Sequence[Kind], demand: Demand) -> list[int] | None:
+    """Choose the next batch; None if the queue cannot meet the demand yet.
 
-    Only the oldest `batch_size // sequences` bundles of each kind can be chosen, so a caller may
+    Only the oldest `batch_size // sequences` groups of each kind can be chosen, so a caller may
     leave out the others. The cost then does not grow with the depth of the queue.
 
     Args:
-        queue: oldest first.
+        queue: the kind of each queued group, oldest first.
+    Returns:
+        Positions in `queue`, ascending.
     """
-    if sum(bundle.sequences for bundle in queue) < demand.batch_size:
-        return None
-    head = _head(queue, demand.batch_size)
-    if head is not None and not demand.unmet(Counter(bundle.kind for bundle in head)):
-        return head
-    chosen = oldest_choice(
-        [_kind(bundle, demand) for bundle in queue], demand.batch_size, demand.least
-    )
-    return None if chosen is None else [queue[i] for i in chosen]
-
-
-def _head(queue: Sequence[Bundle], batch_size: int) -> list[Bundle] | None:
-    """The first bundles of the queue if they fill the batch exactly, which is the usual case."""
-    chosen: list[Bundle] = []
-    missing = batch_size
-    for bundle in queue:
-        if bundle.sequences > missing:
-            return None
-        chosen.append(bundle)
-        missing -= bundle.sequences
-        if missing == 0:
-            return chosen
-    return None
-
-
-def _kind(bundle: Bundle, demand: Demand) -> Kind:
-    """The kind; without `env_id` if the environment has no minimum, since only the size matters."""
-    return bundle.kind if bundle.kind in demand.least else Kind(None, bundle.sequences)
-
-
-def why_unservable(sequences: int, batch_size: int) -> str | None:
-    """Why no batch can be made of groups of this size; None if one can.
-
-    Groups are never split, so the size must divide the batch size. A size that needs other sizes
-    to fill the batch would block the queue when the sender of those leaves.
-    """
-    if batch_size % sequences == 0:
-        return None
-    return (
-        f"groups of {sequences} sequences do not fill a batch of exactly {batch_size}; use a group "
-        f"size that divides {batch_size}, or register the trainer with another batch_size"
-    )
-
-
-def batch_size_conflicts(
-    batch_size: int, group_size_of: Mapping[int, int], queued: Mapping[Kind, int]
-) -> list[str]:
-    """Why a batch size does not fit the queued groups and connected environments of a run.
-
-    Args:
-        group_size_of: env_id → group size of each connected environment.
-        queued: groups in the queue, by kind.
-    """
-    lying = [
-        f"groups of {size} sequences are queued"
-        for size in sorted({kind.sequences for kind in queued})
-        if why_unservable(size, batch_size)
-    ]
-    coming = [
-        f"environment {env_id} sends groups of {size} sequences"
-        for env_id, size in sorted(group_size_of.items())
-        if why_unservable(size, batch_size)
-    ]
-    return lying + coming
+    # without a minimum for its environment, only the size of a group matters
+    kinds = [kind if kind in demand.least else Kind(None, kind.sequences) for kind in queue]
+    return oldest_choice(kinds, demand.batch_size, demand.least)
 
 
 @dataclass(frozen=True)
@@ -204,3 +116,128 @@ def minimum_groups(kind: Kind, minimum: float, batch_size: int, step: int | None
     declared = int(batch_size * minimum)
     sequences = declared if step is None else -(-declared * step // batch_size)
     return -(-sequences // kind.sequences)
+
+
+def why_unservable(sequences: int, batch_size: int) -> str | None:
+    """Why no batch can be made of groups of this size; None if one can.
+
+    Groups are never split, so the size must divide the batch size. A size that needs other sizes
+    to fill the batch would block the queue when the sender of those leaves.
+    """
+    if batch_size % sequences == 0:
+        return None
+    return (
+        f"groups of {sequences} sequences do not fill a batch of exactly {batch_size}; use a group "
+        f"size that divides {batch_size}, or register the trainer with another batch_size"
+    )
+
+
+def batch_size_conflicts(
+    batch_size: int, group_size_of: Mapping[int, int], queued: Mapping[Kind, int]
+) -> list[str]:
+    """Why a batch size does not fit the queued groups and connected environments of a run.
+
+    Args:
+        group_size_of: env_id → group size of each connected environment.
+        queued: groups in the queue, by kind.
+    """
+    lying = [
+        f"groups of {size} sequences are queued"
+        for size in sorted({kind.sequences for kind in queued})
+        if why_unservable(size, batch_size)
+    ]
+    coming = [
+        f"environment {env_id} sends groups of {size} sequences"
+        for env_id, size in sorted(group_size_of.items())
+        if why_unservable(size, batch_size)
+    ]
+    return lying + coming
+
+
+@dataclass(frozen=True)
+class Stock:
+    """Interchangeable groups, of which between `least` and `most` are chosen."""
+
+    sequences: int
+    least: int
+    most: int
+
+
+def can_make(total: int, stocks: Iterable[Stock]) -> bool:
+    """Whether groups from `stocks`, within their limits, can add up to `total` sequences."""
+    within = (1 << (total + 1)) - 1
+    sums = 1
+    for stock in stocks:
+        if stock.least > stock.most or stock.least * stock.sequences > total:
+            return False
+        sums = sums << (stock.least * stock.sequences) & within
+        spare = min(stock.most, total // stock.sequences) - stock.least
+        covered = 1  # `sums` already allows for 0 to covered - 1 more groups
+        while spare > 0:
+            step = min(covered, spare)
+            sums = (sums | sums << (step * stock.sequences)) & within
+            spare -= step
+            covered += step
+    return bool(sums >> total & 1)
+
+
+def oldest_choice(
+    queue: Sequence[Kind], total: int, least: Mapping[Kind, int] | None = None
+) -> list[int] | None:
+    """Choose the oldest groups that hold exactly `total` sequences together.
+
+    Each group, oldest first, is taken if younger groups can fill the rest. The result is the first
+    of all exact choices in order of age. A group that fits no choice does not delay the others.
+
+    Args:
+        queue: the kind of each group, oldest first.
+        least: minimum number of chosen groups, for some kinds.
+    Returns:
+        Positions in `queue`, ascending, or None if no exact choice exists.
+    """
+    stocks = _stocks(queue, least or {})
+    if not can_make(total, stocks.values()):
+        return None
+    chosen: list[int] = []
+    candidates = list(range(len(queue)))
+    while candidates and total:
+        run = _longest_run(queue, candidates, stocks, total)
+        taken = Counter(queue[i] for i in candidates[:run])
+        chosen += candidates[:run]
+        stocks |= {kind: _with_taken(stocks[kind], n) for kind, n in taken.items()}
+        total -= sum(kind.sequences * n for kind, n in taken.items())
+        if run == len(candidates):
+            break
+        # No exact choice contains this group, so none contains a younger one of its kind.
+        refused = queue[candidates[run]]
+        stocks[refused] = replace(stocks[refused], most=0)
+        candidates = [i for i in candidates[run + 1 :] if queue[i] != refused]
+    return chosen
+
+
+def _stocks(queue: Sequence[Kind], least: Mapping[Kind, int]) -> dict[Kind, Stock]:
+    available = Counter(queue)
+    return {
+        kind: Stock(kind.sequences, least.get(kind, 0), available[kind])
+        for kind in [*available, *(kind for kind in least if kind not in available)]
+    }
+
+
+def _longest_run(
+    queue: Sequence[Kind], candidates: Sequence[int], stocks: Mapping[Kind, Stock], total: int
+) -> int:
+    """The largest number of oldest candidates that one exact choice can contain together."""
+
+    def cannot_take(count: int) -> bool:
+        taken = Counter(queue[i] for i in candidates[:count])
+        forced = {
+            kind: replace(stocks[kind], least=max(stocks[kind].least, n))
+            for kind, n in taken.items()
+        }
+        return not can_make(total, {**stocks, **forced}.values())
+
+    return bisect_left(range(1, len(candidates) + 1), True, key=cannot_take)
+
+
+def _with_taken(stock: Stock, taken: int) -> Stock:
+    return replace(stock, least=max(0, stock.least - taken), most=stock.most - taken)

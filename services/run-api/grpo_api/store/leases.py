@@ -20,10 +20,9 @@ from grpo_api.errors import (
     SupersededTrainer,
     TrainerNotRegistered,
 )
-from grpo_api.planning.batch_plan import Bundle
-from grpo_api.store.keys import parse_groups, write_queued
+from grpo_api.planning.placement import Groups
+from grpo_api.store.keys import entry_age, parse_groups
 from grpo_api.store.redis import RedisLink
-from grpo_core.wire.policy_version import PolicyVersion
 
 _PLAIN = ""
 """Stands for the trainer id of a plain poll."""
@@ -33,12 +32,12 @@ _PLAIN = ""
 class Lease:
     """A batch that was handed out and is not acknowledged yet.
 
-        Lease(12, 11, 64, 1.5, (301, 302), (PolicyVersion(1, 9), None), claim="", again=False)
+        Lease(12, step=11, sequences=16, age_at_lease_s=1.5,
+              groups=(StoredGroup(301, 8, 5120), StoredGroup(302, 8, 4870)), claim="", again=False)
 
     Attributes:
         age_at_lease_s: time in the queue of its oldest group, when the batch was formed.
-        group_ids: ids of its groups, in the order of the batch.
-        received_under: for each group, the version that was served when run-api received it.
+        groups: in the order of the batch.
         claim: of the plain poll that it answers; "" if a trainer leased it by its id.
         again: an earlier poll formed the batch.
     """
@@ -47,8 +46,7 @@ class Lease:
     step: int
     sequences: int
     age_at_lease_s: float
-    group_ids: tuple[int, ...]
-    received_under: tuple[PolicyVersion | None, ...]
+    groups: Groups
     claim: str
     again: bool
 
@@ -61,7 +59,7 @@ class Poll:
         trainer_id: None for a plain poll.
         after: id of the last batch that the trainer holds; ignored for a plain poll.
         batches_left: number of batches that the run needs after that; None if unknown.
-        claim: of a plain poll, from `BatchStore.claim`; "" otherwise.
+        claim: of a plain poll, from `Leases.claim`; "" otherwise.
     """
 
     trainer_id: int | None = None
@@ -95,7 +93,7 @@ class PlanLost(Enum):
     SUPERSEDED = "superseded"
 
 
-class BatchStore:
+class Leases:
     def __init__(self, link: RedisLink, max_leased_bytes: int) -> None:
         self._link = link
         self._max_leased_bytes = max_leased_bytes
@@ -136,17 +134,14 @@ class BatchStore:
         return OpenPoll(poll.claim, *rest)
 
     async def candidates(self, batch_size: int) -> list[bytes]:
-        """Entries of the oldest bundles, of each kind as many as a batch could hold.
-
-        `parse_queue` reads them, which takes a while if there are many.
-        """
+        """The oldest entries of the queue, of each kind as many as a batch could hold, by age."""
         entries: list[bytes] = await self._link.script(
             "batch_candidates", ("queue", "queued_kinds"), batch_size
         )
-        return entries
+        return sorted(entries, key=entry_age)
 
-    async def lease(self, poll: OpenPoll, bundles: Sequence[Bundle]) -> Lease | PlanLost:
-        """Move the bundles from the queue into one leased batch and count the step, atomically."""
+    async def lease(self, poll: OpenPoll, entries: Sequence[bytes]) -> Lease | PlanLost:
+        """Move entries from the queue into one leased batch and count the step, atomically."""
         outcome, *rest = await self._link.script(
             "lease_batch",
             (
@@ -157,7 +152,7 @@ class BatchStore:
             poll.trainer_id,
             poll.batch_id,
             poll.batch_size,
-            *(write_queued(bundle) for bundle in bundles),
+            *entries,
         )
         if outcome != b"leased":
             return PlanLost(outcome.decode())
@@ -213,15 +208,13 @@ def _refuse(outcome: bytes, batch_id: int, rest: Sequence[int]) -> None:
 
 
 def _lease(batch_id: int, written: bytes, claim: str, again: bool) -> Lease:
-    step, sequences, leased_ms, oldest_ms, written_groups = written.decode().split()
-    groups = parse_groups(written_groups)
+    step, sequences, leased_ms, oldest_ms, groups = written.decode().split()
     return Lease(
         batch_id=batch_id,
         step=int(step),
         sequences=int(sequences),
         age_at_lease_s=(int(leased_ms) - int(oldest_ms)) / 1000,
-        group_ids=tuple(group.id for group in groups),
-        received_under=tuple(group.received_under for group in groups),
+        groups=parse_groups(groups),
         claim=claim,
         again=again,
     )

@@ -6,29 +6,26 @@ import asyncio
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import structlog
 
 from grpo_api.errors import GroupRefused, Refused, StoreUnavailable
-from grpo_api.planning.batch_plan import StoredGroup
-from grpo_api.planning.placement import BufferedRun, Placement, place
+from grpo_api.lifetime import in_turn
+from grpo_api.planning.placement import BufferedRun, Placement, StoredGroup, place
 from grpo_api.planning.run_view import Limits
 from grpo_api.store.keys import (
     RECEIPT_S,
     env_field,
     parse_groups,
     receipt_key,
-    write_bundle,
+    write_entry,
     write_groups,
     write_version,
 )
 from grpo_api.store.payloads import PackedGroup, PayloadStore
 from grpo_api.store.redis import RedisLink
-from grpo_api.waiting import in_turn
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_core.wire.run_api import EnvironmentRegistration
 
 _MAX_PLACEMENTS = 32
 _STAGED_FROM_BYTES = 1024 * 1024
@@ -38,6 +35,8 @@ _log = structlog.get_logger()
 Outcomes = list[int | None]
 """For each group of a submission: the sequences in its environment's buffer afterwards, or None if
 the group was queued directly."""
+Contents = Sequence[bytes | str]
+"""For each group of a submission: its payload, or the name of its staged payload."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +64,11 @@ class Submission:
         return sum(len(group.payload) for group in self.groups)
 
 
-class _Undecided(Enum):
+class _NotPlaced(Exception):
     """The groups need a placement: some are parts, or the run changed since the last placement."""
 
-    PLACE = "place"
 
-
-class GroupStore:
+class GroupQueue:
     def __init__(self, link: RedisLink, payloads: PayloadStore) -> None:
         self._link = link
         self._payloads = payloads
@@ -81,7 +78,7 @@ class GroupStore:
         """The policy version that the server reports as served; None if it reports none."""
         return _version(await self._link.call(*self._reading_served()))
 
-    async def queue(self, submission: Submission, limits: Limits) -> Outcomes | None:
+    async def add(self, submission: Submission, limits: Limits) -> Outcomes | None:
         """Queue whole groups and buffer parts, all or nothing; None if the queue is full.
 
         Raises:
@@ -90,14 +87,15 @@ class GroupStore:
                 was used for other groups.
             StoreUnavailable: Redis is unreachable, or the run changes too fast.
         """
+        payloads = [group.payload for group in submission.groups]
         if submission.stored_bytes <= _STAGED_FROM_BYTES:
-            return await self._queue(submission, limits)
+            return await self._add(submission, limits, payloads)
         # A large payload is staged in pieces first, because queueing it in one command would block
         # Redis. It is staged only if there is room.
         if await self._is_full(limits):
             return None
-        async with self._payloads.staged([group.payload for group in submission.groups]) as names:
-            return await self._queue(submission, limits, names)
+        async with self._payloads.staged(payloads) as names:
+            return await self._add(submission, limits, names)
 
     async def _is_full(self, limits: Limits) -> bool:
         (totals,) = self._link.keys("totals")
@@ -107,16 +105,13 @@ class GroupStore:
         groups, queued_bytes, buffered_bytes = (int(total or 0) for total in found)
         return limits.fill(groups, queued_bytes + buffered_bytes) >= 1.0
 
-    async def _queue(
-        self, submission: Submission, limits: Limits, staged: Sequence[str] = ()
+    async def _add(
+        self, submission: Submission, limits: Limits, contents: Contents
     ) -> Outcomes | None:
-        """
-        Args:
-            staged: names of the staged payloads; empty if the payloads are sent with the command.
-        """
-        outcome = await self._queue_whole(submission, limits, staged)
-        if outcome is not _Undecided.PLACE:
-            return outcome
+        try:
+            return await self._add_whole(submission, limits, contents)
+        except _NotPlaced:
+            pass
         # Parts of one environment share its buffer. Of several that are placed at the same time,
         # all but one must start over. So one submission is placed at a time.
         limit_s = self._link.deadline_s
@@ -126,36 +121,34 @@ class GroupStore:
         )
         async with in_turn(self._placing, limit_s, reason):
             for _ in range(_MAX_PLACEMENTS):
-                outcome = await self._place(submission, limits, staged)
-                if outcome is not _Undecided.PLACE:
-                    return outcome
+                try:
+                    return await self._place(submission, limits, contents)
+                except _NotPlaced:
+                    pass
         raise StoreUnavailable(
             f"other submissions changed the partial groups {_MAX_PLACEMENTS} times while run-api "
             "stored this submission; send the same groups again"
         )
 
-    async def _queue_whole(
-        self, submission: Submission, limits: Limits, staged: Sequence[str]
-    ) -> Outcomes | _Undecided | None:
+    async def _add_whole(
+        self, submission: Submission, limits: Limits, contents: Contents
+    ) -> Outcomes | None:
         """Queue groups that need no placement, the usual case, in one command."""
-        outcomes: Outcomes = [None] * len(submission.groups)
-        answer = await self._link.script(
+        return await self._run(
             "submit_whole",
             (
                 *("trainer", "group_sizes", "queue", "payloads", "queued_kinds"),
                 *("queued_sizes", "latest", "totals", "last_group_id", "resets", "large"),
-                receipt_key(submission.key),
             ),
-            RECEIPT_S,
-            _written(submission, outcomes),
-            limits.queued_groups,
-            limits.queued_bytes,
-            self._payloads.staged_prefix if staged else "",
+            submission,
+            [None] * len(submission.groups),
+            limits,
+            contents,
             write_version(submission.received_under),
             submission.run_uuid,
             *(
                 field
-                for group, content in _contents(submission, staged)
+                for group, content in zip(submission.groups, contents, strict=True)
                 for field in (
                     env_field(group.env_id),
                     group.sequences,
@@ -165,11 +158,10 @@ class GroupStore:
             ),
             others=[self._link.served_weights],
         )
-        return _outcome(answer, submission, outcomes)
 
     async def _place(
-        self, submission: Submission, limits: Limits, staged: Sequence[str]
-    ) -> Outcomes | _Undecided | None:
+        self, submission: Submission, limits: Limits, contents: Contents
+    ) -> Outcomes | None:
         """Read the buffers, decide where each group goes, and carry that out if the run is still
         the same."""
         env_ids = [group.env_id for group in submission.groups]
@@ -181,27 +173,25 @@ class GroupStore:
                 "group.refused", env_id=env_ids[error.index], index=error.index, reason=str(error)
             )
             raise
-        answer = await self._link.script(
+        return await self._run(
             "submit_placed",
             (
                 *("trainer", "buffers", "queue", "payloads", "queued_kinds", "queued_sizes"),
-                *("latest", "totals", "resets", "large", receipt_key(submission.key)),
+                *("latest", "totals", "resets", "large"),
             ),
-            RECEIPT_S,
-            _written(submission, placement.buffered_sequences),
+            submission,
+            placement.buffered_sequences,
+            limits,
+            contents,
             trainer_id,
             _plan(placement, run),
-            limits.queued_groups,
-            limits.queued_bytes,
             groups[0].id,
-            self._payloads.staged_prefix if staged else "",
             *(
                 field
-                for group, content in _contents(submission, staged)
-                for field in (len(group.payload), content)
+                for group, content in zip(groups, contents, strict=True)
+                for field in (group.stored_bytes, content)
             ),
         )
-        return _outcome(answer, submission, placement.buffered_sequences)
 
     async def _open_placement(
         self, submission: Submission, env_ids: Sequence[int | None]
@@ -212,8 +202,8 @@ class GroupStore:
             The trainer's id, the groups with their ids, and the state.
         """
         known = sorted({env_id for env_id in env_ids if env_id is not None})
-        trainer, last_id, environments, buffers = self._link.keys(
-            "trainer", "last_group_id", "environments", "buffers"
+        trainer, last_id, group_sizes, buffers = self._link.keys(
+            "trainer", "last_group_id", "group_sizes", "buffers"
         )
         commands: list[tuple[Any, ...]] = [
             ("HMGET", trainer, "id", "batch_size", "run_uuid"),
@@ -221,7 +211,7 @@ class GroupStore:
             self._reading_served(),
         ]
         if known:
-            commands += [("HMGET", environments, *known), ("HMGET", buffers, *known)]
+            commands += [("HMGET", group_sizes, *known), ("HMGET", buffers, *known)]
         (trainer_id, batch_size, run_uuid), last, served, *by_env = await self._link.transaction(
             *commands
         )
@@ -229,18 +219,16 @@ class GroupStore:
             raise _no_trainer()
         if submission.run_uuid not in ("", run_uuid.decode()):
             raise _other_run()
-        registrations, buffered = by_env or ([], [])
+        sizes, buffered = by_env or ([], [])
         run = BufferedRun(
             batch_size=int(batch_size),
             group_size_of={
-                env_id: EnvironmentRegistration.model_validate_json(found).group_size
-                for env_id, found in zip(known, registrations, strict=True)
-                if found
+                env_id: int(size) for env_id, size in zip(known, sizes, strict=True) if size
             },
             buffers={
-                env_id: parse_groups(found.decode())
-                for env_id, found in zip(known, buffered, strict=True)
-                if found
+                env_id: parse_groups(parts.decode())
+                for env_id, parts in zip(known, buffered, strict=True)
+                if parts
             },
         )
         under = submission.received_under or _version(served)
@@ -253,13 +241,56 @@ class GroupStore:
     def _reading_served(self) -> tuple[Any, ...]:
         return ("HMGET", self._link.served_weights, "epoch", "step")
 
+    async def _run(
+        self,
+        script: str,
+        keys: Iterable[str],
+        submission: Submission,
+        outcomes: Outcomes,
+        limits: Limits,
+        contents: Contents,
+        *arguments: Any,
+        others: Sequence[str] = (),
+    ) -> Outcomes | None:
+        """Run a script that stores the groups and returns `outcomes`; None if the queue is full.
 
-def _contents(
-    submission: Submission, staged: Sequence[str]
-) -> Iterable[tuple[PackedGroup, bytes | str]]:
-    """Each group with its payload, or with the name of its staged payload."""
-    contents: Iterable[bytes | str] = staged or (group.payload for group in submission.groups)
-    return zip(submission.groups, contents, strict=True)
+        Raises:
+            _NotPlaced: the script has changed nothing.
+        """
+        answer = await self._link.script(
+            script,
+            (*keys, receipt_key(submission.key)),
+            RECEIPT_S,
+            f"{submission.fingerprint} {json.dumps(outcomes)}",
+            limits.queued_groups,
+            limits.queued_bytes,
+            self._payloads.staged_prefix if isinstance(contents[0], str) else "",
+            *arguments,
+            others=others,
+        )
+        match answer:
+            case [b"placed"]:
+                return outcomes
+            case [b"full"]:
+                return None
+            case [b"plan" | b"moved"]:
+                raise _NotPlaced
+            case [b"unregistered"]:
+                raise _no_trainer()
+            case [b"of another run"]:
+                raise _other_run()
+            case [b"unstaged"]:
+                raise StoreUnavailable("storing the groups took too long; send the groups again")
+        fingerprint, written = answer[1].decode().split(" ", 1)
+        if fingerprint != submission.fingerprint:
+            raise Refused(
+                422,
+                f"Idempotency-Key {submission.key!r} was used for other groups within the last "
+                f"{RECEIPT_S} s; use a new idempotency key for every submission that is not a "
+                "repeat",
+            )
+        answered: Outcomes = json.loads(written)
+        return answered
 
 
 def _plan(placement: Placement, run: BufferedRun) -> str:
@@ -270,7 +301,7 @@ def _plan(placement: Placement, run: BufferedRun) -> str:
                 [str(env_id), write_groups(run.buffers.get(env_id, ())), write_groups(after)]
                 for env_id, after in placement.buffers.items()
             ],
-            "bundles": [write_bundle(bundle) for bundle in placement.bundles],
+            "entries": [write_entry(kind, groups) for kind, groups in placement.entries],
         }
     )
 
@@ -293,35 +324,3 @@ def _other_run() -> Refused:
         "these groups were sampled for another run, which ended with /reset_data; register again "
         "(POST /register-env)",
     )
-
-
-def _written(submission: Submission, outcomes: Outcomes) -> str:
-    return f"{submission.fingerprint} {json.dumps(outcomes)}"
-
-
-def _outcome(
-    answer: Sequence[bytes], submission: Submission, outcomes: Outcomes
-) -> Outcomes | _Undecided | None:
-    """The result of a script that stores groups; None if the queue is full."""
-    match answer:
-        case [b"placed"]:
-            return outcomes
-        case [b"full"]:
-            return None
-        case [b"plan" | b"moved"]:
-            return _Undecided.PLACE
-        case [b"unregistered"]:
-            raise _no_trainer()
-        case [b"of another run"]:
-            raise _other_run()
-        case [b"unstaged"]:
-            raise StoreUnavailable("storing the groups took too long; send the groups again")
-    fingerprint, written = answer[1].decode().split(" ", 1)
-    if fingerprint != submission.fingerprint:
-        raise Refused(
-            422,
-            f"Idempotency-Key {submission.key!r} was used for other groups within the last "
-            f"{RECEIPT_S} s; use a new idempotency key for every submission that is not a repeat",
-        )
-    answered: Outcomes = json.loads(written)
-    return answered

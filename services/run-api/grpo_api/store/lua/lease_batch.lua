@@ -1,4 +1,4 @@
--- Lease the planned bundles as one batch and count the step, if the plan still holds.
+-- Lease the planned entries as one batch and count the step, if the plan still holds.
 --
 -- KEYS  1 trainer (hash)  2 leases (hash)        3 totals (hash)
 --       4 queue (zset)    5 queued_kinds (hash)  6 queued_sizes (hash)
@@ -6,7 +6,7 @@
 -- ARGV  1 claim of a plain poll, or ''  2 trainer id at planning  3 batch id
 --       4 sequences in the batch, then entries of the queue
 -- Returns {'superseded'}     a trainer registered, or the run was reset, since the poll began
---         {'moved'}          a bundle has left the queue, or another poll has the batch: plan
+--         {'moved'}          an entry has left the queue, or another poll has the batch: plan
 --                            again
 --         {'leased', lease}  by this call, or by an earlier one with the same batch id
 --

@@ -7,7 +7,7 @@
 --          queued_groups, queued_sequences, queued_bytes, buffered_parts, buffered_bytes,
 --          leased_bytes, age of the oldest lease (ms), age of the oldest queued group (ms),
 --          environments alive, environments registered, batches leased, groups refused,
---          reason for the last refusal}: numbers, except the last
+--          reason for the last refusal, uuid of the run or ''}: numbers, except the last two
 
 local trainer, totals, leases, connected, seen, environments, queue, kinds, refusals = unpack(KEYS)
 local timeout_ms = tonumber(ARGV[1])
@@ -51,4 +51,5 @@ table.insert(facts, math.max(redis.call('HLEN', environments), number(totals, 'e
 table.insert(facts, redis.call('HLEN', leases))
 add(refusals, 'groups')
 table.insert(facts, redis.call('HGET', refusals, 'last') or '')
+table.insert(facts, redis.call('HGET', trainer, 'run_uuid') or '')
 return facts

@@ -1,13 +1,14 @@
--- Carry out the placement of a submission: store its groups, queue bundles, change buffers.
+-- Carry out the placement of a submission: store its groups, queue entries, change buffers.
 --
 -- KEYS  1 trainer (hash)       2 buffers (hash)       3 queue (zset)   4 payloads (hash)
 --       5 queued_kinds (hash)  6 queued_sizes (hash)  7 latest (hash)  8 totals (hash)
 --       9 resets (string)      10 large (hash)         11 receipt (string)
--- ARGV  1 seconds to keep the receipt  2 receipt  3 trainer id at planning
---       4 plan (JSON): buffers [[env_id, before, after], ...], bundles [entry, ...]
---       5 limit on queued groups  6 limit on stored bytes, queued and buffered
---       7 id of the first payload; the others follow
---       8 prefix of staged payloads, '' if the payloads are in ARGV
+-- ARGV  1 seconds to keep the receipt  2 receipt  3 limit on queued groups
+--       4 limit on stored bytes, queued and buffered
+--       5 prefix of staged payloads, '' if the payloads are in ARGV
+--       6 trainer id at planning
+--       7 plan (JSON): buffers [[env_id, before, after], ...], entries [entry, ...]
+--       8 id of the first payload; the others follow
 --       then for each group: stored bytes, payload or name of a staged one
 -- Returns {'placed'}
 --         {'repeated', receipt}  an earlier call was carried out under the same receipt
@@ -17,8 +18,8 @@
 
 local trainer, buffers, queue, payloads, kinds, sizes, latest, totals, resets, large, receipt =
   unpack(KEYS)
-local plan = cjson.decode(ARGV[4])
-local first_id, staged, first = tonumber(ARGV[7]), ARGV[8], 9
+local staged, trainer_id, plan, first_id = ARGV[5], ARGV[6], cjson.decode(ARGV[7]), tonumber(ARGV[8])
+local first = 9
 
 local function count(field, by)
   if by ~= 0 then
@@ -30,7 +31,7 @@ local run, answer = find_receipt(resets, receipt)
 if answer then
   return {'repeated', answer}
 end
-if redis.call('HGET', trainer, 'id') ~= ARGV[3] then
+if redis.call('HGET', trainer, 'id') ~= trainer_id then
   return {'moved'}
 end
 for _, buffer in ipairs(plan.buffers) do
@@ -38,8 +39,8 @@ for _, buffer in ipairs(plan.buffers) do
     return {'moved'}
   end
 end
-if number(totals, 'queued_groups') >= tonumber(ARGV[5])
-    or number(totals, 'queued_bytes') + number(totals, 'buffered_bytes') >= tonumber(ARGV[6]) then
+if number(totals, 'queued_groups') >= tonumber(ARGV[3])
+    or number(totals, 'queued_bytes') + number(totals, 'buffered_bytes') >= tonumber(ARGV[4]) then
   return {'full'}
 end
 
@@ -73,7 +74,7 @@ end
 
 local now_ms = now()
 local last_queued
-for _, entry in ipairs(plan.bundles) do
+for _, entry in ipairs(plan.entries) do
   local kind, groups = string.match(entry, '^(%S+ %d+) %d+ (%S+)$')
   redis.call('ZADD', queue, 0, entry .. ' ' .. now_ms)
   redis.call('HINCRBY', kinds, kind, 1)
