@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -51,14 +51,12 @@ class TroubledLink(RedisLink):
             await interruption()
         return await super().call(*command)
 
-    async def script(
-        self, name: str, names: Iterable[str], *arguments: Any, others: Sequence[str] = ()
-    ) -> Any:
+    async def script(self, name: str, *arguments: Any, own_keys: Sequence[str] = ()) -> Any:
         if interruption := self.before.pop(name, None):
             await interruption()
-        answer = await super().script(name, names, *arguments, others=others)
+        answer = await super().script(name, *arguments, own_keys=own_keys)
         if self.repeats_scripts:
-            answer = await super().script(name, names, *arguments, others=others)
+            answer = await super().script(name, *arguments, own_keys=own_keys)
         if self.loses_answer_of == name:
             self.loses_answer_of = None
             raise StoreUnavailable("answer lost")

@@ -52,7 +52,6 @@ import os
 
 from grpo_api.planning.batch_plan import Kind
 from grpo_api.planning.placement import Groups, StoredGroup
-from grpo_api.store.redis import RedisLink
 from grpo_core.wire.policy_version import PolicyVersion
 
 NO_ENVIRONMENT = "-"
@@ -65,6 +64,8 @@ STATE_KEYS = (
     *("leases", "answers"),
     *("latest", "refusals"),
 )
+RUN_KEYS = (*STATE_KEYS, "resets", "last_group_id", "last_env_id")
+"""The first KEYS of every script, each of which has a local of this name for it."""
 
 _FORMER_LAYOUTS = {
     "": (
@@ -80,10 +81,10 @@ did not store under which version a group was received, layout 3 not which plain
 """
 
 
-def former_keys(link: RedisLink, *names: str) -> list[str]:
+def former_keys(run_prefix: str, *names: str) -> list[str]:
     """Keys of previous layouts: those with one of these names, or all if no name is given."""
     return [
-        f"{link.run_prefix}{layout}{name}"
+        f"{run_prefix}{layout}{name}"
         for layout, known in _FORMER_LAYOUTS.items()
         for name in known
         if name in names or not names

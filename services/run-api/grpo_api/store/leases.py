@@ -119,7 +119,6 @@ class Leases:
         """
         outcome, *rest = await self._link.script(
             "open_poll",
-            ("trainer", "leases", "totals", "answers"),
             *_trainer_arguments(poll.trainer_id, poll.after),
             self._max_leased_bytes,
             "" if poll.batches_left is None else poll.batches_left,
@@ -135,19 +134,13 @@ class Leases:
 
     async def candidates(self, batch_size: int) -> list[bytes]:
         """The oldest entries of the queue, of each kind as many as a batch could hold, by age."""
-        entries: list[bytes] = await self._link.script(
-            "batch_candidates", ("queue", "queued_kinds"), batch_size
-        )
+        entries: list[bytes] = await self._link.script("batch_candidates", batch_size)
         return sorted(entries, key=entry_age)
 
     async def lease(self, poll: OpenPoll, entries: Sequence[bytes]) -> Lease | PlanLost:
         """Move entries from the queue into one leased batch and count the step, atomically."""
         outcome, *rest = await self._link.script(
             "lease_batch",
-            (
-                *("trainer", "leases", "totals", "queue", "queued_kinds", "queued_sizes"),
-                "answers",
-            ),
             poll.claim,
             poll.trainer_id,
             poll.batch_id,
@@ -167,7 +160,6 @@ class Leases:
         """
         outcome, *rest = await self._link.script(
             "acknowledge",
-            ("trainer", "leases", "totals", "payloads", "latest", "large", "answers"),
             *_trainer_arguments(trainer_id, batch_id),
         )
         _refuse(outcome, batch_id, rest)
@@ -179,9 +171,7 @@ class Leases:
         Raises:
             BatchGone: another plain poll or another trainer has the batch now.
         """
-        outcome = await self._link.script(
-            "mark_delivered", ("answers",), lease.batch_id, lease.claim
-        )
+        outcome = await self._link.script("mark_delivered", lease.batch_id, lease.claim)
         if outcome == b"gone":
             raise BatchGone(lease.batch_id)
 

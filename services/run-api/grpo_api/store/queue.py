@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,10 +136,6 @@ class GroupQueue:
         """Queue groups that need no placement, the usual case, in one command."""
         return await self._run(
             "submit_whole",
-            (
-                *("trainer", "group_sizes", "queue", "payloads", "queued_kinds"),
-                *("queued_sizes", "latest", "totals", "last_group_id", "resets", "large"),
-            ),
             submission,
             [None] * len(submission.groups),
             limits,
@@ -156,7 +152,6 @@ class GroupQueue:
                     content,
                 )
             ),
-            others=[self._link.served_weights],
         )
 
     async def _place(
@@ -175,10 +170,6 @@ class GroupQueue:
             raise
         return await self._run(
             "submit_placed",
-            (
-                *("trainer", "buffers", "queue", "payloads", "queued_kinds", "queued_sizes"),
-                *("latest", "totals", "resets", "large"),
-            ),
             submission,
             placement.buffered_sequences,
             limits,
@@ -244,13 +235,11 @@ class GroupQueue:
     async def _run(
         self,
         script: str,
-        keys: Iterable[str],
         submission: Submission,
         outcomes: Outcomes,
         limits: Limits,
         contents: Contents,
         *arguments: Any,
-        others: Sequence[str] = (),
     ) -> Outcomes | None:
         """Run a script that stores the groups and returns `outcomes`; None if the queue is full.
 
@@ -259,14 +248,13 @@ class GroupQueue:
         """
         answer = await self._link.script(
             script,
-            (*keys, receipt_key(submission.key)),
             RECEIPT_S,
             f"{submission.fingerprint} {json.dumps(outcomes)}",
             limits.queued_groups,
             limits.queued_bytes,
             self._payloads.staged_prefix if isinstance(contents[0], str) else "",
             *arguments,
-            others=others,
+            own_keys=[*self._link.keys(receipt_key(submission.key)), self._link.served_weights],
         )
         match answer:
             case [b"placed"]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
@@ -25,6 +25,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from grpo_api.errors import StoreUnavailable, UnsuitableRedis
 from grpo_api.lifetime import Lifetime
+from grpo_api.store.keys import RUN_KEYS
 from grpo_core.redis.keys import run_prefix, served_weights_key
 from grpo_core.redis.url import without_password
 
@@ -71,6 +72,7 @@ class RedisLink:
         self.run_prefix = run_prefix(run_id)
         self.prefix = layout_prefix(run_id)
         self.served_weights = served_weights_key(run_id)
+        self._run_keys = self.keys(*RUN_KEYS)
         self.followed_server = self.served_weights + ":followed"
         self.where = without_password(url)
         self.deadline_s = deadline_s
@@ -125,11 +127,9 @@ class RedisLink:
     def keys(self, *names: str) -> list[str]:
         return [self.prefix + name for name in names]
 
-    async def script(
-        self, name: str, names: Iterable[str], *arguments: Any, others: Sequence[str] = ()
-    ) -> Any:
-        """Run a script. Its KEYS are the run's keys of these names, then `others`."""
-        keys = [*self.keys(*names), *others]
+    async def script(self, name: str, *arguments: Any, own_keys: Sequence[str] = ()) -> Any:
+        """Run a script. Its KEYS are `RUN_KEYS` and then those of this call."""
+        keys = [*self._run_keys, *own_keys]
         async with _deadline(self.deadline_s):
             return await self._on_the_primary(
                 lambda: self._scripts[name](keys=keys, args=arguments)
@@ -231,7 +231,9 @@ def _client(url: str, deadline_s: float) -> Redis:
 
 def _load_scripts(redis: Redis) -> dict[str, AsyncScript]:
     folder = resources.files("grpo_api.store") / "lua"
-    common = (folder / "common.lua").read_text()
+    keys = f"local {', '.join(RUN_KEYS)} = unpack(KEYS)\n"
+    own_keys = f"local own_keys = {{unpack(KEYS, {len(RUN_KEYS) + 1})}}\n"
+    common = keys + own_keys + (folder / "common.lua").read_text()
     return {
         file.name.removesuffix(".lua"): redis.register_script(common + file.read_text())
         for file in folder.iterdir()

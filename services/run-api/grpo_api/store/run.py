@@ -17,7 +17,7 @@ from typing_extensions import TypedDict  # pydantic accepts `typing.TypedDict` f
 from grpo_api.errors import Refused, StoreUnavailable, unprocessable
 from grpo_api.planning.batch_plan import batch_size_conflicts, why_unservable
 from grpo_api.planning.run_view import Environment, RunView
-from grpo_api.store.keys import RECEIPT_S, STATE_KEYS, former_keys, parse_kind, receipt_key
+from grpo_api.store.keys import RECEIPT_S, former_keys, parse_kind, receipt_key
 from grpo_api.store.leases import Leases
 from grpo_api.store.payloads import PayloadStore
 from grpo_api.store.queue import GroupQueue
@@ -127,7 +127,7 @@ class RunStore:
         await self._link.ping()
 
     async def reset(self) -> None:
-        await self._link.script("reset", ("resets", *STATE_KEYS), others=former_keys(self._link))
+        await self._link.script("reset", own_keys=former_keys(self._link.run_prefix))
 
     async def register_trainer(self, registration: Registration) -> tuple[TrainerEnrolled, int]:
         """Register a trainer. If that changes the batch size of the run, check first that the
@@ -172,14 +172,13 @@ class RunStore:
         """
         return await self._link.script(
             "register_trainer",
-            ("trainer", "connected", "queued_kinds", "leases", "answers", "refusals"),
             registration.model_dump_json(),
             registration.batch_size,
             registration.starting_step,
             trainer_id.hex,
             approved,
             uuid.uuid4().hex,
-            others=former_keys(self._link, "trainer"),
+            own_keys=former_keys(self._link.run_prefix, "trainer"),
         )
 
     async def _check_batch_size(self, batch_size: int, current: int, unacknowledged: int) -> None:
@@ -229,16 +228,12 @@ class RunStore:
         """
         outcome, *rest = await self._link.script(
             "register_environment",
-            (
-                *("trainer", "environments", "environment_names", "name_counts", "connected"),
-                *("seen", "group_sizes", "resets", "last_env_id", "buffers", "payloads"),
-                *("totals", "large", receipt_key(key and f"environment {key}")),
-            ),
             registration.model_dump_json(),
             registration.desired_name,
             registration.group_size,
             RECEIPT_S,
             GONE_TIMEOUTS * self._timeout_ms,
+            own_keys=self._link.keys(receipt_key(key and f"environment {key}")),
         )
         if outcome == b"wait":
             return None
@@ -265,10 +260,6 @@ class RunStore:
         """
         dropped: int | None = await self._link.script(
             "disconnect_environment",
-            (
-                *("environments", "environment_names", "group_sizes", "connected", "seen"),
-                *("buffers", "payloads", "totals", "large", "last_env_id"),
-            ),
             env_id,
         )
         return dropped
@@ -281,10 +272,6 @@ class RunStore:
         """
         answer = await self._link.script(
             "view_run",
-            (
-                *("trainer", "environments", "environment_names", "connected", "seen"),
-                *("queued_kinds", "queued_sizes", "totals"),
-            ),
             "" if polling is None else polling,
         )
         now_ms, trainer, registrations, names, connected, seen, kinds, sizes, totals = answer
@@ -330,10 +317,6 @@ class RunStore:
         """All counters at one moment. The cost does not grow with the queue."""
         answer = await self._link.script(
             "read_stats",
-            (
-                *("trainer", "totals", "leases", "connected", "seen", "environments", "queue"),
-                *("queued_kinds", "refusals"),
-            ),
             self._timeout_ms,
         )
         last_refusal, run_uuid = (text.decode() for text in answer[-2:])
@@ -357,10 +340,10 @@ class RunStore:
             async with asyncio.timeout(_COUNTING_S):
                 await self._link.script(
                     "count_refusal",
-                    ("trainer", "refusals", "resets", receipt),
                     RECEIPT_S if key else _RECEIPT_WITHOUT_KEY_S,
                     groups,
                     line,
+                    own_keys=self._link.keys(receipt),
                 )
         except (StoreUnavailable, TimeoutError) as error:
             _log.warning("refusal.not_counted", refusal=line, reason=str(error))

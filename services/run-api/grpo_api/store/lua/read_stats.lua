@@ -1,7 +1,5 @@
 -- Counters of the run.
 --
--- KEYS  1 trainer (hash)  2 totals (hash)  3 leases (hash)  4 connected (set)  5 seen (hash)
---       6 environments (hash)  7 queue (zset)  8 queued_kinds (hash)  9 refusals (hash)
 -- ARGV  1 milliseconds without a poll after which an environment counts as disconnected
 -- Returns {step, last_batch, acknowledged, redeliveries,
 --          queued_groups, queued_sequences, queued_bytes, buffered_parts, buffered_bytes,
@@ -9,7 +7,6 @@
 --          environments alive, environments registered, batches leased, groups refused,
 --          reason for the last refusal, uuid of the run or ''}: numbers, except the last two
 
-local trainer, totals, leases, connected, seen, environments, queue, kinds, refusals = unpack(KEYS)
 local timeout_ms = tonumber(ARGV[1])
 local now_ms = tonumber(now())
 
@@ -31,7 +28,7 @@ local leased_ms = oldest_lease and string.match(oldest_lease, '^%d+ %d+ (%d+)')
 table.insert(facts, leased_ms and now_ms - leased_ms or 0)
 
 local oldest_ms = now_ms
-for _, kind in ipairs(redis.call('HKEYS', kinds)) do
+for _, kind in ipairs(redis.call('HKEYS', queued_kinds)) do
   local first, last = '[' .. kind .. ' ', '[' .. kind .. ' \255'
   local entry = redis.call('ZRANGEBYLEX', queue, first, last, 'LIMIT', 0, 1)[1]
   if entry then

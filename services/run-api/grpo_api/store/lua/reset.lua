@@ -1,15 +1,20 @@
 -- Delete the run, and make its receipts invalid.
 --
--- KEYS  1 resets (string), then every key of the run's state, in each layout
+-- KEYS  of this call: every key of each previous layout
 -- Returns nothing
 
-for i = 2, #KEYS do
-  if string.find(KEYS[i], ':large$') then
-    for _, staged in ipairs(redis.call('HVALS', KEYS[i])) do
+-- so that nothing of this run is taken for the next run's
+local kept = {[resets] = true, [last_group_id] = true, [last_env_id] = true}
+
+for _, key in ipairs(KEYS) do
+  if string.find(key, ':large$') then
+    for _, staged in ipairs(redis.call('HVALS', key)) do
       redis.call('UNLINK', staged)
     end
   end
-  redis.call('UNLINK', KEYS[i])
+  if not kept[key] then
+    redis.call('UNLINK', key)
+  end
 end
 -- INCR comes last: with full memory Redis rejects it unless the script has deleted a key
-redis.call('INCR', KEYS[1])
+redis.call('INCR', resets)

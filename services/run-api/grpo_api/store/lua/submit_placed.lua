@@ -1,8 +1,6 @@
 -- Carry out the placement of a submission: store its groups, queue entries, change buffers.
 --
--- KEYS  1 trainer (hash)       2 buffers (hash)       3 queue (zset)   4 payloads (hash)
---       5 queued_kinds (hash)  6 queued_sizes (hash)  7 latest (hash)  8 totals (hash)
---       9 resets (string)      10 large (hash)         11 receipt (string)
+-- KEYS  of this call: the receipt
 -- ARGV  1 seconds to keep the receipt  2 receipt  3 limit on queued groups
 --       4 limit on stored bytes, queued and buffered
 --       5 prefix of staged payloads, '' if the payloads are in ARGV
@@ -16,10 +14,9 @@
 --         {'unstaged'}           a staged payload has expired
 --         {'moved'}              the trainer or a buffer has changed: place again
 
-local trainer, buffers, queue, payloads, kinds, sizes, latest, totals, resets, large, receipt =
-  unpack(KEYS)
-local staged, trainer_id, plan, first_id = ARGV[5], ARGV[6], cjson.decode(ARGV[7]), tonumber(ARGV[8])
-local first = 9
+local receipt = own_keys[1]
+local staged, trainer_id, plan = ARGV[5], ARGV[6], cjson.decode(ARGV[7])
+local first_id, first = tonumber(ARGV[8]), 9
 
 local function count(field, by)
   if by ~= 0 then
@@ -27,7 +24,7 @@ local function count(field, by)
   end
 end
 
-local run, answer = find_receipt(resets, receipt)
+local run, answer = find_receipt(receipt)
 if answer then
   return {'repeated', answer}
 end
@@ -52,7 +49,7 @@ end
 
 for i = first, #ARGV, 2 do
   local id = first_id + (i - first) / 2
-  store(payloads, large, id, staged, ARGV[i + 1])
+  store(id, staged, ARGV[i + 1])
 end
 
 local function count_buffered(groups, sign)
@@ -77,9 +74,9 @@ local last_queued
 for _, entry in ipairs(plan.entries) do
   local kind, groups = string.match(entry, '^(%S+ %d+) %d+ (%S+)$')
   redis.call('ZADD', queue, 0, entry .. ' ' .. now_ms)
-  redis.call('HINCRBY', kinds, kind, 1)
+  redis.call('HINCRBY', queued_kinds, kind, 1)
   for id, sequences, stored in string.gmatch(groups, '(%d+):(%d+):(%d+)') do
-    redis.call('HINCRBY', sizes, sequences, 1)
+    redis.call('HINCRBY', queued_sizes, sequences, 1)
     count('queued_groups', 1)
     count('queued_sequences', tonumber(sequences))
     count('queued_bytes', tonumber(stored))
@@ -87,7 +84,7 @@ for _, entry in ipairs(plan.entries) do
   end
 end
 if last_queued then
-  set_latest(latest, payloads, large, last_queued)
+  set_latest(last_queued)
 end
 redis.call('SET', receipt, run .. ' ' .. ARGV[2], 'EX', ARGV[1])
 return {'placed'}
