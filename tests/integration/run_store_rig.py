@@ -13,7 +13,7 @@ from grpo_api.errors import StoreUnavailable
 from grpo_api.intake import Intake
 from grpo_api.lifetime import Lifetime
 from grpo_api.planning.run_view import Limits
-from grpo_api.store.leases import Acknowledged, Lease, Poll
+from grpo_api.store.leases import Lease, Poll
 from grpo_api.store.payloads import pack, unpack
 from grpo_api.store.queue import Outcomes, Submission
 from grpo_api.store.redis import RedisLink
@@ -132,8 +132,10 @@ class Run:
             await dispatcher.next_batch(Poll(trainer_id or self.trainer_id, after), wait_s)
         )
 
-    async def acknowledge(self, batch_id: int) -> Acknowledged:
-        return await self.store.leases.acknowledge(self.trainer_id, batch_id)
+    async def acknowledge(self, batch_id: int) -> tuple[int, int]:
+        """The last acknowledged batch, and the number of deleted batches."""
+        done = await self.store.leases.acknowledge(self.trainer_id, batch_id)
+        return done["acknowledged"], done["released"]
 
     async def markers(self, lease: Lease | None) -> list[int] | None:
         if lease is None:

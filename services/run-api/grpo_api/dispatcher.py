@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import structlog
 from starlette.concurrency import run_in_threadpool
@@ -17,10 +18,9 @@ from starlette.concurrency import run_in_threadpool
 from grpo_api.errors import BatchGone
 from grpo_api.lifetime import Lifetime
 from grpo_api.planning.batch_plan import plan_batch
-from grpo_api.planning.run_view import RunView
 from grpo_api.store.keys import parse_kind
-from grpo_api.store.leases import Lease, OpenPoll, PlanLost, Poll
-from grpo_api.store.payloads import PayloadStore, unpack, unpacked_bytes
+from grpo_api.store.leases import Lease, PlanLost, Poll
+from grpo_api.store.payloads import unpack, unpacked_bytes
 from grpo_api.store.run import RunStore
 from grpo_core.deadline import Deadline
 
@@ -30,8 +30,6 @@ _PLAN_SHARE = 0.2
 """Largest share of the time that a waiting request may spend on plans that give no batch."""
 _PLAN_AT_LEAST_EVERY_S = 1.0
 """When an environment stops polling, the minimums of a batch change without any new group."""
-_PLANNED_INLINE = 500
-"""Up to this many queue entries are planned on the event loop: that takes milliseconds."""
 _GROUPS_AT_A_TIME = 8
 _PIECE_BYTES = 256 * 1024
 """Bytes that are compressed before other requests get a turn: about a millisecond."""
@@ -58,8 +56,7 @@ class BatchDispatcher:
         handed out again, unless another poll's answer is still sending it.
 
         Raises:
-            TrainerNotRegistered, SupersededTrainer, BatchesByLease, BatchUnknown, LeasesTooLarge,
-                StoreUnavailable
+            TrainerNotRegistered, BatchUnknown, Conflict, StoreUnavailable: as `Leases.open_poll`.
         """
         if poll.trainer_id is None:
             await self._store.leases.acknowledge(None)
@@ -98,55 +95,60 @@ class BatchDispatcher:
             opened = await self._store.leases.open_poll(poll)
             if isinstance(opened, Lease):
                 return opened
-            outcome = await self._plan_and_lease(opened)
-            if outcome is PlanLost.SUPERSEDED and poll.trainer_id is None:
-                return None  # the queue now belongs to a trainer that registered since
-            if not isinstance(outcome, PlanLost):
-                return outcome
+            run = await self._store.view()
+            entries = await self._store.leases.candidates(opened.batch_size)
+            chosen = plan_batch([parse_kind(entry) for entry in entries], run.demand())
+            if chosen is None:
+                return None
+            with suppress(PlanLost):
+                return await self._store.leases.lease(opened, [entries[i] for i in chosen])
         return None
 
-    async def _plan_and_lease(self, opened: OpenPoll) -> Lease | PlanLost | None:
-        run = await self._store.view()
-        entries = await self._store.leases.candidates(opened.batch_size)
-        if len(entries) <= _PLANNED_INLINE:
-            planned = _plan(entries, run)
-        else:
-            planned = await run_in_threadpool(_plan, entries, run)
-        return None if planned is None else await self._store.leases.lease(opened, planned)
+    async def answer(self, lease: Lease) -> AsyncIterator[bytes]:
+        """The JSON of a batch in pieces; without its first group the answer does not start, so that
+        a failure can set the status.
 
+        Raises:
+            BatchGone: the batch was acknowledged, or the run was reset.
+            StoreUnavailable
+        """
+        pieces = self._pieces(lease)
+        first = [await anext(pieces), await anext(pieces)]
 
-def _plan(entries: Sequence[bytes], run: RunView) -> list[bytes] | None:
-    chosen = plan_batch([parse_kind(entry) for entry in entries], run.demand())
-    return None if chosen is None else [entries[i] for i in chosen]
-
-
-async def batch_pieces(store: PayloadStore, lease: Lease) -> AsyncIterator[bytes]:
-    """Yield the JSON `{"batch":[group, ...]}` in pieces, without parsing the groups.
-
-    The JSON of a batch that a trainer leased by its id begins with `batch_id` and `received_under`.
-
-    Raises:
-        BatchGone: the batch was acknowledged, or the run was reset, while it was sent.
-        StoreUnavailable
-    """
-    if lease.claim:
-        yield b'{"batch":['
-    else:
-        received_under = [group.received_under for group in lease.groups]
-        under = json.dumps(received_under, separators=(",", ":"))
-        yield f'{{"batch_id":{lease.batch_id},"received_under":{under},"batch":['.encode()
-    for start in range(0, len(lease.groups), _GROUPS_AT_A_TIME):
-        group_ids = [group.id for group in lease.groups[start : start + _GROUPS_AT_A_TIME]]
-        separator = b"," if start else b""
-        async for payload in store.load(group_ids):
-            if payload is None:
-                raise BatchGone(lease.batch_id)
-            if separator:
-                yield separator
-            separator = b","
-            async for piece in group_pieces(payload):
+        async def all_of_it() -> AsyncIterator[bytes]:
+            for piece in first:
                 yield piece
-    yield b"]}"
+            async for piece in pieces:
+                yield piece
+
+        return all_of_it()
+
+    async def _pieces(self, lease: Lease) -> AsyncIterator[bytes]:
+        """Yield the JSON `{"batch":[group, ...]}` without parsing the groups.
+
+        The JSON of a batch that a trainer leased by its id begins with `batch_id` and
+        `received_under`. A plain poll's batch counts as delivered when all of it was sent.
+        """
+        if lease.claim:
+            yield b'{"batch":['
+        else:
+            received_under = [group.received_under for group in lease.groups]
+            under = json.dumps(received_under, separators=(",", ":"))
+            yield f'{{"batch_id":{lease.batch_id},"received_under":{under},"batch":['.encode()
+        for start in range(0, len(lease.groups), _GROUPS_AT_A_TIME):
+            group_ids = [group.id for group in lease.groups[start : start + _GROUPS_AT_A_TIME]]
+            separator = b"," if start else b""
+            async for payload in self._store.payloads.load(group_ids):
+                if payload is None:
+                    raise BatchGone(lease.batch_id)
+                if separator:
+                    yield separator
+                separator = b","
+                async for piece in group_pieces(payload):
+                    yield piece
+        yield b"]}"
+        if lease.claim:
+            await self._store.leases.mark_delivered(lease)
 
 
 async def group_pieces(payload: bytes) -> AsyncIterator[bytes]:
@@ -157,16 +159,3 @@ async def group_pieces(payload: bytes) -> AsyncIterator[bytes]:
         yield text[at : at + _PIECE_BYTES]
         # a send returns without a pause while the socket accepts data, so give others a turn
         await asyncio.sleep(0)
-
-
-async def begun(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Load the first group before the answer starts, so that a failure can set the status."""
-    first = [await anext(pieces), await anext(pieces)]
-
-    async def all_of_it() -> AsyncIterator[bytes]:
-        for piece in first:
-            yield piece
-        async for piece in pieces:
-            yield piece
-
-    return all_of_it()

@@ -7,14 +7,10 @@ GrpoError
 └── Answered              has a status, a body and headers
     ├── Refused               4xx: the request conflicts with the run's state, or can never succeed
     ├── BodyTooSlow           408: a request body did not arrive within the deadline
-    ├── Conflict              409; each subclass has its own problem type
-    │   ├── SupersededTrainer     another trainer has registered since
-    │   ├── BatchesByLease        a request for a batch without a lease, in a run that uses leases
+    ├── Conflict              409: a request for a batch conflicts with the run's state
     │   ├── BatchUnknown          no batch of the run has this id; an acknowledgement gets 404
-    │   ├── LeasesTooLarge        unacknowledged batches have reached their limit in bytes
     │   └── BatchGone             the batch was deleted or handed out again while it was sent
     └── Unavailable           503: the same request may succeed later
-        ├── BodiesFull            request bodies have reached their limit in memory
         ├── QueueFull             the queue stayed full for as long as a submission may wait
         ├── StoreUnavailable      Redis did not answer in time, or does not accept writes
         └── ShuttingDown          the server has received a stop signal
@@ -112,68 +108,39 @@ class TrainerNotRegistered(GrpoError):
 
 class Conflict(Answered):
     """
-    Attributes:
+    Args:
         parameter: the query parameter that conflicts.
         kind: the problem's `type` in the answer.
     """
 
     status = 409
-    parameter: ClassVar[str]
-    kind: ClassVar[str]
+
+    def __init__(self, parameter: str, kind: str, message: str) -> None:
+        super().__init__(message)
+        self._problem = {"loc": ["query", parameter], "msg": message, "type": kind}
 
     @property
     def detail(self) -> Detail:
-        return [{"loc": ["query", self.parameter], "msg": str(self), "type": self.kind}]
-
-
-class SupersededTrainer(Conflict):
-    parameter, kind = "trainer", "trainer_superseded"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "another trainer has registered for this run and now receives its batches; stop one "
-            "of the two trainers, or give each trainer its own run (--run-id of run-api)"
-        )
-
-
-class BatchesByLease(Conflict):
-    parameter, kind = "trainer", "batches_by_lease"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "a trainer leases the batches of this run, and GET /batch without ?trainer= would take "
-            "a batch away from this trainer; POST /register first, or add "
-            "?trainer=<uuid>&after=<batch id>"
-        )
+        return [self._problem]
 
 
 class BatchUnknown(Conflict):
-    parameter, kind = "after", "batch_unknown"
-
     def __init__(self, batch_id: int, last: int) -> None:
         super().__init__(
+            "after",
+            "batch_unknown",
             f"this run never handed out batch {batch_id}; the newest batch handed out is {last}. "
-            "The run may have been reset, or the id may belong to another run"
-        )
-
-
-class LeasesTooLarge(Conflict):
-    parameter, kind = "after", "leases_full"
-
-    def __init__(self, stored_bytes: int, limit: int) -> None:
-        super().__init__(
-            f"unacknowledged batches hold {stored_bytes} bytes, and --max-leased-bytes is {limit}; "
-            "write a checkpoint and POST /batch/<id>/ack"
+            "The run may have been reset, or the id may belong to another run",
         )
 
 
 class BatchGone(Conflict):
-    parameter, kind = "after", "batch_gone"
-
     def __init__(self, batch_id: int) -> None:
         super().__init__(
+            "after",
+            "batch_gone",
             f"batch {batch_id} was acknowledged, handed out again or reset while run-api sent "
-            "the batch; request the next batch"
+            "the batch; request the next batch",
         )
 
 
@@ -195,14 +162,6 @@ class Unavailable(Answered):
 
     status = 503
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
-
-
-class BodiesFull(Unavailable):
-    def __init__(self, held_bytes: int) -> None:
-        super().__init__(
-            f"request bodies already hold {held_bytes} bytes of memory, and this body does not "
-            "fit; nothing was queued, send the request again in a moment"
-        )
 
 
 class QueueFull(Unavailable):
@@ -265,38 +224,32 @@ def invalid_body(error: ValidationError) -> Refused:
     return invalid([{**problem, "loc": ("body", *problem["loc"])} for problem in found])
 
 
-def answer_errors(app: FastAPI) -> None:
-    """Register an answer for every error that a handler raises."""
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(Answered, _answered)
-    app.add_exception_handler(ClientDisconnect, _client_gone)
-    app.add_exception_handler(Exception, _unhandled)
-
-
 def answer_to(error: Answered) -> JSONResponse:
     return JSONResponse({"detail": error.detail}, error.status, error.headers)
 
 
-async def _answered(_request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, Answered)
-    return answer_to(error)
+def answer_errors(app: FastAPI) -> None:
+    """Register an answer for every error that a handler raises."""
 
+    @app.exception_handler(Answered)
+    async def answered(_request: Request, error: Answered) -> JSONResponse:
+        return answer_to(error)
 
-async def _invalid(_request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    return answer_to(invalid(error.errors()))
+    @app.exception_handler(RequestValidationError)
+    async def rejected(_request: Request, error: RequestValidationError) -> JSONResponse:
+        return answer_to(invalid(error.errors()))
 
+    @app.exception_handler(ClientDisconnect)
+    async def client_gone(_request: Request, _error: Exception) -> Response:
+        """Only for the log and the metrics: the client has disconnected."""
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-async def _client_gone(_request: Request, _error: Exception) -> Response:
-    """Only for the log and the metrics: the client has disconnected."""
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
-async def _unhandled(_request: Request, _error: Exception) -> JSONResponse:
-    """The answer after an unexpected error. uvicorn logs its traceback."""
-    request_id: str = structlog.contextvars.get_contextvars()["request_id"]
-    return JSONResponse(
-        {"detail": "internal error; see run-api's log", "request_id": request_id},
-        status_code=500,
-        headers={REQUEST_ID_HEADER: request_id},
-    )
+    @app.exception_handler(Exception)
+    async def unexpected(_request: Request, _error: Exception) -> JSONResponse:
+        """uvicorn logs the traceback."""
+        request_id: str = structlog.contextvars.get_contextvars()["request_id"]
+        return JSONResponse(
+            {"detail": "internal error; see run-api's log", "request_id": request_id},
+            status_code=500,
+            headers={REQUEST_ID_HEADER: request_id},
+        )

@@ -145,9 +145,6 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-_log = structlog.get_logger()
-
-
 class StructlogHandler(logging.Handler):
     """Logs a library's record as an event, with the fields bound to the current request."""
 

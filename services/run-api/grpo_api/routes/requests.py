@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError, WithJsonSchema
 
 from grpo_api.decode import INLINE_BYTES, RawBody, SubmissionDecoder, inflate
 from grpo_api.dispatcher import BatchDispatcher
-from grpo_api.errors import BodiesFull, BodyTooSlow, Refused, invalid_body, too_large
+from grpo_api.errors import BodyTooSlow, Refused, Unavailable, invalid_body, too_large
 from grpo_api.intake import Intake
 from grpo_api.lifetime import Lifetime
 from grpo_api.metrics import Metrics
@@ -72,7 +72,7 @@ class IncomingBody:
 
         Raises:
             Refused: 413, the body is longer than `max_bytes`; raised before the rest is read.
-            BodiesFull: there is no room for the body; raised before the rest is read.
+            Unavailable: there is no room for the body; raised before the rest is read.
             BodyTooSlow: the deadline passed before the last byte.
         """
         headers = self._request.headers
@@ -101,7 +101,10 @@ class IncomingBody:
             raise too_large(max_bytes)
         room = self._reader.max_bytes * (_LARGE_SHARE if body_bytes > INLINE_BYTES else 1)
         if self._reader.held_bytes - self._bytes + body_bytes > room:
-            raise BodiesFull(self._reader.held_bytes)
+            raise Unavailable(
+                f"request bodies already hold {self._reader.held_bytes} bytes of memory, and this "
+                "body does not fit; nothing was queued, send the request again in a moment"
+            )
 
 
 @dataclass(frozen=True)

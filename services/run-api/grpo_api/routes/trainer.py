@@ -10,14 +10,11 @@ import structlog
 from fastapi import APIRouter, Depends, Path, Query
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
-from typing_extensions import TypedDict  # pydantic accepts `typing.TypedDict` from Python 3.12 on
 
-from grpo_api.dispatcher import batch_pieces, begun
 from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
 from grpo_api.routes.openapi import ServedGroup, json_body, linked, refusals
 from grpo_api.routes.requests import RegistrationBody, Services
-from grpo_api.store.leases import Lease, Poll
-from grpo_api.store.run import RunStore
+from grpo_api.store.leases import BatchesAcknowledged, Poll
 from grpo_core.wire.fields import Step
 from grpo_core.wire.run_api import (
     EnvironmentCount,
@@ -77,14 +74,6 @@ async def _until_answered() -> AsyncIterator[AsyncExitStack]:
 
 UntilAnswered = Annotated[AsyncExitStack, Depends(_until_answered)]
 """Contexts entered here end when the answer has been sent or cut off."""
-
-
-class BatchesAcknowledged(TypedDict):
-    """`acknowledged`: the last acknowledged batch. `released`: batches deleted by this call."""
-
-    status: Literal["success"]
-    acknowledged: int
-    released: int
 
 
 class _Streamed(BaseModel):
@@ -207,18 +196,8 @@ async def batch(
         return NoLease(batch=None, environments=await services.store.environments())
     if lease is None:
         return {"batch": None}
-    pieces = await begun(batch_pieces(services.store.payloads, lease))
-    if trainer is None:
-        pieces = _noting_delivery(pieces, services.store, lease)
+    pieces = await services.dispatcher.answer(lease)
     return StreamingResponse(pieces, media_type="application/json")
-
-
-async def _noting_delivery(
-    pieces: AsyncIterator[bytes], store: RunStore, lease: Lease
-) -> AsyncIterator[bytes]:
-    async for piece in pieces:
-        yield piece
-    await store.leases.mark_delivered(lease)
 
 
 @router.post("/batch/{batch_id}/ack", responses=refusals(404, 409, 422, 503))
@@ -227,22 +206,18 @@ async def acknowledge(
 ) -> BatchesAcknowledged:
     """Acknowledge batch `batch_id` and all earlier batches. run-api deletes these batches."""
     try:
-        acknowledged = await services.store.leases.acknowledge(trainer, batch_id)
+        answer = await services.store.leases.acknowledge(trainer, batch_id)
     except BatchUnknown as error:
         raise Refused(404, error.detail) from error
     except TrainerNotRegistered as error:
         raise Refused(409, str(error)) from error
-    if acknowledged.released:
+    if answer["released"]:
         _log.info(
             "batches.acknowledged",
-            last_batch_id=acknowledged.batch_id,
-            deleted_batches=acknowledged.released,
+            last_batch_id=answer["acknowledged"],
+            deleted_batches=answer["released"],
         )
-    return {
-        "status": "success",
-        "acknowledged": acknowledged.batch_id,
-        "released": acknowledged.released,
-    }
+    return answer
 
 
 @router.get("/info", responses=refusals(503))

@@ -10,16 +10,11 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from enum import Enum
+from typing import Literal
 
-from grpo_api.errors import (
-    BatchesByLease,
-    BatchGone,
-    BatchUnknown,
-    LeasesTooLarge,
-    SupersededTrainer,
-    TrainerNotRegistered,
-)
+from typing_extensions import TypedDict  # pydantic accepts `typing.TypedDict` from Python 3.12 on
+
+from grpo_api.errors import BatchGone, BatchUnknown, Conflict, TrainerNotRegistered
 from grpo_api.planning.placement import Groups
 from grpo_api.store.keys import entry_age, parse_groups
 from grpo_api.store.redis import RedisLink
@@ -78,19 +73,16 @@ class OpenPoll:
     batch_id: int
 
 
-@dataclass(frozen=True)
-class Acknowledged:
-    """`batch_id`: the last acknowledged batch. `released`: batches deleted by this call."""
+class BatchesAcknowledged(TypedDict):
+    """`acknowledged`: the last acknowledged batch. `released`: batches deleted by this call."""
 
-    batch_id: int
+    status: Literal["success"]
+    acknowledged: int
     released: int
 
 
-class PlanLost(Enum):
-    """Why a plan could not be committed."""
-
-    MOVED = "moved"
-    SUPERSEDED = "superseded"
+class PlanLost(Exception):
+    """The queue has changed since the plan was made."""
 
 
 class Leases:
@@ -113,9 +105,10 @@ class Leases:
         """Return the next leased batch that the trainer lacks, or start to plan a new one.
 
         Raises:
-            TrainerNotRegistered, SupersededTrainer, BatchesByLease
+            TrainerNotRegistered
             BatchUnknown: no batch has the id `poll.after`.
-            LeasesTooLarge: unacknowledged batches have reached their limit in bytes.
+            Conflict: another trainer has registered, a trainer leases the batches of this run, or
+                unacknowledged batches have reached their limit in bytes.
         """
         outcome, *rest = await self._link.script(
             "open_poll",
@@ -126,7 +119,12 @@ class Leases:
         )
         _refuse(outcome, poll.after, rest)
         if outcome == b"full":
-            raise LeasesTooLarge(stored_bytes=rest[0], limit=self._max_leased_bytes)
+            raise Conflict(
+                "after",
+                "leases_full",
+                f"unacknowledged batches hold {rest[0]} bytes, and --max-leased-bytes is "
+                f"{self._max_leased_bytes}; write a checkpoint and POST /batch/<id>/ack",
+            )
         if outcome == b"leased":
             batch_id, lease = rest
             return _lease(batch_id, lease, poll.claim, again=True)
@@ -137,8 +135,15 @@ class Leases:
         entries: list[bytes] = await self._link.script("batch_candidates", batch_size)
         return sorted(entries, key=entry_age)
 
-    async def lease(self, poll: OpenPoll, entries: Sequence[bytes]) -> Lease | PlanLost:
-        """Move entries from the queue into one leased batch and count the step, atomically."""
+    async def lease(self, poll: OpenPoll, entries: Sequence[bytes]) -> Lease | None:
+        """Move entries from the queue into one leased batch and count the step, atomically.
+
+        None if another trainer has registered, or the run was reset, since the poll began: the
+        queue now belongs to that trainer.
+
+        Raises:
+            PlanLost
+        """
         outcome, *rest = await self._link.script(
             "lease_batch",
             poll.claim,
@@ -147,23 +152,27 @@ class Leases:
             poll.batch_size,
             *entries,
         )
-        if outcome != b"leased":
-            return PlanLost(outcome.decode())
+        if outcome == b"superseded":
+            return None
+        if outcome == b"moved":
+            raise PlanLost
         return _lease(poll.batch_id, rest[0], poll.claim, again=False)
 
-    async def acknowledge(self, trainer_id: int | None, batch_id: int = 0) -> Acknowledged:
+    async def acknowledge(self, trainer_id: int | None, batch_id: int = 0) -> BatchesAcknowledged:
         """Delete every batch up to `batch_id`; without `trainer_id`, every delivered batch.
 
         Raises:
-            TrainerNotRegistered, SupersededTrainer, BatchesByLease
+            TrainerNotRegistered
             BatchUnknown: no batch has the id `batch_id`.
+            Conflict: another trainer has registered, or a trainer leases the batches of this run.
         """
         outcome, *rest = await self._link.script(
             "acknowledge",
             *_trainer_arguments(trainer_id, batch_id),
         )
         _refuse(outcome, batch_id, rest)
-        return Acknowledged(*rest)
+        acknowledged, released = rest
+        return {"status": "success", "acknowledged": acknowledged, "released": released}
 
     async def mark_delivered(self, lease: Lease) -> None:
         """Record that a plain poll was answered in full; the next plain poll deletes the batch.
@@ -190,9 +199,20 @@ def _refuse(outcome: bytes, batch_id: int, rest: Sequence[int]) -> None:
     if outcome == b"unregistered":
         raise TrainerNotRegistered
     if outcome == b"superseded":
-        raise SupersededTrainer
+        raise Conflict(
+            "trainer",
+            "trainer_superseded",
+            "another trainer has registered for this run and now receives its batches; stop one "
+            "of the two trainers, or give each trainer its own run (--run-id of run-api)",
+        )
     if outcome == b"by lease":
-        raise BatchesByLease
+        raise Conflict(
+            "trainer",
+            "batches_by_lease",
+            "a trainer leases the batches of this run, and GET /batch without ?trainer= would take "
+            "a batch away from this trainer; POST /register first, or add "
+            "?trainer=<uuid>&after=<batch id>",
+        )
     if outcome == b"unknown":
         raise BatchUnknown(batch_id, last=rest[0])
 
