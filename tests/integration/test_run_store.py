@@ -120,16 +120,6 @@ async def test_submissions_under_one_key_side_by_side_are_queued_once(run: Run) 
     assert await run.payloads() == 2
 
 
-async def test_a_run_of_a_former_layout_is_left_alone_until_it_is_reset(run: Run) -> None:
-    former = f"{run.link.run_prefix}2:"
-    await run.link.call("HSET", f"{former}trainer", "batch_size", "4")
-    with pytest.raises(Refused, match="an older release of run-api stored"):
-        await run.register()
-    assert await run.link.call("HGET", f"{former}trainer", "batch_size") == b"4"
-    await run.store.reset()
-    await run.register()
-
-
 async def test_groups_that_meet_a_new_trainer_are_placed_for_that_one(run: Run) -> None:
     async def a_new_trainer_registers() -> None:
         await run.register(batch_size=6)

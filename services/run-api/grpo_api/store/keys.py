@@ -24,7 +24,7 @@
                               when all of it was sent
     latest             hash   id of the last queued group; acknowledged: set if its batch is
     refusals           hash   groups: refused since the last trainer registered; last: reason for
-                              the last refusal. Releases of this layout without this key ignore it
+                              the last refusal
     last_group_id      string
     last_env_id        string number of env_ids that were given out
     resets             string number of resets; this, last_group_id and last_env_id survive a
@@ -58,37 +58,13 @@ NO_ENVIRONMENT = "-"
 RECEIPT_S = 600
 """Longer than any request retries Redis, and longer than clients repeat a request."""
 
-STATE_KEYS = (
+RUN_KEYS = (
     *("trainer", "environments", "environment_names", "group_sizes", "name_counts", "connected"),
     *("seen", "buffers", "queue", "payloads", "large", "queued_kinds", "queued_sizes", "totals"),
     *("leases", "answers"),
-    *("latest", "refusals"),
+    *("latest", "refusals", "resets", "last_group_id", "last_env_id"),
 )
-RUN_KEYS = (*STATE_KEYS, "resets", "last_group_id", "last_env_id")
 """The first KEYS of every script, each of which has a local of this name for it."""
-
-_FORMER_LAYOUTS = {
-    "": (
-        *("trainer", "environments", "environment_names", "name_counts", "connected", "seen"),
-        *("buffers", "queue", "payloads", "queued_kinds", "queued_sizes", "lease", "latest"),
-        "last_group_id",
-    ),
-    "2:": (*STATE_KEYS, "last_group_id", "resets"),
-    "3:": (*STATE_KEYS, "last_group_id", "resets"),
-}
-"""Keys of previous layouts, by the text after the run's prefix. Layout 1 had no number. Layout 2
-did not store under which version a group was received, layout 3 not which plain poll got a batch.
-"""
-
-
-def former_keys(run_prefix: str, *names: str) -> list[str]:
-    """Keys of previous layouts: those with one of these names, or all if no name is given."""
-    return [
-        f"{run_prefix}{layout}{name}"
-        for layout, known in _FORMER_LAYOUTS.items()
-        for name in known
-        if name in names or not names
-    ]
 
 
 def receipt_key(key: str | None = None) -> str:

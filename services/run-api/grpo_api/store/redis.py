@@ -69,7 +69,6 @@ class RedisLink:
     """
 
     def __init__(self, url: str, run_id: str, deadline_s: float) -> None:
-        self.run_prefix = run_prefix(run_id)
         self.prefix = layout_prefix(run_id)
         self.served_weights = served_weights_key(run_id)
         self._run_keys = self.keys(*RUN_KEYS)

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict  # pydantic accepts `typing.TypedDict` f
 from grpo_api.errors import Refused, StoreUnavailable, unprocessable
 from grpo_api.planning.batch_plan import batch_size_conflicts, why_unservable
 from grpo_api.planning.run_view import Environment, RunView
-from grpo_api.store.keys import RECEIPT_S, former_keys, parse_kind, receipt_key
+from grpo_api.store.keys import RECEIPT_S, parse_kind, receipt_key
 from grpo_api.store.leases import Leases
 from grpo_api.store.payloads import PayloadStore
 from grpo_api.store.queue import GroupQueue
@@ -127,7 +127,7 @@ class RunStore:
         await self._link.ping()
 
     async def reset(self) -> None:
-        await self._link.script("reset", own_keys=former_keys(self._link.run_prefix))
+        await self._link.script("reset")
 
     async def register_trainer(self, registration: Registration) -> tuple[TrainerEnrolled, int]:
         """Register a trainer. If that changes the batch size of the run, check first that the
@@ -136,8 +136,7 @@ class RunStore:
         Returns:
             The trainer's id and run, and the step of the run.
         Raises:
-            Refused: 409, they do not fit, or an older version of run-api stored this run in a
-                previous layout.
+            Refused: 409, they do not fit.
             StoreUnavailable: Redis is unreachable, or the run changed during the check.
         """
         trainer_id = uuid.uuid4()
@@ -150,13 +149,6 @@ class RunStore:
             raise StoreUnavailable(
                 "the queue or the environments changed while run-api checked batch_size "
                 f"{registration.batch_size}; register again"
-            )
-        if outcome == b"former layout":
-            raise Refused(
-                409,
-                "an older release of run-api stored this run in a format that this release cannot "
-                "read; finish the run with the older release, use another run id, or delete the "
-                "run with GET /reset_data",
             )
         step, run_uuid = rest
         await self._follow(registration.server_run_id)
@@ -178,7 +170,6 @@ class RunStore:
             trainer_id.hex,
             approved,
             uuid.uuid4().hex,
-            own_keys=former_keys(self._link.run_prefix, "trainer"),
         )
 
     async def _check_batch_size(self, batch_size: int, current: int, unacknowledged: int) -> None:

@@ -3,7 +3,7 @@
 -- ARGV  1 env_id
 -- Returns nil if no such environment ever registered, else the number of dropped parts
 
-local ids = redis.call('GET', last_env_id) or redis.call('HLEN', environments)
+local ids = redis.call('GET', last_env_id) or 0
 if tonumber(ARGV[1]) >= tonumber(ids) then
   return nil
 end

@@ -44,7 +44,7 @@ for _, env_id in ipairs(redis.call('SMEMBERS', connected)) do
   end
 end
 table.insert(facts, alive)
-table.insert(facts, math.max(redis.call('HLEN', environments), number(totals, 'environments')))
+table.insert(facts, number(totals, 'environments'))
 table.insert(facts, redis.call('HLEN', leases))
 add(refusals, 'groups')
 table.insert(facts, redis.call('HGET', refusals, 'last') or '')

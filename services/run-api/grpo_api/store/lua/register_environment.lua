@@ -25,8 +25,6 @@ end
 
 local run, env_id = find_receipt(receipt)
 if not env_id then
-  -- runs of earlier releases counted the environments, and deleted none
-  redis.call('SETNX', last_env_id, redis.call('HLEN', environments))
   local now_ms = tonumber(now())
   local polls = redis.call('HGETALL', seen)
   for i = 1, #polls, 2 do

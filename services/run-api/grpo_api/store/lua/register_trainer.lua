@@ -1,12 +1,10 @@
 -- Register a trainer, unless that changes the run's batch size without approval.
 --
--- KEYS  of this call: trainer (hash) of each previous layout
 -- ARGV  1 registration (JSON)  2 batch_size  3 starting_step  4 trainer id
 --       5 fingerprint of a state for which the new batch size was approved, or ''
 --       6 uuid for the run, if this registration starts one
 -- Returns {'registered', step, uuid of the run}
 --         {'differs', current batch_size, unacknowledged batches, fingerprint}
---         {'former layout'}   an older version of run-api stored this run
 --
 -- The fingerprint covers the kinds in the queue, the environments and the leases, because the batch
 -- size must fit them. The queue, the environments and the step stay. Unacknowledged batches are
@@ -21,11 +19,6 @@ local function sorted(command, key)
 end
 
 local current = redis.call('HGET', trainer, 'batch_size')
-for _, former in ipairs(own_keys) do
-  if redis.call('EXISTS', former) == 1 then
-    return {'former layout'}
-  end
-end
 local unacknowledged = redis.call('HLEN', leases)
 if current and current ~= batch_size then
   local fingerprint = table.concat(

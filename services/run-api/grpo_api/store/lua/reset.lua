@@ -1,17 +1,14 @@
 -- Delete the run, and make its receipts invalid.
 --
--- KEYS  of this call: every key of each previous layout
 -- Returns nothing
 
 -- so that nothing of this run is taken for the next run's
 local kept = {[resets] = true, [last_group_id] = true, [last_env_id] = true}
 
+for _, staged in ipairs(redis.call('HVALS', large)) do
+  redis.call('UNLINK', staged)
+end
 for _, key in ipairs(KEYS) do
-  if string.find(key, ':large$') then
-    for _, staged in ipairs(redis.call('HVALS', key)) do
-      redis.call('UNLINK', staged)
-    end
-  end
   if not kept[key] then
     redis.call('UNLINK', key)
   end
