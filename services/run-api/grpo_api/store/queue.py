@@ -109,7 +109,15 @@ class GroupQueue:
         self, submission: Submission, limits: Limits, contents: Contents
     ) -> Outcomes | None:
         try:
-            return await self._add_whole(submission, limits, contents)
+            return await self._run(
+                "submit_whole",
+                submission,
+                [None] * len(submission.groups),
+                limits,
+                contents,
+                write_version(submission.received_under),
+                submission.run_uuid,
+            )
         except _NotPlaced:
             pass
         # Parts of one environment share its buffer. Of several that are placed at the same time,
@@ -130,68 +138,12 @@ class GroupQueue:
             "stored this submission; send the same groups again"
         )
 
-    async def _add_whole(
-        self, submission: Submission, limits: Limits, contents: Contents
-    ) -> Outcomes | None:
-        """Queue groups that need no placement, the usual case, in one command."""
-        return await self._run(
-            "submit_whole",
-            submission,
-            [None] * len(submission.groups),
-            limits,
-            contents,
-            write_version(submission.received_under),
-            submission.run_uuid,
-            *(
-                field
-                for group, content in zip(submission.groups, contents, strict=True)
-                for field in (
-                    env_field(group.env_id),
-                    group.sequences,
-                    len(group.payload),
-                    content,
-                )
-            ),
-        )
-
     async def _place(
         self, submission: Submission, limits: Limits, contents: Contents
     ) -> Outcomes | None:
-        """Read the buffers, decide where each group goes, and carry that out if the run is still
-        the same."""
+        """Reserve an id for each group, read the state that their placement needs, decide where
+        each goes, and carry that out if the run is still the same."""
         env_ids = [group.env_id for group in submission.groups]
-        trainer_id, groups, run = await self._open_placement(submission, env_ids)
-        try:
-            placement = place(env_ids, groups, run)
-        except GroupRefused as error:
-            _log.warning(
-                "group.refused", env_id=env_ids[error.index], index=error.index, reason=str(error)
-            )
-            raise
-        return await self._run(
-            "submit_placed",
-            submission,
-            placement.buffered_sequences,
-            limits,
-            contents,
-            trainer_id,
-            _plan(placement, run),
-            groups[0].id,
-            *(
-                field
-                for group, content in zip(groups, contents, strict=True)
-                for field in (group.stored_bytes, content)
-            ),
-        )
-
-    async def _open_placement(
-        self, submission: Submission, env_ids: Sequence[int | None]
-    ) -> tuple[bytes, list[StoredGroup], BufferedRun]:
-        """Reserve an id for each group, and read the state that their placement needs.
-
-        Returns:
-            The trainer's id, the groups with their ids, and the state.
-        """
         known = sorted({env_id for env_id in env_ids if env_id is not None})
         trainer, last_id, group_sizes, buffers = self._link.keys(
             "trainer", "last_group_id", "group_sizes", "buffers"
@@ -227,7 +179,23 @@ class GroupQueue:
             StoredGroup(id_, group.sequences, len(group.payload), under)
             for id_, group in enumerate(submission.groups, start=last - len(env_ids) + 1)
         ]
-        return trainer_id, groups, run
+        try:
+            placement = place(env_ids, groups, run)
+        except GroupRefused as error:
+            _log.warning(
+                "group.refused", env_id=env_ids[error.index], index=error.index, reason=str(error)
+            )
+            raise
+        return await self._run(
+            "submit_placed",
+            submission,
+            placement.buffered_sequences,
+            limits,
+            contents,
+            trainer_id,
+            _plan(placement, run),
+            groups[0].id,
+        )
 
     def _reading_served(self) -> tuple[Any, ...]:
         return ("HMGET", self._link.served_weights, "epoch", "step")
@@ -254,6 +222,11 @@ class GroupQueue:
             limits.queued_bytes,
             self._payloads.staged_prefix if isinstance(contents[0], str) else "",
             *arguments,
+            *(
+                field
+                for group, content in zip(submission.groups, contents, strict=True)
+                for field in (env_field(group.env_id), group.sequences, len(group.payload), content)
+            ),
             own_keys=[*self._link.keys(receipt_key(submission.key)), self._link.served_weights],
         )
         match answer:

@@ -61,18 +61,17 @@ class RunStats(NamedTuple):
     Attributes:
         step: batches handed out, counted from the run's starting step.
         deliveries: batches handed out for the first time.
-        acknowledged_through: id of the batch up to which all are acknowledged.
         queued_groups: each part of a group counts.
         queued_bytes: compressed, as stored, like `buffered_bytes` and `leased_bytes`.
-        oldest_lease_age_ms: time since the oldest lease was first handed out; 0 if there is none.
-        oldest_queued_age_ms: time since the oldest queued group was queued; 0 if there is none.
+        oldest_lease_age_s: since the oldest lease was first handed out; 0 if there is none.
+        oldest_queued_age_s: since the oldest queued group was queued; 0 if there is none.
         refused_groups: as in `EnvironmentCount`, like `last_refusal`.
         run_uuid: "" if there is no run.
     """
 
     step: int
     deliveries: int
-    acknowledged_through: int
+    acknowledged_batches: int
     redeliveries: int
     queued_groups: int
     queued_sequences: int
@@ -80,26 +79,14 @@ class RunStats(NamedTuple):
     buffered_parts: int
     buffered_bytes: int
     leased_bytes: int
-    oldest_lease_age_ms: int
-    oldest_queued_age_ms: int
+    oldest_lease_age_s: float
+    oldest_queued_age_s: float
     environments_alive: int
     environments_registered: int
     leased_batches: int
     refused_groups: int
     last_refusal: str
     run_uuid: str
-
-    @property
-    def acknowledged_batches(self) -> int:
-        return self.deliveries - self.leased_batches
-
-    @property
-    def oldest_lease_age_s(self) -> float:
-        return self.oldest_lease_age_ms / 1000
-
-    @property
-    def oldest_queued_age_s(self) -> float:
-        return self.oldest_queued_age_ms / 1000
 
 
 class RunStore:
@@ -310,8 +297,13 @@ class RunStore:
             "read_stats",
             self._timeout_ms,
         )
-        last_refusal, run_uuid = (text.decode() for text in answer[-2:])
-        return RunStats(*answer)._replace(last_refusal=last_refusal, run_uuid=run_uuid)
+        stats = RunStats(*answer)
+        return stats._replace(
+            oldest_lease_age_s=stats.oldest_lease_age_s / 1000,
+            oldest_queued_age_s=stats.oldest_queued_age_s / 1000,
+            last_refusal=answer[-2].decode(),
+            run_uuid=answer[-1].decode(),
+        )
 
     async def count_refusal(
         self, reason: str, groups: int = 1, env_id: int | None = None, key: str | None = None

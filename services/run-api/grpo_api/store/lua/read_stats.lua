@@ -1,7 +1,7 @@
 -- Counters of the run.
 --
 -- ARGV  1 milliseconds without a poll after which an environment counts as disconnected
--- Returns {step, last_batch, acknowledged, redeliveries,
+-- Returns {step, batches handed out, acknowledged, redeliveries,
 --          queued_groups, queued_sequences, queued_bytes, buffered_parts, buffered_bytes,
 --          leased_bytes, age of the oldest lease (ms), age of the oldest queued group (ms),
 --          environments alive, environments registered, batches leased, groups refused,
@@ -16,14 +16,17 @@ local function add(key, ...)
     table.insert(facts, tonumber(value or 0))
   end
 end
-add(trainer, 'step', 'last_batch', 'acknowledged', 'redeliveries')
+local leased_batches = redis.call('HLEN', leases)
+add(trainer, 'step', 'last_batch')
+table.insert(facts, facts[2] - leased_batches)
+add(trainer, 'redeliveries')
 add(
   totals,
   'queued_groups', 'queued_sequences', 'queued_bytes', 'buffered_parts', 'buffered_bytes',
   'leased_bytes'
 )
 
-local oldest_lease = redis.call('HGET', leases, facts[3] + 1)
+local oldest_lease = redis.call('HGET', leases, number(trainer, 'acknowledged') + 1)
 local leased_ms = oldest_lease and string.match(oldest_lease, '^%d+ %d+ (%d+)')
 table.insert(facts, leased_ms and now_ms - leased_ms or 0)
 
@@ -45,7 +48,7 @@ for _, env_id in ipairs(redis.call('SMEMBERS', connected)) do
 end
 table.insert(facts, alive)
 table.insert(facts, number(totals, 'environments'))
-table.insert(facts, redis.call('HLEN', leases))
+table.insert(facts, leased_batches)
 add(refusals, 'groups')
 table.insert(facts, redis.call('HGET', refusals, 'last') or '')
 table.insert(facts, redis.call('HGET', trainer, 'run_uuid') or '')

@@ -7,7 +7,7 @@
 --       6 trainer id at planning
 --       7 plan (JSON): buffers [[env_id, before, after], ...], entries [entry, ...]
 --       8 id of the first payload; the others follow
---       then for each group: stored bytes, payload or name of a staged one
+--       then per group: env_id or '-', sequences, stored bytes, payload or name of a staged one
 -- Returns {'placed'}
 --         {'repeated', receipt}  an earlier call was carried out under the same receipt
 --         {'full'}               the queue has reached a limit
@@ -41,15 +41,15 @@ if number(totals, 'queued_groups') >= tonumber(ARGV[3])
   return {'full'}
 end
 
-for i = first, #ARGV, 2 do
-  if staged ~= '' and redis.call('STRLEN', staged .. ARGV[i + 1]) ~= tonumber(ARGV[i]) then
+for i = first, #ARGV, 4 do
+  if staged ~= '' and redis.call('STRLEN', staged .. ARGV[i + 3]) ~= tonumber(ARGV[i + 2]) then
     return {'unstaged'}
   end
 end
 
-for i = first, #ARGV, 2 do
-  local id = first_id + (i - first) / 2
-  store(id, staged, ARGV[i + 1])
+for i = first, #ARGV, 4 do
+  local id = first_id + (i - first) / 4
+  store(id, staged, ARGV[i + 3])
 end
 
 local function count_buffered(groups, sign)
