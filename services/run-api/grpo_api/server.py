@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from grpo_api.waiting import Lifetime
+from grpo_api.lifetime import Lifetime
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
@@ -143,9 +143,6 @@ def keep_freed_memory() -> None:
         # glibc accepts at most 32 MiB for the mmap threshold
         mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES // 2)
         mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
-
-
-_log = structlog.get_logger()
 
 
 class StructlogHandler(logging.Handler):

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_api.planning.batch import demand
-from grpo_api.planning.subset_sum import Kind
+from grpo_api.planning.batch_plan import Kind, demand
 
 BATCH_SIZE = 24
 DIVISORS = [size for size in range(1, BATCH_SIZE + 1) if BATCH_SIZE % size == 0]

@@ -1,64 +1,129 @@
-"""Stores who takes part in a run: the trainer and the environments, and reads the run's state."""
+"""Stores who takes part in a run, and reads the run's state. Only this package uses its keys.
+
+Every change to more than one key is one Lua script, so several run-api processes can share a run.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, NamedTuple
+
+import structlog
+from typing_extensions import TypedDict  # pydantic accepts `typing.TypedDict` from Python 3.12 on
 
 from grpo_api.errors import Refused, StoreUnavailable, unprocessable
-from grpo_api.planning.batch import batch_size_conflicts, why_unservable
-from grpo_api.planning.run import Environment, RunView
-from grpo_api.store.keys import RECEIPT_S, former_keys, parse_kind, receipt_key
+from grpo_api.planning.batch_plan import batch_size_conflicts, why_unservable
+from grpo_api.planning.run_view import Environment, RunView
+from grpo_api.store.keys import RECEIPT_S, parse_kind, receipt_key
+from grpo_api.store.leases import Leases
+from grpo_api.store.payloads import PayloadStore
+from grpo_api.store.queue import GroupQueue
 from grpo_api.store.redis import RedisLink
 from grpo_core.redis.keys import served_weights_followers_key, served_weights_key
-from grpo_core.wire.run_api import EnvironmentRegistration, Registration, RunStatus
+from grpo_core.wire.run_api import (
+    EnvironmentCount,
+    EnvironmentRegistration,
+    Registration,
+    RunStatus,
+    TrainerEnrolled,
+)
 
 GONE_TIMEOUTS = 60
 """An environment that has sent no poll for this many timeouts is deleted when another one
 registers, so that polls do not read all that ever registered."""
+MAX_REASON_CHARS = 300
+_COUNTING_S = 1.0
+_RECEIPT_WITHOUT_KEY_S = 10
+"""Longer than `_COUNTING_S`, within which one call may repeat its command. Short, so that a flood
+of invalid requests does not fill Redis."""
+_log = structlog.get_logger()
 
 
-@dataclass(frozen=True)
-class RegisteredTrainer:
-    """A trainer's id (128 bits), and the step and uuid of its run."""
+class EnvironmentEnrolled(TypedDict):
+    """The environment is registered."""
 
-    trainer_id: int
-    step: int
-    run_uuid: str
-
-
-@dataclass(frozen=True)
-class RegisteredEnvironment:
-    """`step`, `trainer` and `run_uuid`: of the run that it takes part in."""
-
+    status: Literal["success"]
     env_id: int
-    name: str
-    step: int
-    trainer: Registration
+    wandb_name: str
+    checkpoint_dir: str
+    starting_step: int
+    checkpoint_interval: int
+    num_steps: int
     run_uuid: str
 
 
-class RegistrationStore:
+class RunStats(NamedTuple):
+    """Counters of a run at one moment, in the order in which `read_stats` returns them.
+
+    Attributes:
+        step: batches handed out, counted from the run's starting step.
+        deliveries: batches handed out for the first time.
+        queued_groups: each part of a group counts.
+        queued_bytes: compressed, as stored, like `buffered_bytes` and `leased_bytes`.
+        oldest_lease_age_s: since the oldest lease was first handed out; 0 if there is none.
+        oldest_queued_age_s: since the oldest queued group was queued; 0 if there is none.
+        refused_groups: as in `EnvironmentCount`, like `last_refusal`.
+        run_uuid: "" if there is no run.
     """
+
+    step: int
+    deliveries: int
+    acknowledged_batches: int
+    redeliveries: int
+    queued_groups: int
+    queued_sequences: int
+    queued_bytes: int
+    buffered_parts: int
+    buffered_bytes: int
+    leased_bytes: int
+    oldest_lease_age_s: float
+    oldest_queued_age_s: float
+    environments_alive: int
+    environments_registered: int
+    leased_batches: int
+    refused_groups: int
+    last_refusal: str
+    run_uuid: str
+
+
+class RunStore:
+    """One run in Redis. Every method raises `StoreUnavailable` if Redis does not answer within the
+    deadline.
+
     Args:
-        timeout_s: an environment counts as disconnected after this long without a poll.
+        environment_timeout_s: an environment counts as disconnected after this long without a poll.
+        max_leased_bytes: limit on the stored bytes of unacknowledged batches.
     """
 
-    def __init__(self, link: RedisLink, timeout_s: float) -> None:
+    def __init__(
+        self, link: RedisLink, environment_timeout_s: float, max_leased_bytes: int
+    ) -> None:
         self._link = link
-        self._timeout_ms = timeout_s * 1000
-        self._gone_ms = GONE_TIMEOUTS * self._timeout_ms
+        self._timeout_ms = int(environment_timeout_s * 1000)
+        self.payloads = PayloadStore(link)
+        self.queue = GroupQueue(link, self.payloads)
+        self.leases = Leases(link, max_leased_bytes)
 
-    async def register_trainer(self, registration: Registration) -> RegisteredTrainer:
+    async def close(self) -> None:
+        await self._link.close()
+
+    async def ping(self) -> None:
+        await self._link.ping()
+
+    async def reset(self) -> None:
+        await self._link.script("reset")
+
+    async def register_trainer(self, registration: Registration) -> tuple[TrainerEnrolled, int]:
         """Register a trainer. If that changes the batch size of the run, check first that the
         queue, the environments and the leases fit the new one.
 
+        Returns:
+            The trainer's id and run, and the step of the run.
         Raises:
-            Refused: 409, they do not fit, or an older version of run-api stored this run in a
-                previous layout.
+            Refused: 409, they do not fit.
             StoreUnavailable: Redis is unreachable, or the run changed during the check.
         """
         trainer_id = uuid.uuid4()
@@ -72,16 +137,9 @@ class RegistrationStore:
                 "the queue or the environments changed while run-api checked batch_size "
                 f"{registration.batch_size}; register again"
             )
-        if outcome == b"former layout":
-            raise Refused(
-                409,
-                "an older release of run-api stored this run in a format that this release cannot "
-                "read; finish the run with the older release, use another run id, or delete the "
-                "run with GET /reset_data",
-            )
         step, run_uuid = rest
         await self._follow(registration.server_run_id)
-        return RegisteredTrainer(trainer_id.int, int(step), run_uuid.decode())
+        return TrainerEnrolled(uuid=trainer_id.int, run_uuid=run_uuid.decode()), int(step)
 
     async def _register_trainer(
         self, registration: Registration, trainer_id: uuid.UUID, approved: bytes = b""
@@ -93,14 +151,12 @@ class RegistrationStore:
         """
         return await self._link.script(
             "register_trainer",
-            ("trainer", "connected", "queued_kinds", "leases", "answers", "refusals"),
             registration.model_dump_json(),
             registration.batch_size,
             registration.starting_step,
             trainer_id.hex,
             approved,
             uuid.uuid4().hex,
-            others=former_keys(self._link, "trainer"),
         )
 
     async def _check_batch_size(self, batch_size: int, current: int, unacknowledged: int) -> None:
@@ -138,24 +194,9 @@ class RegistrationStore:
         found = await self._link.call("HGET", trainer, "registration")
         return Registration.model_validate_json(found) if found else None
 
-    async def status(self) -> RunStatus:
-        trainer, totals, refusals = self._link.keys("trainer", "totals", "refusals")
-        (step, run_uuid), groups, (refused, reason) = await self._link.transaction(
-            ("HMGET", trainer, "step", "run_uuid"),
-            ("HGET", totals, "queued_groups"),
-            ("HMGET", refusals, "groups", "last"),
-        )
-        return RunStatus(
-            current_step=int(step or 0),
-            queue_size=int(groups or 0),
-            run_uuid=run_uuid.decode() if run_uuid else None,
-            refused_groups=int(refused or 0),
-            last_refusal=(reason or b"").decode(),
-        )
-
     async def register_environment(
         self, registration: EnvironmentRegistration, key: str | None = None
-    ) -> RegisteredEnvironment | None:
+    ) -> EnvironmentEnrolled | None:
         """None until a trainer has registered and polled once.
 
         Args:
@@ -165,30 +206,30 @@ class RegistrationStore:
         """
         outcome, *rest = await self._link.script(
             "register_environment",
-            (
-                *("trainer", "environments", "environment_names", "name_counts", "connected"),
-                *("seen", "group_sizes", "resets", "last_env_id", "buffers", "payloads"),
-                *("totals", "large", receipt_key(key and f"environment {key}")),
-            ),
             registration.model_dump_json(),
             registration.desired_name,
             registration.group_size,
             RECEIPT_S,
-            int(self._gone_ms),
+            GONE_TIMEOUTS * self._timeout_ms,
+            own_keys=self._link.keys(receipt_key(key and f"environment {key}")),
         )
         if outcome == b"wait":
             return None
         if outcome == b"unservable":
             reason = why_unservable(registration.group_size, batch_size=rest[0])
             raise unprocessable(["group_size"], str(reason))
-        env_id, name, step, trainer, run_uuid = rest
-        return RegisteredEnvironment(
-            env_id,
-            name.decode(),
-            step,
-            Registration.model_validate_json(trainer),
-            run_uuid.decode(),
-        )
+        env_id, name, step, written, run_uuid = rest
+        trainer = Registration.model_validate_json(written)
+        return {
+            "status": "success",
+            "env_id": env_id,
+            "wandb_name": name.decode(),
+            "checkpoint_dir": trainer.checkpoint_dir,
+            "starting_step": step,
+            "checkpoint_interval": trainer.save_checkpoint_interval,
+            "num_steps": trainer.num_steps,
+            "run_uuid": run_uuid.decode(),
+        }
 
     async def disconnect(self, env_id: int) -> int | None:
         """Delete the environment and its buffered parts, which nothing can complete now.
@@ -197,10 +238,6 @@ class RegistrationStore:
         """
         dropped: int | None = await self._link.script(
             "disconnect_environment",
-            (
-                *("environments", "environment_names", "group_sizes", "connected", "seen"),
-                *("buffers", "payloads", "totals", "large", "last_env_id"),
-            ),
             env_id,
         )
         return dropped
@@ -213,10 +250,6 @@ class RegistrationStore:
         """
         answer = await self._link.script(
             "view_run",
-            (
-                *("trainer", "environments", "environment_names", "connected", "seen"),
-                *("queued_kinds", "queued_sizes", "totals"),
-            ),
             "" if polling is None else polling,
         )
         now_ms, trainer, registrations, names, connected, seen, kinds, sizes, totals = answer
@@ -239,6 +272,65 @@ class RegistrationStore:
             num_steps=None if ends_at is None else int(ends_at),
         )
 
+    async def status(self) -> RunStatus:
+        stats = await self.stats()
+        return RunStatus(
+            current_step=stats.step,
+            queue_size=stats.queued_groups,
+            run_uuid=stats.run_uuid or None,
+            refused_groups=stats.refused_groups,
+            last_refusal=stats.last_refusal,
+        )
+
+    async def environments(self) -> EnvironmentCount:
+        stats = await self.stats()
+        return EnvironmentCount(
+            registered=stats.environments_registered,
+            connected=stats.environments_alive,
+            refused_groups=stats.refused_groups,
+            last_refusal=stats.last_refusal,
+        )
+
+    async def stats(self) -> RunStats:
+        """All counters at one moment. The cost does not grow with the queue."""
+        answer = await self._link.script(
+            "read_stats",
+            self._timeout_ms,
+        )
+        stats = RunStats(*answer)
+        return stats._replace(
+            oldest_lease_age_s=stats.oldest_lease_age_s / 1000,
+            oldest_queued_age_s=stats.oldest_queued_age_s / 1000,
+            last_refusal=answer[-2].decode(),
+            run_uuid=answer[-1].decode(),
+        )
+
+    async def count_refusal(
+        self, reason: str, groups: int = 1, env_id: int | None = None, key: str | None = None
+    ) -> None:
+        """Count the groups of one refused submission. A failure is only logged, because the sender
+        needs the reason for the refusal and not that of the failure.
+
+        Args:
+            groups: 1 for a body that could not be read.
+            env_id: None if it is unknown.
+            key: idempotency key of the submission.
+        """
+        line = refusal_line(reason, env_id)
+        # the same key may come with other groups, for another reason
+        receipt = receipt_key(key and f"refusal {key} {line}")
+        try:
+            async with asyncio.timeout(_COUNTING_S):
+                await self._link.script(
+                    "count_refusal",
+                    RECEIPT_S if key else _RECEIPT_WITHOUT_KEY_S,
+                    groups,
+                    line,
+                    own_keys=self._link.keys(receipt),
+                )
+        except (StoreUnavailable, TimeoutError) as error:
+            _log.warning("refusal.not_counted", refusal=line, reason=str(error))
+
 
 @lru_cache(maxsize=4096)
 def _registration(written: bytes) -> EnvironmentRegistration:
@@ -248,3 +340,14 @@ def _registration(written: bytes) -> EnvironmentRegistration:
 
 def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def refusal_line(reason: str, env_id: int | None = None) -> str:
+    """The first line of the reason, without control characters, which could change a terminal.
+
+    The reason may quote names from the body.
+    """
+    sender = "" if env_id is None else f"env_id {env_id}: "
+    first = reason.strip().split("\n", 1)[0]
+    shown = "".join(char if char.isprintable() else "?" for char in first)
+    return (sender + shown)[:MAX_REASON_CHARS]

@@ -9,19 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import structlog
 from starlette.concurrency import run_in_threadpool
 
 from grpo_api.errors import BatchGone
-from grpo_api.planning.batch import Bundle, plan_batch
-from grpo_api.planning.run import RunView
-from grpo_api.store import RunStore
-from grpo_api.store.batches import Lease, OpenPoll, PlanLost, Poll
-from grpo_api.store.keys import parse_queue
-from grpo_api.store.payloads import PayloadStore, unpack, unpacked_bytes
-from grpo_api.waiting import Lifetime
+from grpo_api.lifetime import Lifetime
+from grpo_api.planning.batch_plan import plan_batch
+from grpo_api.store.keys import parse_kind
+from grpo_api.store.leases import Lease, PlanLost, Poll
+from grpo_api.store.payloads import unpack, unpacked_bytes
+from grpo_api.store.run import RunStore
 from grpo_core.deadline import Deadline
 
 _MAX_PLANS = 8
@@ -30,8 +30,6 @@ _PLAN_SHARE = 0.2
 """Largest share of the time that a waiting request may spend on plans that give no batch."""
 _PLAN_AT_LEAST_EVERY_S = 1.0
 """When an environment stops polling, the minimums of a batch change without any new group."""
-_PLANNED_INLINE = 500
-"""Up to this many queue entries are planned on the event loop: that takes milliseconds."""
 _GROUPS_AT_A_TIME = 8
 _PIECE_BYTES = 256 * 1024
 """Bytes that are compressed before other requests get a turn: about a millisecond."""
@@ -58,14 +56,13 @@ class BatchDispatcher:
         handed out again, unless another poll's answer is still sending it.
 
         Raises:
-            TrainerNotRegistered, SupersededTrainer, BatchesByLease, BatchUnknown, LeasesTooLarge,
-                StoreUnavailable
+            TrainerNotRegistered, BatchUnknown, Conflict, StoreUnavailable: as `Leases.open_poll`.
         """
         if poll.trainer_id is None:
-            await self._store.batches.acknowledge(None)
+            await self._store.leases.acknowledge(None)
         deadline = Deadline(wait_s)
         while True:
-            arrivals = await self._store.batches.arrivals() if wait_s else 0
+            arrivals = await self._store.leases.arrivals() if wait_s else 0
             began = time.monotonic()
             lease = await self._next(poll)
             if lease is not None:
@@ -73,7 +70,7 @@ class BatchDispatcher:
                     "batch.handed_out",
                     batch_id=lease.batch_id,
                     step=lease.step,
-                    groups=len(lease.group_ids),
+                    groups=len(lease.groups),
                     sequences=lease.sequences,
                     age_s=round(lease.age_at_lease_s, 3),
                     handed_out_before=lease.again,
@@ -89,65 +86,69 @@ class BatchDispatcher:
         while not deadline.has_passed:
             if await self._lifetime.closes_within(poll_s):
                 return False
-            if time.monotonic() >= plan_at or await self._store.batches.arrivals() != arrivals:
+            if time.monotonic() >= plan_at or await self._store.leases.arrivals() != arrivals:
                 return True
         return False
 
     async def _next(self, poll: Poll) -> Lease | None:
         for _ in range(_MAX_PLANS):
-            opened = await self._store.batches.open_poll(poll)
+            opened = await self._store.leases.open_poll(poll)
             if isinstance(opened, Lease):
                 return opened
-            outcome = await self._plan_and_lease(opened)
-            if outcome is PlanLost.SUPERSEDED and poll.trainer_id is None:
-                return None  # the queue now belongs to a trainer that registered since
-            if not isinstance(outcome, PlanLost):
-                return outcome
+            run = await self._store.view()
+            entries = await self._store.leases.candidates(opened.batch_size)
+            chosen = plan_batch([parse_kind(entry) for entry in entries], run.demand())
+            if chosen is None:
+                return None
+            with suppress(PlanLost):
+                return await self._store.leases.lease(opened, [entries[i] for i in chosen])
         return None
 
-    async def _plan_and_lease(self, opened: OpenPoll) -> Lease | PlanLost | None:
-        run = await self._store.registrations.view()
-        entries = await self._store.batches.candidates(opened.batch_size)
-        if len(entries) <= _PLANNED_INLINE:
-            bundles = _plan(entries, run)
-        else:
-            bundles = await run_in_threadpool(_plan, entries, run)
-        return None if bundles is None else await self._store.batches.lease(opened, bundles)
+    async def answer(self, lease: Lease) -> AsyncIterator[bytes]:
+        """The JSON of a batch in pieces; without its first group the answer does not start, so that
+        a failure can set the status.
 
+        Raises:
+            BatchGone: the batch was acknowledged, or the run was reset.
+            StoreUnavailable
+        """
+        pieces = self._pieces(lease)
+        first = [await anext(pieces), await anext(pieces)]
 
-def _plan(entries: Sequence[bytes], run: RunView) -> list[Bundle] | None:
-    return plan_batch(parse_queue(entries), run.demand())
-
-
-async def batch_pieces(store: PayloadStore, lease: Lease) -> AsyncIterator[bytes]:
-    """Yield the JSON `{"batch":[group, ...]}` in pieces, without parsing the groups.
-
-    The JSON of a batch that a trainer leased by its id begins with `batch_id` and `received_under`.
-
-    Raises:
-        BatchGone: the batch was acknowledged, or the run was reset, while it was sent.
-        StoreUnavailable
-    """
-    yield _head(lease)
-    for start in range(0, len(lease.group_ids), _GROUPS_AT_A_TIME):
-        payloads = store.load(lease.group_ids[start : start + _GROUPS_AT_A_TIME])
-        is_first = start == 0
-        async for payload in payloads:
-            if payload is None:
-                raise BatchGone(lease.batch_id)
-            if not is_first:
-                yield b","
-            is_first = False
-            async for piece in group_pieces(payload):
+        async def all_of_it() -> AsyncIterator[bytes]:
+            for piece in first:
                 yield piece
-    yield b"]}"
+            async for piece in pieces:
+                yield piece
 
+        return all_of_it()
 
-def _head(lease: Lease) -> bytes:
-    if lease.claim:
-        return b'{"batch":['
-    under = json.dumps(lease.received_under, separators=(",", ":"))
-    return f'{{"batch_id":{lease.batch_id},"received_under":{under},"batch":['.encode()
+    async def _pieces(self, lease: Lease) -> AsyncIterator[bytes]:
+        """Yield the JSON `{"batch":[group, ...]}` without parsing the groups.
+
+        The JSON of a batch that a trainer leased by its id begins with `batch_id` and
+        `received_under`. A plain poll's batch counts as delivered when all of it was sent.
+        """
+        if lease.claim:
+            yield b'{"batch":['
+        else:
+            received_under = [group.received_under for group in lease.groups]
+            under = json.dumps(received_under, separators=(",", ":"))
+            yield f'{{"batch_id":{lease.batch_id},"received_under":{under},"batch":['.encode()
+        for start in range(0, len(lease.groups), _GROUPS_AT_A_TIME):
+            group_ids = [group.id for group in lease.groups[start : start + _GROUPS_AT_A_TIME]]
+            separator = b"," if start else b""
+            async for payload in self._store.payloads.load(group_ids):
+                if payload is None:
+                    raise BatchGone(lease.batch_id)
+                if separator:
+                    yield separator
+                separator = b","
+                async for piece in group_pieces(payload):
+                    yield piece
+        yield b"]}"
+        if lease.claim:
+            await self._store.leases.mark_delivered(lease)
 
 
 async def group_pieces(payload: bytes) -> AsyncIterator[bytes]:
@@ -158,16 +159,3 @@ async def group_pieces(payload: bytes) -> AsyncIterator[bytes]:
         yield text[at : at + _PIECE_BYTES]
         # a send returns without a pause while the socket accepts data, so give others a turn
         await asyncio.sleep(0)
-
-
-async def begun(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Load the first group before the answer starts, so that a failure can set the status."""
-    first = [await anext(pieces), await anext(pieces)]
-
-    async def all_of_it() -> AsyncIterator[bytes]:
-        for piece in first:
-            yield piece
-        async for piece in pieces:
-            yield piece
-
-    return all_of_it()

@@ -15,10 +15,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from grpo_api.errors import ShuttingDown
-from grpo_api.http.error_responses import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, answer_to
+from grpo_api.errors import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, ShuttingDown, answer_to
+from grpo_api.lifetime import Lifetime, was_held
 from grpo_api.metrics import Metrics
-from grpo_api.waiting import Lifetime, was_held
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _HEADER = REQUEST_ID_HEADER.encode()

@@ -8,14 +8,14 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_api.planning.batch import Bundle, plan_batch
-from grpo_api.planning.run import (
+from grpo_api.planning.batch_plan import Kind, plan_batch
+from grpo_api.planning.run_view import (
     Environment,
     Limits,
     RunView,
     environment_status,
 )
-from tests.unit.api.builders import bundle, environment
+from tests.unit.api.builders import environment
 
 UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53)
 BATCHES = 12
@@ -30,11 +30,10 @@ class SimulatedRun:
     def __init__(self, batch_size: int, environments: list[Environment]) -> None:
         self.batch_size = batch_size
         self.environments = environments
-        self.queue: list[Bundle] = []
-        self._sent = 0
+        self.queue: list[Kind] = []
 
     def view(self) -> RunView:
-        queued = Counter(bundle.kind for bundle in self.queue)
+        queued = Counter(self.queue)
         largest = max((kind.sequences for kind in queued), default=1)
         return RunView(self.environments, 0, self.batch_size, queued, largest, 0, 0, num_steps=10)
 
@@ -44,14 +43,12 @@ class SimulatedRun:
         size = own.registration.group_size
         return queue_size * size < BATCHES_OFF_POLICY * self.batch_size
 
-    def send(self, own: Environment) -> None:
-        self.queue.append(bundle(self._sent, own.env_id, own.registration.group_size))
-        self._sent += 1
-
-    def take_batch(self) -> list[Bundle] | None:
-        batch = plan_batch(self.queue, self.view().demand())
-        if batch is not None:
-            self.queue = [bundle for bundle in self.queue if bundle not in batch]
+    def take_batch(self) -> list[Kind] | None:
+        chosen = plan_batch(self.queue, self.view().demand())
+        if chosen is None:
+            return None
+        batch = [self.queue[i] for i in chosen]
+        self.queue = [kind for i, kind in enumerate(self.queue) if i not in chosen]
         return batch
 
 
@@ -78,7 +75,8 @@ def test_a_batch_comes_out_however_tightly_environments_pace(
         while (batch := run.take_batch()) is None:
             willing = [own for own in run.environments if run.may_send(own)]
             assert willing, f"everybody pauses at {run.view()}"
-            run.send(dice.choices(willing, [speeds[own.env_id] for own in willing])[0])
-        assert sum(bundle.sequences for bundle in batch) == run.batch_size
+            sender = dice.choices(willing, [speeds[own.env_id] for own in willing])[0]
+            run.queue.append(sender.kind)
+        assert sum(kind.sequences for kind in batch) == run.batch_size
         most = len(run.environments) * (BATCHES_OFF_POLICY + 1) * run.batch_size
-        assert sum(bundle.sequences for bundle in run.queue) <= most
+        assert sum(kind.sequences for kind in run.queue) <= most

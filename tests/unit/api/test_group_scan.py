@@ -13,8 +13,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from grpo_api.group_scan import scan_group
 from grpo_api.store.payloads import compress, stored, unpack
-from grpo_api.submissions.group_scan import scan_group
 from grpo_core.wire.scored_group import ScoredGroup
 
 Json = dict[str, Any]

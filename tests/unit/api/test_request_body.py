@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_api.decode import TooMuchWork, inflate, inflate_member
 from grpo_api.errors import Refused
-from grpo_api.http.request_body import TooMuchWork, inflate, inflate_member
 
 CONTENT = b'{"tokens":[[1,2,3]],"masks":[[-100,2,3]]}'
 MEMBER = gzip.compress(CONTENT, mtime=0)

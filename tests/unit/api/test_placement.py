@@ -9,18 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_api.errors import GroupRefused
-from grpo_api.planning.batch import batch_size_conflicts, why_unservable
+from grpo_api.planning.batch_plan import Kind, batch_size_conflicts, why_unservable
 from grpo_api.planning.placement import (
     MAX_BUFFERED_GROUPS,
-    Buffer,
     BufferedRun,
+    Groups,
     Placement,
+    StoredGroup,
     place,
 )
-from grpo_api.planning.subset_sum import Kind
-from tests.unit.api.builders import stored
 
 ENV = 3
+
+
+def stored(id_: int, sequences: int) -> StoredGroup:
+    return StoredGroup(id_, sequences, stored_bytes=10)
 
 
 def placed(run: BufferedRun, *sizes: int, env_id: int | None = ENV) -> Placement:
@@ -35,26 +38,25 @@ def run(*buffered: int, group_size: int = 4) -> BufferedRun:
     return BufferedRun(8, {ENV: group_size}, {ENV: buffer})
 
 
-def bundles(placement: Placement) -> list[list[int]]:
-    """The group ids of each bundle."""
-    return [[group.id for group in bundle.groups] for bundle in placement.bundles]
+def entries(placement: Placement) -> list[list[int]]:
+    """The group ids of each entry of the queue."""
+    return [[group.id for group in groups] for _, groups in placement.entries]
 
 
 def test_groups_of_an_unknown_sender_go_straight_to_the_queue() -> None:
     placement = placed(run(), 2, 1, env_id=9)
-    assert bundles(placement) == [[100], [101]]
-    assert [bundle.env_id for bundle in placement.bundles] == [None, None]
+    assert entries(placement) == [[100], [101]]
+    assert [kind for kind, _ in placement.entries] == [Kind(None, 2), Kind(None, 1)]
 
 
 def test_a_list_is_placed_in_its_order() -> None:
     placement = placed(run(), 3, 4, 1, 2)
-    assert bundles(placement) == [[101], [100, 102]]
-    assert [bundle.id for bundle in placement.bundles] == [101, 102]
+    assert entries(placement) == [[101], [100, 102]]
     assert [part.id for part in placement.buffers[ENV]] == [103]
     assert placement.buffered_sequences == [3, None, 0, 2]
 
 
-def oldest_that_complete(parts: Buffer, group_size: int) -> list[int] | None:
+def oldest_that_complete(parts: Groups, group_size: int) -> list[int] | None:
     """Ids of parts that add up to a group, found by trying every subset."""
     exact = [
         [part.id for part in subset]
@@ -69,14 +71,14 @@ def oldest_that_complete(parts: Buffer, group_size: int) -> list[int] | None:
 def test_parts_wait_until_some_complete_a_group_which_the_oldest_do(
     group_size: int, sizes: list[int]
 ) -> None:
-    buffer: Buffer = ()
+    buffer: Groups = ()
     for id_, size in enumerate(size for size in sizes if size < group_size):
         part = stored(id_, size)
         chosen = oldest_that_complete((*buffer, part), group_size)
         waiting = BufferedRun(group_size * 3, {ENV: group_size}, {ENV: buffer})
         placement = place([ENV], [part], waiting)
         left = tuple(p for p in (*buffer, part) if p.id not in (chosen or []))
-        assert bundles(placement) == ([] if chosen is None else [chosen])
+        assert entries(placement) == ([] if chosen is None else [chosen])
         assert placement.buffers == {ENV: left}
         assert placement.buffered_sequences == [sum(p.sequences for p in left)]
         buffer = left
@@ -104,8 +106,8 @@ def test_parts_that_never_match_are_refused_at_the_bound_and_keep_nobody_out() -
         placed(full, 3)
     assert refused.value.at("tokens").status == 409
     assert placed(full, 2).buffered_sequences == [most * 3 + 2]
-    assert bundles(placed(full, 2, 2)) == [[100, 101]]
-    assert bundles(placed(full, 1)) == [[0, 100]]
+    assert entries(placed(full, 2, 2)) == [[100, 101]]
+    assert entries(placed(full, 1)) == [[0, 100]]
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_api.planning.run import (
+from grpo_api.planning.batch_plan import Kind
+from grpo_api.planning.run_view import (
     Environment,
     Limits,
     RunView,
     environment_status,
 )
-from grpo_api.planning.subset_sum import Kind
 from grpo_core.wire.run_api import EnvironmentStatus
 from tests.unit.api.builders import environment
 

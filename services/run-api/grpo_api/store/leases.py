@@ -10,20 +10,14 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from enum import Enum
+from typing import Literal
 
-from grpo_api.errors import (
-    BatchesByLease,
-    BatchGone,
-    BatchUnknown,
-    LeasesTooLarge,
-    SupersededTrainer,
-    TrainerNotRegistered,
-)
-from grpo_api.planning.batch import Bundle
-from grpo_api.store.keys import parse_groups, write_queued
+from typing_extensions import TypedDict  # pydantic accepts `typing.TypedDict` from Python 3.12 on
+
+from grpo_api.errors import BatchGone, BatchUnknown, Conflict, TrainerNotRegistered
+from grpo_api.planning.placement import Groups
+from grpo_api.store.keys import entry_age, parse_groups
 from grpo_api.store.redis import RedisLink
-from grpo_core.wire.policy_version import PolicyVersion
 
 _PLAIN = ""
 """Stands for the trainer id of a plain poll."""
@@ -33,12 +27,12 @@ _PLAIN = ""
 class Lease:
     """A batch that was handed out and is not acknowledged yet.
 
-        Lease(12, 11, 64, 1.5, (301, 302), (PolicyVersion(1, 9), None), claim="", again=False)
+        Lease(12, step=11, sequences=16, age_at_lease_s=1.5,
+              groups=(StoredGroup(301, 8, 5120), StoredGroup(302, 8, 4870)), claim="", again=False)
 
     Attributes:
         age_at_lease_s: time in the queue of its oldest group, when the batch was formed.
-        group_ids: ids of its groups, in the order of the batch.
-        received_under: for each group, the version that was served when run-api received it.
+        groups: in the order of the batch.
         claim: of the plain poll that it answers; "" if a trainer leased it by its id.
         again: an earlier poll formed the batch.
     """
@@ -47,8 +41,7 @@ class Lease:
     step: int
     sequences: int
     age_at_lease_s: float
-    group_ids: tuple[int, ...]
-    received_under: tuple[PolicyVersion | None, ...]
+    groups: Groups
     claim: str
     again: bool
 
@@ -61,7 +54,7 @@ class Poll:
         trainer_id: None for a plain poll.
         after: id of the last batch that the trainer holds; ignored for a plain poll.
         batches_left: number of batches that the run needs after that; None if unknown.
-        claim: of a plain poll, from `BatchStore.claim`; "" otherwise.
+        claim: of a plain poll, from `Leases.claim`; "" otherwise.
     """
 
     trainer_id: int | None = None
@@ -80,22 +73,19 @@ class OpenPoll:
     batch_id: int
 
 
-@dataclass(frozen=True)
-class Acknowledged:
-    """`batch_id`: the last acknowledged batch. `released`: batches deleted by this call."""
+class BatchesAcknowledged(TypedDict):
+    """`acknowledged`: the last acknowledged batch. `released`: batches deleted by this call."""
 
-    batch_id: int
+    status: Literal["success"]
+    acknowledged: int
     released: int
 
 
-class PlanLost(Enum):
-    """Why a plan could not be committed."""
-
-    MOVED = "moved"
-    SUPERSEDED = "superseded"
+class PlanLost(Exception):
+    """The queue has changed since the plan was made."""
 
 
-class BatchStore:
+class Leases:
     def __init__(self, link: RedisLink, max_leased_bytes: int) -> None:
         self._link = link
         self._max_leased_bytes = max_leased_bytes
@@ -115,13 +105,13 @@ class BatchStore:
         """Return the next leased batch that the trainer lacks, or start to plan a new one.
 
         Raises:
-            TrainerNotRegistered, SupersededTrainer, BatchesByLease
+            TrainerNotRegistered
             BatchUnknown: no batch has the id `poll.after`.
-            LeasesTooLarge: unacknowledged batches have reached their limit in bytes.
+            Conflict: another trainer has registered, a trainer leases the batches of this run, or
+                unacknowledged batches have reached their limit in bytes.
         """
         outcome, *rest = await self._link.script(
             "open_poll",
-            ("trainer", "leases", "totals", "answers"),
             *_trainer_arguments(poll.trainer_id, poll.after),
             self._max_leased_bytes,
             "" if poll.batches_left is None else poll.batches_left,
@@ -129,54 +119,60 @@ class BatchStore:
         )
         _refuse(outcome, poll.after, rest)
         if outcome == b"full":
-            raise LeasesTooLarge(stored_bytes=rest[0], limit=self._max_leased_bytes)
+            raise Conflict(
+                "after",
+                "leases_full",
+                f"unacknowledged batches hold {rest[0]} bytes, and --max-leased-bytes is "
+                f"{self._max_leased_bytes}; write a checkpoint and POST /batch/<id>/ack",
+            )
         if outcome == b"leased":
             batch_id, lease = rest
             return _lease(batch_id, lease, poll.claim, again=True)
         return OpenPoll(poll.claim, *rest)
 
     async def candidates(self, batch_size: int) -> list[bytes]:
-        """Entries of the oldest bundles, of each kind as many as a batch could hold.
+        """The oldest entries of the queue, of each kind as many as a batch could hold, by age."""
+        entries: list[bytes] = await self._link.script("batch_candidates", batch_size)
+        return sorted(entries, key=entry_age)
 
-        `parse_queue` reads them, which takes a while if there are many.
+    async def lease(self, poll: OpenPoll, entries: Sequence[bytes]) -> Lease | None:
+        """Move entries from the queue into one leased batch and count the step, atomically.
+
+        None if another trainer has registered, or the run was reset, since the poll began: the
+        queue now belongs to that trainer.
+
+        Raises:
+            PlanLost
         """
-        entries: list[bytes] = await self._link.script(
-            "batch_candidates", ("queue", "queued_kinds"), batch_size
-        )
-        return entries
-
-    async def lease(self, poll: OpenPoll, bundles: Sequence[Bundle]) -> Lease | PlanLost:
-        """Move the bundles from the queue into one leased batch and count the step, atomically."""
         outcome, *rest = await self._link.script(
             "lease_batch",
-            (
-                *("trainer", "leases", "totals", "queue", "queued_kinds", "queued_sizes"),
-                "answers",
-            ),
             poll.claim,
             poll.trainer_id,
             poll.batch_id,
             poll.batch_size,
-            *(write_queued(bundle) for bundle in bundles),
+            *entries,
         )
-        if outcome != b"leased":
-            return PlanLost(outcome.decode())
+        if outcome == b"superseded":
+            return None
+        if outcome == b"moved":
+            raise PlanLost
         return _lease(poll.batch_id, rest[0], poll.claim, again=False)
 
-    async def acknowledge(self, trainer_id: int | None, batch_id: int = 0) -> Acknowledged:
+    async def acknowledge(self, trainer_id: int | None, batch_id: int = 0) -> BatchesAcknowledged:
         """Delete every batch up to `batch_id`; without `trainer_id`, every delivered batch.
 
         Raises:
-            TrainerNotRegistered, SupersededTrainer, BatchesByLease
+            TrainerNotRegistered
             BatchUnknown: no batch has the id `batch_id`.
+            Conflict: another trainer has registered, or a trainer leases the batches of this run.
         """
         outcome, *rest = await self._link.script(
             "acknowledge",
-            ("trainer", "leases", "totals", "payloads", "latest", "large", "answers"),
             *_trainer_arguments(trainer_id, batch_id),
         )
         _refuse(outcome, batch_id, rest)
-        return Acknowledged(*rest)
+        acknowledged, released = rest
+        return {"status": "success", "acknowledged": acknowledged, "released": released}
 
     async def mark_delivered(self, lease: Lease) -> None:
         """Record that a plain poll was answered in full; the next plain poll deletes the batch.
@@ -184,9 +180,7 @@ class BatchStore:
         Raises:
             BatchGone: another plain poll or another trainer has the batch now.
         """
-        outcome = await self._link.script(
-            "mark_delivered", ("answers",), lease.batch_id, lease.claim
-        )
+        outcome = await self._link.script("mark_delivered", lease.batch_id, lease.claim)
         if outcome == b"gone":
             raise BatchGone(lease.batch_id)
 
@@ -205,23 +199,32 @@ def _refuse(outcome: bytes, batch_id: int, rest: Sequence[int]) -> None:
     if outcome == b"unregistered":
         raise TrainerNotRegistered
     if outcome == b"superseded":
-        raise SupersededTrainer
+        raise Conflict(
+            "trainer",
+            "trainer_superseded",
+            "another trainer has registered for this run and now receives its batches; stop one "
+            "of the two trainers, or give each trainer its own run (--run-id of run-api)",
+        )
     if outcome == b"by lease":
-        raise BatchesByLease
+        raise Conflict(
+            "trainer",
+            "batches_by_lease",
+            "a trainer leases the batches of this run, and GET /batch without ?trainer= would take "
+            "a batch away from this trainer; POST /register first, or add "
+            "?trainer=<uuid>&after=<batch id>",
+        )
     if outcome == b"unknown":
         raise BatchUnknown(batch_id, last=rest[0])
 
 
 def _lease(batch_id: int, written: bytes, claim: str, again: bool) -> Lease:
-    step, sequences, leased_ms, oldest_ms, written_groups = written.decode().split()
-    groups = parse_groups(written_groups)
+    step, sequences, leased_ms, oldest_ms, groups = written.decode().split()
     return Lease(
         batch_id=batch_id,
         step=int(step),
         sequences=int(sequences),
         age_at_lease_s=(int(leased_ms) - int(oldest_ms)) / 1000,
-        group_ids=tuple(group.id for group in groups),
-        received_under=tuple(group.received_under for group in groups),
+        groups=parse_groups(groups),
         claim=claim,
         again=again,
     )

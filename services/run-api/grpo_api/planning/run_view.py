@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_api.planning.batch import Demand, demand
-from grpo_api.planning.subset_sum import Kind
+from grpo_api.planning.batch_plan import Demand, Kind, demand
 from grpo_core.wire.fields import IGNORED_WEIGHT
 from grpo_core.wire.run_api import EnvironmentRegistration, EnvironmentStatus
 
@@ -66,7 +65,8 @@ class RunView:
     """All registered environments, in that order, and the counters at the same moment.
 
     Attributes:
-        queued: number of bundles by kind; the kind's env_id is None for an unregistered sender.
+        queued: groups in the queue by kind, whose env_id is None for an unregistered sender. Parts
+            that were queued together count as one group.
         max_group_size: sequences in the largest queued group; 1 if the queue is empty.
         queued_groups: groups in the queue.
         stored_bytes: of the queue and the buffers.
@@ -128,8 +128,8 @@ class RunView:
     def sequences_by_env(self) -> dict[int | None, int]:
         """Queued sequences by env_id."""
         sequences: dict[int | None, int] = {}
-        for kind, bundles in self.queued.items():
-            sequences[kind.env_id] = sequences.get(kind.env_id, 0) + bundles * kind.sequences
+        for kind, groups in self.queued.items():
+            sequences[kind.env_id] = sequences.get(kind.env_id, 0) + groups * kind.sequences
         return sequences
 
     def pressure(self, limits: Limits) -> float:

@@ -8,9 +8,9 @@ import pytest
 from pydantic import SecretStr
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from grpo_api.http.middleware import RequestMiddleware, RouteTemplates
+from grpo_api.lifetime import Lifetime
 from grpo_api.metrics import Metrics
-from grpo_api.waiting import Lifetime
+from grpo_api.middleware import RequestMiddleware, RouteTemplates
 from grpo_core.security import BearerTokenGuard, SameSiteOnly
 
 TOKEN = SecretStr("correct-horse")

@@ -3,35 +3,67 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NotRequired
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict  # pydantic accepts `typing.TypedDict` from Python 3.12 on
 
-from grpo_api.batches import group_pieces
+from grpo_api.decode import Decode, decode_group, decode_groups
+from grpo_api.dispatcher import group_pieces
 from grpo_api.errors import GroupRefused, Refused
-from grpo_api.routes.dependencies import (
+from grpo_api.routes.openapi import ServedGroup, json_body, refusals
+from grpo_api.routes.requests import (
     IdempotencyKey,
     RunUuid,
     Services,
     checked_key,
     services_of,
 )
-from grpo_api.routes.openapi import json_body, refusals
-from grpo_api.routes.responses import (
-    GroupBuffered,
-    GroupReceived,
-    GroupsReceived,
-    NoExample,
-    ServedGroup,
-)
-from grpo_api.store.groups import Outcomes, Submission
-from grpo_api.submissions.decode import Decode, decode_group, decode_groups
+from grpo_api.store.queue import Outcomes, Submission
 from grpo_core.wire.scored_group import ScoredGroup
 
 router = APIRouter()
 
 _REFUSALS = refusals(400, 408, 409, 413, 422, 503)
+
+
+class GroupReceived(TypedDict):
+    """The group is in the queue."""
+
+    status: Literal["received"]
+
+
+class GroupBuffered(TypedDict):
+    """The group is partial. `buffer_size` is the number of sequences in all partial groups of the
+    environment."""
+
+    status: Literal["buffered"]
+    buffer_size: int
+
+
+class GroupsReceived(TypedDict):
+    status: Literal["received"]
+    groups_processed: int
+    buffered: NotRequired[int]
+    last_buffer_size: NotRequired[int]
+
+
+class NoExample(BaseModel):
+    """No group has been queued yet: the answer has nine fields, each with an empty list."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tokens: list[None] = Field(max_length=0)
+    masks: list[None] = Field(max_length=0)
+    scores: list[None] = Field(max_length=0)
+    advantages: list[None] = Field(max_length=0)
+    ref_logprobs: list[None] = Field(max_length=0)
+    generation_params: list[None] = Field(max_length=0)
+    inference_logprobs: list[None] = Field(max_length=0)
+    messages: list[None] = Field(max_length=0)
+    images: list[None] = Field(max_length=0)
 
 
 @router.post(
@@ -111,5 +143,5 @@ async def _submit(
             groups = [] if submission is None else submission.groups
             refused = error.index if isinstance(error, GroupRefused) else 0
             env_id = groups[refused].env_id if groups else None
-            await services.store.stats.count_refusal(reason, len(groups) or 1, env_id, key)
+            await services.store.count_refusal(reason, len(groups) or 1, env_id, key)
             raise
