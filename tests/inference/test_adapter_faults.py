@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.http.in_flight import InFlight
+from grpo_vllm.http.middleware import InFlight
 from tests.support.wait import wait_for_async
 
 REFUSED, TRY_AGAIN = 409, 503

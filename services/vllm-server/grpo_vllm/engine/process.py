@@ -18,7 +18,7 @@ from grpo_vllm.engine.plugin import (
     SHARE_WEIGHTS_VARIABLE,
     tie_children_to_this_process,
 )
-from grpo_vllm.forkserver.protocol import EnginePlan
+from grpo_vllm.engine_protocol import EnginePlan
 from grpo_vllm.settings import ServerSettings, load_server_settings
 
 EXIT_FAILED = 1

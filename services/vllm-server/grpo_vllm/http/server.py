@@ -1,23 +1,32 @@
-"""HTTP servers on sockets that were opened elsewhere; they drain, hand over and end together."""
+"""HTTP servers on sockets that were opened elsewhere; they drain, hand over and end together.
+
+Clients' connections stay open while one engine replaces another. A draining server must not close
+an idle connection, because a client that sends a request at that moment would lose it. Instead the
+connection is *parked*: its descriptor goes to the supervisor. The kernel keeps the bytes that the
+client sends, and the next engine reads them. If an answer has not begun yet, it carries
+`Connection: close` and its connection is not parked.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping
+from typing import Any
 
 import structlog
 import uvicorn
 from pydantic import SecretStr
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from grpo_core.security.bearer_token import BearerTokenGuard
 from grpo_core.security.refusal import App
-from grpo_vllm.http.connection_handover import Handover, Park, handover_protocol
-from grpo_vllm.http.in_flight import InFlight
+from grpo_vllm.http.middleware import InFlight
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/load", "/version", "/healthz", "/readyz"})
 """Paths that need no API key, for probes and monitors. vLLM leaves the same paths open."""
@@ -32,6 +41,107 @@ KEEP_ALIVE_S = 75
 """Longer than clients keep idle connections (httpx 5 s, aiohttp 15 s), so that the client closes
 them. A server that closes first can lose a request."""
 _STARTED_POLL_S = 0.02
+FLUSH_POLL_S = 0.01
+UNFINISHED_S = 2.0
+"""Time for a client to send the rest of a request that it has begun when a drain begins. Afterwards
+its connection is closed: it would hold up the next engine for as long as the client likes."""
+
+Park = Callable[[int], None]
+"""Takes the descriptor of an open connection. The caller closes its own copy afterwards."""
+
+
+class Handover:
+    """Shared by all connections of a server. Inactive until `begin`."""
+
+    def __init__(self) -> None:
+        self._park: Park | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self._park is not None
+
+    def begin(self, park: Park) -> None:
+        """Park idle connections from now on."""
+        self._park = park
+
+    def take(self, transport: Any) -> None:
+        """Park the connection of an asyncio transport and end the transport."""
+        assert self._park is not None, "call begin() first"
+        descriptor = os.dup(transport.get_extra_info("socket").fileno())
+        try:
+            # The transport must not read again before the hand-over: those bytes would be lost.
+            transport.abort()  # closes only our descriptor; the connection stays open
+            self._park(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def handover_protocol(handover: Handover) -> type[HttpToolsProtocol]:
+    """A protocol class for `uvicorn.Config(http=...)` whose connections `handover` can park."""
+
+    class HandoverProtocol(HttpToolsProtocol):
+        in_request = False
+        """True if a part of a request has been read."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if handover.begun:  # it was accepted just before the server stopped accepting
+                self.shutdown()
+
+        def on_message_begin(self) -> None:
+            self.in_request = True
+            super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            super().on_headers_complete()
+            if handover.begun and self.cycle is not None:
+                self.cycle.keep_alive = False
+
+        def on_message_complete(self) -> None:
+            self.in_request = False
+            super().on_message_complete()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if handover.begun and not self.transport.is_closing():
+                self.shutdown()
+
+        def shutdown(self) -> None:
+            """Called by the server once, when it stops accepting."""
+            if not handover.begun:
+                super().shutdown()
+                return
+            if self.in_request:
+                self.loop.call_later(UNFINISHED_S, self._close_unfinished)
+            if self._waits_for_a_request():
+                self._park_once_flushed()
+            elif self.cycle is not None and not self.cycle.response_started:
+                self.cycle.keep_alive = False
+            # Otherwise the answer already said "keep-alive". The connection is parked at its end.
+
+        def _close_unfinished(self) -> None:
+            if self.in_request and not self.transport.is_closing():
+                log.warning(
+                    "connection.closed",
+                    reason=f"{UNFINISHED_S:g} s after the engine began to drain, the client has "
+                    "not sent the rest of its request",
+                )
+                self.transport.close()
+
+        def _park_once_flushed(self) -> None:
+            if self.transport.is_closing() or self.in_request:
+                return
+            if self.transport.get_write_buffer_size():
+                self.loop.call_later(FLUSH_POLL_S, self._park_once_flushed)
+                return
+            self._unset_keepalive_if_required()
+            handover.take(self.transport)
+
+        def _waits_for_a_request(self) -> bool:
+            answered = self.cycle is None or self.cycle.response_complete
+            return answered and not self.in_request
+
+    return HandoverProtocol
 
 
 class DrainingServer(uvicorn.Server):
@@ -57,9 +167,8 @@ class DrainingServer(uvicorn.Server):
         yield
 
     def drain(self, within_s: float, park: Park, in_flight: InFlight) -> None:
-        """Drain and end, to make room for another engine. Park idle connections (see
-        `grpo_vllm.http.connection_handover`), and answer requests in flight for up to `within_s`
-        seconds. Then drop the rest."""
+        """Drain and end, to make room for another engine. Park idle connections, and answer
+        requests in flight for up to `within_s` seconds. Then drop the rest."""
         if self._handover.begun:
             return
         log.info("engine.draining", requests_in_flight=len(in_flight), deadline_s=within_s)

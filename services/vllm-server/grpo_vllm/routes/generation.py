@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from grpo_core.errors import GrpoError
 from grpo_vllm.generate.request import parse_generate_request
 from grpo_vllm.generate.runner import GenerationFailed, RunningRequest
-from grpo_vllm.http.in_flight import unless_disconnected
+from grpo_vllm.http.middleware import unless_disconnected
 from grpo_vllm.routes.errors import BodyTooLarge, ErrorHandlingRoute
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.write_lease import WeightBridge

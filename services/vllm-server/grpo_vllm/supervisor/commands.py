@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -34,15 +35,66 @@ from grpo_core.weights.supervisor_protocol import (
     status_key,
 )
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.supervisor.engine import EngineDoesNotAnswer, EngineRefused
-from grpo_vllm.supervisor.engine_slot import EngineSlot
-from grpo_vllm.supervisor.state import Restart, SupervisorState
+from grpo_vllm.supervisor.engine import EngineDoesNotAnswer, EngineRefused, EngineSlot
 
 log = structlog.get_logger()
 
 BLOCK_MS = 1000
 TIMEOUT_S = 5.0
 _READ_AT_MOST = 100
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A command that needs a new engine, and the weights that it asks for."""
+
+    command: Command
+    weights: WeightRef
+
+
+@dataclass
+class SupervisorState:
+    """`weights`: the weights of the running or starting engine; `previous`: the last weights that
+    were served; `reason`: why nothing is served now.
+
+    `restart`: the command that has no final answer yet; `requested` is set while there is one.
+    `launched`: the same command when an engine has been started for it.
+    """
+
+    weights: WeightRef
+    previous: WeightRef
+    phase: SupervisorPhase = SupervisorPhase.STARTING
+    reason: str = ""
+    restart: Restart | None = None
+    launched: Restart | None = None
+    requested: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def serving(self) -> bool:
+        return self.phase is SupervisorPhase.SERVING
+
+    def request(self, restart: Restart) -> None:
+        self.restart = restart
+        self.requested.set()
+
+    def launch_requested(self) -> None:
+        """Record that the next engine is started for the pending command, if there is one."""
+        self.launched = self.restart
+        if self.restart is not None:
+            self.weights = self.restart.weights
+
+    def has_served(self, weights: WeightRef) -> None:
+        """Record that an engine serves these weights. A later rollback returns to them."""
+        self.previous = self.weights = weights
+
+    def take_launched(self) -> Command | None:
+        """Take the command that the engine was started for, to answer it; None if there is none."""
+        launched, self.launched = self.launched, None
+        if launched is None:
+            return None
+        self.restart = None
+        self.requested.clear()
+        return launched.command
 
 
 class CommandHandler:

@@ -24,10 +24,9 @@ from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.commands import CommandStream, ControlPlane
 from grpo_vllm.supervisor.engine import ENGINE_MODULE, ForkServer
 from grpo_vllm.supervisor.host import Sockets, require_shared_memory
-from grpo_vllm.supervisor.initial_weights import first_weights
 from grpo_vllm.supervisor.ownership import RunOwner
 from grpo_vllm.supervisor.supervisor import Supervisor
-from grpo_vllm.weights.served_store import RedisServedStore, ServedStore
+from grpo_vllm.weights.served_store import RedisServedStore, ServedStore, first_weights
 from grpo_vllm.weights.socket_server import make_private_directory
 
 log = structlog.get_logger()

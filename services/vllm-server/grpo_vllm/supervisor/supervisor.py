@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import structlog
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from grpo_core.weights.ref import WeightRef
+from grpo_core.weights.directory_checks import directory_digest
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.supervisor_protocol import (
     STATUS_EVERY_S,
     OutcomeState,
@@ -26,12 +28,9 @@ from grpo_core.weights.supervisor_protocol import (
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.http.server import serving
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.supervisor.commands import CommandHandler, ControlPlane
-from grpo_vllm.supervisor.engine import Engine, ForkServer
-from grpo_vllm.supervisor.engine_slot import EngineSlot
+from grpo_vllm.supervisor.commands import CommandHandler, ControlPlane, SupervisorState
+from grpo_vllm.supervisor.engine import Engine, EngineSlot, ForkServer
 from grpo_vllm.supervisor.host import Sockets
-from grpo_vllm.supervisor.initial_weights import found_serving
-from grpo_vllm.supervisor.state import RestartPolicy, SupervisorState
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 
 log = structlog.get_logger()
@@ -40,6 +39,10 @@ END_MARGIN_S = 10.0
 """Time after a drain's deadline for writing the last answers and ending the engine."""
 RETRY_AFTER_S = 10
 EXIT_FAILED = 1
+FIRST_DELAY_S = 1.0
+LONGEST_DELAY_S = 30.0
+STABLE_AFTER_S = 60.0
+"""An engine that has served for so long resets the count of failures."""
 
 
 class Supervisor:
@@ -300,6 +303,63 @@ class Supervisor:
         """True if the engine serves a newer version that the supervisor did not request."""
         now = self._state
         return now.serving and version > now.weights.version and not self._commands.loading
+
+
+def found_serving(
+    version: PolicyVersion, adapter: dict[str, str] | None, in_memory: bool
+) -> WeightRef:
+    """The weights of an engine whose version changed without the supervisor: a trainer wrote in
+    place, or an operator loaded or unloaded an adapter.
+
+    Raises `OSError` if the adapter is no longer on disk.
+    """
+    if in_memory:
+        return WeightRef(version=version, kind=WeightKind.MEMORY)
+    if adapter is None:
+        return WeightRef(version=version)
+    directory = Path(adapter["adapter_path"])
+    return WeightRef(
+        version=version,
+        kind=WeightKind.ADAPTER,
+        path=directory,
+        digest=directory_digest(directory),
+    )
+
+
+class RestartPolicy:
+    """Args: limit: failures in a row after which the supervisor gives up."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit
+        self._clock = clock
+        self.failures = 0
+        self._serving_since: float | None = None
+        self._served: PolicyVersion | None = None
+
+    def serving(self) -> None:
+        """Record that an engine serves."""
+        self._serving_since = self._clock()
+
+    def delay_after_failure(self, served: PolicyVersion) -> float | None:
+        """Seconds to wait after an engine crashed or failed to start: 1, 2, 4, … up to 30. None
+        means to give up.
+
+        Args: served: the last served version. If it is newer than at the previous failure, the
+            count of failures starts again.
+        """
+        since, self._serving_since = self._serving_since, None
+        is_stable = since is not None and self._clock() - since >= STABLE_AFTER_S
+        if is_stable or (self._served is not None and served > self._served):
+            self.failures = 0
+        self._served = served
+        self.failures += 1
+        if self.failures >= self._limit:
+            return None
+        return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** (self.failures - 1))
+
+    def forget(self) -> None:
+        """Reset the count of failures, because a command asked for other weights."""
+        self.failures = 0
 
 
 def given_up(reason: str) -> ASGIApp:

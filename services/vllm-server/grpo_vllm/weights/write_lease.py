@@ -17,6 +17,7 @@ import asyncio
 import time
 import uuid
 from dataclasses import dataclass
+from enum import StrEnum
 
 import structlog
 
@@ -24,10 +25,42 @@ from grpo_core.errors import GrpoError
 from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.control import EngineControl
-from grpo_vllm.http.readiness_gate import GateRefusal, ServingState, refusal_in
+from grpo_vllm.http.middleware import GateRefusal
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 
 log = structlog.get_logger()
+
+
+class ServingState(StrEnum):
+    """`state` of `GET /bridge/info`."""
+
+    SERVING = "serving"
+    PAUSED = "paused"
+    """A trainer writes weights. Requests in flight wait until its lease ends."""
+    AWAITING_WEIGHTS = "awaiting_weights"
+    """The engine restarted during a run and does not hold the run's weights yet."""
+    FAILED = "failed"
+    """No trainer wrote the run's weights back before the deadline. One may still do so."""
+    SLEEPING = "sleeping"
+
+
+_CLOSED_BECAUSE = {
+    ServingState.AWAITING_WEIGHTS: "the engine restarted and holds the weights of --model; "
+    "waiting for a trainer to write policy version {version} back",
+    ServingState.FAILED: "the engine restarted, and no trainer wrote policy version {version} back "
+    "in time. Start the trainer again; or restart this server with --no-await-weights or another "
+    "--run-id to serve --model",
+    ServingState.SLEEPING: "the engine is sleeping; end the sleep with POST /bridge/wake_up",
+}
+
+
+def refusal_in(state: ServingState, version: PolicyVersion) -> GateRefusal | None:
+    """Why the server may generate nothing in this state. None in a pause, which ends soon."""
+    reason = _CLOSED_BECAUSE.get(state)
+    if reason is None:
+        return None
+    hold = state is ServingState.AWAITING_WEIGHTS
+    return GateRefusal(reason.format(version=list(version)), hold)
 
 
 class WriteBack:

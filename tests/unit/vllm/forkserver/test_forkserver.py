@@ -8,8 +8,8 @@ import socket
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_vllm.forkserver import protocol
-from grpo_vllm.forkserver.protocol import EnginePlan
+from grpo_vllm import engine_protocol as protocol
+from grpo_vllm.engine_protocol import EnginePlan
 
 
 @settings(max_examples=10)  # hundreds of real descriptors in each plan

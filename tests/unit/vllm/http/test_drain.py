@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from grpo_vllm.http import connection_handover
-from grpo_vllm.http.in_flight import InFlight
+from grpo_vllm.http import server as http_server
+from grpo_vllm.http.middleware import InFlight
 from grpo_vllm.http.server import DrainingServer
 
 AN_HOUR_S = 3600.0
@@ -34,7 +34,7 @@ async def ok(scope: Any, receive: Any, send: Any) -> None:
 async def test_half_a_request_does_not_hold_up_a_drain(
     begun: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_handover, "UNFINISHED_S", 0.0)
+    monkeypatch.setattr(http_server, "UNFINISHED_S", 0.0)
     listening = socket.create_server(("127.0.0.1", 0))
     in_flight = InFlight()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from grpo_vllm.http.in_flight import InFlight
+from grpo_vllm.http.middleware import InFlight
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/generate"}
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from grpo_vllm.http.readiness_gate import GateRefusal, ReadinessGate
+from grpo_vllm.http.middleware import GateRefusal, ReadinessGate
 
 WAITING = GateRefusal("weights are missing", hold=True)
 GIVEN_UP = GateRefusal("nobody came", hold=False)

@@ -21,7 +21,7 @@ from grpo_core.weights.supervisor_protocol import (
     SupervisorStatus,
 )
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.http.connection_handover import SupervisorEnd
+from grpo_vllm.engine_protocol import SupervisorEnd
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.commands import ControlPlane
 from grpo_vllm.supervisor.supervisor import Supervisor

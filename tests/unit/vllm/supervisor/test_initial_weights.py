@@ -17,8 +17,12 @@ from grpo_core.weights.directory_checks import (
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.supervisor.initial_weights import first_weights
-from grpo_vllm.weights.served_store import InitialWeights, ServedWeights, initial_weights_after
+from grpo_vllm.weights.served_store import (
+    InitialWeights,
+    ServedWeights,
+    first_weights,
+    initial_weights_after,
+)
 from tests.unit.vllm.fake_engine import Record
 
 MODEL = "some-model"

@@ -25,7 +25,7 @@ from redis import Redis
 from grpo_core.weights.ref import UNTRAINED
 from grpo_core.weights.supervisor_protocol import Action, OutcomeState, commands_key
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.supervisor.state import STABLE_AFTER_S, RestartPolicy
+from grpo_vllm.supervisor.supervisor import STABLE_AFTER_S, RestartPolicy
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
 from tests.unit.vllm.stub_engine import BAD_RANK, BROKEN, HELD, OBSTACLE

@@ -13,9 +13,8 @@ import pytest
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.control import EngineControl, EngineTimeout
-from grpo_vllm.http.readiness_gate import ServingState
 from grpo_vllm.weights.served_store import ServedWeights
-from grpo_vllm.weights.write_lease import HANDOVER_S, BridgeConflict, WeightBridge
+from grpo_vllm.weights.write_lease import HANDOVER_S, BridgeConflict, ServingState, WeightBridge
 from tests.unit.vllm.fake_engine import FakeEngine, Record
 
 NEXT, LATER = PolicyVersion(1, 0), PolicyVersion(2, 0)

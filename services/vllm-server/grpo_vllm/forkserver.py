@@ -1,7 +1,7 @@
 """The fork server's process: imports vLLM once and forks an engine whenever one is needed.
 
 Most of an engine's start is importing torch and vLLM; a fork has them already. The supervisor runs
-`python -m grpo_vllm.forkserver.server FD MODULE OPTION...`. MODULE has `preload` and `run_engine`,
+`python -m grpo_vllm.forkserver FD MODULE OPTION...`. MODULE has `preload` and `run_engine`,
 as `grpo_vllm.engine.process` does. One engine runs at a time.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from grpo_core.process.orphans import killed_with_parent
-from grpo_vllm.forkserver.protocol import EnginePlan, receive_plan, send_fact
+from grpo_vllm.engine_protocol import EnginePlan, receive_plan, send_fact
 
 log = structlog.get_logger()
 

@@ -1,8 +1,12 @@
-"""Holds or refuses requests that generate while the server has the wrong weights.
+"""ASGI middleware: holds requests while the weights are wrong, and counts requests in flight.
 
 After a restart the engine may hold other weights than the run's. Until a trainer writes the right
-ones back, health checks fail, and requests that generate are held for a while and then refused. All
-other requests pass.
+ones back, health checks fail, and requests that generate are held for a while and then refused
+(`ReadinessGate`). All other requests pass.
+
+Each request keeps the *generation number* that was current when it arrived (`InFlight`). An adapter
+is unloaded only when no request of its generation is left. A drain that exceeds its deadline ends
+the remaining requests with status 503.
 """
 
 from __future__ import annotations
@@ -10,14 +14,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from grpo_core.deadline import Deadline
-from grpo_core.wire.policy_version import PolicyVersion
+
+T = TypeVar("T")
 
 HEALTH_PATHS = frozenset({"/health", "/health_generate", "/ping"})
 OPEN_PATHS = frozenset(
@@ -33,6 +38,9 @@ TRY_AGAIN_LATER = 1013
 """WebSocket close code "Try Again Later" (IANA registry)."""
 LOOKAHEAD_BYTES = 64 * 1024
 """The server reads at most this much of a held request's body, to detect a disconnection."""
+GIVEN_UP = (
+    "the engine is restarting, and this request did not finish in time; send the request again"
+)
 
 
 @dataclass(frozen=True)
@@ -140,33 +148,93 @@ async def refuse(reason: str, scope: Scope, receive: Receive, send: Send, **head
     await JSONResponse({"detail": reason}, 503, headers=headers)(scope, receive, send)
 
 
-class ServingState(StrEnum):
-    """`state` of `GET /bridge/info`."""
-
-    SERVING = "serving"
-    PAUSED = "paused"
-    """A trainer writes weights. Requests in flight wait until its lease ends."""
-    AWAITING_WEIGHTS = "awaiting_weights"
-    """The engine restarted during a run and does not hold the run's weights yet."""
-    FAILED = "failed"
-    """No trainer wrote the run's weights back before the deadline. One may still do so."""
-    SLEEPING = "sleeping"
+@dataclass(eq=False)
+class _Request:
+    generation: int
+    task: asyncio.Task[None]
+    given_up: bool = False
 
 
-_CLOSED_BECAUSE = {
-    ServingState.AWAITING_WEIGHTS: "the engine restarted and holds the weights of --model; "
-    "waiting for a trainer to write policy version {version} back",
-    ServingState.FAILED: "the engine restarted, and no trainer wrote policy version {version} back "
-    "in time. Start the trainer again; or restart this server with --no-await-weights or another "
-    "--run-id to serve --model",
-    ServingState.SLEEPING: "the engine is sleeping; end the sleep with POST /bridge/wake_up",
-}
+@dataclass
+class InFlight:
+    """`on_dropped`: called for each request that a drain ends early."""
+
+    generation: int = 0
+    on_dropped: Callable[[], None] = field(default=lambda: None)
+    _requests: set[_Request] = field(default_factory=set)
+    _fewer: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def next_generation(self) -> int:
+        """Start a new generation for requests that arrive from now on; returns its number."""
+        self.generation += 1
+        return self.generation
+
+    async def finished_up_to(self, generation: int) -> None:
+        """Return when no request of this generation or an earlier one is left."""
+        while any(request.generation <= generation for request in self._requests):
+            self._fewer.clear()
+            await self._fewer.wait()
+
+    def give_up_all(self) -> None:
+        """End every request: with status 503, or by closing the connection if its answer began."""
+        for request in self._requests:
+            request.given_up = True
+            request.task.cancel()
+            self.on_dropped()
+
+    async def pass_on(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let `app` answer the request. Count the request if it samples tokens."""
+        if scope["type"] != "http" or samples_nothing(scope):
+            await app(scope, receive, send)
+            return
+        begun = False
+
+        async def run() -> None:
+            await app(scope, receive, note_and_send)
+
+        async def note_and_send(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        # A separate task, because cancelling it must not cancel the server's task.
+        task = asyncio.create_task(run())
+        request = _Request(self.generation, task)
+        self._requests.add(request)
+        try:
+            await asyncio.wait([task])
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self._requests.discard(request)
+            self._fewer.set()
+        if request.given_up and not begun:
+            await refuse(GIVEN_UP, scope, receive, send, connection="close")
+        elif not task.cancelled():
+            task.result()
 
 
-def refusal_in(state: ServingState, version: PolicyVersion) -> GateRefusal | None:
-    """Why the server may generate nothing in this state. None in a pause, which ends soon."""
-    reason = _CLOSED_BECAUSE.get(state)
-    if reason is None:
+async def unless_disconnected(receive: Receive, work: asyncio.Task[T]) -> T | None:
+    """The result of `work`. If the client disconnects first, cancel `work` and return None.
+
+    The request's body must have been read.
+    """
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
         return None
-    hold = state is ServingState.AWAITING_WEIGHTS
-    return GateRefusal(reason.format(version=list(version)), hold)
+    finally:
+        gone.cancel()
+        work.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    # The body has been read, so the next message is the disconnection.
+    while (await receive())["type"] != "http.disconnect":
+        pass
