@@ -129,9 +129,10 @@ class EngineEnd:
 
 @dataclass
 class SupervisorEnd:
-    """The supervisor's end of the channel. Needs a running event loop.
+    """The supervisor's end of the channel to one engine after another. Needs a running event loop.
 
-    `parked`: descriptors of the client connections that the engine has handed over.
+    `parked`: descriptors of the client connections that an engine has handed over; `dropped`: the
+    requests that all engines dropped at the end of a drain.
     """
 
     parked: list[int] = field(default_factory=list)
@@ -143,7 +144,6 @@ class SupervisorEnd:
         """Create a new socket pair; returns the engine's end, which is inheritable."""
         self.close()
         self.serving = asyncio.Event()
-        self.dropped = 0
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._socket, self._read)

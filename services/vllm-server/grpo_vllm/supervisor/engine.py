@@ -43,7 +43,6 @@ class ForkServer:
     """
 
     def __init__(self, module: str, options: Sequence[str]) -> None:
-        self._command = [sys.executable, "-m", "grpo_vllm.forkserver"]
         self._arguments = [module, *options]
         self._process: asyncio.subprocess.Process | None = None
         self._socket: socket.socket | None = None
@@ -55,11 +54,7 @@ class ForkServer:
         return frozenset({self._process.pid} if self._process and running else ())
 
     async def start_engine(self, plan: EnginePlan, private_path: Path) -> Engine:
-        """Returns at once. The first engine starts when the fork server has finished importing.
-
-        Args:
-            private_path: the unix socket on which the engine will answer the supervisor
-        """
+        """Returns at once. The first engine starts when the fork server has finished importing."""
         if not self.pids:
             await self._start()
         assert self._process is not None
@@ -98,7 +93,8 @@ class ForkServer:
         self._socket.setblocking(False)
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
-                *(*self._command, str(theirs.fileno()), *self._arguments),
+                *(sys.executable, "-m", "grpo_vllm.forkserver"),
+                *(str(theirs.fileno()), *self._arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 preexec_fn=killed_with_parent,
@@ -147,14 +143,14 @@ class Engine:
         answer: dict[str, Any] = await self._ask("GET", "/engine/status", ASK_DEADLINE_S)
         return answer
 
-    async def load_adapter(self, directory: Path, version: tuple[int, int]) -> list[str]:
+    async def load_adapter(self, directory: str, version: tuple[int, int]) -> list[str]:
         """Serve the adapter. Returns the adapter directories that the engine may still read.
 
         Raises:
             EngineRefused: the engine refused the adapter and still serves the previous weights.
             EngineDoesNotAnswer: the served weights are unknown.
         """
-        body = {"adapter_path": str(directory), "policy_version": list(version)}
+        body = {"adapter_path": directory, "policy_version": list(version)}
         answer = await self._ask("POST", "/lora/load", LOAD_DEADLINE_S, json=body)
         return [str(path) for path in answer["in_use"]]
 
@@ -229,21 +225,17 @@ class Engine:
                 f"({str(error) or type(error).__name__})"
             ) from error
         if response.is_client_error:
-            raise EngineRefused(_detail(response))
+            try:
+                raise EngineRefused(str(response.json()["detail"]))
+            except (ValueError, KeyError, TypeError):
+                # Our routes send `{"detail": ...}`, the HTTP server plain text.
+                raise EngineRefused(response.text) from None
         if not response.is_success:
             raise EngineDoesNotAnswer(
                 f"engine {self.pid} answered {method} {path} with status {response.status_code}: "
                 f"{response.text}"
             )
         return response.json()
-
-
-def _detail(response: httpx.Response) -> str:
-    """The reason in the answer. Our routes send `{"detail": ...}`, the HTTP server plain text."""
-    try:
-        return str(response.json()["detail"])
-    except (ValueError, KeyError, TypeError):
-        return response.text
 
 
 class EngineSlot:
@@ -254,26 +246,16 @@ class EngineSlot:
         host: forks the engines
     """
 
-    def __init__(
-        self,
-        settings: ServerSettings,
-        sockets: Sockets,
-        host: ForkServer,
-    ) -> None:
+    def __init__(self, settings: ServerSettings, sockets: Sockets, host: ForkServer) -> None:
         self._settings = settings
         self._sockets = sockets
         self._host = host
         self.channel = SupervisorEnd()
         self._memory_before_mib: list[int] = []
-        self._dropped_before = self._tokens_before = 0
-        self._tokens = 0
+        self._tokens_before = self._tokens = 0
         self.engine: Engine | None = None
         self.answers = False
         """True if the engine answered requests at the last status query."""
-
-    @property
-    def dropped_requests(self) -> int:
-        return self._dropped_before + self.channel.dropped
 
     @property
     def generation_tokens(self) -> int:
@@ -331,9 +313,8 @@ class EngineSlot:
         # vLLM's worker processes become our children when the engine ends.
         end_orphans(self._host.pids)
         self.engine, self.answers = None, False
-        self._dropped_before += self.channel.dropped
         self._tokens_before += self._tokens
-        self.channel.dropped = self._tokens = 0
+        self._tokens = 0
         if not await memory_is_back(self._memory_before_mib):
             log.error(
                 "gpu_memory.not_released",

@@ -50,12 +50,8 @@ class SharedMemoryTooSmall(GrpoError):
 
 
 def require_shared_memory(engine_arguments: Sequence[str]) -> None:
-    """Check that the queues of vLLM's workers fit into /dev/shm. A single worker needs none.
-
-    vLLM detects the lack itself, but only after importing for half a minute.
-
-    Raises:
-        SharedMemoryTooSmall: the queues do not fit.
+    """Raises `SharedMemoryTooSmall` if the queues of vLLM's workers do not fit into /dev/shm. A
+    single worker needs none. vLLM detects the lack itself, but only after half a minute of imports.
     """
     workers = worker_count(engine_arguments)
     if workers == 1 or not SHARED_MEMORY.is_dir():
