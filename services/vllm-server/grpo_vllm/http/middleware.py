@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from grpo_core.deadline import Deadline
+from grpo_core.security.refusal import refuse
 
 T = TypeVar("T")
 
@@ -33,7 +33,8 @@ OPEN_PATHS = frozenset(
 )
 OPEN_PREFIXES = ("/bridge/", "/lora/", "/engine/")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-RETRY_AFTER_S = 2
+RETRY_LATER = {b"retry-after": b"2"}
+"""Header of refusals, in seconds."""
 TRY_AGAIN_LATER = 1013
 """WebSocket close code "Try Again Later" (IANA registry)."""
 LOOKAHEAD_BYTES = 64 * 1024
@@ -80,36 +81,27 @@ class ReadinessGate:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
         elif scope["path"] in HEALTH_PATHS or not refusal.hold:
-            await refuse(refusal.reason, scope, receive, send)
+            await refuse(send, 503, refusal.reason, RETRY_LATER)
         else:
             await self._hold(scope, _Lookahead(receive), send)
 
     async def _hold(self, scope: Scope, incoming: _Lookahead, send: Send) -> None:
-        opening = asyncio.create_task(self._wait_for_opening())
-        leaving = asyncio.create_task(incoming.until_disconnect())
-        try:
-            await asyncio.wait([opening, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if not opening.done():
-                return
-            refusal = opening.result()
-        finally:
-            opening.cancel()
-            leaving.cancel()
-            # Both tasks must have stopped reading before the request passes.
-            await asyncio.gather(opening, leaving, return_exceptions=True)
+        if not await unless_disconnected(incoming.look, self._hold_ends()):
+            return
+        refusal = self._refusal()
         if refusal is None:
             await self._app(scope, incoming.receive, send)
         else:
-            await refuse(refusal.reason, scope, incoming.receive, send)
+            await refuse(send, 503, refusal.reason, RETRY_LATER)
 
-    async def _wait_for_opening(self) -> GateRefusal | None:
-        """Returns None as soon as requests may pass, or the refusal when the hold is over."""
+    async def _hold_ends(self) -> bool:
+        """Returns True as soon as requests may pass, or when the hold is over."""
         hold = Deadline(self._hold_s, asyncio.get_running_loop().time)
         while True:
             refusal = self._refusal()
             left_s = hold.left_s
             if refusal is None or not refusal.hold or not left_s:
-                return refusal
+                return True
             await self._wait(left_s)
 
 
@@ -120,16 +112,9 @@ class _Lookahead:
         self._receive = receive
         self._taken: deque[Message] = deque()
 
-    async def until_disconnect(self) -> None:
-        """Returns when the client disconnects. Never returns if its body is too large to read."""
-        taken_bytes = 0
-        while taken_bytes <= LOOKAHEAD_BYTES:
-            message = await self._receive()
-            self._taken.append(message)
-            if message["type"] == "http.disconnect":
-                return
-            taken_bytes += len(message.get("body", b""))
-        await asyncio.Event().wait()
+    async def look(self) -> Message:
+        self._taken.append(await self._receive())
+        return self._taken[-1]
 
     async def receive(self) -> Message:
         return self._taken.popleft() if self._taken else await self._receive()
@@ -141,11 +126,6 @@ def samples_nothing(scope: Scope) -> bool:
         return False
     path = scope["path"]
     return scope["method"] in SAFE_METHODS or path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
-
-
-async def refuse(reason: str, scope: Scope, receive: Receive, send: Send, **headers: str) -> None:
-    headers |= {"retry-after": str(RETRY_AFTER_S)}
-    await JSONResponse({"detail": reason}, 503, headers=headers)(scope, receive, send)
 
 
 @dataclass(eq=False)
@@ -192,16 +172,13 @@ class InFlight:
             return
         begun = False
 
-        async def run() -> None:
-            await app(scope, receive, note_and_send)
-
         async def note_and_send(message: Message) -> None:
             nonlocal begun
             begun = True
             await send(message)
 
         # A separate task, because cancelling it must not cancel the server's task.
-        task = asyncio.create_task(run())
+        task = asyncio.ensure_future(app(scope, receive, note_and_send))
         request = _Request(self.generation, task)
         self._requests.add(request)
         try:
@@ -212,29 +189,30 @@ class InFlight:
             self._requests.discard(request)
             self._fewer.set()
         if request.given_up and not begun:
-            await refuse(GIVEN_UP, scope, receive, send, connection="close")
+            await refuse(send, 503, GIVEN_UP, RETRY_LATER | {b"connection": b"close"})
         elif not task.cancelled():
             task.result()
 
 
-async def unless_disconnected(receive: Receive, work: asyncio.Task[T]) -> T | None:
-    """The result of `work`. If the client disconnects first, cancel `work` and return None.
-
-    The request's body must have been read.
-    """
-    gone = asyncio.create_task(_disconnected(receive))
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`. If the client disconnects first, cancel `work` and return None. Nothing
+    is read after the return."""
+    working, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
-        await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        return None
+        await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
     finally:
         gone.cancel()
-        work.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
+        working.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
-    # The body has been read, so the next message is the disconnection.
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    """Returns when the client disconnects. Never returns if its body is too large to read."""
+    taken_bytes = 0
+    while taken_bytes <= LOOKAHEAD_BYTES:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        taken_bytes += len(message.get("body", b""))
+    await asyncio.Event().wait()

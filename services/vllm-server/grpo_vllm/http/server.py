@@ -50,34 +50,9 @@ Park = Callable[[int], None]
 """Takes the descriptor of an open connection. The caller closes its own copy afterwards."""
 
 
-class Handover:
-    """Shared by all connections of a server. Inactive until `begin`."""
-
-    def __init__(self) -> None:
-        self._park: Park | None = None
-
-    @property
-    def begun(self) -> bool:
-        return self._park is not None
-
-    def begin(self, park: Park) -> None:
-        """Park idle connections from now on."""
-        self._park = park
-
-    def take(self, transport: Any) -> None:
-        """Park the connection of an asyncio transport and end the transport."""
-        assert self._park is not None, "call begin() first"
-        descriptor = os.dup(transport.get_extra_info("socket").fileno())
-        try:
-            # The transport must not read again before the hand-over: those bytes would be lost.
-            transport.abort()  # closes only our descriptor; the connection stays open
-            self._park(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def handover_protocol(handover: Handover) -> type[HttpToolsProtocol]:
-    """A protocol class for `uvicorn.Config(http=...)` whose connections `handover` can park."""
+def handover_protocol(server: DrainingServer) -> type[HttpToolsProtocol]:
+    """A protocol class for `uvicorn.Config(http=...)` whose idle connections are parked when
+    `server` drains."""
 
     class HandoverProtocol(HttpToolsProtocol):
         in_request = False
@@ -85,7 +60,7 @@ def handover_protocol(handover: Handover) -> type[HttpToolsProtocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if handover.begun:  # it was accepted just before the server stopped accepting
+            if server.draining:  # it was accepted just before the server stopped accepting
                 self.shutdown()
 
         def on_message_begin(self) -> None:
@@ -94,7 +69,7 @@ def handover_protocol(handover: Handover) -> type[HttpToolsProtocol]:
 
         def on_headers_complete(self) -> None:
             super().on_headers_complete()
-            if handover.begun and self.cycle is not None:
+            if server.draining and self.cycle is not None:
                 self.cycle.keep_alive = False
 
         def on_message_complete(self) -> None:
@@ -103,17 +78,18 @@ def handover_protocol(handover: Handover) -> type[HttpToolsProtocol]:
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            if handover.begun and not self.transport.is_closing():
+            if server.draining and not self.transport.is_closing():
                 self.shutdown()
 
         def shutdown(self) -> None:
             """Called by the server once, when it stops accepting."""
-            if not handover.begun:
+            if not server.draining:
                 super().shutdown()
                 return
             if self.in_request:
                 self.loop.call_later(UNFINISHED_S, self._close_unfinished)
-            if self._waits_for_a_request():
+            answered = self.cycle is None or self.cycle.response_complete
+            if answered and not self.in_request:
                 self._park_once_flushed()
             elif self.cycle is not None and not self.cycle.response_started:
                 self.cycle.keep_alive = False
@@ -135,11 +111,7 @@ def handover_protocol(handover: Handover) -> type[HttpToolsProtocol]:
                 self.loop.call_later(FLUSH_POLL_S, self._park_once_flushed)
                 return
             self._unset_keepalive_if_required()
-            handover.take(self.transport)
-
-        def _waits_for_a_request(self) -> bool:
-            answered = self.cycle is None or self.cycle.response_complete
-            return answered and not self.in_request
+            server.hand_over(self.transport)
 
     return HandoverProtocol
 
@@ -149,18 +121,22 @@ class DrainingServer(uvicorn.Server):
     and kill this process before vLLM's processes have ended."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._handover = Handover()
+        self._park: Park | None = None
         super().__init__(
             uvicorn.Config(
                 app,
                 access_log=False,
                 log_level="warning",
-                http=handover_protocol(self._handover),
+                http=handover_protocol(self),
                 timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 backlog=BACKLOG,
             )
         )
+
+    @property
+    def draining(self) -> bool:
+        return self._park is not None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -169,15 +145,26 @@ class DrainingServer(uvicorn.Server):
     def drain(self, within_s: float, park: Park, in_flight: InFlight) -> None:
         """Drain and end, to make room for another engine. Park idle connections, and answer
         requests in flight for up to `within_s` seconds. Then drop the rest."""
-        if self._handover.begun:
+        if self.draining:
             return
         log.info("engine.draining", requests_in_flight=len(in_flight), deadline_s=within_s)
         self.config.timeout_graceful_shutdown = math.ceil(within_s) + GRACEFUL_SHUTDOWN_S
-        self._handover.begin(park)
+        self._park = park
         for connection in list(self.server_state.connections):
             connection.shutdown()
         self.should_exit = True
         asyncio.get_running_loop().call_later(within_s, in_flight.give_up_all)
+
+    def hand_over(self, transport: Any) -> None:
+        """Park the connection of an asyncio transport and end the transport."""
+        assert self._park is not None, "call drain() first"
+        descriptor = os.dup(transport.get_extra_info("socket").fileno())
+        try:
+            # The transport must not read again before the hand-over: those bytes would be lost.
+            transport.abort()  # closes only our descriptor; the connection stays open
+            self._park(descriptor)
+        finally:
+            os.close(descriptor)
 
     async def adopt(self, descriptors: Iterable[int]) -> None:
         """Serve connections that another process accepted. Waits until the server has started."""
@@ -207,24 +194,25 @@ async def serving(app: ASGIApp, listening: socket.socket) -> AsyncIterator[Drain
 
 
 def require_api_key(app: App, key: SecretStr | None) -> BearerTokenGuard:
-    """Require vLLM's API key (`--api-key`, VLLM_API_KEY) on our routes too.
-
-    Args: key: None lets every request pass.
-    """
+    """Require vLLM's API key (`--api-key`, VLLM_API_KEY) on our routes too. None lets every request
+    pass."""
     # Browsers send the CORS preflight (OPTIONS) without the key.
     return BearerTokenGuard(app, key, OPEN_PATHS, {"OPTIONS"}, credential="API key")
 
 
 async def serve_until(ended: Callable[[], bool], servers: Mapping[DrainingServer, int]) -> None:
-    """Serve until SIGTERM, SIGINT, the end of one server, or until `ended` returns True.
-
-    Args:
-        servers: server → descriptor of its listening socket
-    """
+    """Serve until SIGTERM, SIGINT, the end of one server, or until `ended` returns True. `servers`:
+    server → descriptor of its listening socket."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    watch = asyncio.create_task(_stop_when(ended, stop))
+
+    async def stop_when_ended() -> None:
+        while not ended():
+            await asyncio.sleep(WATCH_S)
+        stop.set()
+
+    watch = asyncio.create_task(stop_when_ended())
     running = [
         asyncio.create_task(server.serve(sockets=[socket.socket(fileno=descriptor)]))
         for server, descriptor in servers.items()
@@ -239,9 +227,3 @@ async def serve_until(ended: Callable[[], bool], servers: Mapping[DrainingServer
     finally:
         watch.cancel()
         stopped.cancel()
-
-
-async def _stop_when(ended: Callable[[], bool], stop: asyncio.Event) -> None:
-    while not ended():
-        await asyncio.sleep(WATCH_S)
-    stop.set()
