@@ -19,7 +19,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, words
 from grpo_core.redis.keys import served_weights_followers_key, served_weights_key
 from grpo_core.weights.directory_checks import UnusableWeights, check_weights
-from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.settings import ServerSettings
 
@@ -150,7 +150,13 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
                 "are unknown. Start Redis; or correct --redis-url; "
                 "or pass --redis-url none to serve the model from disk"
             ) from error
-        return _parse(self._key, fields) if fields else None
+        try:
+            return ServedWeights.from_fields(fields) if fields else None
+        except (KeyError, ValueError) as error:
+            raise BadServedRecord(
+                f"Redis key {self._key} does not hold a record of served weights ({error!r}); "
+                "delete this Redis key, or start with another --run-id"
+            ) from error
 
     async def save(self, served: ServedWeights) -> None:
         """Record the served weights now or, if Redis is down, as soon as it is back."""
@@ -187,43 +193,6 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
         return True
 
 
-def _parse(key: str, fields: dict[str, str]) -> ServedWeights:
-    try:
-        return ServedWeights.from_fields(fields)
-    except (KeyError, ValueError) as error:
-        raise BadServedRecord(
-            f"Redis key {key} does not hold a record of served weights ({error!r}); delete this "
-            "Redis key, or start with another --run-id"
-        ) from error
-
-
-@dataclass(frozen=True)
-class InitialWeights:
-    """`version`: names the weights that the engine holds or, if `missing`, the weights that a
-    trainer must write back. `new_name`: True if the version is new and must be recorded.
-    """
-
-    version: PolicyVersion
-    missing: bool = False
-    new_name: bool = False
-
-
-def initial_weights_after(served: ServedWeights | None, await_weights: bool) -> InitialWeights:
-    """Args:
-    served: the weights that the run served last; None if there are none
-    await_weights: True to hold requests until a trainer has written those weights back
-    """
-    if served is None:
-        return InitialWeights(UNTRAINED)
-    version = served.weights.version
-    if not served.weights.trained:
-        return InitialWeights(version)
-    if await_weights:
-        return InitialWeights(version, missing=True)
-    # The run returns to the checkpoint, so the version must be one that no trainer has used.
-    return InitialWeights(version.next_epoch(), new_name=True)
-
-
 async def first_weights(settings: ServerSettings, store: ServedStore) -> WeightRef:
     """The weights that this run served last, or the model itself. In `shared_vllm` the engine
     decides, because a trainer must write the weights back.
@@ -243,11 +212,25 @@ async def first_weights(settings: ServerSettings, store: ServedStore) -> WeightR
     obstacle = _obstacle(settings, served)
     if obstacle is None:
         try:
-            return await _from_disk(settings, served.weights)
+            path = await asyncio.to_thread(check_weights, served.weights, settings.loads_from)
         except UnusableWeights as error:
+            obstacle = (
+                f"this run last served policy version {tuple(served.weights.version)}, which "
+                f"cannot be loaded: {error}. Start with another --run-id, or with "
+                f"--no-await-weights to serve {settings.model} from disk"
+            )
             if "run_id" in settings.model_fields_set:
-                raise
-            obstacle = str(error)  # nobody named this run, so it may be an earlier one
+                raise UnusableWeights(obstacle) from error
+            # Nobody named this run, so it may be an earlier one.
+        else:
+            log.info(
+                "weights.restored",
+                policy_version=tuple(served.weights.version),
+                directory=str(path),
+                hint=f"to serve {settings.model} instead, pass --no-await-weights or another "
+                "--run-id",
+            )
+            return served.weights.model_copy(update={"path": path})
     log.warning(
         "weights.not_restored",
         policy_version=tuple(served.weights.version),
@@ -261,37 +244,15 @@ async def first_weights(settings: ServerSettings, store: ServedStore) -> WeightR
 
 def _obstacle(settings: ServerSettings, served: ServedWeights) -> str | None:
     """The reason why this server cannot serve the last served weights; None if it can."""
-    kind, wanted = served.weights.kind, WeightKind.CHECKPOINT
-    if settings.enable_lora:
-        wanted = WeightKind.ADAPTER
+    kind = served.weights.kind
+    wanted = WeightKind.ADAPTER if settings.enable_lora else WeightKind.CHECKPOINT
     if not settings.await_weights:
         return "--no-await-weights"
     if kind is WeightKind.MEMORY:
         return "a trainer wrote the weights in place (shared_vllm), so the weights are not on disk"
     if kind is not wanted:
-        return f"the weights are {_article(kind)}, but this server serves {_article(wanted)}"
+        named = {WeightKind.ADAPTER: "an adapter", WeightKind.CHECKPOINT: "a checkpoint"}
+        return f"the weights are {named[kind]}, but this server serves {named[wanted]}"
     if served.model != settings.model:
         return f"the weights belong to {served.model}, but this server serves {settings.model}"
     return None
-
-
-async def _from_disk(settings: ServerSettings, served: WeightRef) -> WeightRef:
-    try:
-        directory = await asyncio.to_thread(check_weights, served, settings.loads_from)
-    except UnusableWeights as error:
-        raise UnusableWeights(
-            f"this run last served policy version {tuple(served.version)}, which cannot be loaded: "
-            f"{error}. Start with another --run-id, or with --no-await-weights to serve "
-            f"{settings.model} from disk"
-        ) from error
-    log.info(
-        "weights.restored",
-        policy_version=tuple(served.version),
-        directory=str(directory),
-        hint=f"to serve {settings.model} instead, pass --no-await-weights or another --run-id",
-    )
-    return served.model_copy(update={"path": directory})
-
-
-def _article(kind: str) -> str:
-    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"

@@ -52,7 +52,7 @@ class Engine:
 class Slot:
     """`seen`: the engine's own status; `broken`: versions with which no engine starts."""
 
-    dropped_requests = generation_tokens = 0
+    generation_tokens = 0
     answers = True
 
     def __init__(self, *_: object) -> None:

@@ -215,7 +215,7 @@ def test_bad_commands_are_refused_with_the_reason_and_change_nothing(lora: Super
             outcome = lora.sender.ask(action, version, path, **other)
             assert (outcome.state, reason) == (OutcomeState.REFUSED, reason)
             assert reason in outcome.reason
-    only_an_engine_sees = lora.adapter("bad", marker=BAD_RANK)
+    only_an_engine_sees = lora.adapter("bad", **{BAD_RANK: ""})
     outcome = lora.sender.ask(LOAD, version, only_an_engine_sees)
     assert (outcome.state, outcome.reason) == (OutcomeState.REFUSED, "the engine does not like it")
     wrong_mode = lora.sender.ask(CHECKPOINT, version, lora.checkpoint("c"))
