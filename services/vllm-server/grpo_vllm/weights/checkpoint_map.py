@@ -112,15 +112,6 @@ class _Holder:
     nbytes: int
     rows: int
 
-    def rows_of(self, region: TensorRegion) -> tuple[int, int] | None:
-        """(start, stop) along dimension 0; None if `region` is not made of whole rows."""
-        if region.end > self.offset + self.nbytes:
-            return None
-        row_bytes = self.nbytes // self.rows
-        start, misaligned = divmod(region.offset - self.offset, row_bytes)
-        count, torn = divmod(region.nbytes, row_bytes)
-        return None if misaligned or torn else (start, start + count)
-
 
 class ServedParameters:
     """The model's parameters that are in shared memory after loading, ordered by offset."""
@@ -151,8 +142,10 @@ class ServedParameters:
         if index < 0:
             return None
         holder = self._holders[index]
-        rows = holder.rows_of(region)
-        if rows is None:
+        row_bytes = holder.nbytes // holder.rows
+        start, misaligned = divmod(region.offset - holder.offset, row_bytes)
+        count, torn = divmod(region.nbytes, row_bytes)
+        if misaligned or torn or region.end > holder.offset + holder.nbytes:
             return None
         now = self._memory.offset_of(self._model.get_parameter(holder.name))
         moved_by = 0 if now is None else now - holder.offset
@@ -160,5 +153,5 @@ class ServedParameters:
         return ParameterMapping(
             **place.model_dump(),
             vllm_name=holder.name,
-            slice=None if rows == (0, holder.rows) else rows,
+            slice=None if count == holder.rows else (start, start + count),
         )
