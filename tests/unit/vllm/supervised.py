@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import uuid
@@ -75,7 +76,8 @@ class Supervised:
         found: dict[str, Any] = {}
 
         def has_them() -> bool:
-            found.update(self._status_or_none())
+            with contextlib.suppress(httpx.TransportError):
+                found.update(self.status())
             return facts.items() <= found.items()
 
         self.process.wait_until(has_them, START_S)
@@ -135,12 +137,6 @@ class Supervised:
         for file, content in files.items():
             (path / file).write_text(content)
         return path
-
-    def _status_or_none(self) -> dict[str, Any]:
-        try:
-            return self.status()
-        except httpx.TransportError:
-            return {}
 
 
 @contextmanager

@@ -85,7 +85,19 @@ def parse_generate_request(body: bytes, model_config: Any, tokenizer: Any) -> Ge
     prompt = parameters.pop("prompt", None)
     text = prompt if isinstance(prompt, str) else None
     token_ids = _prompt_token_ids(prompt, model_config, tokenizer)
-    _check_prompt(token_ids, model_config)
+    if not token_ids:
+        raise BadGenerateRequest("prompt: expected at least one token")
+    if len(token_ids) >= model_config.max_model_len:
+        raise BadGenerateRequest(
+            f"prompt: {len(token_ids)} tokens leave no room for a completion in a context "
+            f"of {model_config.max_model_len} tokens"
+        )
+    vocabulary = model_config.get_vocab_size()
+    for i, token in enumerate(token_ids):
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise BadGenerateRequest(
+                f"prompt_token_ids[{i}]: {token!r} is not a token id below {vocabulary}"
+            )
     logprobs = parameters.get("logprobs", SAMPLED_TOKENS_ONLY)
     if isinstance(logprobs, bool):
         logprobs = 1 if logprobs else None
@@ -106,22 +118,6 @@ def _prompt_token_ids(prompt: Any, model_config: Any, tokenizer: Any) -> list[in
     if known and isinstance(prompt["prompt_token_ids"], list):
         return list(prompt["prompt_token_ids"])
     raise BadGenerateRequest('prompt: expected a string or {"prompt_token_ids": [int, ...]}')
-
-
-def _check_prompt(token_ids: list[int], model_config: Any) -> None:
-    if not token_ids:
-        raise BadGenerateRequest("prompt: expected at least one token")
-    if len(token_ids) >= model_config.max_model_len:
-        raise BadGenerateRequest(
-            f"prompt: {len(token_ids)} tokens leave no room for a completion in a context "
-            f"of {model_config.max_model_len} tokens"
-        )
-    vocabulary = model_config.get_vocab_size()
-    for i, token in enumerate(token_ids):
-        if type(token) is not int or not 0 <= token < vocabulary:
-            raise BadGenerateRequest(
-                f"prompt_token_ids[{i}]: {token!r} is not a token id below {vocabulary}"
-            )
 
 
 def _sampling_params(parameters: dict[str, Any]) -> Any:

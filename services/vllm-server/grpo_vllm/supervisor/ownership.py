@@ -70,15 +70,11 @@ class Owner(BaseModel):
         """True if this is certain: the process was on the same machine, and is no more."""
         if self.place != seen_by.place:
             return False
-        return self.pid == seen_by.pid or _has_ended(self.pid)
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return True
-    return stat.rpartition(")")[2].split()[0] == "Z"
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except FileNotFoundError:
+            return True
+        return self.pid == seen_by.pid or stat.rpartition(")")[2].split()[0] == "Z"
 
 
 class RunOwner(AsyncRedisConnection):

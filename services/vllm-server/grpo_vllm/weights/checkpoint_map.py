@@ -56,7 +56,11 @@ class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.copy_.default and self._name is not None:
-            self._record(args[0])
+            offset = self._memory.offset_of(args[0])
+            if offset is not None:
+                if not args[0].is_contiguous():
+                    self._scattered.add(self._name)
+                self._copies.setdefault(self._name, []).append(region_at(offset, args[0]))
         return func(*args, **(kwargs or {}))
 
     def regions(self) -> dict[str, TensorRegion]:
@@ -76,14 +80,6 @@ class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, copies in self._copies.items()
             if name not in shareable
         }
-
-    def _record(self, target: torch.Tensor) -> None:
-        offset = self._memory.offset_of(target)
-        if offset is None or self._name is None:
-            return
-        if not target.is_contiguous():
-            self._scattered.add(self._name)
-        self._copies.setdefault(self._name, []).append(region_at(offset, target))
 
 
 def _merged(copies: list[TensorRegion]) -> TensorRegion | None:
