@@ -1,7 +1,7 @@
-"""Routes that report and change the engine's state: `/bridge/*`, for the supervisor `/engine/*`.
+"""Routes that report and change what the server serves: `/bridge/*`, `/lora/*`, `/engine/*`.
 
 Pausing, sleeping and draining are offered to the trainer, the operator and the supervisor only; see
-`grpo_vllm.engine.apps`.
+`grpo_vllm.engine.main`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from grpo_core.weights.bridge_config import BridgeConfig
+from grpo_core.weights.directory_checks import inside, require_complete, require_servable_adapter
+from grpo_core.weights.ref import WeightKind
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.vllm_compat.launch import device_type, generation_tokens
-from grpo_vllm.http.in_flight import InFlight
+from grpo_vllm.http.middleware import InFlight
 from grpo_vllm.routes.errors import ErrorHandlingRoute, NotOffered
-from grpo_vllm.routes.lora import described
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
@@ -28,6 +29,9 @@ PAUSE_BODY = (
     "gives the attached trainer its session"
 )
 RESUME_BODY = '{"session": ..., "written": true or false}, sent by the session that paused'
+LOAD_BODY = '{"adapter_path": directory below --weights-dir, "policy_version": [epoch, step]}'
+UNLOAD_BODY = '{"adapter_name": name}'
+NO_LORA = "this server cannot load adapters; start the server with --enable-lora"
 Probe = Annotated[
     str,
     Query(
@@ -38,41 +42,56 @@ Probe = Annotated[
 ]
 
 
-class PauseRequest(BaseModel):
+AdapterName = Annotated[str, Field(validation_alias=AliasChoices("adapter_name", "lora_name"))]
+
+
+class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+
+class PauseRequest(_Body):
     session: str
     lease_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    policy_version: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+    policy_version: PolicyVersion
 
 
-class ResumeRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class ResumeRequest(_Body):
     session: str
     written: bool
 
 
-class DrainRequest(BaseModel):
-    """`within_s`: the deadline for requests in flight."""
+class LoadRequest(_Body):
+    """`policy_version`: names the adapter; default: the first version of the next epoch.
+    `adapter_name`: accepted for the archived trainer, but not used; see `AdapterSwitch`."""
 
-    model_config = ConfigDict(extra="forbid")
+    adapter_path: Annotated[
+        str, Field(min_length=1, validation_alias=AliasChoices("adapter_path", "lora_path"))
+    ]
+    adapter_name: AdapterName = ""
+    policy_version: PolicyVersion | None = None
+
+
+class UnloadRequest(_Body):
+    adapter_name: AdapterName = ""
+
+
+class DrainRequest(_Body):
+    """`within_s`: the deadline for requests in flight."""
 
     within_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-def bridge_control_router(
+def bridge_router(
     bridge: WeightBridge, settings: ServerSettings, why_no_sleep: str | None
 ) -> APIRouter:
-    """Args:
-    why_no_sleep: the reason why the engine cannot sleep; None if it can
-    """
+    """The routes of `/bridge` that change the state. Args: why_no_sleep: the reason why the engine
+    cannot sleep; None if it can"""
     router = APIRouter(prefix="/bridge", route_class=ErrorHandlingRoute)
 
     @router.post("/pause", summary=PAUSE_BODY)
     async def post_pause(request: PauseRequest) -> dict[str, Any]:
         lease_s = min(request.lease_s, settings.max_pause_lease_s)
-        await bridge.pause(request.session, lease_s, PolicyVersion(*request.policy_version))
+        await bridge.pause(request.session, lease_s, request.policy_version)
         return {"status": "paused", "lease_s": lease_s}
 
     @router.post("/resume", summary=RESUME_BODY)
@@ -123,22 +142,69 @@ def bridge_control_router(
     return router
 
 
-def bridge_info_router(
+def lora_router(
+    bridge: WeightBridge, adapters: AdapterSwitch | None, settings: ServerSettings
+) -> APIRouter:
+    """`POST /lora/load` and `POST /lora/unload`, also under vLLM's names."""
+    router = APIRouter(route_class=ErrorHandlingRoute)
+
+    def offered() -> AdapterSwitch:
+        if adapters is None:
+            raise NotOffered(NO_LORA)
+        return adapters
+
+    @router.post("/lora/load", summary=LOAD_BODY)
+    @router.post("/v1/load_lora_adapter", summary=LOAD_BODY)
+    async def load(request: LoadRequest) -> dict[str, Any]:
+        switch, served = offered(), bridge.version
+        directory = inside(request.adapter_path, settings.loads_from)
+        require_complete(WeightKind.ADAPTER, directory)
+        require_servable_adapter(directory, settings.max_lora_rank)
+        version = request.policy_version or served.next_epoch()
+        if version < served:
+            raise BridgeConflict(
+                f"policy version {tuple(version)} is older than the served version "
+                f"{tuple(served)}; send a newer policy_version, or omit policy_version"
+            )
+        loaded = await switch.load(directory, version)
+        if version > served:
+            await bridge.adopt(version)
+        return {"status": "ok", **loaded.described(), "in_use": switch.directories_in_use()}
+
+    @router.post("/lora/unload", summary=UNLOAD_BODY)
+    @router.post("/v1/unload_lora_adapter", summary=UNLOAD_BODY)
+    async def unload(request: UnloadRequest) -> dict[str, Any]:
+        switch = offered()
+        current = switch.current
+        if current is None:
+            raise BridgeConflict("no adapter is loaded")
+        if request.adapter_name not in ("", current.name, switch.served_name):
+            raise BridgeConflict(
+                f"adapter {request.adapter_name} is not loaded; the loaded adapter is "
+                f"{current.name}"
+            )
+        await switch.unload()
+        # The server returns to the model during a run, so the version must be one that no trainer
+        # has used.
+        await bridge.adopt(bridge.version.next_epoch())
+        return {"status": "ok", "policy_version": list(bridge.version)}
+
+    return router
+
+
+def info_router(
     engine: Any,
     bridge: WeightBridge,
     settings: ServerSettings,
     shared: BridgeConfig | None,
     adapters: AdapterSwitch | None,
 ) -> APIRouter:
-    """`GET /bridge/info`, `GET /bridge/weights_dir` and `GET /bridge/state_dict_info`.
-
-    Args:
-        shared: None without --share-weights
-    """
-    router = APIRouter(prefix="/bridge", route_class=ErrorHandlingRoute)
+    """The routes of `/bridge` and `/lora` that only report. Args: shared: None without
+    --share-weights"""
+    router = APIRouter(route_class=ErrorHandlingRoute)
     device, dtype = device_type(engine), dtype_name(engine.model_config.dtype)
 
-    @router.get("/info")
+    @router.get("/bridge/info")
     async def get_info() -> dict[str, Any]:
         refusal = bridge.refusal()
         adapter = adapters.current if adapters else None
@@ -166,19 +232,28 @@ def bridge_info_router(
             "last_update_time": bridge.last_update_time,
         }
 
-    @router.get("/weights_dir")
+    @router.get("/bridge/weights_dir")
     async def get_weights_dir(probe: Probe) -> dict[str, bool]:
         return {"has_probe": (settings.loads_from / probe).exists()}
 
-    @router.get("/state_dict_info")
+    @router.get("/bridge/state_dict_info")
     async def get_state_dict_info() -> dict[str, Any]:
         nothing: dict[str, Any] = {"total_bytes": None, "param_mappings": {}}
-        described = shared.model_dump(mode="json") if shared else nothing
         return {
             "model": settings.model,
             "dtype": dtype,
             "shared_weights_enabled": shared is not None,
-            **described,
+            **(shared.model_dump(mode="json") if shared else nothing),
+        }
+
+    @router.get("/lora/status")
+    async def get_lora_status() -> dict[str, Any]:
+        return {
+            "lora_enabled": adapters is not None,
+            "served_name": adapters.served_name if adapters else None,
+            "policy_version": list(bridge.version),
+            "adapter": adapters.current.described() if adapters and adapters.current else None,
+            "in_use": adapters.directories_in_use() if adapters else [],
         }
 
     return router
@@ -196,12 +271,11 @@ def engine_router(
     @router.get("/status")
     async def get_status() -> dict[str, Any]:
         refusal = bridge.refusal()
-        current = adapters.current if adapters else None
         return {
             "policy_version": list(bridge.version),
             "state": bridge.state.value,
             "reason": refusal.reason if refusal else "",
-            "adapter": described(current) if current else None,
+            "adapter": adapters.current.described() if adapters and adapters.current else None,
             "in_flight": len(in_flight),
             "generation_tokens": generation_tokens(),
         }

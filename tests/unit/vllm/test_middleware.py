@@ -1,4 +1,4 @@
-"""The readiness gate: which requests pass, which are held and which are refused."""
+"""Which requests pass the readiness gate, are held or refused; which are in flight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from grpo_vllm.http.readiness_gate import GateRefusal, ReadinessGate
+from grpo_vllm.http.middleware import GateRefusal, InFlight, ReadinessGate
 
 WAITING = GateRefusal("weights are missing", hold=True)
 GIVEN_UP = GateRefusal("nobody came", hold=False)
@@ -77,17 +77,10 @@ class Asking:
 
 
 @pytest.mark.parametrize("refusal", [WAITING, GIVEN_UP])
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        *(("GET", "/v1/models"), ("POST", "/tokenize")),
-        *(("POST", "/bridge/pause"), ("POST", "/lora/load")),
-    ],
-)
-async def test_requests_that_sample_nothing_always_pass(
-    refusal: GateRefusal, method: str, path: str
-) -> None:
-    assert (await Asking(refusal).done(path, method)).answered
+async def test_requests_that_sample_nothing_always_pass(refusal: GateRefusal) -> None:
+    posts = ("/tokenize", "/bridge/pause", "/lora/load")
+    for method, path in (("GET", "/v1/models"), *(("POST", path) for path in posts)):
+        assert (await Asking(refusal).done(path, method)).answered, path
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])
@@ -126,3 +119,57 @@ async def test_a_client_that_leaves_ends_its_hold() -> None:
     async with asyncio.timeout(0.5):  # of the remaining second
         assert (await request).received == []
     assert not asking.answered
+
+
+class Flight:
+    """A request whose answer begins at once, and ends when `may_end` is set."""
+
+    def __init__(self, in_flight: InFlight) -> None:
+        self.may_end = asyncio.Event()
+        self.received: list[str] = []
+
+        async def application(_scope: Scope, _receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await self.may_end.wait()
+            await send({"type": "http.response.body", "body": b"ok"})
+
+        async def send(message: Message) -> None:
+            self.received.append(message["type"])
+
+        scope: Scope = {"type": "http", "method": "POST", "path": "/generate"}
+        receive = asyncio.Event().wait  # the client sends nothing more
+        passing = in_flight.pass_on(application, scope, receive, send)  # type: ignore[arg-type]
+        self.task = asyncio.create_task(passing)
+
+
+async def until_all_wait() -> None:
+    """The clock is virtual: this returns when every task waits for an event."""
+    await asyncio.sleep(60.0)
+
+
+async def test_weights_are_free_once_no_request_is_left_that_can_use_them() -> None:
+    in_flight = InFlight()
+    old = Flight(in_flight)
+    await until_all_wait()
+    free = asyncio.create_task(in_flight.finished_up_to(in_flight.next_generation() - 1))
+    new = Flight(in_flight)
+    await until_all_wait()
+    assert not free.done()
+    old.may_end.set()
+    await until_all_wait()
+    assert free.done()
+    assert len(in_flight) == 1, "the newer request does not stand in the way"
+    new.may_end.set()
+    await new.task
+    assert len(in_flight) == 0
+
+
+async def test_an_answer_that_is_given_up_is_broken_off() -> None:
+    """`test_supervisor.py` has one that has not begun, which gets status 503."""
+    dropped: list[None] = []
+    in_flight = InFlight(on_dropped=lambda: dropped.append(None))
+    request = Flight(in_flight)
+    await until_all_wait()
+    in_flight.give_up_all()
+    await request.task
+    assert (len(dropped), len(in_flight), request.received) == (1, 0, ["http.response.start"])

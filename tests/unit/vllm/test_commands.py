@@ -21,7 +21,7 @@ from grpo_core.weights.supervisor import (
     SupervisorStatus,
 )
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.http.connection_handover import SupervisorEnd
+from grpo_vllm.engine_protocol import SupervisorEnd
 from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.commands import ControlPlane
 from grpo_vllm.supervisor.supervisor import Supervisor
@@ -52,7 +52,7 @@ class Engine:
 class Slot:
     """`seen`: the engine's own status; `broken`: versions with which no engine starts."""
 
-    dropped_requests = generation_tokens = 0
+    generation_tokens = 0
     answers = True
 
     def __init__(self, *_: object) -> None:

@@ -13,9 +13,15 @@ import pytest
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.control import EngineControl, EngineTimeout
-from grpo_vllm.http.readiness_gate import ServingState
+from grpo_vllm.settings import load_server_settings
 from grpo_vllm.weights.served_store import ServedWeights
-from grpo_vllm.weights.write_lease import HANDOVER_S, BridgeConflict, WeightBridge
+from grpo_vllm.weights.write_lease import (
+    HANDOVER_S,
+    BridgeConflict,
+    ServingState,
+    WeightBridge,
+    bridge_at_start,
+)
 from tests.unit.vllm.fake_engine import FakeEngine, Record
 
 NEXT, LATER = PolicyVersion(1, 0), PolicyVersion(2, 0)
@@ -183,12 +189,36 @@ def record() -> Record:
     return Record()
 
 
+IN_MEMORY = WeightRef(version=SERVED_BEFORE, kind=WeightKind.MEMORY)
+
+
+async def started(last: WeightRef, record: Record, *flags: str) -> WeightBridge:
+    """The bridge of an engine that starts when the run has served `last`."""
+    settings = load_server_settings(["--model", "m", "--share-weights", *flags])
+    return await bridge_at_start(EngineControl(FakeEngine()), settings, last, record)
+
+
 @pytest.fixture
 async def restarted(record: Record) -> WeightBridge:
-    """The bridge of a restarted engine."""
-    bridge = WeightBridge(EngineControl(FakeEngine()), SERVED_BEFORE, record)
-    bridge.write_back.begin(SERVED_BEFORE, DEADLINE_S)
-    return bridge
+    return await started(IN_MEMORY, record)
+
+
+@pytest.mark.parametrize(
+    ("last", "flags", "version"),
+    [
+        (WeightRef(), (), (0, 0)),
+        (WeightRef(version=PolicyVersion(3, 0)), (), (3, 0)),  # a name that no trainer made
+        # A trainer's versions stay in its epoch, and torn weights raise the epoch by at most one.
+        (IN_MEMORY, ("--no-await-weights",), (3, 0)),
+    ],
+)
+async def test_an_engine_serves_the_model_if_nothing_was_trained_or_it_is_told_to(
+    last: WeightRef, flags: tuple[str, ...], version: tuple[int, int], record: Record
+) -> None:
+    bridge = await started(last, record, *flags)
+    assert (bridge.version, bridge.refusal()) == (version, None)
+    saved = [ServedWeights(WeightRef(version=PolicyVersion(3, 0)))] if flags else []
+    assert record.saved == saved
 
 
 async def write_back(bridge: WeightBridge, version: PolicyVersion) -> None:

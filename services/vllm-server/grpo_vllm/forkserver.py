@@ -1,7 +1,7 @@
 """The fork server's process: imports vLLM once and forks an engine whenever one is needed.
 
 Most of an engine's start is importing torch and vLLM; a fork has them already. The supervisor runs
-`python -m grpo_vllm.forkserver.server FD MODULE OPTION...`. MODULE has `preload` and `run_engine`,
+`python -m grpo_vllm.forkserver FD MODULE OPTION...`. MODULE has `preload` and `run_engine`,
 as `grpo_vllm.engine.process` does. One engine runs at a time.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from grpo_core.process import killed_with_parent
-from grpo_vllm.forkserver.protocol import EnginePlan, receive_plan, send_fact
+from grpo_vllm.engine_protocol import EnginePlan, receive_plan, send_fact
 
 log = structlog.get_logger()
 
@@ -33,7 +33,10 @@ def main() -> None:
     supervisor = socket.socket(fileno=int(descriptor))
     os.set_inheritable(supervisor.fileno(), False)
     module = importlib.import_module(name)
-    obstacle = module.preload(options) or _why_not_forkable()
+    obstacle = module.preload(options)
+    threads = len(list(Path("/proc/self/task").iterdir())) - 1
+    if obstacle is None and threads:
+        obstacle = f"importing vLLM started {threads} threads"
     gc.freeze()  # collecting would write to every page, and forks do not share written pages
     plan = _fork_engines(supervisor)
     if plan is None:
@@ -56,7 +59,12 @@ def _fork_engines(supervisor: socket.socket) -> EnginePlan | None:
         pid = os.fork()
         if pid == 0:
             supervisor.close()
-            _leave_the_server(server)
+            # An engine that outlives its supervisor would keep the port that the next engine needs.
+            killed_with_parent()
+            if os.getppid() != server:
+                os.kill(os.getpid(), signal.SIGKILL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             return plan
         for descriptor in plan.descriptors():
             os.close(descriptor)
@@ -65,20 +73,6 @@ def _fork_engines(supervisor: socket.socket) -> EnginePlan | None:
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
         send_fact(supervisor, os.waitstatus_to_exitcode(status))
-
-
-def _leave_the_server(server: int) -> None:
-    # An engine that outlives its supervisor would keep the port that the next engine needs.
-    killed_with_parent()
-    if os.getppid() != server:
-        os.kill(os.getpid(), signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _why_not_forkable() -> str | None:
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    return None if threads == 1 else f"importing vLLM started {threads - 1} threads"
 
 
 if __name__ == "__main__":

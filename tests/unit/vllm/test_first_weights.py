@@ -17,8 +17,7 @@ from grpo_core.weights.directory_checks import (
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.settings import load_server_settings
-from grpo_vllm.supervisor.initial_weights import first_weights
-from grpo_vllm.weights.served_store import InitialWeights, ServedWeights, initial_weights_after
+from grpo_vllm.weights.served_store import ServedWeights, first_weights
 from tests.unit.vllm.fake_engine import Record
 
 MODEL = "some-model"
@@ -94,17 +93,3 @@ async def test_damaged_files_stop_the_start_of_a_named_run(adapter: ServedWeight
     with pytest.raises(UnusableWeights, match=r"version \(2, 7\), which.*--no-await-weights"):
         await begins_with(Record(adapter), "--enable-lora", "--run-id", "day")
     assert await begins_with(Record(adapter), "--enable-lora") == WeightRef(version=V30)
-
-
-@pytest.mark.parametrize("await_weights", [True, False])
-@pytest.mark.parametrize("intact", [True, False])
-def test_an_engine_that_shares_weights_waits_for_the_trained_ones_unless_told_not_to(
-    await_weights: bool, intact: bool
-) -> None:
-    served = ServedWeights(IN_MEMORY, intact)
-    # A trainer's versions stay in its epoch, and torn weights raise the epoch by at most one.
-    fresh = InitialWeights(V30, new_name=True)
-    expected = InitialWeights(V27, missing=True) if await_weights else fresh
-    assert initial_weights_after(served, await_weights) == expected
-    assert initial_weights_after(UNTRAINED, await_weights) == InitialWeights(V30)
-    assert initial_weights_after(None, await_weights) == InitialWeights(PolicyVersion(0, 0))

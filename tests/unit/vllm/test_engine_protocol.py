@@ -1,4 +1,4 @@
-"""Messages between the supervisor and the fork server."""
+"""The plan that the supervisor sends to the fork server."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import socket
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_vllm.forkserver import protocol
-from grpo_vllm.forkserver.protocol import EnginePlan
+from grpo_vllm import engine_protocol
+from grpo_vllm.engine_protocol import EnginePlan
 
 
 @settings(max_examples=10)  # hundreds of real descriptors in each plan
-@given(parked=st.integers(0, 2 * protocol._DESCRIPTORS_PER_PACKET + 1))
+@given(parked=st.integers(0, 2 * engine_protocol._DESCRIPTORS_PER_PACKET + 1))
 def test_a_plan_arrives_with_the_receivers_own_descriptors_of_the_same_files(parked: int) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     files = [os.memfd_create(str(i)) for i in range(4 + parked)]
@@ -21,11 +21,11 @@ def test_a_plan_arrives_with_the_receivers_own_descriptors_of_the_same_files(par
         channel=files[0], public=files[1], private=files[2], control=files[3], parked=files[4:]
     )
     with ours, theirs:
-        protocol.send_plan(ours, plan)
-        received = protocol.receive_plan(theirs)
+        engine_protocol.send_plan(ours, plan)
+        received = engine_protocol.receive_plan(theirs)
         assert received is not None
         ours.close()
-        assert protocol.receive_plan(theirs) is None
+        assert engine_protocol.receive_plan(theirs) is None
     assert not set(received.descriptors()) & set(files)
     for sent, got in zip(plan.descriptors(), received.descriptors(), strict=True):
         assert os.path.samestat(os.fstat(sent), os.fstat(got))

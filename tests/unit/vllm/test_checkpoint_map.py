@@ -55,13 +55,12 @@ def load(
     return checkpoint_map
 
 
-def test_parts_of_a_fused_tensor_get_a_region_each(arena: WeightMemory) -> None:
+def test_parts_of_a_fused_tensor_get_a_region_each_and_adjacent_pieces_one(
+    arena: WeightMemory,
+) -> None:
+    """The loader splits tensors that are fused on disk and copies the pieces side by side."""
     parts = {"q": rows(0, 4), "k": rows(4, 5), "v": rows(5, 6)}
     assert load(arena, {name: [at] for name, at in parts.items()}).regions() == parts
-
-
-def test_adjacent_pieces_of_one_checkpoint_tensor_are_merged(arena: WeightMemory) -> None:
-    """The loader splits tensors that are fused on disk and copies the pieces side by side."""
     assert load(arena, {"gate_up": [rows(0, 3), rows(3, 6)]}).regions() == {"gate_up": rows(0, 6)}
 
 
