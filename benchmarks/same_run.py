@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.clients.run_api import TrainerClient
-from grpo_core.process.managed import ManagedProcess
+from grpo_core.process import ManagedProcess
 from grpo_core.redis.server import answers_ping, bundled_redis, redis_command
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.run_api import Registration

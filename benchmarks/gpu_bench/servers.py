@@ -30,9 +30,9 @@ import httpx
 import structlog
 from safetensors.torch import save_file
 
+from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import GrpoError
-from grpo_core.process.closing import ClosesOnExit
-from grpo_core.process.managed import ManagedProcess, ProcessFailed
+from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from grpo_local.process.ports import free_port
 

@@ -36,15 +36,13 @@ from benchmarks.gpu_bench.settings import (
 from grpo_core.errors import GrpoError
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.forward import ForwardOptions
-from grpo_trainer.config.packages import missing_packages
-from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import Batch, collate
+from grpo_trainer.advantages import with_advantages
+from grpo_trainer.config.cli import CommandLine, missing_packages
+from grpo_trainer.config.trainer import ForwardOptions, TrainerSettings
+from grpo_trainer.data.collate import Batch, by_length, collate
 from grpo_trainer.data.groups import GroupLimits, usable_group
-from grpo_trainer.data.micro_batches import by_length
 from grpo_trainer.errors import MissingPackage
-from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
@@ -129,8 +127,9 @@ def random_batch(shape: ModelShape, work: TrainWork, seed: int) -> Batch:
             for completion in completions
         ],
     )
-    usable = usable_group(0, group, GroupLimits(shape.vocabulary, work.longest))
-    return collate([usable], work.longest, work.micro_batch * work.longest, by_length, GRPO)
+    usable = [usable_group(0, group, GroupLimits(shape.vocabulary, work.longest))]
+    budget = work.micro_batch * work.longest
+    return with_advantages(collate(usable, work.longest, budget, by_length, GRPO), usable, GRPO)
 
 
 def trained_lengths(batch: Batch) -> list[int]:

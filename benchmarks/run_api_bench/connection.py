@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.run_api_bench.errors import BenchmarkFailed
 from benchmarks.run_api_bench.workload import Body
-from grpo_core.process.closing import ClosesOnExit
+from grpo_core.closing import ClosesOnExit
 
 HOST = "127.0.0.1"
 ANSWER_DEADLINE_S = 180.0

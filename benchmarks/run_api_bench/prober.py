@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection as Pipe
 
 from benchmarks.run_api_bench.connection import ANSWER_DEADLINE_S, Connection
 from benchmarks.run_api_bench.errors import BenchmarkFailed
-from grpo_core.process.closing import ClosesOnExit
+from grpo_core.closing import ClosesOnExit
 
 PERIOD_S = 0.005
 _READY = "ready"

@@ -16,7 +16,7 @@ from benchmarks.run_api_bench.connection import HOST, Connection
 from benchmarks.run_api_bench.errors import BenchmarkFailed
 from benchmarks.run_api_bench.process_tree import cpu_seconds, rss_bytes
 from benchmarks.run_api_bench.settings import SystemName
-from grpo_core.process.managed import ManagedProcess
+from grpo_core.process import ManagedProcess
 from grpo_local.process.ports import free_port
 from tests.compat.upstream_install import ensure_upstream
 from tests.support.redis_server import start_redis

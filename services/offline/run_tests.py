@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from grpo_core.cpu import share_cores
 from grpo_core.evaluation.statistics import mean_at_k, pass_at_k
-from grpo_core.process.threads import share_cores
 from grpo_offline.config_file import CONFIG_FILE, config_text
 from grpo_offline.errors import KeysInvalid
 from grpo_offline.hydra_words import words_for_hydra

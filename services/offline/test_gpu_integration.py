@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from grpo_core.process.threads import share_cores
+from grpo_core.cpu import share_cores
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.run_files import RunFiles
 from grpo_offline.screen import Screen

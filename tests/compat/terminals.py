@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_core.process.managed import ManagedProcess
+from grpo_core.process import ManagedProcess
 
 DEADLINE_S = 900.0
 """Of a trainer; only a failing test waits that long."""

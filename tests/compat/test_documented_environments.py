@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.process.managed import ManagedProcess
+from grpo_core.process import ManagedProcess
 from grpo_local.services import child_environment
 from tests.compat.upstream_install import NoPackageIndex, Upstream, ensure_python
 from tests.e2e.demo_run import NOISE, accuracy_of, load_model

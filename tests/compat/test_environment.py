@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from grpo_core.process.managed import ManagedProcess
+from grpo_core.process import ManagedProcess
 from grpo_local.services import child_environment
 from tests.compat.upstream_install import Upstream
 from tests.compat.upstream_processes import (

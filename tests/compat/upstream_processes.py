@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from grpo_core.process.managed import ManagedProcess
+from grpo_core.process import ManagedProcess
 from grpo_local.services import child_environment
 from tests.compat.upstream_install import Upstream
 from tests.fixtures.inference import InferenceServer

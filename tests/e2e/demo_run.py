@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_core.evaluation.files import read_results
-from grpo_core.evaluation.results import EvalResult
+from grpo_core.evaluation.results import EvalResult, read_results
 from tests.e2e.left_over import processes_that_log_below
 from tests.support.pages import ROOT, command
 

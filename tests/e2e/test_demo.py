@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from grpo_core.weights.supervisor_protocol import SupervisorStatus
+from grpo_core.weights.supervisor import SupervisorStatus
 from grpo_local.modes import MODES, Mode
 from tests.e2e.conftest import SHORT_STEPS
 from tests.e2e.demo_run import DEADLINE_S, NOISE, DemoRun, accuracy_of, load_model, run_demo

@@ -11,8 +11,8 @@ from statistics import fmean
 
 import pytest
 
-from grpo_core.evaluation.comparison import compare
-from grpo_core.evaluation.files import read_summaries
+from grpo_core.evaluation.results import read_summaries
+from grpo_core.evaluation.tables import compare
 from grpo_core.rollouts.files import ROLLOUTS, read_step, steps_in
 from tests.e2e.conftest import SHORT_STEPS
 from tests.e2e.demo_run import DEADLINE_S, NOISE, DemoRun, readme_flags, run_demo, run_local

@@ -13,7 +13,7 @@ from statistics import fmean
 
 import pytest
 
-from grpo_core.evaluation.comparison import compare
+from grpo_core.evaluation.tables import compare
 from grpo_core.rollouts.files import ROLLOUTS, read_step
 from grpo_core.rollouts.record import RolloutRecord
 from tests.e2e.demo_run import DEADLINE_S, NOISE, DemoRun, demo_flags, run_demo

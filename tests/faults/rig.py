@@ -15,7 +15,7 @@ from uuid import uuid4
 import httpx
 import psutil
 
-from grpo_core.process.managed import ManagedProcess
+from grpo_core.process import ManagedProcess
 from grpo_core.redis.server import answers_ping
 from tests.faults.commands import (
     ENVIRONMENT,

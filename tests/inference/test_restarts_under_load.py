@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_core.weights.supervisor_protocol import Action
+from grpo_core.weights.supervisor import Action
 from tests.fixtures.adapters import load
 from tests.fixtures.file_sync import HandedOffServer
 from tests.fixtures.inference import FILE_MOVED, FILE_NOISE

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from grpo_core.clients.run_api import TrainerClient
-from grpo_core.process.managed import ManagedProcess
+from grpo_core.process import ManagedProcess
 from grpo_core.wire.run_api import Registration
 from grpo_local.process.ports import free_port
 from tests.fixtures.run_api import start_run_api

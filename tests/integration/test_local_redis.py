@@ -9,8 +9,8 @@ import redis
 from structlog.testing import capture_logs
 
 from grpo_core.redis import server
-from grpo_core.redis.password import redis_password
 from grpo_core.redis.server import LocalRedis
+from grpo_core.redis.url import redis_password
 from grpo_local.process.ports import free_port
 from tests.support.redis_server import start_redis
 from tests.support.wait import wait_for

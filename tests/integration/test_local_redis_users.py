@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from grpo_core.redis.password import redis_password
 from grpo_core.redis.server import LocalRedis, RedisNotStarted
-from grpo_core.redis.url import with_password
+from grpo_core.redis.url import redis_password, with_password
 from grpo_local.process.ports import free_port
 
 ATTACK = """

@@ -9,8 +9,7 @@ from functools import partial
 import httpx
 import pytest
 
-from grpo_core.clients.run_api import EnvironmentClient, TrainerClient
-from grpo_core.clients.run_api_answers import LeasedBatch
+from grpo_core.clients.run_api import EnvironmentClient, LeasedBatch, TrainerClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import (
     ProtocolViolation,

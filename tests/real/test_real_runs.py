@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from grpo_core.evaluation.comparison import compare
+from grpo_core.evaluation.tables import compare
 from grpo_local.run_directory import RunDirectory
 from tests.e2e.demo_run import DEADLINE_S, DemoRun, run_demo
 from tests.support.wait import wait_for

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from transformers import AutoTokenizer
 
-from grpo_core.settings.smollm2 import SMOLLM2
+from grpo_core.settings.machine import SMOLLM2
 from grpo_tiny_model.model import ensure_tiny_model
 from grpo_tiny_model.smollm2 import ensure_smollm2
 

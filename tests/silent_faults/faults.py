@@ -20,8 +20,7 @@ import torch
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer import gradients as accumulate
-from grpo_trainer import train
+from grpo_trainer import learner
 from grpo_trainer.checks.causes import Cause
 from grpo_trainer.checks.findings import CheckName
 from grpo_trainer.losses import LossParts
@@ -228,31 +227,31 @@ def rounded_to_bfloat16(patch: pytest.MonkeyPatch) -> None:
 
 def dropout_in_the_check(patch: pytest.MonkeyPatch) -> None:
     """The pass that is compared with the server is the one with dropout."""
-    find = accumulate.adapter_dropouts
+    find = learner.adapter_dropouts
 
     def switch_on(policy: Any) -> list[Any]:
         for module in find(policy):
             module.train()
         return []
 
-    patch.setattr(accumulate, "adapter_dropouts", switch_on)
+    patch.setattr(learner, "adapter_dropouts", switch_on)
 
 
 def reference_is_policy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        train, "build_reference", lambda policy, forward, _: Reference(policy, forward, False)
+        learner, "build_reference", lambda policy, forward, _: Reference(policy, forward, False)
     )
 
 
 def micro_batch_dropped(patch: pytest.MonkeyPatch) -> None:
     """Every fourth micro-batch gives no gradient."""
-    right, calls = accumulate.step_loss, []
+    right, calls = learner.step_loss, []
 
     def dropping(*arguments: Any) -> LossParts:
         calls.append(None)
         return LossParts(*(part * bool(len(calls) % 4) for part in right(*arguments)))
 
-    patch.setattr(accumulate, "step_loss", dropping)
+    patch.setattr(learner, "step_loss", dropping)
 
 
 def adapter_scaled(patch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,8 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
-from grpo_core.process.closing import ClosesOnExit
-from grpo_core.process.managed import ManagedProcess, describe_exit
+from grpo_core.closing import ClosesOnExit
+from grpo_core.process import ManagedProcess, describe_exit
 from grpo_core.redis.server import answers_ping, bundled_redis, redis_command
 from grpo_core.wire.run_api import RunStatus
 from grpo_local.process.ports import free_port

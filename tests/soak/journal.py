@@ -14,7 +14,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter
 
-from grpo_core.process.closing import ClosesOnExit
+from grpo_core.closing import ClosesOnExit
 from tests.soak.hits import ENVIRONMENTS, TRAINER
 
 

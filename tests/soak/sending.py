@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from grpo_core.clients.retry import TransientAnswer, check_answer
 from grpo_core.clients.run_api import EnvironmentClient
+from grpo_core.clients.service import TransientAnswer, check_answer
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire.scored_group import ScoredGroup
 from tests.soak.groups import GroupMaker, digest

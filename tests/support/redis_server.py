@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grpo_core.process.managed import ManagedProcess
+from grpo_core.process import ManagedProcess
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, redis_command
 
 

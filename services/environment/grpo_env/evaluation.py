@@ -15,13 +15,11 @@ from typing import Any
 import structlog
 
 from grpo_core.errors import GrpoError, ServiceUnavailable
-from grpo_core.evaluation.files import save
-from grpo_core.evaluation.results import EvalItem, EvalResult
-from grpo_core.evaluation.table import table_lines
-from grpo_core.rollouts.group_records import records_of_group
+from grpo_core.evaluation.results import EvalItem, EvalResult, save
+from grpo_core.evaluation.tables import table_lines
 from grpo_core.rollouts.page import write_page
-from grpo_core.rollouts.record import RolloutRecord
-from grpo_core.security.bearer_token import plain
+from grpo_core.rollouts.record import RolloutRecord, records_of_group
+from grpo_core.security import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.assembly import TaskSet, open_engine, sampling_plan
 from grpo_env.inference.health import wait_for_step

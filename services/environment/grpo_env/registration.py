@@ -10,10 +10,9 @@ from typing import Any
 
 import structlog
 
-from grpo_core.clients.run_api import EnvironmentClient
-from grpo_core.clients.run_api_answers import parse
+from grpo_core.clients.run_api import EnvironmentClient, parse
 from grpo_core.deadline import Deadline
-from grpo_core.wandb_run.sink import WandbRun, start_wandb
+from grpo_core.wandb_run import WandbRun, start_wandb
 from grpo_core.wire.fields import WireModel
 from grpo_core.wire.run_api import EnvironmentRegistration
 from grpo_env.pacing import NoTrainer

@@ -14,7 +14,7 @@ import structlog
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
-from grpo_core.security.bearer_token import plain
+from grpo_core.security import plain
 from grpo_core.wire.run_api import EnvironmentRegistration, EnvironmentStatus, TrainerInfo
 from grpo_env.assembly import TaskSet, open_engine, sampling_plan
 from grpo_env.evaluation import TrainingEvaluation

@@ -11,9 +11,11 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
-from grpo_core.settings import EXIT_USAGE, load_settings
+from grpo_core.settings import EXIT_USAGE, CommandSettings, load_settings
 from grpo_local.run_directory import RunDirectory
 from grpo_local.settings import (
     CompareSettings,
@@ -33,64 +35,44 @@ def main() -> None:
         at_start=True,
         dry_run_notes=command_lines_of_services,
     )
-
-    from grpo_local.commands.demo import run_demo
-    from grpo_local.screen import Screen
-
-    raise SystemExit(run_demo(settings, Screen()))
+    _run(settings, "demo", "run_demo")
 
 
 def run() -> None:
     """`grpo-run`"""
-    settings = load_settings(RunSettings, sys.argv[1:], at_start=True)
-
-    from grpo_local.commands.run import run_together
-    from grpo_local.screen import Screen
-
-    raise SystemExit(run_together(settings, Screen()))
+    _run(load_settings(RunSettings, sys.argv[1:], at_start=True), "run", "run_together")
 
 
 def compare() -> None:
     """`grpo-compare`"""
     settings = load_settings(CompareSettings, sys.argv[1:], at_start=True)
-
-    from grpo_local.commands.compare_modes import compare_modes
-    from grpo_local.screen import Screen
-
-    raise SystemExit(compare_modes(settings, Screen()))
+    _run(settings, "compare_modes", "compare_modes")
 
 
 def evaluate() -> None:
     """`grpo-eval`"""
-    settings = load_settings(EvalSettings, sys.argv[1:], at_start=True)
-
-    from grpo_local.commands.evaluate import evaluate_models
-    from grpo_local.screen import Screen
-
-    raise SystemExit(evaluate_models(settings, Screen()))
+    _run(load_settings(EvalSettings, sys.argv[1:], at_start=True), "evaluate", "evaluate_models")
 
 
 def report() -> None:
     """`grpo-report`"""
-    settings = load_settings(ReportSettings, sys.argv[1:], at_start=True)
-
-    from grpo_local.commands.report import report
-    from grpo_local.screen import Screen
-
-    raise SystemExit(report(settings, Screen()))
+    _run(load_settings(ReportSettings, sys.argv[1:], at_start=True), "rollouts", "report")
 
 
 def rollouts() -> None:
     """`grpo-rollouts`"""
     settings = load_settings(RolloutsSettings, sys.argv[1:], at_start=True)
-
-    from grpo_local.commands.rollouts import show_rollouts
-    from grpo_local.screen import Screen
-
     if isinstance(sys.stdout, io.TextIOWrapper):  # a policy says what not every locale can show
         sys.stdout.reconfigure(errors="backslashreplace")
+    _run(settings, "rollouts", "show_rollouts")
 
-    raise SystemExit(show_rollouts(settings, Screen()))
+
+def _run(settings: CommandSettings, module: str, function: str) -> NoReturn:
+    """Import a module of commands only now, so that `--help` and a mistake answer at once."""
+    command = import_module(f"grpo_local.commands.{module}")
+    from grpo_local.screen import Screen
+
+    raise SystemExit(getattr(command, function)(settings, Screen()))
 
 
 def command_lines_of_services(settings: DemoSettings) -> Iterator[str]:

@@ -27,7 +27,7 @@ RESTART_DEADLINE_S = 180.0
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RunSizes:
     """Options of `DemoSettings` whose default depends on the task, the model or the mode."""
 
     steps: int
@@ -47,8 +47,8 @@ class Sizes:
     lora_target_modules: Sequence[str] = EVERY_LINEAR_LAYER
 
 
-BY_TASK: Mapping[str, Sizes] = {
-    "arithmetic": Sizes(
+BY_TASK: Mapping[str, RunSizes] = {
+    "arithmetic": RunSizes(
         steps=250,
         batch_size=64,
         gradient_accumulation_steps=2,
@@ -59,7 +59,7 @@ BY_TASK: Mapping[str, Sizes] = {
     ),
     # With one token per character a problem has 120 to 1,072 tokens, template included. The tiny
     # model answers with a few digits. Longer completions cost most and score 0: the limit is low.
-    "gsm8k": Sizes(
+    "gsm8k": RunSizes(
         steps=60,
         batch_size=16,
         gradient_accumulation_steps=2,
@@ -73,7 +73,7 @@ BY_TASK: Mapping[str, Sizes] = {
 }
 """For the tiny model."""
 
-OTHER_TASK = Sizes(
+OTHER_TASK = RunSizes(
     steps=250,
     batch_size=64,
     gradient_accumulation_steps=2,
@@ -114,13 +114,13 @@ def sizes_for(
     is_tiny: bool,
     on_gpu: bool,
     given: Mapping[str, Any],
-) -> Sizes:
+) -> RunSizes:
     """Defaults of the task with the longest sequences, replaced by what the user has given.
 
     Args:
         is_tiny: the model is the tiny one
         on_gpu: server and trainer use a GPU
-        given: values by field of `Sizes`
+        given: values by field of `RunSizes`
     """
     sizes = max((BY_TASK.get(task, OTHER_TASK) for task in tasks), key=lambda sizes: sizes.seq_len)
     if any(task not in BY_TASK for task in tasks):
@@ -138,10 +138,10 @@ def sizes_for(
     return sizes
 
 
-SIZE_NAMES = tuple(field.name for field in fields(Sizes))
+SIZE_NAMES = tuple(field.name for field in fields(RunSizes))
 
 
-def _for_a_pretrained_model(sizes: Sizes, tasks: Sequence[str]) -> Sizes:
+def _for_a_pretrained_model(sizes: RunSizes, tasks: Sequence[str]) -> RunSizes:
     """A high learning rate would destroy its abilities, and each step takes longer."""
     if any(task != "arithmetic" for task in tasks):
         sizes = replace(sizes, seq_len=REASONING_SEQ_LEN, kv_cache_mib=256)
@@ -160,7 +160,7 @@ def _for_a_pretrained_model(sizes: Sizes, tasks: Sequence[str]) -> Sizes:
     )
 
 
-def _for_the_mode(sizes: Sizes, mode: Mode, lora_factor: float) -> Sizes:
+def _for_the_mode(sizes: RunSizes, mode: Mode, lora_factor: float) -> RunSizes:
     if mode.trains_adapter:
         sizes = replace(sizes, lr=lora_factor * sizes.lr)
     if mode.restarts_engine:

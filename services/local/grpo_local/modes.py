@@ -66,7 +66,7 @@ def _every(steps: int) -> str:
     return "every step" if steps == 1 else f"every {steps} steps"
 
 
-class ModeOptions(CommandSettings):
+class WeightOptions(CommandSettings):
     """Options that apply to both server and trainer."""
 
     mode: ModeName = Field(
@@ -122,7 +122,7 @@ class HandOff:
         bridge_config: for `shared_vllm`
     """
 
-    options: ModeOptions
+    options: WeightOptions
     restart_every_steps: int
     target_modules: tuple[str, ...]
     redis_url: str = field(repr=False)

@@ -7,7 +7,6 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,11 +25,21 @@ class RunDirectoryUnusable(GrpoError):
     """The run directory or the link `latest` is in use, or contains files that would be lost."""
 
 
-@dataclass(frozen=True)
 class RunDirectory:
     """The files of one run."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.logs = path / "logs"
+        self.server_log = self.logs / "vllm-server.log"
+        self.redis = path / "redis"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.summary = path / "summary.json"
+        self.reward_plot = path / "reward.png"
+        self.report = path / "report.html"
+        self.evaluations = path / "eval.jsonl"
 
     @classmethod
     def of(cls, path: Path) -> RunDirectory:
@@ -44,51 +53,11 @@ class RunDirectory:
         return file.read_text().strip() if file.is_file() else self.path.resolve().name
 
     @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def server_log(self) -> Path:
-        return self.logs / "vllm-server.log"
-
-    @property
-    def redis(self) -> Path:
-        return self.path / "redis"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
     def rollouts(self) -> Path | None:
         """Directory with the rollouts of a run, of a trainer's save path, or this directory itself;
         None if no rollouts were recorded."""
         places = (self.path / ROLLOUTS, self.checkpoints / ROLLOUTS, self.path)
         return next((at for at in places if at.is_dir() and steps_in(at)), None)
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def reward_plot(self) -> Path:
-        return self.path / "reward.png"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.path / "eval.jsonl"
 
     def write_config(self, text: str) -> None:
         temporary = self.config.with_suffix(".part")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from grpo_core.rollouts.text import printable
+from grpo_core.rollouts.record import printable
 
 EXIT_FAILED = 1
 

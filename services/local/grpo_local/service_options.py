@@ -163,13 +163,7 @@ def mistakes_in(
     Args:
         arguments: further words that the service requires
     """
-    done = subprocess.run(
-        [sys.executable, "-m", MODULES[service], *arguments, *service_words(options), "--dry-run"],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=_DRY_RUN_DEADLINE_S,
-    )
+    done = _dry_run(service, [*arguments, *service_words(options)], environment)
     if done.returncode == 0:
         return []
     lines = [line for line in done.stderr.strip().splitlines() if ": ignored" not in line]
@@ -179,14 +173,23 @@ def mistakes_in(
 @cache
 def trainer_has(name: str) -> bool:
     """True if `grpo` has this option, under any of its names."""
-    done = subprocess.run(
-        [sys.executable, "-m", MODULES[TRAINER], f"--{name}=", "--dry-run"],
+    done = _dry_run(TRAINER, [f"--{name}="])
+    answered = done.returncode in (0, EXIT_USAGE)
+    return answered and f"--{name}: no such option" not in done.stderr
+
+
+def _dry_run(
+    service: str,
+    words: Sequence[str],
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", MODULES[service], *words, "--dry-run"],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=_DRY_RUN_DEADLINE_S,
     )
-    answered = done.returncode in (0, EXIT_USAGE)
-    return answered and f"--{name}: no such option" not in done.stderr
 
 
 def _named_here(service: str, options: Options, line: str) -> str:

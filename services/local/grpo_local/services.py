@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
-from grpo_core.redis.password import redis_password
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, disk_bytes, redis_command
+from grpo_core.redis.url import redis_password
 from grpo_core.rollouts.files import ROLLOUTS
-from grpo_core.security.bearer_token import plain
+from grpo_core.security import plain
 from grpo_core.settings import without_secrets
-from grpo_core.settings.machine import does_not_answer
-from grpo_core.settings.smollm2 import SMOLLM2
+from grpo_core.settings.machine import SMOLLM2, does_not_answer
 from grpo_local.defaults import name_of_task
 from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
@@ -28,7 +27,7 @@ from grpo_local.screen import Screen
 from grpo_local.service_options import ENV, MODULES, SERVER, TRAINER, service_words
 from grpo_local.settings import DemoSettings
 from grpo_local.settings.demo import TINY_MODEL
-from grpo_local.settings.server import ServerOptions
+from grpo_local.settings.services import ServerOptions
 
 HOST = "127.0.0.1"
 MAX_NUM_SEQS = 256
@@ -50,12 +49,6 @@ class ServiceFactory:
     settings: DemoSettings
     run: RunDirectory
     probe: HealthProbe
-
-    def model_job(self, path_file: Path) -> Service:
-        """See `model_job`; only for a model that this project makes."""
-        settings = self.settings
-        threads = 2 * settings.compute_threads
-        return model_job(settings.model, path_file, threads, settings.model_deadline_s)
 
     def redis(self, port: int) -> Service:
         return Service(
@@ -91,8 +84,18 @@ class ServiceFactory:
         )
 
     def vllm_server(self, port: int, model: str, hand_off: HandOff) -> Service:
-        flags, variables = hand_off.server_flags(), hand_off.environment() | self._token()
-        return inference_server(self.settings, self.probe, port, model, flags, variables)
+        settings, sizes = self.settings, self.settings.sizes
+        return inference_server(
+            settings,
+            self.probe,
+            port,
+            model,
+            hand_off.server_flags(),
+            hand_off.environment() | self._token(),
+            max_model_len=sizes.max_model_len,
+            kv_cache_mib=sizes.kv_cache_mib,
+            deadline_s=sizes.server_deadline_s,
+        )
 
     def trainer(self, model: str, run_api_port: int, vllm_port: int, hand_off: HandOff) -> Service:
         settings, sizes = self.settings, self.settings.sizes
@@ -199,9 +202,16 @@ def inference_server(
     model: str,
     flags: Sequence[str],
     variables: dict[str, str],
+    *,
+    max_model_len: int,
+    kv_cache_mib: int | None,
+    deadline_s: float,
 ) -> Service:
-    """Args: flags, variables: those of the command that starts the server"""
-    sizes = settings.server_sizes
+    """
+    Args:
+        flags, variables: those of the command that starts the server
+        kv_cache_mib: None: vLLM takes what the weights leave of its share of the GPU's memory
+    """
     return Service(
         name="vllm-server",
         role="samples completions from the policy",
@@ -214,7 +224,7 @@ def inference_server(
             *flags,
             *("--log-level", settings.log_level),
             *("--dtype", settings.weights_dtype),
-            *("--max-model-len", sizes.max_model_len),
+            *("--max-model-len", max_model_len),
             *("--max-num-seqs", MAX_NUM_SEQS),
             *(["--enforce-eager"] if settings.starts_eager else []),
             # vLLM would take nearly all of a GPU, and the trainer needs the rest.
@@ -223,16 +233,12 @@ def inference_server(
                 if settings.on_gpu
                 else ()
             ),
-            *(
-                ("--kv-cache-memory-bytes", sizes.kv_cache_mib * 2**20)
-                if sizes.kv_cache_mib
-                else ()
-            ),
+            *(("--kv-cache-memory-bytes", kv_cache_mib * 2**20) if kv_cache_mib else ()),
             *("--seed", settings.seed),
             *service_words(settings.options_of(SERVER)),
         ),
         healthy=lambda: probe.answers(url(port)),
-        deadline_s=sizes.server_deadline_s,
+        deadline_s=deadline_s,
         environment=child_environment(settings.compute_threads, model)
         | (NO_COMPILER if settings.starts_eager else {})
         | variables,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from grpo_core.cpu import share_cores
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_core.process.threads import share_cores
 from grpo_offline.config_file import CONFIG_FILE
 from grpo_offline.errors import KeysInvalid
 from grpo_offline.hydra_words import given_names, words_for_hydra

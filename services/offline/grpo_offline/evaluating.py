@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_core.evaluation.files import save
-from grpo_core.evaluation.results import EvalResult
+from grpo_core.evaluation.results import EvalResult, save
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.groups import SamplingPlan
 from grpo_offline.items import EvaluationItems

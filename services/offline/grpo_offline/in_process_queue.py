@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from grpo_core.clients.run_api_answers import LeasedBatch
+from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire.run_api import EnvironmentCount, Registration, RunStatus
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_offline.errors import RolloutsFail

@@ -37,11 +37,11 @@ from grpo_offline.trained_version import TrainedVersion
 from grpo_offline.translate import environment_settings, trainer_command
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import Position
+from grpo_trainer.learner import Learner
 from grpo_trainer.model.policy import limits_of
-from grpo_trainer.ranks.group import ALONE, Ranks, settings_of_rank
-from grpo_trainer.ranks.heartbeat import joined
+from grpo_trainer.ranks.group import ALONE, Ranks, process_group, settings_of_rank
 from grpo_trainer.stop import Stop
-from grpo_trainer.train import Lead, Run, open_run, train, training_steps
+from grpo_trainer.train import Lead, open_run, train, training_steps
 
 
 def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult:
@@ -62,8 +62,8 @@ def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult
         _introduce(keys, sampling, files, screen)
         backends = Backends(keys, sampling, tasks, template)
 
-        with joined(line.processes()) as ranks, asyncio.Runner() as runner:
-            settings = settings_of_rank(line.settings(), line.processes())
+        with process_group(line) as ranks, asyncio.Runner() as runner:
+            settings = settings_of_rank(line.settings(), line)
             job = Job(keys, sampling, settings, environment, tasks, backends, files, screen, ranks)
             return job.run(runner)
 
@@ -78,8 +78,8 @@ def follow_offline(keys: OfflineKeys, directory: Path) -> None:
     """
     with tempfile.TemporaryDirectory() as written_to:
         line = trainer_command(keys, choose(keys), directory, Path(written_to))
-    with joined(line.processes()) as ranks:
-        train(settings_of_rank(line.settings(), line.processes()), ranks)
+    with process_group(line) as ranks:
+        train(settings_of_rank(line.settings(), line), ranks)
 
 
 def _introduce(keys: OfflineKeys, sampling: Sampling, files: RunFiles, screen: Screen) -> None:
@@ -123,18 +123,18 @@ class Job:
             if opened is None:
                 self._end.close_complete()
             else:
-                run, position = opened
-                assert run.lead is not None, "call run_offline on rank 0"
-                with self._engines(runner, run, run.lead, position) as engines:
+                learner, lead, position = opened
+                assert lead is not None, "call run_offline on rank 0"
+                with self._engines(runner, learner, lead, position) as engines:
                     self._iterate(
-                        runner, run, run.lead, position, queue, engines, to_train, to_evaluate
+                        runner, learner, lead, position, queue, engines, to_train, to_evaluate
                     )
         self._finish()
         return result_of(self.files)
 
     @contextlib.contextmanager
     def _engines(
-        self, runner: asyncio.Runner, run: Run, lead: Lead, position: Position
+        self, runner: asyncio.Runner, learner: Learner, lead: Lead, position: Position
     ) -> Iterator[Engines]:
         stack = contextlib.AsyncExitStack()
         version = TrainedVersion(position, lead.sync.begun_as)
@@ -142,7 +142,9 @@ class Job:
 
         async def opened() -> Engines:
             training = await stack.enter_async_context(
-                self.backends.engine(run.policy, version, keys.generation.backend, self.environment)
+                self.backends.engine(
+                    learner.policy, version, keys.generation.backend, self.environment
+                )
             )
             is_same = (keys.eval.backend, keys.eval.base_url) == (
                 keys.generation.backend,
@@ -153,7 +155,7 @@ class Job:
             other = self.environment.model_copy(update={"inference_url": (keys.eval.base_url,)})
             evaluation = await stack.enter_async_context(
                 self.backends.engine(
-                    run.policy, version, keys.eval.backend, other, keys.eval.seed_base
+                    learner.policy, version, keys.eval.backend, other, keys.eval.seed_base
                 )
             )
             return Engines(training, evaluation, version)
@@ -166,7 +168,7 @@ class Job:
     def _iterate(
         self,
         runner: asyncio.Runner,
-        run: Run,
+        learner: Learner,
         lead: Lead,
         position: Position,
         queue: InProcessQueue,
@@ -200,7 +202,7 @@ class Job:
         else:
             self.screen.say(f"continues after {begun_at} of {keys.train.iterations} iterations")
             self._end.close_again(evaluator.evaluate, begun_at - 1)
-        training = training_steps(run, position, Stop())
+        training = training_steps(learner, lead, position, Stop())
         stream = to_train.stream(begun_at, problems)
         total = keys.train.iterations
         with self.screen.bar(begun_at, total) as bar:
@@ -211,11 +213,11 @@ class Job:
                 if groups is None:
                     lead.sync.recover_server()
                     if sampler.has_logprobs and not self.sampling.is_frozen:
-                        runner.run(require_own_policy(engines.training, run.policy))
+                        runner.run(require_own_policy(engines.training, learner.policy))
                     groups = runner.run(sampler.groups(items, to_train.spare(iteration))).groups
                     self._require_fresh(groups, engines.version.accepted)
                     files.write_groups(iteration, groups)
-                batches = self._batches(run, lead, groups)
+                batches = self._batches(learner, lead, groups)
                 queue.put(batches)
                 for _ in batches:
                     position = next(training)
@@ -229,14 +231,14 @@ class Job:
             require_fresh(groups, accepted)
 
     def _batches(
-        self, run: Run, lead: Lead, groups: Sequence[ScoredGroup]
+        self, learner: Learner, lead: Lead, groups: Sequence[ScoredGroup]
     ) -> Sequence[list[ScoredGroup]]:
         """Those of the optimizer steps of an iteration."""
         settings = self.settings
-        limits = limits_of(run.policy, settings.seq_len, settings.recompute_logprobs)
+        limits = limits_of(learner.policy, settings.seq_len, settings.recompute_logprobs)
         steps = self.keys.steps_per_iteration
         if settings.recompute_logprobs and steps > 1:
-            groups = with_own_logprobs(groups, run, lead.batches.collate, limits)
+            groups = with_own_logprobs(groups, learner, lead.batches.collate, limits)
         return optimizer_batches(groups, steps, settings.resolved_objective, limits)
 
     def _finish(self) -> None:

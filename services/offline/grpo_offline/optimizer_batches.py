@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_offline.errors import KeysInvalid
-from grpo_trainer.data.batch_advantages import group_advantages
+from grpo_trainer.advantages import group_advantages
 from grpo_trainer.data.groups import GroupLimits, usable_group
 from grpo_trainer.objectives import Objective
 

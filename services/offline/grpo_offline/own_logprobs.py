@@ -10,13 +10,13 @@ from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import OWN_LOGPROBS, ScoredGroup
 from grpo_trainer.data.batches import Collate
 from grpo_trainer.data.groups import GroupLimits, usable_group
+from grpo_trainer.learner import Learner
 from grpo_trainer.model.policy import device_of
-from grpo_trainer.train import Run
 
 
 @torch.no_grad()
 def with_own_logprobs(
-    groups: Sequence[ScoredGroup], run: Run, collate: Collate, limits: GroupLimits
+    groups: Sequence[ScoredGroup], learner: Learner, collate: Collate, limits: GroupLimits
 ) -> list[ScoredGroup]:
     """The groups with the policy's logprobs of their tokens at the sampling temperature.
 
@@ -27,7 +27,9 @@ def with_own_logprobs(
     batch = collate(usable)
     found: list[list[float]] = []
     for micro in batch.micro_batches:
-        logp = run.forward(run.policy, micro.to(device_of(run.policy))).logp.cpu()  # [B, T]
+        logp = learner.forward(
+            learner.policy, micro.to(device_of(learner.policy))
+        ).logp.cpu()  # [B, T]
         found += [row[:length].tolist() for row, length in zip(logp, micro.lengths, strict=True)]
     of_sequence = dict(zip(batch.order, found, strict=True))
     done: list[ScoredGroup] = []

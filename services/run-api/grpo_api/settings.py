@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
 from grpo_core.redis.keys import run_id_or_default
 from grpo_core.redis.url import LOCAL_REDIS, RedisUrl, local_redis
-from grpo_core.security.bearer_token import usable_token
+from grpo_core.security import usable_token
 from grpo_core.settings import Command, CommandSettings, LogLevel, Mistake, Shown
 from grpo_core.settings.machine import cannot_listen
 

@@ -1,23 +1,99 @@
-"""Advantages: how much better a completion scored than others. Pure functions of a batch's scores.
+"""Advantages: how much better a completion scored than others.
 
-Each function takes the scores of a batch's groups, [n] each, and returns their advantages, [n]
-float64 each. So does the user's own, `--advantage my.py:advantage`.
+`with_advantages` is the stage of the loop. The named functions take the scores of a batch's groups,
+[n] each, and return their advantages, [n] float64 each. So does the user's own,
+`--advantage my.py:advantage`. MaxEnt-GRPO's `maxent` takes the batch.
 
-Legend: n completions of one group.
+Legend: n completions of one group, N sequences of the batch in the order of the groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from grpo_trainer.objectives import AggregationName, Objective
+from grpo_core.wire.fields import MASKED
+from grpo_trainer.data.collate import Batch
+from grpo_trainer.data.groups import UsableGroup
+from grpo_trainer.errors import FunctionUnusable
+from grpo_trainer.functions import function_of
+from grpo_trainer.kl import kl_terms
+from grpo_trainer.objectives import ADVANTAGES, KlEstimatorName, Objective
+from grpo_trainer.ranks.group import ALONE, Ranks
 
 MIN_STD = 1e-8
 """Rounding leaves a deviation of about 1e-17 among equal scores. This floor turns their advantages
 into zeros instead of noise of size one."""
+
+
+def with_advantages(
+    batch: Batch, groups: Sequence[UsableGroup], objective: Objective, ranks: Ranks = ALONE
+) -> Batch:
+    """The batch with the advantages of its sequences: those that the environment sent, else
+    computed from the scores. Rank 0 computes them, and sends them to the others.
+
+    Args:
+        batch: collated from `groups`, with the reference model's logprobs if there is one
+        groups: empty on ranks above 0
+    """
+    columns, entropy = None, None
+    if groups:
+        computed, entropy = _computed(batch, groups, objective)
+        rows = [
+            _of_targets(usable, i, value)
+            for usable, values in zip(groups, computed, strict=True)
+            for i, value in enumerate(values.tolist())
+        ]
+        ends = list(accumulate(len(micro.lengths) for micro in batch.micro_batches))
+        columns = [
+            _column([rows[i] for i in batch.order[end - len(micro.lengths) : end]], micro.lengths)
+            for micro, end in zip(batch.micro_batches, ends, strict=True)
+        ]
+    columns = ranks.broadcast(columns, "the advantages") or []
+    pairs = zip(batch.micro_batches, columns, strict=True)
+    micro_batches = [replace(micro, advantages=column) for micro, column in pairs]
+    return replace(batch, micro_batches=micro_batches, weights_entropy=entropy)
+
+
+def _computed(
+    batch: Batch, groups: Sequence[UsableGroup], objective: Objective
+) -> tuple[Sequence[Tensor], float | None]:
+    """[n] of each group, and the entropy of MaxEnt-GRPO's weights."""
+    has_reference = batch.micro_batches[0].reference_logp is not None
+    if objective.advantage == "maxent":
+        is_prior = has_reference and objective.kl_in == "weights"
+        prior = log_likelihoods(batch) if is_prior else None
+        weights, entropy = maxent(groups, objective, batch.trained_tokens(), prior)
+        return torch.split(weights, [usable.group.size for usable in groups]), entropy
+    penalties = None
+    if has_reference and objective.kl_in == "reward":
+        penalties = objective.kl_coef * divergences(batch, objective.kl_estimator)
+    return group_advantages(groups, objective, penalties), None
+
+
+def _of_targets(usable: UsableGroup, sequence: int, computed: float) -> list[float]:
+    """A sequence's advantages: one for each target, or one for all."""
+    if usable.zero_advantage[sequence]:
+        return [0.0]
+    if not usable.group.advantages:
+        return [computed]
+    sent = usable.group.advantages[sequence]
+    return sent if len(sent) == 1 else sent[1:]
+
+
+def _column(rows: Sequence[list[float]], lengths: Sequence[int]) -> Tensor:
+    """[B, 1] float32, or [B, T] if a sequence has one for each target. Args: rows, lengths: [B]"""
+    if all(len(row) == 1 for row in rows):
+        return torch.tensor(rows)
+    column = torch.zeros(len(rows), max(lengths))
+    for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        column[place, :length] = torch.tensor(row[:length])
+    return column
 
 
 def group_std(groups: Sequence[Tensor]) -> list[Tensor]:
@@ -47,12 +123,6 @@ def batch_std(groups: Sequence[Tensor]) -> list[Tensor]:
     2501.03262), global advantage normalisation. Every completion counts once."""
     whole = _centred(torch.cat(list(groups)))
     return list(torch.split(_divided(whole, whole), [len(scores) for scores in groups]))
-
-
-def maxent(groups: Sequence[Tensor]) -> list[Tensor]:
-    """n softmax(scores): MaxEnt-GRPO's weights at tau 1, before the reference model is known. The
-    training loop and the self-test replace them, see `grpo_trainer.data.batch_advantages`."""
-    return [len(scores) * scores.double().softmax(0) for scores in groups]
 
 
 def overlong_penalty(length: int, allowed: int, buffer: float) -> float:
@@ -112,24 +182,134 @@ def entropy_of(weights: Tensor) -> float:
     return float(-torch.xlogy(weights, weights).sum())
 
 
-def token_weights(
-    is_trained: Tensor, aggregation: AggregationName, sequences: int, tokens: int, constant: int
-) -> Tensor:
-    """[B, T] weight of each token; 0 if it is not trained on.
+def group_advantages(
+    groups: Sequence[UsableGroup], objective: Objective, penalties: Tensor | None = None
+) -> list[Tensor]:
+    """[n] of each group, from its scores; zeros if the environment sent others.
+
+    Args: penalties: [N] what the sequences lose of their scores
+    """
+    found = [torch.zeros(usable.group.size, dtype=torch.float64) for usable in groups]
+    open_ones = [i for i, usable in enumerate(groups) if not usable.group.advantages]
+    scores = [shaped_scores(groups[i], objective.overlong_buffer) for i in open_ones]
+    if penalties is not None:
+        lost = torch.split(penalties.double(), [usable.group.size for usable in groups])
+        scores = [kept - lost[i] for kept, i in zip(scores, open_ones, strict=True)]
+    if scores:
+        rollouts = [rollout_places(groups[i].group.rollouts) for i in open_ones]
+        of_rollouts = [mean_by(*pair) for pair in zip(scores, rollouts, strict=True)]
+        computed = function_of(objective.advantage, ADVANTAGES)(of_rollouts)
+        if [len(one) for one in computed] != [len(one) for one in of_rollouts]:
+            raise FunctionUnusable(
+                f"--advantage {objective.advantage}: expected as many advantages as each group has "
+                "scores"
+            )
+        for i, advantages, places in zip(open_ones, computed, rollouts, strict=True):
+            found[i] = advantages[places]
+    return found
+
+
+def maxent(
+    groups: Sequence[UsableGroup],
+    objective: Objective,
+    tokens: Tensor,
+    reference: Tensor | None = None,
+) -> tuple[Tensor, float | None]:
+    """[N] MaxEnt-GRPO's weights of the completions, as advantages; and the mean entropy in nats of
+    the weights of a group, None if environments sent the advantages of all groups.
+
+    The advantages are such that the loss of `loss="likelihood"` and `aggregation="sequence"`
+    is the mean over the groups of sum_i w_i (-log p(y_i) / L_i). L_i counts the trained tokens of
+    all sequences of a rollout. Rollouts without trained tokens, and those whose advantage an
+    environment sets to zero, have no share in the weights.
 
     Args:
-        is_trained: [B, T] bool, of some of the batch's sequences
-        aggregation: sequence: the mean over a sequence's tokens, then over sequences (DeepSeekMath,
-            arXiv 2402.03300, equation 3). token: the mean over all tokens (DAPO, arXiv 2503.14476,
-            equation 12). constant: the sum over all tokens, divided by a number that does not
-            depend on their lengths (Dr. GRPO, arXiv 2503.20783, section 3.2)
-        sequences: number of sequences in the batch
-        tokens: number of trained tokens in the batch
-        constant: divisor for each sequence, in tokens
+        tokens: [N] float64, number of trained tokens of each sequence
+        reference: [N] log-likelihood of each sequence under the reference model; None: it does not
+            count
     """
-    trained = is_trained.float()
-    if aggregation == "token":
-        return trained / max(1, tokens)
-    if aggregation == "constant":
-        return trained / (sequences * constant)
-    return trained / trained.sum(-1, keepdim=True).clamp_min(1) / sequences
+    beta = 0.0 if reference is None else objective.kl_coef
+    likelihoods = torch.zeros_like(tokens) if reference is None else reference.double()
+    sizes = [usable.group.size for usable in groups]
+    found, entropies = [], []
+    for usable, length, likelihood in zip(
+        groups, torch.split(tokens, sizes), torch.split(likelihoods, sizes), strict=True
+    ):
+        rollout = torch.tensor(rollout_places(usable.group.rollouts))
+        scores = mean_by(shaped_scores(usable, objective.overlong_buffer), rollout.tolist())
+        whole = _sum_by(length, rollout).clamp_min(1)
+        prior = _sum_by(likelihood, rollout)
+        if objective.maxent_length_normalize_ref:
+            prior = prior / whole
+        is_open = torch.tensor([not zero for zero in usable.zero_advantage])
+        is_trained = _sum_by(length * is_open, rollout) > 0
+        weights = torch.zeros_like(whole)
+        if is_trained.any():
+            weights[is_trained] = completion_weights(
+                scores[is_trained], prior[is_trained], objective, beta
+            )
+        if not usable.group.advantages:
+            entropies.append(entropy_of(weights))
+        found.append(weights[rollout] * length / whole[rollout])
+    advantages = torch.cat(found) * len(tokens) / len(groups)
+    return advantages, fmean(entropies) if entropies else None
+
+
+def rollout_places(rollouts: Sequence[int]) -> list[int]:
+    """For each sequence, the place of its rollout among the rollouts of its group."""
+    order = {number: place for place, number in enumerate(dict.fromkeys(rollouts))}
+    return [order[number] for number in rollouts]
+
+
+def mean_by(scores: Tensor, places: Sequence[int]) -> Tensor:
+    """[n] scores of sequences → the mean score of each rollout, so that a rollout with several
+    sequences counts once in the group's mean and deviation."""
+    if max(places) + 1 == len(places):
+        return scores
+    index = torch.tensor(places)
+    return _sum_by(scores, index) / index.bincount()
+
+
+def shaped_scores(usable: UsableGroup, overlong_buffer: float) -> Tensor:
+    """[n] the scores, less what overlong completions lose; nothing if no limit is known."""
+    group = usable.group
+    allowed = (group.generation_params or {}).get("max_tokens")
+    scores = torch.tensor(group.scores, dtype=torch.float64)
+    if not overlong_buffer or not isinstance(allowed, int):
+        return scores
+    lengths = [sum(mask != MASKED for mask in masks) for masks in group.masks]
+    lost = [overlong_penalty(length, allowed, overlong_buffer) for length in lengths]
+    return scores - torch.tensor(lost, dtype=torch.float64)
+
+
+def _sum_by(values: Tensor, rollout: Tensor) -> Tensor:
+    """[rollouts] Args: [sequences] each"""
+    sums = torch.zeros(int(rollout.max()) + 1, dtype=values.dtype)
+    return sums.index_add_(0, rollout, values)
+
+
+def log_likelihoods(batch: Batch) -> Tensor:
+    """[sequences] sum of the reference model's logprobs over each completion's trained tokens, in
+    the order of the groups. Args: batch: with the reference's logprobs"""
+    sums = []
+    for micro in batch.micro_batches:
+        assert micro.reference_logp is not None
+        sums.append(torch.where(micro.token_weight > 0, micro.reference_logp, 0.0).sum(-1))
+    return batch.in_group_order(sums)
+
+
+def divergences(batch: Batch, estimator: KlEstimatorName) -> Tensor:
+    """[sequences] KL divergence of each completion from the reference model: the sum over its
+    trained tokens, in the order of the groups.
+
+    It is that of the policy that sampled, whose logprobs were logged, as in the reward of RLOO
+    (arXiv 2402.14740, section 2).
+
+    Args: batch: with the reference's logprobs
+    """
+    sums = []
+    for micro in batch.micro_batches:
+        assert micro.reference_logp is not None
+        terms = kl_terms(micro.behaviour_logp, micro.reference_logp, estimator)
+        sums.append(torch.where(micro.token_weight > 0, terms, 0.0).sum(-1))
+    return batch.in_group_order(sums)

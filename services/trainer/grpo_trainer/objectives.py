@@ -40,7 +40,7 @@ class Objective:
         importance_level: of the surrogate's importance ratios
         importance_correction: of tokens or sequences (`importance_correction_level`) whose ratio is
             above `importance_correction_cap`; see `losses.correction`
-        aggregation: see `advantages.token_weights`
+        aggregation: see `collate.token_weights`
         aggregation_tokens: divisor of the aggregation `constant`; None: --seq-len
         entropy_coef: weight of the bonus for the policy's entropy
         kl_coef: weight of the penalty for the KL divergence from the reference model; see `kl`

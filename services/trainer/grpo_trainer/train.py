@@ -15,15 +15,10 @@ import structlog
 import torch
 
 from grpo_core.clients.run_api import TrainerClient
-from grpo_core.security.bearer_token import plain
+from grpo_core.security import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.atomic_files import hold_save_path, remove_unfinished, write_whole
-from grpo_trainer.checkpoint.resume import (
-    continued_settings,
-    find_state,
-    leave_complete_run,
-    restore,
-)
+from grpo_trainer.checkpoint import resume
 from grpo_trainer.checkpoint.saver import BATCH_FOLLOWS, CHECKPOINT_FIRST, Saver
 from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.checks.data_checks import DataChecks
@@ -36,20 +31,17 @@ from grpo_trainer.data.batches import BatchQueue, BatchSource, Position, TakenBa
 from grpo_trainer.data.collate import broadcast_batch
 from grpo_trainer.data.filter import VersionHistory
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
-from grpo_trainer.gradients import Accumulate, Update, build_learner
-from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.forward import FastForward, build_forward_pass
+from grpo_trainer.learner import GradientStats, Learner, build_learner
 from grpo_trainer.model.loading import broadcast_policy, warn_of_slow_type
 from grpo_trainer.model.logprobs import tolerance_of
-from grpo_trainer.model.policy import CausalLM, limits_of, train_only
-from grpo_trainer.model.reference import Reference, build_reference, with_advantages
+from grpo_trainer.model.policy import limits_of
 from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE, Ranks
 from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
-from grpo_trainer.telemetry.rollouts import StepRollouts
 from grpo_trainer.telemetry.sinks import Recorder, Sinks, begin_records, open_sinks
+from grpo_trainer.token_table import Distance
 from grpo_trainer.weight_sync.base import Published, WeightSync
 from grpo_trainer.weight_sync.build import open_weight_sync
 
@@ -66,25 +58,6 @@ class Lead:
     recorder: Recorder
     saver: Saver
     coefficients: Coefficients
-
-
-@dataclass(frozen=True)
-class Run:
-    """What every rank has. `lead`: None on ranks above 0."""
-
-    settings: TrainerSettings
-    ranks: Ranks
-    policy: CausalLM
-    forward: FastForward
-    reference: Reference | None
-    optimizer: MasterOptimizer
-    accumulate: Accumulate
-    lead: Lead | None
-
-    @property
-    def names(self) -> list[str]:
-        """Of the trained parameters, in the order of the master weights."""
-        return list(trained_parameters(self.policy))
 
 
 def train(settings: TrainerSettings, ranks: Ranks = ALONE, stop: Stop | None = None) -> None:
@@ -107,163 +80,154 @@ def train(settings: TrainerSettings, ranks: Ranks = ALONE, stop: Stop | None = N
     ):
         if opened is None:
             return
-        run, position = opened
+        learner, lead, position = opened
         try:
-            for _ in training_steps(run, position, stop):
+            for _ in training_steps(learner, lead, position, stop):
                 pass
         except SystemExit:
-            if run.lead is not None and stop.listens and not stop.in_step:
-                run.lead.saver.stop()
+            if lead is not None and stop.listens and not stop.in_step:
+                lead.saver.stop()
             raise
-        if run.lead is not None and settings.benchmark:
-            run.lead.recorder.report_times()
+        if lead is not None and settings.benchmark:
+            lead.recorder.report_times()
 
 
-def training_steps(run: Run, position: Position, stop: Stop) -> Iterator[Position]:
+def training_steps(
+    learner: Learner, lead: Lead | None, position: Position, stop: Stop
+) -> Iterator[Position]:
     """The training loop. Yields the position after each step. Batches that cannot be trained on are
     skipped.
 
     Args:
+        lead: None on ranks above 0
         position: the steps taken so far; its epoch and step are the served policy version
         stop: defers a signal during a step to the step's end
     """
-    optimizer, lead = run.optimizer, run.lead
+    optimizer = learner.optimizer
     if lead is not None:
         lead.recorder.started = time.monotonic()
-    while position.step < run.settings.steps:
+    while position.step < learner.settings.steps:
         watch = StepWatch()
-        taken = take(run, position)
+        taken = take(learner, lead, position)
         watch.fetched()
         with stop.deferred():
-            objective = objective_now(run)
-            batch, weights_entropy = with_advantages(
-                taken.collated, taken.usable, objective, run.reference, run.ranks
-            )
-            taken = replace(taken, collated=batch)
+            objective = objective_now(learner, lead)
+            batch = learner.with_advantages(taken.batch, taken.usable, objective)
+            taken = replace(taken, batch=batch)
             try:
-                update = update_masters(run, taken, objective, position, watch)
+                gradients = learner.gradients(batch, objective, position.step)
             except NonFiniteStep as error:
                 if lead is not None:
                     position = lead.batches.reject(taken, position, error)
                 continue
-            step = position.step + 1
-            if lead is None:
-                optimizer.write_into_parameters()
-                position = Position(step, 0, 0)
-            else:
-                published = lead.sync.publish(optimizer, step)
-                lead.checks.after_update(optimizer, position.step)
-                record(run, position, taken, weights_entropy, update, published, watch)
-                position = Position(step, taken.batch_id, published.version.epoch)
+            fresh = check(lead, taken, gradients, position)
+            optimizer.step(position.step)
+            watch.updated()
+            published = publish(optimizer, lead, position)
+            if lead is not None and fresh is not None:
+                lr = optimizer.learning_rate(position.step)
+                record(lead, position, lr, taken, objective, gradients, fresh, published, watch)
             # After the record: a checkpoint must not include a step that no record mentions.
-            save(run, position)
+            position = Position(position.step + 1, taken.batch_id, published.version.epoch)
+            save(learner, lead, position)
         yield position
 
 
-def take(run: Run, position: Position) -> TakenBatch:
+def take(learner: Learner, lead: Lead | None, position: Position) -> TakenBatch:
     """Rank 0 waits for a batch of run-api, and sends its micro-batches to the others."""
-    lead, ranks = run.lead, run.ranks
+    ranks = learner.ranks
     if lead is not None:
         taken = lead.batches.take(position)
         lead.batches.request_next(position)
         ranks.broadcast(BATCH_FOLLOWS)
-        broadcast_batch(taken.collated, ranks)
+        broadcast_batch(taken.batch, ranks)
         return taken
     while ranks.broadcast(BATCH_FOLLOWS, "a batch") == CHECKPOINT_FIRST:
-        take_part_in_checkpoint(run)
+        take_part_in_checkpoint(learner)
     return TakenBatch(0, [], [], broadcast_batch(None, ranks))
 
 
-def objective_now(run: Run) -> Objective:
+def objective_now(learner: Learner, lead: Lead | None) -> Objective:
     """The objective with this step's coefficients, which rank 0 controls."""
-    values = None if run.lead is None else run.lead.coefficients.values
-    kl_coef, tau = run.ranks.broadcast(values) or (0.0, 0.0)
-    return replace(run.settings.resolved_objective, kl_coef=kl_coef, maxent_tau=tau)
+    values = None if lead is None else lead.coefficients.values
+    kl_coef, tau = learner.ranks.broadcast(values) or (0.0, 0.0)
+    return replace(learner.settings.resolved_objective, kl_coef=kl_coef, maxent_tau=tau)
 
 
-def update_masters(
-    run: Run, taken: TakenBatch, objective: Objective, position: Position, watch: StepWatch
-) -> Update:
-    """Gradients, checks, step. A failed attempt is repeated once, because the machine may have
-    caused it.
+def check(
+    lead: Lead | None, taken: TakenBatch, gradients: GradientStats, position: Position
+) -> Distance | None:
+    """Rank 0 compares the behaviour logprobs with the trainer's. Returns the distance of fresh
+    tokens.
 
     Raises:
-        NonFiniteStep: both attempts failed, on all ranks alike; no weight was changed.
         RolloutMismatch: the batch is in quarantine.
     """
-    step, lead, batch, fresh, is_repeated = position.step, run.lead, taken.collated, None, False
-    groups, held = taken.usable, PolicyVersion(position.epoch, step)
-    while True:
-        try:
-            run.ranks.seed(run.settings.seed, step)
-            gradients = run.accumulate(batch, objective, step)
-            if lead is not None and fresh is None:  # the checks keep counts: once for each batch
-                fresh = lead.checks.before_update(batch, groups, gradients.tokens, held)
-            grad_norm = run.optimizer.step(step)
-            watch.updated()
-            return Update(objective, gradients, fresh, grad_norm)
-        except NonFiniteStep as error:
-            run.optimizer.gradients.clear()
-            if is_repeated:
-                raise
-            is_repeated = True
-            log.warning("step.retried", step=step, reason=str(error))
-        except RolloutMismatch as error:
-            if lead is not None:
-                lead.batches.quarantine.add(taken.batch_id, taken.groups, step, error)
-            raise
+    if lead is None:
+        return None
+    trained = PolicyVersion(position.epoch, position.step)
+    try:
+        return lead.checks.before_update(taken.batch, taken.usable, gradients.tokens, trained)
+    except RolloutMismatch as error:
+        lead.batches.quarantine.add(taken.batch_id, taken.groups, position.step, error)
+        raise
+
+
+def publish(optimizer: MasterOptimizer, lead: Lead | None, position: Position) -> Published:
+    """Write the new master weights into the policy, and on rank 0 bring them to the server."""
+    steps_taken = position.step + 1
+    if lead is None:
+        optimizer.write_into_parameters()
+        return Published(PolicyVersion(position.epoch, steps_taken), seconds=0.0)
+    published = lead.sync.publish(optimizer, steps_taken)
+    lead.checks.after_update(optimizer, position.step)
+    return published
 
 
 def record(
-    run: Run,
+    lead: Lead,
     position: Position,
+    lr: float,
     taken: TakenBatch,
-    weights_entropy: float | None,
-    update: Update,
+    objective: Objective,
+    gradients: GradientStats,
+    fresh: Distance,
     published: Published,
     watch: StepWatch,
 ) -> None:
     """Record the step that began at `position`, and let the coefficients follow its results."""
-    lead, step, batch, gradients = run.lead, position.step, taken.collated, update.gradients
-    assert lead is not None
-    assert batch.stats is not None
     outcome = StepOutcome(
-        step=step,
-        steps=run.settings.steps,
-        lr=run.optimizer.learning_rate(step),
-        kl_coef=None if run.reference is None else update.objective.kl_coef,
-        maxent=None if weights_entropy is None else (update.objective.maxent_tau, weights_entropy),
-        dropped=taken.dropped,
+        step=position.step,
+        lr=lr,
+        objective=objective,
+        taken=taken,
         quarantined_batches=lead.batches.quarantine.since_step,
         failed_checks=lead.checks.failed,
-        facts=batch.stats,
-        origins=batch.origins,
-        held=PolicyVersion(position.epoch, step),
-        update=update,
+        trained=PolicyVersion(position.epoch, position.step),
+        gradients=gradients,
+        fresh=fresh,
         published=published,
         times=watch.times(published.seconds, lead.recorder.started),
         save_s=lead.saver.seconds,
     )
-    divergence = gradients.sums.mean("reference_kl") or 0.0
-    lead.coefficients.observe(divergence, len(batch.origins), weights_entropy, step)
+    divergence, batch = gradients.sums.mean("reference_kl") or 0.0, taken.batch
+    lead.coefficients.observe(divergence, len(batch.origins), batch.weights_entropy, position.step)
     lead.batches.quarantine.step_taken()
-    epoch, groups = published.version.epoch, taken.usable
-    lead.recorder.record(outcome, StepRollouts(step + 1, epoch, groups, batch, gradients.tokens))
+    lead.recorder.record(outcome)
 
 
-def save(run: Run, position: Position) -> None:
+def save(learner: Learner, lead: Lead | None, position: Position) -> None:
     """Save what is due after a step."""
-    lead = run.lead
-    is_due = run.ranks.broadcast(lead is not None and lead.saver.is_due(position))
+    is_due = learner.ranks.broadcast(lead is not None and lead.saver.is_due(position))
     if lead is not None:
         lead.saver.step_taken(position)
     elif is_due:
-        take_part_in_checkpoint(run)
+        take_part_in_checkpoint(learner)
 
 
-def take_part_in_checkpoint(run: Run) -> None:
+def take_part_in_checkpoint(learner: Learner) -> None:
     """What ranks above 0 do while rank 0 saves: with FSDP2 each has a part of the state."""
-    run.optimizer.tensors(run.names)
+    learner.optimizer.tensors(learner.names)
 
 
 @contextlib.contextmanager
@@ -272,9 +236,8 @@ def open_run(
     api: BatchQueue,
     weight_sync: Callable[[TrainerSettings], AbstractContextManager[WeightSync]],
     ranks: Ranks = ALONE,
-) -> Iterator[tuple[Run, Position] | None]:
-    """Load, restore, serve, check. Gives the run and the position to begin at; None if the run is
-    complete already.
+) -> Iterator[tuple[Learner, Lead | None, Position] | None]:
+    """Load, restore, serve, check. Gives what the loop needs; None if the run is complete already.
 
     Args:
         api: where batches come from
@@ -288,38 +251,31 @@ def open_run(
         if ranks.leads:
             stack.enter_context(hold_save_path(settings.save_path))
             remove_unfinished(store.directory)
-            saved = find_state(settings, store)
+            saved = resume.find_state(settings, store)
         steps_taken = ranks.broadcast(None if saved is None else saved.record.step)
         if steps_taken is not None and steps_taken >= settings.steps:
             if saved is not None:
-                leave_complete_run(api, settings, saved)
+                resume.leave_complete_run(api, settings, saved)
             yield None
             return
         if ranks.leads:
-            settings = continued_settings(settings, saved)
+            settings = resume.continued_settings(settings, saved)
             write_whole(settings.save_path / CONFIG_FILE, config_yaml(settings))
             sinks = stack.enter_context(open_sinks(settings, steps_taken or 0))
             sync = stack.enter_context(weight_sync(settings))
-        run = load(settings, sync, ranks, is_restoring=steps_taken is not None)
+        learner = load(settings, sync, ranks, is_restoring=steps_taken is not None)
+        lead = None
         if sync is None or sinks is None:
-            position = start_other_rank(run, steps_taken)
+            position = start_other_rank(learner, steps_taken)
         else:
-            run, position = start_rank_0(run, api, sync, store, saved, sinks)
-        SelfTest(
-            policy=run.policy,
-            forward=run.forward,
-            reference=run.reference,
-            optimizer=run.optimizer,
-            settings=run.settings,
-            accumulate=run.accumulate,
-            ranks=ranks,
-        ).require()
-        yield run, position
+            lead, position = start_rank_0(learner, api, sync, store, saved, sinks)
+        SelfTest(learner).require()
+        yield learner, lead, position
 
 
 def load(
     settings: TrainerSettings, sync: WeightSync | None, ranks: Ranks, *, is_restoring: bool
-) -> Run:
+) -> Learner:
     """The policy and what computes its steps. Args: sync: None on ranks above 0"""
     policy = None
     if sync is not None:
@@ -328,41 +284,36 @@ def load(
         warn_of_slow_type(policy)
         settings = settings.model_copy(update={"run_id": sync.server_run_id})
     policy, settings = broadcast_policy(policy, settings, ranks)
-    if settings.trained_layers is not None:
-        train_only(policy, settings.trained_layers)
-    forward = build_forward_pass(policy, settings, differentiates_entropy=settings.entropy_coef > 0)
-    reference = build_reference(policy, forward, settings)
-    optimizer, accumulate = build_learner(policy, forward, settings, ranks)
-    return Run(settings, ranks, policy, forward, reference, optimizer, accumulate, None)
+    return build_learner(policy, settings, ranks)
 
 
-def start_other_rank(run: Run, steps_taken: int | None) -> Position:
+def start_other_rank(learner: Learner, steps_taken: int | None) -> Position:
     """What ranks above 0 do during `start_rank_0`. Args: steps_taken: of the checkpoint"""
     if steps_taken is not None:
-        run.optimizer.load_tensors(run.names, {})
-    run.optimizer.write_into_parameters()
-    if run.ranks.broadcast(False):  # whether rank 0 saves a checkpoint at the start
-        take_part_in_checkpoint(run)
+        learner.optimizer.load_tensors(learner.names, {})
+    learner.optimizer.write_into_parameters()
+    if learner.ranks.broadcast(False):  # whether rank 0 saves a checkpoint at the start
+        take_part_in_checkpoint(learner)
     return Position(steps_taken or 0, 0, 0)
 
 
 def start_rank_0(
-    run: Run,
+    learner: Learner,
     api: BatchQueue,
     sync: WeightSync,
     store: StateStore,
     saved: SavedState | None,
     sinks: Sinks,
-) -> tuple[Run, Position]:
+) -> tuple[Lead, Position]:
     """Restore the checkpoint, publish the first weights, and build what rank 0 alone has."""
-    settings, policy, optimizer, ranks = run.settings, run.policy, run.optimizer, run.ranks
+    settings, policy, optimizer = learner.settings, learner.policy, learner.optimizer
     coefficients = settings.coefficients
     if saved is None:
         api.register(settings.registration(first_step=0))
         position = Position(step=0, batch_id=0, epoch=0)
     else:
         coefficients.resume(saved.record.kl_coef, saved.record.maxent)
-        position = restore(saved, policy, optimizer, api, settings)
+        position = resume.restore(saved, policy, optimizer, api, settings)
     begin_records(settings, None if saved is None else saved.record.step)
     bound = Bound(
         tolerance_of(policy),
@@ -371,14 +322,13 @@ def start_rank_0(
     )
     served = sync.start(optimizer, position.step, position.epoch, bound)
     position = replace(position, epoch=served.epoch)
-    saver = Saver(settings, policy, optimizer, api, store, bound, coefficients, ranks)
+    saver = Saver(settings, policy, optimizer, api, store, bound, coefficients, learner.ranks)
     # A checkpoint that the user named may belong to another directory or run: leave it as it is.
     own = saved if settings.resume == AUTO else None
-    ranks.broadcast(own is None)
+    learner.ranks.broadcast(own is None)
     saver.begin(position, own is not None, own.record.checkpoints if own else ())
     log.info("objective.chosen", name=settings.objective, **asdict(settings.resolved_objective))
-    limits = limits_of(policy, settings.seq_len, settings.recompute_logprobs)
-    leading = Lead(
+    lead = Lead(
         sync=sync,
         batches=BatchSource(
             settings,
@@ -386,13 +336,13 @@ def start_rank_0(
             skipped=saver.batch_skipped,
             release_batches=saver.release_batches,
             recover_server=sync.recover_server,
-            limits=limits,
+            limits=limits_of(policy, settings.seq_len, settings.recompute_logprobs),
             history=VersionHistory(served, sync.begun_as),
-            cut=run.forward.layout.cut,
+            cut=learner.forward.layout.cut,
         ),
-        checks=DataChecks(policy, run.forward, run.reference, sync.served_logprobs, bound.value),
+        checks=DataChecks(learner, sync.served_logprobs, bound.value),
         recorder=Recorder(settings, sinks),
         saver=saver,
         coefficients=coefficients,
     )
-    return replace(run, lead=leading), position
+    return lead, position

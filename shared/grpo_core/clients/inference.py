@@ -10,8 +10,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
-from grpo_core.errors import ProtocolViolation
-from grpo_core.validation import problems_of
+from grpo_core.errors import ProtocolViolation, problems_of
 from grpo_core.wire.policy_version import PolicyVersion
 
 SERVICE = "vllm-server"
@@ -63,11 +62,13 @@ class GenerateAnswer(BaseModel):
                     text=text,
                     finish_reason=reason,
                     token_ids=token_ids,
-                    logprobs=_sampled_logprobs(token_ids, logprobs),
-                    first_version=versions[0],
-                    last_version=versions[1],
+                    logprobs=[
+                        entry[0][token] for token, entry in zip(token_ids, logprobs, strict=True)
+                    ],
+                    first_version=first,
+                    last_version=last,
                 )
-                for text, reason, token_ids, logprobs, versions in zip(
+                for text, reason, token_ids, logprobs, (first, last) in zip(
                     self.text,
                     self.finish_reasons,
                     self.token_ids,
@@ -81,10 +82,6 @@ class GenerateAnswer(BaseModel):
                 f"{SERVICE}: the lists in the response from /generate have different "
                 f"lengths or invalid values: {error!r}"
             ) from error
-
-
-def _sampled_logprobs(token_ids: list[int], logprobs: list[list[dict[int, float]]]) -> list[float]:
-    return [entry[0][token] for token, entry in zip(token_ids, logprobs, strict=True)]
 
 
 class GenerationClient(AsyncServiceClient):

@@ -6,21 +6,27 @@ import gzip
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from grpo_core.clients.run_api_answers import (
-    SERVICE,
-    LeasedBatch,
-    json_object,
-    leased_batch,
-    named_refusal,
-    named_refusals,
-    parse,
-)
+import httpx
+from pydantic import TypeAdapter, ValidationError
+
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
 from grpo_core.deadline import Deadline
-from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
+from grpo_core.errors import (
+    GrpoError,
+    LeasesFull,
+    ProtocolViolation,
+    RequestRefused,
+    ServiceUnavailable,
+    TrainerSuperseded,
+    UnknownBatch,
+    problems_of,
+)
+from grpo_core.wire.fields import WireModel
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import (
     RUN_UUID_HEADER,
     EnvironmentCount,
@@ -34,7 +40,36 @@ from grpo_core.wire.run_api import (
 )
 from grpo_core.wire.scored_group import ScoredGroup
 
-__all__ = ["SERVICE", "EnvironmentClient", "LeasedBatch", "TrainerClient"]
+SERVICE = "Atropos API"
+"""The name in messages, because users search for "Atropos API not reachable"."""
+
+REFUSED_GROUPS_HINT = "correct the environment: run-api refuses its groups"
+
+M = TypeVar("M", bound=WireModel)
+
+
+@dataclass(frozen=True)
+class LeasedBatch:
+    """A batch that is leased to this trainer. Ids of a run count from 1.
+
+    `received_under`: for each group, the policy version that was served when run-api received it.
+    These weights or older ones sampled the group. None if the version was unknown.
+
+    Example: `LeasedBatch(5, [a, b], [PolicyVersion(1, 7), None])`.
+    """
+
+    id: int
+    groups: list[ScoredGroup]
+    received_under: list[PolicyVersion | None]
+
+
+_LEASED = TypeAdapter(LeasedBatch)
+_NAMED_REFUSALS: Mapping[str, type[RequestRefused]] = {
+    "leases_full": LeasesFull,
+    "trainer_superseded": TrainerSuperseded,
+    "batch_unknown": UnknownBatch,
+}
+"""By the type of a problem in the answer, because several of them share a status."""
 
 HINT = "start run-api, or check --run-api-url"
 GZIP_FROM_BYTES = 1024
@@ -119,9 +154,10 @@ class TrainerClient(ServiceClient):
             ProtocolViolation: run-api has no registered trainer, or sent an invalid batch.
         """
         deadline = Deadline(deadline_s)
-        ahead = self._lease_of_ahead()
+        ahead, self._ahead = self._ahead, None
+        requested = ahead.end() if ahead else None
         while True:
-            found = ahead or self._lease(min(BATCH_WAIT_S, deadline.left_s), batches_left)
+            found = requested or self._lease(min(BATCH_WAIT_S, deadline.left_s), batches_left)
             if isinstance(found, LeasedBatch):
                 self._last_batch = found.id
                 return found
@@ -151,11 +187,6 @@ class TrainerClient(ServiceClient):
             lambda: self._lease(BATCH_WAIT_S, batches_left, deadline_s=0.1), prepare
         )
 
-    def _lease_of_ahead(self) -> LeasedBatch | None:
-        """None if nothing was requested ahead, or if it did not succeed."""
-        ahead, self._ahead = self._ahead, None
-        return None if ahead is None else ahead.end()
-
     def acknowledge(self, batch_id: int) -> None:
         """Acknowledge every batch up to this one, which the checkpoint includes.
 
@@ -183,10 +214,10 @@ class TrainerClient(ServiceClient):
         try:
             return self._request(method, path, params=params, deadline_s=deadline_s)
         except RequestRefused as error:
-            raise named_refusal(error) from error
+            raise _named(error) from error
 
     def _request(self, method: str, path: str, **request: Any) -> dict[str, Any]:
-        return json_object(self.send(method, path, **request))
+        return _json_object(self.send(method, path, **request))
 
 
 class _LeaseAhead:
@@ -290,4 +321,90 @@ class EnvironmentClient(AsyncServiceClient):
         await self._request("POST", "/disconnect-env", json={"env_id": env_id})
 
     async def _request(self, method: str, path: str, **request: Any) -> dict[str, Any]:
-        return json_object(await self.send(method, path, **request))
+        return _json_object(await self.send(method, path, **request))
+
+
+def _json_object(response: httpx.Response) -> dict[str, Any]:
+    """The answer as a JSON object. Raises `ProtocolViolation` if it is not one."""
+    try:
+        answer = response.json()
+    except ValueError as error:
+        raise ProtocolViolation(
+            f"{SERVICE}: the response from {response.request.url} is not JSON; check the URL of "
+            "run-api"
+        ) from error
+    if not isinstance(answer, dict):
+        raise ProtocolViolation(
+            f"{SERVICE}: the response from {response.request.url} is not a JSON object"
+        )
+    return answer
+
+
+def parse(model: type[M], answer: dict[str, Any] | None) -> M:
+    """Raises `ProtocolViolation` if the answer is not a valid record."""
+    try:
+        return model.model_validate(answer)
+    except ValidationError as error:
+        raise ProtocolViolation(
+            f"{SERVICE} sent an invalid answer: {problems_of(error)}"
+        ) from error
+
+
+def _named(error: RequestRefused) -> RequestRefused:
+    """The refusal as a subclass, if a trainer reacts to it; else unchanged."""
+    kind = next((kind for name, kind in _NAMED_REFUSALS.items() if name in error.kinds), None)
+    if kind is None:
+        return error
+    more = (
+        ". The newer trainer gets the batches that the checkpoint of this trainer does not include"
+        if kind is TrainerSuperseded
+        else ""
+    )
+    return kind(f"{error}{more}", error.status, error.kinds)
+
+
+def named_refusals(environments: EnvironmentCount) -> str:
+    """The end of an error that names the lack of a batch; "" if run-api refused no group."""
+    if not environments.refused_groups:
+        return ""
+    return (
+        f". Refused groups since this trainer registered: {environments.refused_groups}; the last "
+        f"reason: {environments.last_refusal}; {REFUSED_GROUPS_HINT}"
+    )
+
+
+def leased_batch(answer: dict[str, Any], after: int) -> LeasedBatch | EnvironmentCount:
+    """Parse the answer of `GET /batch?after=`; the number of environments if there is no batch.
+
+    Raises:
+        ProtocolViolation: no trainer is registered, or the batch is invalid or not a later one.
+    """
+    if answer.get("status") == "error":
+        raise ProtocolViolation(
+            f"{SERVICE}: {answer.get('message')} The registration of this trainer is lost: "
+            "someone called /reset_data, or Redis lost its data and needs --appendonly yes"
+        )
+    if answer["batch"] is None:
+        return parse(EnvironmentCount, answer.get("environments"))
+    number, versions = answer.get("batch_id"), answer.get("received_under")
+    if not isinstance(number, int) or number <= after:
+        raise ProtocolViolation(
+            f"{SERVICE}: expected a batch id greater than {after}, received {number}; check "
+            "that the URL belongs to run-api"
+        )
+    try:
+        found = _LEASED.validate_python(
+            {"id": number, "groups": answer["batch"], "received_under": versions}
+        )
+    except ValidationError as error:
+        raise ProtocolViolation(
+            f"{SERVICE}: batch {number} is invalid: {problems_of(error)}; use the same release of "
+            "run-api and of the trainer"
+        ) from error
+    if len(found.received_under) != len(found.groups):
+        raise ProtocolViolation(
+            f"{SERVICE}: batch {number} has {len(found.groups)} groups, but "
+            f"{len(found.received_under)} policy versions in the field received_under; use the "
+            "same release of run-api and trainer"
+        )
+    return found

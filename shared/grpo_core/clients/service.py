@@ -8,59 +8,84 @@ from typing import Any
 
 import httpx
 import structlog
-
-from grpo_core.clients.retry import (
-    TransientAnswer,
-    async_retrying,
-    check_answer,
-    is_safe_to_repeat,
-    is_transient,
-    retrying,
-    unavailable,
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    stop_after_delay,
+    wait_exponential_jitter,
 )
-from grpo_core.errors import AnswerLost, ServiceUnavailable
-from grpo_core.process.closing import ClosesOnAsyncExit, ClosesOnExit
-from grpo_core.security.bearer_token import authorization
 
-Rule = Callable[[BaseException], bool]
-"""Whether a request is retried after an error."""
+from grpo_core.closing import ClosesOnAsyncExit, ClosesOnExit
+from grpo_core.errors import AnswerLost, RequestRefused, ServiceUnavailable
+from grpo_core.security import authorization
+
 log = structlog.get_logger()
 
 CONNECT_S = 10.0
 """Limit on opening a connection, independent of the limit on the answer."""
 _LEAST_S = 1.0
+RETRIED_STATUS = frozenset({408, 502, 503, 504})
+_NOT_CARRIED_OUT = frozenset({408, 503})
+"""502 and 504 come from a gateway; the service may have carried out the request."""
+_MAX_RETRY_AFTER_S = 30.0
+_MAX_REASON_CHARS = 2000
 
 
-class Reachability:
-    """Logs once that a service cannot be reached, and once that it can be again.
+class _Client:
+    """What both clients have in common: the service's name and URL, and the rules of retries.
 
-    Args:
-        hint: the fix to log; None to log nothing
+    `has_ended`: returns true once the service has ended, so that a retry is useless.
     """
 
-    def __init__(self, service: str, url: str, hint: str | None) -> None:
-        self._service, self._url, self._hint = service, url, hint
+    def __init__(self, service: str, base_url: str, deadline_s: float, hint: str | None) -> None:
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._service, self._deadline_s, self._hint = service, deadline_s, hint
         self._is_away = False
+        self.has_ended: Callable[[], bool] = lambda: False
 
-    def failed(self, error: BaseException) -> None:
+    def _policy(self, deadline_s: float, repeat_lost_answers: bool) -> dict[str, Any]:
+        is_worth_it = is_transient if repeat_lost_answers else is_safe_to_repeat
+        return retry_policy(
+            deadline_s, lambda e: is_worth_it(e) and not self.has_ended(), self._note_absence
+        )
+
+    def _note_absence(self, error: BaseException) -> None:
+        """Log once that nothing listens at the URL."""
         if self._hint is None or self._is_away or not isinstance(error, httpx.ConnectError):
             return
         self._is_away = True
         log.warning(
             "service.unreachable",
             name=self._service,
-            url=self._url,
+            url=self.base_url,
             reason=str(error),
             hint=self._hint,
         )
 
-    def answered(self) -> None:
+    def _note_answer(self) -> None:
         if self._is_away:
             self._is_away = False
-            log.info("service.reachable", name=self._service, url=self._url)
+            log.info("service.reachable", name=self._service, url=self.base_url)
+
+    def _failure(
+        self, error: Exception, deadline_s: float, repeat_lost_answers: bool
+    ) -> ServiceUnavailable:
+        where = f"{self._service} at {self.base_url}"
+        if self.has_ended():
+            return ServiceUnavailable(
+                f"{where} has ended ({error}); read the log of {self._service}"
+            )
+        if repeat_lost_answers or is_safe_to_repeat(error):
+            return unavailable(self._service, self.base_url, deadline_s, error)
+        return AnswerLost(
+            f"{where}: the connection broke before a response arrived "
+            f"({str(error) or type(error).__name__}); the request may have been carried out"
+        )
 
 
-class ServiceClient(ClosesOnExit):
+class ServiceClient(_Client, ClosesOnExit):
     """A blocking HTTP client of one service.
 
     Args:
@@ -70,8 +95,6 @@ class ServiceClient(ClosesOnExit):
         timeout_s: limit on one attempt
         token: sent with every request; None if the service needs none
         hint: the fix to log if nothing listens at the URL; None to log nothing
-
-    `has_ended`: returns true once the service has ended, so that a retry is useless.
     """
 
     def __init__(
@@ -83,11 +106,7 @@ class ServiceClient(ClosesOnExit):
         token: str | None = None,
         hint: str | None = None,
     ) -> None:
-        self.base_url = _bare(base_url)
-        self._service = service
-        self._deadline_s = deadline_s
-        self._reachability = Reachability(service, self.base_url, hint)
-        self.has_ended: Callable[[], bool] = lambda: False
+        super().__init__(service, base_url, deadline_s, hint)
         self._http = httpx.Client(
             base_url=self.base_url, timeout=_timeout(timeout_s), headers=authorization(token)
         )
@@ -112,28 +131,19 @@ class ServiceClient(ClosesOnExit):
             AnswerLost: the connection broke after a request that must not be repeated.
             ServiceUnavailable: no 2xx answer within the deadline.
         """
-        deadline_s, rule = deadline_s or self._deadline_s, _rule(repeat_lost_answers)
+        deadline_s = deadline_s or self._deadline_s
         try:
-            for attempt in retrying(
-                deadline_s, lambda e: rule(e) and not self.has_ended(), self._reachability.failed
-            ):
+            for attempt in Retrying(**self._policy(deadline_s, repeat_lost_answers)):
                 with attempt:
                     response = self._http.request(method, path, **request)
                     check_answer(response, self._service)
         except (httpx.TransportError, TransientAnswer) as error:
-            if self.has_ended():
-                raise ServiceUnavailable(
-                    f"{self._service} at {self.base_url} has ended ({error}); read the log of "
-                    f"{self._service}"
-                ) from error
-            raise _failure(
-                self._service, self.base_url, deadline_s, error, repeat_lost_answers
-            ) from error
-        self._reachability.answered()
+            raise self._failure(error, deadline_s, repeat_lost_answers) from error
+        self._note_answer()
         return response
 
 
-class AsyncServiceClient(ClosesOnAsyncExit):
+class AsyncServiceClient(_Client, ClosesOnAsyncExit):
     """The same for coroutines. `max_connections`: limit on concurrent requests."""
 
     def __init__(
@@ -149,10 +159,7 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         # Not above: the import takes longer than a command with a mistake should.
         from grpo_core.clients.aiohttp_transport import AiohttpTransport
 
-        self.base_url = _bare(base_url)
-        self._service = service
-        self._deadline_s = deadline_s
-        self._reachability = Reachability(service, self.base_url, hint)
+        super().__init__(service, base_url, deadline_s, hint)
         self._transport = AiohttpTransport(self.base_url, max_connections)
         self._http = httpx.AsyncClient(
             headers=authorization(token) | _basic_authorization(self.base_url),
@@ -175,15 +182,12 @@ class AsyncServiceClient(ClosesOnAsyncExit):
         """As `ServiceClient.send`."""
         deadline_s = deadline_s or self._deadline_s
         try:
-            rule, note = _rule(repeat_lost_answers), self._reachability.failed
-            async for attempt in async_retrying(deadline_s, rule, note):
+            async for attempt in AsyncRetrying(**self._policy(deadline_s, repeat_lost_answers)):
                 with attempt:
                     response = await self.send_once(method, path, **request)
         except (httpx.TransportError, TransientAnswer) as error:
-            raise _failure(
-                self._service, self.base_url, deadline_s, error, repeat_lost_answers
-            ) from error
-        self._reachability.answered()
+            raise self._failure(error, deadline_s, repeat_lost_answers) from error
+        self._note_answer()
         return response
 
     async def send_once(
@@ -218,25 +222,126 @@ def _basic_authorization(base_url: str) -> dict[str, str]:
     return {"authorization": f"Basic {b64encode(credentials).decode()}"}
 
 
-def _failure(
-    service: str, url: str, deadline_s: float, error: Exception, repeated: bool
-) -> ServiceUnavailable:
-    if repeated or is_safe_to_repeat(error):
-        return unavailable(service, url, deadline_s, error)
-    return AnswerLost(
-        f"{service} at {url}: the connection broke before a response arrived "
-        f"({str(error) or type(error).__name__}); the request may have been carried out"
-    )
-
-
-def _rule(repeat_lost_answers: bool) -> Rule:
-    return is_transient if repeat_lost_answers else is_safe_to_repeat
-
-
 def _timeout(seconds: float) -> httpx.Timeout:
     """No limit on waiting for a free connection of the client."""
     return httpx.Timeout(seconds, connect=min(seconds, CONNECT_S), pool=None)
 
 
-def _bare(base_url: str) -> str:
-    return base_url.rstrip("/").removesuffix("/v1")
+class TransientAnswer(Exception):
+    """A status that is worth a retry: 408, 502, 503 or 504. Clients convert it."""
+
+    def __init__(self, message: str, status: int, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+def check_answer(response: httpx.Response, service: str) -> None:
+    """Raise for every status other than 2xx.
+
+    Raises:
+        TransientAnswer: 408, 502, 503, 504.
+        RequestRefused: any other 4xx; the message contains the server's reason.
+        ServiceUnavailable: any other status.
+    """
+    if response.is_success:
+        return
+    where = f"{service}: {response.request.method} {response.request.url}"
+    reason, kinds = _reason_and_kinds(response)
+    detail = f"{where} was answered with status {response.status_code}: {reason}"
+    if response.status_code in RETRIED_STATUS:
+        raise TransientAnswer(detail, response.status_code, _retry_after_s(response))
+    if response.is_client_error:
+        raise RequestRefused(detail, response.status_code, kinds)
+    raise ServiceUnavailable(detail)
+
+
+def is_safe_to_repeat(error: BaseException) -> bool:
+    """Whether the request did not reach the service, or the service asked for a repeat."""
+    if isinstance(error, TransientAnswer):
+        return error.status in _NOT_CARRIED_OUT
+    return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the error may be temporary. Only for requests that can be repeated safely."""
+    return isinstance(error, httpx.TransportError | TransientAnswer)
+
+
+def async_retrying(
+    deadline_s: float,
+    retry_on: Callable[[BaseException], bool],
+    note: Callable[[BaseException], None],
+) -> AsyncRetrying:
+    """A retry loop for coroutines. See `retry_policy`."""
+    return AsyncRetrying(**retry_policy(deadline_s, retry_on, note))
+
+
+def retry_policy(
+    deadline_s: float,
+    retry_on: Callable[[BaseException], bool],
+    note: Callable[[BaseException], None],
+) -> dict[str, Any]:
+    """Arguments of tenacity's loops: they re-raise the last error after `deadline_s` seconds.
+
+    Args:
+        note: called with the error of each attempt that is repeated
+    """
+
+    def before_sleep(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        if error is not None:
+            note(error)
+
+    return {
+        "stop": stop_after_delay(deadline_s),
+        "wait": _wait,
+        "retry": retry_if_exception(retry_on),
+        "before_sleep": before_sleep,
+        "reraise": True,
+    }
+
+
+def unavailable(service: str, url: str, deadline_s: float, error: Exception) -> ServiceUnavailable:
+    """The error to raise after the deadline has passed."""
+    if isinstance(error, httpx.ReadTimeout):
+        seconds = error.request.extensions["timeout"]["read"]
+        return ServiceUnavailable(
+            f"{service} at {url} accepted a request but did not answer within {seconds:g} s; "
+            "the service is overloaded, or the deadline is too short for this request"
+        )
+    reason = str(error) or type(error).__name__
+    return ServiceUnavailable(
+        f"{service} not reachable at {url} for {deadline_s:g} s ({reason}); check that "
+        "the service runs and that the URL is right"
+    )
+
+
+_backoff = wait_exponential_jitter(multiplier=0.1, max=5.0, jitter=0.1)
+
+
+def _wait(state: RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome else None
+    asked = error.retry_after_s if isinstance(error, TransientAnswer) else 0.0
+    return max(asked, _backoff(state))
+
+
+def _reason_and_kinds(response: httpx.Response) -> tuple[str, frozenset[str]]:
+    """Texts and types of the problems in `{"detail": [{"loc", "msg", "type"}]}`; the text of
+    `{"detail": text}`, else the whole answer."""
+    kinds: frozenset[str] = frozenset()
+    try:
+        detail = response.json()["detail"]
+        if isinstance(detail, list):
+            kinds = frozenset(str(problem.get("type")) for problem in detail)
+            detail = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in detail)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        detail = response.text
+    return str(detail)[:_MAX_REASON_CHARS], kinds
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    try:
+        return min(float(response.headers.get("retry-after", 0)), _MAX_RETRY_AFTER_S)
+    except ValueError:
+        return 0.0

@@ -18,9 +18,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ReadOnlyError, RedisError
 from redis.retry import Retry
 
+from grpo_core.closing import ClosesOnAsyncExit, ClosesOnExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.process.closing import ClosesOnAsyncExit, ClosesOnExit
 from grpo_core.redis.url import without_password
 
 log = structlog.get_logger()

@@ -17,18 +17,16 @@ from typing import IO
 import redis
 import structlog
 
+from grpo_core.closing import ClosesOnExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
-from grpo_core.process.closing import ClosesOnExit
-from grpo_core.process.managed import ManagedProcess, ProcessFailed
-from grpo_core.redis.password import known_password, redis_password
+from grpo_core.process import ManagedProcess, ProcessFailed
+from grpo_core.redis.url import known_password, redis_password
 
 log = structlog.get_logger()
 
 REDIS_DEADLINE_S = 60.0
 """A busy machine needs seconds to start it, and more to read a large append-only file."""
-
-
 LOCAL_PORT = 6379
 """The port of `grpo_core.redis.url.LOCAL_REDIS`."""
 _WATCH_S, _LOCK_POLL_S, _CONNECT_S = 1.0, 0.1, 0.5
@@ -199,7 +197,7 @@ class LocalRedis(ClosesOnExit):
     def _start_if_absent(self) -> None:
         deadline = Deadline(REDIS_DEADLINE_S)
         while not self._closed.is_set() and not _listens(self._port):
-            if self._has_lock():
+            if _try_lock(self._lock):
                 return self._start()
             if deadline.has_passed:
                 raise RedisNotStarted(
@@ -208,9 +206,6 @@ class LocalRedis(ClosesOnExit):
                     "--redis-url"
                 )
             time.sleep(_LOCK_POLL_S)
-
-    def _answers(self) -> bool:
-        return answers_ping(self._port, self._password)
 
     def _require_access(self) -> None:
         with _client(self._port, known_password(self._directory)) as client:
@@ -240,9 +235,6 @@ class LocalRedis(ClosesOnExit):
             self._child.kill()
             raise RedisNotStarted(str(error)) from error
         log.info("redis.started", port=self._port, directory=str(self._directory))
-
-    def _has_lock(self) -> bool:
-        return _try_lock(self._lock)
 
 
 def _is_locked(path: Path) -> bool:

@@ -1,15 +1,57 @@
-"""Validates Redis URLs, and hides their password in logs, errors and `repr`."""
+"""Validates Redis URLs, hides their password in messages, and keeps that of a local Redis.
+
+A Redis that this project starts has a password, so that other users of the host cannot use it.
+"""
 
 from __future__ import annotations
 
+import os
+import secrets
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, SecretStr
 
-from grpo_core.redis.password import redis_password
 from grpo_core.settings.machine import state_directory
+
+_FILE = "password"
+
+
+def known_password(directory: Path) -> str | None:
+    """None if none was made."""
+    path = directory / _FILE
+    return path.read_text() if path.exists() else None
+
+
+def redis_password(directory: Path) -> str:
+    """The password in a directory of Redis; made if there is none. Only its owner may enter the
+    directory: its append-only file holds the run.
+
+    Raises:
+        OSError: it can be neither read nor made.
+    """
+    known = known_password(directory)
+    if known is not None:
+        return known
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    _make(directory / _FILE)
+    return (directory / _FILE).read_text()
+
+
+def _make(path: Path) -> None:
+    """Never an incomplete file, and never a second password."""
+    new = path.with_name(f"{_FILE}.{os.getpid()}")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(secrets.token_urlsafe(32))
+    try:
+        os.link(new, path)
+    except FileExistsError:
+        pass
+    finally:
+        new.unlink()
+
 
 LOCAL_REDIS = "redis://127.0.0.1:6379/0"
 """The default of every command, without its password."""
@@ -38,7 +80,12 @@ def with_password(url: str, password: str) -> str:
 
 
 def _names_a_redis(value: SecretStr) -> SecretStr:
-    if not _is_usable(value.get_secret_value()):
+    try:
+        parts = urlsplit(value.get_secret_value())
+        is_usable = parts.scheme in _SCHEMES and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable:  # not inside `except`: urllib's errors contain parts of the URL
         raise ValueError(
             "expected redis://host:port/db, rediss://... or unix://...; percent-encode special "
             "characters such as / # ? @ in the password"
@@ -48,15 +95,6 @@ def _names_a_redis(value: SecretStr) -> SecretStr:
 
 def _names_a_redis_or_none(value: SecretStr) -> SecretStr:
     return value if value.get_secret_value() == WITHOUT_REDIS else _names_a_redis(value)
-
-
-def _is_usable(url: str) -> bool:
-    # urllib's errors contain parts of the URL, so they are not raised further
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in _SCHEMES and parts.port != 0
-    except ValueError:
-        return False
 
 
 def without_password(url: str) -> str:

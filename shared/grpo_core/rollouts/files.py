@@ -12,9 +12,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from grpo_core.errors import BrokenRollouts
+from grpo_core.errors import BrokenRollouts, problems_of
 from grpo_core.rollouts.record import RolloutRecord
-from grpo_core.validation import problems_of
 
 ROLLOUTS = "rollouts"
 """Name of the directory, below a run's directory or --save-path."""

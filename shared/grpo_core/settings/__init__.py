@@ -1,10 +1,20 @@
 """Settings of every command, read from its command line, the environment and a YAML file."""
 
-from grpo_core.settings.command import Alias, Command, CommandSettings, Mistake, Shown, flag_for
-from grpo_core.settings.command_line import Given
-from grpo_core.settings.fields import CommaSeparated, HttpUrl, InferenceUrl, LogLevel
+from grpo_core.settings.command import (
+    Alias,
+    Command,
+    CommandSettings,
+    CommaSeparated,
+    HttpUrl,
+    InferenceUrl,
+    LogLevel,
+    Mistake,
+    Shown,
+    flag_for,
+)
 from grpo_core.settings.load import EXIT_USAGE, load_settings
-from grpo_core.settings.resolved import resolved_yaml, without_secrets
+from grpo_core.settings.messages import resolved_yaml, without_secrets
+from grpo_core.settings.sources import Given
 
 __all__ = [
     "EXIT_USAGE",

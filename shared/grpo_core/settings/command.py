@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 if TYPE_CHECKING:
-    from grpo_core.settings.command_line import Given
+    from grpo_core.settings.sources import Given
 
 SHARED_VARIABLES: Mapping[str, str] = {
     "redis_url": "REDIS_URL",
@@ -40,12 +41,14 @@ class Alias:
         convert: turns a value of the alias into one of the option, or raises `ValueError`
         yields: the alias has no effect if the option is given under another name
         is_flag: the alias takes no value; `convert` then gets "true" or "false"
+        is_negated: the name `--no-NAME` of a flag
     """
 
     field: str
     convert: Callable[[Any], Any] | None = None
     yields: bool = False
     is_flag: bool = False
+    is_negated: bool = False
 
 
 def flag_for(field: str, value: str) -> Alias:
@@ -150,3 +153,51 @@ class CommandSettings(BaseModel):
     def resolved(self) -> dict[str, Any]:
         """Hook: the values that `--dry-run` prints, by field."""
         return {name: getattr(self, name) for name in type(self).model_fields}
+
+
+T = TypeVar("T")
+
+
+_Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+
+def _level(value: Any) -> Any:
+    upper = str(value).upper()
+    return upper if upper in get_args(_Level) else value
+
+
+LogLevel = Annotated[_Level, BeforeValidator(_level)]
+"""In capitals; lower case is accepted."""
+
+
+def _split(value: Any) -> Any:
+    if value is None:
+        return None
+    words = [value] if isinstance(value, str | int | float) else value
+    return [part for word in words for part in str(word).replace(",", " ").split()]
+
+
+CommaSeparated = Annotated[tuple[T, ...], BeforeValidator(_split)]
+"""`a,b`, `a b` or a YAML list."""
+
+
+def _http_url(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        is_usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise ValueError("expected a URL such as http://localhost:8000")
+    return value
+
+
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
+
+
+def _without_v1(value: str) -> str:
+    return value.rstrip("/").removesuffix("/v1")
+
+
+InferenceUrl = Annotated[HttpUrl, AfterValidator(_without_v1)]
+"""URL of an inference server. OpenAI clients write it with /v1 at its end."""

@@ -13,13 +13,10 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 
-from grpo_core.settings.command import Alias, Command, CommandSettings
-from grpo_core.settings.command_line import Given, merge, read_command_line
-from grpo_core.settings.config_file import ConfigFile, read_config_file
-from grpo_core.settings.help import help_text
-from grpo_core.settings.messages import lines_of, name_of
+from grpo_core.settings.command import Command, CommandSettings
+from grpo_core.settings.messages import help_text, lines_of, name_of, resolved_yaml
 from grpo_core.settings.options import Option, options_of
-from grpo_core.settings.resolved import resolved_yaml
+from grpo_core.settings.sources import Arguments, ConfigFile, Variables, merge
 
 EXIT_USAGE = 2
 
@@ -47,22 +44,21 @@ def load_settings(
             `--version` and `--dry-run`
     """
     command, options = settings_type.command, options_of(settings_type)
-    line = read_command_line(command, options, argv)
+    line = Arguments(command, options, argv)
     if "help" in line.common:
         _print_and_exit(help_text(settings_type, options))
     if "version" in line.common:
         _print_and_exit(f"{command.prog} {VERSION}\n")
-    file = ConfigFile()
-    if path := line.common.get("config"):
-        file = read_config_file(settings_type, options, Path(path).expanduser())
-    variables, problems = _variables(command, options, environment, line.values)
-    _end_on_mistakes(command, [*line.problems, *file.problems, *problems])
+    path = line.common.get("config")
+    file = ConfigFile(settings_type, options, Path(path).expanduser() if path else None)
+    variables = Variables(command, options, environment, line.values)
+    _end_on_mistakes(command, [*line.problems, *file.problems, *variables.problems])
     if ignored := [*file.without_effect, *line.without_effect]:
         sys.stderr.write(
             f"{command.prog}: ignored these options, which have no effect: {', '.join(ignored)}\n"
         )
     given = dict(file.values)
-    merge(given, variables)
+    merge(given, variables.values)
     merge(given, line.values)
     try:
         for message in settings_type.drop_unused(given, environment):
@@ -100,66 +96,6 @@ def _expanded(option: Option | None, value: Any) -> Any:
     if option is None or option.kind not in (Path, str) or not isinstance(value, str):
         return value
     return os.path.expanduser(value) if value == "~" or value.startswith("~/") else value
-
-
-def _variables(
-    command: Command,
-    options: Mapping[str, Option],
-    environment: Mapping[str, str],
-    on_command_line: Mapping[str, Given],
-) -> tuple[dict[str, Given], list[str]]:
-    """Values and problems. An empty variable counts as none: Compose passes on what a .env file
-    leaves empty."""
-    found: dict[str, Given] = {}
-    problems: list[str] = []
-    for field, option in options.items():
-        shared = command.variable(field)
-        if shared and (text := environment.get(shared)):
-            found[field] = Given(text, shared)
-            continue
-        try:
-            given = _by_name(command, field, environment) if command.env_prefix else []
-        except ValueError as error:
-            if field not in on_command_line:
-                problems.append(str(error))
-            continue
-        if not given:
-            continue
-        found[field] = given[0]
-        for other in given[1:]:
-            if other.value != given[0].value and field not in on_command_line:
-                values = "" if option.is_secret else f" ({given[0].value!r}, {other.value!r})"
-                problems.append(
-                    f"{given[0].name} and {other.name} name the same option, but their values "
-                    f"differ{values}; unset one of them"
-                )
-    return found, problems
-
-
-def _by_name(command: Command, field: str, environment: Mapping[str, str]) -> list[Given]:
-    """The variables of an option and its aliases. One that yields is the only one, if any.
-
-    Raises:
-        ValueError: the value of an alias cannot be converted
-    """
-    names = {field: Alias(field)}
-    names |= {name: alias for name in command.aliases if (alias := command.alias(name))}
-    given = [
-        (command.env_prefix + name.upper().replace("-", "_"), alias)
-        for name, alias in names.items()
-        if alias.field == field
-    ]
-    given = [(variable, alias) for variable, alias in given if environment.get(variable)]
-    firm = [(variable, alias) for variable, alias in given if not alias.yields]
-    return [_converted(variable, environment[variable], alias) for variable, alias in firm or given]
-
-
-def _converted(variable: str, text: str, alias: Alias) -> Given:
-    try:
-        value = alias.convert(text) if alias.convert else text
-    except ValueError as error:
-        raise ValueError(f"{variable}: {error}") from None
-    return Given(value, variable, alias.yields)
 
 
 def _end_on_mistakes(command: Command, lines: Iterable[str]) -> None:

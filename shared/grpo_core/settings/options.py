@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import NoneType, UnionType
@@ -14,7 +15,7 @@ import annotated_types
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from grpo_core.settings.command import CommandSettings, Shown
+from grpo_core.settings.command import Alias, Command, CommandSettings, Shown
 
 COMMON = ("config", "dry-run", "version", "help")
 """Options of every command, which no model holds."""
@@ -162,3 +163,47 @@ def _width(annotation: Any) -> int | None:
 
 def _without_none(annotation: Any) -> Iterator[Any]:
     return (kind for kind in get_args(annotation) if kind is not NoneType)
+
+
+NEAR_RATIO = 0.7
+TYPO_RATIO = 0.8
+TYPO_LENGTH = 1
+"""How alike a misspelt name and an option of ours are. A name that is passed on must be nearer."""
+
+
+class Names:
+    """All names under which the options of a command are known, with dashes."""
+
+    def __init__(self, command: Command, options: Mapping[str, Option]):
+        self._command = command
+        self._found = {
+            option.name: Alias(option.field)
+            for option in options.values()
+            if option.field not in command.positional
+        }
+        for name in command.aliases:
+            if alias := command.alias(name):
+                self._found[name.replace("_", "-")] = alias
+        self._negated = {
+            f"no-{name}": replace(found, is_negated=True)
+            for name, found in self._found.items()
+            if options[found.field].is_flag
+        }
+
+    def find(self, name: str) -> Alias | None:
+        return self._negated.get(name) or self._found.get(name)
+
+    def unknown(self, name: str) -> str:
+        """Tells what is wrong with a name that was not found, and what to write."""
+        if reason := self._command.refused.get(name):
+            return reason
+        names = [*self._found, *self._negated, *COMMON]
+        near = [
+            f"--{found}" for found in difflib.get_close_matches(name, names, n=2, cutoff=NEAR_RATIO)
+        ]
+        return f"no such option; did you mean {' or '.join(near)}?" if near else "no such option"
+
+    def one_typo_from(self, name: str) -> str | None:
+        """The option that this name misspells. Nearly all names of other programs pass."""
+        near = difflib.get_close_matches(name, self._found, n=1, cutoff=TYPO_RATIO)
+        return next((found for found in near if abs(len(found) - len(name)) <= TYPO_LENGTH), None)

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from grpo_core.errors import GrpoError
-from grpo_core.validation import problems_of
-from grpo_core.weights.manifest import ParameterMapping
+from grpo_core.errors import GrpoError, problems_of
+from grpo_core.weights.shared_memory import ParameterMapping
 
 FILE_NAME = "vllm_bridge_config.json"
 COMMON_DIRECTORY = Path("/tmp/atropos_bridge")

@@ -126,15 +126,13 @@ def without_head(modules: tuple[str, ...] | None) -> tuple[str, ...] | None:
 def require_servable_adapter(directory: Path, max_rank: int) -> None:
     """Raises `UnusableWeights` if the adapter's rank is higher than the engine accepts, or if the
     adapter changes the head."""
-    config = _adapter_config(directory)
-    rank = _rank(config, directory)
+    rank, targets = _rank_and_targets(directory)
     if rank > max_rank:
         raise UnusableWeights(
             f"{directory}: the adapter has rank {rank}, but the server accepts at most "
             f"{max_rank}; train with a lower --lora-r, or start the server with "
             f"--max-lora-rank {rank} or more"
         )
-    targets = config.get("target_modules")
     try:
         without_head(tuple(targets) if isinstance(targets, list) else None)
     except ValueError as error:
@@ -147,25 +145,15 @@ def adapter_rank(directory: Path) -> int:
     Raises:
         UnusableWeights: its configuration is invalid.
     """
-    return _rank(_adapter_config(directory), directory)
+    return _rank_and_targets(directory)[0]
 
 
-def _adapter_config(directory: Path) -> dict[str, Any]:
+def _rank_and_targets(directory: Path) -> tuple[int, Any]:
+    """From the adapter's configuration. Raises `UnusableWeights` if it is invalid."""
+    file = directory / ADAPTER_CONFIG
     try:
-        config = json.loads((directory / ADAPTER_CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise _no_adapter_config(directory, error) from error
-    if not isinstance(config, dict):
-        raise _no_adapter_config(directory, "not a JSON object")
-    return config
-
-
-def _rank(config: dict[str, Any], directory: Path) -> int:
-    try:
-        return max(int(r) for r in [config["r"], *(config.get("rank_pattern") or {}).values()])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _no_adapter_config(directory, error) from error
-
-
-def _no_adapter_config(directory: Path, why: object) -> UnusableWeights:
-    return UnusableWeights(f"{directory / ADAPTER_CONFIG} is not a LoRA configuration: {why!r}")
+        config = json.loads(file.read_text())
+        ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
+        return max(map(int, ranks)), config.get("target_modules")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnusableWeights(f"{file} is not a LoRA configuration: {error!r}") from error

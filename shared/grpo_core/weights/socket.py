@@ -16,10 +16,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from grpo_core.errors import GrpoError, ProtocolViolation, ServiceUnavailable
-from grpo_core.process.closing import ClosesOnExit
-from grpo_core.validation import problems_of
-from grpo_core.weights.memory_grant import MemfdMemory, WeightGrant, WeightRefusal
+from grpo_core.closing import ClosesOnExit
+from grpo_core.errors import GrpoError, ProtocolViolation, ServiceUnavailable, problems_of
+from grpo_core.weights.shared_memory import MemfdMemory, WeightGrant, WeightRefusal
 
 _ANSWER: TypeAdapter[WeightGrant | WeightRefusal] = TypeAdapter(WeightGrant | WeightRefusal)
 _LENGTH = struct.Struct(">I")

@@ -40,17 +40,12 @@ run-api queues groups of one size. Nothing of it is trained on."""
 OWN_LOGPROBS = "own_logprobs"
 """True in `group_overrides`: the trainer computed `inference_logprobs`, before it trained on the
 group. They say nothing of how the tokens were sampled."""
+_REQUIRED = ("tokens", "masks", "scores")
+_PER_TOKEN = ("masks", "inference_logprobs", "distill_token_ids", "distill_logprobs")
 _PER_SEQUENCE = (
-    "tokens",
-    "masks",
-    "scores",
-    "advantages",
-    "ref_logprobs",
-    "messages",
-    "inference_logprobs",
-    "overrides",
-    "distill_token_ids",
-    "distill_logprobs",
+    *_REQUIRED,
+    *("advantages", "ref_logprobs", "messages", "inference_logprobs", "overrides"),
+    *("distill_token_ids", "distill_logprobs"),
 )
 
 
@@ -181,33 +176,18 @@ class ScoredGroup(FreeFormFields):
         if not self.tokens:
             yield "tokens: a group needs at least one sequence"
             return
-        required: dict[str, Sized] = {"masks": self.masks, "scores": self.scores}
-        optional: dict[str, Sized | None] = {
-            "advantages": self.advantages,
-            "ref_logprobs": self.ref_logprobs,
-            "messages": self.messages,
-            "inference_logprobs": self.inference_logprobs,
-            "overrides": self.overrides,
-            "distill_token_ids": self.distill_token_ids,
-            "distill_logprobs": self.distill_logprobs,
-        }
-        checked = required | {name: value for name, value in optional.items() if value}
-        for name, value in checked.items():
-            if len(value) != self.size:
+        for name in _PER_SEQUENCE:
+            value = getattr(self, name)
+            if (value or name in _REQUIRED) and len(value) != self.size:
                 yield f"{name}: {len(value)} entries for {self.size} sequences"
 
     def _inner(self) -> Iterator[str]:
         for i, sequence in enumerate(self.tokens):
             if not sequence:
                 yield f"tokens[{i}]: empty sequence"
-        rows: dict[str, Sequence[Sized] | None] = {
-            "masks": self.masks,
-            "inference_logprobs": self.inference_logprobs,
-            "distill_token_ids": self.distill_token_ids,
-            "distill_logprobs": self.distill_logprobs,
-        }
-        for name, values in rows.items():
-            for i, (row, tokens) in enumerate(zip(values or [], self.tokens, strict=False)):
+        for name in _PER_TOKEN:
+            rows: Sequence[Sized] = getattr(self, name) or ()
+            for i, (row, tokens) in enumerate(zip(rows, self.tokens, strict=False)):
                 if len(row) != len(tokens):
                     yield f"{name}[{i}]: {len(row)} values for {len(tokens)} tokens"
 
@@ -238,10 +218,8 @@ def _refuse(problems: Iterator[str]) -> None:
 
 def _bad_temperatures(where: str, holder: dict[str, Any] | None) -> Iterator[str]:
     value = (holder or {}).get("temperature")
-    if (
-        not isinstance(value, int | float) or not value
-    ):  # trainers reject values that are not numbers
-        return
+    if not isinstance(value, int | float) or not value:
+        return  # trainers reject values that are not numbers
     if not MIN_TEMPERATURE <= value <= FLOAT32_MAX:
         yield (
             f"{where}temperature must be 0 or between {MIN_TEMPERATURE:g} and "

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from grpo_core.settings import (
     resolved_yaml,
     without_secrets,
 )
+from grpo_core.settings.machine import SMOLLM2, unusable_model
 from grpo_local.settings import CompareSettings, RunSettings
 from grpo_trainer.config.cli import CommandLine
 from grpo_vllm.settings import ServerSettings
@@ -177,3 +179,14 @@ def test_a_wrong_port_and_variables_that_contradict_each_other_are_refused(
     inference_url(environment={"GRPO_STEPS": "60", "GRPO_TRAINING_STEPS": "60"})
     contradicting = {"GRPO_STEPS": "60", "GRPO_TRAINING_STEPS": "5"}
     inference_url("--steps=7", environment=contradicting)
+
+
+def test_a_directory_named_smollm2_needs_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    Path(SMOLLM2).mkdir()
+    Path(SMOLLM2, "config.json").touch()
+    assert unusable_model(f"./{SMOLLM2}") is None
+    assert unusable_model(SMOLLM2) is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from grpo_core.clients.run_api_answers import LeasedBatch, leased_batch
+from grpo_core.clients.run_api import LeasedBatch, leased_batch
 from grpo_core.errors import ProtocolViolation
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import EnvironmentCount, EnvironmentRegistration
@@ -176,7 +176,7 @@ def test_each_group_comes_with_the_version_it_was_received_under() -> None:
         ({"received_under": None}, "use the same release of run-api and of the trainer"),
         ({"received_under": [[1, 7]]}, "2 groups, but 1 policy versions in the field"),
         ({"batch_id": 3}, "expected a batch id greater than 3, received 3"),
-        ({"batch": [GROUP, {}]}, "batch 4 has an invalid group: tokens: Field required"),
+        ({"batch": [GROUP, {}]}, "batch 4 is invalid: groups.1.tokens: Field required"),
     ],
 )
 def test_an_answer_that_breaks_the_contract_is_refused(changes: dict[str, Any], says: str) -> None:

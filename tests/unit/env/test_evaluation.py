@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_core.evaluation.files import read_summaries
+from grpo_core.evaluation.results import read_summaries
 from grpo_env.actions import NothingProcessed, process
 from grpo_env.assembly import TaskSet
 from grpo_env.evaluation import evaluate_once

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.security.bearer_token import plain
+from grpo_core.security import plain
 from grpo_env.settings import EnvServerSettings, load_env_settings
 
 BASE = ["arithmetic", "serve", "--openai.model-name", "m"]

@@ -29,6 +29,21 @@ def fetch(request):
         except urllib.error.URLError:  # services start side by side
             time.sleep(0.05)
 
+def serve(answer):  # with the status and the object of answer(path, body, headers)
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, answered = answer(self.path, body, self.headers)
+            data = json.dumps(answered).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_POST = do_GET
+
+    ThreadingHTTPServer((option("--host"), int(option("--port"))), Handler).serve_forever()
+
 def note_pid(name):
     folder = os.environ["STAND_IN_PIDS"]
     half_written = pathlib.Path(f"{folder}.{name}.{os.getpid()}")
@@ -41,30 +56,21 @@ from stand_in_common import *
 note_pid("run-api")
 seen = set()
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.reply({
-            "/health": {},
-            "/info": {"batch_size": 64 if "/trainer" in seen else -1, "max_token_len": 128},
-            "/environments": [
-                {"name": path.removeprefix("/environment/") + "_0"}
-                for path in sorted(seen)
-                if path.startswith("/environment/")
-            ],
-        }[self.path])
+def answer(path, body, _headers):
+    if path.startswith(("/trainer", "/environment/")):
+        seen.add(path)
+        return 200, {}
+    return 200, {
+        "/health": {},
+        "/info": {"batch_size": 64 if "/trainer" in seen else -1, "max_token_len": 128},
+        "/environments": [
+            {"name": path.removeprefix("/environment/") + "_0"}
+            for path in sorted(seen)
+            if path.startswith("/environment/")
+        ],
+    }[path]
 
-    def do_POST(self):
-        seen.add(self.path)
-        self.reply({})
-
-    def reply(self, body):
-        data = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-ThreadingHTTPServer((option("--host"), int(option("--port"))), Handler).serve_forever()
+serve(answer)
 """
 
 VLLM = """
@@ -83,19 +89,14 @@ while not pathlib.Path(os.environ["STAND_IN_PIDS"], "engine").exists():
     time.sleep(0.01)
 
 import redis
-from grpo_core.weights.supervisor_protocol import SupervisorStatus, status_key
+from grpo_core.weights.supervisor import SupervisorStatus, status_key
 status = SupervisorStatus(
     state="serving", epoch=1, step=1, restarts=5, crashes=3, generation_tokens=5000
 )
 with redis.Redis.from_url(os.environ["REDIS_URL"]) as client:
     client.hset(status_key(option("--run-id")), mapping=status.on_the_wire())
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
-ThreadingHTTPServer((option("--host"), int(option("--port"))), Handler).serve_forever()
+serve(lambda *_: (200, {}))
 """
 
 TRAINER = f"""
@@ -165,11 +166,12 @@ def write_stand_ins(folder: Path) -> None:
         grpo_tiny_model=TINY_MODEL,
         grpo_env=ENVIRONMENT,
     )
-    (folder / "stand_in_common.py").write_text(COMMON)
 
 
 def write_programs(folder: Path, **programs: str) -> None:
-    """Packages that `python -m` runs, by their names."""
+    """Packages that `python -m` runs, by their names, and the module that they import from."""
+    folder.mkdir(parents=True)
+    (folder / "stand_in_common.py").write_text(COMMON)
     for name, code in programs.items():
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").touch()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_local.model_config import longest_sequence
+from grpo_local.models import longest_sequence
 
 
 @pytest.mark.parametrize(
@@ -16,18 +16,13 @@ from grpo_local.model_config import longest_sequence
         ({"n_positions": 1024}, 1024),
         ({"text_config": {"max_position_embeddings": 8192}}, 8192),
         ({}, None),
+        (None, None),
     ],
 )
 def test_the_limit_of_a_model_is_read_from_its_configuration(
-    config: dict[str, Any], limit: int | None, tmp_path: Path
+    config: dict[str, Any] | None, limit: int | None, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
     assert longest_sequence(str(tmp_path)) == limit
-
-
-def test_the_limit_of_smollm2_is_known_before_it_is_made() -> None:
-    assert longest_sequence("smollm2") == 8192
-
-
-def test_a_model_without_a_configuration_has_no_known_limit(tmp_path: Path) -> None:
-    assert longest_sequence(str(tmp_path)) is None
+    assert longest_sequence("smollm2") == 8192, "known before it is made"

@@ -6,7 +6,6 @@ import pytest
 
 from grpo_local.service_options import (
     options_by_service,
-    options_set_elsewhere,
     section,
     service_words,
     words_of_sections,
@@ -33,10 +32,3 @@ def test_sections_of_a_file_mean_the_same() -> None:
     assert dotted == ["--env.seed=3", "--server.no-x"]
     with pytest.raises(ValueError, match="trainer: expected a section with one option per line"):
         words_of_sections({"trainer": 3})
-
-
-@pytest.mark.parametrize(("service", "name"), [("server", "api-key"), ("trainer", "vllm-api-key")])
-def test_a_key_that_the_run_api_token_sets_is_refused(service: str, name: str) -> None:
-    (message,) = options_set_elsewhere(service, {name: ("x",)}, "grpo-demo", ["run-api-token"])
-    assert message.endswith("write --run-api-token")
-    assert not [*options_set_elsewhere(service, {name: ("x",)}, "grpo-run", ["run-id"])]

@@ -16,8 +16,7 @@ from grpo_local.commands import demo
 from grpo_local.modes import MODES
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
-from grpo_local.process.signals import StopRequest
-from grpo_local.process.stack import Service, Stack
+from grpo_local.process.stack import Service, Stack, StopRequest
 from grpo_local.run_directory import RunDirectory
 from grpo_local.service_options import MODULES
 from grpo_local.services import ServiceFactory, command_lines
@@ -151,20 +150,24 @@ def test_on_a_gpu_the_server_computes_in_bf16_with_graphs_and_takes_its_share_of
     assert "--optimizer" not in trainer  # the trainer's default on a GPU
 
 
-def test_on_a_gpu_given_options_still_count() -> None:
-    words = ["--device", "cuda:1", "--eager", "--kv-cache-mib", "2", "--dtype", "float32"]
-    server = command_line("grpo_vllm", words)
+@pytest.mark.parametrize(
+    ("words", "cache_mib"),
+    [
+        ("--device cpu", 64),
+        ("--device cuda:1 --eager --kv-cache-mib 2 --dtype float32", 2),
+    ],
+)
+def test_a_cpu_has_an_eager_server_with_a_small_cache_and_given_options_count(
+    words: str, cache_mib: int
+) -> None:
+    server = command_line("grpo_vllm", words.split())
     assert "--enforce-eager" in server
-    assert value_of("--kv-cache-memory-bytes", server) == str(2 * 2**20)
+    assert value_of("--kv-cache-memory-bytes", server) == str(cache_mib * 2**20)
     assert value_of("--dtype", server) == "float32"
-
-
-def test_on_a_cpu_the_server_starts_eager_with_a_small_cache() -> None:
-    server = command_line("grpo_vllm", ["--device", "cpu"])
-    assert "--enforce-eager" in server
-    assert "--gpu-memory-utilization" not in server
-    assert value_of("--kv-cache-memory-bytes", server) == str(64 * 2**20)
-    assert value_of("--optimizer", command_line("grpo_trainer", ["--device", "cpu"])) == "adamw"
+    on_gpu = "cuda" in words
+    assert ("--gpu-memory-utilization" in server) is on_gpu
+    trainer = command_line("grpo_trainer", words.split())
+    assert value_of("--optimizer", trainer) == (None if on_gpu else "adamw")
 
 
 def test_a_dry_run_prints_the_command_lines_without_secrets(

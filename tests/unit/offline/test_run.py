@@ -30,7 +30,7 @@ from grpo_offline.results import RunResult, evaluations, result_of, train_record
 from grpo_offline.run_files import RunFiles
 from grpo_offline.screen import Screen
 from grpo_offline.translate import trainer_command
-from grpo_trainer import train
+from grpo_trainer.learner import Learner
 from grpo_trainer.model.policy import limits_of
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, training_steps
@@ -95,7 +95,7 @@ def test_a_run_leaves_the_files_that_the_guide_names(whole: RunFiles) -> None:
 @pytest.mark.parametrize(
     ("module", "place", "calls", "done"),
     [
-        (train, "update_masters", 3, 1),  # between the two optimizer steps of the second iteration
+        (Learner, "gradients", 3, 1),  # between the two optimizer steps of the second iteration
         # Between its checkpoint and its record, and between its record and its evaluation.
         pytest.param(iteration_end, "iteration_record", 1, 1, marks=pytest.mark.full),
         pytest.param(evaluating, "evaluate_all", 1, 2, marks=pytest.mark.full),
@@ -195,12 +195,12 @@ def test_the_first_step_is_that_of_grpo_on_the_same_groups(
     queue = InProcessQueue()
     with open_run(settings, queue, _local(keys)) as opened:
         assert opened is not None
-        taken, position = opened
-        limits = limits_of(taken.policy, settings.seq_len, settings.recompute_logprobs)
+        learner, lead, position = opened
+        limits = limits_of(learner.policy, settings.seq_len, settings.recompute_logprobs)
         steps = keys.steps_per_iteration
         queue.put(optimizer_batches(groups, steps, settings.resolved_objective, limits))
-        assert len([*training_steps(taken, position, Stop())]) == steps
-        weights = {name: p.detach().clone() for name, p in taken.policy.named_parameters()}
+        assert len([*training_steps(learner, lead, position, Stop())]) == steps
+        weights = {name: p.detach().clone() for name, p in learner.policy.named_parameters()}
     trained = load_file(files.model / "model.safetensors")
     for name in trained.keys() & weights.keys():
         torch.testing.assert_close(trained[name], weights[name], rtol=0, atol=1e-6)

@@ -14,7 +14,7 @@ from grpo_env.tasks.items import Item, ItemStream
 from grpo_offline.errors import KeysInvalid, RolloutsFail, StaleServer
 from grpo_offline.optimizer_batches import optimizer_batches
 from grpo_offline.sampling import Sampler, require_fresh
-from grpo_trainer.data.batch_advantages import group_advantages
+from grpo_trainer.advantages import group_advantages
 from grpo_trainer.data.groups import GroupLimits, usable_group
 from grpo_trainer.objectives import Objective
 

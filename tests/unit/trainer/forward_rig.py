@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.data.collate import Batch, MicroBatch, collate
+from grpo_trainer.advantages import with_advantages
+from grpo_trainer.data.collate import Batch, Cut, MicroBatch, by_prefix, collate
 from grpo_trainer.data.groups import GroupLimits, usable_group
-from grpo_trainer.data.micro_batches import Cut, by_prefix
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.forward import ForwardPass
 from grpo_trainer.objectives import GRPO
@@ -104,9 +104,8 @@ def ragged_batch(cut: Cut = by_prefix, tokens: int = 1000) -> Batch:
         ],
         overrides=[{"temperature": 0.6 + 0.2 * i} for i in range(len(sequences))],
     )
-    return collate(
-        [usable_group(0, group, GroupLimits(VOCABULARY, seq_len=64))], 64, tokens, cut, GRPO
-    )
+    usable = [usable_group(0, group, GroupLimits(VOCABULARY, seq_len=64))]
+    return with_advantages(collate(usable, 64, tokens, cut, GRPO), usable, GRPO)
 
 
 def ragged() -> MicroBatch:

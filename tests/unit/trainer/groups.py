@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_core.clients.run_api_answers import LeasedBatch
+from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.data.collate import Batch, collate
+from grpo_trainer.advantages import with_advantages
+from grpo_trainer.data.collate import Batch, Cut, collate
 from grpo_trainer.data.filter import GroupFilter, digest
-from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
-from grpo_trainer.data.micro_batches import Tokens
-from grpo_trainer.objectives import GRPO
+from grpo_trainer.data.groups import GroupLimits, Tokens, UsableGroup, usable_group
+from grpo_trainer.objectives import GRPO, Objective
 
 P = PROMPT_LOGPROB
 VOCABULARY = 100
@@ -65,7 +65,19 @@ def filtered(
 
 
 def collated(*groups: ScoredGroup, seq_len: int = 100, micro_batch_size: int = 2) -> Batch:
-    return collate(usable(*groups), seq_len, micro_batch_size, in_order, GRPO)
+    return batch_of(usable(*groups), GRPO, seq_len, micro_batch_size)
+
+
+def batch_of(
+    groups: Sequence[UsableGroup],
+    objective: Objective,
+    seq_len: int = 100,
+    micro_batch_size: int = 2,
+    cut: Cut | None = None,
+) -> Batch:
+    """With advantages."""
+    batch = collate(groups, seq_len, micro_batch_size, cut or in_order, objective)
+    return with_advantages(batch, groups, objective)
 
 
 def in_order(sequences: Sequence[Tokens], size: int) -> list[list[int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from grpo_core.weights.manifest import ParameterMapping, WeightManifest
+from grpo_core.weights.shared_memory import ParameterMapping, WeightManifest
 from grpo_trainer.weight_sync.shared_memory import MappedWeights
 
 

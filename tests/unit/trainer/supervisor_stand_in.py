@@ -10,7 +10,7 @@ from typing import Any
 
 from redis import Redis
 
-from grpo_core.weights.supervisor_protocol import (
+from grpo_core.weights.supervisor import (
     Command,
     Outcome,
     OutcomeState,

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.data.collate import Batch, collate
+from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.groups import GroupLimits, usable_group
-from grpo_trainer.gradients import GradientStats, accumulate_gradients
+from grpo_trainer.learner import GradientStats, accumulate_gradients
 from grpo_trainer.model.forward import FastForward
 from grpo_trainer.objectives import GRPO
 from tests.unit.trainer.forward_rig import VOCABULARY, qwen
-from tests.unit.trainer.groups import P, group, in_order, sampled_by
+from tests.unit.trainer.groups import P, batch_of, group, sampled_by
 
 LIMITS = GroupLimits(VOCABULARY, seq_len=100, recomputes=True)
 
@@ -28,7 +28,7 @@ LIMITS = GroupLimits(VOCABULARY, seq_len=100, recomputes=True)
 def test_only_the_behaviour_logprobs_of_such_groups_are_replaced(changes: dict[str, Any]) -> None:
     policy, logged = qwen(), sampled_by(1, (1, 5), (1, 5))
     unlogged = logged.model_copy(update=changes)
-    mixed = batch_of(logged, unlogged)
+    mixed = recomputing(logged, unlogged)
     assert [origin.version is None for origin in mixed.origins] == [False, False, True, True]
     micro = mixed.micro_batches[1]
     own = FastForward()(policy, micro).logp.detach()
@@ -51,9 +51,8 @@ def test_their_logged_logprobs_are_not_even_read() -> None:
     assert {logp for row in accepted.inference_logprobs for logp in row} == {P}
 
 
-def batch_of(*groups: ScoredGroup) -> Batch:
-    usable = [usable_group(i, one, LIMITS) for i, one in enumerate(groups)]
-    return collate(usable, 100, 2, in_order, GRPO)
+def recomputing(*groups: ScoredGroup) -> Batch:
+    return batch_of([usable_group(i, one, LIMITS) for i, one in enumerate(groups)], GRPO)
 
 
 def outcome(policy: Any, batch: Batch) -> tuple[GradientStats, Tensor]:

@@ -14,11 +14,15 @@ import structlog
 from pydantic import BaseModel, ValidationError
 
 from grpo_core.clients.inference import SERVICE
-from grpo_core.clients.retry import TransientAnswer
-from grpo_core.clients.service import AsyncServiceClient
+from grpo_core.clients.service import AsyncServiceClient, TransientAnswer
 from grpo_core.deadline import Deadline
-from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused, ServiceUnavailable
-from grpo_core.validation import problems_of
+from grpo_core.errors import (
+    GrpoError,
+    ProtocolViolation,
+    RequestRefused,
+    ServiceUnavailable,
+    problems_of,
+)
 from grpo_core.wire.policy_version import PolicyVersion
 
 log = structlog.get_logger()

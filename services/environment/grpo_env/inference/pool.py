@@ -15,10 +15,10 @@ from typing import Any, Self
 import httpx
 
 from grpo_core.clients.inference import SERVICE, GenerateAnswer, GenerationClient
-from grpo_core.clients.retry import TransientAnswer, unavailable
+from grpo_core.clients.service import TransientAnswer, unavailable
+from grpo_core.closing import ClosesOnAsyncExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
-from grpo_core.process.closing import ClosesOnAsyncExit
 from grpo_env.inference.health import HealthClient, ServerStanding, Standing
 
 _GONE_AFTER_S = 120.0

@@ -12,8 +12,8 @@ import signal
 import threading
 from multiprocessing.connection import Connection
 
+from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import GrpoError
-from grpo_core.process.closing import ClosesOnExit
 from grpo_env.maths.numbers import exact_verdict, respelled_pair
 
 GRADING_DEADLINE_S = 2.0

@@ -30,9 +30,9 @@ from typing import Any, Self, TypeVar
 import structlog
 from pebble import ProcessExpired, ProcessPool, ThreadPool
 
+from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import GrpoError
-from grpo_core.process.closing import ClosesOnExit
-from grpo_core.process.orphans import end_with_parent
+from grpo_core.process import end_with_parent
 from grpo_env.loading import specs_from
 from grpo_env.tasks import Answer, Message, Row, State, Task
 from grpo_env.tasks.reward_functions import graded_of

@@ -8,10 +8,10 @@ from grpo_env.tasks.task import Answer as Answer
 from grpo_env.tasks.task import ContextFull as ContextFull
 from grpo_env.tasks.task import Dialogue as Dialogue
 from grpo_env.tasks.task import Graded as Graded
-from grpo_env.tasks.task import Message as Message
 from grpo_env.tasks.task import Reward as Reward
 from grpo_env.tasks.task import Row as Row
 from grpo_env.tasks.task import Split as Split
 from grpo_env.tasks.task import State as State
 from grpo_env.tasks.task import Task as Task
 from grpo_env.tasks.task import TaskOptions as TaskOptions
+from grpo_env.tasks.tool_calls import Message as Message

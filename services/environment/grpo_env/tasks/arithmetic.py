@@ -7,7 +7,15 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 
-from grpo_env.tasks.task import Answer, Graded, Message, Row, Split, Task, TaskOptions
+from grpo_env.tasks.task import (
+    Answer,
+    Graded,
+    Row,
+    Split,
+    Task,
+    TaskOptions,
+)
+from grpo_env.tasks.tool_calls import Message
 
 _MOST_ROWS = 10_000
 

@@ -10,7 +10,15 @@ from typing import Any
 from grpo_env.maths.final_answer import MARK, find_result
 from grpo_env.maths.math_grader import MathGrader
 from grpo_env.tasks.rows import rows_of
-from grpo_env.tasks.task import Answer, Graded, Message, Row, Split, Task, TaskOptions
+from grpo_env.tasks.task import (
+    Answer,
+    Graded,
+    Row,
+    Split,
+    Task,
+    TaskOptions,
+)
+from grpo_env.tasks.tool_calls import Message
 
 INSTRUCTION = "Reason step by step. End with the line\n#### <number>"
 """Short, because with one token per character a problem alone has up to a thousand tokens."""

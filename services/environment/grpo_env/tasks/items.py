@@ -12,7 +12,8 @@ from functools import cached_property
 import structlog
 
 from grpo_env.tasks.data_files import DataUnusable
-from grpo_env.tasks.task import Message, Row, Task
+from grpo_env.tasks.task import Row, Task
+from grpo_env.tasks.tool_calls import Message
 
 log = structlog.get_logger()
 

@@ -20,7 +20,13 @@ from grpo_env.tasks.data_files import (
     is_file_name,
     read_records,
 )
-from grpo_env.tasks.task import PROMPT_COLUMNS, Message, Row, Split, TaskOptions
+from grpo_env.tasks.task import (
+    PROMPT_COLUMNS,
+    Row,
+    Split,
+    TaskOptions,
+)
+from grpo_env.tasks.tool_calls import Message
 
 ANSWER = "answer"
 _RIGHT = "ground_truth"

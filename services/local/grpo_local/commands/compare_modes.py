@@ -9,14 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from grpo_core.errors import GrpoError, ProtocolViolation
-from grpo_core.process.managed import describe_exit
+from grpo_core.process import describe_exit
 from grpo_core.settings import without_secrets
 from grpo_local.modes import ModeName
-from grpo_local.process.signals import StopRequest, StopRequested
-from grpo_local.process.stack import Service, Stack
+from grpo_local.process.stack import Service, Stack, StopRequest, StopRequested
 from grpo_local.report.metrics_file import MetricsFile
 from grpo_local.report.mode_comparison import (
-    Comparison,
+    ModeComparison,
     ModeResult,
     document,
     show_new_steps,
@@ -54,7 +53,7 @@ def compare_modes(settings: CompareSettings, screen: Screen) -> int:
                 f"files in {directory}"
             )
             results = _run_all(settings, directory, screen, stop_request)
-            comparison = Comparison(
+            comparison = ModeComparison(
                 steps=settings.steps,
                 seed=settings.seed,
                 cores=os.cpu_count() or 1,
@@ -143,7 +142,7 @@ def _why(status: int, log: Path) -> str:
     return said or f"its run ended with {describe_exit(status)}"
 
 
-def write_comparison(comparison: Comparison, directory: Path) -> None:
+def write_comparison(comparison: ModeComparison, directory: Path) -> None:
     """Write the table, the plot and the record. The curve of a failed run ends where it failed.
 
     Raises:

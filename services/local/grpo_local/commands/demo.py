@@ -9,37 +9,34 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.errors import GrpoError
-from grpo_core.process.managed import ManagedProcess, ProcessFailed
-from grpo_core.redis.password import redis_password
-from grpo_core.redis.url import with_password
-from grpo_core.security.bearer_token import plain
+from grpo_core.process import ManagedProcess, ProcessFailed
+from grpo_core.redis.url import redis_password, with_password
+from grpo_core.security import plain
 from grpo_core.settings import resolved_yaml
-from grpo_core.settings.smollm2 import SMOLLM2
-from grpo_local.defaults import Sizes
+from grpo_core.settings.machine import SMOLLM2
+from grpo_core.weights.supervisor import SupervisorClient
+from grpo_local.defaults import RunSizes
 from grpo_local.modes import HandOff, Mode
 from grpo_local.process.health import HealthProbe
-from grpo_local.process.peak_memory import MemoryPeaks
 from grpo_local.process.ports import free_port
-from grpo_local.process.signals import StopRequest, StopRequested
-from grpo_local.process.stack import Stack, start_on_screen
-from grpo_local.report.evaluation_lines import (
+from grpo_local.process.stack import MemoryPeaks, Stack, StopRequest, StopRequested, start_on_screen
+from grpo_local.report.evaluations import (
     EvaluationsFile,
     evaluation_line,
     few_items_warning,
     lift_text,
 )
-from grpo_local.report.flat_start import flat_start_hint
 from grpo_local.report.metrics_file import GrowingFile, MetricsFile, StepRecord, trim_records
 from grpo_local.report.step_table import (
     HEADER_EVERY_STEPS,
+    flat_start_hint,
     header_lines,
     legend_lines,
     step_line,
 )
 from grpo_local.report.summary import (
-    Benchmark,
+    BenchmarkFacts,
     RunFacts,
     closing_lines,
     counted,
@@ -52,6 +49,7 @@ from grpo_local.screen import Screen
 from grpo_local.services import (
     MODEL_PATH_FILE,
     ServiceFactory,
+    model_job,
     redis_url,
     weights_socket_path,
 )
@@ -74,7 +72,11 @@ def run_demo(settings: DemoSettings, screen: Screen) -> int:
     """Run it all; returns the exit status: 0, 1 after a failure, 128 + n after signal n."""
     with StopRequest() as stop_request, contextlib.ExitStack() as held:
         try:
-            run = open_run_directory(settings)
+            run = (
+                create_run_directory(settings.run_dir, settings.seed)
+                if settings.resume is None
+                else RunDirectory.of(settings.resume)
+            )
             held.enter_context(run.hold())
         except GrpoError as error:
             return screen.failed(error)
@@ -91,13 +93,6 @@ def run_demo(settings: DemoSettings, screen: Screen) -> int:
             return 0
         screen.advice(_after_a_failure(run))
         return status
-
-
-def open_run_directory(settings: DemoSettings) -> RunDirectory:
-    """A new directory, or that of the run to resume."""
-    if settings.resume is None:
-        return create_run_directory(settings.run_dir, settings.seed)
-    return RunDirectory.of(settings.resume)
 
 
 def _command() -> str:
@@ -119,7 +114,9 @@ def _train_and_report(
     settings: DemoSettings, run: RunDirectory, screen: Screen, stop_request: StopRequest
 ) -> None:
     started = time.monotonic()
-    records = earlier_records(run) if settings.resume else []
+    records: list[StepRecord] = []
+    if settings.resume:  # the steps after the newest checkpoint are repeated
+        records = trim_records(run.metrics, run.newest_checkpoint_step() or 0)
     screen.lines(opening_lines(settings, run, len(records)))
     memory, evaluations = MemoryPeaks(), EvaluationsFile(run.evaluations)
     evaluations.read_new()  # those of the run that is resumed
@@ -170,7 +167,7 @@ def _train_and_report(
         mode=settings.mode,
         seed=settings.seed,
         summary=summarise(records, time.monotonic() - started, training_s),
-        benchmark=read_record(Benchmark, benchmark) if benchmark.exists() else None,
+        benchmark=read_record(BenchmarkFacts, benchmark) if benchmark.exists() else None,
         server=status,
         peak_bytes=memory.peak_bytes,
     )
@@ -204,12 +201,6 @@ def opening_lines(settings: DemoSettings, run: RunDirectory, done: int) -> list[
     ]
 
 
-def earlier_records(run: RunDirectory) -> list[StepRecord]:
-    """Those up to the newest checkpoint. Later ones are removed, since their steps are repeated."""
-    step = run.newest_checkpoint_step() or 0
-    return trim_records(run.metrics, step)
-
-
 def start_services(
     factory: ServiceFactory, stack: Stack, screen: Screen, weights_socket: Path
 ) -> HandOff:
@@ -227,8 +218,10 @@ def start_services(
     url = with_password(redis_url(redis_port), redis_password(run.redis))
     hand_off = settings.hand_off(url, run, weights_socket)
     hand_off.make_directories()
-    path_file = run.path / MODEL_PATH_FILE
-    jobs = [factory.model_job(path_file)] if settings.model in (None, SMOLLM2) else []
+    path_file, jobs = run.path / MODEL_PATH_FILE, []
+    if settings.model in (None, SMOLLM2):
+        threads, within_s = 2 * settings.compute_threads, settings.model_deadline_s
+        jobs = [model_job(settings.model, path_file, threads, within_s)]
     start_on_screen(stack, [factory.redis(redis_port), *jobs], screen)
     model = path_file.read_text().strip() if jobs else str(settings.model)
     services = [
@@ -244,7 +237,7 @@ def start_services(
 def follow_training(
     stack: Stack,
     run: RunDirectory,
-    sizes: Sizes,
+    sizes: RunSizes,
     mode: Mode,
     screen: Screen,
     done: int = 0,
@@ -294,7 +287,11 @@ def follow_training(
         for name in environments:
             _require_unended_or_complete(stack.process(name))
         if time.monotonic() - last_step_at > sizes.step_deadline_s:
-            raise NoTrainingStep(_no_step_message(sizes, done + len(records), trainer))
+            raise NoTrainingStep(
+                f"no training step ended within {sizes.step_deadline_s:g} s, after "
+                f"{done + len(records)} of {sizes.steps} steps; see {trainer.log_path} and the "
+                f"logs of the other services, or raise --step-deadline-s\n{trainer.log_tail()}"
+            )
         stack.sleep(FOLLOW_POLL_S)
 
 
@@ -315,7 +312,7 @@ def show_evaluations(evaluations: EvaluationsFile, screen: Screen) -> bool:
 
 
 def wait_for_evaluations(
-    stack: Stack, environments: Sequence[str], sizes: Sizes, screen: Screen
+    stack: Stack, environments: Sequence[str], sizes: RunSizes, screen: Screen
 ) -> None:
     """Wait until the environments have evaluated the policy of the last step and ended. They may
     take as long as a step; a run whose last evaluation takes longer ends without it."""
@@ -325,11 +322,3 @@ def wait_for_evaluations(
             if time.monotonic() - started > sizes.step_deadline_s:
                 return
             stack.sleep(FOLLOW_POLL_S)
-
-
-def _no_step_message(sizes: Sizes, done: int, trainer: ManagedProcess) -> str:
-    return (
-        f"no training step ended within {sizes.step_deadline_s:g} s, after {done} of {sizes.steps} "
-        f"steps; see {trainer.log_path} and the logs of the other services, or raise "
-        f"--step-deadline-s\n{trainer.log_tail()}"
-    )

@@ -6,22 +6,21 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from grpo_core.clients.service import ServiceClient
 from grpo_core.errors import GrpoError
-from grpo_core.evaluation.comparison import compare
-from grpo_core.evaluation.files import read_results, save
-from grpo_core.evaluation.results import EvalResult
-from grpo_core.evaluation.table import comparison_lines, table_lines
-from grpo_core.process.managed import describe_exit
-from grpo_core.security.bearer_token import plain
-from grpo_core.settings.smollm2 import SMOLLM2
-from grpo_local.evaluated_model import EvaluatedModel, adapter_flags, by_server
+from grpo_core.evaluation.results import EvalResult, read_results, save
+from grpo_core.evaluation.tables import compare, comparison_lines, table_lines
+from grpo_core.process import describe_exit
+from grpo_core.security import plain
+from grpo_core.settings.machine import SMOLLM2
+from grpo_local.models import EvaluatedModel, adapter_flags, by_server
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
-from grpo_local.process.signals import StopRequest, StopRequested
-from grpo_local.process.stack import Service, Stack, start_on_screen
+from grpo_local.process.stack import Service, Stack, StopRequest, StopRequested, start_on_screen
+from grpo_local.report.metrics_file import GrowingFile
 from grpo_local.report.summary import counted
 from grpo_local.screen import Screen
 from grpo_local.service_options import ENV, MODULES, service_words
@@ -100,8 +99,17 @@ def _evaluated(
         Stack(settings.output.with_suffix("") / LOGS, stop_request) as stack,
     ):
         flags = ["--redis-url", "none", "--no-share-weights", *adapter_flags(models)]
-        variables = _variables(settings)
-        server = inference_server(settings, probe, port, served, flags, variables)
+        server = inference_server(
+            settings,
+            probe,
+            port,
+            served,
+            flags,
+            _variables(settings),
+            max_model_len=settings.served_length,
+            kv_cache_mib=settings.served_kv_cache_mib,
+            deadline_s=settings.server_deadline_s,
+        )
         start_on_screen(stack, [server], screen)
         results: Results = {model: {} for model in models}
         for model in models:
@@ -159,9 +167,9 @@ def _results_of(
         job = evaluation_job(task, model, server_url, output, settings)
         log = settings.output.with_suffix("") / LOGS / f"{job.name}.log"
         written = log.stat().st_size if log.exists() else 0
-        progress = Progress(log, written, screen)
+        progress = partial(_show_progress, GrowingFile(log, written), screen)
         with screen.activity(f"evaluating {model.name} on {task}: {_plan(settings)}"):
-            status = stack.join([job], progress.show)[job.name]
+            status = stack.join([job], progress)[job.name]
         if status != 0:
             raise EvaluationFailed(f"{_why(log, written, status)}; see {log}")
         found = read_results(output)
@@ -172,29 +180,14 @@ def _results_of(
     return [*zip(named, pages, strict=True)]
 
 
-class Progress:
-    """Shows how far `env-server` is, as its log tells.
-
-    Args: begun: size of the log before
-    """
-
-    def __init__(self, log: Path, begun: int, screen: Screen) -> None:
-        self._log, self._at, self._screen = log, begun, screen
-
-    def show(self) -> None:
-        if not self._log.exists():
-            return
-        with self._log.open("rb") as file:
-            file.seek(self._at)
-            new = file.read()
-        new = new[: new.rfind(b"\n") + 1]
-        self._at += len(new)
-        for line in new.decode(errors="replace").splitlines():
-            if PROGRESS in line:
-                of = {name: int(number) for name, number in _FIELD.findall(line)}
-                self._screen.line(
-                    f"  {of['done']} of {of['items']} items, about {of['left_s']} s left", "dim"
-                )
+def _show_progress(log: GrowingFile, screen: Screen) -> None:
+    """Show how far `env-server` is, as new lines of its log tell."""
+    for line in log.new_lines():
+        if PROGRESS in line:
+            of = {name: int(number) for name, number in _FIELD.findall(line)}
+            screen.line(
+                f"  {of['done']} of {of['items']} items, about {of['left_s']} s left", "dim"
+            )
 
 
 def evaluation_job(

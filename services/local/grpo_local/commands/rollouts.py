@@ -1,4 +1,4 @@
-"""`grpo-rollouts`: shows sequences of a run, or compares two of its steps."""
+"""`grpo-rollouts` and `grpo-report`: show the sequences of a run, in a terminal or on a page."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import itertools
 import json
 import os
 import sys
+import webbrowser
 from collections.abc import Iterable
 
 from grpo_core.errors import GrpoError
 from grpo_core.rollouts.files import read_steps, steps_in
 from grpo_core.rollouts.record import RolloutRecord
-from grpo_local.report.rollout_diff import StepComparison, pair_lines
-from grpo_local.report.rollout_text import RolloutText, sample_lines
+from grpo_local.report.page import write_report
+from grpo_local.report.rollouts import RolloutText, StepComparison, pair_lines, sample_lines
+from grpo_local.run_directory import RunDirectory
 from grpo_local.screen import EXIT_FAILED, Screen
-from grpo_local.settings import RolloutsSettings
+from grpo_local.settings import ReportSettings, RolloutsSettings
 
 
 def show_rollouts(settings: RolloutsSettings, screen: Screen) -> int:
@@ -91,3 +93,20 @@ def _show_diff(settings: RolloutsSettings, steps: tuple[int, int], screen: Scree
         for line, style in pair_lines(pair, text, screen.width, settings.worst, settings.best):
             screen.line(line, style)
     return True
+
+
+def report(settings: ReportSettings, screen: Screen) -> int:
+    """Returns the exit status."""
+    try:
+        with screen.activity(f"reading {settings.run}"):
+            page = write_report(RunDirectory.of(settings.run), settings.output)
+    except (GrpoError, OSError) as error:
+        return screen.failed(error)
+    screen.line(f"report: {page}")
+    if settings.open and not webbrowser.open(page.absolute().as_uri()):
+        return screen.failed(NoBrowser(f"no browser was found; open {page} in one"))
+    return 0
+
+
+class NoBrowser(GrpoError):
+    """`--open` was given, and no browser could be started."""

@@ -7,16 +7,15 @@ import tempfile
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
-from grpo_core.process.managed import ManagedProcess, ProcessFailed
+from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_core.redis.server import LocalRedis
 from grpo_core.redis.url import local_redis_directory
-from grpo_core.settings.smollm2 import SMOLLM2
+from grpo_core.settings.machine import SMOLLM2
 from grpo_core.weights import bridge_config
-from grpo_local.model_config import default_max_model_len
+from grpo_local.models import default_max_model_len
 from grpo_local.modes import HandOff
 from grpo_local.process.health import HealthProbe
-from grpo_local.process.signals import StopRequest, StopRequested
-from grpo_local.process.stack import Service, Stack, start_on_screen
+from grpo_local.process.stack import Service, Stack, StopRequest, StopRequested, start_on_screen
 from grpo_local.report.metrics_file import GrowingFile
 from grpo_local.screen import EXIT_FAILED, Screen
 from grpo_local.service_options import MODULES, SERVER, TRAINER, service_words

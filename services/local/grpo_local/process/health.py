@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 
-from grpo_core.process.closing import ClosesOnExit
-from grpo_core.security.bearer_token import authorization
+from grpo_core.closing import ClosesOnExit
+from grpo_core.security import authorization
 
 PROBE_TIMEOUT_S = 1.0
 NOT_REGISTERED = -1

@@ -1,4 +1,8 @@
-"""The processes of one run: starts them, watches them, and ends them in reverse order."""
+"""The processes of one run: starts them, watches them, and ends them in reverse order.
+
+A signal handler that raises could interrupt the code that starts or ends child processes. So the
+handler of stop signals such as Ctrl-C only counts, and every wait checks the count.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,65 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Self
 
+import psutil
+
 from grpo_core.deadline import Deadline
-from grpo_core.process.managed import ManagedProcess, ProcessFailed, describe_exit
-from grpo_core.process.orphans import adopt_orphans, end_orphans, stop_adopting
-from grpo_local.process.signals import StopRequest
+from grpo_core.errors import GrpoError
+from grpo_core.process import (
+    ManagedProcess,
+    ProcessFailed,
+    adopt_orphans,
+    describe_exit,
+    end_orphans,
+    stop_adopting,
+)
 from grpo_local.screen import Screen
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopRequested(GrpoError):
+    """The command received a stop signal."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"stopped by {number.name}")
+        self.exit_status = 128 + number
+
+
+class StopRequest:
+    """Counts stop signals while the context is open. On exit the previous handlers are restored."""
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self._previous: dict[signal.Signals, signal._HANDLER] = {}
+
+    def check(self) -> None:
+        """Raises `StopRequested` once a signal has arrived."""
+        if self.received:
+            raise StopRequested(self.received[0])
+
+    @property
+    def is_urgent(self) -> bool:
+        """True after a second signal: stop without waiting."""
+        return len(self.received) > 1
+
+    def __enter__(self) -> Self:
+        for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # started under nohup: the run outlives the terminal
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
+
 
 STOP_GRACE_S = 10.0
 NAME_WIDTH = 11
@@ -215,3 +271,57 @@ def describe_failures(failed: Sequence[ManagedProcess]) -> str:
 def _has_failed(service: Service, process: ManagedProcess) -> bool:
     code = process.exit_code
     return code is not None and not (service.may_finish and code == 0)
+
+
+SAMPLE_EVERY_S = 5.0
+"""A sample takes a tenth of a second of CPU time."""
+MIB = 2**20
+
+
+class MemoryPeaks:
+    """The highest memory of each service in bytes, sampled every few seconds.
+
+    It is the proportional set size: a page that n processes map counts 1/n in each. So weights that
+    server and trainer share are not counted twice. If the kernel does not give it, the resident set
+    size is used.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes: dict[str, int] = {}
+        self._next_at = 0.0
+        self._watched: frozenset[str] = frozenset()
+
+    def watch(self, pids: Mapping[str, int]) -> None:
+        """Take a sample if one is due. Call it often.
+
+        A sample is also due when a service has started or ended, so that short runs have some.
+
+        Args:
+            pids: process ids by service
+        """
+        watched = frozenset(pids)
+        if watched == self._watched and time.monotonic() < self._next_at:
+            return
+        self._watched = watched
+        for name, pid in pids.items():
+            self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), tree_bytes(pid))
+        self._next_at = time.monotonic() + SAMPLE_EVERY_S
+
+
+def tree_bytes(pid: int) -> int:
+    """Memory of a process and its descendants; 0 if it has ended."""
+    try:
+        root = psutil.Process(pid)
+        family = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    return sum(_process_bytes(process) for process in family)
+
+
+def _process_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.AccessDenied:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:  # a zombie has no memory either
+        return 0

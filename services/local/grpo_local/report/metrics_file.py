@@ -67,11 +67,14 @@ class MetricsFile:
 
 
 class GrowingFile:
-    """A text file that another process appends to. Only complete lines are read."""
+    """A text file that another process appends to. Only complete lines are read.
 
-    def __init__(self, path: Path) -> None:
+    Args: offset: bytes to skip, which end with a newline
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
-        self._offset = 0  # bytes, always after a newline
+        self._offset = offset
 
     def new_lines(self) -> list[str]:
         """New lines since the last call; none if there is no file."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from grpo_local.modes import ModeName
-from grpo_local.process.peak_memory import MIB
+from grpo_local.process.stack import MIB
 from grpo_local.report.metrics_file import MetricsFile
-from grpo_local.report.summary import Benchmark, RunFacts
+from grpo_local.report.summary import BenchmarkFacts, RunFacts
 from grpo_local.screen import Screen
 
 NOT_KNOWN = "-"
@@ -43,7 +43,7 @@ class ModeResult(BaseModel):
         )
 
 
-class Comparison(BaseModel):
+class ModeComparison(BaseModel):
     """`comparison.json`."""
 
     model_config = ConfigDict(frozen=True)
@@ -68,7 +68,7 @@ class Row:
     form: str
 
 
-def _mib_of(value: Callable[[Benchmark], float | None]) -> Callable[[RunFacts], float | None]:
+def _mib_of(value: Callable[[BenchmarkFacts], float | None]) -> Callable[[RunFacts], float | None]:
     """MiB from bytes in the trainer's `benchmark.json`."""
 
     def in_mib(facts: RunFacts) -> float | None:
@@ -118,7 +118,7 @@ def table_lines(results: Sequence[ModeResult]) -> list[str]:
     return [_line(head), _line(["---", *("---:" for _ in results)]), *map(_line, rows)]
 
 
-def document(comparison: Comparison, plot: str) -> str:
+def document(comparison: ModeComparison, plot: str) -> str:
     """`comparison.md`."""
     how = "all at once" if comparison.side_by_side else "one after another"
     options = " ".join(comparison.passed_on) or "none"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,8 +12,7 @@ import yaml
 from grpo_core.errors import GrpoError, ProtocolViolation
 from grpo_core.rollouts.files import TOKENIZER, read_steps
 from grpo_core.rollouts.page import TokenTexts, write_page
-from grpo_core.rollouts.page.curves import PART, REWARD, TITLES, Point
-from grpo_core.rollouts.record import RolloutRecord
+from grpo_core.rollouts.page.encode import PART, REWARD, TITLES, Point
 from grpo_local.report.evaluations import Evaluations
 from grpo_local.report.metrics_file import metric_curves
 from grpo_local.report.summary import RunFacts, counted, read_record, tenth_of
@@ -51,7 +50,7 @@ def write_report(run: RunDirectory, output: Path | None = None) -> Path:
     write_page(
         path,
         _title(config),
-        _records(rollouts),
+        () if rollouts is None else read_steps(rollouts),
         curves | evaluations.curves,
         texts,
         _facts(run, config, curves, evaluations),
@@ -59,10 +58,6 @@ def write_report(run: RunDirectory, output: Path | None = None) -> Path:
         special=texts.special if texts else (),
     )
     return path
-
-
-def _records(rollouts: Path | None) -> Iterator[RolloutRecord]:
-    return iter(()) if rollouts is None else read_steps(rollouts)
 
 
 def _token_texts(rollouts: Path | None) -> TokenTexts | None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.errors import ProtocolViolation
-from grpo_core.weights.supervisor_protocol import SupervisorStatus
+from grpo_core.weights.supervisor import SupervisorStatus
 from grpo_local.modes import Mode, ModeName
 from grpo_local.report.metrics_file import StepRecord
 from grpo_local.run_directory import RunDirectory
@@ -67,7 +67,7 @@ def summarise(records: Sequence[StepRecord], total_s: float, training_s: float) 
     )
 
 
-class Benchmark(BaseModel):
+class BenchmarkFacts(BaseModel):
     """The part of the trainer's `benchmark.json` that a summary needs."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -91,7 +91,7 @@ class RunFacts(BaseModel):
     mode: ModeName
     seed: int
     summary: Summary
-    benchmark: Benchmark | None
+    benchmark: BenchmarkFacts | None
     server: SupervisorStatus | None
     """The supervisor's last status before the end of the trainer."""
     peak_bytes: dict[str, int]

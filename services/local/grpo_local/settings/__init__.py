@@ -3,8 +3,7 @@
 from grpo_local.settings.compare import CompareSettings
 from grpo_local.settings.demo import DemoSettings
 from grpo_local.settings.evaluate import EvalSettings
-from grpo_local.settings.report import ReportSettings
-from grpo_local.settings.rollouts import RolloutsSettings
+from grpo_local.settings.rollouts import ReportSettings, RolloutsSettings
 from grpo_local.settings.run import RunSettings
 
 __all__ = [

@@ -12,13 +12,12 @@ from pydantic import AfterValidator, Field
 
 from grpo_core.settings import Command, CommandSettings, CommaSeparated, Mistake, Shown
 from grpo_core.settings.machine import not_writable
-from grpo_core.settings.names import Names
-from grpo_core.settings.options import COMMON, options_of
+from grpo_core.settings.options import COMMON, Names, options_of
 from grpo_local.modes import ModeName
 from grpo_local.run_directory import RUNS, unusable
 from grpo_local.service_options import words_of_sections
 from grpo_local.settings.demo import DemoSettings
-from grpo_local.settings.fields import each_once
+from grpo_local.settings.services import each_once
 
 SEPARATOR = "--"
 SET_FOR_EACH_RUN = frozenset({"mode", "run_dir", "resume", "steps", "seed"})

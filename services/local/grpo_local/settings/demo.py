@@ -11,17 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, SecretStr, field_validator
 
 from grpo_core.redis.keys import is_run_id
-from grpo_core.security.bearer_token import usable_token
+from grpo_core.security import usable_token
 from grpo_core.settings import Command, CommaSeparated, Mistake, Shown
-from grpo_core.settings.machine import missing_data, not_writable
-from grpo_core.settings.smollm2 import unusable_model
+from grpo_core.settings.machine import missing_data, not_writable, unusable_model
 from grpo_core.weights import bridge_config
-from grpo_local.defaults import BY_TASK, SIZE_NAMES, Sizes, name_of_task, sizes_for
-from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
+from grpo_local.defaults import BY_TASK, SIZE_NAMES, RunSizes, name_of_task, sizes_for
+from grpo_local.modes import ADAPTER_OPTIONS, HandOff, WeightOptions
 from grpo_local.run_directory import RUNS, RunDirectory, unusable
 from grpo_local.service_options import ENV, SERVER, SERVICES, TRAINER, mistakes_in
-from grpo_local.settings.fields import HUB_OR_SMOLLM2, each_once
-from grpo_local.settings.server import ServerOptions
+from grpo_local.settings.services import HUB_OR_SMOLLM2, ServerOptions, each_once
 
 TINY_MODEL = "tiny-model"
 _PLACEHOLDER_URL = "redis://127.0.0.1:6379/0"
@@ -36,7 +34,7 @@ def half_the_cores() -> int:
     return max(1, (os.cpu_count() or 1) // 2)
 
 
-class DemoSettings(ServerOptions, ModeOptions):
+class DemoSettings(ServerOptions, WeightOptions):
     """Trains a model with GRPO on this machine and shows the progress: starts Redis, run-api, the
     inference server, the trainer and environments as local processes. grpo-demo needs no GPU, no
     container and no model hub.
@@ -229,11 +227,11 @@ class DemoSettings(ServerOptions, ModeOptions):
         return self.sizes.steps if self.eval_every is None else self.eval_every
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> RunSizes:
         """The options whose default depends on others."""
         return self._sizes_of(self.task)
 
-    def _sizes_of(self, tasks: Sequence[str]) -> Sizes:
+    def _sizes_of(self, tasks: Sequence[str]) -> RunSizes:
         given = {name: getattr(self, name) for name in SIZE_NAMES}
         return sizes_for(
             tasks,
@@ -246,10 +244,6 @@ class DemoSettings(ServerOptions, ModeOptions):
     def completion_limit(self, task: str) -> int | None:
         """Of one task's completions, in tokens; None for the task's own limit."""
         return self.sizes.max_completion_tokens or self._sizes_of([task]).max_completion_tokens
-
-    @property
-    def server_sizes(self) -> Sizes:
-        return self.sizes
 
     def resolved(self) -> dict[str, Any]:
         """Without the directories: this configuration can be used for another run."""

@@ -3,29 +3,76 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, SecretStr, field_validator
 
-from grpo_core.security.bearer_token import usable_token
+from grpo_core.security import usable_token
 from grpo_core.settings import Command, CommaSeparated, Given, Mistake, Shown
 from grpo_core.settings.machine import not_writable
+from grpo_core.settings.sources import content_of
 from grpo_core.weights.directory_checks import UnusableWeights
-from grpo_local.evaluated_model import (
+from grpo_local.models import (
     BASE,
     EvaluatedModel,
     adapter_flags,
+    default_max_model_len,
     evaluated_model,
     without_adapter,
 )
-from grpo_local.model_config import default_max_model_len
-from grpo_local.service_options import ENV, SERVER, mistakes_in
-from grpo_local.settings.fields import HUB_OR_SMOLLM2, each_once
-from grpo_local.settings.options_of_run import add_options_of_run, config_of_run
-from grpo_local.settings.server import ServerOptions
+from grpo_local.run_directory import RunDirectory
+from grpo_local.service_options import (
+    ENV,
+    SERVER,
+    mistakes_in,
+    options_by_service,
+    service_words,
+    words_of_sections,
+)
+from grpo_local.settings.services import HUB_OR_SMOLLM2, ServerOptions, each_once
+
+_CHECKPOINTS = "checkpoints"
+
+
+def config_of_run(model: Path) -> Path | None:
+    """The configuration of the run that wrote this model or adapter; None if it is in no run."""
+    config = RunDirectory(model.parent.parent).config
+    return config if model.parent.name == _CHECKPOINTS and config.is_file() else None
+
+
+def add_options_of_run(
+    given: dict[str, Given],
+    config: Path,
+    fields: Collection[str],
+    service_options: str,
+    own: Collection[str],
+) -> None:
+    """Add the values of `fields` that are not given, and in front of `service_options` those of
+    the environment.
+
+    Args:
+        own: options of the environment that the command sets, so the run's values do not count
+
+    Raises:
+        ValueError: the configuration cannot be read.
+    """
+    try:
+        words, options = words_of_sections(content_of(config))
+    except ValueError as error:
+        raise ValueError(f"{error}; pass --task") from None
+    for field in fields:
+        value = options.get(field.replace("_", "-"))
+        if field not in given and value is not None:
+            given[field] = Given(value, f"{config}: {field}")
+    of_environment = options_by_service(words).get(ENV, {})
+    kept = {f"{ENV}.{name}": found for name, found in of_environment.items() if name not in own}
+    if kept:
+        later = given.get(service_options)
+        all_words = [*service_words(kept), *(later.value if later else ())]
+        given[service_options] = Given(all_words, f"{config}: {ENV}")
+
 
 SAMPLES = 8
 CPU_KV_CACHE_MIB = 1024
@@ -35,15 +82,6 @@ _OF_ENV_SERVER = f"{ENV}: env-server: "
 
 def all_cores() -> int:
     return os.cpu_count() or 1
-
-
-@dataclass(frozen=True)
-class EvalServerSizes:
-    """See `ServerSizes`."""
-
-    max_model_len: int
-    kv_cache_mib: int | None
-    server_deadline_s: float
 
 
 class EvalSettings(ServerOptions):
@@ -186,12 +224,13 @@ class EvalSettings(ServerOptions):
         return 0.0 if self.greedy else self.temperature or 1.0
 
     @property
-    def server_sizes(self) -> EvalServerSizes:
-        return EvalServerSizes(
-            max_model_len=self.max_model_len or default_max_model_len(self._served),
-            kv_cache_mib=self.kv_cache_mib or (None if self.on_gpu else CPU_KV_CACHE_MIB),
-            server_deadline_s=self.server_deadline_s,
-        )
+    def served_length(self) -> int:
+        """Longest sequence that the server accepts."""
+        return self.max_model_len or default_max_model_len(self._served)
+
+    @property
+    def served_kv_cache_mib(self) -> int | None:
+        return self.kv_cache_mib or (None if self.on_gpu else CPU_KV_CACHE_MIB)
 
     @property
     def _served(self) -> str:
@@ -273,7 +312,7 @@ class EvalSettings(ServerOptions):
                 if self.max_completion_tokens
                 else ()
             ),
-            *("--seq-len", str(self.server_sizes.max_model_len)),
+            *("--seq-len", str(self.served_length)),
             *("--seed", str(self.seed)),
             *("--log-level", self.log_level),
         ]

@@ -20,19 +20,17 @@ from grpo_core.settings import (
     Shown,
     flag_for,
 )
-from grpo_core.settings.machine import cannot_listen, not_writable
-from grpo_core.settings.smollm2 import unusable_model
+from grpo_core.settings.machine import cannot_listen, not_writable, unusable_model
 from grpo_core.weights.directory_checks import without_head
-from grpo_local.modes import ADAPTER_OPTIONS, HandOff, ModeOptions
+from grpo_local.modes import ADAPTER_OPTIONS, HandOff, WeightOptions
 from grpo_local.service_options import SERVER, TRAINER
-from grpo_local.settings.fields import HUB_OR_SMOLLM2
-from grpo_local.settings.with_services import WithServiceOptions
+from grpo_local.settings.services import HUB_OR_SMOLLM2, WithServiceOptions
 
 LOOPBACK = "127.0.0.1"
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
-class RunSettings(WithServiceOptions, ModeOptions):
+class RunSettings(WithServiceOptions, WeightOptions):
     """Runs the inference server and the trainer of one run on this host: starts the server, then
     the trainer, and stops server and trainer at the end. run-api and environments are started
     separately. The exit status is the trainer's exit status.

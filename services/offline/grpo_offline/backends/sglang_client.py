@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from grpo_core.clients.inference import Completion, GenerateAnswer
 from grpo_core.clients.service import ServiceClient
-from grpo_core.errors import ProtocolViolation, RequestRefused
-from grpo_core.validation import problems_of
+from grpo_core.errors import ProtocolViolation, RequestRefused, problems_of
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import WeightsRefused
 

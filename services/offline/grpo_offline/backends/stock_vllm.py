@@ -8,8 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.clients.inference import GenerateAnswer
 from grpo_core.clients.service import AsyncServiceClient
-from grpo_core.errors import ProtocolViolation
-from grpo_core.validation import problems_of
+from grpo_core.errors import ProtocolViolation, problems_of
 from grpo_core.wire.policy_version import PolicyVersion
 
 _SERVICE = "vLLM"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from grpo_core.validation import problems_of
+from grpo_core.errors import problems_of
 
 Owner = Literal["GRPOConfig", "ModelConfig", "ScriptArguments"]
 Use = Literal["used", "without effect", "refused"]

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from grpo_core.cpu import share_cores
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_core.process.threads import share_cores
 from grpo_env.tasks import TaskOptions
 from grpo_env.tasks.items import training_items
 from grpo_offline.errors import KeysInvalid, RecipeInvalid

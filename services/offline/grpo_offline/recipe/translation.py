@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_core.validation import problems_of
+from grpo_core.errors import problems_of
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.key_names import in_recipe
 from grpo_offline.keys import OfflineKeys

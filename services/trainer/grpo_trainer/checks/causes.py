@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_trainer.checks.served_weights import MISMATCH
-from grpo_trainer.data.collate import Batch
-from grpo_trainer.data.micro_batches import by_length
+from grpo_trainer.data.collate import Batch, by_length
 from grpo_trainer.model.adapter import without_dropout
 from grpo_trainer.model.policy import CausalLM, device_of
 from grpo_trainer.token_table import MIN_TOKENS, Distance, TokenTable, mean_distance
@@ -138,7 +137,8 @@ def recomputed(policy: CausalLM, table: TokenTable, batch: Batch) -> Iterator[Hy
     if len(table) < MIN_TOKENS:
         return
     logits = logits_of(policy, table, batch)  # [N, V]
-    columns = (targets_of(table, batch), table.behaviour_logp, table.temperature)
+    ids = torch.cat([tokens[trained] for tokens, trained in _sequences(table, batch)])
+    columns = (ids, table.behaviour_logp, table.temperature)
     targets, logged, stated = (column.to(logits.device) for column in columns)
 
     def distance(temperature: Tensor) -> float:
@@ -231,11 +231,6 @@ def subsample(table: TokenTable) -> TokenTable:
         places = (table.sequence == number).nonzero()[:, 0]
         keep[places[:SAMPLE_TOKENS]] = keep[places[-SAMPLE_TOKENS:]] = True
     return table.where(keep)
-
-
-def targets_of(table: TokenTable, batch: Batch) -> Tensor:
-    """[N] the table's tokens, in host memory."""
-    return torch.cat([tokens[trained] for tokens, trained in _sequences(table, batch)])
 
 
 @torch.no_grad()

@@ -13,9 +13,9 @@ from grpo_trainer.checks.rollouts import RolloutCheck, ServedLogprobs, fresh_tok
 from grpo_trainer.checks.sampling import RatioCheck, SamplingCheck
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.groups import UsableGroup
-from grpo_trainer.model.forward import FastForward
+from grpo_trainer.learner import Learner
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
-from grpo_trainer.model.policy import CausalLM, end_tokens_of, vocabulary_of
+from grpo_trainer.model.policy import end_tokens_of, vocabulary_of
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.token_table import Distance, TokenTable, mean_distance
@@ -29,24 +29,17 @@ PROBE_TOKENS = 16
 
 class DataChecks:
     """Args:
-    reference: None without a reference model
     served_logprobs: asks the server
     tolerance: for the mean |difference| of fresh tokens
 
     `failed`: number of findings since the previous step.
     """
 
-    def __init__(
-        self,
-        policy: CausalLM,
-        forward: FastForward,
-        reference: Reference | None,
-        served_logprobs: ServedLogprobs,
-        tolerance: float,
-    ) -> None:
+    def __init__(self, learner: Learner, served_logprobs: ServedLogprobs, tolerance: float) -> None:
+        policy, reference = learner.policy, learner.reference
         self._groups = GroupCheck(end_tokens_of(policy))
         self._ratios = RatioCheck()
-        self._sampling = SamplingCheck(policy, forward)
+        self._sampling = SamplingCheck(policy, learner.forward)
         self._reference = None if reference is None else ReferenceCheck(reference)
         self._rollouts = RolloutCheck(policy, served_logprobs, tolerance)
         self._log = FindingLog()

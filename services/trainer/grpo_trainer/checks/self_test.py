@@ -20,23 +20,17 @@ from torch import Tensor
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.batch_advantages import weights_as_advantages
 from grpo_trainer.data.collate import Batch, broadcast_batch, collate
 from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
 from grpo_trainer.errors import FunctionUnusable, SelfTestFailed
 from grpo_trainer.functions import own_function
-from grpo_trainer.gradients import Accumulate, GradientStats
+from grpo_trainer.learner import GradientStats, Learner
 from grpo_trainer.losses import LossInputs
 from grpo_trainer.model.adapter import adapter_dropouts
-from grpo_trainer.model.forward import FastForward
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
 from grpo_trainer.model.policy import CausalLM, device_of, vocabulary_of
-from grpo_trainer.model.reference import Reference
 from grpo_trainer.objectives import ADVANTAGES, GRPO, LOSSES, Objective
-from grpo_trainer.optim.gradients import LossScale
-from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.ranks.group import ALONE, Ranks
+from grpo_trainer.optim.loss_scale import LossScale
 
 log = structlog.get_logger()
 
@@ -55,21 +49,15 @@ SAMPLED_WEIGHTS = 1024
 
 @dataclass(frozen=True)
 class SelfTest:
-    """The objects of the run that the test uses."""
+    """Computes a step of the learner without an update."""
 
-    policy: CausalLM
-    forward: FastForward
-    reference: Reference | None
-    optimizer: MasterOptimizer
-    settings: TrainerSettings
-    accumulate: Accumulate
-    ranks: Ranks = ALONE
+    learner: Learner
 
     def require(self) -> None:
         """Raises:
         SelfTestFailed: lists every part that gives a wrong result.
         """
-        if self.settings.seq_len < LONGEST:
+        if self.learner.settings.seq_len < LONGEST:
             log.info("self_test.skipped", reason=f"--seq-len is below {LONGEST} tokens")
             return
         problems = self._problems()
@@ -84,10 +72,10 @@ class SelfTest:
         log.info("self_test.passed")
 
     def _problems(self) -> list[str]:
-        objective = with_named_functions(self.settings.resolved_objective)
-        with _unchanged(self.optimizer.loss_scale, device_of(self.policy)):
+        objective = with_named_functions(self.learner.settings.resolved_objective)
+        with _unchanged(self.learner.optimizer.loss_scale, device_of(self.learner.policy)):
             # Rank 0 alone may have the whole policy, which gives the behaviour logprobs.
-            groups = self._groups() if self.ranks.leads else []
+            groups = self._groups() if self.learner.ranks.leads else []
             whole, parts = (self._batch(groups, objective, tokens) for tokens in (LARGE, 1))
             return [
                 *self._of_logprobs(whole, objective),
@@ -95,8 +83,8 @@ class SelfTest:
             ]
 
     def _groups(self) -> list[UsableGroup]:
-        vocabulary = vocabulary_of(self.policy)
-        limits = GroupLimits(vocabulary, self.settings.seq_len)
+        vocabulary = vocabulary_of(self.learner.policy)
+        limits = GroupLimits(vocabulary, self.learner.settings.seq_len)
         tokens = iter(probe_tokens(vocabulary, 2 * (PROMPT_TOKENS + sum(COMPLETION_TOKENS))))
         return [usable_group(i, self._group(tokens), limits) for i in range(2)]
 
@@ -104,7 +92,9 @@ class SelfTest:
         prompt = [next(tokens) for _ in range(PROMPT_TOKENS)]
         rows = [prompt + [next(tokens) for _ in range(length)] for length in COMPLETION_TOKENS]
         placeholders = [PROMPT_LOGPROB] * PROMPT_TOKENS
-        logged = [logprobs_of(self.policy, row)[PROMPT_TOKENS - 1 :].tolist() for row in rows]
+        logged = [
+            logprobs_of(self.learner.policy, row)[PROMPT_TOKENS - 1 :].tolist() for row in rows
+        ]
         return ScoredGroup(
             tokens=rows,
             masks=[[MASKED] * PROMPT_TOKENS + row[PROMPT_TOKENS:] for row in rows],
@@ -116,19 +106,16 @@ class SelfTest:
         """Args: groups: on rank 0; tokens: of a micro-batch"""
         batch = None
         if groups:
-            cut = self.forward.layout.cut
-            batch = collate(groups, self.settings.seq_len, tokens, cut, objective)
-            if objective.advantage == "maxent":
-                # Without the reference model, higher scores have higher weights.
-                alone = replace(objective, maxent_tau=objective.maxent_tau or 1.0)
-                weights, _ = weights_as_advantages(groups, alone, batch.trained_tokens())
-                batch = batch.with_advantages(groups, weights)
-        batch = broadcast_batch(batch, self.ranks)
-        return batch if self.reference is None else self.reference.added(batch, self.ranks)
+            cut = self.learner.forward.layout.cut
+            batch = collate(groups, self.learner.settings.seq_len, tokens, cut, objective)
+        batch = broadcast_batch(batch, self.learner.ranks)
+        if not objective.maxent_tau:
+            objective = replace(objective, maxent_tau=1.0)
+        return self.learner.with_advantages(batch, groups, objective)
 
     def _of_logprobs(self, batch: Batch, objective: Objective) -> Iterator[str]:
         """With dropout as in training."""
-        tolerance = tolerance_of(self.policy)
+        tolerance = tolerance_of(self.learner.policy)
         table = self._gathered(batch, objective).tokens
         if table.mean_distance() > tolerance:
             yield (
@@ -139,7 +126,7 @@ class SelfTest:
 
     def _of_gradients(self, whole: Batch, parts: Batch, objective: Objective) -> Iterator[str]:
         """One micro-batch of all sequences, and one of each, have the same gradient."""
-        with _dropout_at_zero(self.policy):
+        with _dropout_at_zero(self.learner.policy):
             expected, found = (self._gradient(batch, objective) for batch in (whole, parts))
         norm = float(expected.norm())
         difference = float((expected - found).norm())
@@ -154,14 +141,14 @@ class SelfTest:
 
     def _gathered(self, batch: Batch, objective: Objective) -> GradientStats:
         """Run the backward passes and drop the gradients."""
-        found = self.accumulate(batch, objective, 0)
-        self.optimizer.gradients.clear()
+        found = self.learner.accumulate(batch, objective, 0)
+        self.learner.optimizer.gradients.clear()
         return found
 
     def _gradient(self, batch: Batch, objective: Objective) -> Tensor:
         """Some gradients of each tensor, spread over it."""
-        gradients, scale = self.optimizer.gradients, self.optimizer.loss_scale
-        self.accumulate(batch, objective, 0)
+        gradients, scale = self.learner.optimizer.gradients, self.learner.optimizer.loss_scale
+        self.learner.accumulate(batch, objective, 0)
         flat = [gradient.reshape(-1) for gradient in gradients.tensors if gradient is not None]
         some = [g[:: max(1, len(g) // SAMPLED_WEIGHTS)].float() for g in flat]
         found = torch.cat(some).cpu() if some else torch.zeros(1)

@@ -12,16 +12,15 @@ from typing import Protocol
 
 import structlog
 
-from grpo_core.clients.run_api_answers import REFUSED_GROUPS_HINT, LeasedBatch, named_refusals
+from grpo_core.clients.run_api import REFUSED_GROUPS_HINT, LeasedBatch, named_refusals
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, LeasesFull
 from grpo_core.wire.run_api import EnvironmentCount, Registration, RunStatus
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import Batch, collate
+from grpo_trainer.data.collate import Batch, Cut, collate
 from grpo_trainer.data.filter import GroupFilter, VersionHistory, digest
 from grpo_trainer.data.groups import GroupLimits, UsableGroup
-from grpo_trainer.data.micro_batches import Cut
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import NoEnvironmentLeft, StaleData, UnusableGroup
 
@@ -47,7 +46,7 @@ class TakenBatch:
     Args:
         groups: all its groups as received
         usable: those that are trained on; empty on ranks above 0
-        collated: from `usable`
+        batch: collated from `usable`, without advantages
         dropped: number of groups that are "unusable", "stale" (both also of the batches that were
             skipped before this one) or "repeated" (trained on nevertheless)
 
@@ -58,7 +57,7 @@ class TakenBatch:
     batch_id: int
     groups: list[ScoredGroup]
     usable: list[UsableGroup]
-    collated: Batch
+    batch: Batch
     dropped: Counter[str] = field(default_factory=Counter)
 
 

@@ -1,4 +1,5 @@
-"""Converts usable groups of a batch to the tensors of its micro-batches.
+"""Converts usable groups of a batch to the tensors of its micro-batches, of a bounded number of
+tokens each.
 
 Legend: B sequences of a micro-batch, T positions after the causal shift (longest sequence - 1).
 """
@@ -18,20 +19,27 @@ from torch import Tensor
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.advantages import token_weights
-from grpo_trainer.data.batch_advantages import group_advantages
-from grpo_trainer.data.groups import UsableGroup
-from grpo_trainer.data.micro_batches import Cut, common_prefix
+from grpo_trainer.data.groups import Tokens, UsableGroup, common_prefix
 from grpo_trainer.data.stats import BatchStats, batch_stats
-from grpo_trainer.objectives import Objective
+from grpo_trainer.objectives import AggregationName, Objective
 from grpo_trainer.ranks.group import Ranks
+
+KEYS_PER_TOKEN = 8
+"""Limit of the sequences' own lengths in a micro-batch of packed sequences, per computed token:
+attention gathers the keys of a shared beginning once for each sequence."""
+
+Cut = Callable[[Sequence[Tokens], int], list[list[int]]]
+"""Args: the sequences' tokens, and the budget of a micro-batch in tokens. Returns the indices of
+the sequences of each micro-batch, in the order in which they are laid out. A micro-batch has at
+least one sequence, whatever its length."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """The input of one forward pass and of the loss.
 
-    Example: a group with the prompt 5 6, the completions 7 (score 1) and 8 9 10 (score 0):
+    Example: a group with the prompt 5 6, the completions 7 (score 1) and 8 9 10 (score 0), with
+    its advantages:
 
         inputs        5 6 0 0    5 6 8 9
         targets       6 7 0 0    6 8 9 10
@@ -45,7 +53,8 @@ class MicroBatch:
     targets: Tensor  # [B, T] int64
     behaviour_logp: Tensor  # [B, T] float32, 1.0 where not sampled
     token_weight: Tensor  # [B, T] float32, above 0 for trained tokens alone
-    advantages: Tensor  # float32, [B, 1], or [B, T] if the environment sends one for each token
+    advantages: Tensor  # float32, [B, 1], or [B, T] if the environment sends one for each token;
+    # 0 until `advantages.with_advantages`
     temperature: Tensor  # [B] float32
     lengths: tuple[int, ...]  # [B] inputs of each sequence, at least 1; padding follows them
     shared: tuple[int, ...]  # [B] first inputs that equal those of the previous sequence
@@ -112,7 +121,8 @@ class Origin:
 @dataclass(frozen=True)
 class Batch:
     """One step's micro-batches, in host memory. `origins` and `order` have one entry for each row:
-    where it comes from, and its number among the sequences of all groups.
+    where it comes from, and its number among the sequences of all groups. `weights_entropy`: mean
+    over groups of the entropy of MaxEnt-GRPO's weights in nats, if they are the advantages.
 
     Example: if the second micro-batch holds the sequences 3 and 1, and the first one 0 and 2,
     `order` is [0, 2, 3, 1].
@@ -122,6 +132,7 @@ class Batch:
     origins: list[Origin]
     order: list[int]
     stats: BatchStats | None
+    weights_entropy: float | None = None
 
     def tokens(self, sequence: int, length: int) -> Tensor:
         """[length] the first `length` (at least 2) tokens of a sequence."""
@@ -141,26 +152,6 @@ class Batch:
         """[sequences] float64, number of trained tokens, in the order of the groups."""
         counts = [(micro.token_weight > 0).sum(-1).double() for micro in self.micro_batches]
         return self.in_group_order(counts)
-
-    def with_advantages(self, groups: Sequence[UsableGroup], computed: Tensor) -> Batch:
-        """The batch with other advantages, but for those that an environment sent or set to zero.
-
-        Args:
-            groups: from which the batch is collated
-            computed: [sequences] in the order of the groups
-        """
-        flags = [
-            not (z or usable.group.advantages) for usable in groups for z in usable.zero_advantage
-        ]
-        is_computed, computed = torch.tensor(flags), computed.float()
-        numbers = torch.split(
-            torch.tensor(self.order), [len(m.lengths) for m in self.micro_batches]
-        )
-        micro_batches = []
-        for micro, rows in zip(self.micro_batches, numbers, strict=True):
-            found, is_found = computed[rows].unsqueeze(-1), is_computed[rows].unsqueeze(-1)
-            micro_batches.append(replace(micro, advantages=found.where(is_found, micro.advantages)))
-        return replace(self, micro_batches=micro_batches)
 
 
 def broadcast_batch(batch: Batch | None, ranks: Ranks) -> Batch:
@@ -182,7 +173,6 @@ class _Row:
     targets: list[int]
     trained: list[bool]
     behaviour_logp: list[float]
-    advantages: list[float]  # of each target, or one for all
     temperature: float
     is_logged: bool
 
@@ -199,10 +189,9 @@ def collate(
     Args:
         seq_len: in tokens
         cut: divides the sequences into micro-batches
-        objective: decides advantages and token weights
+        objective: decides the token weights
     """
-    pairs = zip(groups, group_advantages(groups, objective), strict=True)
-    rows = [row for usable, found in pairs for row in _rows(usable, found.tolist(), seq_len)]
+    rows = [row for usable in groups for row in _rows(usable, seq_len)]
     weigh = partial(
         token_weights,
         aggregation=objective.aggregation,
@@ -220,9 +209,7 @@ def collate(
     )
 
 
-def _rows(usable: UsableGroup, advantages: list[float], seq_len: int) -> Iterable[_Row]:
-    """Args: advantages: from the scores, for sequences whose advantage the environment leaves
-    open."""
+def _rows(usable: UsableGroup, seq_len: int) -> Iterable[_Row]:
     group = usable.group
     for i in range(group.size):
         tokens, masks = group.tokens[i][:seq_len], group.masks[i][:seq_len]
@@ -231,20 +218,9 @@ def _rows(usable: UsableGroup, advantages: list[float], seq_len: int) -> Iterabl
             targets=tokens[1:],
             trained=[mask != MASKED for mask in masks[1:]],
             behaviour_logp=usable.inference_logprobs[i][1:seq_len],
-            advantages=_of_targets(usable, i, advantages[i], seq_len),
             temperature=usable.temperatures[i],
             is_logged=usable.is_logged or usable.has_own_logprobs,
         )
-
-
-def _of_targets(usable: UsableGroup, sequence: int, computed: float, seq_len: int) -> list[float]:
-    """A sequence's advantages: one for each target, or one for all."""
-    if usable.zero_advantage[sequence]:
-        return [0.0]
-    if not usable.group.advantages:
-        return [computed]
-    sent = usable.group.advantages[sequence]
-    return sent if len(sent) == 1 else sent[1:seq_len]
 
 
 def _origins(index: int, usable: UsableGroup) -> Iterable[Origin]:
@@ -273,20 +249,12 @@ def _micro_batch(rows: list[_Row], weigh: Callable[[Tensor], Tensor]) -> MicroBa
         targets=_padded([row.targets for row in rows], is_real, 0, numpy.int64),
         behaviour_logp=_padded(behaviour_logp, is_real, PROMPT_LOGPROB, numpy.float32),
         token_weight=weigh(trained),
-        advantages=_advantage_column(rows, is_real),
+        advantages=torch.zeros(len(rows), 1),
         temperature=torch.tensor([row.temperature for row in rows]),
         lengths=lengths,
         is_logged=tuple(row.is_logged for row in rows),
         shared=(0, *(common_prefix(a, b) for a, b in pairwise(inputs))),
     )
-
-
-def _advantage_column(rows: list[_Row], is_real: Tensor) -> Tensor:
-    """[B, 1] or [B, T]"""
-    if all(len(row.advantages) == 1 for row in rows):
-        return torch.tensor([row.advantages for row in rows])
-    spread = [row.advantages * (len(row.inputs) if len(row.advantages) == 1 else 1) for row in rows]
-    return _padded(spread, is_real, 0.0, numpy.float32)
 
 
 def _padded(
@@ -296,3 +264,71 @@ def _padded(
     # torch would take five times as long to read the lists.
     values = torch.from_numpy(numpy.fromiter(chain.from_iterable(rows), dtype))
     return torch.full(is_real.shape, fill, dtype=values.dtype).masked_scatter_(is_real, values)
+
+
+def token_weights(
+    is_trained: Tensor, aggregation: AggregationName, sequences: int, tokens: int, constant: int
+) -> Tensor:
+    """[B, T] weight of each token; 0 if it is not trained on.
+
+    Args:
+        is_trained: [B, T] bool, of some of the batch's sequences
+        aggregation: sequence: the mean over a sequence's tokens, then over sequences (DeepSeekMath,
+            arXiv 2402.03300, equation 3). token: the mean over all tokens (DAPO, arXiv 2503.14476,
+            equation 12). constant: the sum over all tokens, divided by a number that does not
+            depend on their lengths (Dr. GRPO, arXiv 2503.20783, section 3.2)
+        sequences: number of sequences in the batch
+        tokens: number of trained tokens in the batch
+        constant: divisor for each sequence, in tokens
+    """
+    trained = is_trained.float()
+    if aggregation == "token":
+        return trained / max(1, tokens)
+    if aggregation == "constant":
+        return trained / (sequences * constant)
+    return trained / trained.sum(-1, keepdim=True).clamp_min(1) / sequences
+
+
+def by_length(sequences: Sequence[Tokens], tokens: int) -> list[list[int]]:
+    """For padded rows: sequences of nearly the same length together. Padding counts as tokens."""
+    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
+    micro_batches: list[list[int]] = []
+    room = 0
+    for index in order:
+        if not room:
+            micro_batches.append([])
+            room = max(1, tokens // max(1, len(sequences[index])))
+        micro_batches[-1].append(index)
+        room -= 1
+    return micro_batches
+
+
+def by_prefix(sequences: Sequence[Tokens], tokens: int) -> list[list[int]]:
+    """For packed sequences: sequences with a common beginning next to each other. The beginning
+    that a sequence shares with the previous one of its micro-batch counts no tokens.
+
+    A micro-batch ends, if possible, where two neighbours share least.
+    """
+    order = sorted(range(len(sequences)), key=lambda i: sequences[i])
+    rows = [sequences[i] for i in order]
+    shared = [0, *(common_prefix(a, b) for a, b in pairwise(rows))]
+    micro_batches: list[list[int]] = []
+    start = 0
+    while start < len(rows):
+        end = _end(rows, shared, start, tokens)
+        micro_batches.append(order[start:end])
+        start = end
+    return micro_batches
+
+
+def _end(rows: Sequence[Tokens], shared: Sequence[int], start: int, tokens: int) -> int:
+    """Where the micro-batch that begins at `start` ends: the best place in the second half of the
+    rows for which there is room."""
+    computed = keys = 0
+    for i in range(start, len(rows)):
+        computed += len(rows[i]) - (shared[i] if i > start else 0)
+        keys += len(rows[i])
+        if i > start and (computed > tokens or keys > KEYS_PER_TOKEN * tokens):
+            places = range(i, start + (i - start) // 2, -1)
+            return min(places, key=shared.__getitem__)
+    return len(rows)

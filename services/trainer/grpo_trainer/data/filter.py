@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 import structlog
 
-from grpo_core.clients.run_api_answers import LeasedBatch
+from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 from grpo_core.wire.fields import FLOAT32_MAX, MASKED, MIN_TEMPERATURE, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import OWN_LOGPROBS, RolloutFacts, ScoredGroup
-from grpo_trainer.data.micro_batches import common_prefix
 from grpo_trainer.errors import NO_INFERENCE_LOGPROBS, UnusableGroup, UnusableReason
 
 LOGPROB_SLACK = 1e-6
@@ -29,6 +29,8 @@ NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
     "structured_outputs": (),
 }
 """Values for which the behaviour logprobs are those of softmax(logits / temperature)."""
+
+Tokens = list[int]
 
 
 @dataclass(frozen=True)
@@ -286,3 +288,9 @@ def _temperature(index: int, group: ScoredGroup, override: dict[str, Any]) -> fl
             f"{MIN_TEMPERATURE:g}, because the trainer divides logits by the temperature",
         )
     return float(found)
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """Length of the common beginning."""
+    lengths = range(1, min(len(a), len(b)) + 1)
+    return bisect_left(lengths, True, key=lambda length: a[:length] != b[:length])

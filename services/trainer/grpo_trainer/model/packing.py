@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_trainer.data.collate import MicroBatch
-from grpo_trainer.data.micro_batches import Cut, by_length, by_prefix
+from grpo_trainer.data.collate import Cut, MicroBatch, by_length, by_prefix
 
 CALL_SCORES = 20_000
 """What one more attention call costs, as a number of attention scores. Measured on 2 cores."""

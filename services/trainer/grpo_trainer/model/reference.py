@@ -13,19 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.batch_advantages import group_advantages, weights_as_advantages
 from grpo_trainer.data.collate import Batch, MicroBatch
-from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.errors import PolicyMismatch
-from grpo_trainer.kl import kl_terms
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.policy import CausalLM, device_of, vocabulary_of
-from grpo_trainer.objectives import KlEstimatorName, Objective
 from grpo_trainer.ranks.group import ALONE, Ranks
 
 
@@ -95,66 +90,3 @@ def values_of_all(
     found = ranks.joined(flat, [width * micro.inputs.numel() for micro in micro_batches])
     pairs = zip(found, micro_batches, strict=True)
     return [TokenValues(*part.view(width, *micro.inputs.shape)) for part, micro in pairs]
-
-
-def with_advantages(
-    batch: Batch,
-    groups: Sequence[UsableGroup],
-    objective: Objective,
-    reference: Reference | None,
-    ranks: Ranks,
-) -> tuple[Batch, float | None]:
-    """The batch with the reference model's logprobs, and with the advantages that need them; the
-    mean entropy in nats of MaxEnt-GRPO's weights, None if there are none.
-
-    `collate` computed all other advantages. Rank 0 computes these, and sends them to the others.
-
-    Args:
-        groups: of `batch`; empty on ranks above 0
-    """
-    entropy = None
-    if reference is not None:
-        batch = reference.added(batch, ranks)
-    if objective.advantage == "maxent":
-        if groups:
-            is_prior = reference is not None and objective.kl_in == "weights"
-            prior = log_likelihoods(batch) if is_prior else None
-            tokens = batch.trained_tokens()
-            weights, entropy = weights_as_advantages(groups, objective, tokens, prior)
-            batch = batch.with_advantages(groups, weights)
-    elif reference is None or objective.kl_in != "reward":
-        return batch, None
-    elif groups:
-        penalties = objective.kl_coef * divergences(batch, objective.kl_estimator)
-        lowered = group_advantages(groups, objective, penalties)
-        batch = batch.with_advantages(groups, torch.cat(lowered))
-    for micro in batch.micro_batches:
-        ranks.from_leader(micro.advantages, "the advantages")
-    return batch, entropy
-
-
-def log_likelihoods(batch: Batch) -> Tensor:
-    """[sequences] sum of the reference model's logprobs over each completion's trained tokens, in
-    the order of the groups. Args: batch: with the reference's logprobs"""
-    sums = []
-    for micro in batch.micro_batches:
-        assert micro.reference_logp is not None
-        sums.append(torch.where(micro.token_weight > 0, micro.reference_logp, 0.0).sum(-1))
-    return batch.in_group_order(sums)
-
-
-def divergences(batch: Batch, estimator: KlEstimatorName) -> Tensor:
-    """[sequences] KL divergence of each completion from the reference model: the sum over its
-    trained tokens, in the order of the groups.
-
-    It is that of the policy that sampled, whose logprobs were logged, as in the reward of RLOO
-    (arXiv 2402.14740, section 2).
-
-    Args: batch: with the reference's logprobs
-    """
-    sums = []
-    for micro in batch.micro_batches:
-        assert micro.reference_logp is not None
-        terms = kl_terms(micro.behaviour_logp, micro.reference_logp, estimator)
-        sums.append(torch.where(micro.token_weight > 0, terms, 0.0).sum(-1))
-    return batch.in_group_order(sums)

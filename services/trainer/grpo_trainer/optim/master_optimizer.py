@@ -21,10 +21,9 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteGradient
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy import CausalLM, middle
-from grpo_trainer.optim.gradients import GatheredGradients, LossScale, own_part
-from grpo_trainer.optim.master_update import MasterUpdate, build_update
+from grpo_trainer.optim.loss_scale import GatheredGradients, LossScale, own_part
+from grpo_trainer.optim.master_update import LearningRate, MasterUpdate, Schedule, build_update
 from grpo_trainer.optim.rules import ADAM, Adam, AdamW32, State, StepOptions
-from grpo_trainer.optim.schedule import LearningRate, Schedule
 
 MASTER = "master"
 WATCHED_TENSORS, WATCHED_WEIGHTS = 8, 256
@@ -70,6 +69,21 @@ class MasterOptimizer:
         self._weight_decay = [weight_decay if p.ndim > 1 else 0.0 for p in whole]
         self._max_grad_norm = max_grad_norm
 
+    def gradient_norm(self, step: int) -> float:
+        """L2 norm of the collected gradients before clipping. Waits for the device.
+
+        Raises:
+            NonFiniteGradient: no step can be taken.
+        """
+        norm = float(self.gradients.norm() / self._scale)
+        if not math.isfinite(norm):
+            raise NonFiniteGradient(
+                f"step {step}: the gradient norm is {norm}; the step changed no weight. Lower the "
+                "learning rate, or look for extreme importance ratios in the metrics of the "
+                "previous steps"
+            )
+        return norm
+
     @torch.no_grad()
     def step(self, step: int) -> float:
         """Update the master weights from the collected gradients; returns the gradient norm before
@@ -78,14 +92,10 @@ class MasterOptimizer:
         Raises:
             NonFiniteGradient: nothing was updated.
         """
-        norm, clip_factor = self._norm_and_clip_factor()
-        if not math.isfinite(norm):
-            raise NonFiniteGradient(
-                f"step {step}: the gradient norm is {norm}; the step changed no weight. Lower the "
-                "learning rate, or look for extreme importance ratios in the metrics of the "
-                "previous steps"
-            )
-        lr, scale = self.learning_rate(step), clip_factor / self._scale
+        norm = self.gradient_norm(step)
+        # In fp32, as in `torch.nn.utils.clip_grad_norm_`.
+        clip_factor = torch.clamp(self._max_grad_norm / (torch.tensor(norm) + 1e-6), max=1.0)
+        lr, scale = self.learning_rate(step), float(clip_factor) / self._scale
         self._update.begin_step(step)
         # Stochastic rounding leaves most weights as they were: the mean is right.
         watches = lr > 0 and self._update.rounding is None
@@ -161,13 +171,6 @@ class MasterOptimizer:
     def _scale(self) -> float:
         """Factor of the collected gradients. It is a power of two, so dividing by it is exact."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
-
-    def _norm_and_clip_factor(self) -> tuple[float, float]:
-        """Computed in fp32 as in `torch.nn.utils.clip_grad_norm_`; waits for the device once."""
-        norm = self.gradients.norm() / self._scale
-        clip_factor = torch.clamp(self._max_grad_norm / (norm + 1e-6), max=1.0)
-        both: list[float] = torch.stack((norm, clip_factor)).tolist()
-        return both[0], both[1]
 
     def _step_one(self, index: int, options: StepOptions) -> None:
         gradient, master = self.gradients.pop(index), self.masters[index]

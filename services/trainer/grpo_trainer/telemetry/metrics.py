@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.data.collate import Origin
+from grpo_trainer.data.batches import TakenBatch
 from grpo_trainer.data.stats import BatchStats
-from grpo_trainer.gradients import Update
 from grpo_trainer.kl import MAX_LOG_RATIO
-from grpo_trainer.losses import LossSums
-from grpo_trainer.token_table import TokenTable
+from grpo_trainer.learner import GradientStats
+from grpo_trainer.objectives import Objective
+from grpo_trainer.token_table import Distance, TokenTable
 from grpo_trainer.weight_sync.base import Published
 
 Record = dict[str, float]
@@ -66,46 +66,46 @@ class StepOutcome:
     """The results of the step with index `step`, counted from 0.
 
     Args:
-        origins: of the batch's sequences
-        held: version of the weights that computed the gradients
-        kl_coef: weight of the KL penalty in this step; None without a reference model
-        maxent: tau and the mean entropy of a group's weights; None for other objectives
-        dropped: number of groups that are "unusable", "stale" or "repeated"
+        trained: version of the weights that computed the gradients
+        fresh: the logprob difference over fresh tokens
+        objective: with this step's coefficients
         quarantined_batches: number of batches quarantined since the previous step
         failed_checks: number of findings of this step
         save_s: seconds of saving since the previous step, None if nothing was saved
     """
 
     step: int
-    steps: int
     lr: float
-    kl_coef: float | None
-    maxent: tuple[float, float] | None
-    dropped: Counter[str]
+    objective: Objective
+    taken: TakenBatch
     quarantined_batches: int
     failed_checks: int
-    facts: BatchStats
-    origins: Sequence[Origin]
-    held: PolicyVersion
-    update: Update
+    trained: PolicyVersion
+    gradients: GradientStats
+    fresh: Distance
     published: Published
     times: Record
     save_s: float | None
 
+    @property
+    def facts(self) -> BatchStats:
+        assert self.taken.batch.stats is not None, "rank 0 records"
+        return self.taken.batch.stats
 
-def step_record(outcome: StepOutcome) -> Record:
+
+def step_record(outcome: StepOutcome, steps: int) -> Record:
     """The step's flat record. "step" in it counts from 1. Metrics that this step does not have are
     missing."""
     defined_or_not = {
         "step": outcome.step + 1,
-        "steps": outcome.steps,
+        "steps": steps,
         "time_s": outcome.times["time_s"],
-        **_data(outcome.facts, outcome.dropped),
+        **_data(outcome.facts, outcome.taken.dropped),
         "data/quarantined_batches": outcome.quarantined_batches,
         "checks/failed": outcome.failed_checks,
         **_training(outcome),
-        **_policy(outcome.update.gradients.sums, outcome.kl_coef),
-        **_maxent(outcome.maxent),
+        **_policy(outcome),
+        **_maxent(outcome),
         **_alignment(outcome),
         **_staleness(outcome),
         **dict(_by_lag(outcome)),
@@ -129,13 +129,13 @@ def _data(facts: BatchStats, dropped: Counter[str]) -> dict[str, float | None]:
 
 
 def _training(outcome: StepOutcome) -> dict[str, float | None]:
-    sums, (policy, kl, entropy) = outcome.update.gradients.sums, outcome.update.gradients.loss_parts
+    sums, (policy, kl, entropy) = outcome.gradients.sums, outcome.gradients.loss_parts
     return {
-        "train/loss": outcome.update.gradients.loss,
+        "train/loss": outcome.gradients.loss,
         "train/loss_policy": policy,
         "train/loss_kl": kl,
         "train/loss_entropy": entropy,
-        "train/grad_norm": outcome.update.grad_norm,
+        "train/grad_norm": outcome.gradients.norm,
         "train/lr": outcome.lr,
         "train/pos_logp": _mean(sums.positive_logp, sums.positive_tokens),
         "train/neg_logp": _mean(sums.negative_logp, sums.negative_tokens),
@@ -145,15 +145,17 @@ def _training(outcome: StepOutcome) -> dict[str, float | None]:
     }
 
 
-def _policy(sums: LossSums, kl_coef: float | None) -> dict[str, float | None]:
+def _policy(outcome: StepOutcome) -> dict[str, float | None]:
+    sums = outcome.gradients.sums
+    has_reference = outcome.taken.batch.micro_batches[0].reference_logp is not None
     return {
         "grpo/mean_ratio": sums.mean("ratio"),
         "grpo/ratio_max": sums.ratio_max if sums.tokens else None,
         "grpo/clipped_fraction": sums.mean("clipped"),
         "grpo/corrected_fraction": sums.mean("corrected"),
         "grpo/effective_sample_fraction": sums.effective_sample_fraction,
-        "policy/reference_kl": None if kl_coef is None else sums.mean("reference_kl"),
-        "policy/kl_coef": kl_coef,
+        "policy/reference_kl": sums.mean("reference_kl") if has_reference else None,
+        "policy/kl_coef": outcome.objective.kl_coef if has_reference else None,
         "policy/entropy": _unless_nan(sums.mean("entropy")),
         "logprobs/training_mean": sums.mean("logp"),
         "logprobs/training_std": sums.std("logp"),
@@ -162,19 +164,19 @@ def _policy(sums: LossSums, kl_coef: float | None) -> dict[str, float | None]:
     }
 
 
-def _maxent(found: tuple[float, float] | None) -> dict[str, float | None]:
-    tau, entropy = found or (None, None)
+def _maxent(outcome: StepOutcome) -> dict[str, float | None]:
+    entropy = outcome.taken.batch.weights_entropy
+    tau = None if entropy is None else outcome.objective.maxent_tau
     return {"maxent/tau": tau, "maxent/weights_entropy": entropy}
 
 
 def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
-    sums, fresh = outcome.update.gradients.sums, outcome.update.fresh
+    sums, fresh = outcome.gradients.sums, outcome.fresh
     probe = outcome.published.alignment
-    assert fresh is not None, "rank 0 checks"
     found: dict[str, float | None] = {
         "alignment/diff_mean": sums.mean("diff"),
         "alignment/diff_abs_mean": sums.mean("diff_abs"),
-        "alignment/diff_abs_p99": outcome.update.gradients.tokens.diff_abs_quantile(0.99),
+        "alignment/diff_abs_p99": outcome.gradients.tokens.diff_abs_quantile(0.99),
         "alignment/diff_max": sums.diff_max if sums.tokens else None,
         "alignment/kl_k1": _negative(sums.mean("diff")),
         "alignment/kl_k3": sums.mean("kl_k3"),
@@ -193,8 +195,8 @@ def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
 
 def _by_lag(outcome: StepOutcome) -> Iterator[tuple[str, float]]:
     """Name and value of each metric; those of tokens of an unknown version are missing."""
-    table, trainer = outcome.update.gradients.tokens, outcome.held
-    lags = torch.tensor([_lag(origin.version, trainer) for origin in outcome.origins])
+    table, trainer = outcome.gradients.tokens, outcome.trained
+    lags = torch.tensor([_lag(origin.version, trainer) for origin in outcome.taken.batch.origins])
     lags = lags[table.sequence]  # [N]
     for lag in sorted(set(lags.tolist()) - {-1}):
         prefix = f"lag_{lag}{'_or_more' if lag == OLDEST_LAG else ''}"

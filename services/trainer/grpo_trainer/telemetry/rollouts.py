@@ -30,10 +30,8 @@ from grpo_core.rollouts.files import (
     steps_in,
     write_step,
 )
-from grpo_core.rollouts.group_records import records_of_group
-from grpo_core.rollouts.record import RolloutRecord
-from grpo_core.rollouts.text import split_conversation, text_of
-from grpo_core.wandb_run.sink import Table
+from grpo_core.rollouts.record import RolloutRecord, records_of_group, split_conversation, text_of
+from grpo_core.wandb_run import Table
 from grpo_core.wire.fields import FLOAT32_MAX
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.atomic_files import write_whole

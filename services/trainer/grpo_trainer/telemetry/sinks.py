@@ -12,16 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import structlog
 
 from grpo_core.errors import WandbUnavailable
-from grpo_core.wandb_run.sink import WandbRun, WandbSink, start_wandb
+from grpo_core.wandb_run import WandbRun, WandbSink, start_wandb
 from grpo_trainer.atomic_files import write_whole
+from grpo_trainer.checks.findings import RangeWatch
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import CheckpointNotSaved, MetricsNotWritten
-from grpo_trainer.telemetry.alerts import RangeWatch
 from grpo_trainer.telemetry.benchmark import RunTotals, server_status
 from grpo_trainer.telemetry.metrics import Record, StepOutcome, step_record
 from grpo_trainer.telemetry.rollouts import (
@@ -49,11 +48,6 @@ class Sinks:
 
     def write(self, record: Record) -> None:
         for writer in self.records:
-            writer(record)
-
-    def write_evaluation(self, record: Record) -> None:
-        """Args: record: the metrics of an evaluation and its step"""
-        for writer in self.evaluations:
             writer(record)
 
     def write_rollouts(self, rollouts: StepRollouts) -> None:
@@ -111,19 +105,15 @@ def wandb_sink(settings: TrainerSettings) -> WandbSink:
     Raises:
         WandbUnavailable: W&B cannot start, or the file with the key cannot be read.
     """
-    run = WandbRun(settings.wandb_project, settings.wandb_group, config=_flat(settings))
+    options = settings.model_dump(mode="json")
+    config = {**options, **options.pop("sync")}  # named as on the command line
+    run = WandbRun(settings.wandb_project, settings.wandb_group, config=config)
     return start_wandb(run, _api_key(settings.wandb_key_file))
 
 
 def write_samples(sink: WandbSink, rollouts: StepRollouts) -> None:
     if samples_are_due(rollouts.step):
         sink.write_table(sample_table(rollouts))
-
-
-def _flat(settings: TrainerSettings) -> dict[str, Any]:
-    """The options, named as on the command line."""
-    options = settings.model_dump(mode="json")
-    return {**options, **options.pop("sync")}
 
 
 def _api_key(file: Path | None) -> str | None:
@@ -150,13 +140,18 @@ class Recorder:
         self._totals = RunTotals()
         self.started = time.monotonic()
 
-    def record(self, outcome: StepOutcome, rollouts: StepRollouts) -> None:
-        record = step_record(outcome)
+    def record(self, outcome: StepOutcome) -> None:
+        record = step_record(outcome, self._settings.steps)
         # The log is read by people: the same metrics by lag are for plots.
         shown = {name: value for name, value in record.items() if not name.startswith("lag_")}
         log.info("step.finished", **shown)
         self._sinks.write(record)
-        self._sinks.write_rollouts(rollouts)
+        taken, epoch = outcome.taken, outcome.published.version.epoch
+        self._sinks.write_rollouts(
+            StepRollouts(
+                outcome.step + 1, epoch, taken.usable, taken.batch, outcome.gradients.tokens
+            )
+        )
         self._ranges.look(record)
         self._totals.add(record, outcome.published.is_served)
 
@@ -165,7 +160,8 @@ class Recorder:
 
         Args: step: steps that the evaluated weights include
         """
-        self._sinks.write_evaluation({**metrics, "step": step})
+        for write in self._sinks.evaluations:
+            write({**metrics, "step": step})
 
     def report_times(self) -> None:
         """Write the summary to standard output and to benchmark.json."""

@@ -1,15 +1,21 @@
-"""Turns the records of a group into what the page shows of it, as small as possible."""
+"""Turns records and curves into what the page shows of them, as small as possible."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
+from statistics import fmean
 from typing import Any
 
 from grpo_core.errors import BrokenRollouts
-from grpo_core.rollouts.record import Message, RolloutRecord
-from grpo_core.rollouts.text import content_of, split_conversation, text_of
+from grpo_core.rollouts.record import (
+    Message,
+    RolloutRecord,
+    content_of,
+    split_conversation,
+    text_of,
+)
 
 Json = dict[str, Any]
 Pieces = Callable[[Sequence[int]], list[str]]
@@ -102,7 +108,7 @@ class GroupEncoder:
 
     def _snippet(self, record: RolloutRecord) -> str:
         """The beginning of the prompt's last message, in one line."""
-        prompt = record.tokens[: _first_trained(record)]
+        prompt = record.tokens[: record.prompt_length]
         if asked := _asked(record):
             text = content_of(asked[-1])
         elif self._pieces is not None:
@@ -123,13 +129,9 @@ def _asked(record: RolloutRecord) -> Sequence[Message]:
     return split_conversation(record)[0]
 
 
-def _first_trained(record: RolloutRecord) -> int:
-    return record.mask.index(1) if 1 in record.mask else len(record.mask)
-
-
 def _shared_prompt(group: Sequence[RolloutRecord]) -> int:
     """Number of tokens with which every sequence begins and which none is trained on."""
-    prompts = [record.tokens[: _first_trained(record)] for record in group]
+    prompts = [record.tokens[: record.prompt_length] for record in group]
     columns = zip(*prompts, strict=False)
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
@@ -167,3 +169,87 @@ def _broken(record: RolloutRecord, problem: str) -> BrokenRollouts:
         f"step {record.step}, group {record.group}, sequence {record.index}: {problem}; the record "
         "was not written as grpo_core.rollouts.record describes it"
     )
+
+
+Point = tuple[float, float]
+"""Step and value."""
+Interval = tuple[float, float, float]
+"""Step, lower and upper end of a confidence interval."""
+
+REWARD = "reward/mean"
+PART = "reward/part/"
+LENGTH = "rollout/completion_tokens_mean"
+ALIGNMENT = "alignment/diff_abs_mean"
+STALENESS = "staleness/mean"
+EVALUATION = "eval/"
+
+TITLES: Mapping[str, tuple[str, str]] = {
+    REWARD: ("Mean reward", ""),
+    LENGTH: ("Completion length", "tokens"),
+    ALIGNMENT: ("Logprob difference", "nats"),
+    "grpo/clipped_fraction": ("Clipped fraction", ""),
+    STALENESS: ("Staleness", "steps"),
+    "policy/entropy": ("Entropy", "nats"),
+}
+"""Title and unit of a metric, in the order of the page."""
+
+
+class MeansOfSteps:
+    """Means over the sequences of each step."""
+
+    def __init__(self) -> None:
+        self.curves: dict[str, list[Point]] = {}
+
+    def add(self, step: int, records: Sequence[RolloutRecord]) -> None:
+        for name, values in _values(records):
+            known = [value for value in values if value is not None and math.isfinite(value)]
+            if known:
+                self.curves.setdefault(name, []).append((step, fmean(known)))
+
+
+def _values(records: Sequence[RolloutRecord]) -> Iterator[tuple[str, list[float | None]]]:
+    yield REWARD, [record.score for record in records]
+    for part in dict.fromkeys(name for record in records for name in record.parts):
+        yield PART + part, [record.parts.get(part) for record in records]
+    yield LENGTH, [record.completion_tokens for record in records]
+    yield ALIGNMENT, [record.mean_logprob_difference for record in records]
+    yield STALENESS, [record.staleness for record in records]
+
+
+def encoded(
+    curves: Mapping[str, Sequence[Point]], intervals: Mapping[str, Sequence[Interval]]
+) -> list[Json]:
+    """The curves with titles: the reward first, then evaluations, parts of the reward, others."""
+    return [
+        {
+            "name": name,
+            "title": title,
+            "unit": unit,
+            "points": [[rounded(x), rounded(y)] for x, y in curves[name]],
+            "interval": [[rounded(value) for value in one] for one in intervals.get(name, ())],
+        }
+        for name in sorted(curves, key=_place)
+        if curves[name]
+        for title, unit in [title_of(name)]
+    ]
+
+
+def title_of(name: str) -> tuple[str, str]:
+    """Title and unit."""
+    if name.startswith(PART):
+        return f"Reward part: {name.removeprefix(PART)}", ""
+    if name.startswith(EVALUATION):
+        task, _, metric = name.removeprefix(EVALUATION).rpartition("/")
+        return f"Evaluation: {metric}" + (f" on {task}" if task else ""), ""
+    return TITLES.get(name, (name, ""))
+
+
+def _place(name: str) -> tuple[int, int]:
+    known = [*TITLES]
+    if name == REWARD:
+        return 0, 0
+    if name.startswith(EVALUATION):
+        return 1, 0
+    if name.startswith(PART):
+        return 2, 0
+    return 3, known.index(name) if name in known else len(known)

@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from grpo_core.evaluation.comparison import NotComparable, compare
-from grpo_core.evaluation.files import ResultsUnusable, read_result, read_summaries, save
-from grpo_core.evaluation.results import EvalItem, NothingEvaluated
-from grpo_core.evaluation.table import COLUMNS, comparison_lines, table_lines
+from grpo_core.evaluation.results import (
+    EvalItem,
+    EvalResult,
+    NothingEvaluated,
+    ResultsUnusable,
+    read_result,
+    read_summaries,
+    save,
+)
+from grpo_core.evaluation.tables import (
+    COLUMNS,
+    NotComparable,
+    compare,
+    comparison_lines,
+    table_lines,
+)
 from grpo_core.wire.policy_version import PolicyVersion
-from tests.unit.core.evaluation.made import item, result
+
+
+def item(name: str, *rewards: float, task: str = "gsm8k", **parts: Sequence[float]) -> EvalItem:
+    """Answers of 10, 20, ... tokens; the last one is cut off."""
+    n = len(rewards)
+    return EvalItem.graded(
+        task,
+        name,
+        rewards,
+        [{key: values[i] for key, values in parts.items()} for i in range(n)],
+        lengths=[10 * (i + 1) for i in range(n)],
+        truncated=[i == n - 1 for i in range(n)],
+    )
+
+
+def result(items: Sequence[EvalItem], **given: Any) -> EvalResult:
+    facts = {"task": "gsm8k", "temperature": 0.7, "duration_s": 12.5}
+    return EvalResult.of(items, **{**facts, **given})
+
 
 ITEMS = [item("a", 0.0, 0.3, 1.0, 0.0), item("b", 0.0, 0.0, 0.0, 0.0), item("c", 1.0, 1.0, 1.0, 1)]
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from grpo_core.errors import GrpoError, ProtocolViolation, ServiceUnavailable
-from grpo_core.weights.manifest import WeightManifest
-from grpo_core.weights.memory_grant import (
+from grpo_core.weights.shared_memory import (
     MemfdMemory,
     WeightGrant,
+    WeightManifest,
 )
 from grpo_core.weights.socket import connect_weights
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_core.clients.retry import TransientAnswer
+from grpo_core.clients.service import TransientAnswer
 from grpo_core.errors import ServiceUnavailable
 from grpo_env.inference import health
 from grpo_env.inference.health import (

@@ -33,7 +33,7 @@ def test_a_resumed_run_has_its_options_unless_others_are_given(stopped_run: RunD
     settings = resumed("--lr", "0.5", "--resume", str(latest))
     assert (settings.sizes.steps, settings.seed, settings.sizes.lr) == (6, 5, 0.5)
     assert settings.resume is not None
-    assert RunDirectory.of(settings.resume) == stopped_run
+    assert RunDirectory.of(settings.resume).path == stopped_run.path
 
 
 def test_a_run_that_is_complete_or_still_running_is_not_resumed(

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from grpo_core.settings import load_settings
-from grpo_core.weights.supervisor_protocol import SupervisorStatus
+from grpo_core.weights.supervisor import SupervisorStatus
 from grpo_local.commands.compare_modes import compare_modes
-from grpo_local.process.peak_memory import MIB
-from grpo_local.report.summary import Benchmark, RunFacts, summarise
+from grpo_local.process.stack import MIB
+from grpo_local.report.summary import BenchmarkFacts, RunFacts, summarise
 from grpo_local.settings import CompareSettings
 from tests.unit.local.records import BENCHMARK, metrics_line, record
 from tests.unit.local.shown import Shown
@@ -21,10 +21,7 @@ from tests.unit.local.stand_ins import write_programs
 
 STEPS = 20
 RUN = """
-import json, os, pathlib, sys
-
-def option(name):
-    return sys.argv[sys.argv.index(name) + 1]
+from stand_in_common import *
 
 def note(event):
     with open(here / "events", "a") as file:
@@ -55,7 +52,7 @@ def facts() -> RunFacts:
         mode="none",
         seed=5,
         summary=summarise(records, total_s=60.0, training_s=40.0),
-        benchmark=Benchmark(publishes=20, **BENCHMARK),
+        benchmark=BenchmarkFacts(publishes=20, **BENCHMARK),
         server=SupervisorStatus(
             state="serving", epoch=1, step=1, restarts=2, crashes=1, generation_tokens=5000
         ),

@@ -10,17 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from grpo_core.process.managed import ProcessFailed
+from grpo_core.errors import GrpoError
+from grpo_core.process import ProcessFailed
 from grpo_core.settings import load_settings
 from grpo_local.commands import demo
 from grpo_local.commands.demo import NoTrainingStep, follow_training, run_demo
 from grpo_local.defaults import BY_TASK
 from grpo_local.modes import MODES
-from grpo_local.process.signals import StopRequest
-from grpo_local.process.stack import Service, Stack
+from grpo_local.process.stack import Service, Stack, StopRequest
 from grpo_local.report.metrics_file import MetricsFile
 from grpo_local.report.summary import RunFacts, read_record
 from grpo_local.run_directory import RunDirectory, create_run_directory
@@ -185,9 +186,7 @@ def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(tmp_path: Path
         assert is_alive(bystander.pid)
 
 
-def follow(
-    folder: Path, code: str, deadline_s: float = 300.0, environment: str | None = None
-) -> None:
+def follow(folder: Path, code: str, deadline_s: float, environment: str | None) -> None:
     """Follow a trainer that has taken 2 of 5 steps and runs `code`, and an environment."""
     run = RunDirectory(folder)
     run.metrics.write_text(metrics_line(1) + metrics_line(2))
@@ -205,27 +204,30 @@ def follow(
         follow_training(stack, run, sizes, MODES["none"], Shown(), environments=names)
 
 
-def test_a_trainer_that_makes_no_step_in_time_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        NoTrainingStep, match=r"no training step ended within 0\.1 s, after 2 of 5 steps"
-    ):
-        follow(tmp_path, SLEEP, deadline_s=0.1)
-
-
-def test_a_trainer_that_ends_early_is_no_success(tmp_path: Path) -> None:
-    with pytest.raises(ProcessFailed, match=r"trainer ended with status 0 after 2 of 5 steps; see"):
-        follow(tmp_path, "")
-
-
-def test_an_environment_that_ends_early_is_noticed(tmp_path: Path) -> None:
-    """A model's program may call `os._exit(0)` in a task."""
-    with pytest.raises(ProcessFailed, match=r"env ended with status 0 before the run was complete"):
-        follow(tmp_path, SLEEP, environment="import os; os._exit(0)")
-
-
-def test_an_environment_that_completed_the_run_may_end(tmp_path: Path) -> None:
-    with pytest.raises(NoTrainingStep):
-        follow(tmp_path, SLEEP, deadline_s=1.0, environment="print('run.completed')")
+@pytest.mark.parametrize(
+    ("code", "deadline_s", "environment", "error", "told"),
+    [
+        (SLEEP, 0.1, None, NoTrainingStep, r"no training step ended within 0\.1 s, after 2 of 5"),
+        ("", 300.0, None, ProcessFailed, r"trainer ended with status 0 after 2 of 5 steps; see"),
+        # A model's program may call `os._exit(0)` in a task.
+        (
+            *(SLEEP, 300.0, "import os; os._exit(0)", ProcessFailed),
+            "env ended with status 0 before the run was complete",
+        ),
+        (SLEEP, 1.0, "print('run.completed')", NoTrainingStep, "no training step"),
+    ],
+    ids=["no step", "the trainer ends", "an environment ends", "the environment is done"],
+)
+def test_a_run_that_does_not_go_on_is_named(
+    code: str,
+    deadline_s: float,
+    environment: str | None,
+    error: type[GrpoError],
+    told: str,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(error, match=told):
+        follow(tmp_path, code, deadline_s, environment)
 
 
 def test_latest_follows_runs_in_the_default_place(
@@ -251,11 +253,8 @@ def test_a_resume_that_fails_leaves_the_configuration(
 ) -> None:
     run = create_run_directory(tmp_path / "run", seed=0)
     run.config.write_text("seed: 1\n")
-    monkeypatch.setattr(demo, "start_services", fail_to_start)
+    failure = ProcessFailed("redis ended with status 1")
+    monkeypatch.setattr(demo, "start_services", Mock(side_effect=failure))
     settings = load_settings(DemoSettings, ["--resume", str(run.path), "--seed", "2"])
     assert run_demo(settings, Shown()) == 1
     assert run.config.read_text() == "seed: 1\n"
-
-
-def fail_to_start(*_: object) -> None:
-    raise ProcessFailed("redis ended with status 1")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.evaluation.files import read_result, read_summaries
+from grpo_core.evaluation.results import read_result, read_summaries
 from grpo_core.settings import EXIT_USAGE, load_settings, resolved_yaml
 from grpo_local.__main__ import evaluate
 from grpo_local.commands.evaluate import evaluate_models, visible_gpu
@@ -21,11 +21,7 @@ from tests.unit.local.shown import Shown
 from tests.unit.local.stand_ins import SMOLLM2, write_programs
 
 SERVER = """
-import json, os, pathlib, sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-def option(name):
-    return sys.argv[sys.argv.index(name) + 1]
+from stand_in_common import *
 
 if "--dry-run" in sys.argv:
     sys.exit(0)
@@ -33,35 +29,21 @@ print(*sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 pathlib.Path(f"pid-{os.getpid()}").touch()
 served = [option("--model")]
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.reply(200, {"served": served[0]})
+def answer(path, body, headers):
+    if not body:
+        return 200, {"served": served[0]}
+    if headers.get("Authorization") != "Bearer a-secret":
+        return 401, {"detail": "no key"}
+    if "--enable-lora" not in sys.argv:
+        return 404, {"detail": "no adapters"}
+    served[0] = json.loads(body)["adapter_path"]
+    return 200, {}
 
-    def do_POST(self):
-        path = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["adapter_path"]
-        if self.headers.get("Authorization") != "Bearer a-secret":
-            return self.reply(401, {"detail": "no key"})
-        if "--enable-lora" not in sys.argv:
-            return self.reply(404, {"detail": "no adapters"})
-        served[0] = path
-        self.reply(200, {})
-
-    def reply(self, status, body):
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-ThreadingHTTPServer((option("--host"), int(option("--port"))), Handler).serve_forever()
+serve(answer)
 """
 ENVIRONMENT = """
-import json, os, pathlib, signal, sys, time, urllib.request
-from grpo_core.evaluation.files import save
-from grpo_core.evaluation.results import EvalItem, EvalResult
-
-def option(name):
-    return sys.argv[sys.argv.index(name) + 1]
+from grpo_core.evaluation.results import EvalItem, EvalResult, save
+from stand_in_common import *
 
 task = sys.argv[1]
 if task == "gsm9k":
@@ -74,8 +56,7 @@ if task == "broken":
 if task == "stopped":
     os.kill(os.getppid(), signal.SIGINT)
     time.sleep(600)
-opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-served = json.load(opener.open(option("--inference-url") + "/which"))["served"]
+served = json.loads(fetch(option("--inference-url") + "/which"))["served"]
 assert os.environ["VLLM_API_KEY"] == "a-secret"
 right = 36 if "trained" in served else 12  # of 40
 k = int(option("--eval-samples"))

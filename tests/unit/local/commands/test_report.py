@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from grpo_core.evaluation.results import EvalSummary
-from grpo_core.rollouts.files import write_step
 from grpo_core.settings import load_settings
-from grpo_local.commands.report import report
+from grpo_local.commands.rollouts import report
 from grpo_local.report.evaluations import Evaluations
 from grpo_local.report.metrics_file import metric_curves
 from grpo_local.settings import ReportSettings
-from tests.support.conversations import conversation
 from tests.unit.local.records import metrics_line
 from tests.unit.local.shown import Shown
 
@@ -45,13 +43,6 @@ def test_open_shows_the_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.Mo
     assert opened == [(tmp_path / "report.html").as_uri()]
     status, screen = reported(tmp_path, "--open")
     assert (status, "failed (NoBrowser): no browser was found; open" in screen.err) == (1, True)
-
-
-def test_rollouts_of_a_trainers_save_path_are_found(tmp_path: Path) -> None:
-    record = conversation(("user", "q"), ("assistant", "a"))
-    write_step(tmp_path / "checkpoints" / "rollouts", 1, [record])
-    assert reported(tmp_path)[0] == 0
-    assert 'id="step-0"' in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -16,22 +16,15 @@ from tests.unit.local.shown import Shown
 from tests.unit.local.stand_ins import SMOLLM2, write_programs
 
 SERVER = """
-import os, pathlib, subprocess, sys, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from stand_in_common import *
 print(*sys.argv[1:], flush=True)
 engine = subprocess.Popen(["sleep", "600"], start_new_session=True)
 pathlib.Path("pids").write_text(f"{os.getpid()} {engine.pid}")
 
-class AwaitsItsWeights(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(503)  # until the trainer has written them back
-        self.end_headers()
-
-port = int(sys.argv[sys.argv.index("--port") + 1])
-ThreadingHTTPServer(("127.0.0.1", port), AwaitsItsWeights).serve_forever()
+serve(lambda *_: (503, {}))  # until the trainer has written its weights back
 """
 TRAINER = """
-import os, pathlib, signal, sys, time
+from stand_in_common import *
 print(*sys.argv[1:], flush=True)
 
 def end(number, _):

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.process.managed import ManagedProcess, ProcessFailed
+from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_local.process import health
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
-from grpo_local.process.signals import StopRequest, StopRequested
-from grpo_local.process.stack import Service, Stack
+from grpo_local.process.stack import Service, Stack, StopRequest, StopRequested
 from grpo_local.services import url
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
 
@@ -74,14 +73,6 @@ def test_a_service_is_started_once_the_services_it_needs_accept_connections(stac
     assert is_alive(stack.process("second").pid)
 
 
-def test_a_service_that_may_not_start_in_time_is_named(stack: Stack) -> None:
-    never = script("second", SLEEP, may_start=lambda: False, deadline_s=0.1)
-    with pytest.raises(
-        ProcessFailed, match=r"second was not started, because other services .* within 0\.1 s"
-    ):
-        stack.start([script("first", SLEEP), never])
-
-
 def test_health_over_http(stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "PROBE_TIMEOUT_S", 60.0)  # a late answer would count as no answer
     base = url(free_port())
@@ -103,19 +94,32 @@ def test_health_over_http(stack: Stack, tmp_path: Path, monkeypatch: pytest.Monk
             assert probe.trainer_is_registered(base) == registered
 
 
-def test_death_while_starting_names_the_log_and_shows_its_end(stack: Stack) -> None:
-    code = "print(*range(100), sep='\\n'); print('out of luck'); raise SystemExit(3)"
-    with pytest.raises(ProcessFailed) as failure:
-        stack.start([script("doomed", code, healthy=lambda: False)])
-    message = str(failure.value)
-    assert message.startswith("doomed ended with status 3 while starting; see ")
-    assert "logs/doomed.log" in message
-    assert message.endswith("98\n99\nout of luck")
+DIES = "print(*range(100), sep='\\n'); print('out of luck'); raise SystemExit(3)"
 
 
-def test_a_deadline_that_passes_is_a_failure(stack: Stack) -> None:
-    with pytest.raises(ProcessFailed, match=r"slow is not healthy after 0\.2 s; see .*slow\.log"):
-        stack.start([script("slow", SLEEP, healthy=lambda: False, deadline_s=0.2)])
+@pytest.mark.parametrize(
+    ("doomed", "told"),
+    [
+        (
+            script("it", DIES, healthy=lambda: False),
+            r"it ended with status 3 while starting; see .*it\.log\n(.*\n)*98\n99\nout of luck$",
+        ),
+        (
+            script("it", SLEEP, healthy=lambda: False, deadline_s=0.2),
+            r"it is not healthy after 0\.2 s; see .*it\.log",
+        ),
+        (
+            script("it", SLEEP, may_start=lambda: False, deadline_s=0.1),
+            r"it was not started, because other services .* within 0\.1 s",
+        ),
+    ],
+    ids=["ends", "slow", "may not start"],
+)
+def test_a_service_that_does_not_start_is_named_with_its_log(
+    doomed: Service, told: str, stack: Stack
+) -> None:
+    with pytest.raises(ProcessFailed, match=told):
+        stack.start([script("first", SLEEP), doomed])
 
 
 def test_the_death_of_an_earlier_service_ends_the_wait_for_a_later_one(
@@ -146,17 +150,10 @@ def test_a_service_that_may_finish_does_so_with_status_0_only(stack: Stack) -> N
 
 
 def test_a_job_is_waited_for_until_it_has_ended(stack: Stack, tmp_path: Path) -> None:
-    made = tmp_path / "made"
-
-    def job(name: str, code: str) -> Service:
-        return script(name, code, made, healthy=lambda: False, may_finish=True)
-
-    stack.start([job("good", "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()")])
+    made, code = tmp_path / "made", "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"
+    stack.start([script("job", code, made, healthy=lambda: False, may_finish=True)])
     assert made.exists()
     stack.check()
-    failure = r"bad ended with status 1 while starting; see .*bad\.log\nno disk"
-    with pytest.raises(ProcessFailed, match=failure):
-        stack.start([job("bad", "raise SystemExit('no disk')")])
 
 
 def test_leaving_ends_every_descendant_and_no_stranger(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_core.errors import ProtocolViolation
 from grpo_local.report.metrics_file import MetricsFile, trim_records
-from grpo_local.report.step_table import header_lines, step_line
+from grpo_local.report.step_table import flat_start_hint, header_lines, step_line
 from grpo_local.report.summary import summarise
 from tests.unit.local.records import metrics_line, record
 from tests.unit.local.shown import Shown
@@ -92,3 +92,27 @@ def test_summary_by_hand() -> None:
     assert summary.first_reward == pytest.approx(0.25)
     assert summary.last_reward == pytest.approx(3.85)
     assert summary.fetch_s == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("steps", "rise", "ratio", "is_shown"),
+    [
+        (10, 0.0, 1.0002, True),
+        (10, 0.0, None, True),
+        (10, 0.05, 1.0002, False),
+        (10, 0.0, 1.02, False),
+        (9, 0.0, 1.0, False),
+        (11, 0.0, 1.0, False),
+    ],
+)
+def test_a_hint_is_shown_once_if_neither_policy_nor_reward_moves(
+    steps: int, rise: float, ratio: float | None, is_shown: bool
+) -> None:
+    noise = (0.01, -0.01)
+    first = [
+        record(n + 1, **{"reward/mean": 0.3 + noise[n % 2] + rise * n, "grpo/mean_ratio": ratio})
+        for n in range(steps)
+    ]
+    hint = flat_start_hint(first, 1e-5)
+    assert (hint is not None) is is_shown
+    assert hint is None or "raise --lr (now 1e-05)" in hint

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_trainer import gradients as accumulate
+from grpo_trainer import learner
 from grpo_trainer.checks.self_test import SelfTest
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import SelfTestFailed
-from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.learner import Learner, accumulate_gradients
 from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.packing import PADDED
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.objectives import RECIPES
+from grpo_trainer.ranks.group import ALONE
 from tests.silent_faults import faults
 from tests.silent_faults.faults import Fault, micro_batch_dropped
 from tests.unit.trainer.forward_rig import adapted, qwen
@@ -30,7 +31,7 @@ def self_test_of(
 ) -> SelfTest:
     optimizer = optimizer_of(policy)
     accumulate = partial(accumulate_gradients, policy, forward=forward, optimizer=optimizer)
-    return SelfTest(policy, forward, reference, optimizer, settings, accumulate)
+    return SelfTest(Learner(settings, ALONE, policy, forward, reference, optimizer, accumulate))
 
 
 def bench(policy: Any = None, **options: Any) -> SelfTest:
@@ -55,11 +56,11 @@ def message(test: SelfTest) -> str:
 def test_every_objective_passes_and_leaves_no_trace(name: str) -> None:
     test = bench(adapted(dropout=0.5), objective=name, kl_coef=0.1, lora_dropout=0.5)
     random = torch.get_rng_state()
-    before = [master.clone() for master in test.optimizer.masters]
+    before = [master.clone() for master in test.learner.optimizer.masters]
     assert message(test) == ""
-    assert all(map(torch.equal, before, test.optimizer.masters))
+    assert all(map(torch.equal, before, test.learner.optimizer.masters))
     assert torch.equal(torch.get_rng_state(), random)
-    assert not any(gradient is not None for gradient in test.optimizer.gradients.tensors)
+    assert not any(gradient is not None for gradient in test.learner.optimizer.gradients.tensors)
 
 
 @pytest.mark.parametrize("changes", [{"entropy_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "reward"}])
@@ -79,7 +80,7 @@ def dropout_on(patch: pytest.MonkeyPatch) -> None:
         policy.train()
         return []
 
-    patch.setattr(accumulate, "adapter_dropouts", switch_on)
+    patch.setattr(learner, "adapter_dropouts", switch_on)
 
 
 FAULTS: dict[str, tuple[Any, dict[str, Any], str]] = {

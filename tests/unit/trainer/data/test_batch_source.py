@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_core.clients.run_api_answers import LeasedBatch
+from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import EnvironmentCount
 from grpo_core.wire.scored_group import ScoredGroup
@@ -146,7 +146,7 @@ def test_a_batch_prepared_ahead_is_collated_again_only_if_a_group_became_stale()
         source.api.next_batch = Mock(return_value=ahead)
         taken = source.take(AT)
         assert [len(call.args[0]) for call in source.collate.call_args_list] == sizes
-        assert len(taken.collated.origins) == 2 * sizes[-1]
+        assert len(taken.batch.origins) == 2 * sizes[-1]
 
 
 def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from grpo_core.wire.fields import MASKED
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.data.collate import Origin, collate
-from grpo_trainer.data.micro_batches import Cut, by_length, by_prefix
+from grpo_trainer.data.collate import Cut, Origin, by_length, by_prefix, collate
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.objectives import GRPO, Objective
 from grpo_trainer.token_table import TokenTable

@@ -8,13 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_trainer.data.micro_batches import (
-    KEYS_PER_TOKEN,
-    Cut,
-    by_length,
-    by_prefix,
-    common_prefix,
-)
+from grpo_trainer.data.collate import KEYS_PER_TOKEN, Cut, by_length, by_prefix
+from grpo_trainer.data.groups import common_prefix
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=20)
 BUDGET = st.integers(1, 40)

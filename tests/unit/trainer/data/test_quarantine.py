@@ -14,7 +14,7 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from grpo_core.clients.run_api_answers import LeasedBatch
+from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_tiny_model.model import build_model
 from grpo_tiny_model.recipe import Recipe
@@ -25,20 +25,19 @@ from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.data.filter import NO_HISTORY
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import PolicyDiverged, RolloutMismatch
-from grpo_trainer.gradients import GradientStats, accumulate_gradients
+from grpo_trainer.learner import GradientStats, Learner, accumulate_gradients
 from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.packing import Layout, padded
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import constant
 from grpo_trainer.ranks.group import ALONE
 from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.rollouts import StepRollouts
 from grpo_trainer.telemetry.sinks import Recorder, Sinks
 from grpo_trainer.token_table import Distance
-from grpo_trainer.train import Lead, Run, training_steps
+from grpo_trainer.train import Lead, training_steps
 from grpo_trainer.weight_sync.base import Published
 from tests.support.directories import names
 from tests.unit.trainer.groups import LIMITS, good, in_order
@@ -60,7 +59,7 @@ class Bench:
     ) -> None:
         torch.manual_seed(0)
         self.policy = build_model(LIMITS.vocab_size, Recipe(layers=1, width=32)).eval()
-        self.optimizer = MasterOptimizer(self.policy.parameters(), constant(0.1), 0.0, 1.0)
+        self.optimizer = MasterOptimizer(self.policy.parameters(), lambda _: 0.1, 0.0, 1.0)
         self.save_path, self.harm, self.left = save_path, HARMS[harm], times
         self.options = options
         self.reference: Reference | None = None
@@ -131,16 +130,19 @@ class Bench:
         sinks = Sinks([self.records.append], [self.rollouts.append])
         recorder = Recorder(settings, sinks)
         lead = Lead(sync, source, checks, recorder, saver, settings.coefficients)
-        policy: Any = (self.policy, self, self.reference, self.optimizer)
-        run = Run(settings, ALONE, *policy, self.accumulate, lead)
+        forward: Any = self
+        learner = Learner(
+            *(settings, ALONE, self.policy, forward, self.reference, self.optimizer),
+            self.accumulate,
+        )
         position = Position(step=0, batch_id=0, epoch=1)
-        steps = training_steps(run, position, Stop())
+        steps = training_steps(learner, lead, position, Stop())
         while position.batch_id < len(batches):
             position = next(steps)
         return position
 
     def accumulate(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
-        return accumulate_gradients(self.policy, batch, objective, step, self)
+        return accumulate_gradients(self.policy, batch, objective, step, self, self.optimizer)
 
     def masters(self) -> list[list[float]]:
         return [master.flatten().tolist() for master in self.optimizer.masters]

@@ -22,10 +22,10 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from grpo_trainer.config.forward import Choice, ForwardOptions
-from grpo_trainer.data.micro_batches import Cut, by_prefix
+from grpo_trainer.config.trainer import Choice, ForwardOptions
+from grpo_trainer.data.collate import Cut, by_prefix
 from grpo_trainer.errors import FastPathRefused, NonFiniteLoss
-from grpo_trainer.gradients import GradientStats, accumulate_gradients
+from grpo_trainer.learner import GradientStats, accumulate_gradients
 from grpo_trainer.model import fused_head, packed_attention
 from grpo_trainer.model.forward import (
     FastForward,

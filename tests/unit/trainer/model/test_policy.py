@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_trainer.config.forward import Choice, ForwardOptions
+from grpo_trainer.config.trainer import Choice, ForwardOptions
 from grpo_trainer.errors import FastPathRefused, MissingPackage, PolicyMismatch
-from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model import forward, packed_attention
 from grpo_trainer.model.adapter import adapter_dropouts, trained_parameters, with_adapter
 from grpo_trainer.model.forward import (

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grpo_trainer.advantages import divergences, with_advantages
 from grpo_trainer.checks.data_checks import ReferenceCheck
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.data.batch_advantages import group_advantages
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.model.forward import FastForward, build_forward_pass, plain_forward
-from grpo_trainer.model.reference import Reference, build_reference, divergences
+from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.objectives import Objective
 from tests.unit.trainer.forward_rig import adapted, qwen, ragged_batch
 from tests.unit.trainer.groups import P, group, in_order, usable
@@ -80,11 +80,9 @@ def test_a_penalty_in_the_reward_by_hand() -> None:
     reference[0, 1:] = torch.tensor([-0.5, -0.5, -0.5])
     reference[1, 1] = -1.0
     known = [replace(micro, reference_logp=reference) for micro in (first, second)]
-    found = divergences(replace(batch, micro_batches=known), "k1")
-    assert found[:2].tolist() == pytest.approx([0.9, 0.6])
-    groups = usable(one, sent)
-    lowered = torch.cat(group_advantages(groups, objective, 2 * found))
-    penalised = batch.with_advantages(groups, lowered)
+    batch = replace(batch, micro_batches=known)
+    assert divergences(batch, "k1")[:2].tolist() == pytest.approx([0.9, 0.6])
+    penalised = with_advantages(batch, usable(one, sent), objective)
     advantages = [micro.advantages.flatten().tolist() for micro in penalised.micro_batches]
     assert advantages == [pytest.approx([-0.2, 0.2]), [6.0, 5.0]]
 

@@ -9,8 +9,9 @@ import torch
 
 from grpo_core.settings import Mistake
 from grpo_trainer import advantages
-from grpo_trainer.advantages import overlong_penalty, token_weights
+from grpo_trainer.advantages import overlong_penalty
 from grpo_trainer.config.objective import ObjectiveOptions
+from grpo_trainer.data.collate import token_weights
 from grpo_trainer.objectives import (
     AggregationName,
     Objective,

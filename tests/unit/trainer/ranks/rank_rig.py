@@ -12,15 +12,13 @@ from typing import Any
 import torch
 
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.processes import Processes
+from grpo_trainer.config.optimizer import ProcessOptions
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, broadcast_batch
 from grpo_trainer.errors import LostRank, NonFiniteLoss
-from grpo_trainer.gradients import GradientStats, build_learner
+from grpo_trainer.learner import GradientStats, build_learner
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.model.loading import TrainedWeights, broadcast_policy
-from grpo_trainer.model.reference import build_reference
 from grpo_trainer.ranks.group import ALONE, Ranks, join
 from tests.support.forked import forked
 from tests.unit.trainer.forward_rig import ragged_batch
@@ -28,6 +26,12 @@ from tests.unit.trainer.forward_rig import ragged_batch
 RANKS = 2
 DEADLINE_S = 60.0
 LOST = "lost.txt"
+
+
+def met(rank: int, meeting: str) -> Ranks:
+    """This process as one of two. Args: meeting: a URL of a file"""
+    options = {"world_size": RANKS, "trainer_rank": rank, "init_method": meeting}
+    return join(ProcessOptions(**options, rank_deadline_s=2 * DEADLINE_S))
 
 
 @dataclass(frozen=True)
@@ -59,13 +63,12 @@ def learn(case: Case, model: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
         for parameter in policy.parameters():  # so that the others need rank 0's weights
             parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
     policy, settings = broadcast_policy(policy, settings, ranks)
-    forward = build_forward_pass(policy, settings)
-    reference = build_reference(policy, forward, settings)
-    optimizer, accumulate = build_learner(policy, forward, settings, ranks)
+    learner = build_learner(policy, settings, ranks)
+    optimizer, accumulate = learner.optimizer, learner.accumulate
     objective = settings.resolved_objective
-    whole = ragged_batch(forward.layout.cut, case.tokens)
+    whole = ragged_batch(learner.forward.layout.cut, case.tokens)
     whole = broadcast_batch(whole if ranks.leads else None, ranks)
-    batch = whole if reference is None else reference.added(whole, ranks)
+    batch = whole if learner.reference is None else learner.reference.added(whole, ranks)
     overflowed = _overflows(lambda b: accumulate(b, objective, 0), batch)
     optimizer.gradients.clear()
     found = accumulate(batch, objective, 0)
@@ -118,7 +121,7 @@ def together(cases: list[Case], model: Path, directory: Path) -> None:
 def _work(rank: int, cases: list[Case], model: Path, directory: Path) -> None:
     torch.set_num_threads(1)
     meeting = (directory / "meeting").as_uri()
-    ranks = join(Processes(RANKS, rank, rank, meeting, DEADLINE_S))
+    ranks = met(rank, meeting)
     for case in cases:
         found = learn(case, model, ranks)
         if ranks.leads:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.gradients import accumulate_gradients
+from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.optim.master_optimizer import build_optimizer

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.data.collate import collate
-from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
-from grpo_trainer.data.micro_batches import Tokens
+from grpo_trainer.data.groups import GroupLimits, Tokens, UsableGroup, usable_group
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.telemetry.rollouts import StepRollouts
 from grpo_trainer.token_table import TokenTable
-from tests.unit.trainer.groups import VOCABULARY
+from tests.unit.trainer.groups import VOCABULARY, batch_of
 
 
 def shuffled(sequences: Sequence[Tokens], size: int) -> list[list[int]]:
@@ -25,7 +23,7 @@ def rollouts_of(
     groups: list[UsableGroup], seq_len: int = 100, step: int = 6, size: int = 2
 ) -> StepRollouts:
     """The trainer's logprob of token t is -t / 100."""
-    batch = collate(groups, seq_len, size, shuffled, GRPO)
+    batch = batch_of(groups, GRPO, seq_len, size, shuffled)
     values = [TokenValues(*[-micro.targets / 100] * 3) for micro in batch.micro_batches]
     tokens = TokenTable.of(batch.micro_batches, values)
     return StepRollouts(step, epoch=1, groups=groups, batch=batch, tokens=tokens)

@@ -13,14 +13,16 @@ import torch
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import Alignment
-from grpo_trainer.data.collate import Origin
+from grpo_trainer.data.batches import TakenBatch
+from grpo_trainer.data.collate import Batch, Origin
 from grpo_trainer.data.stats import BatchStats
-from grpo_trainer.gradients import GradientStats, Update
+from grpo_trainer.learner import GradientStats
 from grpo_trainer.losses import NO_SUMS
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch, step_record
 from grpo_trainer.token_table import Distance, TokenTable
 from grpo_trainer.weight_sync.base import Published
+from tests.unit.trainer.groups import collated, group
 
 SUMS = replace(
     NO_SUMS,
@@ -54,24 +56,27 @@ def table(diff: list[float]) -> TokenTable:
 DIFFERENCES = [0.1, -1.1, 0.4, 0.8]
 RATIOS = [math.exp(difference) for difference in DIFFERENCES]
 K3 = sum(math.exp(d) - 1 - d for d in DIFFERENCES) / 4
+ORIGINS = [Origin(0, None, PolicyVersion(3, 6), 1, 0)]
+
+
+def taken(facts: BatchStats, origins: list[Origin]) -> TakenBatch:
+    """With a reference model and weights of MaxEnt-GRPO."""
+    (micro,) = collated(group()).micro_batches
+    known = replace(micro, reference_logp=micro.behaviour_logp)
+    batch = Batch([known], origins, [0], facts, weights_entropy=0.7)
+    return TakenBatch(1, [], [], batch, Counter(unusable=3, repeated=1, stale=2))
+
+
 OUTCOME = StepOutcome(
     step=7,
-    steps=10,
     lr=1e-4,
-    kl_coef=0.05,
-    maxent=(0.2, 0.7),
-    dropped=Counter(unusable=3, repeated=1, stale=2),
+    objective=replace(GRPO, kl_coef=0.05, maxent_tau=0.2),
+    taken=taken(FACTS, ORIGINS),
     quarantined_batches=0,
     failed_checks=1,
-    facts=FACTS,
-    origins=[Origin(0, None, PolicyVersion(3, 6), 1, 0)],
-    held=PolicyVersion(3, 7),
-    update=Update(
-        GRPO,
-        GradientStats((0.25, 0.75, -0.5), SUMS, table(DIFFERENCES)),
-        Distance(tokens=2, mean=0.01, max=0.02, lower_bound=0.0),
-        grad_norm=1.5,
-    ),
+    trained=PolicyVersion(3, 7),
+    gradients=GradientStats((0.25, 0.75, -0.5), SUMS, table(DIFFERENCES), norm=1.5),
+    fresh=Distance(tokens=2, mean=0.01, max=0.02, lower_bound=0.0),
     published=Published(
         PolicyVersion(3, 8),
         0.2,
@@ -89,7 +94,7 @@ OUTCOME = StepOutcome(
 
 
 def test_every_value_by_hand() -> None:
-    assert step_record(OUTCOME) == pytest.approx(
+    assert step_record(OUTCOME, 10) == pytest.approx(
         {
             **{"step": 8, "steps": 10, "time_s": 9.0},
             **{"reward/mean": 0.25, "reward/std_in_group": 0.5},
@@ -133,7 +138,7 @@ def test_every_metric_is_documented() -> None:
     page = (Path(__file__).parents[4] / "docs/reference/metrics.md").read_text()
     section = page.split("\n## ")[1]
     listed = re.findall(r"(?m)^\| `([a-z0-9_/]+)` \|", section)
-    assert sorted(listed) == sorted(step_record(OUTCOME))
+    assert sorted(listed) == sorted(step_record(OUTCOME, 10))
 
 
 def test_times_of_a_step() -> None:
@@ -170,7 +175,7 @@ def test_staleness_at_step_7_of_epoch_3(
 ) -> None:
     fraction = 0.5 if bounds else 0.0
     facts = replace(FACTS, first_versions=versions, version_bounds=bounds, bound_fraction=fraction)
-    found = step_record(replace(OUTCOME, facts=facts))
+    found = step_record(replace(OUTCOME, taken=taken(facts, ORIGINS)), 10)
     names = ("mean", "max", "other_epoch_fraction", "bound_fraction")
     assert [found.get(f"staleness/{name}") for name in names] == pytest.approx(expected)
     assert ("alignment/fresh_fraction" in found) == bool(versions)  # a bound is never fresh
@@ -179,18 +184,13 @@ def test_staleness_at_step_7_of_epoch_3(
 def test_undefined_values_are_absent_not_zero() -> None:
     nothing = replace(
         OUTCOME,
-        facts=replace(FACTS, first_versions=[], generation_s=None),
-        held=PolicyVersion(3, 7),
-        update=Update(
-            GRPO,
-            GradientStats((0.0, 0.0, 0.0), NO_SUMS, table([])),
-            Distance(0, 0.0, 0.0, 0.0),
-            grad_norm=1.5,
-        ),
+        taken=taken(replace(FACTS, first_versions=[], generation_s=None), ORIGINS),
+        gradients=GradientStats((0.0, 0.0, 0.0), NO_SUMS, table([]), norm=1.5),
+        fresh=Distance(0, 0.0, 0.0, 0.0),
         published=Published(PolicyVersion(3, 8), 0.0),
         save_s=None,
     )
-    names = set(step_record(nothing))
+    names = set(step_record(nothing, 10))
     assert not {name for name in names if name.startswith(("grpo/", "alignment/", "logprobs/"))}
     assert not names & {"train/pos_logp", "train/neg_logp", "train/save_time"}
     assert "rollout/generation_time" not in names

@@ -13,22 +13,21 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from grpo_core.clients.supervisor import SupervisorClient
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.weights.supervisor_protocol import (
+from grpo_core.weights.supervisor import (
     Action,
     Command,
     OutcomeState,
+    SupervisorClient,
     SupervisorPhase,
     commands_key,
 )
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_local.process.ports import free_port
 from grpo_trainer.errors import GrpoError, LostServer, NotPublished, WeightsRefused
-from grpo_trainer.weight_sync import publisher as supervisor_commands
-from grpo_trainer.weight_sync.publisher import Publisher
-from grpo_trainer.weight_sync.server import ServerMonitor
+from grpo_trainer.weight_sync import supervisor as supervisor_commands
+from grpo_trainer.weight_sync.supervisor import Publisher, ServerMonitor
 from tests.unit.trainer.supervisor_stand_in import Reply, StandIn, done, says, silence
 
 FILES = WeightRef(

@@ -1,0 +1,284 @@
+"""The learner: forward and backward passes over the micro-batches of one step, whose gradients add
+up.
+
+An adapter's dropout is on only in the forward pass whose gradient is used. The comparison with the
+server, and every metric but the loss, use a second forward pass without dropout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+
+import structlog
+import torch
+from torch import Tensor
+
+from grpo_trainer.advantages import with_advantages
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.collate import Batch, MicroBatch
+from grpo_trainer.data.groups import UsableGroup
+from grpo_trainer.errors import NonFiniteLoss, NonFiniteStep
+from grpo_trainer.losses import (
+    NO_SUMS,
+    LossParts,
+    LossSums,
+    loss_sums,
+    step_loss,
+)
+from grpo_trainer.model.adapter import adapter_dropouts, dropout_on, trained_parameters
+from grpo_trainer.model.forward import (
+    FastForward,
+    ForwardPass,
+    build_forward_pass,
+    plain_forward,
+)
+from grpo_trainer.model.logprobs import TokenValues
+from grpo_trainer.model.policy import CausalLM, device_of, train_only
+from grpo_trainer.model.reference import Reference, build_reference, values_of_all
+from grpo_trainer.objectives import Objective
+from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
+from grpo_trainer.optim.sharding import RankOptimizer, is_divided, shard
+from grpo_trainer.ranks.group import ALONE, Ranks
+from grpo_trainer.token_table import TokenTable
+
+log = structlog.get_logger()
+
+_SUMS = [field.name for field in fields(LossSums)]
+_MAXIMA = [name for name in _SUMS if name.endswith("max")]
+
+
+@dataclass(frozen=True)
+class GradientStats:
+    """Loss and metrics of a batch.
+
+    Args:
+        loss_parts: the policy's loss, the KL penalty and the entropy bonus; see `LossParts`
+        tokens: the trained tokens with logprobs from before the update
+        norm: L2 norm of the gradient before clipping; 0 without an optimizer
+    """
+
+    loss_parts: Sequence[float]
+    sums: LossSums
+    tokens: TokenTable
+    norm: float
+
+    @property
+    def loss(self) -> float:
+        return sum(self.loss_parts)
+
+
+def accumulate_gradients(
+    policy: CausalLM,
+    batch: Batch,
+    objective: Objective,
+    step: int,
+    forward: ForwardPass = plain_forward,
+    optimizer: MasterOptimizer | None = None,
+    ranks: Ranks = ALONE,
+) -> GradientStats:
+    """Run forward and backward over the micro-batches; their gradients add up to the batch's.
+
+    Each rank computes its portion of the micro-batches. Sums, never averages: the weights of the
+    tokens are those of the whole batch, so the sum of the ranks' gradients is the gradient that one
+    process computes.
+
+    Args:
+        policy: the whole policy, or this rank's part of it (FSDP2), whose passes add up the
+            gradients themselves
+        batch: the whole batch
+        optimizer: collects the gradients, which are multiplied by its loss scale. If they overflow,
+            the batch is computed again with a smaller scale
+
+    Raises:
+        NonFiniteStep: the loss or the gradient norm is NaN or infinite, on all ranks alike.
+    """
+
+    def scaled_by(scale: float) -> tuple[Sequence[float], LossSums, TokenTable]:
+        micro_batches = batch.micro_batches
+        portion = ranks.portion(micro_batches, micro_batches[0].without_weight())
+        with ranks.exchange("computing gradients"):
+            found = computed(policy, portion, objective, step, forward, scale, ranks.count == 1)
+        parts, sums = _over_ranks(found, ranks)
+        if not math.isfinite(sum(parts)):
+            raise _non_finite(f"step {step}", sum(parts), sums)
+        if optimizer is not None and ranks.count > 1 and not is_divided(policy):
+            optimizer.gradients.add_up(ranks, optimizer.masters)
+        seen = values_of_all(found.seen, micro_batches, ranks)
+        known = [m.with_recomputed(s.logp) for m, s in zip(micro_batches, seen, strict=True)]
+        return parts, sums, TokenTable.of(known, seen)
+
+    scale = None if optimizer is None else optimizer.loss_scale
+    found = scaled_by(1.0) if scale is None else scale.without_overflow(scaled_by)
+    return GradientStats(*found, norm=0.0 if optimizer is None else optimizer.gradient_norm(step))
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A policy, and what computes and takes its steps. Every rank has one.
+
+    Args:
+        reference: None without a KL penalty
+        accumulate: collects the gradients of a batch, for the step with this index
+    """
+
+    settings: TrainerSettings
+    ranks: Ranks
+    policy: CausalLM
+    forward: FastForward
+    reference: Reference | None
+    optimizer: MasterOptimizer
+    accumulate: Callable[[Batch, Objective, int], GradientStats]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the trained parameters, in the order of the master weights."""
+        return list(trained_parameters(self.policy))
+
+    def with_advantages(
+        self, batch: Batch, groups: Sequence[UsableGroup], objective: Objective
+    ) -> Batch:
+        """The batch with advantages, and with the reference model's logprobs if there is one.
+
+        Args: groups: from which the batch is collated; empty on ranks above 0
+        """
+        if self.reference is not None:
+            batch = self.reference.added(batch, self.ranks)
+        return with_advantages(batch, groups, objective, self.ranks)
+
+    def gradients(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
+        """Compute a batch's gradients. A failed attempt is repeated once, because the machine may
+        have caused it.
+
+        Raises:
+            NonFiniteStep: both attempts failed, on all ranks alike.
+        """
+        for is_repeated in (False, True):
+            try:
+                self.ranks.seed(self.settings.seed, step)
+                return self.accumulate(batch, objective, step)
+            except NonFiniteStep as error:
+                self.optimizer.gradients.clear()
+                if is_repeated:
+                    raise
+                log.warning("step.retried", step=step, reason=str(error))
+        raise AssertionError
+
+
+def build_learner(policy: CausalLM, settings: TrainerSettings, ranks: Ranks) -> Learner:
+    """Called on all ranks, with equal policies. With --fsdp rank 0 keeps the whole policy beside
+    its part. Raises the errors of `build_optimizer` and `build_reference`."""
+    if settings.trained_layers is not None:
+        train_only(policy, settings.trained_layers)
+    forward = build_forward_pass(policy, settings, differentiates_entropy=settings.entropy_coef > 0)
+    reference = build_reference(policy, forward, settings)
+    if ranks.count == 1:
+        optimizer = build_optimizer(policy, settings)
+        accumulate = partial(accumulate_gradients, policy, forward=forward, optimizer=optimizer)
+        return Learner(settings, ranks, policy, forward, reference, optimizer, accumulate)
+    sharded = shard(policy, ranks) if settings.fsdp else None
+    part = policy if sharded is None else sharded.policy
+    used = forward if sharded is None or forward.head is None else sharded.within(forward)
+    kind = partial(RankOptimizer, ranks=ranks, sharded=sharded)
+    optimizer = build_optimizer(part, settings, kind)
+    accumulate = partial(accumulate_gradients, part, forward=used, optimizer=optimizer, ranks=ranks)
+    return Learner(settings, ranks, policy, forward, reference, optimizer, accumulate)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Loss and metrics of some micro-batches. `seen`: [B, T] each, without gradient, in host
+    memory"""
+
+    loss_parts: Sequence[float]
+    sums: LossSums
+    seen: Sequence[TokenValues]
+
+
+def computed(
+    policy: CausalLM,
+    micro_batches: Sequence[MicroBatch],
+    objective: Objective,
+    step: int,
+    forward: ForwardPass,
+    scale: float = 1.0,
+    stops: bool = True,
+) -> Computed:
+    """Run forward and backward over some of a batch's micro-batches.
+
+    Args:
+        scale: multiplies the gradients
+        stops: raise the error at once; else go on, because the backward passes of several ranks
+            wait for each other
+    Raises:
+        NonFiniteLoss: the loss of a micro-batch is NaN or infinite.
+    """
+    totals, sums = [0.0] * len(LossParts._fields), NO_SUMS
+    seen: list[TokenValues] = []
+    dropouts, device = adapter_dropouts(policy), device_of(policy)
+    for i, micro in enumerate(micro_batches):
+        on_device = micro.to(device)
+        with dropout_on(dropouts):
+            trained = forward(policy, on_device)
+        without_dropout = trained
+        if dropouts:
+            with torch.no_grad():
+                without_dropout = forward(policy, on_device)
+        on_device = on_device.with_recomputed(without_dropout.logp)
+        parts = step_loss(trained, on_device, objective)
+        loss = parts.policy + parts.kl + parts.entropy
+        # One transfer to the host for all values that are read here: each transfer waits for the
+        # device.
+        read, values = _to_host(parts, without_dropout)
+        known = micro.with_recomputed(values.logp)
+        if stops and not math.isfinite(sum(read)):
+            found = loss_sums(
+                values.logp, values.entropy, micro.reference_logp, *_columns(known), objective
+            )
+            raise _non_finite(f"step {step}, micro-batch {i}", sum(read), found)
+        # Dropout is on again, because layers that are recomputed must repeat the forward pass.
+        with dropout_on(dropouts):
+            (scale * loss).backward()  # type: ignore[no-untyped-call]
+        # The host computes the sums while the GPU runs the backward pass.
+        totals = [a + b for a, b in zip(totals, read, strict=True)]
+        sums += loss_sums(
+            values.logp, values.entropy, micro.reference_logp, *_columns(known), objective
+        )
+        seen.append(values)
+    return Computed(totals, sums, seen)
+
+
+def _non_finite(where: str, loss: float, sums: LossSums) -> NonFiniteLoss:
+    return NonFiniteLoss(
+        f"{where}: the loss is {loss} (largest importance ratio {sums.ratio_max:.3g}, largest |log "
+        f"importance ratio| {sums.diff_max:.3g}). The step changed no weight. Lower the learning "
+        "rate, or inspect the batch's logprobs"
+    )
+
+
+def _over_ranks(found: Computed, ranks: Ranks) -> tuple[Sequence[float], LossSums]:
+    """The loss's parts and the sums of the whole batch."""
+    if ranks.count == 1:
+        return found.loss_parts, found.sums
+    values = [getattr(found.sums, name) for name in _SUMS]
+    flat = torch.tensor([*found.loss_parts, *values], dtype=torch.float64)
+    largest = torch.tensor([getattr(found.sums, name) for name in _MAXIMA]).double()
+    totals, parts = ranks.total(flat).tolist(), len(LossParts._fields)
+    whole = dict(zip(_SUMS, totals[parts:], strict=True))
+    maxima = dict(zip(_MAXIMA, ranks.maximum(largest).tolist(), strict=True))
+    return totals[:parts], LossSums(**whole | maxima)
+
+
+def _to_host(parts: LossParts, values: TokenValues) -> tuple[list[float], TokenValues]:
+    """Copy all to host memory in one transfer: scalars, [B, T] each."""
+    scalars = torch.stack(parts).detach()
+    flat = torch.cat([scalars, *(value.detach().flatten() for value in values)]).cpu()
+    shape = (len(values), *values.logp.shape)
+    return flat[: len(parts)].tolist(), TokenValues(*flat[len(parts) :].view(shape))
+
+
+def _columns(micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss's inputs other than the policy's logprobs."""
+    return micro.behaviour_logp, micro.advantages, micro.token_weight

@@ -1,0 +1,315 @@
+"""Reads values of options: the words of a command line, variables, and the file of `--config`."""
+
+from __future__ import annotations
+
+import shlex
+from collections import deque
+from collections.abc import Container, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grpo_core.settings.command import Alias, Command, CommandSettings
+from grpo_core.settings.options import COMMON, Names, Option
+
+BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+_NOT = {"true": "false", "false": "true"}
+
+
+class Given(NamedTuple):
+    """A value and the name it was given under, for messages: an option, a variable or a key.
+    `yields`: see `Alias`."""
+
+    value: Any
+    name: str
+    yields: bool = False
+
+
+def merge(values: dict[str, Given], more: Mapping[str, Given]) -> None:
+    """Add values that win over the earlier ones, unless they yield."""
+    for name, given in more.items():
+        if name not in values or values[name].yields or not given.yields:
+            values[name] = given
+
+
+class _Source:
+    """Values by field, names of options that have no effect, and problems for the user."""
+
+    def __init__(self, command: Command, options: Mapping[str, Option]) -> None:
+        self.values: dict[str, Given] = {}
+        self.without_effect: list[str] = []
+        self.problems: list[str] = []
+        self._command, self._options = command, options
+        self._names = Names(command, options)
+
+
+class Arguments(_Source):
+    """`common`: values of the options that every command has."""
+
+    def __init__(self, command: Command, options: Mapping[str, Option], argv: Sequence[str]):
+        super().__init__(command, options)
+        self.common: dict[str, str] = {}
+        self.passed_on: list[str] = []
+        self._positional = deque(command.positional)
+        self._words = deque(argv)
+        while self._words:
+            word = self._words.popleft()
+            if word in ("-h", "--help"):
+                self.common["help"] = ""
+            elif word == "--" and command.passes_on is not None:
+                self.passed_on += self._words
+                self._words.clear()
+            elif word.startswith("-") and word != "-":
+                self._option(word)
+            else:
+                self._word(word)
+
+    def _option(self, word: str) -> None:
+        typed, separator, value = word.partition("=")
+        name = typed.removeprefix("--").replace("_", "-")
+        inline = value if separator else None
+        if name in COMMON:
+            self._common(typed, name, inline)
+            return
+        if name in self._command.without_effect:
+            self.without_effect.append(typed)
+            if inline is None and self._next_is_value():
+                self._words.popleft()
+            return
+        found = self._names.find(name)
+        if found is None:
+            self._unknown(word, typed, name)
+            return
+        option = self._options[found.field]
+        read = self._read(option, typed, inline, found)
+        if read is None:
+            return
+        try:
+            given = _converted(found, typed, read)
+        except ValueError as error:
+            self.problems.append(str(error))
+            return
+        earlier = self.values.get(option.field)
+        if option.is_list and earlier is not None:
+            given = given._replace(value=[*earlier.value, *given.value])
+        merge(self.values, {option.field: given})
+
+    def _common(self, typed: str, name: str, inline: str | None) -> None:
+        if name == "config":
+            value = self._value(typed, inline)
+            if value == "":
+                self.problems.append(f"{typed}: expected the path of a file; got ''")
+            self.common[name] = value or ""
+        elif inline is None:
+            self.common[name] = ""
+        else:
+            self.problems.append(f"{typed}={inline}: {typed} takes no value")
+
+    def _read(self, option: Option, typed: str, inline: str | None, found: Alias) -> Any:
+        if option.is_flag or found.is_flag:
+            if inline is None and self._words and self._words[0].lower() in BOOLEANS:
+                inline = self._words.popleft()
+            value = (inline or "true").lower()
+            return _NOT.get(value, value) if found.is_negated else value
+        first = self._value(typed, inline)
+        if first is None or not option.is_list:
+            return first
+        values = [first]
+        # A command with positional arguments could not tell them from further values.
+        most = option.width or (1 if self._command.positional else None)
+        while inline is None and self._next_is_value() and (most is None or len(values) < most):
+            values.append(self._words.popleft())
+        return values
+
+    def _value(self, typed: str, inline: str | None) -> str | None:
+        if inline is not None:
+            return inline
+        if self._next_is_value():
+            return self._words.popleft()
+        hint = f"; write {typed}=VALUE if the value begins with --" if self._words else ""
+        self.problems.append(f"{typed}: expected a value after it{hint}")
+        return None
+
+    def _next_is_value(self) -> bool:
+        return bool(self._words) and not self._words[0].startswith("--")
+
+    def _unknown(self, word: str, typed: str, name: str) -> None:
+        if self._command.passes_on is None:
+            self.problems.append(f"{typed}: {self._names.unknown(name)}")
+        elif name not in self._command.others and (near := self._names.one_typo_from(name)):
+            self.problems.append(f"{typed}: no such option; did you mean --{near}?")
+        else:
+            self.passed_on.append(word)
+            return
+        if "=" not in word and self._next_is_value():
+            self._words.popleft()
+
+    def _word(self, word: str) -> None:
+        if self._command.passes_on is not None:
+            self.passed_on.append(word)
+        elif self._positional:
+            name = self._positional[0]
+            if self._options[name].is_list:
+                earlier = self.values.get(name, Given([], ""))
+                self.values[name] = Given([*earlier.value, word], name.upper())
+            else:
+                self.values[self._positional.popleft()] = Given(word, name.upper())
+        else:
+            self.problems.append(f"{word!r}: unexpected; every option begins with --")
+
+
+class Variables(_Source):
+    """An empty variable counts as none: Compose passes on what a .env file leaves empty.
+
+    Args:
+        on_command_line: fields whose variables cause no problem
+    """
+
+    def __init__(
+        self,
+        command: Command,
+        options: Mapping[str, Option],
+        environment: Mapping[str, str],
+        on_command_line: Container[str],
+    ) -> None:
+        super().__init__(command, options)
+        for field, option in options.items():
+            shared = command.variable(field)
+            if shared and (text := environment.get(shared)):
+                self.values[field] = Given(text, shared)
+            elif command.env_prefix:
+                problems = [*self._by_name(option, environment)]
+                self.problems += [] if field in on_command_line else problems
+
+    def _by_name(self, option: Option, environment: Mapping[str, str]) -> Iterator[str]:
+        """Read the variables of an option and its aliases, of which one that yields counts only
+        alone; yields the problems."""
+        aliases = {option.field: Alias(option.field)}
+        for name in self._command.aliases:
+            if (alias := self._command.alias(name)) and alias.field == option.field:
+                aliases[name] = alias
+        set_ones = {
+            variable: alias
+            for name, alias in aliases.items()
+            if environment.get(
+                variable := self._command.env_prefix + name.upper().replace("-", "_")
+            )
+        }
+        firm = {variable: alias for variable, alias in set_ones.items() if not alias.yields}
+        try:
+            found = [
+                _converted(alias, variable, environment[variable])
+                for variable, alias in (firm or set_ones).items()
+            ]
+        except ValueError as error:
+            yield str(error)
+            return
+        if not found:
+            return
+        first = self.values[option.field] = found[0]
+        for other in found[1:]:
+            if other.value != first.value:
+                values = "" if option.is_secret else f" ({first.value!r}, {other.value!r})"
+                yield (
+                    f"{first.name} and {other.name} name the same option, but their values "
+                    f"differ{values}; unset one of them"
+                )
+
+
+class ConfigFile(_Source):
+    """A YAML file. Its keys are option names, with dashes or underscores. `path`: None for none."""
+
+    def __init__(
+        self,
+        settings_type: type[CommandSettings],
+        options: Mapping[str, Option],
+        path: Path | None,
+    ) -> None:
+        super().__init__(settings_type.command, options)
+        if path is None:
+            return
+        try:
+            content = content_of(path)
+        except ValueError as error:
+            self.problems.append(f"--config: {error}")
+            return
+        try:
+            prepared = settings_type.prepare_file(_with_words(content, self._command.passes_on))
+        except ValueError as error:
+            self.problems.append(f"--config: {path}: {error}")
+            return
+        for key, value in _flat(prepared):
+            self._read_key(key, value, f"{path}: {key}")
+
+    def _read_key(self, key: str, value: Any, where: str) -> None:
+        command, name = self._command, key.replace("_", "-")
+        if name in command.without_effect or name.partition(".")[0] in command.without_effect:
+            self.without_effect.append(key)
+            return
+        found = self._names.find(name)
+        if found is None:
+            found = Alias(name.replace("-", "_"))
+            if found.field not in (*command.positional, command.passes_on):
+                self.problems.append(f"{where}: {self._names.unknown(name).replace('--', '')}")
+                return
+        if value is not None:
+            try:
+                merge(self.values, {found.field: _converted(found, where, value)})
+            except ValueError as error:
+                self.problems.append(str(error))
+
+
+def _converted(alias: Alias, name: str, value: Any) -> Given:
+    """Raises `ValueError`, whose message begins with the name."""
+    try:
+        return Given(alias.convert(value) if alias.convert else value, name, alias.yields)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def content_of(path: Path) -> dict[Any, Any]:
+    """The content of a YAML file with options. Raises `ValueError` with a message for the user."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is not YAML: {_in_one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected lines such as `batch-size: 8`")
+    return content
+
+
+def _with_words(content: Mapping[Any, Any], passes_on: str | None) -> dict[Any, Any]:
+    """`engine-arguments: --seed 3` → `engine-arguments: [--seed, "3"]`, split as a shell does.
+
+    Raises:
+        ValueError: the string is not words of a shell
+    """
+    found = dict(content)
+    for key, value in content.items():
+        if str(key).replace("-", "_") == passes_on and isinstance(value, str):
+            try:
+                found[key] = shlex.split(value)
+            except ValueError as error:
+                raise ValueError(
+                    f"{key}: cannot split the value into words as a shell does ({error}); check "
+                    "its quotes"
+                ) from None
+    return found
+
+
+def _flat(content: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """`{env: {seed: 1}}` → `env.seed`, 1."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{section}{key}.")
+        else:
+            yield f"{section}{key}", value
+
+
+def _in_one_line(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}: " if mark else ""
+    return where + " ".join(str(getattr(error, "problem", None) or error).split())

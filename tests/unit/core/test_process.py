@@ -1,0 +1,41 @@
+"""What child processes get of this one's environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_core.cpu import SPIN_COUNT, WAIT_POLICY, share_cores
+from grpo_core.process import ManagedProcess
+
+DEADLINE_S = 60.0
+NAME, OURS = SPIN_COUNT
+
+
+def test_a_child_is_no_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A server with these variables waits for torchrun's store, and ends."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("KEPT", "1")
+    names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "KEPT", "ADDED"]
+    code = f"import os; print([name for name in {names} if name in os.environ])"
+    log = tmp_path / "log"
+    child = ManagedProcess("child", [sys.executable, "-c", code], log, {"ADDED": "1"})
+    assert child.wait(DEADLINE_S) == 0
+    child.stop(DEADLINE_S)  # collects its status
+    assert log.read_text().strip() == "['KEPT', 'ADDED']"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, OURS), ({NAME: "infinity"}, "infinity"), ({WAIT_POLICY: "PASSIVE"}, None)],
+)
+def test_what_the_user_has_set_wins(
+    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    share_cores()
+    assert os.environ.get(NAME) == expected

@@ -1,0 +1,53 @@
+"""The gradient of a step is that of its loss, written out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_trainer.learner import accumulate_gradients
+from grpo_trainer.losses import policy_loss
+from grpo_trainer.model.forward import FastForward
+from grpo_trainer.model.fused_head import EAGER
+from grpo_trainer.objectives import GRPO
+from tests.unit.trainer.forward_rig import qwen, ragged_batch
+
+
+def test_penalty_and_bonus_count_with_their_weights_over_all_micro_batches() -> None:
+    """loss - 0.3 * mean entropy + 0.7 * mean (exp(-d) - 1 + d), d = log p - log reference"""
+    objective = replace(GRPO, entropy_coef=0.3, kl_coef=0.7, kl_estimator="k3")
+    policy, batch = qwen(), ragged_batch(tokens=12)
+    generator = torch.Generator().manual_seed(3)
+    batch = replace(
+        batch,
+        micro_batches=[
+            replace(m, reference_logp=-4 * torch.rand(m.targets.shape, generator=generator))
+            for m in batch.micro_batches
+        ],
+    )
+    assert len(batch.micro_batches) > 1
+
+    total, parts = torch.zeros(()), torch.zeros(3)
+    for micro in batch.micro_batches:
+        logits = policy(input_ids=micro.inputs).logits / micro.temperature.view(-1, 1, 1)
+        p = logits.softmax(-1)
+        logp = p.gather(-1, micro.targets.unsqueeze(-1)).squeeze(-1).log()
+        d = logp - micro.reference_logp
+        penalty, bonus = 0.7 * ((-d).exp() - 1 + d), 0.3 * (p * p.log()).sum(-1)
+        columns = (micro.behaviour_logp, micro.advantages, micro.token_weight)
+        weighed = [(micro.token_weight * terms).sum() for terms in (penalty, bonus)]
+        of_micro = torch.stack([policy_loss(logp, *columns, GRPO), *weighed])
+        total, parts = total + of_micro.sum(), parts + of_micro.detach()
+    weight = policy.lm_head.weight
+    (expected,) = torch.autograd.grad(total, weight)
+
+    found = accumulate_gradients(policy, batch, objective, 0, FastForward(head=EAGER))
+    assert found.loss == pytest.approx(float(total.detach()), rel=1e-5)
+    assert found.loss_parts == pytest.approx(parts.tolist(), rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(
+        weight.grad, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())
+    )
+    only_logged = accumulate_gradients(policy, batch, replace(objective, kl_in="reward"), 0)
+    assert abs(only_logged.loss - found.loss) > 0.01
