@@ -23,9 +23,9 @@ from benchmarks.train_bench.turns import Reading, json_of
 from grpo_env.inference.pool import InferencePool
 from grpo_env.rollout.chat_template import load_template
 from grpo_env.rollout.engine import RolloutEngine
-from grpo_env.rollout.grading import Grader
+from grpo_env.rollout.grader import Grader
 from grpo_env.rollout.groups import SamplingPlan
-from grpo_env.rollout.user_code import TaskCode
+from grpo_env.rollout.task_code import TaskCode
 from grpo_env.tasks import Answer, Message, Row, Split, State, Task, TaskOptions
 from grpo_env.tasks.items import Item
 from grpo_tiny_model.model import ensure_tiny_model
@@ -77,7 +77,7 @@ async def reading(url: str, kind: Kind, rollouts: int) -> Reading:
     plan = SamplingPlan(GROUP, 1.0, 8192, max_completion_tokens=512, drop_equal_scores=False)
     async with InferencePool([url], _DEADLINE_S, rollouts) as pool:
         with TaskCode(_DEADLINE_S) as code:
-            engine = RolloutEngine(pool, template, Grader({}, code), code)
+            engine = RolloutEngine(pool, template, Grader({}, code))
             engine.prompt_ids(_item(task))  # the template is compiled at its first use
             before_mib, cpu_s = _resident_mib(), time.process_time()
             jobs = [

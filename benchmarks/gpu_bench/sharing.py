@@ -39,11 +39,11 @@ from benchmarks.gpu_bench.training import (
 )
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.errors import GrpoError
-from grpo_trainer.config.forward import ForwardOptions
+from grpo_trainer.config.trainer import ForwardOptions
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.master_update import MasterUpdate
 from grpo_trainer.optim.rules import AdamW32, State, StepOptions
-from grpo_trainer.optim.schedule import constant
+from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.shared import SharedVllm
 
 LEASE_S = 60.0
@@ -52,7 +52,7 @@ LEASE_S = 60.0
 @contextlib.contextmanager
 def attached(server: Server, model: str) -> Iterator[tuple[SharedVllm, Any]]:
     """The weights' sync, and the policy of views."""
-    sync = SharedVllm(bridge=BridgeClient(server.url), model_name=model, lease_s=LEASE_S)
+    sync = SharedVllm(ServerConnection(BridgeClient(server.url)), model, lease_s=LEASE_S)
     try:
         yield sync, sync.load_policy().eval()
     finally:
@@ -132,7 +132,7 @@ class TimedOptimizer(MasterOptimizer):
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         super().__init__(
             parameters,
-            learning_rate=constant(1.0),
+            learning_rate=lambda _: 1.0,
             weight_decay=0.0,
             max_grad_norm=1.0,
             update=Nudge(),

@@ -37,10 +37,8 @@ from grpo_core.errors import GrpoError
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
-from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.forward import ForwardOptions
-from grpo_trainer.config.packages import missing_packages
-from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.config.cli import CommandLine, missing_packages
+from grpo_trainer.config.trainer import ForwardOptions, TrainerSettings
 from grpo_trainer.data.collate import Batch, by_length, collate
 from grpo_trainer.data.groups import GroupLimits, usable_group
 from grpo_trainer.errors import MissingPackage

@@ -18,14 +18,13 @@ from benchmarks.train_bench.memory import PeakMemory
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
-from grpo_trainer.config.forward import ForwardOptions
+from grpo_trainer.config.trainer import ForwardOptions
 from grpo_trainer.data.collate import Batch, Cut, collate
 from grpo_trainer.data.groups import GroupLimits, common_prefix, usable_group
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import constant
 
 
 def batch_of(work: dict[str, Any], vocabulary: int, cut: Cut) -> Batch:
@@ -55,7 +54,7 @@ def measure(work: dict[str, Any]) -> dict[str, Any]:
     memory = PeakMemory(model)
     forward = build_forward_pass(model, ForwardOptions())
     batch = batch_of(work, model.config.vocab_size, forward.layout.cut)
-    optimizer = MasterOptimizer(model.parameters(), constant(1e-6), 0.01, 1.0)
+    optimizer = MasterOptimizer(model.parameters(), lambda _: 1e-6, 0.01, 1.0)
     losses, norms, seconds = [], [], []
     for step in range(work["steps"]):
         began = time.perf_counter()

@@ -44,11 +44,11 @@ def fields(record: str) -> str:
 def _document() -> Json:
     from fastapi import FastAPI
 
-    from grpo_api.routes import admin, environments, groups, trainer
+    from grpo_api.routes import admin, environments, scored_data, trainer
     from grpo_api.routes.openapi import describe, refusals
 
     app = FastAPI(generate_unique_id_function=lambda route: route.name, responses=refusals(403))
-    for nouns in (environments, groups, trainer, admin):
+    for nouns in (environments, scored_data, trainer, admin):
         app.include_router(nouns.router)
     describe(app, token_needed=False)
     return app.openapi()

@@ -14,7 +14,7 @@ def of_run_api() -> str:
     from prometheus_client.parser import text_string_to_metric_families
 
     from grpo_api.metrics import Metrics
-    from grpo_api.store.stats import RunStats
+    from grpo_api.store.run import RunStats
 
     metrics = Metrics()
     metrics.observe("GET", "/", 200, 0.0, 0)
@@ -38,7 +38,7 @@ def _labels(family: Metric) -> str:
 
 
 def healthy_ranges() -> str:
-    from grpo_trainer.telemetry.alerts import RANGES
+    from grpo_trainer.checks.findings import RANGES
 
     return table(
         ["Metric", "Healthy", "Advice outside this range"],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_trainer.model.logprobs import token_logprobs
+from grpo_trainer.model.logprobs import token_values
 from tests.compat.upstream_install import Upstream
 from tests.compat.upstream_processes import run_archived_trainer
 
@@ -27,7 +27,7 @@ def group_sampled_by(model: Any, seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(200, (GROUP_SIZE, TOKENS), generator=generator)
     with torch.no_grad():
-        logp = token_logprobs(model, ids[:, :-1], ids[:, 1:], torch.ones(GROUP_SIZE))
+        logp = token_values(model, ids[:, :-1], ids[:, 1:], torch.ones(GROUP_SIZE)).logp
     sampled = logp[:, PROMPT_TOKENS - 1 :].tolist()
     return {
         "tokens": ids.tolist(),

@@ -19,10 +19,10 @@ import torch
 from grpo_core.clients.run_api import TrainerClient
 from grpo_trainer import __main__ as grpo
 from grpo_trainer.checkpoint import store
-from grpo_trainer.checks import served_weights as alignment
 from grpo_trainer.data.batches import BatchSource
 from grpo_trainer.data.filter import digest
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.weight_sync import shared
 from tests.faults.stages import (
     HALF_SAVED,
     HALF_WRITTEN,
@@ -60,7 +60,7 @@ def hold_at(stages: Stages) -> None:
         (TrainerClient, "next_batch", WAITING),
         (MasterOptimizer, "step", TRAINING),
         (MasterOptimizer, "write_into_parameters", PAUSED),
-        (alignment, "require_written", VERIFYING),
+        (shared, "require_written", VERIFYING),
         (store, "_write_record", HALF_SAVED),
         (TrainerClient, "acknowledge", SAVED),
     ):

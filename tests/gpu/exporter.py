@@ -16,8 +16,7 @@ import torch
 
 from grpo_core.weights.shared_memory import ParameterMapping, WeightGrant, WeightManifest
 from grpo_core.weights.socket import send_grant, send_refusal
-from grpo_vllm.weights.cuda_ipc import exported, why_not_exportable
-from grpo_vllm.weights.memory import WeightMemory
+from grpo_vllm.weights.memory import WeightMemory, exported, why_not_exportable
 
 ROWS, COLUMNS = 4096, 4096
 """64 MiB in float32, so torch's allocator gives it its own block, beside a small one."""

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.config.cli import parse_settings
-from grpo_trainer.config.forward import ForwardOptions
+from grpo_trainer.config.cli import parse_command
+from grpo_trainer.config.trainer import ForwardOptions
 from grpo_trainer.data.collate import by_prefix
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
@@ -24,7 +24,6 @@ from grpo_trainer.model.packing import AttentionCalls, Layout, PackedBounds, Par
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.master_update import build_update
-from grpo_trainer.optim.schedule import constant
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 
 DEVICE = torch.device("cuda", 0)
@@ -108,12 +107,13 @@ def test_a_step_of_gradients_on_the_gpu_is_that_on_the_host() -> None:
 
 
 def optimizer(*flags: str, lr: float = 1e-3) -> tuple[nn.Parameter, MasterOptimizer]:
-    settings = parse_settings(["--model", "m", "--mode", "shared_vllm", "--lr", str(lr), *flags])
+    words = ["--model", "m", "--mode", "shared_vllm", "--lr", str(lr), *flags]
+    settings = parse_command(words).settings()
     drawn = torch.Generator(DEVICE).manual_seed(0)
     weights = 0.02 * torch.randn(SIZE, generator=drawn, device=DEVICE)
     parameter = nn.Parameter(weights.to(torch.bfloat16))
     update = build_update(settings, [parameter])
-    return parameter, MasterOptimizer([parameter], constant(lr), 0.01, 1.0, update)
+    return parameter, MasterOptimizer([parameter], lambda _: lr, 0.01, 1.0, update)
 
 
 def stepped(*flags: str, lr: float = 1e-3, steps: int = STEPS) -> tuple[Tensor, Tensor, Tensor]:

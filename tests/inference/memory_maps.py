@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from grpo_vllm.weights.memory import MEMFD_NAME
 
-
-@dataclass(frozen=True)
-class WeightMapping:
-    """One process's mapping of the arena, sizes in bytes."""
-
-    inode: int
-    resident_bytes: int
-    proportional_bytes: int
-    private_bytes: int
+WeightMapping = dict[str, int]
+"""One process's mapping of the arena: `inode`, and sizes in bytes under their names in smaps: `Rss`
+(resident), `Pss` (proportional), `Private_Clean`, …"""
 
 
 def weight_mappings() -> tuple[WeightMapping, WeightMapping]:
     """The mappings of the server's engine, and those of this process."""
-    ours = _mappings(os.getpid())
-    assert len(ours) == 1, f"expected one mapping in the trainer, found {ours}"
-    served = [
-        mapping
-        for pid in psutil.pids()
-        if pid != os.getpid()
-        for mapping in _mappings(pid)
-        if mapping.inode == ours[0].inode
-    ]
-    assert len(served) == 1, f"expected one mapping in the server, found {served}"
-    return served[0], ours[0]
+    (ours,) = _mappings(os.getpid())
+    others = (pid for pid in psutil.pids() if pid != os.getpid())
+    (served,) = (m for pid in others for m in _mappings(pid) if m["inode"] == ours["inode"])
+    return served, ours
 
 
 def holds_weights(pid: int) -> bool:
@@ -47,15 +33,11 @@ def _mappings(pid: int) -> list[WeightMapping]:
     except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or of another user
         return []
     entries = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", smaps)
-    return [_parse(entry) for entry in entries if f"/memfd:{MEMFD_NAME}" in entry]
-
-
-def _parse(entry: str) -> WeightMapping:
-    inode = int(entry.splitlines()[0].split()[4])
-    kilobytes = {k: int(v) for k, v in re.findall(r"(?m)^(\w+):\s+(\d+) kB$", entry)}
-    return WeightMapping(
-        inode=inode,
-        resident_bytes=kilobytes["Rss"] * 1024,
-        proportional_bytes=kilobytes["Pss"] * 1024,
-        private_bytes=(kilobytes["Private_Clean"] + kilobytes["Private_Dirty"]) * 1024,
-    )
+    return [
+        {
+            "inode": int(entry.splitlines()[0].split()[4]),
+            **{k: int(v) * 1024 for k, v in re.findall(r"(?m)^(\w+):\s+(\d+) kB$", entry)},
+        }
+        for entry in entries
+        if f"/memfd:{MEMFD_NAME}" in entry
+    ]

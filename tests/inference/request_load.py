@@ -20,6 +20,9 @@ import httpx
 
 from tests.support.wait import wait_for
 
+Body = dict[str, Any]
+Post = Callable[[Body, dict[str, str]], Awaitable[tuple[int, Any]]]
+"""Sends body and headers; returns status and answer."""
 CLIENTS = 12
 TIMEOUT_S = 300.0
 LONGEST_TOKENS = 200
@@ -73,30 +76,19 @@ async def _all(url: str, clients: int, report: LoadReport, stop: threading.Event
         aiohttp.ClientSession(timeout=timeout) as session,
         asyncio.TaskGroup() as group,
     ):
-        posts = (_with_httpx(pooled, url), _with_aiohttp(session, url))
+
+        async def with_httpx(body: Body, headers: dict[str, str]) -> tuple[int, Any]:
+            answer = await pooled.post(url, json=body, headers=headers)
+            return answer.status_code, answer.json()
+
+        async def with_aiohttp(body: Body, headers: dict[str, str]) -> tuple[int, Any]:
+            async with session.post(url, json=body, headers=headers) as answer:
+                return answer.status, await answer.json()
+
+        posts = (with_httpx, with_aiohttp)
         for number in range(clients):
             pauses = number % 4 >= 2
             group.create_task(_send(posts[number % 2], number, pauses, report, stop))
-
-
-Post = Callable[[dict[str, Any], dict[str, str]], Awaitable[tuple[int, Any]]]
-"""Sends body and headers; returns status and answer."""
-
-
-def _with_httpx(client: httpx.AsyncClient, url: str) -> Post:
-    async def post(body: dict[str, Any], headers: dict[str, str]) -> tuple[int, Any]:
-        answer = await client.post(url, json=body, headers=headers)
-        return answer.status_code, answer.json()
-
-    return post
-
-
-def _with_aiohttp(session: aiohttp.ClientSession, url: str) -> Post:
-    async def post(body: dict[str, Any], headers: dict[str, str]) -> tuple[int, Any]:
-        async with session.post(url, json=body, headers=headers) as answer:
-            return answer.status, await answer.json()
-
-    return post
 
 
 async def _send(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.http.in_flight import InFlight
+from grpo_vllm.http.middleware import InFlight
 from tests.support.wait import wait_for_async
 
 REFUSED, TRY_AGAIN = 409, 503
@@ -68,12 +68,12 @@ async def test_an_adapter_that_fails_to_load_leaves_nothing_in_the_engine(
 ) -> None:
     engine = LoraEngine()
     switch = adapters_of(engine)
-    served = await switch.load(Path("/a"), PolicyVersion(1, 1))
+    await switch.load(Path("/a"), PolicyVersion(1, 1))
     engine.add = error
     with pytest.raises(tuple(errors.STATUS), match=says) as raised:
         await switch.load(Path("/b"), PolicyVersion(1, 2))
     assert (raised.typename, errors.STATUS[raised.type]) == (name, status)
-    assert switch.in_use() == [served]
+    assert switch.directories_in_use() == ["/a"]
     await wait_for_async(lambda: engine.there == {1})
 
 
@@ -82,8 +82,8 @@ async def test_an_adapter_that_is_not_removed_is_let_go_of_and_later_ones_are_re
     engine = LoraEngine(remove=RuntimeError("not now"))
     switch = adapters_of(engine)
     for step in (1, 2):
-        newest = await switch.load(Path(f"/{step}"), PolicyVersion(1, step))
-    await wait_for_async(lambda: switch.in_use() == [newest])
+        await switch.load(Path(f"/{step}"), PolicyVersion(1, step))
+    await wait_for_async(lambda: switch.directories_in_use() == ["/2"])
     engine.remove = None
     await switch.load(Path("/3"), PolicyVersion(1, 3))
     await wait_for_async(lambda: 2 not in engine.there)

@@ -14,7 +14,6 @@ import pytest
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import LostServer
-from grpo_trainer.weight_sync.attachment import WeightPlaces
 from tests.fixtures.inference import FLOAT32_NOISE, LEASE_S, InferenceServer
 from tests.inference.trainer_side import (
     AttachedTrainer,
@@ -119,7 +118,7 @@ def test_between_steps_a_lost_connection_is_noticed_and_the_weights_written_back
 
 def test_a_server_that_stays_away_is_named(shared_server: InferenceServer) -> None:
     with attached_trainer(shared_server) as trainer:
-        trainer.sync._server.places = WeightPlaces(Path("/nowhere/weights.sock"))
+        trainer.sync._server.socket = Path("/nowhere/weights.sock")
         trainer.sync._server.return_deadline_s = 0.1
         cut_connection(trainer)
         with pytest.raises(LostServer, match=r"did not come back within 0\.1 s"):

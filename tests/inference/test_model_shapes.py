@@ -20,10 +20,9 @@ from grpo_core.process import ProcessFailed
 from grpo_trainer.checks.served_weights import PublicationCheck
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.export import save_policy
+from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of, sampled_tokens
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import constant
 from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.build import build_weight_sync
 from tests.fixtures.adapters import load
@@ -117,7 +116,7 @@ def test_a_step_is_served_exported_and_loaded_again(
         return
     with synced(shape, model, mode, redis_url, tmp_path) as (sync, server):
         policy = sync.load_policy().eval()
-        optimizer = MasterOptimizer(trained_parameters(policy).values(), constant(LR), 0.0, 1.0)
+        optimizer = MasterOptimizer(trained_parameters(policy).values(), lambda _: LR, 0.0, 1.0)
         sync.start(optimizer, 0)
         check = PublicationCheck(policy, sync)
         assert check.measure().max < FLOAT32_NOISE
@@ -134,7 +133,8 @@ def test_a_step_is_served_exported_and_loaded_again(
         assert after.max < FLOAT32_NOISE
         assert after.moved > 100 * FLOAT32_NOISE
         exported = tmp_path / "exported"
-        save_policy(policy, str(model), exported, is_adapter=mode in (LORA, LORA_RESTART))
+        lora = CommandLine(model=str(model), mode=mode, redis_url=redis_url).settings().lora
+        TrainedWeights(str(model), lora).write(policy, exported, with_tokenizer=True)
         tokens = sampled_tokens(policy)
         again = load(model, exported)
         assert torch.equal(logprobs_of(again, tokens), logprobs_of(policy, tokens))

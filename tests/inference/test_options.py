@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import platform
 from pathlib import Path
 from types import ModuleType
@@ -41,10 +40,6 @@ def test_options_without_effect_are_refused_by_name(
         args.refuse_ignored_options(args.parse_engine_arguments(["--model", "m", *option]))
 
 
-def test_their_defaults_are_accepted(args: ModuleType) -> None:
-    args.refuse_ignored_options(args.parse_engine_arguments(["--model", "m"]))
-
-
 @pytest.mark.parametrize(
     ("machine", "flags", "asked", "found"),
     [
@@ -68,6 +63,6 @@ def test_float32_is_the_default_where_bfloat16_is_slow(
     cpuinfo.write_text(f"model name\t: a CPU\nflags\t\t: {flags}\n\nflags\t\t: {flags}\n")
     monkeypatch.setattr(cpu, "CPUINFO", cpuinfo)
     monkeypatch.setattr(platform, "machine", lambda: machine)
-    arguments = argparse.Namespace(dtype=asked)
-    args.use_fast_type(arguments)
+    arguments = args.parse_engine_arguments(["--model", "m", "--dtype", asked])
+    args.adapt_to_cpu(arguments)
     assert arguments.dtype == found

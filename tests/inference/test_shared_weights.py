@@ -18,7 +18,8 @@ from grpo_local.process.ports import free_port
 from grpo_tiny_model.model import build_model, build_tokenizer
 from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.errors import MovedParameters, PolicyMismatch, ServedWeightsDiffer
-from grpo_trainer.model.logprobs import probe_tokens, token_logprobs
+from grpo_trainer.model.logprobs import probe_tokens, token_values
+from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.shared import SharedVllm
 from tests.fixtures.inference import (
     FLOAT32_NOISE,
@@ -59,7 +60,7 @@ def completion_logprobs(
     ids = torch.tensor([prompt + completion], device=device)
     warmth = torch.tensor([temperature], device=device)
     with torch.no_grad():
-        logp = token_logprobs(policy, ids[:, :-1], ids[:, 1:], warmth)
+        logp = token_values(policy, ids[:, :-1], ids[:, 1:], warmth).logp
     values: list[float] = logp[0, len(prompt) - 1 :].tolist()
     return values
 
@@ -130,11 +131,10 @@ def test_there_is_one_copy_of_the_weights(shared_server: InferenceServer) -> Non
         assert sum(p.nbytes for p in parameters) > 0.9 * total  # the rest is padding
 
         served, ours = weight_mappings()
-        assert min(served.resident_bytes, ours.resident_bytes) >= 0.99 * total
+        assert min(served["Rss"], ours["Rss"]) >= 0.99 * total
         # A page that two processes map counts half in the proportional share of each.
-        shares = served.proportional_bytes + ours.proportional_bytes
-        assert shares == pytest.approx(total, rel=0.05)
-        assert ours.private_bytes == 0
+        assert served["Pss"] + ours["Pss"] == pytest.approx(total, rel=0.05)
+        assert ours["Private_Clean"] + ours["Private_Dirty"] == 0
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_parameters_that_left_the_shared_memory_stop_the_step(
 
 def refusal_to_attach(server: InferenceServer, model: Path, dtype: str) -> str:
     with BridgeClient(server.url) as bridge:
-        sync = SharedVllm(bridge, str(model), None, dtype=dtype)
+        sync = SharedVllm(ServerConnection(bridge, dtype=dtype), str(model))
         with pytest.raises(PolicyMismatch) as mismatch:
             sync.load_policy()
         sync.close()

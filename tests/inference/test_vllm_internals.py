@@ -101,14 +101,22 @@ def test_obstacles_to_sharing_are_listed_at_once_but_each_cause_only_once(
     internals: ModuleType, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test sets the fields directly, because no platform supports all of the options."""
+    from vllm.model_executor.layers.attention import MLAAttention
+
     why_not_shareable = internals.layers.why_not_shareable
     config, no_layers = engine_config(internals, tiny_model), nn.Module()
     model, parallel, offload = config.model_config, config.parallel_config, config.offload_config
     assert why_not_shareable(config, no_layers) == []
     config.speculative_config = SimpleNamespace(method="ngram")  # a draft without weights
-    packed = nn.ModuleList([layer_of(internals, "UnquantizedFusedMoEMethod") for _ in range(5)])
+    # Experts are detected by the class of their layers, not by the model's name.
+    experts = [layer_of(internals, "UnquantizedFusedMoEMethod") for _ in range(4)]
+    latent = MLAAttention.__new__(MLAAttention)
+    nn.Module.__init__(latent)
+    plain = layer_of(internals, "UnquantizedLinearMethod")
+    packed = nn.ModuleList([plain, latent, *experts])
     (layers,) = why_not_shareable(config, packed)
-    assert "2: UnquantizedFusedMoEMethod, and 2 more" in layers
+    assert "(1: MLAAttention, 2: UnquantizedFusedMoEMethod, 3: UnquantizedFused" in layers
+    assert "MoEMethod, and 2 more)" in layers
     parallel.tensor_parallel_size, parallel.data_parallel_size = 2, 4
     parallel.enable_expert_parallel = True
     model.quantization = "fp8"
@@ -145,23 +153,6 @@ def engine_config(internals: ModuleType, model: Path) -> Any:
         warnings.simplefilter("ignore")
         arguments = internals.launch.parse_engine_arguments(["--model", str(model)])
         return AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
-
-
-def test_layers_that_are_not_plain_are_named(internals: ModuleType) -> None:
-    """Experts are detected by the class of their layers, not by the model's name."""
-    from vllm.model_executor.layers.attention import MLAAttention
-
-    latent = MLAAttention.__new__(MLAAttention)
-    nn.Module.__init__(latent)
-    layers = {
-        "q": layer_of(internals, "UnquantizedLinearMethod"),
-        "experts": layer_of(internals, "UnquantizedFusedMoEMethod"),
-        "latent": latent,
-    }
-    assert internals.layers._special_layers(nn.ModuleDict(layers)) == {
-        "experts": "UnquantizedFusedMoEMethod",
-        "latent": "MLAAttention",
-    }
 
 
 def layer_of(internals: ModuleType, method: str) -> nn.Module:

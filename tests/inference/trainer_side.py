@@ -17,7 +17,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import Alignment, PublicationCheck
 from grpo_trainer.model.logprobs import probe_tokens
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import constant
+from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.shared import SharedVllm
 from grpo_trainer.weight_sync.shared_memory import map_weights
@@ -138,15 +138,15 @@ def write_weights(
 def attached_trainer(server: InferenceServer, lr: float = LR) -> Iterator[AttachedTrainer]:
     """Attach and start a new epoch. At the end write the original weights back."""
     bridge = BridgeClient(server.url, control_url=server.control_url)
-    sync = SharedVllm(bridge, str(server.model), None, dtype="auto", lease_s=LEASE_S)
+    sync = SharedVllm(ServerConnection(bridge), str(server.model), lease_s=LEASE_S)
     policy = sync.load_policy().eval()
-    optimizer = MasterOptimizer(policy.parameters(), constant(lr), 0.0, 1.0)
+    optimizer = MasterOptimizer(policy.parameters(), lambda _: lr, 0.0, 1.0)
     found = [master.detach().clone() for master in optimizer.masters]
     sync.start(optimizer, step=0)
     try:
         yield AttachedTrainer(sync, policy, optimizer, bridge, PublicationCheck(policy, sync))
     finally:
-        if sync.attached:
+        if sync._server._attachment is not None:
             with torch.no_grad():
                 for master, value in zip(optimizer.masters, found, strict=True):
                     master.copy_(value)

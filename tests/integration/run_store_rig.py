@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from grpo_api.batches import BatchDispatcher
+from grpo_api.dispatcher import BatchDispatcher
 from grpo_api.errors import StoreUnavailable
-from grpo_api.planning.run import Limits
-from grpo_api.store import RunStore
-from grpo_api.store.batches import Acknowledged, Lease, Poll
-from grpo_api.store.groups import Outcomes, Submission
+from grpo_api.intake import Intake
+from grpo_api.lifetime import Lifetime
+from grpo_api.planning.run_view import Limits
+from grpo_api.store.leases import Lease, Poll
 from grpo_api.store.payloads import pack, unpack
+from grpo_api.store.queue import Outcomes, Submission
 from grpo_api.store.redis import RedisLink
-from grpo_api.submissions.intake import Intake
-from grpo_api.waiting import Lifetime
+from grpo_api.store.run import RunStore
 from grpo_core.wire.run_api import EnvironmentRegistration, Registration
 from grpo_core.wire.scored_group import ScoredGroup
 from tests.integration.run_api_calls import ENVIRONMENT, REGISTRATION, group
@@ -51,14 +51,12 @@ class TroubledLink(RedisLink):
             await interruption()
         return await super().call(*command)
 
-    async def script(
-        self, name: str, names: Iterable[str], *arguments: Any, others: Sequence[str] = ()
-    ) -> Any:
+    async def script(self, name: str, *arguments: Any, own_keys: Sequence[str] = ()) -> Any:
         if interruption := self.before.pop(name, None):
             await interruption()
-        answer = await super().script(name, names, *arguments, others=others)
+        answer = await super().script(name, *arguments, own_keys=own_keys)
         if self.repeats_scripts:
-            answer = await super().script(name, names, *arguments, others=others)
+            answer = await super().script(name, *arguments, own_keys=own_keys)
         if self.loses_answer_of == name:
             self.loses_answer_of = None
             raise StoreUnavailable("answer lost")
@@ -83,16 +81,17 @@ class Run:
 
     async def register(self, **changes: Any) -> None:
         registration = Registration.model_validate(REGISTRATION | changes)
-        self.trainer_id = (await self.store.registrations.register_trainer(registration)).trainer_id
+        enrolled, _ = await self.store.register_trainer(registration)
+        self.trainer_id = enrolled.uuid
 
     async def start_environment(self, **changes: Any) -> int:
         """Register an environment after the trainer has polled."""
         await self.poll()
-        registered = await self.store.registrations.register_environment(
+        registered = await self.store.register_environment(
             EnvironmentRegistration.model_validate(ENVIRONMENT | changes)
         )
         assert registered is not None
-        return registered.env_id
+        return registered["env_id"]
 
     async def submit(
         self, *markers: int, replica: bool = False, key: str | None = None, **changes: Any
@@ -114,13 +113,13 @@ class Run:
         async with self.answer(replica=replica) as lease:
             markers = await self.markers(lease)
             if lease is not None and delivered:
-                await self.store.batches.mark_delivered(lease)
+                await self.store.leases.mark_delivered(lease)
         return markers
 
     @asynccontextmanager
     async def answer(self, *, replica: bool = False) -> AsyncIterator[Lease | None]:
         """The answer to a plain poll, which is being sent during the block."""
-        async with self.store.batches.claim() as claim:
+        async with self.store.leases.claim() as claim:
             dispatcher = self.replica if replica else self.dispatcher
             yield await dispatcher.next_batch(Poll(claim=claim), wait_s=0.0)
 
@@ -133,19 +132,22 @@ class Run:
             await dispatcher.next_batch(Poll(trainer_id or self.trainer_id, after), wait_s)
         )
 
-    async def acknowledge(self, batch_id: int) -> Acknowledged:
-        return await self.store.batches.acknowledge(self.trainer_id, batch_id)
+    async def acknowledge(self, batch_id: int) -> tuple[int, int]:
+        """The last acknowledged batch, and the number of deleted batches."""
+        done = await self.store.leases.acknowledge(self.trainer_id, batch_id)
+        return done["acknowledged"], done["released"]
 
     async def markers(self, lease: Lease | None) -> list[int] | None:
         if lease is None:
             return None
-        payloads = [found async for found in self.store.payloads.load(lease.group_ids)]
+        ids = [stored.id for stored in lease.groups]
+        payloads = [found async for found in self.store.payloads.load(ids)]
         assert None not in payloads
         groups = [ScoredGroup.model_validate_json(unpack(found)) for found in payloads if found]
         return [parsed.tokens[0][0] for parsed in groups]
 
     async def status(self) -> tuple[int, int]:
-        status = await self.store.registrations.status()
+        status = await self.store.status()
         return status.current_step, status.queue_size
 
     def waiting(self) -> int:

@@ -14,8 +14,7 @@ from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import LeasesFull
 from grpo_trainer import train
 from grpo_trainer.checkpoint.resume import find_state, rejoin
-from grpo_trainer.checkpoint.state import capture
-from grpo_trainer.checkpoint.store import SavedState, StateStore
+from grpo_trainer.checkpoint.store import SavedState, StateStore, capture
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import BatchSource, Position
@@ -42,8 +41,9 @@ def save(config: TrainerSettings, position: Position = STATE) -> Path:
     side = Side()
     with TrainerClient(config.run_api_url) as client:
         run_uuid = client.status().run_uuid or "lost"
-    state = capture(side.model, side.optimizer, config, position, run_uuid)
-    return StateStore(config.save_path).save(state)
+    record = capture(side.model, side.optimizer, config, position, run_uuid)
+    tensors = side.optimizer.tensors(list(record.parameters))
+    return StateStore(config.save_path).save(record, tensors)
 
 
 def found(config: TrainerSettings) -> SavedState:

@@ -13,8 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_env.assembly import open_tasks, task_code
-from grpo_env.reward_process import UserCodeFailed
-from grpo_env.rollout.user_code import TaskCode, TooSlow
+from grpo_env.rollout.task_code import TaskCode, TooSlow, UserCodeFailed
 from grpo_env.settings import load_env_settings
 from grpo_env.tasks import Answer, Graded, State, Task
 from tests.support.process_table import is_alive

@@ -1,6 +1,6 @@
 """Environments register, read `/status-env`, stop polling, and disconnect.
 
-`tests/unit/api/planning/test_env_status.py` tests the formulas of `/status-env`.
+`tests/unit/api/test_env_status.py` tests the formulas of `/status-env`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import httpx
 import redis
 
 from grpo_api.store.redis import layout_prefix
-from grpo_api.store.registrations import GONE_TIMEOUTS
+from grpo_api.store.run import GONE_TIMEOUTS
 from tests.fixtures.run_api import ENVIRONMENT_TIMEOUT_S, RUN_ID
 from tests.integration.run_api_calls import (
     WAITING,

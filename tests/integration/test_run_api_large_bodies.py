@@ -17,11 +17,10 @@ import httpx
 import psutil
 import pytest
 
-from grpo_api.batches import group_pieces
+from grpo_api.decode import RawBody, SubmissionDecoder, decode_group
+from grpo_api.dispatcher import group_pieces
 from grpo_api.errors import StoreUnavailable
-from grpo_api.http.request_body import RawBody
 from grpo_api.store.payloads import compress, stored
-from grpo_api.submissions.decode import SubmissionDecoder, decode_group
 from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
 from tests.integration.conftest import StartApi
 from tests.integration.run_api_calls import group, start, status, submit

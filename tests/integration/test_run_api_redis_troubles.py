@@ -20,11 +20,10 @@ from structlog.testing import capture_logs
 
 from grpo_api.app import create_app
 from grpo_api.errors import StoreUnavailable, UnsuitableRedis
+from grpo_api.lifetime import Lifetime
 from grpo_api.settings import RunApiSettings
-from grpo_api.store import RunStore
-from grpo_api.store.redis import RedisLink
-from grpo_api.store.redis_checks import check_redis, watch_disk
-from grpo_api.waiting import Lifetime
+from grpo_api.store.redis import RedisLink, check_redis, watch_disk
+from grpo_api.store.run import RunStore
 from grpo_core.redis.server import LocalRedis, bundled_redis
 from grpo_core.redis.url import redis_password
 from grpo_local.process.ports import free_port

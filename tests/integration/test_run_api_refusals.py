@@ -130,8 +130,8 @@ async def test_a_command_that_is_sent_twice_counts_once(
 ) -> None:
     async with open_run(redis_url, "refusals") as run:
         run.link.repeats_scripts = True
-        await run.store.stats.count_refusal("no", groups=3)
+        await run.store.count_refusal("no", groups=3)
         run.link.loses_answer_of = "count_refusal"
-        await run.store.stats.count_refusal("no answer")  # is only logged
-        stats = await run.store.stats.read()
+        await run.store.count_refusal("no answer")  # is only logged
+        stats = await run.store.stats()
         assert (stats.refused_groups, stats.last_refusal) == (4, "no answer")

@@ -1,6 +1,6 @@
 """Groups are queued, buffered or refused as a whole; `/batch` returns exact batches, oldest first.
 
-`tests/unit/api/planning` tests the planning itself, `test_run_store_large` how groups wait.
+`tests/unit/api` tests the planning itself, `test_run_store_large` how groups wait.
 """
 
 from __future__ import annotations

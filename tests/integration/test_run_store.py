@@ -39,7 +39,7 @@ async def test_repeated_calls_happen_once(run: Run) -> None:
     assert await run.poll() == [1, 2]
     assert await run.status() == (1, 1)
     assert await run.start_environment() == 0
-    assert len((await run.store.registrations.view()).environments) == 1
+    assert len((await run.store.view()).environments) == 1
     await run.submit(4, 5, size=1, env_id=0)
     assert await run.status() == (1, 3)
     assert await run.poll() == [3, 4, 5]
@@ -57,7 +57,7 @@ async def test_polls_side_by_side_are_handed_different_batches(run: Run) -> None
         assert await run.markers(third) == [5, 6]
         assert await run.poll() is None
         assert third is not None
-        await run.store.batches.mark_delivered(third)
+        await run.store.leases.mark_delivered(third)
     assert await run.poll(delivered=False) == [3, 4]
     assert await run.payloads() == 3  # two, and the latest example
     await run.register()
@@ -78,7 +78,7 @@ async def test_an_answer_whose_batch_is_handed_out_again_meanwhile_is_not_sent_w
         assert await run.poll(replica=True) == [1, 2]
         assert due is not None
         with pytest.raises(BatchGone):
-            await run.store.batches.mark_delivered(due)
+            await run.store.leases.mark_delivered(due)
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -120,16 +120,6 @@ async def test_submissions_under_one_key_side_by_side_are_queued_once(run: Run) 
     assert await run.payloads() == 2
 
 
-async def test_a_run_of_a_former_layout_is_left_alone_until_it_is_reset(run: Run) -> None:
-    former = f"{run.link.run_prefix}2:"
-    await run.link.call("HSET", f"{former}trainer", "batch_size", "4")
-    with pytest.raises(Refused, match="an older release of run-api stored"):
-        await run.register()
-    assert await run.link.call("HGET", f"{former}trainer", "batch_size") == b"4"
-    await run.store.reset()
-    await run.register()
-
-
 async def test_groups_that_meet_a_new_trainer_are_placed_for_that_one(run: Run) -> None:
     async def a_new_trainer_registers() -> None:
         await run.register(batch_size=6)
@@ -157,7 +147,7 @@ async def test_nothing_is_left_of_acknowledged_groups(run: Run) -> None:
         assert await run.poll() == [marker, marker + 1, marker + 1]
     assert await run.poll() is None
     assert await run.payloads() == 1  # the latest example
-    view = await run.store.registrations.view()
+    view = await run.store.view()
     assert (view.queued, view.max_group_size) == ({}, 1)
     assert await run.link.call("EXISTS", f"{run.link.prefix}buffers") == 0
 

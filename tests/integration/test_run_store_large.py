@@ -9,8 +9,14 @@ from dataclasses import replace
 import pytest
 
 from grpo_api.errors import GroupRefused, QueueFull, Refused, StoreUnavailable
-from grpo_api.waiting import MAX_WAITING, Ticket
-from tests.integration.run_store_rig import DEADLINE_S, LARGE, LIMITS, Run, open_run
+from grpo_api.intake import MAX_WAITING, Intake
+from tests.integration.run_store_rig import (
+    LARGE,
+    LIMITS,
+    Run,
+    open_run,
+)
+from tests.integration.test_run_api_openapi import DEADLINE_S
 from tests.support.wait import wait_for_async
 
 FOUR_GROUPS = replace(LIMITS, queued_groups=4)
@@ -31,7 +37,7 @@ async def test_large_groups_are_served_and_released_like_others(run: Run, size: 
 async def test_large_parts_go_with_their_environment_and_with_the_run(run: Run) -> None:
     env_id = await run.start_environment(group_size=2)
     await run.submit(1, size=1, env_id=env_id, **LARGE)
-    await run.store.registrations.disconnect(env_id)
+    await run.store.disconnect(env_id)
     assert await run.staged() == []
     await run.submit(2, **LARGE)
     await run.store.reset()
@@ -87,18 +93,18 @@ async def test_an_environment_that_the_batch_waits_for_passes_a_full_line(redis_
 async def test_groups_that_waited_longest_come_first(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks: Counter[Ticket] = Counter()
-    wait = Ticket.wait
+    looks: Counter[asyncio.Event] = Counter()
+    wait = Intake._wait
 
-    async def counted_wait(ticket: Ticket) -> None:
-        await wait(ticket)
-        looks[ticket] += 1
+    async def counted_wait(intake: Intake, called: asyncio.Event) -> None:
+        await wait(intake, called)
+        looks[called] += 1
 
-    monkeypatch.setattr(Ticket, "wait", counted_wait)
+    monkeypatch.setattr(Intake, "_wait", counted_wait)
     async with open_run(redis_url, "line", FOUR_GROUPS, full_s=DEADLINE_S) as run:
         await run.submit(*range(4))
         held = [await run.submit_to_the_line(marker) for marker in (10, 11)]
-        second = run.intake._line._tickets[1]
+        second = run.intake._line[1]
 
         async def room_is_made_and_the_second_looks_before_the_first_is_back() -> None:
             assert await run.poll() == [0, 1]

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_api.errors import (
-    BatchesByLease,
-    LeasesTooLarge,
-    StoreUnavailable,
-)
-from grpo_api.store.batches import Acknowledged
+from grpo_api.errors import Conflict, StoreUnavailable
 from tests.integration.run_store_rig import Interruption, Run, open_run
 
 FOR_EVER_S = 3600.0
@@ -41,11 +36,11 @@ async def test_one_acknowledgement_releases_all_leases_up_to_it_once(run: Run) -
     await run.submit(*range(8))
     for after in range(3):
         assert await run.lease(after) == [2 * after, 2 * after + 1]
-    assert await run.acknowledge(2) == Acknowledged(batch_id=2, released=2)
+    assert await run.acknowledge(2) == (2, 2)
     assert await run.payloads() == 4
     run.link.repeats_scripts = True
-    assert await run.acknowledge(3) == Acknowledged(batch_id=3, released=0)
-    assert await run.acknowledge(1) == Acknowledged(batch_id=3, released=0)
+    assert await run.acknowledge(3) == (3, 0)
+    assert await run.acknowledge(1) == (3, 0)
     assert await run.payloads() == 2
     assert await run.lease(after=0) == [6, 7]
 
@@ -53,7 +48,7 @@ async def test_one_acknowledgement_releases_all_leases_up_to_it_once(run: Run) -
 async def test_a_plain_poll_takes_nothing_from_a_trainer_with_leases(run: Run) -> None:
     await run.submit(*range(4))
     await run.lease(after=0)
-    with pytest.raises(BatchesByLease):
+    with pytest.raises(Conflict, match="a trainer leases the batches"):
         await run.poll()
     assert await run.lease(after=0) == [0, 1]
     await run.register()
@@ -64,7 +59,7 @@ async def test_leases_that_hold_too_much_have_to_be_acknowledged_first(redis_url
     async with open_run(redis_url, "lease-limit", max_leased_bytes=1) as run:
         await run.submit(*range(4))
         assert await run.lease(after=0) == [0, 1]
-        with pytest.raises(LeasesTooLarge):
+        with pytest.raises(Conflict, match="unacknowledged batches hold"):
             await run.lease(after=1)
         assert await run.lease(after=0) == [0, 1]
         await run.acknowledge(1)

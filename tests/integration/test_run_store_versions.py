@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_api.store.batches import Lease, Poll
+from grpo_api.store.leases import Lease, Poll
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.weights.served_store import RedisServedStore, ServedWeights
@@ -45,7 +45,7 @@ class VersionedRun:
         lease = await self.leased(after)
         markers = await self.run.markers(lease)
         assert markers is not None
-        return list(zip(markers, lease.received_under, strict=True))
+        return list(zip(markers, (group.received_under for group in lease.groups), strict=True))
 
 
 @pytest.fixture

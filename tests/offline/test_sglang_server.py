@@ -33,7 +33,7 @@ from grpo_offline.run_files import RunFiles
 from grpo_offline.screen import Screen
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.weight_sync.publisher import WeightDirectories
+from grpo_trainer.weight_sync.files import WeightDirectories
 from tests.support.directories import names
 from tests.unit.trainer.tiny_policy import gather_gradient, optimizer_of
 
@@ -111,9 +111,9 @@ class Trainer:
 @pytest.fixture
 def trainer(server: Server, tmp_path: Path) -> Iterator[Trainer]:
     sync = SglangWeights(
-        SglangClient(server.url),
-        TrainedWeights(str(server.model)),
-        WeightDirectories(tmp_path / "weights"),
+        server=SglangClient(server.url),
+        weights=TrainedWeights(str(server.model)),
+        directories=WeightDirectories(tmp_path / "weights"),
         dtype="auto",
         device="cpu",
         every_steps=1,

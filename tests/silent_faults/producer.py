@@ -17,7 +17,7 @@ import httpx
 from grpo_core.clients.inference import BridgeClient, GenerateAnswer
 from grpo_core.wire.fields import PROMPT_LOGPROB
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
-from grpo_env.rollout.groups import sequences_of, wire_fields
+from grpo_env.rollout.groups import TrainingSequence
 from tests.fixtures.inference import InferenceServer
 from tests.silent_faults.exercise import GROUP_SIZE, TINY, Exercise, TokenIds, tokenizer_of
 from tests.support.wait import wait_for
@@ -142,8 +142,11 @@ class Producer:
             policy_version=[(c.first_version, c.last_version) for c in completions],
             generation_seconds=time.monotonic() - started,
         )
+        sequences = [TrainingSequence().add_prompt(prompt).add_completion(c) for c in completions]
         return ScoredGroup(
-            **wire_fields(sequences_of(prompt, completions)),
+            tokens=[sequence.tokens for sequence in sequences],
+            masks=[sequence.masks for sequence in sequences],
+            inference_logprobs=[sequence.logprobs for sequence in sequences],
             scores=[float(self.exercise.is_right(numbers, c.text)) for c in completions],
             generation_params={"temperature": 1.0, "max_tokens": max_tokens},
             group_overrides=facts.on_the_wire(),

@@ -7,7 +7,7 @@ import multiprocessing
 from multiprocessing.context import ForkServerContext
 
 PRELOADED = [
-    "grpo_trainer.ranks.heartbeat",
+    "grpo_trainer.ranks.group",
     "tests.unit.trainer.ranks.rank_rig",
     "tests.unit.trainer.ranks.test_loop",
 ]

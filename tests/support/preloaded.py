@@ -115,7 +115,7 @@ def _end(watched: selectors.DefaultSelector, client: socket.socket, pid: int, pi
 
 def _become_host(request: dict[str, Any], descriptors: list[int]) -> None:
     from grpo_core.process import killed_with_parent
-    from grpo_vllm.forkserver import server
+    from grpo_vllm import forkserver
 
     killed_with_parent()
     output, errors, supervisor = descriptors
@@ -125,7 +125,7 @@ def _become_host(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(request["environment"])
     sys.path[1:1] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.argv = ["fork_server", str(supervisor), *request["arguments"]]
-    server.main()
+    forkserver.main()
 
 
 if __name__ == "__main__":

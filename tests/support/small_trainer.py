@@ -9,12 +9,12 @@ import numpy
 import torch
 from torch import nn
 
-from grpo_trainer.checkpoint.state import capture, load_state, require_fit
-from grpo_trainer.checkpoint.store import SavedState, StateStore
+from grpo_trainer.checkpoint.resume import require_fit
+from grpo_trainer.checkpoint.store import SavedState, StateStore, capture
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.data.batches import Position
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import Schedule
+from grpo_trainer.optim.master_update import Schedule
 
 SETTINGS = CommandLine(model="m", mode="shared_vllm").settings()
 
@@ -44,11 +44,12 @@ class Side:
 
     def save(self, store: StateStore, step: int = 3) -> Path:
         position = Position(step=step, batch_id=step + 4, epoch=2)
-        return store.save(capture(self.model, self.optimizer, SETTINGS, position, "r"))
+        record = capture(self.model, self.optimizer, SETTINGS, position, "r")
+        return store.save(record, self.optimizer.tensors(list(record.parameters)))
 
     def resume(self, saved: SavedState | None) -> None:
         """Restore the checkpoint, and write the master weights into the parameters."""
         assert saved is not None
         require_fit(saved.record, self.model, SETTINGS, "here")
-        load_state(saved.load(), self.model, self.optimizer)
+        saved.load(self.model, self.optimizer)
         self.optimizer.write_into_parameters()

@@ -48,6 +48,19 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
             "--rank-deadline-s: 900: other ranks wait while rank 0 waits for a batch or for the "
             "server"
         ),
+        "--model m --mode lora_only --vllm-restart-interval 5 --adapter-sync-interval 4": (
+            "only one of these options"
+        ),
+        "--model m --single-copy=false": "--single-copy: this option accepts no value except true",
+        f"{TRAINER} --packing yes": "--packing: ",
+        "--model m --mode lora_only --lora-layer-indices 3-1": "--lora-layer-indices: ",
+        "--model m --mode none --train-layer-indices 3-1": "--train-layer-indices: ",
+        "--model m --mode lora_only --master-dtype bfloat16": (
+            "--master-dtype: mode lora_only trains an adapter, which must be in float32"
+        ),
+        "--model m --mode none --world-size 2 --fsdp --optimizer adafactor": (
+            "--fsdp: needs --optimizer adamw"
+        ),
         "--model m --mode none --redis-url redis://h --max-staleness 1": (
             "groups are up to 2 steps old; pass 2 or more, or publish more often"
         ),

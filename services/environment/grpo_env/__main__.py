@@ -46,7 +46,7 @@ def _run(settings: EnvServerSettings) -> None:
 
     with open_tasks(settings) as tasks:
         if settings.action == "check":
-            from grpo_env.check import check
+            from grpo_env.actions import check
 
             check(settings, tasks)
             return
@@ -65,7 +65,7 @@ def _work(
 
         return process(settings, tasks, template)
     if settings.action == "evaluate":
-        from grpo_env.actions import evaluate_once
+        from grpo_env.evaluation import evaluate_once
 
         return evaluate_once(settings, tasks, template)
     from grpo_env.worker import serve

@@ -1,35 +1,39 @@
-"""Actions of `env-server` that need no trainer: `process` samples groups to a file, and `evaluate`
-evaluates the served policy once.
+"""Actions of `env-server` that need no trainer: `process` samples groups to a file, and `check`
+grades a few answers and prints a table.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
-import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_core.evaluation.results import save
-from grpo_core.evaluation.tables import table_lines
 from grpo_core.rollouts.page import write_page
-from grpo_core.rollouts.record import RolloutRecord, records_of_group
-from grpo_env.assembly import TaskSet, open_engine, sampling_plan
-from grpo_env.evaluation import Evaluation, evaluate
-from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_core.rollouts.record import RolloutRecord, printable, records_of_group
+from grpo_env.assembly import TaskSet, open_engine, open_template, sampling_plan, task_code
+from grpo_env.rollout.chat_template import ChatTemplate, answered, divided
 from grpo_env.rollout.engine import RolloutEngine
-from grpo_env.rollout.groups import SampledGroup
+from grpo_env.rollout.grader import Grade, Grader, Ungraded
+from grpo_env.rollout.groups import GroupLost, SampledGroup
 from grpo_env.settings import EnvServerSettings
-from grpo_env.tasks.items import Item, ItemStream
+from grpo_env.tasks import Answer, State
+from grpo_env.tasks.items import Item, ItemStream, all_items
 
 log = structlog.get_logger()
 
 DEFAULT_GROUPS = 16
+ANSWERS = 8
+_ITEMS = 2
+_SERVER_DEADLINE_S = 5.0
+_WIDTH = 80
 
 
 class NothingProcessed(GrpoError):
@@ -51,7 +55,7 @@ async def process(settings: EnvServerSettings, tasks: TaskSet, template: ChatTem
     settings.output.parent.mkdir(parents=True, exist_ok=True)
     with settings.output.open("w", encoding="utf-8") as file:
         async with open_engine(settings, tasks, template) as engine:
-            async for sampled in _sampled(settings, tasks, engine, groups, stream):
+            async for sampled in _groups(settings, tasks, engine, groups, stream):
                 if sampled.group is None:
                     assert sampled.lost is not None
                     reason = sampled.lost.reason.value
@@ -71,7 +75,7 @@ async def process(settings: EnvServerSettings, tasks: TaskSet, template: ChatTem
     _print_summary(records, lost, settings.output, page)
 
 
-async def _sampled(
+async def _groups(
     settings: EnvServerSettings,
     tasks: TaskSet,
     engine: RolloutEngine,
@@ -116,61 +120,138 @@ def _counted(lost: Counter[str]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in sorted(lost.items()))
 
 
-PROGRESS = "evaluation.progress"
-PROGRESS_EVERY_S = 5.0
-DEFAULT_OUTPUT = Path("eval.jsonl")
+class AnswersUnusable(GrpoError):
+    """The file of `--answers` cannot be read, or names a row that the data does not have."""
 
 
-async def evaluate_once(
-    settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate
-) -> None:
-    """Print a table for each task, append the results to `--eval-output`, and write a page with
-    answers and their grades.
+class RewardWrong(GrpoError):
+    """At least one answer could not be sampled or graded."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One answer with its grade."""
+
+    item: Item
+    answer: str
+    grade: Grade | Ungraded
+
+
+def check(settings: EnvServerSettings, tasks: TaskSet) -> None:
+    """Print the prompt, the answer, the score, its parts and the reason of each answer.
 
     Raises:
-        GrpoError: the evaluation cannot be done.
+        AnswersUnusable: see there.
+        RewardWrong: an answer could not be graded. The table names the problem.
+        GrpoError: the task, its data or the server is unusable.
     """
-    evaluation = Evaluation.of(settings)
-    chosen = [(task, evaluation.chosen(task)) for task in tasks.tasks]
-    output = settings.eval_output or DEFAULT_OUTPUT
+    items = all_items(tasks.tasks[0])
+    if settings.answers is None:
+        checked = asyncio.run(_sampled(settings, tasks, items[:_ITEMS]))
+    else:
+        checked = asyncio.run(_given(settings, items, settings.answers))
+    sys.stdout.write("\n".join(table(checked)) + "\n")
+    wrong = sum(isinstance(entry.grade, Ungraded) for entry in checked)
+    if wrong:
+        raise RewardWrong(f"{wrong} of {len(checked)} answers could not be graded; see the table")
+
+
+async def _sampled(
+    settings: EnvServerSettings, tasks: TaskSet, items: Sequence[Item]
+) -> list[Checked]:
+    deadline_s = min(settings.start_deadline_s, _SERVER_DEADLINE_S)
+    settings = settings.model_copy(update={"start_deadline_s": deadline_s})
+    template = open_template(settings, tasks)
+    plan = replace(
+        sampling_plan(settings, tasks), group_size=ANSWERS // len(items), drop_equal_scores=False
+    )
+    checked: list[Checked] = []
     async with open_engine(settings, tasks, template) as engine:
-        plan = sampling_plan(settings, tasks)
-        for task, items in chosen:
-            answers = _Answers(task.name, len(items))
-            result = await evaluate(
-                engine, task, items, evaluation, plan, settings.model, answers.add
+        for item in items:
+            try:
+                dialogues, grades = await engine.sample(item, plan)
+            except GroupLost as lost:
+                raise RewardWrong(f"no answers to grade: {lost.detail}") from lost
+            checked += [
+                Checked(item, str(dialogue.last_answer), grade)
+                for dialogue, grade in zip(dialogues, grades, strict=True)
+            ]
+    return checked
+
+
+async def _given(settings: EnvServerSettings, items: Sequence[Item], file: Path) -> list[Checked]:
+    checked = []
+    with task_code(settings) as code:
+        grader = Grader(settings.reward_weights, code)
+        for row, text in _answers(file, len(items)):
+            item = items[row]
+            task, messages = item.task, answered(item.messages, text)
+            answer = Answer(
+                text,
+                messages=messages,
+                state=State(item.row, messages),
+                max_tokens=settings.max_completion_tokens
+                or task.max_completion_tokens
+                or settings.seq_len,
+                opening=divided(item.messages)[1],
             )
-            details = save(result, output, Path(settings.model or "").name)
-            page = details.with_suffix(".html")
-            facts = {"task": task.name, "model": settings.model or ""}
-            title = f"Answers to {task.name}"
-            write_page(page, title, answers.records, {}, template.pieces, facts)
-            sys.stdout.write("\n".join(table_lines(result)) + "\n")
-            sys.stdout.write(f"written to {output} and {details}\nanswers:   {page}\n")
-            sys.stdout.flush()
+            [grade] = await grader.grade_all(task, [answer], item.row)
+            checked.append(Checked(item, text, grade))
+        grader.check_weights()
+    return checked
 
 
-class _Answers:
-    """The answers to the items of a task, for the page. Logs how far the evaluation is.
+def _answers(file: Path, rows: int) -> list[tuple[int, str]]:
+    """(row, text) of each line: a text for the first row, or `{"row": 2, "answer": "7"}`."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise AnswersUnusable(f"--answers {file}: {error}") from error
+    found = [_answer(line, f"{file} line {n}", rows) for n, line in enumerate(lines, start=1)]
+    if not found:
+        raise AnswersUnusable(f"--answers {file}: no line in it; write one answer per line")
+    return found
 
-    Args: items: their number
-    """
 
-    def __init__(self, task: str, items: int) -> None:
-        self._task, self._items = task, items
-        self._done = 0
-        self._started = self._told = time.monotonic()
-        self.records: list[RolloutRecord] = []
+def _answer(line: str, place: str, rows: int) -> tuple[int, str]:
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return 0, line
+    if not isinstance(content, dict) or "answer" not in content:
+        return 0, line
+    row = content.get("row", 1)
+    if not isinstance(row, int) or not 1 <= row <= rows:
+        raise AnswersUnusable(f"{place}: row {row!r}; the data has rows 1 to {rows}")
+    return row - 1, str(content["answer"])
 
-    def add(self, sampled: SampledGroup) -> None:
-        if sampled.group is not None:
-            self.records += records_of_group(1, self._done, sampled.group.without_padding())
-        self._done += 1
-        now = time.monotonic()
-        if now - self._told < PROGRESS_EVERY_S:
-            return
-        self._told = now
-        left_s = (now - self._started) / self._done * (self._items - self._done)
-        log.info(
-            PROGRESS, task=self._task, done=self._done, items=self._items, left_s=round(left_s)
-        )
+
+def table(checked: Sequence[Checked]) -> list[str]:
+    """The table, grouped by prompt. What a model or a reward wrote reaches the terminal as text: a
+    control character in it is shown as its escape sequence."""
+    lines: list[str] = []
+    shown: Item | None = None
+    for entry in checked:
+        if entry.item is not shown:
+            shown = entry.item
+            prompt = shown.messages[-1]["content"]
+            lines += ["", f"prompt: {_short(prompt, _WIDTH - 8)}"]
+        lines += _entry(entry)
+    return [printable(line) for line in lines[1:]]
+
+
+def _entry(entry: Checked) -> list[str]:
+    answer = _short(entry.answer, _WIDTH - 18)
+    # A long answer is shown whole too, so that its grade can be checked.
+    lines = [] if answer == repr(entry.answer) else entry.answer.splitlines()
+    whole = [f"                | {line}" for line in lines]
+    if isinstance(entry.grade, Ungraded):
+        return [f"   not graded   {answer}", f"                {entry.grade.problem}", *whole]
+    parts = "  ".join(f"{name} {value:g}" for name, value in entry.grade.parts.items())
+    details = f"{parts}  ({entry.grade.reason})" if entry.grade.reason else parts
+    return [f"  score {entry.grade.score:6.3f}  {answer}", f"                {details}", *whole]
+
+
+def _short(text: str, width: int) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= width else shown[: width - 3] + "..."

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 
 from grpo_core.security import plain
@@ -14,11 +13,10 @@ from grpo_env.inference.pool import InferencePool
 from grpo_env.loading import TaskSpec, TaskUnusable
 from grpo_env.option_values import MixturePart
 from grpo_env.rollout.chat_template import ChatTemplate, load_template
-from grpo_env.rollout.dialogue import CompletionSource
 from grpo_env.rollout.engine import RolloutEngine
-from grpo_env.rollout.grading import Grader
-from grpo_env.rollout.groups import SamplingPlan
-from grpo_env.rollout.user_code import TaskCode
+from grpo_env.rollout.grader import Grader
+from grpo_env.rollout.groups import CompletionSource, SamplingPlan
+from grpo_env.rollout.task_code import TaskCode
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.items import ItemStream, training_items
@@ -47,16 +45,19 @@ def _parts(settings: EnvServerSettings) -> Sequence[MixturePart]:
     return settings.mixture or (MixturePart(task=settings.task),)
 
 
-def _specs(settings: EnvServerSettings) -> list[TaskSpec]:
-    return [
-        TaskSpec(part.task, options_of(settings, part), part.name, settings.held_out)
-        for part in _parts(settings)
-    ]
-
-
-def specs_text(settings: EnvServerSettings) -> str:
-    """The tasks of the settings, for another process: `loading.specs_from` reads them."""
-    return json.dumps([asdict(spec) for spec in _specs(settings)])
+def _spec(settings: EnvServerSettings, part: MixturePart) -> TaskSpec:
+    """The part's own values, or those of the command line."""
+    prompt = part.system_prompt
+    options = TaskOptions(
+        seed=settings.seed,
+        data=part.data or settings.data,
+        data_config=part.data_config or settings.data_config,
+        eval_data=part.eval_data or (None if part.data else settings.eval_data),
+        columns=part.columns or settings.columns,
+        system_prompt=settings.system_prompt if prompt is None else prompt,
+        args=part.task_args or settings.task_args,
+    )
+    return TaskSpec(part.task, options, part.name, settings.held_out)
 
 
 @contextmanager
@@ -68,10 +69,10 @@ def open_tasks(settings: EnvServerSettings) -> Iterator[TaskSet]:
         DataUnusable, DatasetsMissing, GraderUnusable: what a task needs is missing.
     """
     parts = _parts(settings)
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         tasks = []
-        for spec in _specs(settings):
-            tasks.append(spec.make())
+        for part in parts:
+            tasks.append(_spec(settings, part).make())
             stack.callback(tasks[-1].close)
         names = [task.name for task in tasks]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -96,20 +97,6 @@ def open_template(settings: EnvServerSettings, tasks: TaskSet) -> ChatTemplate:
     return template
 
 
-def options_of(settings: EnvServerSettings, part: MixturePart) -> TaskOptions:
-    """The part's own values, or those of the command line."""
-    prompt = part.system_prompt
-    return TaskOptions(
-        seed=settings.seed,
-        data=part.data or settings.data,
-        data_config=part.data_config or settings.data_config,
-        eval_data=part.eval_data or (None if part.data else settings.eval_data),
-        columns=part.columns or settings.columns,
-        system_prompt=settings.system_prompt if prompt is None else prompt,
-        args=part.task_args or settings.task_args,
-    )
-
-
 @asynccontextmanager
 async def open_engine(
     settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate
@@ -121,11 +108,12 @@ async def open_engine(
     """
     api_key = plain(settings.vllm_api_key)
     await wait_for_servers(settings.inference_url, settings.start_deadline_s, api_key)
+    # At one server: one request for each group, or for each rollout of a conversation.
+    requests = max(settings.max_concurrent_groups, settings.eval_requests)
+    if any(task.is_conversation or task.drives_itself for task in tasks.tasks):
+        requests *= max(settings.group_size, settings.eval_samples)
     async with InferencePool(
-        settings.inference_url,
-        settings.request_deadline_s,
-        _most_requests(settings, tasks),
-        api_key,
+        settings.inference_url, settings.request_deadline_s, requests, api_key
     ) as pool:
         with engine_on(pool, settings, template) as engine:
             yield engine
@@ -137,29 +125,13 @@ def engine_on(
 ) -> Iterator[RolloutEngine]:
     """The rollout engine on any source of completions."""
     with task_code(settings) as code:
-        yield RolloutEngine(source, template, Grader(settings.reward_weights, code), code)
+        yield RolloutEngine(source, template, Grader(settings.reward_weights, code))
 
 
 def task_code(settings: EnvServerSettings) -> TaskCode:
     """Calls the code of the tasks, in other processes where it can."""
-    return TaskCode(settings.reward_deadline_s, settings.reward_workers, specs_text(settings))
-
-
-def _most_requests(settings: EnvServerSettings, tasks: TaskSet) -> int:
-    """At one server: one for each group, or for each rollout of a conversation."""
-    is_conversation = any(task.is_conversation or task.drives_itself for task in tasks.tasks)
-    groups = max(settings.max_concurrent_groups, settings.eval_requests)
-    per_group = max(settings.group_size, settings.eval_samples) if is_conversation else 1
-    return groups * per_group
-
-
-def _reshaping(settings: EnvServerSettings) -> dict[str, float]:
-    chosen = {
-        "top_p": (settings.top_p, 1.0),
-        "top_k": (settings.top_k, 0),
-        "repetition_penalty": (settings.repetition_penalty, 1.0),
-    }
-    return {name: value for name, (value, neutral) in chosen.items() if value != neutral}
+    specs = [asdict(_spec(settings, part)) for part in _parts(settings)]
+    return TaskCode(settings.reward_deadline_s, settings.reward_workers, json.dumps(specs))
 
 
 def sampling_plan(
@@ -174,12 +146,14 @@ def sampling_plan(
         trainer_limit: the trainer's limit for a sequence, in tokens; below 1 if it is not known
         progress: share (0 to 1) of the training steps that are done
     """
-    limits = [settings.seq_len, *([trainer_limit] if trainer_limit > 0 else [])]
+    limit = settings.seq_len
+    neutral = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    chosen = ((name, getattr(settings, name)) for name in neutral)
     return SamplingPlan(
         group_size=settings.group_size,
         temperature=settings.temperature,
-        reshaping=_reshaping(settings),
-        max_token_length=min(limits),
+        reshaping={name: value for name, value in chosen if value != neutral[name]},
+        max_token_length=min(limit, trainer_limit) if trainer_limit > 0 else limit,
         max_completion_tokens=settings.max_completion_tokens,
         start_completion_tokens=settings.start_completion_tokens,
         progress=progress,

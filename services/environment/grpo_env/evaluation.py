@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import structlog
 
 from grpo_core.errors import GrpoError, ServiceUnavailable
 from grpo_core.evaluation.results import EvalItem, EvalResult, save
+from grpo_core.evaluation.tables import table_lines
+from grpo_core.rollouts.page import write_page
+from grpo_core.rollouts.record import RolloutRecord, records_of_group
 from grpo_core.security import plain
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_env.assembly import TaskSet, open_engine, sampling_plan
 from grpo_env.inference.health import wait_for_step
+from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine, all_or_none
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
 from grpo_env.settings import EnvServerSettings
@@ -25,6 +32,10 @@ from grpo_env.tasks.data_files import DataUnusable
 from grpo_env.tasks.items import Item, evaluation_items
 
 log = structlog.get_logger()
+
+PROGRESS = "evaluation.progress"
+PROGRESS_EVERY_S = 5.0
+DEFAULT_OUTPUT = Path("eval.jsonl")
 
 
 @dataclass(frozen=True)
@@ -154,6 +165,61 @@ def _graded(item: Item, sampled: SampledGroup) -> EvalItem:
     )
 
 
+async def evaluate_once(
+    settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate
+) -> None:
+    """Print a table for each task, append the results to `--eval-output`, and write a page with
+    answers and their grades.
+
+    Raises:
+        GrpoError: the evaluation cannot be done.
+    """
+    evaluation = Evaluation.of(settings)
+    chosen = [(task, evaluation.chosen(task)) for task in tasks.tasks]
+    output = settings.eval_output or DEFAULT_OUTPUT
+    async with open_engine(settings, tasks, template) as engine:
+        plan = sampling_plan(settings, tasks)
+        for task, items in chosen:
+            answers = _Answers(task.name, len(items))
+            result = await evaluate(
+                engine, task, items, evaluation, plan, settings.model, answers.add
+            )
+            details = save(result, output, Path(settings.model or "").name)
+            page = details.with_suffix(".html")
+            facts = {"task": task.name, "model": settings.model or ""}
+            title = f"Answers to {task.name}"
+            write_page(page, title, answers.records, {}, template.pieces, facts)
+            sys.stdout.write("\n".join(table_lines(result)) + "\n")
+            sys.stdout.write(f"written to {output} and {details}\nanswers:   {page}\n")
+            sys.stdout.flush()
+
+
+class _Answers:
+    """The answers to the items of a task, for the page. Logs how far the evaluation is.
+
+    Args: items: their number
+    """
+
+    def __init__(self, task: str, items: int) -> None:
+        self._task, self._items = task, items
+        self._done = 0
+        self._started = self._told = time.monotonic()
+        self.records: list[RolloutRecord] = []
+
+    def add(self, sampled: SampledGroup) -> None:
+        if sampled.group is not None:
+            self.records += records_of_group(1, self._done, sampled.group.without_padding())
+        self._done += 1
+        now = time.monotonic()
+        if now - self._told < PROGRESS_EVERY_S:
+            return
+        self._told = now
+        left_s = (now - self._started) / self._done * (self._items - self._done)
+        log.info(
+            PROGRESS, task=self._task, done=self._done, items=self._items, left_s=round(left_s)
+        )
+
+
 class TrainingEvaluation:
     """The evaluations of one run.
 
@@ -212,25 +278,22 @@ class TrainingEvaluation:
         """Evaluate the policy of the last step."""
         if not self._items:
             return
-        await self._ended()
+        if self._running is not None:
+            await self._running
         if self._evaluated_step < step:
-            self._start(step, plan)
-            await self._ended()
+            await self._start(step, plan)
 
     async def cancel(self) -> None:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
 
-    async def _ended(self) -> None:
-        if self._running is not None:
-            await self._running
-
-    def _start(self, step: int, plan: SamplingPlan) -> None:
+    def _start(self, step: int, plan: SamplingPlan) -> asyncio.Task[None]:
         # The first policy is served already. Later, the trainer may need groups to reach the step.
         self._samples = self._done_up_to < 0
         self._done_up_to = step
         self._running = asyncio.create_task(self._run(step, plan))
+        return self._running
 
     async def _run(self, step: int, plan: SamplingPlan) -> None:
         try:

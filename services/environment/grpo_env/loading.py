@@ -22,7 +22,7 @@ from typing import Any
 from grpo_core.errors import GrpoError
 from grpo_env.option_values import MIXTURE
 from grpo_env.tasks import Answer, Reward, Row, Task, TaskOptions
-from grpo_env.tasks.rewards import as_reward
+from grpo_env.tasks.reward_functions import as_reward
 
 BUILT_IN: Mapping[str, str] = {
     "arithmetic": "grpo_env.tasks.arithmetic:Arithmetic",
@@ -128,25 +128,13 @@ def find_task(name: str) -> Make:
         return lambda options: verifiers_task(attribute, options)
     if source.endswith(".py"):
         path = Path(source).expanduser()
-        return _task_of(_load_file(path), attribute or DEFAULT_FUNCTION, path.stem, str(path))
+        return _attribute_of(_load_file(path), attribute or DEFAULT_FUNCTION, path.stem, str(path))
     if colon:
-        return _task_of(_load_module(source), attribute, source.rpartition(".")[2], source)
+        return _attribute_of(_load_module(source), attribute, source.rpartition(".")[2], source)
     return _installed(name)
 
 
-def make_task(name: str, make: Make, options: TaskOptions) -> Task:
-    """Raises `TaskUnusable` if the task's own code fails; its `GrpoError`s pass."""
-    try:
-        return make(options)
-    except GrpoError:
-        raise
-    except ValueError as error:
-        raise TaskUnusable(str(error)) from error
-    except Exception as error:
-        raise TaskUnusable(f"task {name}: cannot be created: {_where(error)}") from error
-
-
-def _task_of(module: ModuleType, attribute: str, stem: str, source: str) -> Make:
+def _attribute_of(module: ModuleType, attribute: str, stem: str, source: str) -> Make:
     found = getattr(module, attribute, None)
     if found is None:
         offered = [
@@ -159,6 +147,10 @@ def _task_of(module: ModuleType, attribute: str, stem: str, source: str) -> Make
         raise TaskUnusable(
             f"{source} has no {attribute!r}; it defines {', '.join(offered) or 'no function'}"
         )
+    return _task_of(found, attribute, stem, source)
+
+
+def _task_of(found: Any, attribute: str, stem: str, source: str) -> Make:
     if inspect.isclass(found):
         if not issubclass(found, Task):
             raise TaskUnusable(
@@ -170,19 +162,15 @@ def _task_of(module: ModuleType, attribute: str, stem: str, source: str) -> Make
             f"{source}: {attribute} is {type(found).__name__}; expected a function "
             "(answer, row) or a subclass of grpo_env.tasks.Task"
         )
-    _check_signature(found, attribute, source)
-    return lambda options: FunctionTask(stem, found, options)
-
-
-def _check_signature(function: Callable[..., Any], attribute: str, source: str) -> None:
     try:
-        inspect.signature(as_reward(function)).bind("", {})
+        inspect.signature(as_reward(found)).bind("", {})
     except TypeError as error:
-        code = getattr(function, "__code__", None)
+        code = getattr(found, "__code__", None)
         line = f" line {code.co_firstlineno}" if code else ""
         raise TaskUnusable(
             f"{source}{line}: {attribute} cannot be called as {attribute}(answer, row): {error}"
         ) from error
+    return lambda options: FunctionTask(stem, found, options)
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -218,9 +206,7 @@ def _installed(name: str) -> Make:
         loaded = found[name].load()
     except Exception as error:
         raise TaskUnusable(f"the task {name} cannot be loaded: {_where(error)}") from error
-    holder = ModuleType(name)
-    setattr(holder, name, loaded)
-    return _task_of(holder, name, name, f"entry point {name}")
+    return _task_of(loaded, name, name, f"entry point {name}")
 
 
 def _where(error: Exception) -> str:
@@ -242,12 +228,21 @@ class TaskSpec:
 
     source: str
     options: TaskOptions
-    name: str | None
-    held_out: float | None
+    name: str | None = None
+    held_out: float | None = None
 
     def make(self) -> Task:
-        """Raises `TaskUnusable` and what the task's code raises."""
-        task = make_task(self.source, find_task(self.source), self.options)
+        """Raises `TaskUnusable` if there is no such task or its code fails; its `GrpoError`s
+        pass."""
+        make = find_task(self.source)
+        try:
+            task = make(self.options)
+        except GrpoError:
+            raise
+        except ValueError as error:
+            raise TaskUnusable(str(error)) from error
+        except Exception as error:
+            raise TaskUnusable(f"task {self.source}: cannot be created: {_where(error)}") from error
         if self.held_out is not None:
             task.held_out = self.held_out
         if self.name is not None:

@@ -6,12 +6,10 @@ Several named values are `accuracy=1,format=0.3`, or a section of a YAML file.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
-
-_EXAMPLE = "expected NAME=VALUE,NAME=VALUE"
 
 
 def _pairs(value: Any) -> Any:
@@ -24,19 +22,15 @@ def _pairs(value: Any) -> Any:
             return json.loads(text)
         except ValueError as error:
             raise ValueError(f"not a JSON object: {error}") from error
+    import yaml
+
     found = {}
     for pair in filter(None, text.split(",")):
         name, separator, content = pair.partition("=")
         if not separator or not name.strip():
-            raise ValueError(f"{_EXAMPLE}; got {pair!r}")
-        found[name.strip()] = _scalar(content.strip())
+            raise ValueError(f"expected NAME=VALUE,NAME=VALUE; got {pair!r}")
+        found[name.strip()] = yaml.safe_load(content.strip())
     return found
-
-
-def _scalar(text: str) -> Any:
-    import yaml
-
-    return yaml.safe_load(text)
 
 
 def _numbers(value: Any) -> Any:
@@ -51,13 +45,9 @@ def _texts(value: Any) -> Any:
     return {name: str(text) for name, text in _pairs(value).items()}
 
 
-def _validated(check: Callable[[Any], Any]) -> BeforeValidator:
-    return BeforeValidator(check)
-
-
-Arguments = Annotated[dict[str, Any], _validated(_pairs)]
-Weights = Annotated[dict[str, float], _validated(_numbers)]
-Columns = Annotated[dict[str, str], _validated(_texts)]
+Arguments = Annotated[dict[str, Any], BeforeValidator(_pairs)]
+Weights = Annotated[dict[str, float], BeforeValidator(_numbers)]
+Columns = Annotated[dict[str, str], BeforeValidator(_texts)]
 
 
 class MixturePart(BaseModel):
@@ -88,17 +78,14 @@ MIXTURE = "mixture"
 
 def _parts(value: Any) -> Any:
     """`gsm8k=0.7,arithmetic=0.3` → two parts; a list of mappings stays as it is."""
-    if value is None or (isinstance(value, list | tuple) and not _is_words(value)):
+    if isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
+        value = ",".join(value)
+    if not isinstance(value, str | dict):
         return value or ()
-    text = ",".join(value) if isinstance(value, list | tuple) else value
-    return [{"task": name, "weight": weight} for name, weight in _numbers(text).items()]
+    return [{"task": name, "weight": weight} for name, weight in _numbers(value).items()]
 
 
-def _is_words(value: Any) -> bool:
-    return all(isinstance(word, str) for word in value)
-
-
-Mixture = Annotated[tuple[MixturePart, ...], _validated(_parts)]
+Mixture = Annotated[tuple[MixturePart, ...], BeforeValidator(_parts)]
 
 SECTIONS = ("columns", "task-args", "reward-weights")
 """Options that are a section of their own in a YAML file."""

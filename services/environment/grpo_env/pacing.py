@@ -39,12 +39,6 @@ class Load:
     kept_share: float = 1.0
 
 
-def run_is_complete(status: EnvironmentStatus, total_steps: int) -> bool:
-    """True if the last batch has been delivered to the trainer. Enough groups in the queue do not
-    complete a run, because the trainer may still refuse or lose some of them."""
-    return status.current_step >= total_steps
-
-
 def groups_to_start(
     status: EnvironmentStatus,
     trainer: TrainerInfo,
@@ -62,11 +56,14 @@ def groups_to_start(
         return 0  # run-api was reset, so no trainer is registered
     if status.pressure >= 1.0:
         return 0  # the queue is full, so run-api would delay submissions
-    batches_left = total_steps - status.current_step
-    wanted = min(
-        _fresh_groups(trainer.batch_size, settings),
-        _groups_in(batches_left + END_MARGIN_BATCHES, trainer.batch_size, settings),
-    )
+
+    def groups_in(batches: int) -> int:
+        return -(-batches * trainer.batch_size // settings.group_size)
+
+    fresh = settings.max_batches_offpolicy * trainer.batch_size // settings.group_size
+    to_the_end = groups_in(total_steps - status.current_step + END_MARGIN_BATCHES)
+    # At least one whole batch, or the trainer would starve.
+    wanted = min(max(fresh, groups_in(1)), to_the_end)
     # Other environments may fill the queue, but every batch needs this environment's minimum share.
     wanted_of_own = math.ceil(wanted * (settings.min_batch_allocation or 0.0))
     missing = max(wanted - status.queue_size, wanted_of_own - status.self_queue_size)
@@ -75,24 +72,9 @@ def groups_to_start(
     # for one more round of sampling.
     kept_share = max(load.kept_share, _LEAST_KEPT_SHARE)
     to_sample = round(missing / kept_share) if load.in_flight else math.ceil(missing / kept_share)
-    free_slots = _slots(status, settings) - load.in_flight
-    return max(0, min(to_sample - load.in_flight, free_slots))
-
-
-def _fresh_groups(batch_size: int, settings: EnvServerSettings) -> int:
-    """Groups that stay fresh enough; at least one whole batch, or the trainer would starve."""
-    bound = settings.max_batches_offpolicy * batch_size // settings.group_size
-    return max(bound, _groups_in(1, batch_size, settings))
-
-
-def _groups_in(batches: int, batch_size: int, settings: EnvServerSettings) -> int:
-    return -(-batches * batch_size // settings.group_size)
-
-
-def _slots(status: EnvironmentStatus, settings: EnvServerSettings) -> int:
-    """Concurrent groups by this environment's weight, which run-api lowers as its queue fills. At
-    least one, so that every environment makes progress."""
-    return max(1, int(settings.max_concurrent_groups * status.env_weight))
+    # run-api lowers the weight as its queue fills. One slot is left for progress.
+    slots = max(1, int(settings.max_concurrent_groups * status.env_weight))
+    return max(0, min(to_sample, slots) - load.in_flight)
 
 
 _MIN_DELAY_S = 0.2
@@ -171,6 +153,35 @@ class RefusalLimit:
             raise EveryGroupRefused(
                 f"{self._service} refused {self._in_a_row} groups in a row; the last reason "
                 f"was: {detail}"
+            )
+
+
+class NoTrainer(GrpoError):
+    """run-api runs, but no trainer takes batches from it."""
+
+
+class StallDetector:
+    """Ends the environment if it is idle and no batch is taken for `deadline_s` seconds."""
+
+    def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._step = -1
+        self._since = clock()
+
+    def observe(self, step: int, idle: bool) -> None:
+        """Record the run's current step.
+
+        Raises:
+            NoTrainer: the environment was idle and the step did not change for `deadline_s`.
+        """
+        if step != self._step or not idle:
+            self._step, self._since = step, self._clock()
+        elif self._clock() - self._since >= self._deadline_s:
+            raise NoTrainer(
+                f"the trainer took no batch for {self._deadline_s:g} s, and this environment "
+                "cannot queue more groups; check that the trainer runs and that the other "
+                "environments submit groups (/status and /environments of run-api)"
             )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -13,10 +12,10 @@ import structlog
 
 from grpo_core.clients.run_api import EnvironmentClient, parse
 from grpo_core.deadline import Deadline
-from grpo_core.errors import GrpoError
 from grpo_core.wandb_run import WandbRun, start_wandb
 from grpo_core.wire.fields import WireModel
 from grpo_core.wire.run_api import EnvironmentRegistration
+from grpo_env.pacing import NoTrainer
 from grpo_env.settings import EnvServerSettings
 
 log = structlog.get_logger()
@@ -26,10 +25,6 @@ _POLL_S = 0.5
 
 ENDLESS = sys.maxsize
 """The number of steps of a run without a limit."""
-
-
-class NoTrainer(GrpoError):
-    """run-api runs, but no trainer takes batches from it."""
 
 
 class Membership(WireModel):
@@ -53,17 +48,6 @@ class Membership(WireModel):
             return own
         num_steps = self.num_steps if latest is None else latest
         return num_steps if num_steps > 0 else ENDLESS
-
-
-def registration_of(settings: EnvServerSettings) -> EnvironmentRegistration:
-    """The environment's settings, as run-api needs them."""
-    return EnvironmentRegistration(
-        max_token_length=settings.seq_len,
-        desired_name=settings.display_name,
-        weight=settings.weight,
-        group_size=settings.group_size,
-        min_batch_allocation=settings.min_batch_allocation,
-    )
 
 
 async def join_run(
@@ -91,31 +75,6 @@ async def join_run(
                 "start a trainer that uses the same run-api, or raise --trainer-deadline-s"
             )
         await asyncio.sleep(_POLL_S)
-
-
-class StallDetector:
-    """Ends the environment if it is idle and no batch is taken for `deadline_s` seconds."""
-
-    def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._deadline_s = deadline_s
-        self._clock = clock
-        self._step = -1
-        self._since = clock()
-
-    def observe(self, step: int, idle: bool) -> None:
-        """Record the run's current step.
-
-        Raises:
-            NoTrainer: the environment was idle and the step did not change for `deadline_s`.
-        """
-        if step != self._step or not idle:
-            self._step, self._since = step, self._clock()
-        elif self._clock() - self._since >= self._deadline_s:
-            raise NoTrainer(
-                f"the trainer took no batch for {self._deadline_s:g} s, and this environment "
-                "cannot queue more groups; check that the trainer runs and that the other "
-                "environments submit groups (/status and /environments of run-api)"
-            )
 
 
 PREFIX, EVALUATION = "env/", "eval/"

@@ -15,18 +15,11 @@ from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.security import plain
-from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
+from grpo_core.wire.run_api import EnvironmentRegistration, EnvironmentStatus, TrainerInfo
 from grpo_env.assembly import TaskSet, open_engine, sampling_plan
 from grpo_env.evaluation import TrainingEvaluation
-from grpo_env.pacing import FailureBudget, Load, groups_to_start, run_is_complete
-from grpo_env.registration import (
-    Log,
-    Membership,
-    StallDetector,
-    join_run,
-    registration_of,
-    wandb_log,
-)
+from grpo_env.pacing import FailureBudget, Load, StallDetector, groups_to_start
+from grpo_env.registration import Log, Membership, join_run, wandb_log
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.groups import SamplingPlan
@@ -106,17 +99,17 @@ class Worker:
         # run-api and the pace count sequences; a rollout may have several.
         sequences = settings.group_size * tasks.max_sequences
         self._in_sequences = settings.model_copy(update={"group_size": sequences})
-        self._registration = registration_of(self._in_sequences)
+        self._registration = EnvironmentRegistration(
+            max_token_length=settings.seq_len,
+            desired_name=settings.display_name,
+            weight=settings.weight,
+            group_size=sequences,
+            min_batch_allocation=settings.min_batch_allocation,
+        )
         self._api = api
         self._run_api = FailureBudget("run-api", settings.run_api_deadline_s)
-        self._producer = GroupProducer(
-            tasks.training_stream(settings.seed),
-            engine,
-            api,
-            settings.request_deadline_s,
-            settings.run_api_deadline_s,
-            settings.max_failed_rewards,
-        )
+        stream = tasks.training_stream(settings.seed)
+        self._producer = GroupProducer(settings, stream, engine, api)
         self._progress = 0.0  # share of the training steps
         self._evaluation = TrainingEvaluation(
             settings, tasks.tasks, engine, lambda step, found: self._log_to_wandb(step, found)
@@ -150,7 +143,8 @@ class Worker:
                 continue
             total_steps = membership.total_steps(self._settings.steps, status.num_steps)
             self._progress = status.current_step / total_steps
-            if run_is_complete(status, total_steps):
+            # Enough groups in the queue do not complete a run: the trainer may still refuse some.
+            if status.current_step >= total_steps:
                 if self._waits_for_the_next_run():
                     await self._wait_for_a_group(_POLL_S)
                     continue
@@ -259,7 +253,10 @@ class Worker:
             groups = min(groups, self._evaluation.groups_for_training - len(self._in_flight))
             is_idle = not (groups > 0 or self._in_flight or self._evaluation.is_running)
             self._stall.observe(status.current_step, idle=is_idle)
-            self._start(groups)
+            if not self._producer.delay_s:
+                for _ in range(groups):
+                    produced = self._producer.produce(self._sampling())
+                    self._in_flight.add(asyncio.create_task(produced))
             if groups <= 0 and not self._in_flight:
                 await asyncio.sleep(self._idle_poll_s)
                 self._idle_poll_s = min(2 * self._idle_poll_s, _POLL_S)
@@ -269,12 +266,6 @@ class Worker:
             if left_s <= 0:
                 return
             await self._wait_for_a_group(left_s)
-
-    def _start(self, groups: int) -> None:
-        if self._producer.delay_s:
-            return
-        for _ in range(groups):
-            self._in_flight.add(asyncio.create_task(self._producer.produce(self._sampling())))
 
     async def _wait_for_a_group(self, timeout_s: float) -> None:
         if not self._in_flight:

@@ -39,8 +39,7 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import Position
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.policy import limits_of
-from grpo_trainer.ranks.group import ALONE, Ranks, settings_of_rank
-from grpo_trainer.ranks.heartbeat import joined
+from grpo_trainer.ranks.group import ALONE, Ranks, process_group, settings_of_rank
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import Lead, open_run, train, training_steps
 
@@ -63,8 +62,8 @@ def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult
         _introduce(keys, sampling, files, screen)
         backends = Backends(keys, sampling, tasks, template)
 
-        with joined(line.processes()) as ranks, asyncio.Runner() as runner:
-            settings = settings_of_rank(line.settings(), line.processes())
+        with process_group(line) as ranks, asyncio.Runner() as runner:
+            settings = settings_of_rank(line.settings(), line)
             job = Job(keys, sampling, settings, environment, tasks, backends, files, screen, ranks)
             return job.run(runner)
 
@@ -79,8 +78,8 @@ def follow_offline(keys: OfflineKeys, directory: Path) -> None:
     """
     with tempfile.TemporaryDirectory() as written_to:
         line = trainer_command(keys, choose(keys), directory, Path(written_to))
-    with joined(line.processes()) as ranks:
-        train(settings_of_rank(line.settings(), line.processes()), ranks)
+    with process_group(line) as ranks:
+        train(settings_of_rank(line.settings(), line), ranks)
 
 
 def _introduce(keys: OfflineKeys, sampling: Sampling, files: RunFiles, screen: Screen) -> None:

@@ -12,23 +12,21 @@ import structlog
 import uvloop
 from fastapi import FastAPI
 
-from grpo_api.batches import BatchDispatcher
-from grpo_api.http.error_responses import answer_errors
-from grpo_api.http.middleware import CompressionMiddleware, RequestMiddleware, RouteTemplates
-from grpo_api.http.request_body import BodyReader
-from grpo_api.http.server import HttpServer, forward_library_logs, keep_freed_memory
+from grpo_api.decode import SubmissionDecoder
+from grpo_api.dispatcher import BatchDispatcher
+from grpo_api.errors import answer_errors
+from grpo_api.intake import Intake
+from grpo_api.lifetime import Lifetime
 from grpo_api.metrics import Metrics
-from grpo_api.planning.run import Limits
-from grpo_api.routes import admin, environments, groups, trainer
-from grpo_api.routes.dependencies import MAX_RECORD_BYTES, AppServices
+from grpo_api.middleware import CompressionMiddleware, RequestMiddleware, RouteTemplates
+from grpo_api.planning.run_view import Limits
+from grpo_api.routes import admin, environments, scored_data, trainer
 from grpo_api.routes.openapi import DESCRIPTION, OPEN_PATHS, OPENAPI_PATH, describe, refusals
+from grpo_api.routes.requests import MAX_RECORD_BYTES, AppServices, BodyReader
+from grpo_api.server import HttpServer, forward_library_logs, keep_freed_memory
 from grpo_api.settings import RunApiSettings
-from grpo_api.store import RunStore
-from grpo_api.store.redis import RedisLink
-from grpo_api.store.redis_checks import check_redis, watch_disk
-from grpo_api.submissions.decode import SubmissionDecoder
-from grpo_api.submissions.intake import Intake
-from grpo_api.waiting import Lifetime
+from grpo_api.store.redis import RedisLink, check_redis, watch_disk
+from grpo_api.store.run import RunStore
 from grpo_core.logs import configure_logging
 from grpo_core.redis.server import LocalRedis, disk_bytes
 from grpo_core.redis.url import local_redis_directory
@@ -84,7 +82,7 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
         limits=limits,
     )
     app.state.services = services
-    for routes in (admin, trainer, environments, groups):
+    for routes in (admin, trainer, environments, scored_data):
         app.include_router(routes.router)
     # the middleware added last is the outermost
     app.add_middleware(CompressionMiddleware)

@@ -1,4 +1,4 @@
-"""Errors that run-api answers with a 4xx status or 503.
+"""Errors, and the answers to them: a 4xx status or 503, or 500 for an unexpected error.
 
 GrpoError
 ├── GroupRefused          one group of a submission cannot be accepted
@@ -7,14 +7,10 @@ GrpoError
 └── Answered              has a status, a body and headers
     ├── Refused               4xx: the request conflicts with the run's state, or can never succeed
     ├── BodyTooSlow           408: a request body did not arrive within the deadline
-    ├── Conflict              409; each subclass has its own problem type
-    │   ├── SupersededTrainer     another trainer has registered since
-    │   ├── BatchesByLease        a request for a batch without a lease, in a run that uses leases
+    ├── Conflict              409: a request for a batch conflicts with the run's state
     │   ├── BatchUnknown          no batch of the run has this id; an acknowledgement gets 404
-    │   ├── LeasesTooLarge        unacknowledged batches have reached their limit in bytes
     │   └── BatchGone             the batch was deleted or handed out again while it was sent
     └── Unavailable           503: the same request may succeed later
-        ├── BodiesFull            request bodies have reached their limit in memory
         ├── QueueFull             the queue stayed full for as long as a submission may wait
         ├── StoreUnavailable      Redis did not answer in time, or does not accept writes
         └── ShuttingDown          the server has received a stop signal
@@ -22,10 +18,24 @@ GrpoError
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from grpo_core.errors import GrpoError
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
+
+from grpo_core.errors import GrpoError, message_of
+
+REQUEST_ID_HEADER = "x-request-id"
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that disconnected before the answer."""
+_MAX_PROBLEMS = 20
+_MAX_MESSAGE_CHARS = 2000
+_MAX_LOCATION_CHARS = 100
 
 Detail = str | list[dict[str, Any]]
 """A message, or problems as FastAPI lists them: loc, msg and type."""
@@ -97,68 +107,39 @@ class TrainerNotRegistered(GrpoError):
 
 class Conflict(Answered):
     """
-    Attributes:
+    Args:
         parameter: the query parameter that conflicts.
         kind: the problem's `type` in the answer.
     """
 
     status = 409
-    parameter: ClassVar[str]
-    kind: ClassVar[str]
+
+    def __init__(self, parameter: str, kind: str, message: str) -> None:
+        super().__init__(message)
+        self._problem = {"loc": ["query", parameter], "msg": message, "type": kind}
 
     @property
     def detail(self) -> Detail:
-        return [{"loc": ["query", self.parameter], "msg": str(self), "type": self.kind}]
-
-
-class SupersededTrainer(Conflict):
-    parameter, kind = "trainer", "trainer_superseded"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "another trainer has registered for this run and now receives its batches; stop one "
-            "of the two trainers, or give each trainer its own run (--run-id of run-api)"
-        )
-
-
-class BatchesByLease(Conflict):
-    parameter, kind = "trainer", "batches_by_lease"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "a trainer leases the batches of this run, and GET /batch without ?trainer= would take "
-            "a batch away from this trainer; POST /register first, or add "
-            "?trainer=<uuid>&after=<batch id>"
-        )
+        return [self._problem]
 
 
 class BatchUnknown(Conflict):
-    parameter, kind = "after", "batch_unknown"
-
     def __init__(self, batch_id: int, last: int) -> None:
         super().__init__(
+            "after",
+            "batch_unknown",
             f"this run never handed out batch {batch_id}; the newest batch handed out is {last}. "
-            "The run may have been reset, or the id may belong to another run"
-        )
-
-
-class LeasesTooLarge(Conflict):
-    parameter, kind = "after", "leases_full"
-
-    def __init__(self, stored_bytes: int, limit: int) -> None:
-        super().__init__(
-            f"unacknowledged batches hold {stored_bytes} bytes, and --max-leased-bytes is {limit}; "
-            "write a checkpoint and POST /batch/<id>/ack"
+            "The run may have been reset, or the id may belong to another run",
         )
 
 
 class BatchGone(Conflict):
-    parameter, kind = "after", "batch_gone"
-
     def __init__(self, batch_id: int) -> None:
         super().__init__(
+            "after",
+            "batch_gone",
             f"batch {batch_id} was acknowledged, handed out again or reset while run-api sent "
-            "the batch; request the next batch"
+            "the batch; request the next batch",
         )
 
 
@@ -180,14 +161,6 @@ class Unavailable(Answered):
 
     status = 503
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
-
-
-class BodiesFull(Unavailable):
-    def __init__(self, held_bytes: int) -> None:
-        super().__init__(
-            f"request bodies already hold {held_bytes} bytes of memory, and this body does not "
-            "fit; nothing was queued, send the request again in a moment"
-        )
 
 
 class QueueFull(Unavailable):
@@ -218,3 +191,64 @@ def unprocessable(location: list[str | int], message: str) -> Refused:
 
 def _problem(location: list[str | int], message: str, kind: str) -> dict[str, Any]:
     return {"loc": ["body", *location], "msg": message, "type": kind}
+
+
+def too_large(max_bytes: int) -> Refused:
+    return Refused(413, f"the body is larger than {max_bytes} bytes; send fewer groups per request")
+
+
+def invalid(problems: Sequence[Any]) -> Refused:
+    """422 with the first problems, each cut to a limited length.
+
+    Without the invalid input, because JSON cannot hold a NaN in it.
+    """
+    return Refused(
+        422,
+        [
+            {
+                "loc": [
+                    part if isinstance(part, int) else str(part)[:_MAX_LOCATION_CHARS]
+                    for part in problem["loc"]
+                ],
+                "msg": message_of(problem)[:_MAX_MESSAGE_CHARS],
+                "type": problem["type"],
+            }
+            for problem in problems[:_MAX_PROBLEMS]
+        ],
+    )
+
+
+def invalid_body(error: ValidationError) -> Refused:
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    return invalid([{**problem, "loc": ("body", *problem["loc"])} for problem in found])
+
+
+def answer_to(error: Answered) -> JSONResponse:
+    return JSONResponse({"detail": error.detail}, error.status, error.headers)
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Register an answer for every error that a handler raises."""
+
+    @app.exception_handler(Answered)
+    async def answered(_request: Request, error: Answered) -> JSONResponse:
+        return answer_to(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def rejected(_request: Request, error: RequestValidationError) -> JSONResponse:
+        return answer_to(invalid(error.errors()))
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_gone(_request: Request, _error: Exception) -> Response:
+        """Only for the log and the metrics: the client has disconnected."""
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    @app.exception_handler(Exception)
+    async def unexpected(_request: Request, _error: Exception) -> JSONResponse:
+        """uvicorn logs the traceback."""
+        request_id: str = structlog.contextvars.get_contextvars()["request_id"]
+        return JSONResponse(
+            {"detail": "internal error; see run-api's log", "request_id": request_id},
+            status_code=500,
+            headers={REQUEST_ID_HEADER: request_id},
+        )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from grpo_api.store.stats import RunStats
+from grpo_api.store.run import RunStats
 
 _BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -100,20 +100,11 @@ class Metrics:
     def exposition(self, stats: RunStats | None, accept: str) -> Response:
         """All metrics in the format that the scraper accepts. `stats`: None if Redis is away."""
         encode, content_type = choose_encoder(accept)
-        body = encode(_Scrape(self._registry, stats))
-        return Response(body, headers={"content-type": content_type})
+        scrape = SimpleNamespace(collect=lambda: chain(self._registry.collect(), _of_run(stats)))
+        return Response(encode(scrape), headers={"content-type": content_type})
 
 
-class _Scrape(Collector):
-    def __init__(self, registry: CollectorRegistry, stats: RunStats | None) -> None:
-        self._registry = registry
-        self._stats = stats
-
-    def collect(self) -> Iterator[Metric]:
-        return chain(self._registry.collect(), run_metrics(self._stats))
-
-
-def run_metrics(stats: RunStats | None) -> Iterator[Metric]:
+def _of_run(stats: RunStats | None) -> Iterator[Metric]:
     """Metrics of the run; only `run_api_redis_up` if Redis did not answer."""
     yield GaugeMetricFamily(
         "run_api_redis_up", "1 if Redis answered this scrape, else 0.", 0 if stats is None else 1

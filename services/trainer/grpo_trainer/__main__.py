@@ -14,7 +14,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_core.settings.machine import does_not_answer
 from grpo_trainer.config.cli import parse_command
-from grpo_trainer.config.processes import Processes
+from grpo_trainer.config.optimizer import ProcessOptions
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.stop import STOP_SIGNALS, Stop
 
@@ -29,30 +29,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         if line.memory_plan:
             _print_memory_plan(settings)
         else:
-            _train(settings, line.processes())
+            _train(settings, line)
 
 
 def _print_memory_plan(settings: TrainerSettings) -> None:
-    from grpo_trainer.memory.plan import memory_plan, text_of
+    from grpo_trainer.memory_plan import memory_plan, text_of
 
     sys.stdout.write(text_of(memory_plan(settings)))
 
 
-def _train(settings: TrainerSettings, processes: Processes) -> None:
-    if not processes.rank:
+def _train(settings: TrainerSettings, processes: ProcessOptions) -> None:
+    if not processes.trainer_rank:
         _warn_without_run_api(settings.run_api_url)
     for number in STOP_SIGNALS:
         signal.signal(number, _stop)
     share_cores()
 
-    from grpo_trainer.ranks.group import settings_of_rank
-    from grpo_trainer.ranks.heartbeat import joined
+    from grpo_trainer.ranks.group import process_group, settings_of_rank
     from grpo_trainer.train import train
 
     stop = Stop()
-    if processes.count == 1:  # other ranks end at once, so a step could not be finished
+    if processes.world_size == 1:  # other ranks end at once, so a step could not be finished
         stop.listen()
-    with joined(processes) as ranks:
+    with process_group(processes) as ranks:
         train(settings_of_rank(settings, processes), ranks, stop)
 
 

@@ -1,40 +1,13 @@
 """Errors that end a training run.
 
 GrpoError (grpo_core)
-├── UnusableGroup           a scored group lacks data that GRPO needs, or its data is wrong
-├── DuplicatedBatch         run-api delivered a batch that was already trained on
-├── RolloutMismatch         completions do not match the weights or temperature of their group
-├── SelfTestFailed          a training step without an update gave wrong results before the run
-├── UnusableSavePath        --save-path cannot be written, or another trainer uses it
-├── CheckpointNotSaved      a model or a checkpoint could not be written, e.g. the disk is full
-├── StateError              the run cannot resume from a checkpoint
-│   ├── NoSuchState         --resume names a directory without a checkpoint
-│   ├── DamagedState        files of the checkpoint are missing or have changed
-│   ├── StateMismatch       the checkpoint has another model, mode, adapter or optimizer
-│   └── StateOfAnotherRun   the checkpoint belongs to another run than the one at run-api
-├── MissingPackage          an option needs a package that is not installed
-├── NoSuchDevice            --device or --vllm-gpu names a GPU that this process cannot see
-├── UnsupportedModel        the model is an adapter, or transformers has no classes for it
-├── FastPathRefused         the model does not support a faster computation that was requested
-├── UnusableOptimizer       the optimizer's options do not fit the weights or their device
-├── NoInferenceServer       nothing answers at the server's URL
-├── NoEnvironmentLeft       all environments of the run have left, and none came back
-├── StaleData               every batch is older than --max-staleness
-├── NonFiniteStep           the step is impossible; no weight was changed
-│   ├── NonFiniteLoss       the loss of a micro-batch is NaN or infinite
-│   └── NonFiniteGradient   the gradient norm of a step is NaN or infinite
-├── LostRank                another trainer process ended or stopped answering
-├── PolicyDiverged          several batches in a row ended with NonFiniteStep
-└── WeightSyncError         trainer and server do not hold the same weights
-    ├── PolicyMismatch      the server's parameters do not fit the trainer's model
-    ├── UnreachableWeights  the server's weights are on a GPU that this process cannot share
-    ├── MovedParameters     parameters are no longer in the memory shared with the server
-    ├── TornWeights         the server may hold part of an update of an earlier trainer
-    ├── LostServer          the server stopped and did not come back in time
-    ├── EngineCrashed       a request of the trainer crashes the server's engine
-    ├── WeightsRefused      the server refuses the new weights
-    ├── NotPublished        the server did not serve the new weights in time
-    └── ServedWeightsDiffer the server's logprobs do not match the trainer's weights
+├── StateError          the run cannot resume from a checkpoint: NoSuchState, DamagedState,
+│                       StateMismatch, StateOfAnotherRun
+├── NonFiniteStep       the step is impossible: NonFiniteLoss, NonFiniteGradient
+├── WeightSyncError     trainer and server do not hold the same weights: PolicyMismatch,
+│                       UnreachableWeights, MovedParameters, TornWeights, LostServer, EngineCrashed,
+│                       WeightsRefused, NotPublished, ServedWeightsDiffer
+└── all others
 """
 
 from __future__ import annotations

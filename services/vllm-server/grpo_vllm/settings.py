@@ -372,8 +372,5 @@ def _is_on(given: Given | None) -> bool:
 
 def load_server_settings(argv: Sequence[str], *, at_start: bool = False) -> ServerSettings:
     """Settings of a command line. A mistake ends the process with status 2 and one line.
-
-    Args:
-        at_start: check ports and files too
-    """
+    `at_start`: check ports and files too."""
     return load_settings(ServerSettings, argv, at_start=at_start)

@@ -17,8 +17,12 @@ from datasets import Dataset
 from openai import AsyncOpenAI
 from verifiers.clients import OpenAIChatCompletionsClient
 
-from grpo_env.bridges import EnvironmentUnusable, RolloutFailed, VerifiersTask
-from grpo_env.bridges.verifiers import verifiers_task
+from grpo_env.bridges.verifiers import (
+    EnvironmentUnusable,
+    RolloutFailed,
+    VerifiersTask,
+    verifiers_task,
+)
 from grpo_env.tasks import Graded, TaskOptions
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 
@@ -198,8 +202,6 @@ async def test_a_group_is_rated_together_and_every_answer_gets_its_own_reward() 
     dialogues = [late, ScriptedDialogue("7"), ScriptedDialogue("7")]
     graded = await task.run_group(row_of(task), dialogues)
     assert [(g.score, g.parts["ranks"]) for g in graded] == [(1.0, 1.0), (0.0, 0.0), (0.0, 0.0)]
-    with pytest.raises(EnvironmentUnusable, match="reward functions for whole groups"):
-        await task.run(row_of(task), ScriptedDialogue("7"))
 
     in_a_group = task_of(lambda: vf.EnvGroup([single_turn(ranks)(), single_turn(ranks)()]))
     assert in_a_group.rates_groups

@@ -15,10 +15,13 @@ import verifiers.v1 as vf
 from structlog.testing import capture_logs
 
 from grpo_core.errors import ServiceUnavailable
-from grpo_env.bridges import EnvironmentUnusable, RolloutFailed, VerifiersTask
-from grpo_env.bridges.verifiers import verifiers_task
-from grpo_env.bridges.verifiers_harness import HARNESS_ID
-from grpo_env.bridges.verifiers_v1 import _config, _require_permission
+from grpo_env.bridges.verifiers import (
+    EnvironmentUnusable,
+    RolloutFailed,
+    VerifiersTask,
+    verifiers_task,
+)
+from grpo_env.bridges.verifiers_v1 import HARNESS_ID, _config, _require_permission
 from grpo_env.tasks import ContextFull, Graded, TaskOptions
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_api.store.stats import MAX_REASON_CHARS, refusal_line
+from grpo_api.store.run import MAX_REASON_CHARS, refusal_line
 
 
 def test_the_reason_is_one_short_line_without_control_characters() -> None:

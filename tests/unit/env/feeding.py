@@ -21,7 +21,7 @@ from tests.unit.env.http_stub import Answer, Route, StubServer, stub_server
 
 
 class CannedTemplate:
-    """Every prompt has the tokens of the canned answers; a later turn adds the token 50."""
+    """Every prompt has the tokens of the canned answers."""
 
     def prompt_ids(self, _prompt: str | Sequence[Message], _tools: object = ()) -> list[int]:
         return PROMPT
@@ -30,9 +30,6 @@ class CannedTemplate:
 
     def opening(self, _prompt: str | Sequence[Message]) -> str:
         return ""
-
-    def turn_ids(self, _messages: Sequence[Message], _last_id: int) -> list[int]:
-        return [50]
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         return [str(token_id) for token_id in token_ids]

@@ -11,8 +11,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.evaluation.results import read_summaries
-from grpo_env.actions import NothingProcessed, evaluate_once, process
+from grpo_env.actions import NothingProcessed, process
 from grpo_env.assembly import TaskSet
+from grpo_env.evaluation import evaluate_once
 from grpo_env.settings import load_env_settings
 from grpo_env.tasks import Row, Split
 from tests.unit.env.canned import PROMPT, generate_answer, inference_routes

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from grpo_env import loading
+from grpo_env.actions import RewardWrong, check
 from grpo_env.assembly import open_tasks
-from grpo_env.check import RewardWrong, check
-from grpo_env.loading import TaskUnusable, find_task, make_task, problem_of, short_name
+from grpo_env.loading import TaskSpec, TaskUnusable, find_task, problem_of, short_name
 from grpo_env.settings import load_env_settings
 from grpo_env.tasks import Answer, TaskOptions
 from grpo_env.tasks.items import training_items
@@ -60,7 +60,7 @@ def options(directory: Path) -> TaskOptions:
 
 @pytest.mark.parametrize("name", ["mine.py:reward", "mine.py", "mine:reward"])
 def test_a_function_in_a_file_or_a_module_is_a_task(directory: Path, name: str) -> None:
-    task = make_task(name, find_task(name), options(directory))
+    task = TaskSpec(name, options(directory)).make()
     task.held_out = 0.0
     [item] = training_items(task)
     assert item.messages == [{"role": "user", "content": "3+4="}]
@@ -70,7 +70,7 @@ def test_a_function_in_a_file_or_a_module_is_a_task(directory: Path, name: str) 
 
 @pytest.mark.parametrize("name", ["shouting.py:Shout", "shouting:Shout"])
 def test_a_class_in_a_file_or_a_module_is_a_task(directory: Path, name: str) -> None:
-    task = make_task(name, find_task(name), options(directory))
+    task = TaskSpec(name, options(directory)).make()
     reward: Any = task.reward(Answer("HI"), {"word": "hi"})
     assert asyncio.run(reward) == 1.0
     assert task.name == "shout"
@@ -81,10 +81,9 @@ def test_an_installed_package_may_offer_tasks(
 ) -> None:
     monkeypatch.syspath_prepend(directory)
     point = EntryPoint("loud", "shouting:Shout", loading.ENTRY_POINTS)
-    for module in (loading,):
-        monkeypatch.setattr(module, "entry_points", lambda **_group: [point])
+    monkeypatch.setattr(loading, "entry_points", lambda **_group: [point])
     assert problem_of("loud") is None
-    assert make_task("loud", find_task("loud"), options(directory)).name == "shout"
+    assert TaskSpec("loud", options(directory)).make().name == "shout"
 
 
 BROKEN = {

@@ -18,20 +18,19 @@ from grpo_env.pacing import (
     FailureBudget,
     FlatRewards,
     Load,
+    NoTrainer,
     RefusalLimit,
     RewardFailures,
     RewardsFail,
+    StallDetector,
     groups_to_start,
-    run_is_complete,
 )
-from grpo_env.registration import ENDLESS, Membership, NoTrainer, StallDetector
+from grpo_env.registration import ENDLESS, Membership
 from grpo_env.settings import EnvServerSettings
 
 ENV = EnvServerSettings(
     task="arithmetic", model="m", group_size=8, max_batches_offpolicy=3, max_concurrent_groups=64
 )
-TOTAL_STEPS = 50
-TRAINER = TrainerInfo(batch_size=64, max_token_len=2048)
 STATUS = EnvironmentStatus(
     current_step=0,
     queue_size=0,
@@ -44,33 +43,48 @@ STATUS = EnvironmentStatus(
 
 
 def decide(
-    load: Load, *, env: EnvServerSettings = ENV, trainer: TrainerInfo = TRAINER, **status: Any
+    load: Load, *, env: dict[str, Any] | None = None, batch_size: int = 64, **status: Any
 ) -> int:
-    return groups_to_start(STATUS.model_copy(update=status), trainer, env, TOTAL_STEPS, load)
+    trainer = TrainerInfo(batch_size=batch_size, max_token_len=2048)
+    settings = ENV.model_copy(update=env or {})
+    return groups_to_start(STATUS.model_copy(update=status), trainer, settings, 50, load)
+
+
+QUARTER, SIX_SLOTS = {"min_batch_allocation": 0.25}, {"max_concurrent_groups": 6}
 
 
 @pytest.mark.parametrize(
-    ("step", "queue", "load", "expected"),
+    ("expected", "load", "given"),
     [
-        # Three batches of 64 sequences are 24 groups of 8.
-        (0, 0, Load(0), 24),
-        (0, 10, Load(10), 4),
-        (0, 10, Load(10, sent_since_status=4), 0),
+        # The queue is filled: three batches of 64 sequences are 24 groups of 8.
+        (24, Load(0), {}),
+        (4, Load(10), {"queue_size": 10}),
+        (0, Load(10, sent_since_status=4), {"queue_size": 10}),
         # Near the end, one remaining batch and one batch of margin are 16 groups.
-        (49, 0, Load(0), 16),
-        # A queue that holds enough does not complete the run until the last batch is delivered.
-        (49, 100, Load(0), 0),
+        (16, Load(0), {"current_step": 49}),
+        (0, Load(0), {"current_step": 49, "queue_size": 100}),
+        # Replacements of dropped groups are started with the others.
+        (32, Load(0, kept_share=0.75), {}),
+        (1, Load(23, kept_share=0.99), {}),  # 24 / 0.99 is nearer to 24 than to 25
+        (2, Load(0, sent_since_status=23, kept_share=0.99), {}),  # at least one must be kept
+        (48, Load(0, kept_share=0.01), {}),
+        # Slots are shared by weight, and none is left only by a full queue.
+        (3, Load(0), {"env": SIX_SLOTS, "env_weight": 0.5, "pressure": 0.0}),
+        (1, Load(0), {"env": SIX_SLOTS, "env_weight": 0.01, "pressure": 0.99}),
+        (0, Load(0), {"env": SIX_SLOTS, "env_weight": 0.01, "pressure": 1.0}),
+        # The own share, 6 of 24 groups, is filled however much the others have queued. If the whole
+        # queue is short, the environment starts more than its own share.
+        (2, Load(0), {"env": QUARTER, "queue_size": 24, "self_queue_size": 4}),
+        (0, Load(2), {"env": QUARTER, "queue_size": 24, "self_queue_size": 4}),
+        (14, Load(0), {"env": QUARTER, "queue_size": 10, "self_queue_size": 6}),
+        # A bound of 12 sequences is one whole group of 8, which can never fill a batch.
+        (2, Load(0), {"batch_size": 12, "env": {"max_batches_offpolicy": 1}}),
+        # No trainer is registered.
+        (0, Load(0), {"batch_size": -1}),
     ],
 )
-def test_the_queue_is_filled_until_the_last_batch_is_delivered(
-    step: int, queue: int, load: Load, expected: int
-) -> None:
-    assert decide(load, current_step=step, queue_size=queue) == expected
-    assert not run_is_complete(STATUS.model_copy(update={"current_step": step}), TOTAL_STEPS)
-
-
-def test_a_run_is_complete_once_its_last_batch_is_delivered() -> None:
-    assert run_is_complete(STATUS.model_copy(update={"current_step": 50}), TOTAL_STEPS)
+def test_groups_to_start(expected: int, load: Load, given: dict[str, Any]) -> None:
+    assert decide(load, **given) == expected
 
 
 @given(
@@ -83,64 +97,12 @@ def test_a_run_is_complete_once_its_last_batch_is_delivered() -> None:
 def test_neither_concurrency_nor_staleness_passes_its_bound(
     queue: int, in_flight: int, sent: int, weight: float, slots: int
 ) -> None:
-    env = ENV.model_copy(update={"max_concurrent_groups": slots})
+    env = {"max_concurrent_groups": slots}
     groups = decide(Load(in_flight, sent), env=env, queue_size=queue, env_weight=weight)
-
     assert groups >= 0
     if groups:
         assert in_flight + groups <= max(1, slots * weight)
         assert (queue + in_flight + sent + groups) * 8 <= 3 * 64
-
-
-@pytest.mark.parametrize(
-    ("load", "expected"),
-    # Three batches hold 24 groups.
-    [
-        (Load(0, kept_share=0.75), 32),
-        (Load(23, kept_share=0.99), 1),  # 24 / 0.99 is nearer to 24 than to 25
-        (Load(0, sent_since_status=23, kept_share=0.99), 2),  # at least one must be kept
-        (Load(0, kept_share=0.01), 48),
-    ],
-)
-def test_replacements_of_dropped_groups_are_started_with_the_others(
-    load: Load, expected: int
-) -> None:
-    assert decide(load) == expected
-
-
-@pytest.mark.parametrize(
-    ("weight", "pressure", "expected"),
-    [(0.5, 0.0, 3), (0.01, 0.99, 1), (0.01, 1.0, 0)],
-)
-def test_slots_are_shared_by_weight_and_none_is_left_only_by_a_full_queue(
-    weight: float, pressure: float, expected: int
-) -> None:
-    six = ENV.model_copy(update={"max_concurrent_groups": 6})
-    assert decide(Load(0), env=six, env_weight=weight, pressure=pressure) == expected
-
-
-@pytest.mark.parametrize(
-    ("queue", "own", "in_flight", "expected"),
-    # If the whole queue is short, the environment starts more than its own share.
-    [(24, 4, 0, 2), (24, 4, 2, 0), (10, 6, 0, 14)],
-)
-def test_an_own_share_is_filled_however_much_the_others_have_queued(
-    queue: int, own: int, in_flight: int, expected: int
-) -> None:
-    # Three batches hold 24 groups, and a quarter of them is 6.
-    env = ENV.model_copy(update={"min_batch_allocation": 0.25})
-    assert decide(Load(in_flight), env=env, queue_size=queue, self_queue_size=own) == expected
-
-
-def test_the_staleness_bound_never_starves_the_trainer_of_one_batch() -> None:
-    # A bound of 12 sequences is one whole group of 8, which can never fill a batch.
-    trainer = TrainerInfo(batch_size=12, max_token_len=10)
-    env = ENV.model_copy(update={"max_batches_offpolicy": 1})
-    assert decide(Load(0), trainer=trainer, env=env) == 2
-
-
-def test_nothing_is_started_while_no_trainer_is_registered() -> None:
-    assert decide(Load(0), trainer=TrainerInfo(batch_size=-1, max_token_len=-1)) == 0
 
 
 class Clock:

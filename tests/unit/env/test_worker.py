@@ -6,11 +6,13 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+from grpo_core.errors import WandbUnavailable
 from grpo_env.evaluation import TrainingEvaluation
 from grpo_env.rollout.producer import NoPromptFits
 from grpo_env.tasks import Message, Row, Split
@@ -23,13 +25,8 @@ from tests.unit.env.http_stub import Answer
 
 async def test_a_run_is_fed_to_its_last_step_and_left_politely() -> None:
     api = RunApi(num_steps=3, polls_before_trainer=1)
-    registration = {
-        "max_token_length": 2048,
-        "desired_name": "x",
-        "weight": 2.0,
-        "group_size": 2,
-        "min_batch_allocation": 0.25,
-    }
+    registration = {"max_token_length": 2048, "desired_name": "x", "weight": 2.0}
+    registration |= {"group_size": 2, "min_batch_allocation": 0.25}
     options = ("--env.min-batch-allocation=0.25", "--env.weight=2", "--env.wandb-name=x")
 
     run_api, _ = await feed(api.routes(), inference_routes(right_and_wrong), *options)
@@ -63,10 +60,18 @@ async def test_a_complete_run_that_is_prolonged_later_is_fed() -> None:
     assert api.disconnected == [0]
 
 
-@pytest.mark.parametrize(("words", "steps"), [([], []), (["--env.total-steps=3"], [3])])
-async def test_an_environment_that_knows_the_last_step_evaluates_though_it_sent_no_group(
-    words: list[str], steps: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("steps_before", "words", "evaluated", "is_hinted"),
+    [(3, [], [], True), (3, ["--env.total-steps=3"], [3], True), (0, [], [3], False)],
+)
+async def test_an_environment_that_starts_too_late_evaluates_if_it_knows_the_last_step(
+    steps_before: int,
+    words: list[str],
+    evaluated: list[int],
+    is_hinted: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Only such an environment logs how to start a new run."""
     finished: list[int] = []
 
     async def finish(_self: Any, step: int, _plan: Any) -> None:
@@ -74,24 +79,12 @@ async def test_an_environment_that_knows_the_last_step_evaluates_though_it_sent_
 
     monkeypatch.setattr(TrainingEvaluation, "finish", finish)
     api = RunApi(num_steps=3)
-    api.steps_before = 3
-    await run(api, right_and_wrong, *words)
-    assert api.groups == []
-    assert finished == steps
-
-
-@pytest.mark.parametrize(("steps_before", "hinted"), [(3, True), (0, False)])
-async def test_only_an_environment_that_starts_too_late_logs_how_to_start_a_new_run(
-    steps_before: int, hinted: bool
-) -> None:
-    api = RunApi(num_steps=3)
     api.steps_before = steps_before
-
     with capture_logs() as logs:
-        await run(api, right_and_wrong)
-
+        await run(api, right_and_wrong, *words)
     [end] = [line for line in logs if line["event"] == "run.completed"]
-    assert ("reset_data" in end.get("hint", "")) is hinted
+    assert ("reset_data" in end.get("hint", "")) is is_hinted
+    assert (finished, api.groups == []) == (evaluated, is_hinted)
 
 
 async def test_the_reward_sample_counts_the_groups_that_were_dropped_or_refused() -> None:
@@ -200,3 +193,41 @@ async def test_a_data_set_without_a_prompt_that_fits_ends_the_work() -> None:
             task=LongAndShort(),
             template=AsLongAsItsNumber(),
         )
+
+
+NAMES = {"group": "trainers-group", "project": "trainers-project"}
+
+
+class Numbering(RunApi):
+    """As run-api does, it adds a number to the name of an environment."""
+
+    def register(self, body: dict[str, Any]) -> Answer:
+        return super().register(body | {"desired_name": f"{body['desired_name']}_0"})
+
+
+async def logged(*options: str) -> None:
+    routes = Numbering(num_steps=2).routes() | {"GET /wandb_info": lambda _body: (200, NAMES)}
+    await feed(routes, inference_routes(right_and_wrong), *options)
+
+
+async def test_an_environment_logs_under_its_name_to_the_trainers_project_and_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    await logged("--env.use_wandb", "true", "--env.wandb_name", "my-environment")
+    (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    written = log.read_bytes()
+    for word in (*NAMES.values(), "my-environment_0", "env/mean_reward", "env/groups_sent"):
+        assert word.encode() in written
+
+
+async def test_an_environment_leaves_the_run_if_wandb_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "no such mode")
+    api = RunApi(num_steps=2)
+    routes = api.routes() | {"GET /wandb_info": lambda _body: (200, NAMES)}
+    with pytest.raises(WandbUnavailable, match="omit --use-wandb"):
+        await feed(routes, inference_routes(right_and_wrong), "--use-wandb")
+    assert api.disconnected == [0]

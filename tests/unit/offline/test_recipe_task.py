@@ -13,7 +13,7 @@ import pytest
 from grpo_env.tasks import Answer, Graded, TaskOptions
 from grpo_env.tasks.data_files import DataUnusable
 from grpo_env.tasks.items import evaluation_items, training_items
-from grpo_env.tasks.rewards import RewardInvalid
+from grpo_env.tasks.reward_functions import RewardInvalid
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.recipe.environment import environment_options
 from grpo_offline.recipe.main import row_count

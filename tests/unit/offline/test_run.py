@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_env.inference.server import NoGenerateRoute
+from grpo_env.inference.pool import NoGenerateRoute
 from grpo_offline import evaluating, iteration_end
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.backends.local import LocalGeneration

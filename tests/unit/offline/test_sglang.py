@@ -32,7 +32,7 @@ from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.errors import PolicyMismatch, ServedWeightsDiffer, WeightsRefused
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.weight_sync.publisher import WeightDirectories
+from grpo_trainer.weight_sync.files import WeightDirectories
 from tests.support.directories import names
 from tests.unit.env.http_stub import Route, StubServer, stub_server
 from tests.unit.trainer.served_model import ServedModel

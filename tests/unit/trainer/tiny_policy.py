@@ -12,7 +12,6 @@ from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import constant
 
 LORA = LoraOptions(r=4, alpha=32, dropout=0.0, target_modules=("q_proj", "v_proj"), layers=None)
 VOCABULARY = 259
@@ -29,7 +28,7 @@ def model_directory(path: Path, seed: int = 0, **changes: Any) -> Path:
 
 
 def optimizer_of(policy: Any, lr: float = 0.05) -> MasterOptimizer:
-    return MasterOptimizer(trained_parameters(policy).values(), constant(lr), 0.0, 1.0)
+    return MasterOptimizer(trained_parameters(policy).values(), lambda _: lr, 0.0, 1.0)
 
 
 def gather_gradient(policy: Any, seed: int) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.master_update import MasterUpdate, StochasticRounding
 from grpo_trainer.optim.rules import ADAM, Adafactor, Adam, AdamW8bit, AdamW32, StepOptions
-from grpo_trainer.optim.schedule import constant
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -53,7 +52,7 @@ class Model:
             nn.Parameter(torch.randn(shape, generator=drawn).to(dtype)) for shape in self.shapes
         ]
         self.optimizer = MasterOptimizer(
-            self.parameters, constant(lr), weight_decay, max_grad_norm=1.0, update=update, adam=adam
+            self.parameters, lambda _: lr, weight_decay, max_grad_norm=1.0, update=update, adam=adam
         )
 
     def gather(self, step: int, micro_batches: int = 1) -> None:

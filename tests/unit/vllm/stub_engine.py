@@ -22,9 +22,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from grpo_vllm.forkserver.protocol import EnginePlan
-from grpo_vllm.http.connection_handover import EngineEnd
-from grpo_vllm.http.in_flight import InFlight
+from grpo_vllm.engine_protocol import EngineEnd, EnginePlan
+from grpo_vllm.http.middleware import InFlight
 from grpo_vllm.http.server import DrainingServer, serve_until
 
 DIRECTORY = "STUB_ENGINE_DIRECTORY"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import uuid
@@ -25,6 +26,15 @@ from tests.fixtures.command_sender import Sender
 from tests.unit.vllm.stub_engine import DIRECTORY
 
 START_S = 120.0
+SUPERVISOR = """
+import sys
+from grpo_core.logs import configure_logging
+from grpo_vllm.settings import load_server_settings
+from grpo_vllm.supervisor.main import supervise
+configure_logging("vllm-server", "INFO")
+sys.exit(supervise(load_server_settings(sys.argv[1:]), sys.argv[1:], "tests.unit.vllm.stub_engine"))
+"""
+"""`vllm-api-server` with the stand-in for its engine and no other difference."""
 CHECKPOINT, LOAD = Action.RESTART_WITH_CHECKPOINT, Action.LOAD_ADAPTER
 
 
@@ -66,7 +76,8 @@ class Supervised:
         found: dict[str, Any] = {}
 
         def has_them() -> bool:
-            found.update(self._status_or_none())
+            with contextlib.suppress(httpx.TransportError):
+                found.update(self.status())
             return facts.items() <= found.items()
 
         self.process.wait_until(has_them, START_S)
@@ -115,24 +126,17 @@ class Supervised:
     def checkpoint(self, name: str) -> Path:
         return self._weights(name, {MODEL_CONFIG: "{}", "model.safetensors": name})
 
-    def adapter(self, name: str, rank: int = 8, marker: str | None = None) -> Path:
-        files = {ADAPTER_CONFIG: f'{{"r": {rank}}}', ADAPTER_WEIGHTS: name}
-        return self._weights(name, files, marker)
+    def adapter(self, name: str, rank: int = 8, **others: str) -> Path:
+        return self._weights(
+            name, {ADAPTER_CONFIG: f'{{"r": {rank}}}', ADAPTER_WEIGHTS: name, **others}
+        )
 
-    def _weights(self, name: str, files: Mapping[str, str], marker: str | None = None) -> Path:
+    def _weights(self, name: str, files: Mapping[str, str]) -> Path:
         path = self.weights / name
         path.mkdir(parents=True)
         for file, content in files.items():
             (path / file).write_text(content)
-        if marker is not None:
-            (path / marker).touch()
         return path
-
-    def _status_or_none(self) -> dict[str, Any]:
-        try:
-            return self.status()
-        except httpx.TransportError:
-            return {}
 
 
 @contextmanager
@@ -151,7 +155,7 @@ def supervised(
     process = ManagedProcess(
         "vllm-server",
         [
-            *(sys.executable, "-m", "tests.unit.vllm.stub_supervisor"),
+            *(sys.executable, "-c", SUPERVISOR),
             *("--model", "some-model"),
             *("--port", str(port)),
             *("--health-port", str(health_port)),

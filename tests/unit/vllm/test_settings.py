@@ -1,4 +1,4 @@
-"""Variables of the archived server that share the weights."""
+"""Variables of the archived server that share the weights; runs, directories and the API key."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_core.security import plain
 from grpo_core.settings import load_settings
 from grpo_vllm.settings import ServerSettings
 
@@ -53,3 +54,21 @@ def test_servers_with_different_ports_have_different_runs_and_directories(
         assert server.loads_from == tmp_path / "grpo" / f"port-{port}" / "served_weights"
         assert not server.redis_required
     assert load_settings(ServerSettings, ["--model", "m", "--redis-url", "none"], {}).redis is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "key", "passed_on"),
+    [
+        (["--api-key", "a", "-tp", "2"], "c", "a", ["-tp", "2"]),
+        (["--api_key=a", "--api-key", "b"], "", "b", []),
+        ([], "", None, []),
+    ],
+)
+def test_one_key_is_taken_and_not_passed_on(
+    flags: list[str], variable: str, key: str | None, passed_on: list[str]
+) -> None:
+    words, variables = ["--model", "m", *flags], {"VLLM_API_KEY": variable}
+    settings = load_settings(ServerSettings, words, variables)
+    assert (plain(settings.api_key), settings.engine_arguments) == (key, tuple(passed_on))
+    with pytest.raises(SystemExit, match="2"):
+        load_settings(ServerSettings, [*words, "--api-key", ""], variables)

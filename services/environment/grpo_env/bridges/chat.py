@@ -1,4 +1,5 @@
-"""Answers requests of OpenAI's chat completions API within one rollout.
+"""Answers requests of OpenAI's chat completions API within one rollout: by a call, or through a
+server on the loopback interface, for libraries that accept an address and no client object.
 
 Messages, tools and tool calls have the form of that API.
 """
@@ -10,9 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aiohttp import web
+
 from grpo_env.tasks import Answer, ContextFull, Dialogue, Message
 from grpo_env.tasks.tool_calls import divided_by_calls, text_parameters
 
+MODEL = "policy"
+_LARGEST_REQUEST_BYTES = 64 * 2**20
 ChatMessage = Mapping[str, Any]
 """A message of the chat completions API."""
 
@@ -39,7 +44,10 @@ class ChatAnswer:
 
 class Chat:
     """One rollout. It remembers the exact text of every answer with tool calls, so that the
-    conversation continues token by token although the environment sends the calls back parsed."""
+    conversation continues token by token although the environment sends the calls back parsed.
+
+    failed: the first error of its dialogue that `ChatEndpoint` answered with a refusal.
+    """
 
     def __init__(self, dialogue: Dialogue) -> None:
         self._dialogue = dialogue
@@ -47,6 +55,7 @@ class Chat:
         self._sampled_tokens = 0
         self._calls = 0
         self._full: ContextFull | None = None
+        self.failed: Exception | None = None
 
     async def complete(
         self,
@@ -84,8 +93,11 @@ class Chat:
         reason = "length" if not answer.finished else "tool_calls" if calls else "stop"
         return ChatAnswer(content, calls, reason, new_tokens)
 
-    def raise_if_silent(self) -> None:
-        """Raises `ContextFull` if the prompt alone was too long: the policy said nothing."""
+    def raise_failure(self) -> None:
+        """Raises `failed`; and `ContextFull` if the prompt alone was too long: the policy said
+        nothing."""
+        if self.failed is not None:
+            raise self.failed
         if self._full is not None and not self._sampled_tokens:
             raise self._full
 
@@ -156,3 +168,96 @@ def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _texts_of(stop: Any) -> Sequence[str]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+class ChatEndpoint:
+    """Serves `POST /v1/chat/completions`. Every request names its session in `header`."""
+
+    def __init__(self, header: str) -> None:
+        self._header = header
+        self.sessions: dict[str, Chat] = {}
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def __aenter__(self) -> ChatEndpoint:
+        app = web.Application(client_max_size=_LARGEST_REQUEST_BYTES)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_route("*", "/{path:.*}", self._unknown)
+        # A rollout that is given up also ends its request to the inference server.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}/v1"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        session = self.sessions.get(request.headers.get(self._header, ""))
+        if session is None:
+            return _refusal(f"no rollout is open for the header {self._header}", status=404)
+        body = await request.json()
+        if body.get("n", 1) != 1:
+            return _refusal("expected n=1: an environment asks for one answer at a time")
+        try:
+            answer = await session.complete(body["messages"], body.get("tools") or (), body)
+        except ContextFull as error:
+            return _refusal(str(error), code="context_length_exceeded")
+        except Exception as error:  # noqa: BLE001 - the caller of the rollout raises it
+            session.failed = session.failed or error
+            return _refusal(f"{type(error).__name__}: {error}")
+        if body.get("stream"):
+            return web.Response(body=_events(answer), content_type="text/event-stream")
+        return web.json_response(_completion(answer))
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async def _unknown(self, request: web.Request) -> web.Response:
+        return _refusal(
+            f"no route {request.path}; only the chat completions API can be trained on", status=404
+        )
+
+
+def _refusal(message: str, status: int = 400, code: str | None = None) -> web.Response:
+    """400 by default, because clients of OpenAI repeat requests that end with 5xx."""
+    error = {"message": message, "type": "invalid_request_error", "code": code}
+    return web.json_response({"error": error}, status=status)
+
+
+def _completion(answer: ChatAnswer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if answer.tool_calls:
+        message["tool_calls"] = answer.tool_calls
+    choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason}
+    return {**_head("chat.completion"), "choices": [choice], "usage": _usage(answer)}
+
+
+def _events(answer: ChatAnswer) -> bytes:
+    """The whole answer as one event of a stream, then its end."""
+    delta: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if answer.tool_calls:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(answer.tool_calls)]
+    choice = {"index": 0, "delta": delta, "finish_reason": answer.finish_reason}
+    head = _head("chat.completion.chunk")
+    chunks: list[Mapping[str, Any]] = [
+        {**head, "choices": [choice]},
+        {**head, "choices": [], "usage": _usage(answer)},
+    ]
+    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + (
+        b"data: [DONE]\n\n"
+    )
+
+
+def _head(kind: str) -> dict[str, Any]:
+    return {"id": "chatcmpl-rollout", "object": kind, "created": 0, "model": MODEL}
+
+
+def _usage(answer: ChatAnswer) -> dict[str, int]:
+    tokens = answer.completion_tokens
+    # The number of the prompt's tokens is not known here; libraries only report it.
+    return {"prompt_tokens": 0, "completion_tokens": tokens, "total_tokens": tokens}

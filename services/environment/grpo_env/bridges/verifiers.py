@@ -13,12 +13,41 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 
-from grpo_env.bridges import EnvironmentUnusable, VerifiersTask
-from grpo_env.tasks import TaskOptions
+from grpo_core.errors import GrpoError
+from grpo_env.tasks import Task, TaskOptions
 
 _INSTALL = "docs/how-to/verifiers.md shows how to install it"
 _FIRST_V1 = (0, 4)
 _OLDEST = (0, 2)
+_MAX_SEQUENCES = "max_sequences"
+"""The only argument of `--task-args` that an environment of verifiers does not get."""
+
+
+class EnvironmentUnusable(GrpoError):
+    """The environment cannot be loaded, or needs something that this task cannot do."""
+
+
+class RolloutFailed(Exception):
+    """The environment ended one rollout with an error. The group is lost, and the run goes on."""
+
+
+class VerifiersTask(Task):
+    """Lets verifiers conduct and rate the rollouts of an environment.
+
+    The parts of the reward are verifiers' reward functions and metrics; the score is verifiers'
+    reward.
+
+    env_id: verifiers' name of the environment; arguments: those that it gets.
+    """
+
+    drives_itself = True
+    blocks = False
+
+    def __init__(self, env_id: str, options: TaskOptions) -> None:
+        self.name = self.env_id = env_id
+        super().__init__(options)
+        self.arguments = dict(options.args)
+        self.max_sequences = int(self.arguments.pop(_MAX_SEQUENCES, self.max_sequences))
 
 
 def verifiers_task(env_id: str, options: TaskOptions) -> VerifiersTask:

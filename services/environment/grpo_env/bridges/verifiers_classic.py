@@ -24,8 +24,8 @@ from verifiers.clients import OpenAIChatCompletionsClient
 from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, ToolCall, Usage
 
-from grpo_env.bridges import EnvironmentUnusable, RolloutFailed, VerifiersTask
-from grpo_env.bridges.chat import Chat, ChatAnswer, plain_message
+from grpo_env.bridges.chat import MODEL, Chat, ChatAnswer, plain_message
+from grpo_env.bridges.verifiers import EnvironmentUnusable, RolloutFailed, VerifiersTask
 from grpo_env.tasks import ContextFull, Dialogue, Graded, Message, Row, Split, TaskOptions
 
 _errors: ContextVar[list[Exception] | None] = ContextVar("reward_errors", default=None)
@@ -77,7 +77,6 @@ def _watched(function: Callable[..., Any], rubric: Any) -> Callable[..., Any]:
 
 log = structlog.get_logger()
 
-_MODEL = "policy"
 _PASSED_ON = frozenset({"max_tokens", "max_completion_tokens", "stop"})
 _HARMLESS = frozenset({"n", "extra_body"})
 
@@ -139,14 +138,8 @@ class ClassicEnvironment(VerifiersTask):
 
         Raises:
             RolloutFailed: the environment ended the rollout with an error.
-            EnvironmentUnusable: the environment rates the answers of a group together.
             Exception: of the environment's code, its reward functions included.
         """
-        if self.rates_groups:
-            raise EnvironmentUnusable(
-                f"the environment {self.env_id} has reward functions for whole groups; only "
-                "run_group() can conduct its rollouts"
-            )
         state = await self._rollout(row, dialogue)
         with raised_reward_errors():
             await self._env.rubric.score_rollout(state)
@@ -170,8 +163,8 @@ class ClassicEnvironment(VerifiersTask):
     async def _rollout(self, row: Row, dialogue: Dialogue) -> Any:
         chat = Chat(dialogue)
         client = _DialogueClient(chat)
-        state = await self._env.rollout(dict(row), client, _MODEL, self._sampling)
-        chat.raise_if_silent()
+        state = await self._env.rollout(dict(row), client, MODEL, self._sampling)
+        chat.raise_failure()
         if error := state["error"]:
             raise RolloutFailed(f"{type(error).__name__}: {error}") from error
         return state

@@ -2,25 +2,41 @@
 
 verifiers conducts the rollout and rates it. It takes the address of a server, so the policy answers
 through an endpoint in this process.
+
+The loop of the conversation is that of verifiers' harness `null`: the policy answers and calls the
+environment's tools until it answers without a call. But it runs in this process, where `null`
+starts a Python process for each rollout and installs packages for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
+import httpx
 import structlog
 import verifiers.v1 as vf
 from pydantic import ValidationError
 from verifiers.v1.clients.client import SESSION_ID_HEADER
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.utils.compaction import bound_tool_message
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
-from grpo_env.bridges import EnvironmentUnusable, RolloutFailed, VerifiersTask, verifiers_harness
-from grpo_env.bridges.chat import Chat, plain_message
-from grpo_env.bridges.openai_endpoint import MODEL, ChatEndpoint, OpenRollout
+from grpo_env.bridges.chat import MODEL, Chat, ChatEndpoint, plain_message
+from grpo_env.bridges.verifiers import EnvironmentUnusable, RolloutFailed, VerifiersTask
 from grpo_env.tasks import Dialogue, Graded, Message, Row, Split, TaskOptions
 
+__all__ = ["InProcessHarness"]
+"""verifiers loads the harness of a module by this name."""
+
 log = structlog.get_logger()
+
+HARNESS_ID = "grpo_in_process"
+_DONE = vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 _DEFAULT_HARNESS = "bash"
 """The one that verifiers takes if neither environment nor user names one."""
@@ -40,7 +56,7 @@ class V1Environment(VerifiersTask):
 
     def __init__(self, env_id: str, options: TaskOptions) -> None:
         super().__init__(env_id, options)
-        verifiers_harness.register()
+        register()
         arguments = self.arguments
         try:
             self._env = vf.load_environment(_config(env_id, arguments))
@@ -99,10 +115,10 @@ class V1Environment(VerifiersTask):
             Exception: of the dialogue.
         """
         await self._started()
-        session, opened = OpenRollout(Chat(dialogue)), list[str]()
+        chat, opened = Chat(dialogue), list[str]()
 
         def open_session(trace: vf.Trace) -> None:
-            self._endpoint.sessions[trace.id] = session
+            self._endpoint.sessions[trace.id] = chat
             opened.append(trace.id)
 
         (slot,) = self._env.slots(self._tasks[row["idx"]])
@@ -114,9 +130,7 @@ class V1Environment(VerifiersTask):
         finally:
             for trace_id in opened:
                 del self._endpoint.sessions[trace_id]
-        if session.error is not None:
-            raise session.error
-        session.chat.raise_if_silent()
+        chat.raise_failure()
         return _graded(self.env_id, episode)
 
     def close(self) -> None:
@@ -153,7 +167,7 @@ def _config(env_id: str, arguments: Mapping[str, Any]) -> vf.EnvConfig:
             continue
         given = config.get(name, {})
         if default.harness is None and not bundles_harness and not given.get("harness"):
-            chosen: dict[str, Any] = {"harness": {"id": verifiers_harness.HARNESS_ID}}
+            chosen: dict[str, Any] = {"harness": {"id": HARNESS_ID}}
             if "runtime" not in default.model_fields_set:
                 chosen["runtime"] = {"type": "subprocess"}
             config[name] = {**chosen, **given}
@@ -211,3 +225,93 @@ def _graded(env_id: str, episode: vf.Episode) -> Graded:
     if missing := sorted(name for name, value in parts.items() if value is None):
         raise RolloutFailed(f"not rated: {', '.join(missing)} ({trace.stop_condition})")
     return Graded(parts, trace.stop_condition or "", score=trace.reward)
+
+
+class InProcessHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
+    """No options of its own."""
+
+
+class InProcessHarness(vf.Harness[InProcessHarnessConfig]):  # type: ignore[misc]
+    """See the module. `launch` has verifiers' signature."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,  # noqa: ARG002
+        runtime: vf.Runtime,  # noqa: ARG002
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+    ) -> vf.ProgramResult:
+        async with AsyncExitStack() as stack:
+            servers = {
+                name: {"url": url, "timeout": self.config.tool_timeout}
+                for name, url in mcp_urls.items()
+            }
+            schemas, routes, connections = await connect_mcp({"mcpServers": servers}, stack)
+            headers = {"Authorization": f"Bearer {secret}"}
+            client = await stack.enter_async_context(
+                # Plain HTTP on the loopback interface; loading certificates takes 30 ms.
+                httpx.AsyncClient(headers=headers, timeout=None, verify=False, trust_env=False)
+            )
+
+            async def call_tool(name: str, arguments: dict[str, Any]) -> Any:
+                if name not in routes:
+                    return f"error: unknown tool {name!r}"
+                return await call_mcp(connections, routes, name, arguments)
+
+            body: dict[str, Any] = {"model": ctx.model, "messages": self._opening(data)}
+            if schemas:
+                body["tools"] = schemas
+            return await _converse(client, f"{endpoint}/chat/completions", body, call_tool)
+
+    def _opening(self, data: vf.TaskData) -> list[dict[str, Any]]:
+        system, prompt = self.resolve_prompt(data)
+        opening = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            return [*opening, {"role": "user", "content": prompt}]
+        return [*opening, *(message_to_wire(message) for message in prompt or ())]
+
+
+async def _converse(
+    client: httpx.AsyncClient, url: str, body: dict[str, Any], call_tool: Any
+) -> vf.ProgramResult:
+    messages: list[dict[str, Any]] = body["messages"]
+    while True:
+        response = await client.post(url, json=body)
+        if "context_length_exceeded" in response.text:
+            return _DONE  # the conversation ends with what was said so far
+        if response.is_error:
+            return vf.ProgramResult(exit_code=1, stdout="", stderr=response.text)
+        message = response.json()["choices"][0]["message"]
+        messages.append(message)
+        if not message.get("tool_calls"):
+            return _DONE
+        for call in message["tool_calls"]:
+            content = await _result(call["function"], call_tool)
+            answer = {"role": "tool", "tool_call_id": call["id"], "content": content}
+            messages.append(bound_tool_message(answer))
+
+
+async def _result(function: Mapping[str, str], call_tool: Any) -> Any:
+    """What the tool returns, or what is wrong with the call, as `null` says it."""
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        return f"error: invalid JSON in tool arguments ({error}); resend the call with valid JSON"
+    if not isinstance(arguments, dict):
+        kind = type(arguments).__name__
+        return f"error: tool arguments must be a JSON object, got {kind}; resend as an object"
+    return await call_tool(function["name"], arguments)
+
+
+def register() -> None:
+    """Let verifiers find the harness: it imports a harness as the top-level module of its id."""
+    sys.modules[HARNESS_ID] = sys.modules[__name__]

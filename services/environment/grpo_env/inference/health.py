@@ -1,10 +1,13 @@
-"""Asks inference servers whether they are healthy, and which policy they serve."""
+"""Asks inference servers whether they are healthy, and which policy they serve; from the answers
+follows the standing of each server in the pool."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from enum import Enum, auto
 
 import httpx
 import structlog
@@ -13,7 +16,13 @@ from pydantic import BaseModel, ValidationError
 from grpo_core.clients.inference import SERVICE
 from grpo_core.clients.service import AsyncServiceClient, TransientAnswer
 from grpo_core.deadline import Deadline
-from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused, ServiceUnavailable
+from grpo_core.errors import (
+    GrpoError,
+    ProtocolViolation,
+    RequestRefused,
+    ServiceUnavailable,
+    problems_of,
+)
 from grpo_core.wire.policy_version import PolicyVersion
 
 log = structlog.get_logger()
@@ -22,6 +31,9 @@ _ATTEMPT_S = 5.0
 _POLL_S = 1.0
 _STEP_POLL_S = 0.1
 _NOT_FOUND = 404
+_FIRST_RECHECK_S = 0.2
+_LAST_RECHECK_S = 5.0
+_RECHECK_SHARE = 0.1
 
 
 class NotAnInferenceServer(GrpoError):
@@ -44,19 +56,11 @@ class HealthClient(AsyncServiceClient):
 
     Args:
         others: number of the other servers that the environment uses
-        attempt_s: limit on one probe; a longer one is shortened
         api_key: the server's API key; None if it needs none
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        others: int = 0,
-        attempt_s: float = _ATTEMPT_S,
-        api_key: str | None = None,
-    ) -> None:
-        attempt_s = min(_ATTEMPT_S, attempt_s)
-        super().__init__(SERVICE, base_url, attempt_s, attempt_s, token=api_key)
+    def __init__(self, base_url: str, others: int = 0, api_key: str | None = None) -> None:
+        super().__init__(SERVICE, base_url, _ATTEMPT_S, _ATTEMPT_S, token=api_key)
         self._others = others
         self._is_admitted = not others
 
@@ -112,10 +116,139 @@ def _bridge_state(answer: httpx.Response) -> _BridgeState:
     try:
         return _BridgeState.model_validate_json(answer.content)
     except ValidationError as error:
-        fields = ", ".join(".".join(map(str, e["loc"])) or "body" for e in error.errors())
         raise ProtocolViolation(
-            f"{SERVICE}: the response from /bridge/info has invalid fields: {fields}"
+            f"{SERVICE}: the response from /bridge/info is invalid: {problems_of(error)}"
         ) from error
+
+
+class Standing(Enum):
+    """How the pool treats a server.
+
+    away ─▶ serving             a probe finds the server healthy after a probe failed
+    serving ─▶ away             a request or a probe failed: the server restarts, and is waited for
+    away ─▶ on trial            the server is healthy although a request failed: one request decides
+    on trial ─▶ serving, away   that request was answered, or failed
+    any ─▶ gone                 no connection, or not serving for too long: the server is skipped
+    gone ─▶ serving, on trial   as from away
+    """
+
+    SERVING = auto()
+    ON_TRIAL = auto()
+    AWAY = auto()
+    GONE = auto()
+
+
+class ServerStanding:
+    """One server's standing; logs each change of it once. A new server is away until it is probed.
+
+    reason: the newest problem.
+
+    Args:
+        gone_after_s: a server that has not served for so long is gone
+        on_change: called after each change of the standing
+        clock: in seconds
+    """
+
+    def __init__(
+        self,
+        url: str,
+        gone_after_s: float,
+        on_change: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.standing = Standing.AWAY
+        self.reason = "not probed yet"
+        self.url = url
+        self._gone_after_s = gone_after_s
+        self._on_change = on_change
+        self._clock = clock
+        self._not_serving_since = clock()
+        self._answered_at = self._failed_at = -math.inf
+        self._has_been_unhealthy = True
+        """True if a probe failed since the last failed request, or nothing was tried yet."""
+        self._logged = Standing.SERVING
+
+    @property
+    def gets_requests(self) -> bool:
+        return self.standing in (Standing.SERVING, Standing.ON_TRIAL)
+
+    @property
+    def recheck_s(self) -> float:
+        """Seconds until the next probe of a server that does not serve: a tenth of its outage,
+        within limits."""
+        share_s = _RECHECK_SHARE * (self._clock() - self._not_serving_since)
+        return min(max(share_s, _FIRST_RECHECK_S), _LAST_RECHECK_S)
+
+    def request_answered(self) -> None:
+        self._answered_at = self._clock()
+        self._serve()
+
+    def request_failed(self, error: Exception) -> None:
+        """Record a request that the server did not answer, or answered with status 5xx."""
+        self._failed_at = self._clock()
+        self._has_been_unhealthy = _is_unreachable(error)
+        # A restart never answers with another status than 503.
+        self._stop_serving(error, is_restart=not isinstance(error, ServiceUnavailable))
+
+    def record_probe(self, problem: Exception | None, began_at: float) -> None:
+        """Record a probe. `problem`: why the server is unhealthy; None if it is healthy."""
+        if problem is not None:
+            # A busy server may answer requests sooner than the probe.
+            if self._answered_at < began_at or not isinstance(problem, httpx.TimeoutException):
+                self._has_been_unhealthy = True
+                self._stop_serving(problem, is_restart=True)
+        elif self._has_been_unhealthy:
+            self._serve()
+        elif self.standing is not Standing.SERVING and began_at >= self._failed_at:
+            self._change(Standing.ON_TRIAL)
+
+    def _serve(self) -> None:
+        self.reason = "healthy"
+        self._change(Standing.SERVING)
+        if self._logged is not Standing.SERVING:
+            seconds = round(self._clock() - self._not_serving_since, 1)
+            log.info("server.recovered", url=self.url, away_s=seconds)
+            self._logged = Standing.SERVING
+
+    def _stop_serving(self, error: Exception, is_restart: bool) -> None:
+        now = self._clock()
+        self.reason = _named(error)
+        if self.standing is Standing.SERVING:
+            self._not_serving_since = now
+        is_gone = (
+            self.standing is Standing.GONE
+            or now - self._not_serving_since >= self._gone_after_s
+            or _is_unreachable(error)
+            or isinstance(error, NotAnInferenceServer)
+        )
+        self._change(Standing.GONE if is_gone else Standing.AWAY)
+        self._log(Standing.GONE if is_gone or not is_restart else Standing.AWAY)
+
+    def _change(self, standing: Standing) -> None:
+        if standing is not self.standing:
+            self.standing = standing
+            self._on_change()
+
+    def _log(self, standing: Standing) -> None:
+        if self._logged is Standing.GONE or self._logged is standing:
+            return
+        self._logged = standing
+        if standing is Standing.GONE:
+            log.warning(
+                "server.failed",
+                url=self.url,
+                reason=self.reason,
+                hint="it gets requests again once it is healthy; check the server and "
+                "--inference-url",
+            )
+        else:
+            log.info("server.unresponsive", url=self.url, reason=self.reason)
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """Nothing listens, the name is not resolved, or the host is silent. A server that restarts
+    keeps its socket open."""
+    return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
 
 
 async def wait_for_servers(
@@ -135,7 +268,7 @@ async def wait_for_servers(
     deadline = Deadline(deadline_s)
     problems: dict[str, Exception] = {}
     async with AsyncExitStack() as stack:
-        servers = [HealthClient(url, len(urls) - 1, deadline_s, api_key) for url in urls]
+        servers = [HealthClient(url, len(urls) - 1, api_key) for url in urls]
         for server in servers:
             await stack.enter_async_context(server)
         while not await _is_one_healthy(servers, problems):

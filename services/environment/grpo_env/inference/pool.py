@@ -1,8 +1,7 @@
 """Sends each request to the least loaded inference server that is healthy.
 
-A server that restarts is waited for, a server that is gone is skipped; `availability` tells them
-apart. One task per server probes `GET /health`. Requests that find no server wait until a server's
-standing changes.
+A server that restarts is waited for, a server that is gone is skipped. One task per server probes
+`GET /health`. Requests that find no server wait until a server's standing changes.
 """
 
 from __future__ import annotations
@@ -19,15 +18,108 @@ from grpo_core.clients.inference import SERVICE, GenerateAnswer, GenerationClien
 from grpo_core.clients.service import TransientAnswer, unavailable
 from grpo_core.closing import ClosesOnAsyncExit
 from grpo_core.deadline import Deadline
-from grpo_core.errors import ServiceUnavailable
-from grpo_env.inference.health import HealthClient
-from grpo_env.inference.server import PooledServer, Standing
+from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
+from grpo_env.inference.health import HealthClient, ServerStanding, Standing
 
 _GONE_AFTER_S = 120.0
 """A server that has not served for so long is gone. A restart takes less: a drain of up to 60 s and
 the start of an engine."""
 _FIRST_PROBES_S = 1.0
 """Limit on waiting for the first probes, so that the first requests use all healthy servers."""
+_PROBE_EVERY_S = 2.0
+_NOT_FOUND = 404
+
+
+class NoGenerateRoute(GrpoError):
+    """The server at `--inference-url` has no route `POST /generate`."""
+
+
+class PooledServer(ServerStanding):
+    """One server of the pool, with the task that probes it.
+
+    `load`: number of sequences that are being sampled; `picked_at`: rank of its newest request
+    among those of the pool; `probed`: set after the first probe.
+    """
+
+    def __init__(
+        self,
+        generation: GenerationClient,
+        health: HealthClient,
+        gone_after_s: float,
+        on_change: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(generation.base_url, gone_after_s, on_change, clock)
+        self.load = self.picked_at = 0
+        self.probed = asyncio.Event()
+        self._generation = generation
+        self._health = health
+        self._in_flight: set[asyncio.Timeout] = set()
+        self._request_failed = asyncio.Event()
+
+    async def close(self) -> None:
+        await self._health.close()
+        await self._generation.close()
+
+    async def generate(
+        self, prompt_token_ids: list[int], within_s: float, sampling: dict[str, Any]
+    ) -> GenerateAnswer:
+        """As `GenerationClient.generate`.
+
+        Raises:
+            TimeoutError: `abort_requests` ended the request.
+            NoGenerateRoute: the server has no such route.
+        """
+        sequences = sampling.get("n", 1)
+        self.load += sequences
+        try:
+            async with asyncio.timeout(None) as until_aborted:
+                self._in_flight.add(until_aborted)
+                answer = await self._generation.generate(prompt_token_ids, within_s, **sampling)
+        except RequestRefused as error:
+            if error.status == _NOT_FOUND:
+                raise NoGenerateRoute(
+                    f"404 Not Found on /generate at {self.url}: this server is not "
+                    "vllm-api-server (stock vLLM has no /generate); start vllm-api-server, or "
+                    "check --inference-url"
+                ) from error
+            raise
+        finally:
+            self._in_flight.discard(until_aborted)
+            self.load -= sequences
+        self.request_answered()
+        return answer
+
+    def abort_requests(self) -> None:
+        """End the requests in flight."""
+        now = asyncio.get_running_loop().time()
+        for until_aborted in self._in_flight:
+            until_aborted.reschedule(now)
+        self._in_flight.clear()
+
+    def request_failed(self, error: Exception) -> None:
+        """As in the base class. A probe follows soon."""
+        super().request_failed(error)
+        self._request_failed.set()
+
+    async def watch(self) -> None:
+        """Probe the server for ever.
+
+        Raises:
+            SharedWeightsHaveOneServer: a trainer writes the server's weights in place, and the
+                pool has other servers.
+        """
+        while True:
+            began_at = self._clock()
+            self.record_probe(await self._health.problem(), began_at)
+            self.probed.set()
+            if self.gets_requests:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_PROBE_EVERY_S):
+                        await self._request_failed.wait()
+            self._request_failed.clear()
+            if not self.gets_requests:
+                await asyncio.sleep(self.recheck_s)
 
 
 class InferencePool(ClosesOnAsyncExit):
@@ -49,8 +141,8 @@ class InferencePool(ClosesOnAsyncExit):
         api_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._deadline_s = deadline_s
-        self._clock = clock
+        self.deadline_s = deadline_s
+        self.clock = clock
         self._servers = [
             PooledServer(
                 GenerationClient(url, deadline_s, max_requests, api_key),
@@ -101,42 +193,21 @@ class InferencePool(ClosesOnAsyncExit):
             for server in self._servers:
                 stack.push_async_callback(server.close)
 
-    async def sample(
-        self, home: PooledServer | None, prompt_token_ids: list[int], sampling: dict[str, Any]
-    ) -> tuple[PooledServer, GenerateAnswer]:
-        """Returns the answer and the server that sent it. For `Conversation`.
-
-        Args:
-            home: the only server to use, unless it is gone; None for any
-        """
-        assert self._watches, "enter the pool with `async with` first"
-        deadline = Deadline(self._deadline_s, self._clock)
-        broken: set[PooledServer] = set()
-        while True:
-            server = await self._next_server(home, broken, deadline)
-            try:
-                return server, await server.generate(prompt_token_ids, deadline.left_s, sampling)
-            except TimeoutError:
-                continue  # the server is gone, and another one serves
-            except httpx.ReadTimeout as error:
-                server.failed(error)
-                raise unavailable(SERVICE, server.url, self._deadline_s, error) from error
-            except (httpx.TransportError, TransientAnswer) as error:
-                server.failed(error)
-            except ServiceUnavailable as error:
-                server.failed(error)
-                broken.add(server)
-                if not self._candidates(home, broken):
-                    raise
-
-    async def _next_server(
+    async def next_server(
         self, home: PooledServer | None, broken: set[PooledServer], deadline: Deadline
     ) -> PooledServer:
-        """The least loaded candidate. Waits until there is one."""
+        """The least loaded candidate. Waits until there is one.
+
+        Args: as `candidates`
+
+        Raises:
+            ServiceUnavailable: there was none within the deadline.
+        """
+        assert self._watches, "enter the pool with `async with` first"
         while not deadline.has_passed:
             if self._unusable is not None:
                 raise self._unusable
-            if candidates := self._candidates(home, broken):
+            if candidates := self.candidates(home, broken):
                 server = min(candidates, key=lambda s: (s.load, s.picked_at))
                 self._picks += 1
                 server.picked_at = self._picks  # servers with equal loads take turns
@@ -146,16 +217,17 @@ class InferencePool(ClosesOnAsyncExit):
                     await self._changed.wait()
         reasons = "; ".join(f"{server.url}: {server.reason}" for server in self._servers)
         raise ServiceUnavailable(
-            f"{SERVICE}: no server answered within {self._deadline_s:g} s ({reasons}); check that "
+            f"{SERVICE}: no server answered within {deadline.seconds:g} s ({reasons}); check that "
             "the servers run, and --inference-url"
         )
 
-    def _candidates(
+    def candidates(
         self, home: PooledServer | None, broken: set[PooledServer]
     ) -> list[PooledServer]:
         """The servers to which a request may go now.
 
         Args:
+            home: the only server to use, unless it is gone; None for any
             broken: the servers that answered the request with an error that a repeat would meet
         """
         servers = [home] if home and home.standing is not Standing.GONE else self._servers
@@ -193,8 +265,27 @@ class Conversation:
 
     async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
         """As `InferencePool.generate`."""
-        self._home, answer = await self._pool.sample(self._home, prompt_token_ids, sampling)
-        return answer
+        deadline = Deadline(self._pool.deadline_s, self._pool.clock)
+        broken: set[PooledServer] = set()
+        while True:
+            server = await self._pool.next_server(self._home, broken, deadline)
+            try:
+                answer = await server.generate(prompt_token_ids, deadline.left_s, sampling)
+            except TimeoutError:
+                continue  # the server is gone, and another one serves
+            except httpx.ReadTimeout as error:
+                server.request_failed(error)
+                raise unavailable(SERVICE, server.url, deadline.seconds, error) from error
+            except (httpx.TransportError, TransientAnswer) as error:
+                server.request_failed(error)
+            except ServiceUnavailable as error:
+                server.request_failed(error)
+                broken.add(server)
+                if not self._pool.candidates(self._home, broken):
+                    raise
+            else:
+                self._home = server
+                return answer
 
     def session(self) -> Conversation:
         return self

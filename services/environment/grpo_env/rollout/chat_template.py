@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from grpo_core.errors import GrpoError
-from grpo_env.grading.final_answer import THINK_TAG
+from grpo_env.maths.final_answer import THINK_TAG
 from grpo_env.tasks import Message
 from grpo_env.tasks.tool_calls import CallFormat, format_of
 from grpo_env.tasks.tools import hidden_torch
@@ -59,16 +59,12 @@ class ChatTemplate:
         if key not in self._prompts:
             if len(self._prompts) >= _KEPT_PROMPTS:
                 del self._prompts[next(iter(self._prompts))]  # the oldest one
-            self._prompts[key] = self._prompt_ids(prompt, tools)
+            self._prompts[key] = (
+                self.tokenizer.encode(prompt)
+                if isinstance(prompt, str)
+                else self._encode(self._rendered(prompt, tools))
+            )
         return [*self._prompts[key]]
-
-    def _prompt_ids(
-        self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> list[int]:
-        if isinstance(prompt, str):
-            token_ids: list[int] = self.tokenizer.encode(prompt)
-            return token_ids
-        return self._encode(self._rendered(prompt, tools))
 
     def _rendered(self, prompt: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         """The prompt with the beginning of the policy's answer."""

@@ -9,38 +9,137 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from grpo_core.clients.inference import Completion
 from grpo_core.errors import GrpoError
 from grpo_env.rollout.chat_template import ChatTemplate, answered
-from grpo_env.rollout.dialogue import CompletionSource, RecordedDialogue, complete
-from grpo_env.rollout.grading import Grade, Grader, Ungraded
+from grpo_env.rollout.grader import Grade, Grader, Ungraded
 from grpo_env.rollout.groups import (
     CUT_OFF,
     STOPPED,
+    CompletionSource,
     FailureReason,
     GroupLost,
     SampledGroup,
     SamplingPlan,
     TrainingSequence,
+    complete,
     scored_group,
-    sequences_of,
 )
-from grpo_env.rollout.user_code import TaskCode
 from grpo_env.tasks import Answer, ContextFull, Message, State, Task
 from grpo_env.tasks.items import Item
-from grpo_env.tasks.rewards import RewardInvalid
 from grpo_env.tasks.tools import tool_schemas
 
 T = TypeVar("T")
-Rollouts = tuple[list[Answer], list[list[TrainingSequence]]]
-"""One entry per rollout of a group: its last answer, which is graded, and its sequences."""
 
 
 class TooManySequences(GrpoError):
     """A rollout has more sequences than its task declares."""
+
+
+class RecordedDialogue:
+    """One rollout. See `grpo_env.tasks.Dialogue`. It begins with the item's prompt, or with what
+    the task says first."""
+
+    def __init__(
+        self, source: CompletionSource, template: ChatTemplate, plan: SamplingPlan, item: Item
+    ) -> None:
+        self._source = source.session()
+        self._template = template
+        self._plan = plan
+        self._task = item.task
+        self._sequences: list[TrainingSequence] = []
+        self._allowed = 0  # tokens that all turns might have had
+        self.state = State(item.row, item.messages)
+        self.last_answer = Answer()
+
+    @property
+    def sequences(self) -> list[TrainingSequence]:
+        """Those in which the policy said something."""
+        return [one for one in self._sequences if one.sampled_ids]
+
+    async def say(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Answer:
+        sequence = self._sequence_for(messages, tools)
+        sequence.is_answered = False  # until then, equal requests begin sequences of their own
+        room = self._plan.max_token_length - 1 - len(sequence.tokens)
+        limit = min(max_tokens or self._plan.completion_limit(self._task, room), room)
+        sampling = self._plan.sampling(limit, stop)
+        [completion] = await complete(self._source, sequence.tokens, 1, sampling)
+        return self._record(sequence, completion, limit)
+
+    def begin_with(
+        self, prompt: str | Sequence[Message], completion: Completion, limit: int
+    ) -> None:
+        """Record a first answer that was sampled with others, of at most `limit` tokens."""
+        self._record(self._sequence_for(prompt, ()), completion, limit)
+
+    def _record(self, sequence: TrainingSequence, completion: Completion, limit: int) -> Answer:
+        said: Message = {"role": "assistant", "content": completion.text}
+        if sequence.sampled_ids:
+            # A later answer begins behind a turn that the template has closed.
+            begun: list[Message] = [{"role": "user", "content": ""}]
+            sequence.messages.append(said)
+        else:
+            begun = sequence.messages
+            sequence.messages = answered(begun, completion.text)
+        sequence.add_completion(completion)
+        sequence.as_given.append(said)
+        sequence.is_answered = True
+        self.state.messages = [*sequence.messages]
+        self.state.turn += 1
+        self._allowed += limit
+        self.last_answer = Answer(
+            completion.text,
+            finished=completion.finish_reason == STOPPED,
+            messages=self.state.messages,
+            state=self.state,
+            token_ids=[token for one in self._sequences for token in one.sampled_ids],
+            max_tokens=self._allowed,
+            opening=self._template.opening(begun if sequence.is_chat else ""),
+            call_format=self._template.call_format,
+        )
+        return self.last_answer
+
+    def _sequence_for(
+        self, messages: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> TrainingSequence:
+        for known in reversed(self._sequences):
+            if count := known.known_part(messages):
+                new: Sequence[Message] = messages[count:]  # type: ignore[assignment]
+                self._add_prompt(known, self._template.turn_ids(new, known.tokens[-1]))
+                known.messages += new
+                known.as_given += new
+                return known
+        shown: list[Message] = (
+            [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
+        )
+        begun = TrainingSequence(messages=shown, as_given=[*shown])
+        begun.is_chat = not isinstance(messages, str)
+        self._add_prompt(begun, self._template.prompt_ids(messages, tools))
+        self._sequences.append(begun)
+        return begun
+
+    def _add_prompt(self, sequence: TrainingSequence, token_ids: list[int]) -> None:
+        tokens = len(sequence.tokens) + len(token_ids)
+        if tokens >= self._plan.max_token_length - 1:
+            raise ContextFull(
+                f"the conversation would have {tokens} tokens, and the limit for a whole sequence "
+                f"is {self._plan.max_token_length}; raise --seq-len of the environment and of the "
+                "trainer, or end conversations earlier"
+            )
+        sequence.add_prompt(token_ids)
+
+
+GradedRollouts = tuple[list[RecordedDialogue], list[Grade | Ungraded]]
+"""The rollouts of a group, and the grades of their last answers."""
 
 
 class RolloutEngine:
@@ -49,17 +148,13 @@ class RolloutEngine:
     Args:
         source: the inference servers
         template: of the served model
-        grader: calls the rewards of tasks
-        code: calls the other code of tasks
+        grader: calls the code of tasks
     """
 
-    def __init__(
-        self, source: CompletionSource, template: ChatTemplate, grader: Grader, code: TaskCode
-    ) -> None:
+    def __init__(self, source: CompletionSource, template: ChatTemplate, grader: Grader) -> None:
         self._source = source
         self._template = template
         self._grader = grader
-        self._code = code
         self._schemas: dict[int, list[dict[str, Any]]] = {}
 
     def prompt_ids(self, item: Item) -> list[int]:
@@ -77,9 +172,11 @@ class RolloutEngine:
         """
         started = time.monotonic()
         try:
-            answers, sequences, grades = await self.sample(item, plan)
+            dialogues, grades = await self.sample(item, plan)
         except GroupLost as lost:
             return SampledGroup(lost=lost)
+        answers = [dialogue.last_answer for dialogue in dialogues]
+        sequences = [dialogue.sequences for dialogue in dialogues]
         graded = [grade for grade in grades if isinstance(grade, Grade)]
         if problems := [
             f"completion {index}: {grade.problem}"
@@ -106,94 +203,68 @@ class RolloutEngine:
         (completion,) = answer.completions()
         return completion
 
-    async def sample(
-        self, item: Item, plan: SamplingPlan
-    ) -> tuple[list[Answer], list[list[TrainingSequence]], list[Grade | Ungraded]]:
-        """The rollouts of one group and their grades, usable or not: one entry per rollout.
+    async def sample(self, item: Item, plan: SamplingPlan) -> GradedRollouts:
+        """The rollouts of one group and their grades, usable or not.
 
         Raises:
             GroupLost: the group could not be sampled.
         """
-        if item.task.drives_itself:
+        task = item.task
+        if task.drives_itself:
             return await self._self_driven(item, plan)
-        if item.task.is_conversation:
-            dialogues = await all_or_none(
-                self._conversation(item, plan) for _ in range(plan.group_size)
-            )
-            answers, sequences = _recorded(dialogues)
+        if task.is_conversation:
+            conversations = (self._conversation(item, plan) for _ in range(plan.group_size))
+            dialogues = await all_or_none(conversations)
         else:
-            answers, sequences = await self._completions(item, plan)
-        return answers, sequences, await self._grader.grade_all(item.task, answers, item.row)
+            dialogues = await self._completions(item, plan)
+        answers = [dialogue.last_answer for dialogue in dialogues]
+        return dialogues, await self._grader.grade_all(task, answers, item.row)
 
-    async def _completions(self, item: Item, plan: SamplingPlan) -> Rollouts:
+    def _dialogue(self, item: Item, plan: SamplingPlan) -> RecordedDialogue:
+        return RecordedDialogue(self._source, self._template, plan, item)
+
+    async def _completions(self, item: Item, plan: SamplingPlan) -> list[RecordedDialogue]:
         """All completions of one prompt, in one request."""
         prompt_ids = self.prompt_ids(item)
-        limit = plan.completion_limit(item.task, _room(plan, len(prompt_ids)))
-        sampling: dict[str, Any] = {**plan.sampling, "max_tokens": limit}
-        if item.task.stop:
-            sampling["stop"] = [*item.task.stop]
+        limit = plan.completion_limit(item.task, _room(plan, prompt_ids))
+        sampling = plan.sampling(limit, item.task.stop)
         completions = await complete(self._source, prompt_ids, plan.group_size, sampling)
-        sequences = sequences_of(prompt_ids, completions)
-        opening = self._template.opening(item.prompt)
-        answers = []
-        for completion, sequence in zip(completions, sequences, strict=True):
-            sequence.messages = answered(item.messages, completion.text)
-            answers.append(
-                Answer(
-                    completion.text,
-                    finished=completion.finish_reason == STOPPED,
-                    messages=sequence.messages,
-                    state=State(item.row, sequence.messages),
-                    token_ids=completion.token_ids,
-                    max_tokens=limit,
-                    opening=opening,
-                )
-            )
-        return answers, [[sequence] for sequence in sequences]
-
-    def _dialogue(self, item: Item, plan: SamplingPlan, state: State) -> RecordedDialogue:
-        return RecordedDialogue(self._source, self._template, plan, item.task, state)
+        dialogues = [self._dialogue(item, plan) for _ in completions]
+        for dialogue, completion in zip(dialogues, completions, strict=True):
+            dialogue.begin_with(item.prompt, completion, limit)
+        return dialogues
 
     async def _conversation(self, item: Item, plan: SamplingPlan) -> RecordedDialogue:
         """Let the task answer the policy, until the task ends the conversation."""
-        task, state = item.task, State(item.row, item.messages)
-        tools = self._tools_of(task)
-        _room(plan, len(self._template.prompt_ids(item.prompt, tools)))
-        dialogue = self._dialogue(item, plan, state)
+        task, dialogue = item.task, self._dialogue(item, plan)
+        _room(plan, self.prompt_ids(item))
         messages: str | Sequence[Message] = item.prompt
         while True:
             try:
-                answer = await dialogue.say(messages, tools, stop=task.stop)
+                answer = await dialogue.say(messages, self._tools_of(task), stop=task.stop)
             except ContextFull:
                 # The conversation ends with what was said so far.
                 dialogue.last_answer.finished = False
                 dialogue.sequences[-1].finish_reason = CUT_OFF
                 return dialogue
-            if not answer.finished or state.turn >= task.max_turns:
+            if not answer.finished or answer.state.turn >= task.max_turns:
                 return dialogue
             with self._quarantine(task):
-                more = await self._code.step(task, state, answer)
+                more = await self._grader.code.step(task, answer.state, answer)
             if more is None:
                 return dialogue
-            messages = [*state.messages, *more]
+            messages = [*answer.state.messages, *more]
 
-    async def _self_driven(
-        self, item: Item, plan: SamplingPlan
-    ) -> tuple[list[Answer], list[list[TrainingSequence]], list[Grade | Ungraded]]:
+    async def _self_driven(self, item: Item, plan: SamplingPlan) -> GradedRollouts:
         """Let the task conduct and rate the rollouts."""
-        dialogues = [
-            self._dialogue(item, plan, State(item.row, item.messages))
-            for _ in range(plan.group_size)
-        ]
+        dialogues = [self._dialogue(item, plan) for _ in range(plan.group_size)]
         values = await self._driven(item, dialogues)
         if not all(dialogue.sequences for dialogue in dialogues):
             raise GroupLost(FailureReason.QUARANTINED_REWARD, "the policy was asked for no answer")
-        answers, sequences = _recorded(dialogues)
-        grades = [
-            self._checked(item.task, value, answer)
-            for value, answer in zip(values, answers, strict=True)
+        return dialogues, [
+            self._grader.grade(item.task, value, dialogue.last_answer)
+            for value, dialogue in zip(values, dialogues, strict=True)
         ]
-        return answers, sequences, grades
 
     async def _driven(self, item: Item, dialogues: Sequence[RecordedDialogue]) -> list[Any]:
         task, row = item.task, item.row
@@ -204,12 +275,6 @@ class RolloutEngine:
             if len(values) != len(dialogues):
                 raise ValueError(f"{len(values)} rewards for {len(dialogues)} rollouts")
             return values
-
-    def _checked(self, task: Task, value: Any, answer: Answer) -> Grade | Ungraded:
-        try:
-            return self._grader.checked(task, value, answer)
-        except RewardInvalid as error:
-            return self._grader.failed(task, error)
 
     def _tools_of(self, task: Task) -> list[dict[str, Any]]:
         if id(task) not in self._schemas:
@@ -241,18 +306,13 @@ async def all_or_none(rollouts: Iterable[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _recorded(dialogues: Iterable[RecordedDialogue]) -> Rollouts:
-    found = [*dialogues]
-    return [one.last_answer for one in found], [one.sequences for one in found]
-
-
-def _room(plan: SamplingPlan, prompt_tokens: int) -> int:
+def _room(plan: SamplingPlan, prompt_ids: Sequence[int]) -> int:
     """Tokens that are left for a completion. Raises `GroupLost` if there are none."""
-    room = plan.max_token_length - 1 - prompt_tokens
+    room = plan.max_token_length - 1 - len(prompt_ids)
     if room < 1:
         raise GroupLost(
             FailureReason.REFUSED,
-            f"the prompt has {prompt_tokens} tokens, and the limit for a whole sequence is "
+            f"the prompt has {len(prompt_ids)} tokens, and the limit for a whole sequence is "
             f"{plan.max_token_length}; raise --seq-len of the environment and of the trainer",
         )
     return room

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from grpo_core.clients.inference import Completion
-from grpo_core.errors import GrpoError
+from grpo_core.clients.inference import Completion, GenerateAnswer
+from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import PADDING, ROLLOUT, RolloutFacts, ScoredGroup
-from grpo_env.rollout.grading import Grade
+from grpo_env.rollout.grader import Grade
 from grpo_env.tasks import Answer, Message, Task
 from grpo_env.tasks.items import Item
 
@@ -77,9 +77,14 @@ class SamplingPlan:
     start_completion_tokens: int | None = None
     progress: float = 1.0
 
+    def sampling(self, max_tokens: int, stop: Sequence[str]) -> dict[str, Any]:
+        """The server's parameters for a completion."""
+        ends = {"stop": [*stop]} if stop else {}
+        return {**self.distribution, "max_tokens": max_tokens, **ends}
+
     @property
-    def sampling(self) -> dict[str, float]:
-        """The server's parameters for a completion, but for its length."""
+    def distribution(self) -> dict[str, float]:
+        """The server's parameters that decide how likely each token is."""
         return {"temperature": self.temperature, **self.reshaping}
 
     def completion_limit(self, task: Task, room: int) -> int:
@@ -108,6 +113,9 @@ class TrainingSequence:
         messages     [{"role": "user", "content": "3+4="}, {"role": "assistant", "content": "7"}]
 
     `grpo_core.wire.scored_group` explains the fields.
+
+    as_given: the messages as the task passed the beginning of an answer.
+    is_answered: whether the last message is an answer of the policy, so that it can go on.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -118,6 +126,19 @@ class TrainingSequence:
     first_version: PolicyVersion | None = None
     last_version: PolicyVersion | None = None
     finish_reason: str = STOPPED
+    as_given: list[Message] = field(default_factory=list)
+    is_chat: bool = True
+    is_answered: bool = False
+
+    def known_part(self, messages: str | Sequence[Message]) -> int:
+        """Number of messages that this sequence begins with; 0 if they begin another one. A message
+        that the policy continued may be there with its answer, or before it."""
+        if not self.is_answered or not self.is_chat or isinstance(messages, str):
+            return 0
+        for known in (self.messages, self.as_given):
+            if list(messages[: len(known)]) == known:
+                return len(known)
+        return 0
 
     def add_prompt(self, token_ids: Sequence[int]) -> Self:
         """Add tokens that the policy did not sample."""
@@ -127,8 +148,7 @@ class TrainingSequence:
         return self
 
     def add_completion(self, completion: Completion) -> Self:
-        """Raises `MisalignedCompletion`."""
-        _raise_if_misaligned(self.tokens, [completion])
+        """Add tokens that the policy sampled."""
         self.tokens += completion.token_ids
         self.masks += completion.token_ids
         self.logprobs += completion.logprobs
@@ -138,51 +158,70 @@ class TrainingSequence:
         self.finish_reason = completion.finish_reason
         return self
 
-    def as_padding(self) -> TrainingSequence:
-        """A short sequence on which nothing is trained. It fills up a group whose rollouts have
-        different numbers of sequences, because run-api queues groups of one size."""
-        padding = TrainingSequence(
-            first_version=self.first_version, last_version=self.last_version, finish_reason=PADDING
-        )
-        return padding.add_prompt(self.tokens[:_PADDING_TOKENS])
+
+class CompletionSource(Protocol):
+    """Samples completions, on one or several servers."""
+
+    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer: ...
+
+    def session(self) -> CompletionSource:
+        """The source for all requests of one conversation, which stay on one server."""
 
 
-def sequences_of(
-    prompt_ids: Sequence[int], completions: Sequence[Completion]
-) -> list[TrainingSequence]:
-    """One sequence for each completion of a prompt.
+async def complete(
+    source: CompletionSource, prompt_ids: list[int], count: int, sampling: Mapping[str, Any]
+) -> list[Completion]:
+    """Sample completions of one prompt, in one request.
 
     Raises:
-        MisalignedCompletion: empty prompt or completion, lists of different lengths, or a
-            logprob that is not a finite number of at most 0.
+        GroupLost: the server refused the request, or ended a completion before its end.
+        ProtocolViolation: the answer has another prompt, or another number of completions.
+        MisalignedCompletion: empty prompt or completion, lists of different lengths, or a logprob
+            that is not a finite number of at most 0.
+        ServiceUnavailable: no server answers.
     """
-    _raise_if_misaligned(prompt_ids, completions)
-    return [TrainingSequence().add_prompt(prompt_ids).add_completion(c) for c in completions]
-
-
-def _raise_if_misaligned(prompt_ids: Sequence[int], completions: Sequence[Completion]) -> None:
+    try:
+        answer = await source.generate(prompt_ids, n=count, **sampling)
+    except RequestRefused as error:
+        raise GroupLost(FailureReason.REFUSED, str(error)) from error
+    completions = answer.completions()
+    problems = []
+    if len(completions) != count:
+        problems.append(f"{len(completions)} completions instead of {count}")
+    if answer.prompt_token_ids != prompt_ids:
+        problems.append("prompt_token_ids that differ from the request")
+    if problems:
+        raise ProtocolViolation(
+            "vllm-server: the response from /generate contains " + "; ".join(problems)
+        )
+    # The text of an aborted completion is not the policy's whole answer.
+    aborted = sorted({completion.finish_reason for completion in completions} - {STOPPED, CUT_OFF})
+    if aborted:
+        raise GroupLost(
+            FailureReason.ABORTED,
+            f"the server ended a completion with finish reason {', '.join(aborted)}",
+            sum(len(completion.token_ids) for completion in completions),
+        )
     problems = [] if prompt_ids else ["the prompt has no tokens"]
     for index, completion in enumerate(completions):
-        problems += [f"completion {index}: {problem}" for problem in _problems(completion)]
+        problems += [f"completion {index}: {problem}" for problem in _misaligned(completion)]
     if problems:
         raise MisalignedCompletion(
             "vllm-server: /generate sent an answer that cannot be trained on: "
             + "; ".join(problems)
         )
+    return completions
 
 
-def _problems(completion: Completion) -> list[str]:
-    problems = [] if completion.token_ids else ["no tokens"]
-    if len(completion.logprobs) != len(completion.token_ids):
-        problems.append(
-            f"{len(completion.logprobs)} logprobs for {len(completion.token_ids)} tokens"
-        )
-    problems += [
-        f"invalid logprob {logprob} at token {position}"
-        for position, logprob in enumerate(completion.logprobs)
-        if not (math.isfinite(logprob) and logprob <= LOGPROB_SLACK)
-    ]
-    return problems
+def _misaligned(completion: Completion) -> Iterator[str]:
+    tokens, logprobs = len(completion.token_ids), len(completion.logprobs)
+    if not tokens:
+        yield "no tokens"
+    if logprobs != tokens:
+        yield f"{logprobs} logprobs for {tokens} tokens"
+    for position, logprob in enumerate(completion.logprobs):
+        if not (math.isfinite(logprob) and logprob <= LOGPROB_SLACK):
+            yield f"invalid logprob {logprob} at token {position}"
 
 
 @dataclass(frozen=True)
@@ -240,16 +279,22 @@ def scored_group(
         answers, sequences, grades: one entry per rollout
         seconds: that the sampling took
     """
-    rows = [*_rows(sequences, grades, plan)]
+    rows = [
+        (sequence, grade.score, _override(index, sequence, grade, plan))
+        for index, (rollout, grade) in enumerate(zip(sequences, grades, strict=True))
+        for sequence in _padded(rollout, plan.max_sequences)
+    ]
     facts = RolloutFacts(
         policy_version=[(s.first_version, s.last_version) for s, *_ in rows],
         generation_seconds=seconds,
     )
-    params: dict[str, Any] = {**plan.sampling}
+    params: dict[str, Any] = {**plan.distribution}
     if not item.task.is_conversation and not item.task.drives_itself:
         params["max_tokens"] = answers[0].max_tokens
     return ScoredGroup(
-        **wire_fields(sequence for sequence, *_ in rows),
+        tokens=[sequence.tokens for sequence, *_ in rows],
+        masks=[sequence.masks for sequence, *_ in rows],
+        inference_logprobs=[sequence.logprobs for sequence, *_ in rows],
         scores=[score for _, score, _ in rows],
         messages=[[*map(dict, sequence.messages)] for sequence, *_ in rows],
         overrides=[override for *_, override in rows],
@@ -258,23 +303,14 @@ def scored_group(
     )
 
 
-def wire_fields(sequences: Iterable[TrainingSequence]) -> dict[str, list[list[Any]]]:
-    """The fields of a `ScoredGroup` that hold one list [T] per sequence."""
-    rows = [*sequences]
-    return {
-        "tokens": [row.tokens for row in rows],
-        "masks": [row.masks for row in rows],
-        "inference_logprobs": [row.logprobs for row in rows],
-    }
-
-
-def _rows(
-    sequences: Sequence[Sequence[TrainingSequence]], grades: Sequence[Grade], plan: SamplingPlan
-) -> Iterator[tuple[TrainingSequence, float, dict[str, Any]]]:
-    for index, (rollout, grade) in enumerate(zip(sequences, grades, strict=True)):
-        padding = [rollout[0].as_padding()] * (plan.max_sequences - len(rollout))
-        for sequence in [*rollout, *padding]:
-            yield sequence, grade.score, _override(index, sequence, grade, plan)
+def _padded(rollout: Sequence[TrainingSequence], count: int) -> list[TrainingSequence]:
+    """The rollout's sequences, and short ones on which nothing is trained: run-api queues groups of
+    one size, but rollouts may have different numbers of sequences."""
+    first = rollout[0]
+    padding = TrainingSequence(
+        first_version=first.first_version, last_version=first.last_version, finish_reason=PADDING
+    ).add_prompt(first.tokens[:_PADDING_TOKENS])
+    return [*rollout, *[padding] * (count - len(rollout))]
 
 
 def _override(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,9 @@ from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire.scored_group import RewardSample, RolloutFacts, ScoredGroup
 from grpo_env.pacing import FailureBudget, FlatRewards, RefusalLimit, RewardFailures
 from grpo_env.rollout.engine import RolloutEngine
-from grpo_env.rollout.grading import Grade
+from grpo_env.rollout.grader import Grade
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
+from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks.items import ItemStream
 
 log = structlog.get_logger()
@@ -43,42 +44,28 @@ class RewardTotals:
             self.count += 1
             self.parts.update(grade.parts)
 
-    def take(self) -> RewardTotals:
+    def take(self) -> RewardSample:
         """Return the rewards so far and start again at zero."""
-        taken = RewardTotals(self.total, self.count, self.parts)
+        taken = RewardSample(sum=self.total, count=self.count, parts=dict(self.parts))
         self.total, self.count, self.parts = 0.0, 0, Counter()
         return taken
 
-    def give_back(self, taken: RewardTotals) -> None:
-        self.total += taken.total
+    def give_back(self, taken: RewardSample) -> None:
+        self.total += taken.sum
         self.count += taken.count
         self.parts.update(taken.parts)
-
-    def on_the_wire(self) -> RewardSample:
-        return RewardSample(sum=self.total, count=self.count, parts=dict(self.parts))
-
-
-@dataclass
-class _Window:
-    """Counts since the last report."""
-
-    started: float
-    rewards: RewardTotals = field(default_factory=RewardTotals)
-    graded_groups: int = 0
-    equal_groups: int = 0
-    tokens: int = 0
-    graded_tokens: int = 0
 
 
 class GroupCounts:
     """Counts groups over the whole run, and means and rates since the last report."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._window = _Window(clock())
+    def __init__(self) -> None:
         self.groups_sent = 0
         self.failures: Counter[FailureReason] = Counter()
         self._recent: deque[bool] = deque(maxlen=_RECENT_GROUPS)  # whether each was kept
+        self._reported_at = time.monotonic()
+        self._window: Counter[str] = Counter()  # since then
+        self._rewards = RewardTotals()
 
     @property
     def kept_share(self) -> float:
@@ -88,38 +75,36 @@ class GroupCounts:
     def record(self, sampled: SampledGroup) -> None:
         """Count one sampled group. `groups_sent` is counted separately."""
         tokens = sampled.completion_tokens
-        self._window.tokens += tokens
-        self._window.rewards.add(sampled.grades)
-        if sampled.grades:
-            self._window.graded_groups += 1
-            self._window.graded_tokens += tokens
+        self._rewards.add(sampled.grades)
         has_equal_scores = False
         if sampled.lost is not None:
             self.failures[sampled.lost.reason] += 1
             has_equal_scores = sampled.lost.reason is FailureReason.EQUAL_SCORES
-        self._window.equal_groups += has_equal_scores
         self._recent.append(not has_equal_scores)
+        self._window.update(tokens=tokens, equal_groups=has_equal_scores)
+        if sampled.grades:
+            self._window.update(graded_groups=1, graded_tokens=tokens)
 
     def report_if_due(self) -> dict[str, Any] | None:
         """The fields of the next report; None if it is not due yet."""
-        is_due = self._clock() - self._window.started >= _REPORT_EVERY_S
+        is_due = time.monotonic() - self._reported_at >= _REPORT_EVERY_S
         return self.report() if is_due else None
 
     def report(self) -> dict[str, Any]:
         """The fields of a report on the time since the previous one."""
-        elapsed_s = self._clock() - self._window.started
-        window, self._window = self._window, _Window(self._clock())
+        now, window, rewards = time.monotonic(), self._window, self._rewards
+        elapsed_s = now - self._reported_at
+        self._reported_at, self._window, self._rewards = now, Counter(), RewardTotals()
         return {
             "groups_sent": self.groups_sent,
             "failures": {reason.value: count for reason, count in sorted(self.failures.items())},
-            "mean_reward": _ratio(window.rewards.total, window.rewards.count),
+            "mean_reward": _ratio(rewards.total, rewards.count),
             "reward_parts": {
-                name: _ratio(total, window.rewards.count)
-                for name, total in sorted(window.rewards.parts.items())
+                name: _ratio(total, rewards.count) for name, total in sorted(rewards.parts.items())
             },
-            "mean_completion_tokens": _ratio(window.graded_tokens, window.rewards.count),
-            "equal_scores_share": _ratio(window.equal_groups, window.graded_groups),
-            "tokens_per_s": round(window.tokens / elapsed_s, 1) if elapsed_s else None,
+            "mean_completion_tokens": _ratio(window["graded_tokens"], rewards.count),
+            "equal_scores_share": _ratio(window["equal_groups"], window["graded_groups"]),
+            "tokens_per_s": round(window["tokens"] / elapsed_s, 1) if elapsed_s else None,
         }
 
 
@@ -135,29 +120,22 @@ class NoPromptFits(GrpoError):
 
 
 class GroupProducer:
-    """Samples and submits groups. Start none while `delay_s` is above 0: a service is failing.
-
-    Args:
-        request_deadline_s: how long the inference servers may fail
-        run_api_deadline_s: how long submissions may fail, even if run-api answers other requests
-        max_failed_rewards: as `RewardFailures`
-    """
+    """Samples and submits groups. Start none while `delay_s` is above 0: a service is failing."""
 
     def __init__(
         self,
+        settings: EnvServerSettings,
         items: ItemStream,
         engine: RolloutEngine,
         api: EnvironmentClient,
-        request_deadline_s: float,
-        run_api_deadline_s: float,
-        max_failed_rewards: float,
     ) -> None:
         self._items = items
         self._engine = engine
         self._api = api
-        self._inference = FailureBudget("vllm-server", request_deadline_s)
-        self._submissions = FailureBudget("run-api", run_api_deadline_s)
-        self._reward_failures = RewardFailures(max_failed_rewards)
+        self._inference = FailureBudget("vllm-server", settings.request_deadline_s)
+        # Submissions may fail even if run-api answers other requests.
+        self._submissions = FailureBudget("run-api", settings.run_api_deadline_s)
+        self._reward_failures = RewardFailures(settings.max_failed_rewards)
         self._flat_rewards = FlatRewards()
         self._rewards = RewardTotals()
         self._generation_refusals = RefusalLimit("the inference server")
@@ -181,19 +159,20 @@ class GroupProducer:
         Raises:
             NoPromptFits: no prompt leaves enough room.
         """
-        count = self._items.keep(
+        before = len(self._items)
+        emptied = self._items.keep(
             lambda item: len(self._engine.prompt_ids(item)) <= plan.longest_prompt(item.task)
         )
-        if count.emptied:
+        if emptied:
             raise NoPromptFits(
-                f"{', '.join(count.emptied)}: all prompts are too long: a prompt and its longest "
+                f"{', '.join(emptied)}: all prompts are too long: a prompt and its longest "
                 f"completion must together have fewer than {plan.max_token_length} tokens; raise "
                 "--seq-len of the environment and of the trainer, or lower --max-completion-tokens"
             )
         log.info(
             "prompts.filtered",
-            kept=count.kept,
-            too_long=count.skipped,
+            kept=len(self._items),
+            too_long=before - len(self._items),
             seq_len=plan.max_token_length,
         )
 
@@ -216,30 +195,30 @@ class GroupProducer:
         self._inference.succeeded()
         self._rewards.add(sampled.grades)
         self._flat_rewards.graded(grade.score for grade in sampled.grades)
-        self._observe_grading(sampled)
-        if sampled.lost is None:
+        lost = sampled.lost
+        if lost is not None and lost.reason is FailureReason.QUARANTINED_REWARD:
+            self._reward_failures.failed(lost.detail)
+        elif sampled.grades:
+            self._reward_failures.graded()
+        if lost is None:
             assert sampled.group is not None
             self._generation_refusals.accepted()
             self.counts.record(sampled)
             await self._send(sampled.group, env_id, run_uuid)
             return
         self._lose(sampled)
-        if sampled.lost.reason is FailureReason.REFUSED:
-            self._generation_refusals.refused(sampled.lost.detail)
+        if lost.reason is FailureReason.REFUSED:
+            self._generation_refusals.refused(lost.detail)
         else:
             self._generation_refusals.accepted()
 
-    def _observe_grading(self, sampled: SampledGroup) -> None:
-        lost = sampled.lost
-        if lost is not None and lost.reason is FailureReason.QUARANTINED_REWARD:
-            self._reward_failures.failed(lost.detail)
-        elif sampled.grades:
-            self._reward_failures.graded()
-
     async def _send(self, group: ScoredGroup, env_id: int, run_uuid: str) -> None:
         rewards = self._rewards.take()
+        facts = RolloutFacts(reward_sample=rewards).on_the_wire()
+        overrides = (group.group_overrides or {}) | facts
+        group = group.model_copy(update={"env_id": env_id, "group_overrides": overrides})
         try:
-            await self._api.submit(self._addressed(group, rewards, env_id), run_uuid)
+            await self._api.submit(group, run_uuid)
         except RequestRefused as error:
             self._rewards.give_back(rewards)
             self._lose(SampledGroup(lost=GroupLost(FailureReason.REFUSED, str(error))))
@@ -256,11 +235,6 @@ class GroupProducer:
             self._submissions.succeeded()
             self._submission_refusals.accepted()
             self.counts.groups_sent += 1
-
-    def _addressed(self, group: ScoredGroup, rewards: RewardTotals, env_id: int) -> ScoredGroup:
-        facts = RolloutFacts(reward_sample=rewards.on_the_wire())
-        overrides = (group.group_overrides or {}) | facts.on_the_wire()
-        return group.model_copy(update={"env_id": env_id, "group_overrides": overrides})
 
     def _lose(self, sampled: SampledGroup) -> None:
         self.counts.record(sampled)

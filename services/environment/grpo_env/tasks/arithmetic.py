@@ -7,7 +7,15 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 
-from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions, checked_arguments
+from grpo_env.tasks.task import (
+    Answer,
+    Graded,
+    Row,
+    Split,
+    Task,
+    TaskOptions,
+)
+from grpo_env.tasks.tool_calls import Message
 
 _MOST_ROWS = 10_000
 
@@ -32,8 +40,7 @@ class Arithmetic(Task):
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
-        arguments = checked_arguments(self.name, options.args, {"level": 1})
-        self.level = int(arguments["level"])
+        self.level = int(self.checked_arguments(level=1)["level"])
         if self.level not in LEVELS:
             raise ValueError(
                 f"arithmetic: level is {self.level}; expected one of {', '.join(map(str, LEVELS))}"

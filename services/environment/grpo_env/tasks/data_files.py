@@ -78,7 +78,8 @@ def read_records(data: str, config: str | None, split: str) -> tuple[Iterator[Re
             f"directory with {lines.name}, or to a Hugging Face id such as openai/gsm8k"
         )
     source = str(path) if path.is_dir() else data
-    return _dataset_records(source, config, split), f"{source} ({config or 'default'}, {split})"
+    place = f"{source} ({config or 'default'}, {split})"
+    return _numbered(f"{place} row", _load(source, source, config, split=split)), place
 
 
 def _sliced(split: str) -> tuple[str, Any]:
@@ -112,7 +113,10 @@ def _file_records(path: Path) -> Iterator[Record]:
     if name.endswith(".csv"):
         return _csv_records(path, text)
     if name.endswith(".json") and text.lstrip().startswith("["):
-        return _array_records(path, text)
+        try:
+            return _numbered(f"{path} row", json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise DataUnusable(f"{path} is not JSON: {error}") from error
     # Not splitlines(), because a JSON string may contain Unicode line separators.
     lines = enumerate(text.split("\n"), start=1)
     return (Record(f"{path} line {number}", line) for number, line in lines if line.strip())
@@ -145,19 +149,6 @@ def _csv_records(path: Path, text: str) -> Iterator[Record]:
             yield Record(f"{path} line {rows.line_num}", dict(zip(names, cells, strict=True)))
     except csv.Error as error:
         raise DataUnusable(f"{path} line {rows.line_num} is not CSV: {error}") from error
-
-
-def _array_records(path: Path, text: str) -> Iterator[Record]:
-    try:
-        rows = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataUnusable(f"{path} is not JSON: {error}") from error
-    return _numbered(f"{path} row", rows)
-
-
-def _dataset_records(source: str, config: str | None, split: str) -> Iterator[Record]:
-    rows = _load(source, source, config, split=split)
-    return _numbered(f"{source} ({config or 'default'}, {split}) row", rows)
 
 
 def _numbered(place: str, rows: Iterable[Any]) -> Iterator[Record]:

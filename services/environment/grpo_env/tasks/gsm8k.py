@@ -7,17 +7,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo_env.grading.final_answer import MARK, find_result
-from grpo_env.grading.math_grader import MathGrader
-from grpo_env.grading.parts import accuracy, marked_number_format
-from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions, checked_arguments
+from grpo_env.maths.final_answer import MARK, find_result
+from grpo_env.maths.math_grader import MathGrader
 from grpo_env.tasks.rows import rows_of
+from grpo_env.tasks.task import (
+    Answer,
+    Graded,
+    Row,
+    Split,
+    Task,
+    TaskOptions,
+)
+from grpo_env.tasks.tool_calls import Message
 
 INSTRUCTION = "Reason step by step. End with the line\n#### <number>"
 """Short, because with one token per character a problem alone has up to a thousand tokens."""
 
 _HUB_ID, _HUB_CONFIG = "openai/gsm8k", "main"
 _GOLD = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+_NUMBER = r"[-+]?\$?[0-9][0-9,]*(?:\.[0-9]+)?%?"
+_ENDS_IN_NUMBER = re.compile(rf"(?:.*[^0-9.,])?{_NUMBER}\.?")
+_BARE_NUMBER = re.compile(rf"(?:{MARK} *)?{_NUMBER}")
+_MARKED_NUMBER = re.compile(rf"{MARK} *{_NUMBER}")
 
 
 class Gsm8k(Task):
@@ -29,7 +40,7 @@ class Gsm8k(Task):
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
-        checked_arguments(self.name, options.args, {})
+        self.checked_arguments()
         self.options = replace(
             options,
             data=options.data or _HUB_ID,
@@ -47,9 +58,8 @@ class Gsm8k(Task):
         return [{"role": "system", "content": instruction}, question] if instruction else [question]
 
     def reward(self, answer: Answer, row: Row) -> Graded:
-        """accuracy: 1 if the stated result equals the gold answer. format: each of three steps
-        towards a last line `#### <number>` earns a third, so that even a model that solves no
-        problem gets groups with different scores. Length earns nothing.
+        """accuracy: 1 if the stated result equals the gold answer. format: see there; even a model
+        that solves no problem gets groups with different scores. Length earns nothing.
 
         Raises:
             NotGraded: the result could not be compared in time.
@@ -57,7 +67,7 @@ class Gsm8k(Task):
         result = find_result(answer, finished=answer.finished)
         return Graded(
             {
-                "accuracy": accuracy(result, row["gold"], self._grader.is_equal),
+                "accuracy": self._grader.accuracy(result, row["gold"]),
                 "format": marked_number_format(answer, finished=answer.finished),
             },
             f"result {result or 'none'}, expected {row['gold']}",
@@ -65,6 +75,21 @@ class Gsm8k(Task):
 
     def close(self) -> None:
         self._grader.close()
+
+
+def marked_number_format(text: str, *, finished: bool = True) -> float:
+    """A third for each of three steps towards a last line `#### <number>`: the last line ends in a
+    number; it is only a number, with or without the mark; it has the mark, and no other line has.
+
+    Each step includes the previous ones, so that a policy that reaches one step also finds the next
+    one in its own samples. An answer that the token limit cut off earns nothing.
+    """
+    last = text.rstrip().rpartition("\n")[2].strip() if finished else ""
+    if _MARKED_NUMBER.fullmatch(last) and text.count(MARK) == 1:
+        return 1.0
+    if _BARE_NUMBER.fullmatch(last):
+        return 2 / 3
+    return 1 / 3 if _ENDS_IN_NUMBER.fullmatch(last) else 0.0
 
 
 def problem_of(row: dict[str, Any]) -> Row:

@@ -11,8 +11,9 @@ from functools import cached_property
 
 import structlog
 
-from grpo_env.tasks import Message, Row, Task
 from grpo_env.tasks.data_files import DataUnusable
+from grpo_env.tasks.task import Row, Task
+from grpo_env.tasks.tool_calls import Message
 
 log = structlog.get_logger()
 
@@ -28,9 +29,8 @@ def content_hash(prompt: Prompt, row: Row | None = None) -> str:
     """
     said = prompt if isinstance(prompt, str) else [m for m in prompt if m["role"] != "system"]
     content = said if row is None else [said, row]
-    text = json.dumps(
-        content, sort_keys=True, default=str
-    )  # ASCII: a prompt may hold half of a surrogate pair
+    # ASCII: a prompt may hold half of a surrogate pair.
+    text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -126,9 +126,14 @@ def _items(task: Task, rows: Iterable[Row], kind: str) -> list[Item]:
     wrong: list[str] = []
     for number, row in enumerate(rows, start=1):
         try:
-            found.append(Item(task, row, _prompt(task, row)))
-        except (ValueError, KeyError) as error:
-            wrong.append(f"row {number}: {_reason(error)}")
+            prompt = task.prompt(row)
+            if isinstance(prompt, str) and task.is_conversation:
+                raise ValueError("a conversation needs messages as its prompt, not a text")
+            found.append(Item(task, row, prompt))
+        except KeyError as error:
+            wrong.append(f"row {number}: no column {error}")
+        except ValueError as error:
+            wrong.append(f"row {number}: {error}")
     if wrong:
         listed = "\n".join(wrong[:_MAX_PROBLEMS_LISTED])
         raise DataUnusable(
@@ -139,27 +144,6 @@ def _items(task: Task, rows: Iterable[Row], kind: str) -> list[Item]:
         raise DataUnusable(f"task {task.name}: the {kind} data has no rows")
     hides = 2 * len({content_hash(item.prompt) for item in found}) <= len(found)
     return [replace(item, hides_its_row=True) for item in found] if hides else found
-
-
-def _prompt(task: Task, row: Row) -> Prompt:
-    prompt = task.prompt(row)
-    if isinstance(prompt, str) and task.is_conversation:
-        raise ValueError("a conversation needs messages as its prompt, not a text")
-    return prompt
-
-
-def _reason(error: Exception) -> str:
-    return f"no column {error}" if isinstance(error, KeyError) else str(error)
-
-
-@dataclass(frozen=True)
-class KeptItems:
-    """The number of items that were kept and skipped when a data set was filtered."""
-
-    kept: int
-    skipped: int
-    emptied: tuple[str, ...] = ()
-    """Tasks without any item left."""
 
 
 class ItemStream:
@@ -184,15 +168,20 @@ class ItemStream:
         )
         return part.next()
 
-    def keep(self, fits: Callable[[Item], bool]) -> KeptItems:
-        """Remove all items for which `fits` returns False, also from the current pass."""
-        names = [part.items[0].task.name if part.items else "" for part in self._parts]
-        before = sum(len(part.items) for part in self._parts)
+    def __len__(self) -> int:
+        """Number of items in one pass."""
+        return sum(len(part.items) for part in self._parts)
+
+    def keep(self, fits: Callable[[Item], bool]) -> list[str]:
+        """Remove all items for which `fits` returns False, also from the current pass. Returns the
+        names of tasks without any item left."""
+        emptied = []
         for part in self._parts:
+            task = part.items[0].task
             part.keep(fits)
-        kept = sum(len(part.items) for part in self._parts)
-        emptied = [n for n, part in zip(names, self._parts, strict=True) if not part.items]
-        return KeptItems(kept, before - kept, tuple(emptied))
+            if not part.items:
+                emptied.append(task.name)
+        return emptied
 
 
 class _Shuffled:

@@ -6,21 +6,24 @@ depend on it (arXiv 2503.24290, https://github.com/Open-Reasoner-Zero/Open-Reaso
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
-from grpo_env.grading.final_answer import (
+from grpo_env.maths.final_answer import (
     ANSWER_TAG,
     BOX,
     END_OF_ANSWER,
-    ResultForm,
+    END_OF_THINKING,
+    THINK_TAG,
     find_result,
+    last_box,
     require_short,
     stated_answer,
+    tagged_box,
 )
-from grpo_env.grading.math_grader import MathGrader
-from grpo_env.grading.parts import accuracy, think_answer_format
-from grpo_env.tasks import Answer, Graded, Row, Task, TaskOptions, checked_arguments
+from grpo_env.maths.math_grader import MathGrader
 from grpo_env.tasks.rows import answer_of, question_text
+from grpo_env.tasks.task import Answer, Graded, Row, Task, TaskOptions
 
 _CONVERSATION = (
     "A conversation between User and Assistant. The User asks a question, and the Assistant solves "
@@ -35,7 +38,10 @@ _QUESTION = (
     "This is the problem:\n{problem}\n"
 )
 
-OPENING = "<think>"
+_TAGS = (THINK_TAG, END_OF_THINKING, ANSWER_TAG, END_OF_ANSWER)
+_THINK_ANSWER = re.compile(r"(?s)\s*<think>.*</think>\s*<answer>(.*)</answer>\s*")
+
+OPENING = THINK_TAG
 """The prompt ends in this tag, so the completion starts inside of it. Put the tag before the
 completion to check its format."""
 
@@ -70,7 +76,18 @@ def find_boxed_answer(completion: str, *, finished: bool = True) -> str | None:
     if not finished:
         return None
     text = with_closing_tag(completion)
-    return find_result(text, (ResultForm.TAGGED_BOX,), longest_chars=LONGEST_RESULT_CHARS)
+    return find_result(text, (tagged_box,), longest_chars=LONGEST_RESULT_CHARS)
+
+
+def think_answer_format(text: str, *, finished: bool = True) -> float:
+    """1.0 for `<think>…</think> <answer>…\\boxed{…}…</answer>` and nothing else, each tag once.
+
+    If the prompt ends in `<think>`, put it before the completion.
+    """
+    if not finished or any(text.count(tag) != 1 for tag in _TAGS):
+        return 0.0
+    found = _THINK_ANSWER.fullmatch(text)
+    return float(found is not None and last_box(found[1]) is not None)
 
 
 _TRAINING_DATA = "zwhe99/DeepMath-103K"
@@ -88,7 +105,7 @@ class Math(Task):
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
-        checked_arguments(self.name, options.args, {})
+        self.checked_arguments()
         self.options = replace(
             options,
             data=options.data or _TRAINING_DATA,
@@ -112,7 +129,7 @@ class Math(Task):
         text = OPENING + with_closing_tag(answer)
         return Graded(
             {
-                "accuracy": accuracy(result, boxed(gold), self._grader.is_equal),
+                "accuracy": self._grader.accuracy(result, boxed(gold)),
                 "format": think_answer_format(text, finished=answer.finished),
             },
             f"result {result or 'none'}, expected {gold}",

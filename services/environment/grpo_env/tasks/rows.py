@@ -12,8 +12,7 @@ from numbers import Number
 from pathlib import Path
 from typing import Any
 
-from grpo_env.grading.final_answer import stated_answer
-from grpo_env.tasks import PROMPT_COLUMNS, Message, Row, Split, TaskOptions
+from grpo_env.maths.final_answer import stated_answer
 from grpo_env.tasks.data_files import (
     DataUnusable,
     NoSuchSplit,
@@ -21,22 +20,16 @@ from grpo_env.tasks.data_files import (
     is_file_name,
     read_records,
 )
+from grpo_env.tasks.task import (
+    PROMPT_COLUMNS,
+    Row,
+    Split,
+    TaskOptions,
+)
+from grpo_env.tasks.tool_calls import Message
 
 ANSWER = "answer"
 _RIGHT = "ground_truth"
-_OF_VERL = "reward_model"
-
-
-def with_answer(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with the column `answer`, if it has the right answer where verl keeps it:
-    `reward_model: {"ground_truth": …}`, or a column `ground_truth`."""
-    if not is_missing(row.get(ANSWER)):
-        return dict(row)
-    nested = row.get(_OF_VERL)
-    for holder in (nested, row):
-        if isinstance(holder, Mapping) and not is_missing(holder.get(_RIGHT)):
-            return {**row, ANSWER: holder[_RIGHT]}
-    return dict(row)
 
 
 def is_missing(value: Any) -> bool:
@@ -81,18 +74,14 @@ def question_text(value: Any) -> str:
     """
     if isinstance(value, str):
         return value
-    messages: Sequence[Message] = value if isinstance(value, list | tuple) else ()
-    of_user = [m for m in messages if isinstance(m, dict) and m.get("role") == "user"]
-    others = [m for m in messages if m not in of_user]
-    is_single = len(of_user) == 1 and all(
-        isinstance(m, dict) and m.get("role") == "system" for m in others
+    messages = value if isinstance(value, list | tuple) else ()
+    match [m for m in messages if not (isinstance(m, dict) and m.get("role") == "system")]:
+        case [{"role": "user", "content": str(text)}]:
+            return text
+    raise ValueError(
+        "this task makes its own prompt, so the problem must be a text, or one message of the "
+        f"user; found {type(value).__name__} {str(value)[:60]!r}"
     )
-    if not is_single or not isinstance(of_user[0].get("content"), str):
-        raise ValueError(
-            "this task makes its own prompt, so the problem must be a text, or one message of the "
-            f"user; found {type(value).__name__} {str(value)[:60]!r}"
-        )
-    return of_user[0]["content"]
 
 
 def answer_of(row: Row, columns: Sequence[str]) -> str:
@@ -132,55 +121,46 @@ def rows_of(
             "this task has no prompts of its own; set --data to a file of JSON lines such as "
             'rows.jsonl with lines like {"prompt": "3+4=", "answer": "7"}'
         )
-    found = source_of(options, split)
-    if found is None:
+    data, name = options.data, split
+    if split == "test" and options.eval_data is not None:
+        data, name = options.eval_data, "train" if _is_file(options.eval_data) else "test"
+    elif split == "test" and (_is_file(data) or _holds_training_rows_only(Path(data).expanduser())):
         return None
-    records, source = read_records(found[0], options.data_config, found[1])
+    records, source = read_records(data, options.data_config, name)
     try:
-        return collect(records, source, lambda row: convert(renamed(row, options.columns)))
+        return checked_rows(records, source, options.columns, convert)
     except NoSuchSplit:
         if split == "test" and options.eval_data is None:
             return None
         raise
 
 
-def source_of(options: TaskOptions, split: Split) -> tuple[str, Split] | None:
-    """Where the rows of a split are, and the name that the split has there; None if a file or a
-    directory has no rows for evaluation."""
-    if split == "test" and options.eval_data is not None:
-        return options.eval_data, "train" if _is_file(options.eval_data) else "test"
-    assert options.data is not None
-    if split == "test" and _is_file(options.data):
-        return None
-    path = Path(options.data).expanduser()
-    if split == "test" and (path / "train.jsonl").is_file() and not (path / "test.jsonl").is_file():
-        return None
-    return options.data, split
+def _holds_training_rows_only(path: Path) -> bool:
+    return (path / "train.jsonl").is_file() and not (path / "test.jsonl").is_file()
 
 
 def _is_file(data: str) -> bool:
     return Path(data).expanduser().is_file() or is_file_name(data)
 
 
-def checked_rows(records: Iterable[Record], source: str, columns: Any = None) -> list[Row]:
+def checked_rows(
+    records: Iterable[Record],
+    source: str,
+    columns: Mapping[str, str] | None = None,
+    convert: Callable[[dict[str, Any]], Row] = dict,
+) -> list[Row]:
     """Records as rows, with the columns renamed.
 
+    Args: convert: raises `ValueError` with a mistake in a row
+
     Raises:
-        DataUnusable: a record is no object, or a column is missing, or there is no record.
+        DataUnusable: there is no record, or it lists those that cannot be used.
     """
-    return collect(records, source, lambda content: renamed(content, columns or {}))
-
-
-def collect(records: Iterable[Record], source: str, convert: Any) -> list[Any]:
-    """Convert all records, or name those that cannot be converted.
-
-    Args: convert: raises `ValueError` with the mistake in a record
-    """
-    found: list[Any] = []
+    found: list[Row] = []
     wrong: list[str] = []
     for record in records:
         try:
-            found.append(convert(_object(record.content)))
+            found.append(convert(_renamed(_object(record.content), columns or {})))
         except ValueError as error:
             wrong.append(f"{record.place}: {error}")
     if wrong:
@@ -259,15 +239,24 @@ def _require_no_answer(column: str, messages: Sequence[Message], row: Row) -> No
         )
 
 
-def renamed(row: Row, columns: Any) -> dict[str, Any]:
-    """The row with further columns under the task's names, and with the right answer as `answer`.
-    Raises `ValueError`."""
+def _renamed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
+    """The row with further columns under the task's names. The right answer is `answer`, also if it
+    is where verl keeps it: `reward_model: {"ground_truth": …}`, or a column `ground_truth`.
+
+    Raises:
+        ValueError: the row lacks a column.
+    """
     missing = sorted(set(columns.values()) - set(row))
     if missing:
         raise ValueError(
             f"no column {', '.join(map(repr, missing))}; the row has {', '.join(row) or 'none'}"
         )
-    return with_answer({**row, **{ours: row[theirs] for ours, theirs in columns.items()}})
+    found = {**row, **{ours: row[theirs] for ours, theirs in columns.items()}}
+    holders = (found, ANSWER), (found.get("reward_model"), _RIGHT), (found, _RIGHT)
+    for holder, key in holders:
+        if isinstance(holder, Mapping) and not is_missing(holder.get(key)):
+            return {**found, ANSWER: holder[key]}
+    return found
 
 
 def _object(content: Any) -> dict[str, Any]:

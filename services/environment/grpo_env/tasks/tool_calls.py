@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NotRequired, TypedDict
 
-from grpo_env.grading.final_answer import END_OF_THINKING, THINK_TAG
+from grpo_env.maths.final_answer import END_OF_THINKING, THINK_TAG
 
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 _FENCE = re.compile(r"```(?:json)?\s*")
@@ -94,7 +94,8 @@ def divided_by_calls(
     text: str, is_text: IsText = lambda _tool, _name: False
 ) -> tuple[str, list[ToolCall]]:
     """What stands before the first call, and the calls. Calls in a thought are drafts."""
-    if _ends_in_thought(getattr(text, "opening", "") + text):
+    whole = getattr(text, "opening", "") + text
+    if whole.rfind(THINK_TAG) > whole.rfind(END_OF_THINKING):  # it ends in a thought
         return str(text), []
     said = text.rpartition(END_OF_THINKING)[2]
     wanted = getattr(text, "call_format", None)
@@ -102,10 +103,6 @@ def divided_by_calls(
         if wanted in (None, form) and (found := read(said, is_text)):
             return text[: len(text) - len(said) + found[0]], found[1]
     return str(text), []
-
-
-def _ends_in_thought(text: str) -> bool:
-    return text.rfind(THINK_TAG) > text.rfind(END_OF_THINKING)
 
 
 Found = tuple[int, list[ToolCall]]

@@ -26,7 +26,7 @@ from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.build import open_weight_sync
-from grpo_trainer.weight_sync.publisher import WeightDirectories
+from grpo_trainer.weight_sync.files import WeightDirectories
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Backends:
     def _sglang_weights(self, settings: TrainerSettings) -> SglangWeights:
         key = plain(settings.vllm_api_key)
         return SglangWeights(
-            SglangClient(settings.inference_url, settings.service_deadline_s, api_key=key),
-            TrainedWeights(settings.model, settings.lora),
-            WeightDirectories(served_weights_directory(settings.save_path)),
-            settings.dtype,
-            settings.device,
-            self.keys.steps_per_iteration,
-            settings.steps,
+            server=SglangClient(settings.inference_url, settings.service_deadline_s, api_key=key),
+            weights=TrainedWeights(settings.model, settings.lora),
+            directories=WeightDirectories(served_weights_directory(settings.save_path)),
+            dtype=settings.dtype,
+            device=settings.device,
+            every_steps=self.keys.steps_per_iteration,
+            last_step=settings.steps,
         )
 
     @contextlib.asynccontextmanager

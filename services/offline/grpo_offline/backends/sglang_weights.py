@@ -2,61 +2,42 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import structlog
 import torch
 
 from grpo_core.clients.inference import Completion
-from grpo_core.weights.ref import WeightKind
+from grpo_core.weights.ref import WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_offline.backends.sglang_client import UNTRAINED, ServerInfo, SglangClient
 from grpo_offline.errors import ServerUnsuitable
 from grpo_trainer.checks.served_weights import (
     DEFAULT_BLOCK,
-    Alignment,
     Bound,
     ProbeLengths,
-    PublicationCheck,
 )
 from grpo_trainer.errors import PolicyMismatch, ServedWeightsDiffer
-from grpo_trainer.model.loading import TrainedWeights, device_to_load_on, import_architecture
+from grpo_trainer.model.loading import device_to_load_on, import_architecture
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.weight_sync.base import PeriodicSync
-from grpo_trainer.weight_sync.publisher import WeightDirectories
+from grpo_trainer.weight_sync.files import DirectorySync
 
 log = structlog.get_logger()
 
 AUTO = "auto"
 
 
-@dataclass(eq=False)
-class SglangWeights(PeriodicSync):
+@dataclass(eq=False, kw_only=True)
+class SglangWeights(DirectorySync):
     """A `WeightSync`. Every run first publishes its own weights.
 
     Args:
         server: the trainer's client
-        weights: what is trained
-        directories: where the weights are written; the server must see the same path
-        dtype: the data type of the weights; "auto" for the server's
-        device: the device to train on; "auto" takes a GPU if there is one
-        every_steps, last_step: publish after every `every_steps` steps and after `last_step`
     """
 
     server: SglangClient
-    weights: TrainedWeights
-    directories: WeightDirectories
-    dtype: str
-    device: str
-    every_steps: int
-    last_step: int
-    begun_as: PolicyVersion | None = field(init=False, default=None)  # `start` publishes
-    server_run_id: str | None = field(init=False, default=None)
-    _policy: CausalLM = field(init=False)
-    _check: PublicationCheck = field(init=False)
-    version: PolicyVersion = field(init=False, default=UNTRAINED)
     _served: PolicyVersion = field(init=False, default=UNTRAINED)
 
     def load_policy(self, restoring: bool = False) -> CausalLM:  # noqa: ARG002
@@ -73,11 +54,9 @@ class SglangWeights(PeriodicSync):
         info = self.server.info()
         dtype = _dtype_to_load(self.dtype, info)
         import_architecture(self.weights.model_name)
-        self._policy = self.weights.load(dtype, device).eval()
         block = max(info.page_size or 0, DEFAULT_BLOCK)
         lengths = ProbeLengths.fitting(block, info.max_req_input_len)
-        self._check = PublicationCheck(self._policy, self, lengths)
-        return self._policy
+        return self._loaded(dtype, device, lengths)
 
     def start(
         self,
@@ -88,13 +67,8 @@ class SglangWeights(PeriodicSync):
     ) -> PolicyVersion:
         """Publish the master weights under a new epoch: later than the server's, than `last_epoch`
         and than that of every directory."""
-        if bound is not None:
-            self._check.bound = bound
-        optimizer.write_into_parameters()
-        self.directories.prepare()
         served = self.server.weight_version() or UNTRAINED
-        epoch = 1 + max(last_epoch, served.epoch, self.directories.newest_epoch())
-        self.version = PolicyVersion(epoch, step)
+        self._begin(optimizer, step, bound, (last_epoch, served.epoch))
         self.publish_now("At the start")
         return self.version
 
@@ -129,31 +103,13 @@ class SglangWeights(PeriodicSync):
     def close(self) -> None:
         self.server.close()
 
-    def publish_now(self, label: str) -> Alignment:
-        """Write the policy's weights into a directory, and let the server load them.
-
-        Raises:
-            CheckpointNotSaved, WeightsRefused, ServiceUnavailable: the server serves the previous
-                weights, or none.
-            ServedWeightsDiffer: the server reports the new weights but does not serve them.
-        """
-        started, version = time.monotonic(), self.version
-        files = self.directories.write(
-            version, WeightKind.CHECKPOINT, lambda to: self.weights.write(self._policy, to)
-        )
+    def _load(self, files: WeightRef) -> frozenset[Path]:
+        """Raises `WeightsRefused`, `ServiceUnavailable`: the server serves the previous weights, or
+        none."""
         assert files.path is not None, "a checkpoint has a directory"
-        self._check.prime()
-        self.server.load_weights(files.path.absolute(), version)
-        alignment = self._check.require(version, label)
-        self._served = version
-        self.directories.remove_older(())
-        log.info(
-            "weights.published",
-            policy_version=tuple(version),
-            seconds=round(time.monotonic() - started, 2),
-            logprob_difference=alignment.mean,
-        )
-        return alignment
+        self.server.load_weights(files.path.absolute(), self.version)
+        self._served = self.version
+        return frozenset()
 
     def _require_whole_model(self) -> None:
         if self.weights.lora is not None:

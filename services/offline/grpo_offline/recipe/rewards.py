@@ -7,12 +7,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from grpo_env.grading.final_answer import stated_answer
-from grpo_env.grading.math_grader import MathGrader
-from grpo_env.grading.parts import accuracy
 from grpo_env.loading import FunctionTask, find_task
-from grpo_env.tasks import Answer, Row, TaskOptions, rewards
-from grpo_env.tasks.rewards import RewardFunction, as_reward
+from grpo_env.maths.final_answer import stated_answer
+from grpo_env.maths.math_grader import MathGrader
+from grpo_env.tasks import Answer, Row, TaskOptions, reward_functions
+from grpo_env.tasks.reward_functions import RewardFunction, as_reward
 from grpo_env.tasks.rows import ANSWER, answer_text
 from grpo_offline.errors import RecipeInvalid
 
@@ -61,7 +60,7 @@ def find_reward(name: str) -> RewardFunction:
 def from_trl(function: Callable[..., Any]) -> RewardFunction:
     """A reward in TRL's form, `(completions, **columns) -> list[float]`, as one of ours. It is
     called with one completion at a time, as messages, and the columns of its row."""
-    return rewards.from_trl(function, _is_chat)
+    return reward_functions.from_trl(function, _is_chat)
 
 
 def _is_chat(_row: Row) -> bool:
@@ -122,7 +121,7 @@ def equal_answer(answer: Answer, row: Row) -> float:
     """1 if the last `<answer>…</answer>` equals the row's answer as a number or as LaTeX.
 
     Raises `NotGraded`: it could not be compared in time."""
-    return accuracy(_said(answer), right_answer(row), _grader().is_equal)
+    return _grader().accuracy(_said(answer), right_answer(row))
 
 
 COMPARING = {"exact_answer", "pure_accuracy_math", "equal_answer", "exact_completion"}

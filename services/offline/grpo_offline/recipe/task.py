@@ -6,10 +6,9 @@ import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
-from grpo_env.grading.final_answer import require_short
-from grpo_env.grading.parts import weighted
-from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions, checked_arguments
-from grpo_env.tasks.rewards import SINGLE, RewardInvalid, graded_of
+from grpo_env.maths.final_answer import require_short
+from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions
+from grpo_env.tasks.reward_functions import SINGLE, RewardInvalid, graded_of
 from grpo_env.tasks.rows import ANSWER, answer_text, is_missing, messages_of
 from grpo_offline.recipe.datasets import RecipeData
 from grpo_offline.recipe.rewards import COMPARING, close_rewards, find_reward, right_answer
@@ -27,7 +26,7 @@ class RecipeTask(Task):
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
-        arguments = checked_arguments(self.name, options.args, _DEFAULTS)
+        arguments = self.checked_arguments(**_DEFAULTS)
         self._data = RecipeData.of_arguments(arguments["data"])
         self._rewards = {name: find_reward(name) for name in arguments["rewards"]}
         self.stop = tuple(arguments["stop"])
@@ -99,7 +98,7 @@ def _graded(values: Mapping[str, Any], row: Row) -> Graded:
             continue
         graded = graded_of(value)
         own = {part: number for part, number in graded.parts.items() if number is not None}
-        parts[name] = weighted(own, {}) if graded.score is None else graded.score
+        parts[name] = sum(own.values()) if graded.score is None else graded.score
         if own.keys() - {SINGLE}:
             parts |= {f"{name}.{part}": number for part, number in own.items()}
         reasons += [graded.reason] if graded.reason else []

@@ -2,7 +2,8 @@
 
 A group of its environment's registered size is queued at once, as is one of an unknown environment.
 A smaller group is a *part*. It waits in its environment's buffer until parts there add up to the
-registered size; those are queued together as one bundle.
+registered size; those are queued as one entry. Parts that were queued one by one could get stuck: a
+part of 3 fits no batch once its part of 1 went into another.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grpo_api.errors import GroupRefused
-from grpo_api.planning.batch import Bundle, StoredGroup, why_unservable
-from grpo_api.planning.subset_sum import Kind, oldest_choice
+from grpo_api.planning.batch_plan import Kind, oldest_choice, why_unservable
+from grpo_core.wire.policy_version import PolicyVersion
 
 MAX_BUFFERED_GROUPS = 16
 """An environment may buffer parts of one size worth this many whole groups.
@@ -20,7 +21,26 @@ MAX_BUFFERED_GROUPS = 16
 Each size has its own limit, so parts that fit nothing cannot block the sizes that complete a group.
 """
 
-Buffer = tuple[StoredGroup, ...]
+
+@dataclass(frozen=True)
+class StoredGroup:
+    """Metadata of a group, or of a part, whose payload Redis stores under `id`.
+
+        StoredGroup(301, sequences=8, stored_bytes=5120, received_under=PolicyVersion(1, 9))
+
+    Later groups have higher ids. An entry of the queue is one whole group, or the parts of one.
+
+    `received_under`: the policy version that was served when run-api received the group; None if
+    it was unknown.
+    """
+
+    id: int
+    sequences: int
+    stored_bytes: int
+    received_under: PolicyVersion | None = None
+
+
+Groups = tuple[StoredGroup, ...]
 
 
 @dataclass(frozen=True)
@@ -34,7 +54,7 @@ class BufferedRun:
 
     batch_size: int
     group_size_of: Mapping[int, int]
-    buffers: Mapping[int, Buffer]
+    buffers: Mapping[int, Groups]
 
 
 @dataclass
@@ -42,14 +62,14 @@ class Placement:
     """Where the groups of one submission go.
 
     Attributes:
-        bundles: to be queued, in this order.
+        entries: to be queued, in this order: the kind, and one whole group or the parts of one.
         buffers: new content of each buffer that changes, by env_id.
         buffered_sequences: for each group, the sequences in its environment's buffer afterwards;
             None if the group was queued directly.
     """
 
-    bundles: list[Bundle] = field(default_factory=list)
-    buffers: dict[int, Buffer] = field(default_factory=dict)
+    entries: list[tuple[Kind, Groups]] = field(default_factory=list)
+    buffers: dict[int, Groups] = field(default_factory=dict)
     buffered_sequences: list[int | None] = field(default_factory=list)
 
 
@@ -65,64 +85,61 @@ def place(
     """
     placement = Placement()
     for index, (env_id, group) in enumerate(zip(env_ids, groups, strict=True)):
-        group_size = group.sequences if env_id is None else run.group_size_of.get(env_id)
-        group_size = group_size or group.sequences
-        _check_size(index, env_id, group, group_size, run.batch_size)
-        if env_id is not None and group.sequences < group_size:
-            _buffer(index, env_id, group, group_size, run, placement)
-        else:
-            # an unregistered env_id is not stored, so that invented ids do not add new kinds
-            sender = env_id if env_id in run.group_size_of else None
-            placement.bundles.append(Bundle(group.id, sender, (group,)))
+        # an unregistered env_id is not stored, so that invented ids do not add new kinds
+        sender = env_id if env_id in run.group_size_of else None
+        whole = Kind(sender, group.sequences)
+        if sender is not None:
+            whole = Kind(sender, run.group_size_of[sender])
+        if reason := _why_unfit(group, whole, run.batch_size):
+            raise GroupRefused(index, reason)
+        if group.sequences == whole.sequences:
+            placement.entries.append((whole, (group,)))
             placement.buffered_sequences.append(None)
+        else:
+            _buffer(index, group, whole, run, placement)
     return placement
 
 
-def _check_size(
-    index: int, env_id: int | None, group: StoredGroup, group_size: int, batch_size: int
-) -> None:
-    if group.sequences > group_size:
-        raise GroupRefused(
-            index,
-            f"this group has {group.sequences} sequences, but environment {env_id} registered "
-            f"group_size {group_size}; send groups of {group_size} sequences, or partial groups "
-            f"that add up to {group_size}",
+def _why_unfit(group: StoredGroup, whole: Kind, batch_size: int) -> str | None:
+    if group.sequences > whole.sequences:
+        return (
+            f"this group has {group.sequences} sequences, but environment {whole.env_id} "
+            f"registered group_size {whole.sequences}; send groups of {whole.sequences} sequences, "
+            f"or partial groups that add up to {whole.sequences}"
         )
-    if reason := why_unservable(group_size, batch_size):
-        raise GroupRefused(index, reason)
+    return why_unservable(whole.sequences, batch_size)
 
 
 def _buffer(
-    index: int,
-    env_id: int,
-    part: StoredGroup,
-    group_size: int,
-    run: BufferedRun,
-    placement: Placement,
+    index: int, part: StoredGroup, whole: Kind, run: BufferedRun, placement: Placement
 ) -> None:
+    """Add a part to its environment's buffer, and queue the parts that it completes.
+
+    Args:
+        whole: the kind of a group that parts of this environment add up to.
+    """
+    env_id, group_size = whole
+    assert env_id is not None
     waiting = placement.buffers.get(env_id, run.buffers.get(env_id, ()))
     parts = (*waiting, part)
     chosen = oldest_choice([Kind(None, one.sequences) for one in parts], group_size)
-    if chosen is None:
-        _check_room(index, env_id, part.sequences, waiting, group_size)
-    else:
+    if chosen is not None:
         completed = tuple(parts[i] for i in chosen)
-        placement.bundles.append(Bundle(part.id, env_id, completed))
+        placement.entries.append((whole, completed))
         parts = tuple(one for one in parts if one not in completed)
+    else:
+        alike = _sequences(one for one in waiting if one.sequences == part.sequences)
+        if alike + part.sequences > MAX_BUFFERED_GROUPS * group_size:
+            raise GroupRefused(
+                index,
+                f"environment {env_id} has {alike} sequences buffered in partial groups "
+                f"of {part.sequences}, which never add up to group_size {group_size}; send partial "
+                f"groups that add up to {group_size}, or delete the buffered groups with "
+                "POST /disconnect-env",
+                is_final=False,
+            )
     placement.buffers[env_id] = parts
     placement.buffered_sequences.append(_sequences(parts))
-
-
-def _check_room(index: int, env_id: int, size: int, waiting: Buffer, group_size: int) -> None:
-    held = _sequences(part for part in waiting if part.sequences == size)
-    if held + size > MAX_BUFFERED_GROUPS * group_size:
-        raise GroupRefused(
-            index,
-            f"environment {env_id} has {held} sequences buffered in partial groups "
-            f"of {size}, which never add up to group_size {group_size}; send partial groups "
-            f"that add up to {group_size}, or delete the buffered groups with POST /disconnect-env",
-            is_final=False,
-        )
 
 
 def _sequences(parts: Iterable[StoredGroup]) -> int:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import structlog
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
+from typing_extensions import TypedDict  # pydantic accepts `typing.TypedDict` from Python 3.12 on
 
 from grpo_api.errors import ShuttingDown, StoreUnavailable
-from grpo_api.routes.dependencies import Services
 from grpo_api.routes.openapi import refusals
-from grpo_api.routes.responses import Greeting, Healthy
-from grpo_api.store import RunStore
-from grpo_api.store.stats import RunStats
+from grpo_api.routes.requests import Services
+from grpo_api.store.run import RunStats, RunStore
 from grpo_core.wire.run_api import RunStatus
 
 _SCRAPE_DEADLINE_S = 1.0
@@ -25,6 +24,14 @@ _EXPOSITION: dict[int | str, dict[str, Any]] = {
 
 router = APIRouter()
 _log = structlog.get_logger()
+
+
+class Greeting(TypedDict):
+    message: Literal["AtroposLib API"]
+
+
+class Healthy(TypedDict):
+    status: Literal["ok"]
 
 
 @router.get("/")
@@ -67,7 +74,7 @@ async def metrics(services: Services, request: Request) -> Response:
 async def _stats(store: RunStore) -> RunStats | None:
     try:
         async with asyncio.timeout(_SCRAPE_DEADLINE_S):
-            return await store.stats.read()
+            return await store.stats()
     except (StoreUnavailable, TimeoutError):
         return None
 
@@ -76,7 +83,7 @@ async def _stats(store: RunStore) -> RunStats | None:
 async def status(services: Services) -> RunStatus:
     """The run's step, and the number of groups in the queue. If no trainer has registered for the
     run, `run_uuid` is null."""
-    return await services.store.registrations.status()
+    return await services.store.status()
 
 
 @router.get("/reset_data", response_class=PlainTextResponse, responses=refusals(503))

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import structlog
 from fastapi import APIRouter
+from typing_extensions import TypedDict  # pydantic accepts `typing.TypedDict` from Python 3.12 on
 
 from grpo_api.errors import Refused
-from grpo_api.planning.batch import minimum_groups
-from grpo_api.planning.run import RunView, environment_status
-from grpo_api.routes.dependencies import (
+from grpo_api.planning.batch_plan import minimum_groups
+from grpo_api.planning.run_view import RunView, environment_status
+from grpo_api.routes.openapi import json_body, refusals
+from grpo_api.routes.requests import (
     EnvironmentIdBody,
     EnvironmentRegistrationBody,
     IdempotencyKey,
     Services,
     checked_key,
 )
-from grpo_api.routes.openapi import json_body, refusals
-from grpo_api.routes.responses import (
-    EnvironmentEnrolled,
-    Failed,
-    KnownEnvironment,
-    Succeeded,
-    Waiting,
-)
+from grpo_api.store.run import EnvironmentEnrolled
 from grpo_core.wire.run_api import (
     EnvironmentId,
     EnvironmentRegistration,
@@ -35,6 +32,31 @@ _REFUSALS = refusals(400, 408, 413, 422, 503)
 _log = structlog.get_logger()
 
 
+class Waiting(TypedDict):
+    """The environment is not registered, because no trainer has requested a batch yet."""
+
+    status: Literal["wait for trainer to start"]
+
+
+class Succeeded(TypedDict):
+    status: Literal["success"]
+
+
+class Failed(TypedDict):
+    """run-api has no environment with this `env_id`."""
+
+    status: Literal["failure"]
+    error: str
+
+
+class KnownEnvironment(TypedDict):
+    env_id: int
+    name: str
+    connected: bool
+    group_size: int
+    min_sequences: int
+
+
 @router.post("/register-env", responses=_REFUSALS, openapi_extra=json_body(EnvironmentRegistration))
 async def register_environment(
     registration: EnvironmentRegistrationBody,
@@ -42,30 +64,19 @@ async def register_environment(
     idempotency_key: IdempotencyKey = None,
 ) -> EnvironmentEnrolled | Waiting:
     """Register an environment."""
-    registered = await services.store.registrations.register_environment(
-        registration, checked_key(idempotency_key)
-    )
-    if registered is None:
+    enrolled = await services.store.register_environment(registration, checked_key(idempotency_key))
+    if enrolled is None:
         return {"status": "wait for trainer to start"}
     _log.info(
         "environment.registered",
-        env_id=registered.env_id,
-        name=registered.name,
+        env_id=enrolled["env_id"],
+        name=enrolled["wandb_name"],
         group_size=registration.group_size,
         min_batch_allocation=registration.min_batch_allocation,
     )
     if registration.min_batch_allocation:
-        _warn_of_scaled_minimums(await services.store.registrations.view())
-    return {
-        "status": "success",
-        "env_id": registered.env_id,
-        "wandb_name": registered.name,
-        "checkpoint_dir": registered.trainer.checkpoint_dir,
-        "starting_step": registered.step,
-        "checkpoint_interval": registered.trainer.save_checkpoint_interval,
-        "num_steps": registered.trainer.num_steps,
-        "run_uuid": registered.run_uuid,
-    }
+        _warn_of_scaled_minimums(await services.store.view())
+    return enrolled
 
 
 def _warn_of_scaled_minimums(run: RunView) -> None:
@@ -90,7 +101,7 @@ async def disconnect_environment(
 ) -> Succeeded | Failed:
     """Remove an environment and its partial groups from the run. run-api answers with status 200
     even if the `env_id` is unknown."""
-    parts_dropped = await services.store.registrations.disconnect(environment.env_id)
+    parts_dropped = await services.store.disconnect(environment.env_id)
     if parts_dropped is None:
         return {"status": "failure", "error": _unknown(environment.env_id)}
     _log.info(
@@ -107,7 +118,7 @@ async def status_of_environment(
 ) -> EnvironmentStatus:
     """The step of the run and the size of the queue, from which an environment decides how many
     groups it samples at once. As in Atropos, `GET /status-env` has a request body."""
-    run = await services.store.registrations.view(environment.env_id)
+    run = await services.store.view(environment.env_id)
     for own in run.environments:
         if own.env_id == environment.env_id:
             return environment_status(own, run, services.limits)
@@ -121,7 +132,7 @@ async def list_environments(services: Services) -> list[KnownEnvironment]:
 
     `min_sequences` is the minimum number of the environment's sequences in the next batch.
     """
-    run = await services.store.registrations.view()
+    run = await services.store.view()
     least = run.demand().least
     return [
         {

@@ -76,6 +76,12 @@ class RefusedRequest(BaseModel):
     detail: str | list[Problem]
 
 
+class ServedGroup(ScoredGroup):
+    """The newest group. A field of the group is null if the environment did not send the field."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_serialization_defaults_required=True)
+
+
 def refusals(*statuses: int) -> dict[int | str, Json]:
     """The `responses` entry of a route: its error statuses."""
     return {

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import structlog
 from fastapi import APIRouter, Depends, Path, Query
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_api.batches import batch_pieces, begun
 from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
-from grpo_api.routes.dependencies import RegistrationBody, Services
-from grpo_api.routes.openapi import json_body, linked, refusals
-from grpo_api.routes.responses import (
-    BatchesAcknowledged,
-    LeaseAnswer,
-    NoBatch,
-    NoLease,
-    PolledBatch,
-    TrainerMissing,
-    TrainerNames,
+from grpo_api.routes.openapi import ServedGroup, json_body, linked, refusals
+from grpo_api.routes.requests import RegistrationBody, Services
+from grpo_api.store.leases import BatchesAcknowledged, Poll
+from grpo_core.wire.fields import Step
+from grpo_core.wire.run_api import (
+    EnvironmentCount,
+    Registration,
+    TrainerEnrolled,
+    TrainerInfo,
+    WandbNames,
 )
-from grpo_api.store import RunStore
-from grpo_api.store.batches import Lease, Poll
-from grpo_core.wire.run_api import Registration, TrainerEnrolled, TrainerInfo
 
 _NOTHING_REGISTERED = -1
 _MAX_WAIT_S = 60.0
@@ -78,6 +75,53 @@ async def _until_answered() -> AsyncIterator[AsyncExitStack]:
 UntilAnswered = Annotated[AsyncExitStack, Depends(_until_answered)]
 """Contexts entered here end when the answer has been sent or cut off."""
 
+
+class _Streamed(BaseModel):
+    """Only describes an answer that is sent as bytes; no instance is created."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class NoBatch(_Streamed):
+    """The answer if no batch is complete and the request has no parameter `trainer`."""
+
+    batch: None
+
+
+class NoLease(_Streamed):
+    """The answer if no batch is complete and the request has the parameter `trainer`.
+    `environments` counts the environments of the run."""
+
+    batch: None
+    environments: EnvironmentCount
+
+
+class PolledBatch(_Streamed):
+    """A batch, if the request has no parameter `trainer`."""
+
+    batch: list[ServedGroup]
+
+
+class LeaseAnswer(_Streamed):
+    """A leased batch, if the request has the parameter `trainer`.
+
+    `received_under` contains one entry for each group: the policy version [epoch, step] that was
+    served when run-api received the group, or null if the version is unknown.
+    """
+
+    batch_id: int = Field(ge=1)
+    received_under: list[tuple[Step, Step] | None]
+    batch: list[ServedGroup]
+
+
+class TrainerMissing(_Streamed):
+    """No trainer has registered, or the run was reset."""
+
+    status: Literal["error"]
+    message: str
+    batch: list[ServedGroup] = Field(max_length=0)
+
+
 _UUID = "$response.body#/uuid"
 _ENROLLED: dict[int | str, dict[str, Any]] = {
     200: {"links": {"batches": linked("batch", trainer=_UUID)}}
@@ -106,21 +150,21 @@ _HANDED_OUT: dict[int | str, dict[str, Any]] = {
 )
 async def register(registration: RegistrationBody, services: Services) -> TrainerEnrolled:
     """Register a trainer. run-api then hands out all unacknowledged batches again."""
-    registered = await services.store.registrations.register_trainer(registration)
+    enrolled, step = await services.store.register_trainer(registration)
     _log.info(
         "trainer.registered",
         batch_size=registration.batch_size,
         max_token_len=registration.max_token_len,
-        step=registered.step,
+        step=step,
     )
-    if registered.step > 0 and registration.starting_step == 0:
+    if step > 0 and registration.starting_step == 0:
         _log.warning(
             "run.has_earlier_data",
-            step=registered.step,
+            step=step,
             hint="this trainer starts at step 0, but an earlier trainer of this run has taken "
             "steps; to delete the earlier queue and batches, send GET /reset_data",
         )
-    return TrainerEnrolled(uuid=registered.trainer_id, run_uuid=registered.run_uuid)
+    return enrolled
 
 
 @router.get("/batch", responses=_HANDED_OUT | refusals(409, 422, 503))
@@ -143,27 +187,17 @@ async def batch(
     try:
         poll = Poll(trainer, after, batches_left)
         if trainer is None:
-            claim = await until_answered.enter_async_context(services.store.batches.claim())
+            claim = await until_answered.enter_async_context(services.store.leases.claim())
             poll = Poll(claim=claim)
         lease = await services.dispatcher.next_batch(poll, wait_s)
     except TrainerNotRegistered as error:
         return {"status": "error", "message": str(error), "batch": []}
     if lease is None and trainer is not None:
-        return NoLease(batch=None, environments=await services.store.stats.environments())
+        return NoLease(batch=None, environments=await services.store.environments())
     if lease is None:
         return {"batch": None}
-    pieces = await begun(batch_pieces(services.store.payloads, lease))
-    if trainer is None:
-        pieces = _noting_delivery(pieces, services.store, lease)
+    pieces = await services.dispatcher.answer(lease)
     return StreamingResponse(pieces, media_type="application/json")
-
-
-async def _noting_delivery(
-    pieces: AsyncIterator[bytes], store: RunStore, lease: Lease
-) -> AsyncIterator[bytes]:
-    async for piece in pieces:
-        yield piece
-    await store.batches.mark_delivered(lease)
 
 
 @router.post("/batch/{batch_id}/ack", responses=refusals(404, 409, 422, 503))
@@ -172,39 +206,35 @@ async def acknowledge(
 ) -> BatchesAcknowledged:
     """Acknowledge batch `batch_id` and all earlier batches. run-api deletes these batches."""
     try:
-        acknowledged = await services.store.batches.acknowledge(trainer, batch_id)
+        answer = await services.store.leases.acknowledge(trainer, batch_id)
     except BatchUnknown as error:
         raise Refused(404, error.detail) from error
     except TrainerNotRegistered as error:
         raise Refused(409, str(error)) from error
-    if acknowledged.released:
+    if answer["released"]:
         _log.info(
             "batches.acknowledged",
-            last_batch_id=acknowledged.batch_id,
-            deleted_batches=acknowledged.released,
+            last_batch_id=answer["acknowledged"],
+            deleted_batches=answer["released"],
         )
-    return {
-        "status": "success",
-        "acknowledged": acknowledged.batch_id,
-        "released": acknowledged.released,
-    }
+    return answer
 
 
 @router.get("/info", responses=refusals(503))
 async def info(services: Services) -> TrainerInfo:
     """The `batch_size` and the `max_token_len` that the trainer registered. If no trainer has
     registered, `batch_size` and `max_token_len` are -1."""
-    registration = await services.store.registrations.trainer()
+    registration = await services.store.trainer()
     if registration is None:
         return TrainerInfo(batch_size=_NOTHING_REGISTERED, max_token_len=_NOTHING_REGISTERED)
     return TrainerInfo(batch_size=registration.batch_size, max_token_len=registration.max_token_len)
 
 
 @router.get("/wandb_info", responses=refusals(503))
-async def wandb_info(services: Services) -> TrainerNames:
+async def wandb_info(services: Services) -> WandbNames:
     """The group and the project that the trainer uses in Weights & Biases. If no trainer has
     registered, `group` and `project` are null."""
-    registration = await services.store.registrations.trainer()
+    registration = await services.store.trainer()
     if registration is None:
-        return {"group": None, "project": None}
-    return {"group": registration.wandb_group, "project": registration.wandb_project}
+        return WandbNames(group=None, project=None)
+    return WandbNames(group=registration.wandb_group, project=registration.wandb_project)

@@ -10,11 +10,11 @@
     connected          set    env_ids of all environments
     seen               hash   env_id → Redis' time of its last poll (ms)
     buffers            hash   env_id → buffered parts, oldest first: groups, as below
-    queue              zset   queued bundles, all with score 0: sorted by kind, then by age
+    queue              zset   entries, all with score 0: sorted by kind, then by age
     payloads           hash   group id → stored group: buffered, queued and leased ones
     large              hash   group id → key of a staged payload; replaces the entry in payloads
     staged:<id>        string a stored group, written piece by piece; expires unless queued
-    queued_kinds       hash   "env_id sequences" → bundles in the queue
+    queued_kinds       hash   "env_id sequences" → entries in the queue
     queued_sizes       hash   sequences of a group → groups in the queue
     totals             hash   queued_groups, queued_sequences, queued_bytes, buffered_parts,
                               buffered_bytes, leased_bytes; environments: that ever registered
@@ -24,7 +24,7 @@
                               when all of it was sent
     latest             hash   id of the last queued group; acknowledged: set if its batch is
     refusals           hash   groups: refused since the last trainer registered; last: reason for
-                              the last refusal. Releases of this layout without this key ignore it
+                              the last refusal
     last_group_id      string
     last_env_id        string number of env_ids that were given out
     resets             string number of resets; this, last_group_id and last_env_id survive a
@@ -34,11 +34,12 @@
 
     group           "id:sequences:stored_bytes@epoch.step": the version that was served when the
                     group was received; "@epoch.step" is absent if it was unknown
-    bundle          "env_id sequences id groups": the id in 16 digits, groups joined by ","
-    queued bundle   the same and " queued_ms", by the clock of Redis
+    groups          these, joined by ","
+    entry           "env_id sequences id groups queued_ms", of one whole group or of the parts of
+                    one; id of the last of its groups, in 16 digits; queued_ms by Redis' clock
     lease           "step sequences leased_ms oldest_ms groups"
 
-The env_id of an unregistered sender is "-". Planning reads only the oldest bundles of each kind,
+The env_id of an unregistered sender is "-". Planning reads only the oldest entries of each kind,
 which are ranges in the sort order of the queue.
 
 The inference server writes the served weights (`grpo_core.redis.keys`); run-api only reads them.
@@ -48,46 +49,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
 
-from grpo_api.planning.batch import Bundle, StoredGroup
-from grpo_api.planning.subset_sum import Kind
-from grpo_api.store.redis import RedisLink
+from grpo_api.planning.batch_plan import Kind
+from grpo_api.planning.placement import Groups, StoredGroup
 from grpo_core.wire.policy_version import PolicyVersion
 
 NO_ENVIRONMENT = "-"
 RECEIPT_S = 600
 """Longer than any request retries Redis, and longer than clients repeat a request."""
 
-STATE_KEYS = (
+RUN_KEYS = (
     *("trainer", "environments", "environment_names", "group_sizes", "name_counts", "connected"),
     *("seen", "buffers", "queue", "payloads", "large", "queued_kinds", "queued_sizes", "totals"),
     *("leases", "answers"),
-    *("latest", "refusals"),
+    *("latest", "refusals", "resets", "last_group_id", "last_env_id"),
 )
-
-_FORMER_LAYOUTS = {
-    "": (
-        *("trainer", "environments", "environment_names", "name_counts", "connected", "seen"),
-        *("buffers", "queue", "payloads", "queued_kinds", "queued_sizes", "lease", "latest"),
-        "last_group_id",
-    ),
-    "2:": (*STATE_KEYS, "last_group_id", "resets"),
-    "3:": (*STATE_KEYS, "last_group_id", "resets"),
-}
-"""Keys of previous layouts, by the text after the run's prefix. Layout 1 had no number. Layout 2
-did not store under which version a group was received, layout 3 not which plain poll got a batch.
-"""
-
-
-def former_keys(link: RedisLink, *names: str) -> list[str]:
-    """Keys of previous layouts: those with one of these names, or all if no name is given."""
-    return [
-        f"{link.run_prefix}{layout}{name}"
-        for layout, known in _FORMER_LAYOUTS.items()
-        for name in known
-        if name in names or not names
-    ]
+"""The first KEYS of every script, each of which has a local of this name for it."""
 
 
 def receipt_key(key: str | None = None) -> str:
@@ -101,27 +78,35 @@ def env_field(env_id: int | None) -> str:
     return NO_ENVIRONMENT if env_id is None else str(env_id)
 
 
-def parse_env(field: str) -> int | None:
-    return None if field == NO_ENVIRONMENT else int(field)
+def parse_kind(written: bytes) -> Kind:
+    """The kind at the start of an entry of the queue, or in a field of `queued_kinds`."""
+    env_id, sequences = written.decode().split(" ", 2)[:2]
+    return Kind(None if env_id == NO_ENVIRONMENT else int(env_id), int(sequences))
 
 
-def parse_kind(field: bytes) -> Kind:
-    env_id, sequences = field.decode().split()
-    return Kind(parse_env(env_id), int(sequences))
+def entry_age(entry: bytes) -> bytes:
+    """The part of an entry that sorts entries by age."""
+    return entry.split(b" ", 3)[2]
+
+
+def write_entry(kind: Kind, groups: Groups) -> str:
+    """An entry, to which the script that queues it appends the time."""
+    entry_id = f"{groups[-1].id:016d}"
+    return f"{env_field(kind.env_id)} {kind.sequences} {entry_id} {write_groups(groups)}"
 
 
 def write_version(version: PolicyVersion | None) -> str:
     return "" if version is None else f"@{version}"
 
 
-def write_groups(groups: tuple[StoredGroup, ...]) -> str:
+def write_groups(groups: Groups) -> str:
     return ",".join(
         f"{group.id}:{group.sequences}:{group.stored_bytes}{write_version(group.received_under)}"
         for group in groups
     )
 
 
-def parse_groups(written: str) -> tuple[StoredGroup, ...]:
+def parse_groups(written: str) -> Groups:
     return tuple(_parse_group(group) for group in written.split(",") if group)
 
 
@@ -130,22 +115,3 @@ def _parse_group(written: str) -> StoredGroup:
     group_id, sequences, stored_bytes = map(int, numbers.split(":"))
     under = PolicyVersion.parse(version) if version else None
     return StoredGroup(group_id, sequences, stored_bytes, under)
-
-
-def write_bundle(bundle: Bundle) -> str:
-    kind = f"{env_field(bundle.env_id)} {bundle.sequences}"
-    return f"{kind} {bundle.id:016d} {write_groups(bundle.groups)}"
-
-
-def write_queued(bundle: Bundle) -> str:
-    return f"{write_bundle(bundle)} {bundle.queued_ms}"
-
-
-def parse_queue(entries: Sequence[bytes]) -> list[Bundle]:
-    """Parse entries of the queue, oldest bundle first."""
-    return sorted(map(_parse_queued, entries), key=lambda bundle: bundle.id)
-
-
-def _parse_queued(entry: bytes) -> Bundle:
-    env_id, _, bundle_id, groups, queued_ms = entry.decode().split()
-    return Bundle(int(bundle_id), parse_env(env_id), parse_groups(groups), int(queued_ms))

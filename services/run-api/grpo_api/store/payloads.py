@@ -36,18 +36,21 @@ class PayloadStore:
             StoreUnavailable
         """
         names = [os.urandom(16).hex() for _ in payloads]
+        keys = [self.staged_prefix + name for name in names]
         try:
-            for name, payload in zip(names, payloads, strict=True):
-                await self._stage(f"staged:{name}", payload)
+            for key, payload in zip(keys, payloads, strict=True):
+                await self._stage(key, payload)
             yield names
         finally:
             with suppress(StoreUnavailable):  # they also expire
-                await self._link.script("release_staged", [f"staged:{name}" for name in names])
+                await self._link.script("release_staged", own_keys=keys)
 
-    async def _stage(self, name: str, payload: bytes) -> None:
+    async def _stage(self, key: str, payload: bytes) -> None:
         for at in range(0, len(payload), _PIECE_BYTES):
             piece = payload[at : at + _PIECE_BYTES]
-            (outcome,) = await self._link.script("stage_piece", (name,), at, piece, RECEIPT_S)
+            (outcome,) = await self._link.script(
+                "stage_piece", at, piece, RECEIPT_S, own_keys=[key]
+            )
             if outcome != b"staged":
                 raise StoreUnavailable("Redis lost part of a large group; send the groups again")
 

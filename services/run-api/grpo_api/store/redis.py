@@ -1,14 +1,20 @@
-"""Sends commands and scripts to Redis, with one connection pool, one deadline and one error."""
+"""Sends commands and scripts to Redis, with one connection pool, one deadline and one error.
+
+Also checks Redis at the start, and warns before its disk is full. With `appendfsync always`, Redis
+ends at the first write for which the disk has no room, and after each restart again, until there is
+room. It loses nothing that it acknowledged.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
 
+import structlog
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
@@ -17,7 +23,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from grpo_api.errors import StoreUnavailable
+from grpo_api.errors import StoreUnavailable, UnsuitableRedis
+from grpo_api.lifetime import Lifetime
+from grpo_api.store.keys import RUN_KEYS
 from grpo_core.redis.keys import run_prefix, served_weights_key
 from grpo_core.redis.url import without_password
 
@@ -29,6 +37,12 @@ _FAILOVER_RETRY_S = 0.1
 _FIRST_BACKOFF_S = 0.02
 _MAX_BACKOFF_S = 0.5
 _UNTIL_THE_DEADLINE = -1
+WARN_SHARE = 0.75
+"""Above this part of the disk, the file that replaces the append-only file may not fit beside
+it."""
+POLL_S = 10.0
+_PERSISTENCE_RETRY_S = 5.0
+_NO_EVICTION = "noeviction"
 _REFUSALS = {
     "OOM": "the memory of Redis is full; acknowledge batches, or raise maxmemory",
     "MISCONF": "Redis cannot write to its disk; free disk space and read the log of Redis",
@@ -38,6 +52,8 @@ _REFUSALS = {
 """Why Redis rejects writes and how to fix it, by the code at the start of its error."""
 # The code is at the start, after Redis 6.2's text about a script, or after redis-py's about MULTI.
 _refusal_code = re.compile(rf"(?:^|: -|\(['\"])({'|'.join(_REFUSALS)}) ").search
+
+_log = structlog.get_logger()
 
 
 def layout_prefix(run_id: str) -> str:
@@ -53,9 +69,9 @@ class RedisLink:
     """
 
     def __init__(self, url: str, run_id: str, deadline_s: float) -> None:
-        self.run_prefix = run_prefix(run_id)
         self.prefix = layout_prefix(run_id)
         self.served_weights = served_weights_key(run_id)
+        self._run_keys = self.keys(*RUN_KEYS)
         self.followed_server = self.served_weights + ":followed"
         self.where = without_password(url)
         self.deadline_s = deadline_s
@@ -110,11 +126,9 @@ class RedisLink:
     def keys(self, *names: str) -> list[str]:
         return [self.prefix + name for name in names]
 
-    async def script(
-        self, name: str, names: Iterable[str], *arguments: Any, others: Sequence[str] = ()
-    ) -> Any:
-        """Run a script. Its KEYS are the run's keys of these names, then `others`."""
-        keys = [*self.keys(*names), *others]
+    async def script(self, name: str, *arguments: Any, own_keys: Sequence[str] = ()) -> Any:
+        """Run a script. Its KEYS are `RUN_KEYS` and then those of this call."""
+        keys = [*self._run_keys, *own_keys]
         async with _deadline(self.deadline_s):
             return await self._on_the_primary(
                 lambda: self._scripts[name](keys=keys, args=arguments)
@@ -216,9 +230,96 @@ def _client(url: str, deadline_s: float) -> Redis:
 
 def _load_scripts(redis: Redis) -> dict[str, AsyncScript]:
     folder = resources.files("grpo_api.store") / "lua"
-    common = (folder / "common.lua").read_text()
+    keys = f"local {', '.join(RUN_KEYS)} = unpack(KEYS)\n"
+    own_keys = f"local own_keys = {{unpack(KEYS, {len(RUN_KEYS) + 1})}}\n"
+    common = keys + own_keys + (folder / "common.lua").read_text()
     return {
         file.name.removesuffix(".lua"): redis.register_script(common + file.read_text())
         for file in folder.iterdir()
         if file.name.endswith(".lua")
     }
+
+
+async def check_redis(link: RedisLink, lifetime: Lifetime) -> None:
+    """Log whether Redis answers, and whether it saves the run to disk, as far as it tells.
+
+    Raises:
+        UnsuitableRedis: Redis may evict keys of the run.
+    """
+    try:
+        await link.ping()
+    except (StoreUnavailable, ResponseError) as error:
+        _log.warning(
+            "redis.unreachable",
+            redis=link.where,
+            reason=str(error),
+            hint="requests wait for Redis; start Redis, or check --redis-url",
+        )
+    memory: dict[str, Any] = await _told(link, lifetime, "INFO", "memory") or {}
+    policy = memory.get("maxmemory_policy", _NO_EVICTION)
+    if policy != _NO_EVICTION:
+        raise UnsuitableRedis(
+            f"Redis at {link.where} has maxmemory-policy {policy}, so it would delete "
+            "receipts, groups or more of the run when its memory is full; set "
+            f"maxmemory-policy {_NO_EVICTION} (redis-cli CONFIG SET maxmemory-policy "
+            f"{_NO_EVICTION}, or the parameter of that name of a managed service)"
+        )
+    persistence: dict[str, Any] = await _told(link, lifetime, "INFO", "persistence") or {}
+    match persistence.get("aof_enabled"):
+        case 1:
+            flat: list[bytes] = await _told(link, lifetime, "CONFIG", "GET", "appendfsync") or []
+            appendfsync = flat[1].decode() if flat else "unknown: Redis rejects CONFIG"
+            _log.info("redis.persistent", appendfsync=appendfsync)
+        case 0:
+            _log.warning(
+                "redis.not_persistent",
+                hint="a restart of Redis loses the run; start Redis with --appendonly yes",
+            )
+
+
+async def _told(link: RedisLink, lifetime: Lifetime, *command: str) -> Any:
+    """The answer, however late Redis starts; None if Redis rejects the command, as managed services
+    do, or if the server stops first."""
+    while not lifetime.closing.is_set():
+        try:
+            return await link.call(*command)
+        except ResponseError:
+            break
+        except StoreUnavailable:
+            await lifetime.closes_within(_PERSISTENCE_RETRY_S)
+    return None
+
+
+async def watch_disk(
+    link: RedisLink, lifetime: Lifetime, disk_bytes: int | None, poll_s: float = POLL_S
+) -> None:
+    """Log a warning each time that the append-only file gets too large, until the server stops.
+
+    Args:
+        disk_bytes: that Redis' files may take; None: unknown, nothing is watched
+    """
+    if disk_bytes is None:
+        return
+    was_large = False
+    while not lifetime.closing.is_set():
+        held = await _file_bytes(link)
+        is_large = was_large if held is None else held > WARN_SHARE * disk_bytes
+        if is_large and not was_large:
+            _log.warning(
+                "redis.disk_nearly_full",
+                append_only_file_bytes=held,
+                disk_bytes=disk_bytes,
+                hint="Redis ends when its disk is full: enlarge the disk, or lower "
+                "--max-queued-bytes and --max-leased-bytes",
+            )
+        was_large = is_large
+        await lifetime.closes_within(poll_s)
+
+
+async def _file_bytes(link: RedisLink) -> int | None:
+    """None if Redis does not tell."""
+    try:
+        told = await link.call("INFO", "persistence")
+    except (ResponseError, StoreUnavailable):
+        return None
+    return int(told.get("aof_current_size", 0))

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import structlog
 
 from grpo_core.errors import UnknownBatch
-from grpo_trainer.checkpoint.state import load_state, require_fit
-from grpo_trainer.checkpoint.store import RECORD, OpenedEpochs, SavedState, StateStore, read_state
+from grpo_trainer.checkpoint.store import (
+    RECORD,
+    OpenedEpochs,
+    SavedState,
+    StateRecord,
+    StateStore,
+    checksum_of_untrained,
+    read_state,
+    shapes_of,
+)
 from grpo_trainer.config.trainer import AUTO, NEVER, TrainerSettings
 from grpo_trainer.data.batches import BatchQueue, Position
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
-from grpo_trainer.model.policy import CausalLM
+from grpo_trainer.model.policy import CausalLM, device_of
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 log = structlog.get_logger()
@@ -33,9 +41,12 @@ def find_state(settings: TrainerSettings, store: StateStore) -> SavedState | Non
     if settings.resume != AUTO:
         return _named_state(Path(settings.resume))
     saved = store.newest()
-    if saved is not None and not _is_same_model(saved.record.model_name, settings.model):
+    if saved is None:
+        return None
+    model = saved.record.model_name
+    if model != settings.model and Path(model).resolve() != Path(settings.model).resolve():
         raise StateMismatch(
-            f"{saved.directory} is a checkpoint of the model {saved.record.model_name}, but "
+            f"{saved.directory} is a checkpoint of the model {model}, but "
             f"--model is {settings.model}. To train from the start, pass `--resume never` or "
             "another --save-path; if both names mean the same model, pass "
             f"--resume {saved.directory}"
@@ -57,13 +68,72 @@ def restore(
         StateMismatch, DamagedState, StateOfAnotherRun: nothing was changed at run-api.
     """
     require_fit(saved.record, policy, settings, str(saved.directory))
-    load_state(saved.load(), policy, optimizer)
+    saved.load(policy, optimizer)
     at = rejoin(api, settings, saved)
     # --resume may name a checkpoint of another --save-path.
     started = OpenedEpochs(saved.directory.parents[1]).newest()
     at = replace(at, epoch=max(at.epoch, started))
     log.info("run.resumed", checkpoint=str(saved.directory), step=at.step, batch_id=at.batch_id)
     return at
+
+
+def require_fit(
+    record: StateRecord, policy: CausalLM, settings: TrainerSettings, where: str
+) -> None:
+    """Args: where: the checkpoint's directory, for the message.
+
+    Raises:
+        StateMismatch: another model, mode, adapter or optimizer; lists every difference.
+    """
+    ours, saved = shapes_of(policy), record.parameters
+    is_other_base = record.frozen is not None and record.frozen != checksum_of_untrained(
+        policy, settings
+    )
+    problems = _other_options(record, settings, device_of(policy).type)
+    problems += [
+        f"{name}: this parameter is not in the checkpoint" for name in ours if name not in saved
+    ]
+    problems += [
+        f"{name}: this parameter is not in the model" for name in saved if name not in ours
+    ]
+    problems += [
+        f"{name}: shape {list(saved[name])} in the checkpoint, {list(shape)} in the model"
+        for name, shape in ours.items()
+        if name in saved and saved[name] != shape
+    ]
+    if is_other_base and not problems:
+        problems = [
+            "frozen weights: those of this run differ from those of the checkpoint; "
+            + (
+                "if the server serves another run's weights, restart the server"
+                if settings.lora is None
+                else "--model is another model than the one that the adapter was trained on"
+            )
+        ]
+    if problems:
+        raise StateMismatch(
+            f"{where} does not fit {settings.model}:\n  "
+            + "\n  ".join(problems)
+            + "\nto train from the start, pass `--resume never` or another --save-path"
+        )
+
+
+def _other_options(record: StateRecord, settings: TrainerSettings, device_type: str) -> list[str]:
+    now = settings.lora
+    pairs: list[tuple[str, object, object]] = [
+        ("mode", record.mode, settings.sync.mode),
+        ("optimizer", record.optimizer, settings.optimizer_on(device_type)),
+        ("master dtype", record.master_dtype, settings.master_dtype),
+    ]
+    if record.lora is not None and now is not None:
+        pairs += [
+            (f"lora {name}", getattr(record.lora, name), getattr(now, name)) for name in asdict(now)
+        ]
+    return [
+        f"{what}: the checkpoint has {then}, this run has {this}"
+        for what, then, this in pairs
+        if then != this
+    ]
 
 
 def continued_settings(settings: TrainerSettings, saved: SavedState | None) -> TrainerSettings:
@@ -153,7 +223,3 @@ def _named_state(path: Path) -> SavedState:
             "name a directory in trainer_state/, or the --save-path of a run"
         )
     return saved
-
-
-def _is_same_model(saved: str, wanted: str) -> bool:
-    return saved == wanted or Path(saved).resolve() == Path(wanted).resolve()

@@ -8,20 +8,19 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from grpo_trainer.checkpoint.state import capture
 from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
-from grpo_trainer.checkpoint.store import StateStore
+from grpo_trainer.checkpoint.store import StateStore, capture
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.config.sync import SERVED_KEPT
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.control import Coefficients
 from grpo_trainer.data.batches import BatchQueue, Position
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.export import (
+from grpo_trainer.model.loading import (
     FINAL_ADAPTER,
     FINAL_MODEL,
+    TrainedWeights,
     remove_checkpoint,
-    save_policy,
 )
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -129,7 +128,9 @@ class Saver:
     def _save_model(self, name: str) -> None:
         settings = self.settings
         target = settings.save_path / name
-        save_policy(self.policy, settings.model, target, settings.lora is not None)
+        weights = TrainedWeights(settings.model, settings.lora)
+        weights.write(self.policy, target, with_tokenizer=True)
+        log.info("model.exported", directory=str(target))
         if name in (FINAL_MODEL, FINAL_ADAPTER):
             return
         self._checkpoints = [*(kept for kept in self._checkpoints if kept != name), name]
@@ -139,7 +140,7 @@ class Saver:
     def _save_state(self, position: Position, *, acknowledges: bool = True) -> None:
         started = time.monotonic()
         run_uuid = self.api.run_uuid
-        state = capture(
+        record = capture(
             self.policy,
             self.optimizer,
             self.settings,
@@ -150,7 +151,8 @@ class Saver:
             self.coefficients.kl.to_save,
             self.coefficients.tau.to_save,
         )
-        directory = self.store.save(state)
+        tensors = self.optimizer.tensors(list(record.parameters))
+        directory = self.store.save(record, tensors)
         self._saved = position
         log.info(
             "checkpoint.saved",

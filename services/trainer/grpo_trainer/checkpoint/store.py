@@ -1,21 +1,30 @@
-"""Writes checkpoints completely, verifies them when they are read, and keeps the newest two.
+"""Checkpoints: a record and the tensors that the next step depends on, in one directory each.
 
-Their names begin with a number that increases over all runs of a save path, so the name shows which
-one is the newest.
+    <save path>/trainer_state/000007_step_30/
+        trainer_state.json     `StateRecord`
+        tensors.safetensors    master/<name>, and the update rule's state: for AdamW, in fp32,
+                               exp_avg/<name>, exp_avg_sq/<name>, step/<name>
+
+A resumed run computes exactly what the uninterrupted run would have computed. The learning rate and
+the random numbers of stochastic rounding follow from the step and the settings, so they are not
+saved. The number in front of a name increases over all runs of a save path, and the newest two
+checkpoints are kept.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
-import json
+import random
 import re
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, Self
 
+import numpy
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,10 +33,184 @@ from grpo_trainer.atomic_files import (
     make_directory,
     remove_directory,
     whole_directory,
+    write_tensors,
     write_whole,
 )
-from grpo_trainer.checkpoint.state import FileFacts, StateRecord, TrainerState
+from grpo_trainer.config.sync import LoraOptions, ModeName
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.data.batches import Position
 from grpo_trainer.errors import DamagedState
+from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.policy import CausalLM, device_of, frozen_checksum
+from grpo_trainer.optim.loss_scale import ScaleRecord
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
+
+
+class FileFacts(BaseModel):
+    """Size and checksum of a file. `sha256` is in hexadecimal."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size_bytes: int = Field(ge=0)
+    sha256: str
+
+
+class StateRecord(BaseModel):
+    """The content of `trainer_state.json`.
+
+    `parameters` maps the name of each trained parameter to its shape. `frozen` is a checksum of the
+    weights that --train-layer-indices freezes, or of some weights of an adapter's base model.
+    `files` describes all other files of the directory. `mode` is --mode. `lora` is None if the
+    whole model is trained. `loss_scale` is None if no scale is used. `run_uuid` identifies the run
+    at run-api of `batch_id`; None in checkpoints of former versions. `checkpoints` lists the run's
+    exported models, the oldest first. `noise` is the rounding noise of the publication check, None
+    if it was not measured. `kl_coef` is the weight of the KL penalty after this step, None if it is
+    fixed. `maxent` is tau and the average entropy, see `Tau`; None if tau is fixed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    format: Literal[1] = 1
+    step: int = Field(ge=0)
+    batch_id: int = Field(ge=0)
+    epoch: int = Field(ge=0)
+    run_uuid: str | None = None
+    model_name: str
+    mode: ModeName = "shared_vllm"
+    lora: LoraOptions | None = None
+    optimizer: str
+    master_dtype: str = "float32"
+    parameters: dict[str, tuple[int, ...]]
+    frozen: int | None = None
+    rng: RngState
+    loss_scale: ScaleRecord | None = None
+    checkpoints: tuple[str, ...] = ()
+    noise: float | None = None
+    kl_coef: float | None = None
+    maxent: tuple[float, float] | None = None
+    wandb_group: str = ""
+    files: dict[str, FileFacts] = {}
+
+    @property
+    def position(self) -> Position:
+        return Position(self.step, self.batch_id, self.epoch)
+
+
+def capture(
+    policy: CausalLM,
+    optimizer: MasterOptimizer,
+    settings: TrainerSettings,
+    position: Position,
+    run_uuid: str,
+    checkpoints: Sequence[str] = (),
+    noise: float | None = None,
+    kl_coef: float | None = None,
+    maxent: tuple[float, float] | None = None,
+) -> StateRecord:
+    """The record of a checkpoint between two steps, without its files."""
+    return StateRecord(
+        step=position.step,
+        batch_id=position.batch_id,
+        epoch=position.epoch,
+        run_uuid=run_uuid,
+        model_name=settings.model,
+        mode=settings.sync.mode,
+        lora=settings.lora,
+        optimizer=settings.optimizer_on(device_of(policy).type),
+        master_dtype=settings.master_dtype,
+        parameters=shapes_of(policy),
+        frozen=checksum_of_untrained(policy, settings),
+        rng=RngState.capture(),
+        loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.record,
+        checkpoints=tuple(checkpoints),
+        noise=noise,
+        kl_coef=kl_coef,
+        maxent=maxent,
+        wandb_group=settings.wandb_group,
+    )
+
+
+def shapes_of(policy: CausalLM) -> dict[str, tuple[int, ...]]:
+    """Shapes of the trained parameters, in the order of the optimizer's master weights."""
+    return {name: tuple(p.shape) for name, p in trained_parameters(policy).items()}
+
+
+def checksum_of_untrained(policy: CausalLM, settings: TrainerSettings) -> int | None:
+    """The checksum of the weights that --train-layer-indices freezes, or of an adapter's base
+    model; None if all weights are trained."""
+    adapts = settings.lora is not None
+    if not adapts and settings.trained_layers is None:
+        return None
+    return frozen_checksum(policy, is_sample=adapts)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class NumpyState(_Record):
+    """The state of numpy's global MT19937 generator; `keys` is base64 of 624 uint32."""
+
+    keys: str
+    position: int
+    has_gauss: int
+    cached_gauss: float
+
+
+class PythonState(_Record):
+    """`random.getstate()`"""
+
+    version: int
+    words: tuple[int, ...]
+    cached_gauss: float | None
+
+
+class RngState(_Record):
+    """The states of all random generators that this process may use. `torch` is base64, and so is
+    each entry of `cuda`, one for each visible GPU; () if no GPU is used."""
+
+    torch: str
+    numpy: NumpyState
+    python: PythonState
+    cuda: tuple[str, ...] = ()
+
+    @classmethod
+    def capture(cls) -> Self:
+        drawn = numpy.random.get_state(legacy=False)
+        version, words, gauss = random.getstate()
+        uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        on_gpus = torch.cuda.get_rng_state_all() if uses_gpu else []
+        return cls(
+            torch=_text(torch.get_rng_state().numpy().tobytes()),
+            cuda=tuple(_text(state.numpy().tobytes()) for state in on_gpus),
+            numpy=NumpyState(
+                keys=_text(drawn["state"]["key"].astype("<u4").tobytes()),
+                position=drawn["state"]["pos"],
+                has_gauss=drawn["has_gauss"],
+                cached_gauss=drawn["gauss"],
+            ),
+            python=PythonState(version=version, words=words, cached_gauss=gauss),
+        )
+
+    def restore(self) -> None:
+        """Raises ValueError, TypeError or RuntimeError if these are not valid states."""
+        mt, python = self.numpy, self.python
+        keys = numpy.frombuffer(base64.b64decode(mt.keys, validate=True), dtype="<u4")
+        torch.set_rng_state(_tensor(self.torch))
+        # With another number of GPUs the saved states do not apply.
+        if len(self.cuda) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all([_tensor(state) for state in self.cuda])
+        numpy.random.set_state(("MT19937", keys, mt.position, mt.has_gauss, mt.cached_gauss))
+        random.setstate((python.version, python.words, python.cached_gauss))
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+
+
+def _text(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
 
 STATES = "trainer_state"
 RECORD, TENSORS = "trainer_state.json", "tensors.safetensors"
@@ -43,19 +226,29 @@ class SavedState:
     directory: Path
     record: StateRecord
 
-    def load(self) -> TrainerState:
-        """Load the tensors. Raises `DamagedState` if a file has changed since it was written."""
+    def load(self, policy: CausalLM, optimizer: MasterOptimizer) -> None:
+        """Load the checkpoint into the master weights and random generators. The next write updates
+        the policy's parameters.
+
+        Raises:
+            DamagedState: a file has changed since it was written; nothing was loaded.
+        """
+        record = self.record
         problems = [
             problem
-            for name, facts in self.record.files.items()
+            for name, facts in record.files.items()
             if (problem := _problem(self.directory / name, facts))
         ]
         if problems:
             raise _damaged(self.directory, "; ".join(problems))
         try:
-            return TrainerState(self.record, load_file(self.directory / TENSORS))
+            tensors = load_file(self.directory / TENSORS)
         except (OSError, SafetensorError) as error:
             raise _damaged(self.directory, f"cannot read {TENSORS}: {error}") from error
+        optimizer.load_tensors(list(shapes_of(policy)), tensors)
+        if optimizer.loss_scale is not None and record.loss_scale is not None:
+            optimizer.loss_scale.record = record.loss_scale
+        record.rng.restore()
 
 
 class StateStore:
@@ -64,7 +257,7 @@ class StateStore:
     def __init__(self, save_path: Path) -> None:
         self.directory = save_path / STATES
 
-    def save(self, state: TrainerState) -> Path:
+    def save(self, record: StateRecord, tensors: Mapping[str, Tensor]) -> Path:
         """Write a checkpoint durably, then remove all but the newest two.
 
         Raises:
@@ -72,13 +265,13 @@ class StateStore:
                 checkpoints are intact.
         """
         number = max(self._numbered(), default=0) + 1
-        target = self.directory / f"{number:06}_step_{state.record.step}"
+        target = self.directory / f"{number:06}_step_{record.step}"
         with whole_directory(target) as directory:
             make_directory(self.directory)
-            digest = write_tensors(state.tensors, directory / TENSORS)
+            digest = write_tensors(tensors, directory / TENSORS)
             size_bytes = (directory / TENSORS).stat().st_size
             files = {TENSORS: FileFacts(size_bytes=size_bytes, sha256=digest)}
-            _write_record(state.record.model_copy(update={"files": files}), directory)
+            _write_record(record.model_copy(update={"files": files}), directory)
         for _, path in sorted(self._numbered().items())[:-KEPT]:
             remove_directory(path)
         return target
@@ -102,14 +295,12 @@ def read_state(directory: Path) -> SavedState:
     except OSError as error:
         raise _damaged(directory, f"cannot read {RECORD}: {error}") from error
     except ValidationError as error:
-        raise _damaged(directory, f"{RECORD} is invalid: {_problems_of(error)}") from error
+        problems = (
+            f"{'.'.join(map(str, found['loc'])) or 'JSON'}: {found['msg']}"
+            for found in error.errors()
+        )
+        raise _damaged(directory, f"{RECORD} is invalid: {'; '.join(problems)}") from error
     return SavedState(directory, record)
-
-
-def _problems_of(error: ValidationError) -> str:
-    return "; ".join(
-        f"{'.'.join(map(str, found['loc'])) or 'JSON'}: {found['msg']}" for found in error.errors()
-    )
 
 
 def _write_record(record: StateRecord, directory: Path) -> None:
@@ -138,62 +329,6 @@ def _damaged(directory: Path, what: str) -> DamagedState:
         "resume without these batches from an older checkpoint, pass --resume DIRECTORY; to train "
         "from the start, pass `--resume never`"
     )
-
-
-PART_BYTES = 64 << 20
-"""Number of bytes copied to the host at a time."""
-_ALIGNMENT = 8
-_DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint8: "U8",
-}
-
-
-def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> str:
-    """Write a safetensors file in parts of bounded size; returns its SHA-256 in hexadecimal.
-
-        8 bytes length of the header (little endian), header (JSON), the tensors' bytes without gaps
-
-    The safetensors library would copy all tensors of a file to the host at once: for a checkpoint
-    on a GPU, 12 bytes per weight.
-
-    Args:
-        tensors: on any device, of a floating type or uint8
-    Raises:
-        OSError: the file could not be written, e.g. the disk is full.
-    """
-    # The widest elements come first, so that each tensor begins at a multiple of its element size.
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for part in _parts(ordered):
-            digest.update(part)
-            file.write(part)
-    return digest.hexdigest()
-
-
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    described, begin = {}, 0
-    for name, tensor in tensors.items():
-        end = begin + tensor.nbytes
-        described[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(described).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
-
-
-def _parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    yield _header(tensors)
-    for tensor in tensors.values():
-        for part in torch.split(tensor.detach().reshape(-1).view(torch.uint8), PART_BYTES):
-            yield part.cpu().numpy().data
 
 
 class OpenedEpochs:

@@ -137,7 +137,8 @@ def recomputed(policy: CausalLM, table: TokenTable, batch: Batch) -> Iterator[Hy
     if len(table) < MIN_TOKENS:
         return
     logits = logits_of(policy, table, batch)  # [N, V]
-    columns = (targets_of(table, batch), table.behaviour_logp, table.temperature)
+    ids = torch.cat([tokens[trained] for tokens, trained in _sequences(table, batch)])
+    columns = (ids, table.behaviour_logp, table.temperature)
     targets, logged, stated = (column.to(logits.device) for column in columns)
 
     def distance(temperature: Tensor) -> float:
@@ -230,11 +231,6 @@ def subsample(table: TokenTable) -> TokenTable:
         places = (table.sequence == number).nonzero()[:, 0]
         keep[places[:SAMPLE_TOKENS]] = keep[places[-SAMPLE_TOKENS:]] = True
     return table.where(keep)
-
-
-def targets_of(table: TokenTable, batch: Batch) -> Tensor:
-    """[N] the table's tokens, in host memory."""
-    return torch.cat([tokens[trained] for tokens, trained in _sequences(table, batch)])
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
-"""Logs the findings of checks whose evidence does not end the run."""
+"""Warns without ending the run: findings of checks, and metrics outside their healthy range."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -11,7 +12,8 @@ import structlog
 log = structlog.get_logger()
 
 REPEAT_EVERY_STEPS = 50
-"""Minimum number of steps between two warnings of one check about one environment."""
+"""Minimum number of steps between two warnings of one check about one environment, or about one
+metric."""
 
 
 class CheckName(StrEnum):
@@ -66,3 +68,90 @@ class FindingLog:
                 hint=finding.hint,
             )
         return count
+
+
+STEPS_IN_A_ROW = 3
+
+
+@dataclass(frozen=True)
+class HealthyRange:
+    """A metric's healthy range, both bounds included. `look_at` names what to check outside it."""
+
+    metric: str
+    low: float
+    high: float
+    look_at: str
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"at least {self.low:g}"
+        return f"{self.low:g} to {self.high:g}"
+
+
+RANGES = (
+    HealthyRange(
+        "grpo/effective_sample_fraction",
+        0.2,
+        1.0,
+        "few tokens decide the gradient, because the policy is far from the weights that sampled "
+        "them: lower --lr, or lower --max-batches-offpolicy of the environments",
+    ),
+    HealthyRange(
+        "grpo/clipped_fraction",
+        0.0,
+        0.5,
+        "the importance ratio of many tokens is outside the clipping range: lower --lr, lower "
+        "--max-batches-offpolicy of the environments, or widen the range (--clip-eps), which is "
+        "very narrow in --objective gspo",
+    ),
+    HealthyRange(
+        "train/loss",
+        -10.0,
+        math.inf,
+        "importance ratios or advantages are too large: check grpo/ratio_max, "
+        "reward/std_in_group and the environment's scores",
+    ),
+)
+
+
+@dataclass
+class _Watch:
+    """`outside`: number of steps in a row outside the range; `unreported`: number of steps outside
+    since the last warning."""
+
+    warned_at: int = -REPEAT_EVERY_STEPS
+    outside: int = 0
+    unreported: int = 0
+
+
+class RangeWatch:
+    """Warns when a value is outside its range for three steps in a row, then at most every 50
+    steps. A single step is chance: one token with a large ratio is enough."""
+
+    def __init__(self) -> None:
+        self._watches = {healthy.metric: _Watch() for healthy in RANGES}
+
+    def look(self, record: Mapping[str, float]) -> None:
+        """Args: record: one step's metrics; metrics that are missing are not checked."""
+        step = int(record["step"])
+        for healthy in RANGES:
+            value, watch = record.get(healthy.metric), self._watches[healthy.metric]
+            if value is None:
+                continue
+            if healthy.low <= value <= healthy.high:
+                watch.outside = 0
+                continue
+            watch.outside += 1
+            watch.unreported += 1
+            if watch.outside < STEPS_IN_A_ROW or step - watch.warned_at < REPEAT_EVERY_STEPS:
+                continue
+            log.warning(
+                "metric.out_of_range",
+                metric=healthy.metric,
+                value=value,
+                healthy=str(healthy),
+                step=step,
+                steps_outside_since_last_warning=watch.unreported,
+                hint=healthy.look_at,
+            )
+            watch.warned_at, watch.unreported = step, 0

@@ -68,17 +68,17 @@ class GroupCheck:
         )
         self._beginnings: defaultdict[int | None, _Beginning] = defaultdict(_Beginning)
 
-    def findings(self, groups: Sequence[UsableGroup], held: PolicyVersion) -> Iterator[Finding]:
+    def findings(self, groups: Sequence[UsableGroup], current: PolicyVersion) -> Iterator[Finding]:
         """Args:
         groups: the usable groups of one batch
-        held: version of the trainer's weights
+        current: version of the trainer's weights
         """
         by_env: defaultdict[int | None, list[UsableGroup]] = defaultdict(list)
         for usable in groups:
             by_env[usable.group.env_id].append(usable)
         for env_id, mine in by_env.items():
             yield from self._of_masks(env_id, mine)
-            yield from _of_versions(env_id, mine, held)
+            yield from _of_versions(env_id, mine, current)
             # Advantages from the environment need no scores.
             scored = [usable for usable in mine if not usable.group.advantages]
             scores = [score for usable in scored for score in usable.group.scores]
@@ -144,12 +144,12 @@ class GroupCheck:
 
 
 def _of_versions(
-    env_id: int | None, groups: Iterable[UsableGroup], held: PolicyVersion
+    env_id: int | None, groups: Iterable[UsableGroup], current: PolicyVersion
 ) -> Iterator[Finding]:
     ahead = [
         (last, newest)
         for usable in groups
-        for newest in [held if usable.received_under is None else usable.received_under]
+        for newest in [current if usable.received_under is None else usable.received_under]
         for _, last in usable.facts.policy_version
         if last > newest
     ]

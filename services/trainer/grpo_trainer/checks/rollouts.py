@@ -88,21 +88,21 @@ class RolloutCheck:
         self,
         batch: Batch,
         table: TokenTable,
-        held: PolicyVersion,
+        current: PolicyVersion,
         doubted: Container[int | None] = (),
     ) -> Iterator[Finding]:
         """Check a batch, one environment at a time.
 
         Args:
-            table: the batch's trained tokens, with logprobs of the weights that `held` names
+            table: the batch's trained tokens, with logprobs of the weights that `current` names
             doubted: environments whose older completions another check found unlikely
 
         Raises:
             RolloutMismatch: names the environment, the numbers and the likeliest cause.
         """
-        is_fresh = fresh_tokens(table, batch, held)
+        is_fresh = fresh_tokens(table, batch, current)
         for env_id in dict.fromkeys(origin.env_id for origin in batch.origins):
-            where = f"Step {held.step}, environment {env_id}"
+            where = f"Step {current.step}, environment {env_id}"
             is_mine = table.of_sequences(origin.env_id == env_id for origin in batch.origins)
             fresh = table.where(is_mine & is_fresh)
             self._check_fresh(where, batch, fresh)
@@ -111,7 +111,7 @@ class RolloutCheck:
             unlikely = groups_with_unlikely_prefix(table.where(is_mine), batch.origins)
             self._check_shared_prefixes(where, unlikely, {origin.group for origin in origins})
             is_doubted = env_id in doubted or env_id in self._suspected | self._tempered
-            is_due = is_doubted or held.step % LOOK_EVERY_STEPS == 0
+            is_due = is_doubted or current.step % LOOK_EVERY_STEPS == 0
             if is_due and len(fresh) < PROOF_TOKENS:
                 older = table.where(is_mine & ~is_fresh)
                 yield from self._check_older(where, env_id, batch, older)
@@ -195,9 +195,9 @@ class RolloutCheck:
         return mean_distance(torch.cat(served), torch.cat(ours))
 
 
-def fresh_tokens(table: TokenTable, batch: Batch, held: PolicyVersion) -> Tensor:
-    """[N] bool, which tokens the weights that `held` names sampled."""
-    return table.of_sequences(origin.version == held for origin in batch.origins)
+def fresh_tokens(table: TokenTable, batch: Batch, current: PolicyVersion) -> Tensor:
+    """[N] bool, which tokens the weights that `current` names sampled."""
+    return table.of_sequences(origin.version == current for origin in batch.origins)
 
 
 def groups_with_unlikely_prefix(table: TokenTable, origins: Sequence[Origin]) -> set[int]:

@@ -79,29 +79,29 @@ class SamplingCheck:
         self._doubted: set[int | None] = set()
 
     def findings(
-        self, table: TokenTable, is_logged: Tensor, batch: Batch, held: PolicyVersion
+        self, table: TokenTable, is_logged: Tensor, batch: Batch, current: PolicyVersion
     ) -> Iterator[Finding]:
         """Args:
         table: N trained tokens
         is_logged: [N] whether the behaviour logprobs were logged
-        held: version of the policy's weights
+        current: version of the policy's weights
         """
-        earlier, is_look = self._earlier, held.step % LOOK_EVERY_STEPS == 0
+        earlier, is_look = self._earlier, current.step % LOOK_EVERY_STEPS == 0
         if is_look:
-            self._earlier = _some(table, batch, held.step)
+            self._earlier = _some(table, batch, current.step)
         table = table.where(is_logged)
         if not len(table):
             return
         part = table.where(~table.above.isnan())
-        place, weight = _place(part, held.step), part.diff.exp().clamp(max=MAX_WEIGHT)
-        recent = table.of_sequences(_is_recent(origin.version, held) for origin in batch.origins)
+        place, weight = _place(part, current.step), part.diff.exp().clamp(max=MAX_WEIGHT)
+        recent = table.of_sequences(_is_recent(origin.version, current) for origin in batch.origins)
         env_ids = [origin.env_id for origin in batch.origins]
         for env_id in dict.fromkeys(env_ids):
             mine = part.of_sequences(other == env_id for other in env_ids)
             ends = self._ends[env_id]
             ends.append(_end_sums(place[mine], weight[mine]))
             yield from _of_ends(env_id, ends)
-            if is_look and earlier is not None and earlier.step < held.step:
+            if is_look and earlier is not None and earlier.step < current.step:
                 is_mine = table.of_sequences(other == env_id for other in env_ids)
                 yield from self._of_distance(env_id, table.where(is_mine & recent), earlier)
 
@@ -153,11 +153,11 @@ def _place(part: TokenTable, step: int) -> Tensor:
     return part.above + random * part.logp.exp()
 
 
-def _is_recent(version: PolicyVersion | None, held: PolicyVersion) -> bool:
+def _is_recent(version: PolicyVersion | None, current: PolicyVersion) -> bool:
     """Whether the version is at most as old as the tokens that measure the movement."""
-    if version is None or version.epoch != held.epoch:
+    if version is None or version.epoch != current.epoch:
         return False
-    return held.step - version.step <= LOOK_EVERY_STEPS
+    return current.step - version.step <= LOOK_EVERY_STEPS
 
 
 def _end_sums(place: Tensor, weight: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from grpo_trainer.model.adapter import adapter_dropouts
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
 from grpo_trainer.model.policy import CausalLM, device_of, vocabulary_of
 from grpo_trainer.objectives import ADVANTAGES, GRPO, LOSSES, Objective
-from grpo_trainer.optim.gradients import LossScale
+from grpo_trainer.optim.loss_scale import LossScale
 
 log = structlog.get_logger()
 

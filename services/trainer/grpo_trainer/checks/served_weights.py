@@ -280,31 +280,6 @@ class PublicationCheck:
         )
 
 
-@dataclass(frozen=True)
-class SharedMemoryCheck:
-    """If both sides share the weights' memory: checks the server at the start, after the first
-    update and after every `every_steps`-th. The other modes check every publication."""
-
-    served: PublicationCheck
-    optimizer: MasterOptimizer
-    every_steps: int
-
-    def at_start(self) -> None:
-        """Raises `ServedWeightsDiffer`: the server serves other weights."""
-        self.served.require(None, "Before the first step")
-
-    def after_step(self, step: int) -> Alignment | None:
-        """None if no check is due after the step with this index.
-
-        Raises:
-            ServedWeightsDiffer: the server serves other weights, or the update was not written.
-        """
-        if step != 0 and (step + 1) % self.every_steps != 0:
-            return None
-        require_written(self.optimizer, step)
-        return self.served.require(None, f"After step {step}")
-
-
 def require_written(optimizer: MasterOptimizer, step: int) -> None:
     """Check that the shared memory contains the update. A comparison of logprobs cannot show this,
     because both sides read the same memory.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -20,8 +21,12 @@ from grpo_core.settings import (
 )
 from grpo_core.settings.machine import missing_model, not_writable
 from grpo_trainer.config.objective import ObjectiveOptions
-from grpo_trainer.config.packages import missing_packages
-from grpo_trainer.config.processes import ProcessOptions
+from grpo_trainer.config.optimizer import (
+    BITSANDBYTES,
+    BITSANDBYTES_PIN,
+    OptimizerOptions,
+    ProcessOptions,
+)
 from grpo_trainer.config.sync import (
     MODES,
     CheckpointRestartSettings,
@@ -32,7 +37,7 @@ from grpo_trainer.config.sync import (
     ModeOptions,
     SharedVllmSettings,
 )
-from grpo_trainer.config.trainer import AUTO, NEVER, RunOptions, TrainerSettings
+from grpo_trainer.config.trainer import AUTO, NEVER, ForwardOptions, RunOptions, TrainerSettings
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -91,26 +96,10 @@ COMMAND = Command(
         ),
         "Optimizer": (
             "steps",
-            "lr",
-            "lr_schedule",
-            "warmup_steps",
-            "warmup_ratio",
-            "optimizer",
-            "adam_beta1",
-            "adam_beta2",
-            "adam_eps",
-            "weight_decay",
-            "max_grad_norm",
-            "master_dtype",
-            "rounding",
+            *(name for name in OptimizerOptions.model_fields if name != "fsdp"),
         ),
         "Objective": tuple(ObjectiveOptions.model_fields),
-        "Forward pass": (
-            "packing",
-            "fused_head",
-            "compile",
-            "gradient_checkpointing",
-        ),
+        "Forward pass": tuple(ForwardOptions.model_fields),
         "Inference server": (
             "inference_url",
             "vllm_api_key",
@@ -256,26 +245,25 @@ class CommandLine(
             yield Mistake("fsdp", "excludes --compile")
 
     def start_mistakes(self) -> Iterator[Mistake]:
-        if problem := missing_model(self.model):
-            yield Mistake("model", problem)
-        if self.reference_model and (problem := missing_model(self.reference_model)):
-            yield Mistake("reference_model", problem)
+        for name in ("model", "reference_model"):
+            model = getattr(self, name)
+            if model and (problem := missing_model(model)):
+                yield Mistake(name, problem)
         if self.memory_plan:
             return
-        if self.trainer_rank:  # rank 0 writes all files
-            yield from missing_packages(self)
-            return
-        if problem := not_writable(self.save_path):
-            yield Mistake("save_path", problem)
-        if self.metrics_file and (problem := not_writable(self.metrics_file.parent)):
-            yield Mistake("metrics_file", problem)
-        if self.rollouts_dir and (problem := not_writable(self.rollouts_dir)):
-            yield Mistake("rollouts_dir", problem)
-        if self.resume not in (AUTO, NEVER) and not Path(self.resume).is_dir():
-            yield Mistake(
-                "resume",
-                f"no such directory: {self.resume}; auto resumes from the newest checkpoint",
-            )
+        if not self.trainer_rank:  # rank 0 writes all files
+            for name, directory in (
+                ("save_path", self.save_path),
+                ("metrics_file", self.metrics_file and self.metrics_file.parent),
+                ("rollouts_dir", self.rollouts_dir),
+            ):
+                if directory and (problem := not_writable(directory)):
+                    yield Mistake(name, problem)
+            if self.resume not in (AUTO, NEVER) and not Path(self.resume).is_dir():
+                yield Mistake(
+                    "resume",
+                    f"no such directory: {self.resume}; auto resumes from the newest checkpoint",
+                )
         yield from missing_packages(self)
 
     def settings(self) -> TrainerSettings:
@@ -293,11 +281,6 @@ class CommandLine(
 def parse_command(argv: Sequence[str]) -> CommandLine:
     """Reads a command line. A mistake ends the process with status 2 and one line."""
     return load_settings(CommandLine, argv, at_start=True)
-
-
-def parse_settings(argv: Sequence[str]) -> TrainerSettings:
-    """Settings of a command line. A mistake ends the process with status 2 and one line."""
-    return parse_command(argv).settings()
 
 
 def resolved(settings: TrainerSettings) -> dict[str, Any]:
@@ -320,3 +303,16 @@ def config_yaml(settings: TrainerSettings) -> str:
 
 def _values(model: TrainerSettings | ModeOptions) -> dict[str, Any]:
     return {name: getattr(model, name) for name in type(model).model_fields}
+
+
+def missing_packages(options: RunOptions) -> Iterator[Mistake]:
+    """One mistake for each option whose package is not installed. Nothing is imported."""
+    needs = {
+        "optimizer": (options.optimizer == "adamw_8bit", BITSANDBYTES, BITSANDBYTES_PIN),
+        "tensorboard_dir": (options.tensorboard_dir is not None, "tensorboard", "tensorboard"),
+        "use_wandb": (options.use_wandb, "wandb", "wandb"),
+    }
+    for field, (is_needed, package, source) in needs.items():
+        if is_needed and find_spec(package) is None:
+            value = "adamw_8bit " if field == "optimizer" else ""
+            yield Mistake(field, f"{value}needs the package {package}: pip install {source}")

@@ -1,14 +1,17 @@
-"""Options of the optimizer, and which of them exclude each other."""
+"""Options of the optimizer, and of a trainer that consists of several processes (ranks)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from grpo_core.settings import Mistake, Shown
 
+BITSANDBYTES = "bitsandbytes"
+BITSANDBYTES_PIN = "bitsandbytes==0.50.2"
+"""As in constraints.txt."""
 ScheduleName = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 
@@ -80,10 +83,7 @@ class OptimizerOptions(BaseModel):
     def optimizer_conflicts(self) -> Iterator[Mistake]:
         """Options that exclude each other."""
         if self.master_dtype == "float32" and self.rounding == "stochastic":
-            yield Mistake(
-                "rounding",
-                "stochastic needs --master-dtype bfloat16",
-            )
+            yield Mistake("rounding", "stochastic needs --master-dtype bfloat16")
         if self.warmup_steps and self.warmup_ratio:
             yield Mistake("warmup_ratio", "excludes --warmup-steps")
         if self.fsdp and self.optimizer not in (None, "adamw"):
@@ -92,3 +92,73 @@ class OptimizerOptions(BaseModel):
             is_default = getattr(self, name) == OptimizerOptions.model_fields[name].default
             if self.optimizer == "adafactor" and not is_default:
                 yield Mistake(name, "has no effect on --optimizer adafactor")
+
+
+class ProcessOptions(BaseModel):
+    """`torchrun` and `accelerate launch` set the variables of these options."""
+
+    world_size: int = Field(1, ge=1, description="Number of trainer processes (ranks)")
+    trainer_rank: int = Field(0, ge=0, description="Number of this trainer process, counted from 0")
+    local_rank: Annotated[int | None, Shown(default="--trainer-rank")] = Field(
+        None,
+        ge=0,
+        description="Number of this trainer process on its host, counted from 0. It is also the "
+        "number of its GPU",
+    )
+    init_method: str = Field(
+        "env://",
+        pattern=r"^(env://|tcp://.+|file:///.+)$",
+        description="Where the trainer processes meet: tcp://HOST:PORT, file:///PATH, or env:// for"
+        " MASTER_ADDR and MASTER_PORT, which torchrun sets",
+    )
+    rank_deadline_s: float = Field(
+        3600.0,
+        gt=0,
+        description="Seconds that a trainer process waits for another one. After this time it ends "
+        "with an error",
+    )
+    num_inference_nodes: int = Field(
+        0,
+        description="Only 0 is valid. 0 means one inference server, and only one server of a run "
+        "can receive new weights",
+    )
+
+    @field_validator("num_inference_nodes")
+    @classmethod
+    def _is_one_server(cls, value: int) -> int:
+        if value:
+            raise ValueError(
+                "the only valid value is 0, because 0 means one inference server, and only one "
+                "server of a run can receive new weights; --inference-url names this server"
+            )
+        return value
+
+    def process_conflicts(self, mode: str, device: str, waits_s: float) -> Iterator[Mistake]:
+        """Options that exclude each other. Args: waits_s: the longest wait of rank 0 alone"""
+        if self.trainer_rank >= self.world_size:
+            yield Mistake(
+                "trainer_rank",
+                f"{self.trainer_rank}: with --world-size {self.world_size} the ranks are 0 to "
+                f"{self.world_size - 1}",
+            )
+        if self.world_size == 1:
+            return
+        if mode == "shared_vllm":
+            yield Mistake(
+                "world_size",
+                f"{self.world_size}: mode shared_vllm needs one trainer process, because it trains "
+                "the server's own memory; pass --mode none, lora_only or lora_restart, or start "
+                "one process",
+            )
+        if ":" in device:
+            yield Mistake(
+                "device",
+                f"{device}: each of {self.world_size} trainer processes uses the GPU of its "
+                "--local-rank; omit --device, or select GPUs with CUDA_VISIBLE_DEVICES",
+            )
+        if self.rank_deadline_s <= waits_s:
+            yield Mistake(
+                "rank_deadline_s",
+                f"{self.rank_deadline_s:g}: other ranks wait while rank 0 waits for a batch or for "
+                f"the server, together up to {waits_s:g} s; pass more",
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -55,29 +56,26 @@ def served_rank(r: int) -> int:
     return enough[0]
 
 
-@contextlib.contextmanager
-def dropout_on(dropouts: Sequence[nn.Module]) -> Iterator[None]:
+def dropout_on(dropouts: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Switch dropout on inside the block only: a comparison with the server must not be random."""
-    for module in dropouts:
-        module.train()
-    try:
-        yield
-    finally:
-        for module in dropouts:
-            module.eval()
+    return _switched(dropouts, is_on=True)
 
 
-@contextlib.contextmanager
-def without_dropout(policy: CausalLM) -> Iterator[None]:
+def without_dropout(policy: CausalLM) -> AbstractContextManager[None]:
     """Switch all dropout off inside the block, whatever it was before."""
     active = [m for m in policy.modules() if isinstance(m, nn.Dropout) and m.training]
-    for module in active:
-        module.eval()
+    return _switched(active, is_on=False)
+
+
+@contextlib.contextmanager
+def _switched(modules: Sequence[nn.Module], is_on: bool) -> Iterator[None]:
+    for module in modules:
+        module.train(is_on)
     try:
         yield
     finally:
-        for module in active:
-            module.train()
+        for module in modules:
+            module.train(not is_on)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,12 @@
-"""Loads the policy onto its device, writes its weights, and recognises written weights."""
+"""Loads the policy onto its device, writes and exports its weights, and recognises written weights.
+
+An exported model loads with `AutoModelForCausalLM.from_pretrained`, an adapter with
+`PeftModel.from_pretrained`.
+"""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,11 +14,12 @@ import structlog
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from grpo_core.cpu import SLOW, is_slow_in_bfloat16
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB
 from grpo_core.weights.ref import WeightKind
-from grpo_trainer.atomic_files import whole_directory
+from grpo_trainer.atomic_files import remove_directory, whole_directory
 from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.config.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_trainer.errors import (
@@ -23,12 +29,6 @@ from grpo_trainer.errors import (
     UnusableOptimizer,
 )
 from grpo_trainer.model.adapter import adapter_tensors, with_adapter
-from grpo_trainer.model.export import (
-    as_in_files,
-    model_tensors,
-    write_adapter,
-    write_model,
-)
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.ranks.group import Ranks
 
@@ -153,17 +153,22 @@ class TrainedWeights:
         )
         return policy if self.lora is None else with_adapter(policy, self.lora)
 
-    def write(self, policy: CausalLM, target: Path) -> None:
-        """Write what a server that has the model's tokenizer needs, completely or not at all.
+    def write(self, policy: CausalLM, target: Path, with_tokenizer: bool = False) -> None:
+        """Write the model or adapter, completely or not at all. A server that has the model's
+        tokenizer needs no more.
 
         Raises:
             CheckpointNotSaved: a file could not be written, e.g. the disk is full.
         """
+        from transformers import AutoTokenizer
+
         with whole_directory(target) as directory:
             if self.lora is None:
                 write_model(policy, self.model_name, directory)
             else:
                 write_adapter(policy, directory)
+            if with_tokenizer:
+                AutoTokenizer.from_pretrained(self.model_name).save_pretrained(directory)
 
     def are_in(self, policy: CausalLM, directory: Path) -> bool:
         """Whether `directory`, written by `write`, holds exactly the policy's weights. False if it
@@ -225,3 +230,74 @@ def warn_of_slow_type(policy: CausalLM) -> None:
             reason=SLOW,
             hint="start the server and the trainer without --dtype, or with --dtype float32",
         )
+
+
+FINAL_MODEL = "final_model"
+FINAL_ADAPTER = "final_adapter"
+
+
+def write_model(policy: CausalLM, model_name: str, directory: Path) -> None:
+    """Write weights, configuration and generation configuration in transformers' format."""
+    from transformers import GenerationConfig
+
+    # transformers would take views of one storage for tied weights, so save separate tensors. They
+    # are copied to the host, because a GPU may have no room for a second copy of the model.
+    tensors = {n: t.detach().to("cpu", copy=True) for n, t in model_tensors(policy).items()}
+    own = policy.generation_config
+    # transformers refuses to save some files that it has read, for example with a temperature and
+    # without do_sample, so the model's file is copied as it is.
+    policy.generation_config = GenerationConfig.from_model_config(policy.config)
+    try:
+        policy.save_pretrained(directory, state_dict=tensors)
+    finally:
+        policy.generation_config = own
+    if (file := _generation_config_file(model_name)) is not None:
+        shutil.copyfile(file, directory / file.name)
+
+
+def model_tensors(policy: CausalLM) -> dict[str, Tensor]:
+    """The tensors of a saved model by name: parameters, each once, and persistent buffers, for
+    example the correction of a router."""
+    saved = policy.state_dict()
+    buffers = {name: buffer for name, buffer in policy.named_buffers() if name in saved}
+    return dict(policy.named_parameters()) | buffers
+
+
+def as_in_files(policy: CausalLM, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as transformers writes them: a mixture of experts has one for each expert in its
+    files, and one for all experts in memory."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(
+        policy, {name: tensor.detach() for name, tensor in tensors.items()}
+    )
+    return found
+
+
+def _generation_config_file(model_name: str) -> Path | None:
+    from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+
+    found = cached_file(
+        model_name,
+        GENERATION_CONFIG_NAME,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
+
+
+def write_adapter(policy: CausalLM, directory: Path) -> None:
+    """Write the adapter's weights in float32, and its configuration, in PEFT's format."""
+    # The default "auto" would ask the model hub whether the vocabulary has grown. It never grows
+    # here.
+    policy.save_pretrained(str(directory), save_embedding_layers=False)
+
+
+def remove_checkpoint(directory: Path) -> None:
+    """Remove an exported model. A failure is logged and training continues."""
+    try:
+        remove_directory(directory)
+    except OSError as error:
+        log.warning("export.removal_failed", directory=str(directory), reason=str(error))
+    else:
+        log.info("export.removed", directory=str(directory))

@@ -88,20 +88,13 @@ def probability_above(scaled: Tensor, targets: Tensor) -> Tensor:
     return torch.where(scaled > own, scaled.softmax(-1), 0.0).sum(-1)
 
 
-def token_logprobs(
-    policy: CausalLM, inputs: Tensor, targets: Tensor, temperature: Tensor
-) -> Tensor:
-    """[B, T] logprob of each target. Args: those of `token_values`."""
-    return token_values(policy, inputs, targets, temperature).logp
-
-
 @torch.no_grad()
 def logprobs_of(policy: CausalLM, token_ids: list[int]) -> Tensor:
     """The policy's logprobs of token_ids[1:] at temperature 1: [T] → [T-1]"""
     device = device_of(policy)
     ids = torch.tensor([token_ids], device=device)
     one = torch.ones(1, device=device)
-    return token_logprobs(policy, ids[:, :-1], ids[:, 1:], one)[0].cpu()
+    return token_values(policy, ids[:, :-1], ids[:, 1:], one).logp[0].cpu()
 
 
 def tolerance_of(policy: CausalLM) -> float:
@@ -112,16 +105,12 @@ def tolerance_of(policy: CausalLM) -> float:
     changes the layers.
     """
     if policy not in _tolerances:
-        _tolerances[policy] = _tolerance_of(policy)
+        weights = next(policy.parameters())
+        least = LEAST_TOLERANCE.get(weights.dtype, DEFAULT_TOLERANCE)
+        if weights.is_cuda and weights.dtype == torch.float32:
+            least = GPU_FLOAT32_TOLERANCE
+        _tolerances[policy] = max(least, KERNEL_FACTOR * kernel_noise(policy))
     return _tolerances[policy]
-
-
-def _tolerance_of(policy: CausalLM) -> float:
-    weights = next(policy.parameters())
-    least = LEAST_TOLERANCE.get(weights.dtype, DEFAULT_TOLERANCE)
-    if weights.is_cuda and weights.dtype == torch.float32:
-        least = GPU_FLOAT32_TOLERANCE
-    return max(least, KERNEL_FACTOR * kernel_noise(policy))
 
 
 def kernel_noise(policy: CausalLM) -> float:

@@ -143,22 +143,17 @@ def train_only(model: CausalLM, indices: tuple[int, ...]) -> None:
 
 
 @torch.no_grad()
-def frozen_checksum(model: CausalLM) -> int:
+def frozen_checksum(model: CausalLM, is_sample: bool = False) -> int:
     """A checksum of all frozen parameters; 0 if there are none. It depends on their bits and on
-    their order."""
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    return sum(place * _sum_of_bits(p) for place, p in enumerate(frozen, 1))
+    their order.
 
-
-@torch.no_grad()
-def base_checksum(model: CausalLM) -> int:
-    """The same of a few elements of each frozen parameter, rounded to bfloat16: enough to recognise
-    another model below an adapter, in any data type."""
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    return sum(
-        place * _sum_of_bits(middle(p, BASE_ELEMENTS).to(torch.bfloat16))
-        for place, p in enumerate(frozen, 1)
-    )
+    Args:
+        is_sample: of a few elements of each, rounded to bfloat16: enough to recognise another model
+            below an adapter, in any data type
+    """
+    frozen = (p for p in model.parameters() if not p.requires_grad)
+    read = (middle(p, BASE_ELEMENTS).to(torch.bfloat16) if is_sample else p for p in frozen)
+    return sum(place * _sum_of_bits(tensor) for place, tensor in enumerate(read, 1))
 
 
 def middle(tensor: Tensor, elements: int) -> Tensor:

@@ -21,10 +21,9 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteGradient
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy import CausalLM, middle
-from grpo_trainer.optim.gradients import GatheredGradients, LossScale, own_part
-from grpo_trainer.optim.master_update import MasterUpdate, build_update
+from grpo_trainer.optim.loss_scale import GatheredGradients, LossScale, own_part
+from grpo_trainer.optim.master_update import LearningRate, MasterUpdate, Schedule, build_update
 from grpo_trainer.optim.rules import ADAM, Adam, AdamW32, State, StepOptions
-from grpo_trainer.optim.schedule import LearningRate, Schedule
 
 MASTER = "master"
 WATCHED_TENSORS, WATCHED_WEIGHTS = 8, 256

@@ -39,6 +39,7 @@ class Sharded:
     """Args:
     policy: this rank's part
     whole: the leader's whole policy; None on other ranks
+    shapes: of the whole trained parameters
     """
 
     policy: CausalLM
@@ -46,10 +47,6 @@ class Sharded:
     ranks: Ranks
     mesh: DeviceMesh
     shapes: Mapping[str, torch.Size]
-
-    def shape(self, name: str) -> torch.Size:
-        """Of a whole trained parameter."""
-        return self.shapes[name]
 
     def within(self, forward: ForwardPass) -> ForwardPass:
         """The same pass, as a method of the divided policy: FSDP2 collects the weights outside the
@@ -169,21 +166,17 @@ class RankOptimizer(MasterOptimizer):
         stepped = torch.tensor([int(counts[name] > 1) for name in names])
         has_state = self._ranks.from_leader(stepped, "a checkpoint").tolist()
         for index, name in enumerate(names):
-            whole = self._whole_like(name, self.masters[index])
+            master = self.masters[index]
+            shape = master.shape if self._sharded is None else self._sharded.shapes[name]
+            whole = torch.empty(shape, dtype=master.dtype, device=master.device)
             state = self._update.initial_state(whole) if has_state[index] else {}
             own: dict[str, Tensor] = {}
             for kind, place in {MASTER: whole, **state}.items():
                 if self._ranks.leads:
                     place.copy_(tensors[f"{kind}/{name}"])
-                own[kind] = self._own(self._ranks.from_leader(place, "a checkpoint"))
+                sent = self._ranks.from_leader(place, "a checkpoint")
+                own[kind] = sent if self._sharded is None else self._sharded.own(sent)
             self._load_one(index, own)
-
-    def _whole_like(self, name: str, master: Tensor) -> Tensor:
-        shape = master.shape if self._sharded is None else self._sharded.shape(name)
-        return torch.empty(shape, dtype=master.dtype, device=master.device)
-
-    def _own(self, whole: Tensor) -> Tensor:
-        return whole if self._sharded is None else self._sharded.own(whole)
 
 
 def name_of(path: str) -> str:

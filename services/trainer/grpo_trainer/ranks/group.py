@@ -2,23 +2,31 @@
 
 Every exchange has a deadline. If a process ends, its connections close, and the exchange of every
 other process ends with `LostRank`.
+
+A lost process does not make an exchange over NCCL raise: the exchange returns before it is done,
+and the GPU waits, with the main thread, until the deadline of the group. So a thread of each rank
+also adds up a few numbers over gloo, whose connections close when a process ends: the heartbeat.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import random
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_trainer.config.processes import Processes
+from grpo_trainer.config.optimizer import ProcessOptions
 from grpo_trainer.config.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_trainer.errors import LostRank
 
@@ -130,31 +138,129 @@ class Ranks:
 ALONE = Ranks()
 
 
-def join(processes: Processes) -> Ranks:
+def join(options: ProcessOptions) -> Ranks:
     """Wait until all processes are there.
 
     Raises:
         LostRank: one of them did not come.
     """
-    ranks = Ranks(processes.count, processes.rank, processes.deadline_s)
+    ranks = Ranks(options.world_size, options.trainer_rank, options.rank_deadline_s)
     # Batches are in host memory: gloo, which notices at once if a process ends.
     backend = BOTH if torch.cuda.is_available() and dist.is_nccl_available() else GLOO
-    with ranks.exchange(f"meeting the other ranks at {processes.init_method}"):
+    with ranks.exchange(f"meeting the other ranks at {options.init_method}"):
         dist.init_process_group(
             backend,
-            init_method=processes.init_method,
-            world_size=processes.count,
-            rank=processes.rank,
-            timeout=timedelta(seconds=processes.deadline_s),
+            init_method=options.init_method,
+            world_size=ranks.count,
+            rank=ranks.index,
+            timeout=timedelta(seconds=ranks.deadline_s),
         )
         dist.barrier()
     return ranks
 
 
-def settings_of_rank(settings: S, processes: Processes) -> S:
+def settings_of_rank(settings: S, options: ProcessOptions) -> S:
     """The settings with this process's GPU, if there are several processes and GPUs."""
-    if processes.count == 1 or not torch.cuda.is_available():
+    if options.world_size == 1 or not torch.cuda.is_available():
         return settings
     if settings.device not in (AUTO_DEVICE, "cuda"):
         return settings
-    return settings.model_copy(update={"device": f"cuda:{processes.local_rank}"})
+    local = options.trainer_rank if options.local_rank is None else options.local_rank
+    return settings.model_copy(update={"device": f"cuda:{local}"})
+
+
+BEAT_S = 1.0
+"""Time between two exchanges."""
+SILENT_S = 60.0
+"""A process that does not take part for this time is lost: stopped, or its host is."""
+GRACE_S = 60.0
+"""Time that the main thread has to end by itself, by the error of an exchange over gloo."""
+EXIT_FAILED = 1
+
+log = structlog.get_logger()
+
+
+class Heartbeat:
+    """Args: beat_s, silent_s, grace_s: as the constants"""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        beat_s: float = BEAT_S,
+        silent_s: float = SILENT_S,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._ranks = ranks
+        self._beat_s, self._silent_s, self._grace_s = beat_s, silent_s, grace_s
+        self._group = dist.new_group(backend=GLOO, timeout=timedelta(seconds=silent_s))
+        self._is_over = threading.Event()
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    @contextlib.contextmanager
+    def beating(self) -> Iterator[None]:
+        """All ranks enter and leave the block. A rank that leaves it with an error is named by the
+        others. If one is lost, this process ends."""
+        self._thread.start()
+        self._has_failed = True
+        try:
+            yield
+            self._has_failed = False
+        finally:
+            self._is_over.set()
+            # A lost rank keeps the thread; this one ends with its own error.
+            self._thread.join(2 * self._beat_s if self._has_failed else None)
+
+    def _run(self) -> None:
+        lost = self._first_lost()
+        if lost is None:
+            return
+        log.error("rank.lost", rank=self._ranks.index, reason=lost)
+        time.sleep(self._grace_s)
+        message = (
+            f"rank {self._ranks.index} of {self._ranks.count}: {lost}. Its log has the cause; then "
+            "start all processes again"
+        )
+        log.error(LostRank.__name__, reason=message)
+        os._exit(EXIT_FAILED)  # the main thread waits for the lost process, in an exchange
+
+    def _first_lost(self) -> str | None:
+        """Exchange beats until all ranks are over (None), or one is lost."""
+        while True:
+            # The number of ranks that are over, and then whether each rank has failed.
+            beats = torch.zeros(1 + self._ranks.count, dtype=torch.int64)
+            is_over = self._is_over.is_set()
+            has_failed = is_over and self._has_failed
+            beats[0], beats[1 + self._ranks.index] = int(is_over), int(has_failed)
+            try:
+                dist.all_reduce(beats, group=self._group)
+            except RuntimeError:
+                return (
+                    "another trainer process ended, or did not answer for "
+                    f"{self._silent_s:g} s; it may be out of memory"
+                )
+            over, *failed = beats.tolist()
+            others = [rank for rank, has in enumerate(failed) if has]
+            if has_failed:
+                return None
+            if others:
+                return f"rank {others[0]} ended with an error"
+            if over == self._ranks.count:
+                return None
+            self._is_over.wait(self._beat_s)
+
+
+@contextlib.contextmanager
+def process_group(options: ProcessOptions) -> Iterator[Ranks]:
+    """This process among the trainer's processes, which begin and end the block together.
+
+    Raises:
+        LostRank: another process ended. An error on one rank ends all ranks.
+    """
+    if options.world_size == 1:
+        yield ALONE
+        return
+    ranks = join(options)
+    with Heartbeat(ranks).beating():
+        yield ranks
+    dist.destroy_process_group()

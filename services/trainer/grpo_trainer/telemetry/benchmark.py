@@ -14,7 +14,7 @@ import torch
 from grpo_core.weights.supervisor import SupervisorClient, SupervisorStatus
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.model.export import FINAL_ADAPTER, FINAL_MODEL
+from grpo_trainer.model.loading import FINAL_ADAPTER, FINAL_MODEL
 
 FILE_NAME = "benchmark.json"
 STATUS_DEADLINE_S = 5.0

@@ -12,16 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import structlog
 
 from grpo_core.errors import WandbUnavailable
 from grpo_core.wandb_run import WandbRun, WandbSink, start_wandb
 from grpo_trainer.atomic_files import write_whole
+from grpo_trainer.checks.findings import RangeWatch
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import CheckpointNotSaved, MetricsNotWritten
-from grpo_trainer.telemetry.alerts import RangeWatch
 from grpo_trainer.telemetry.benchmark import RunTotals, server_status
 from grpo_trainer.telemetry.metrics import Record, StepOutcome, step_record
 from grpo_trainer.telemetry.rollouts import (
@@ -49,11 +48,6 @@ class Sinks:
 
     def write(self, record: Record) -> None:
         for writer in self.records:
-            writer(record)
-
-    def write_evaluation(self, record: Record) -> None:
-        """Args: record: the metrics of an evaluation and its step"""
-        for writer in self.evaluations:
             writer(record)
 
     def write_rollouts(self, rollouts: StepRollouts) -> None:
@@ -111,19 +105,15 @@ def wandb_sink(settings: TrainerSettings) -> WandbSink:
     Raises:
         WandbUnavailable: W&B cannot start, or the file with the key cannot be read.
     """
-    run = WandbRun(settings.wandb_project, settings.wandb_group, config=_flat(settings))
+    options = settings.model_dump(mode="json")
+    config = {**options, **options.pop("sync")}  # named as on the command line
+    run = WandbRun(settings.wandb_project, settings.wandb_group, config=config)
     return start_wandb(run, _api_key(settings.wandb_key_file))
 
 
 def write_samples(sink: WandbSink, rollouts: StepRollouts) -> None:
     if samples_are_due(rollouts.step):
         sink.write_table(sample_table(rollouts))
-
-
-def _flat(settings: TrainerSettings) -> dict[str, Any]:
-    """The options, named as on the command line."""
-    options = settings.model_dump(mode="json")
-    return {**options, **options.pop("sync")}
 
 
 def _api_key(file: Path | None) -> str | None:
@@ -170,7 +160,8 @@ class Recorder:
 
         Args: step: steps that the evaluated weights include
         """
-        self._sinks.write_evaluation({**metrics, "step": step})
+        for write in self._sinks.evaluations:
+            write({**metrics, "step": step})
 
     def report_times(self) -> None:
         """Write the summary to standard output and to benchmark.json."""

@@ -10,27 +10,19 @@ from pathlib import Path
 import structlog
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
+from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.bridge_config import find_bridge_config
 from grpo_core.weights.socket import WeightConnection, connect_weights
+from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import LostServer, PolicyMismatch, WeightSyncError
 from grpo_trainer.model.loading import require_device
 from grpo_trainer.weight_sync.shared_memory import MappedWeights, map_weights
 
 log = structlog.get_logger()
 
-RETURN_DEADLINE_S = 300.0
 RETURN_POLL_S = 0.5
 _RETURN_ATTEMPT_S = 5.0
-
-
-@dataclass(frozen=True)
-class WeightPlaces:
-    """The user's settings for finding the server's weight socket. None: find it automatically."""
-
-    socket: Path | None = None
-    config: Path | None = None
-    """A vllm_bridge_config.json, which names the socket."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +38,6 @@ class Attachment:
     def session(self) -> str:
         return self.connection.grant.session
 
-    def is_lost(self) -> bool:
-        return self.connection.server_has_closed()
-
-    def close(self) -> None:
-        self.connection.close()
-
 
 @dataclass(eq=False)
 class ServerConnection:
@@ -59,17 +45,19 @@ class ServerConnection:
 
     Args:
         bridge: control client of the server
-        places: settings for finding the weight socket
+        socket: the server's weight socket; None: find it automatically
+        bridge_config: a vllm_bridge_config.json, which names the socket
         dtype: the data type that the server must have; "auto" accepts any
         device: the device that the server's weights must be on; "auto" accepts any
         return_deadline_s: how long the trainer waits for a stopped server to return
     """
 
     bridge: BridgeClient
-    places: WeightPlaces
-    dtype: str
-    device: str
-    return_deadline_s: float
+    socket: Path | None = None
+    bridge_config: Path | None = None
+    dtype: str = "auto"
+    device: str = AUTO_DEVICE
+    return_deadline_s: float = 300.0
     _attachment: Attachment | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -77,11 +65,8 @@ class ServerConnection:
 
     def is_lost(self) -> bool:
         """Whether the server that owns the mapped memory has ended."""
-        return self._attachment is not None and self._attachment.is_lost()
-
-    @property
-    def attached(self) -> bool:
-        return self._attachment is not None
+        mapped = self._attachment
+        return mapped is not None and mapped.connection.server_has_closed()
 
     @property
     def attachment(self) -> Attachment:
@@ -104,7 +89,7 @@ class ServerConnection:
             BridgeConfigNotFound: no setting or file names the socket on this file system.
         """
         info = self.bridge.info(deadline_s)
-        connection = connect_weights(_socket(self.bridge.base_url, info, self.places))
+        connection = connect_weights(self._socket(info))
         try:
             weights = map_weights(connection)
             # Read again once attached: the previous trainer may have died while writing in the
@@ -114,7 +99,11 @@ class ServerConnection:
             connection.close()
             raise
         self._attachment = attachment
-        self._check_dtype(weights)
+        if self.dtype not in ("auto", weights.dtype_name):
+            raise PolicyMismatch(
+                f"--dtype {self.dtype}, but the server's weights are in {weights.dtype_name}; "
+                "start trainer and server with the same --dtype, or the trainer with --dtype auto"
+            )
         require_device(self.device, weights.device)
         return attachment
 
@@ -131,12 +120,12 @@ class ServerConnection:
             reconnect_deadline_s=self.return_deadline_s,
         )
         self.close()
-        started = time.monotonic()
+        started, deadline = time.monotonic(), Deadline(self.return_deadline_s)
         while True:
             try:
                 attachment = self.attach(_RETURN_ATTEMPT_S)
             except ServiceUnavailable as error:
-                if time.monotonic() - started >= self.return_deadline_s:
+                if deadline.has_passed:
                     raise self.did_not_return(str(error)) from error
                 time.sleep(RETURN_POLL_S)
             else:
@@ -150,7 +139,7 @@ class ServerConnection:
     def close(self) -> None:
         """Disconnect. The server keeps serving the latest weights."""
         if self._attachment is not None:
-            self._attachment.close()
+            self._attachment.connection.close()
             self._attachment = None
 
     def did_not_return(self, what: str) -> LostServer:
@@ -160,26 +149,17 @@ class ServerConnection:
             "server again, then start the trainer again"
         )
 
-    def _check_dtype(self, weights: MappedWeights) -> None:
-        if self.dtype not in ("auto", weights.dtype_name):
+    def _socket(self, info: BridgeInfo) -> Path:
+        """The user's socket, else the server's, else that of a bridge configuration. The server may
+        mount the socket's directory under another path than this process."""
+        if self.socket is not None:
+            return self.socket
+        if info.weights_socket is None:
             raise PolicyMismatch(
-                f"--dtype {self.dtype}, but the server's weights are in {weights.dtype_name}; "
-                "start trainer and server with the same --dtype, or the trainer with --dtype "
-                "auto"
+                f"the server at {self.bridge.base_url} shares no weights; start vllm-api-server "
+                "with --share-weights"
             )
-
-
-def _socket(server_url: str, info: BridgeInfo, places: WeightPlaces) -> Path:
-    """The user's socket, else the server's, else that of a bridge configuration. The server may
-    mount the socket's directory under another path than this process."""
-    if places.socket is not None:
-        return places.socket
-    if info.weights_socket is None:
-        raise PolicyMismatch(
-            f"the server at {server_url} shares no weights; start vllm-api-server with "
-            "--share-weights"
-        )
-    if places.config is None and Path(info.weights_socket).exists():
-        return Path(info.weights_socket)
-    config = find_bridge_config(places.config, os.environ, info.generation)
-    return Path(config.weights_socket)
+        if self.bridge_config is None and Path(info.weights_socket).exists():
+            return Path(info.weights_socket)
+        config = find_bridge_config(self.bridge_config, os.environ, info.generation)
+        return Path(config.weights_socket)

@@ -1,13 +1,17 @@
-"""The interface between the training loop and a weight-sync mode."""
+"""The interface between the training loop and a weight-sync mode, and what the modes share."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import structlog
 
+from grpo_core.clients.inference import BridgeClient, Completion
+from grpo_core.deadline import Deadline
+from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import Alignment, Bound
 from grpo_trainer.errors import EngineCrashed
@@ -15,6 +19,8 @@ from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,70 +88,76 @@ class WeightSync(Protocol):
         """Disconnect from the server. It keeps serving the latest published weights."""
 
 
-class PeriodicSync:
-    """Publishes after every `every_steps` steps and after `last_step`. `version`: of the policy's
-    weights."""
+PROBE_DEADLINE_S = 30.0
+POLL_S = 0.1
+TOLERATED_CRASHES = 1
+"""Anything may end an engine once. If it crashes again, the request is the likely cause."""
 
-    every_steps: int
-    last_step: int
-    version: PolicyVersion
 
-    def publish(self, optimizer: MasterOptimizer, step: int) -> Published:
-        """As `WeightSync.publish`. Raises the errors of `publish_now`."""
-        started = time.monotonic()
-        optimizer.write_into_parameters()
-        self.version = PolicyVersion(self.version.epoch, step)
-        if step % self.every_steps and step != self.last_step:
-            return Published(self.version, 0.0, is_served=False)
-        alignment = self.publish_now(f"After step {step}")
-        return Published(self.version, time.monotonic() - started, alignment=alignment)
+class CheckedServer:
+    """A vllm-server that receives the requests of checks, which are repeated while its engine
+    restarts."""
 
-    def publish_now(self, label: str) -> Alignment:
-        """Publish the policy's weights, and check the server. Args: label: names the moment in
-        error messages"""
+    bridge: BridgeClient
+
+    def crashes(self) -> int:
+        """Number of crashes of the engine so far, once the server serves again. Raises
+        `LostServer`."""
         raise NotImplementedError
 
-
-TOLERATED_CRASHES = 1
-
-
-@dataclass
-class CrashWatch:
-    """Counts the engine's crashes while the trainer waits for the answer to one request.
-
-    Anything may end an engine once, so the trainer repeats the request after the first crash. If
-    the engine crashes again, the request itself is the likely cause.
-
-    Args:
-        request: names the request in messages
-    """
-
-    request: str
-    _crashes: int = field(init=False, default=0)
-
-    def note(self, crashes: int) -> bool:
-        """Whether the engine has crashed since the previous call.
-
-        Args:
-            crashes: number of crashes since the request was first sent
+    def served_logprobs(self, token_ids: list[int]) -> list[float]:
+        """The server's logprobs of token_ids[1:]: [T] → [T-1].
 
         Raises:
-            EngineCrashed: the engine has crashed twice.
+            ServiceUnavailable: a running server does not answer for 30 s.
+            EngineCrashed: the request crashes the engine.
+            LostServer: the server stopped and did not come back in time.
         """
-        if crashes <= self._crashes:
-            return False
-        self._crashes = crashes
-        if crashes > TOLERATED_CRASHES:
-            raise EngineCrashed(
-                f"the server's engine crashed {crashes} times while the trainer waited for "
-                f"{self.request}, so this request probably crashes it. Read the lines before "
-                "engine.crashed in the server's log (logs/vllm-server.log of a local run; "
-                "vllm_server.log in --save-path if grpo started the server). Fix the cause, then "
-                "start the trainer again to resume from its newest checkpoint"
-            )
-        log.warning(
-            "engine.crashed_during_check",
-            request=self.request,
-            hint="the trainer repeats the request once; read the server's log",
+        return self._while_serving(
+            f"the logprobs of {len(token_ids)} tokens",
+            lambda: self.bridge.prompt_logprobs(token_ids),
         )
-        return True
+
+    def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
+        """Raises the errors of `served_logprobs`."""
+        return self._while_serving(
+            f"{max_tokens} sampled tokens after a prompt of {len(prompt_token_ids)} tokens",
+            lambda: self.bridge.sample(
+                prompt_token_ids, max_tokens=max_tokens, temperature=1.0, ignore_eos=True
+            ),
+        )
+
+    def _while_serving(self, request: str, ask: Callable[[], T]) -> T:
+        """Retry until the server answers. The time during which it is down does not count.
+
+        The client of `ask` retries too, so the engine may also have crashed if `ask` succeeds.
+        """
+        deadline, seen, before = Deadline(PROBE_DEADLINE_S), 0, self.crashes()
+        while True:
+            failure = None
+            try:
+                answer = ask()
+            except ServiceUnavailable as error:
+                failure = error
+            with deadline.suspended():
+                crashes = self.crashes() - before
+            if crashes > TOLERATED_CRASHES:
+                raise EngineCrashed(
+                    f"the server's engine crashed {crashes} times while the trainer waited for "
+                    f"{request}, so this request probably crashes it. Read the lines before "
+                    "engine.crashed in the server's log (logs/vllm-server.log of a local run; "
+                    "vllm_server.log in --save-path if grpo started the server). Fix the cause, "
+                    "then start the trainer again to resume from its newest checkpoint"
+                )
+            if crashes > seen:
+                seen, deadline = crashes, Deadline(PROBE_DEADLINE_S)  # for the new engine
+                log.warning(
+                    "engine.crashed_during_check",
+                    request=request,
+                    hint="the trainer repeats the request once; read the server's log",
+                )
+            elif failure is not None and deadline.has_passed:
+                raise failure
+            if failure is None:
+                return answer
+            time.sleep(POLL_S)

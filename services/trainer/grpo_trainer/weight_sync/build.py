@@ -1,31 +1,59 @@
-"""Creates the weight-sync object of the chosen mode."""
+"""Starts the inference server if the mode may do so, and creates the mode's weight-sync object."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
+import shlex
+import socket
+import sys
+import time
 from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx
+import structlog
 
 from grpo_core.clients.inference import BridgeClient
+from grpo_core.deadline import Deadline
+from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_core.security import plain
 from grpo_core.weights.supervisor import Action, SupervisorClient
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.sync import (
     CheckpointRestartSettings,
-    HandOffSettings,
     LoraOnlySettings,
     LoraRestartSettings,
+    RestartSettings,
     SharedVllmSettings,
     served_weights_directory,
 )
 from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.errors import MissingPackage, NoInferenceServer, NoSuchDevice
+from grpo_trainer.model.adapter import served_rank
 from grpo_trainer.model.loading import TrainedWeights
-from grpo_trainer.weight_sync.attachment import WeightPlaces
+from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.base import WeightSync
-from grpo_trainer.weight_sync.files import FileSync
-from grpo_trainer.weight_sync.publisher import Publisher, WeightDirectories
-from grpo_trainer.weight_sync.server import ServerMonitor, inference_server
+from grpo_trainer.weight_sync.files import FileSync, WeightDirectories
 from grpo_trainer.weight_sync.shared import SharedVllm
+from grpo_trainer.weight_sync.supervisor import Publisher, ServerMonitor
 
+log = structlog.get_logger()
+
+PACKAGE = "grpo_vllm"
+LOG = "vllm_server.log"
+STARTS_SERVER_WITH = ("vllm_gpu", "gpu_memory_utilization", "max_model_len")
+"""Options for a server that grpo starts. Command lines of the archived trainer pass them in every
+mode, so if grpo starts no server it only logs that they are unused."""
+MAX_MODEL_LEN = 4096
+"""The default of --max-model-len, unless the model allows less."""
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+END_GRACE_S = 60.0
+"""Time for the server to answer its requests in flight."""
+_POLL_S = 0.2
+_CONNECT_S = 2.0
 ACTIONS = {
     LoraOnlySettings: Action.LOAD_ADAPTER,
     LoraRestartSettings: Action.RESTART_WITH_ADAPTER,
@@ -49,39 +77,34 @@ def open_weight_sync(
 def build_weight_sync(settings: TrainerSettings, starts_from_model: bool = False) -> WeightSync:
     """Create the object without sending a request. Args: starts_from_model: see `SharedVllm`"""
     chosen = settings.sync
-    if isinstance(chosen, SharedVllmSettings):
-        return _shared(settings, chosen, starts_from_model)
-    return _by_files(settings, chosen)
-
-
-def _bridge(settings: TrainerSettings, control_url: str | None = None) -> BridgeClient:
-    key = plain(settings.vllm_api_key)
-    return BridgeClient(settings.inference_url, settings.service_deadline_s, control_url, key)
-
-
-def _shared(
-    settings: TrainerSettings, chosen: SharedVllmSettings, starts_from_model: bool
-) -> SharedVllm:
-    return SharedVllm(
-        bridge=_bridge(settings, chosen.vllm_control_url),
-        model_name=settings.model,
-        places=WeightPlaces(chosen.weights_socket, chosen.vllm_config_path),
-        dtype=settings.dtype,
-        device=settings.device,
-        lease_s=chosen.pause_lease_s,
-        return_deadline_s=settings.server_return_deadline_s,
-        epochs=OpenedEpochs(settings.save_path),
-        verify_every_steps=chosen.verify_every_steps,
-        starts_from_model=starts_from_model,
+    bridge = BridgeClient(
+        settings.inference_url,
+        settings.service_deadline_s,
+        chosen.vllm_control_url if isinstance(chosen, SharedVllmSettings) else None,
+        plain(settings.vllm_api_key),
     )
-
-
-def _by_files(settings: TrainerSettings, chosen: HandOffSettings) -> FileSync:
+    if isinstance(chosen, SharedVllmSettings):
+        server = ServerConnection(
+            bridge,
+            chosen.weights_socket,
+            chosen.vllm_config_path,
+            settings.dtype,
+            settings.device,
+            settings.server_return_deadline_s,
+        )
+        return SharedVllm(
+            server,
+            settings.model,
+            lease_s=chosen.pause_lease_s,
+            epochs=OpenedEpochs(settings.save_path),
+            verify_every_steps=chosen.verify_every_steps,
+            starts_from_model=starts_from_model,
+        )
     url, action = settings.redis_url.get_secret_value(), ACTIONS[type(chosen)]
     supervisor = SupervisorClient(url, settings.run_id or "", settings.service_deadline_s)
     monitor = ServerMonitor(supervisor, settings.server_return_deadline_s)
     return FileSync(
-        bridge=_bridge(settings),
+        bridge=bridge,
         supervisor=supervisor,
         monitor=monitor,
         publisher=Publisher(supervisor, monitor, action, chosen.publish_deadline_s),
@@ -92,3 +115,166 @@ def _by_files(settings: TrainerSettings, chosen: HandOffSettings) -> FileSync:
         every_steps=chosen.publish_every_steps,
         last_step=settings.steps,
     )
+
+
+@contextlib.contextmanager
+def inference_server(settings: TrainerSettings) -> Iterator[None]:
+    """Inside the block, a server listens at the configured URL. The end of the block stops a server
+    that was started here.
+
+    Raises:
+        NoInferenceServer: nothing listens there before the deadline; names the command to start.
+        MissingPackage: the server's package is not installed.
+        NoSuchDevice: --vllm-gpu names a GPU that this process cannot see.
+    """
+    chosen, (host, port) = settings.sync, _address(settings.inference_url)
+    is_local = host in LOOPBACK
+    if isinstance(chosen, RestartSettings) and is_local and not _listens(host, port):
+        with _started_server(settings, chosen.vllm_flags, port):
+            yield
+    else:
+        _mention_unused(settings)
+        _wait_for(settings, host, port)
+        yield
+
+
+@contextlib.contextmanager
+def _started_server(settings: TrainerSettings, more_flags: str, port: int) -> Iterator[None]:
+    """Run `vllm-api-server` as a child process. Ctrl-C in a terminal reaches only the trainer,
+    which then stops it."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise MissingPackage(
+            f"mode {settings.sync.mode} starts vllm-api-server, but {PACKAGE} is not installed "
+            "on this host; install it (make install), or start the server yourself:  "
+            + command_to_start(settings, port)
+        )
+    command = [sys.executable, "-m", PACKAGE, *server_flags(settings, port)]
+    # A variable such as VLLM_ENABLE_SHARED_WEIGHTS may say otherwise.
+    command += ["--no-share-weights"]
+    command += sizing_flags(settings, more_flags, _has_gpu())
+    log_path = settings.save_path / LOG
+    child = ManagedProcess("vllm-api-server", command, log_path, _environment(settings))
+    log.info("server.started", pid=child.pid, log=str(log_path))
+    try:
+        seconds = child.wait_until(
+            lambda: _serves(settings.inference_url), settings.server_return_deadline_s
+        )
+        log.info("server.ready", seconds=round(seconds, 1))
+        yield
+    except ProcessFailed as error:
+        advice = "if the server only needs more time, raise --server-return-deadline-s"
+        raise NoInferenceServer(f"{error}\n{advice}") from error
+    finally:
+        child.stop(END_GRACE_S)
+
+
+def server_flags(settings: TrainerSettings, port: int) -> list[str]:
+    """The mode's options of `vllm-api-server`. Redis is passed in REDIS_URL, because other users
+    can read a command line and the URL may hold a password."""
+    flags = ["--model", settings.model, "--port", str(port), "--dtype", settings.dtype]
+    if not settings.sync.uses_files:
+        return [*flags, "--share-weights"]
+    flags += ["--run-id", settings.run_id] if settings.run_id else []
+    flags += ["--weights-dir", str(served_weights_directory(settings.save_path))]
+    if settings.lora is not None:
+        flags += ["--enable-lora", "--max-lora-rank", str(served_rank(settings.lora.r))]
+    return flags
+
+
+def sizing_flags(settings: TrainerSettings, more_flags: str, has_gpu: bool) -> list[str]:
+    """Options that size a server which grpo starts."""
+    flags = ["--max-model-len", str(settings.max_model_len or _longest(settings.model))]
+    if has_gpu or "gpu_memory_utilization" in settings.model_fields_set:
+        flags += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
+    return flags + shlex.split(more_flags)
+
+
+def command_to_start(settings: TrainerSettings, port: int) -> str:
+    """The shell command that starts a suitable server, for messages."""
+    needs_url = settings.sync.uses_files and "redis_url" in settings.model_fields_set
+    redis = 'REDIS_URL="<the trainer\'s>" ' if needs_url else ""
+    return redis + shlex.join(["vllm-api-server", *server_flags(settings, port)])
+
+
+def _wait_for(settings: TrainerSettings, host: str, port: int) -> None:
+    command, is_logged = command_to_start(settings, port), False
+    deadline = Deadline(settings.service_deadline_s)
+    while not _listens(host, port):
+        if not is_logged:
+            log.warning(
+                "server.unavailable",
+                url=settings.inference_url,
+                hint=f"start the server: {command}",
+            )
+            is_logged = True
+        if deadline.has_passed:
+            raise NoInferenceServer(
+                f"nothing listens at {settings.inference_url} after "
+                f"{settings.service_deadline_s:g} s. Start the inference server:\n  {command}"
+            )
+        time.sleep(_POLL_S)
+
+
+def _mention_unused(settings: TrainerSettings) -> None:
+    given = [name for name in STARTS_SERVER_WITH if name in settings.model_fields_set]
+    if given:
+        options = ", ".join("--" + name.replace("_", "-") for name in given)
+        log.info("options.unused", options=options, reason="grpo starts no server in this run")
+
+
+def _address(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _serves(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=_CONNECT_S).is_success
+    except httpx.TransportError:
+        return False
+
+
+def _environment(settings: TrainerSettings) -> dict[str, str]:
+    """Variables for the server, added to this process's own."""
+    api_key = plain(settings.vllm_api_key)
+    gpu = settings.vllm_gpu
+    values = {
+        "REDIS_URL": settings.redis_url.get_secret_value(),
+        "VLLM_API_KEY": api_key,
+        VISIBLE_GPUS: None if gpu is None else _visible_gpu(gpu, os.environ.get(VISIBLE_GPUS)),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _visible_gpu(index: int, visible: str | None) -> str:
+    """Args: visible: the GPUs that this process sees, by number or UUID; None means all."""
+    if visible is None:
+        return str(index)
+    gpus = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+    if index >= len(gpus):
+        raise NoSuchDevice(
+            f"--vllm-gpu {index}: {VISIBLE_GPUS}={visible} lists {len(gpus)} GPUs, which "
+            f"--vllm-gpu counts from 0; choose a lower number, or add the GPU to {VISIBLE_GPUS}"
+        )
+    return gpus[index]
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _longest(model_name: str) -> int:
+    from transformers import AutoConfig
+
+    limit = getattr(AutoConfig.from_pretrained(model_name), "max_position_embeddings", None)
+    return min(MAX_MODEL_LEN, limit or MAX_MODEL_LEN)

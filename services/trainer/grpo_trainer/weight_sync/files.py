@@ -7,57 +7,104 @@ waits.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import structlog
 import torch
 
-from grpo_core.clients.inference import BridgeClient, BridgeInfo, Completion
+from grpo_core.clients.inference import BridgeClient, BridgeInfo
 from grpo_core.deadline import Deadline
-from grpo_core.errors import ServiceUnavailable
-from grpo_core.weights.ref import WeightKind
+from grpo_core.weights.directory_checks import directory_digest
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.supervisor import SupervisorClient, SupervisorStatus
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.atomic_files import make_directory
-from grpo_trainer.checks.served_weights import Alignment, Bound, ProbeLengths, PublicationCheck
-from grpo_trainer.errors import PolicyMismatch
+from grpo_trainer.atomic_files import make_directory, remove_directory, remove_unfinished
+from grpo_trainer.checks.served_weights import (
+    Alignment,
+    Bound,
+    ProbeLengths,
+    PublicationCheck,
+    Server,
+)
+from grpo_trainer.config.sync import SERVED_KEPT
+from grpo_trainer.errors import CheckpointNotSaved, PolicyMismatch
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on, import_architecture
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.weight_sync.base import CrashWatch, PeriodicSync
-from grpo_trainer.weight_sync.publisher import Publisher, WeightDirectories
-from grpo_trainer.weight_sync.server import POLL_S, ServerMonitor
+from grpo_trainer.weight_sync.base import POLL_S, CheckedServer, Published
+from grpo_trainer.weight_sync.supervisor import Publisher, ServerMonitor
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
+SEEN_DEADLINE_S = 30.0
+"""For a file of the trainer to be seen by the server: a network file system may show it late."""
 
-PROBE_DEADLINE_S = 30.0
+_NAME = re.compile(r"epoch_(\d+)_step_(\d+)")
 
 
-@dataclass(eq=False)
-class FileSync(PeriodicSync):
-    """Args:
-    bridge: client of the inference server
-    supervisor: client of that server's supervisor
-    monitor: watches that supervisor's status
-    publisher: makes the server load a directory
-    weights: what is trained
-    directories: where the weights are written
-    dtype: the data type that the server must have; "auto" accepts any
-    device: the device to train on; "auto" takes a GPU if there is one
-    every_steps, last_step: publish after every `every_steps` steps and after `last_step`
+class WeightDirectories:
+    """Args: root: the server's --weights-dir"""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def prepare(self) -> None:
+        """Create the root, and remove unfinished directories of a trainer that was killed."""
+        make_directory(self.root)
+        remove_unfinished(self.root)
+
+    def write(self, version: PolicyVersion, weights: TrainedWeights, policy: CausalLM) -> WeightRef:
+        """Raises `CheckpointNotSaved` if the directory could not be written."""
+        target = self.root / f"epoch_{version.epoch}_step_{version.step}"
+        weights.write(policy, target)
+        try:
+            digest = directory_digest(target)
+        except OSError as error:
+            raise CheckpointNotSaved(
+                f"{target} was written and cannot be read: {error}; check the disk"
+            ) from error
+        return WeightRef(version=version, kind=weights.kind, path=target, digest=digest)
+
+    def remove_older(self, in_use: Collection[Path]) -> None:
+        """Remove all but the newest two and those in use.
+
+        Args:
+            in_use: resolved paths that requests in flight still read
+        """
+        for _, path in sorted(self._versions())[:-SERVED_KEPT]:
+            if path.resolve() not in in_use:
+                remove_directory(path)
+
+    def newest_epoch(self) -> int:
+        """The newest epoch that has a directory, or 0."""
+        return max((version.epoch for version, _ in self._versions()), default=0)
+
+    def _versions(self) -> list[tuple[PolicyVersion, Path]]:
+        if not self.root.is_dir():
+            return []
+        found = ((_NAME.fullmatch(path.name), path) for path in self.root.iterdir())
+        return [(PolicyVersion(int(m[1]), int(m[2])), path) for m, path in found if m]
+
+
+@dataclass(eq=False, kw_only=True)
+class DirectorySync(Server):
+    """Writes weights into directories, which a server loads: after every `every_steps` steps and
+    after `last_step`.
+
+    Args:
+        weights: what is trained
+        directories: where the weights are written; the server must see the same path
+        dtype: the data type that the server must have; "auto" accepts any
+        device: the device to train on; "auto" takes a GPU if there is one
+
+    `version`: of the policy's weights.
     """
 
-    bridge: BridgeClient
-    supervisor: SupervisorClient
-    monitor: ServerMonitor
-    publisher: Publisher
     weights: TrainedWeights
     directories: WeightDirectories
     dtype: str
@@ -66,9 +113,89 @@ class FileSync(PeriodicSync):
     last_step: int
     begun_as: PolicyVersion | None = field(init=False, default=None)
     server_run_id: str | None = field(init=False, default=None)
+    version: PolicyVersion = field(init=False, default=PolicyVersion(0, 0))
     _policy: CausalLM = field(init=False)
     _check: PublicationCheck = field(init=False)
-    version: PolicyVersion = field(init=False, default=PolicyVersion(0, 0))
+
+    @property
+    def caches_stay(self) -> bool:
+        """Whether the server's caches outlive a change of the weights."""
+        return True
+
+    def publish(self, optimizer: MasterOptimizer, step: int) -> Published:
+        """As `WeightSync.publish`. Raises the errors of `publish_now`."""
+        started = time.monotonic()
+        optimizer.write_into_parameters()
+        self.version = PolicyVersion(self.version.epoch, step)
+        if step % self.every_steps and step != self.last_step:
+            return Published(self.version, 0.0, is_served=False)
+        alignment = self.publish_now(f"After step {step}")
+        return Published(self.version, time.monotonic() - started, alignment=alignment)
+
+    def publish_now(self, label: str) -> Alignment:
+        """Write the policy's weights into a directory, let the server load them, and check it.
+
+        Args:
+            label: names the moment in error messages
+
+        Raises:
+            CheckpointNotSaved: the directory could not be written.
+            ServedWeightsDiffer: the server reports the new weights but does not serve them.
+            GrpoError: those of `_load`, and of the requests of the check.
+        """
+        started, version = time.monotonic(), self.version
+        files = self.directories.write(version, self.weights, self._policy)
+        if self.caches_stay:
+            self._check.prime()
+        in_use = self._load(files)
+        alignment = self._check.require(version, label)
+        self.directories.remove_older(in_use)
+        log.info(
+            "weights.published",
+            policy_version=tuple(version),
+            seconds=round(time.monotonic() - started, 2),
+            logprob_difference=alignment.mean,
+        )
+        return alignment
+
+    def _loaded(self, dtype: torch.dtype, device: torch.device, probe: ProbeLengths) -> CausalLM:
+        """The untrained policy; its logprobs are those of the first check."""
+        self._policy = self.weights.load(dtype, device).eval()
+        self._check = PublicationCheck(self._policy, self, probe)
+        return self._policy
+
+    def _begin(
+        self, optimizer: MasterOptimizer, step: int, bound: Bound | None, known: Iterable[int]
+    ) -> None:
+        """Write the master weights into the policy, under an epoch beyond the known ones."""
+        if bound is not None:
+            self._check.bound = bound
+        optimizer.write_into_parameters()
+        self.directories.prepare()
+        self.version = PolicyVersion(1 + max(self.directories.newest_epoch(), *known), step)
+
+    def _load(self, files: WeightRef) -> frozenset[Path]:
+        """Let the server load a directory; returns those that requests in flight still read."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False, kw_only=True)
+class FileSync(CheckedServer, DirectorySync):
+    """Args:
+    bridge: client of the inference server
+    supervisor: client of that server's supervisor
+    monitor: watches that supervisor's status
+    publisher: makes the server load a directory
+    """
+
+    bridge: BridgeClient
+    supervisor: SupervisorClient
+    monitor: ServerMonitor
+    publisher: Publisher
+
+    @property
+    def caches_stay(self) -> bool:
+        return not self.publisher.action.restarts
 
     def load_policy(self, restoring: bool = False) -> CausalLM:  # noqa: ARG002
         """Load the model of --model, in the LoRA modes with an adapter that changes nothing
@@ -87,10 +214,8 @@ class FileSync(PeriodicSync):
         dtype = _dtype_to_load(self.dtype, info)
         self._agreed_status(info)
         self._agreed_directory(info)
-        self._policy = self.weights.load(dtype, device).eval()
         lengths = ProbeLengths.fitting(info.kv_block_size, info.max_model_len)
-        self._check = PublicationCheck(self._policy, self, lengths)
-        return self._policy
+        return self._loaded(dtype, device, lengths)
 
     def start(
         self,
@@ -101,22 +226,13 @@ class FileSync(PeriodicSync):
     ) -> PolicyVersion:
         """Start an epoch later than every known one, and publish unless the server already serves
         exactly these weights."""
-        if bound is not None:
-            self._check.bound = bound
         status = self.monitor.await_serving()
         is_untrained = optimizer.unwritten_parameters() == 0
-        optimizer.write_into_parameters()
-        self.directories.prepare()
-        epoch = 1 + max(
-            last_epoch,
-            status.epoch,
-            self.directories.newest_epoch(),
-            self.supervisor.newest_epoch(),
-        )
-        self.version = PolicyVersion(epoch, step)
+        known = last_epoch, status.epoch, self.supervisor.newest_epoch()
+        self._begin(optimizer, step, bound, known)
         # Without a restart a publication is cheap, so it is done even if the server has these
         # weights.
-        if not self.publisher.action.restarts or not self._has(status, is_untrained):
+        if self.caches_stay or not self._has(status, is_untrained):
             self.publish_now(f"After step {step}")
         else:
             self.begun_as = status.version
@@ -128,54 +244,17 @@ class FileSync(PeriodicSync):
         """Wait for the server's return if it is down. Raises `LostServer`."""
         self.monitor.look()
 
-    def served_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Raises `ServiceUnavailable` if a server that reports "serving" does not answer for 30 s,
-        `EngineCrashed` if the request crashes the engine, and the errors of `recover_server`."""
-        return self._while_serving(
-            f"the logprobs of {len(token_ids)} tokens",
-            lambda: self.bridge.prompt_logprobs(token_ids),
-        )
-
-    def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
-        """Raises the errors of `served_logprobs`."""
-        return self._while_serving(
-            f"{max_tokens} sampled tokens after a prompt of {len(prompt_token_ids)} tokens",
-            lambda: self.bridge.sample(
-                prompt_token_ids, max_tokens=max_tokens, temperature=1.0, ignore_eos=True
-            ),
-        )
+    def crashes(self) -> int:
+        return self.monitor.await_serving().crashes
 
     def close(self) -> None:
         self.supervisor.close()
         self.bridge.close()
 
-    def publish_now(self, label: str) -> Alignment:
-        """Write the policy's weights into a directory, and let the server load them.
-
-        Raises:
-            WeightsRefused, NotPublished, LostServer: the server serves the previous weights, or
-                none.
-            ServedWeightsDiffer: the server reports the new weights but does not serve them.
-            EngineCrashed: a request of the check crashes the engine.
-        """
-        started, version = time.monotonic(), self.version
-        files = self.directories.write(
-            version,
-            self.weights.kind,
-            lambda to: self.weights.write(self._policy, to),
-        )
-        if not self.publisher.action.restarts:  # a restart empties the caches
-            self._check.prime()
-        in_use = self.publisher.publish(files)
-        alignment = self._check.require(version, label)
-        self.directories.remove_older(in_use)
-        log.info(
-            "weights.published",
-            policy_version=tuple(version),
-            seconds=round(time.monotonic() - started, 2),
-            logprob_difference=alignment.mean,
-        )
-        return alignment
+    def _load(self, files: WeightRef) -> frozenset[Path]:
+        """Raises `WeightsRefused`, `NotPublished`, `LostServer`: the server serves the previous
+        weights, or none."""
+        return self.publisher.publish(files)
 
     def _has(self, status: SupervisorStatus, is_untrained: bool) -> bool:
         """Whether the server serves the policy's weights, under any policy version."""
@@ -228,8 +307,8 @@ class FileSync(PeriodicSync):
                 f"{error}. Start the server with a --weights-dir that the trainer can write to"
             ) from error
         try:
-            deadline = Deadline(PROBE_DEADLINE_S)
-            while not self.bridge.sees(probe.name):  # a network file system may show it late
+            deadline = Deadline(SEEN_DEADLINE_S)
+            while not self.bridge.sees(probe.name):
                 if deadline.has_passed:
                     raise PolicyMismatch(
                         f"the server at {self.bridge.base_url} loads weights from {accepted}, but "
@@ -239,30 +318,6 @@ class FileSync(PeriodicSync):
                 time.sleep(POLL_S)
         finally:
             probe.unlink()
-
-    def _while_serving(self, request: str, ask: Callable[[], T]) -> T:
-        """Retry until the server answers. The time during which the server is down does not
-        count.
-
-        The client of `ask` retries too, so the engine may also have crashed if `ask` succeeds.
-        """
-        deadline, watch = Deadline(PROBE_DEADLINE_S), CrashWatch(request)
-        crashes_before = self.monitor.await_serving().crashes
-        while True:
-            try:
-                answer = ask()
-            except ServiceUnavailable:
-                with deadline.suspended():
-                    crashes = self.monitor.await_serving().crashes
-                if watch.note(crashes - crashes_before):
-                    deadline = Deadline(PROBE_DEADLINE_S)  # `ask` waited for the new engine
-                elif deadline.has_passed:
-                    raise
-                time.sleep(POLL_S)
-            else:
-                if (status := self.monitor.status()) is not None:
-                    watch.note(status.crashes - crashes_before)
-                return answer
 
 
 def _require_server(url: str, info: BridgeInfo, kind: WeightKind, run_id: str) -> None:

@@ -10,31 +10,23 @@ server answer requests.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TypeVar
 
 import structlog
 
-from grpo_core.clients.inference import BridgeClient, BridgeInfo, Completion
+from grpo_core.clients.inference import BridgeInfo
 from grpo_core.deadline import Deadline
 from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
-from grpo_trainer.checks.served_weights import Bound, PublicationCheck, SharedMemoryCheck
-from grpo_trainer.config.trainer import AUTO_DEVICE
+from grpo_trainer.checks.served_weights import Alignment, Bound, PublicationCheck, require_written
 from grpo_trainer.errors import PolicyMismatch, TornWeights, WeightSyncError
 from grpo_trainer.model.loading import TrainedWeights, import_architecture
 from grpo_trainer.model.policy import CausalLM, frozen_checksum
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.weight_sync.attachment import (
-    RETURN_DEADLINE_S,
-    RETURN_POLL_S,
-    ServerConnection,
-    WeightPlaces,
-)
-from grpo_trainer.weight_sync.base import CrashWatch, Published
-from grpo_trainer.weight_sync.shared_memory import MappedWeights
-from grpo_trainer.weight_sync.views import (
+from grpo_trainer.weight_sync.attachment import RETURN_POLL_S, ServerConnection
+from grpo_trainer.weight_sync.base import CheckedServer, Published
+from grpo_trainer.weight_sync.shared_memory import (
+    MappedWeights,
     build_policy,
     check_views,
     load_masters,
@@ -44,20 +36,13 @@ from grpo_trainer.weight_sync.views import (
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
-
-PROBE_DEADLINE_S = 30.0
 _CONFLICT = 409
 
 
-class SharedVllm:
+class SharedVllm(CheckedServer):
     """Args:
-    bridge: control client of the server
-    places: settings for finding the weight socket
-    dtype: the data type that the server must have; "auto" accepts any
-    device: the device that the server's weights must be on; "auto" accepts any
+    server: the connection to the server's memory
     lease_s: maximum length of one pause
-    return_deadline_s: how long the trainer waits for a stopped server to return
     epochs: the epochs that earlier trainers of this save path started
     verify_every_steps: check the server after the first update and after every so many steps; 0:
         never
@@ -70,35 +55,26 @@ class SharedVllm:
 
     def __init__(
         self,
-        bridge: BridgeClient,
+        server: ServerConnection,
         model_name: str,
-        places: WeightPlaces | None = None,
-        dtype: str = "auto",
-        device: str = AUTO_DEVICE,
         lease_s: float = 30.0,
-        return_deadline_s: float = RETURN_DEADLINE_S,
         epochs: OpenedEpochs | None = None,
         verify_every_steps: int = 0,
         starts_from_model: bool = False,
     ) -> None:
-        self._bridge = bridge
-        self._server = ServerConnection(
-            bridge, places or WeightPlaces(), dtype, device, return_deadline_s
-        )
+        self.bridge = server.bridge
+        self._server = server
         self._model_name = model_name
         self._lease_s = lease_s
         self._epochs = epochs
         self._verify_every_steps = verify_every_steps
         self._starts_from_model = starts_from_model
-        self._check: SharedMemoryCheck | None = None
+        self._check: PublicationCheck | None = None
         self._policy: CausalLM
-        self._optimizer: MasterOptimizer | None = None
+        self._optimizer: MasterOptimizer
         self._frozen = 0
         self._version = PolicyVersion(0, 0)
-
-    @property
-    def attached(self) -> bool:
-        return self._server.attached
+        self._crashes = 0
 
     @property
     def weights(self) -> MappedWeights:
@@ -152,15 +128,15 @@ class SharedVllm:
         self._frozen = frozen_checksum(self._policy)
         if self._epochs is not None:
             last_epoch = max(last_epoch, self._epochs.newest())
-        self._version = _opened_after(self._version, last_epoch)
+        # A new server counts epochs from 0 again.
+        self._version = PolicyVersion(max(self._version.epoch, last_epoch + 1), step)
         version = self._publish(step)
         if self._verify_every_steps:
-            served = PublicationCheck(self._policy, self, bound=bound)
-            self._check = SharedMemoryCheck(served, optimizer, self._verify_every_steps)
-            self._check.at_start()
+            self._check = PublicationCheck(self._policy, self, bound=bound)
+            self._check.require(None, "Before the first step")
         return version
 
-    def publish(self, optimizer: MasterOptimizer, step: int) -> Published:  # noqa: ARG002
+    def publish(self, optimizer: MasterOptimizer, step: int) -> Published:
         """Write the master weights into the served weights, and check the server if that is due.
 
         Raises:
@@ -168,13 +144,20 @@ class SharedVllm:
             LostServer: the server stopped and did not come back in time.
             ServedWeightsDiffer: the server serves other weights, or the update was not written.
         """
+        self._optimizer = optimizer  # `recover_server` writes its weights again
         check_views(self._policy, self.weights)
         started = time.monotonic()
         self.weights.wait_until_written()  # a GPU finishes the step before the pause begins
         version = self._publish(step)
         seconds = time.monotonic() - started
-        alignment = None if self._check is None else self._check.after_step(step - 1)
-        return Published(version, seconds, alignment=alignment)
+        return Published(version, seconds, alignment=self._checked(step))
+
+    def _checked(self, step: int) -> Alignment | None:
+        """None if no check is due."""
+        if self._check is None or (step > 1 and step % self._verify_every_steps):
+            return None
+        require_written(self._optimizer, step - 1)
+        return self._check.require(None, f"After step {step - 1}")
 
     def recover_server(self) -> None:
         """If the server stopped, wait for its return and write the weights back.
@@ -182,47 +165,18 @@ class SharedVllm:
         Raises:
             LostServer: it did not come back in time.
         """
-        if self._server.attachment.is_lost():
+        if self._server.is_lost():
             self._reattach("the server closed the connection")
             self._publish(self._version.step)
 
-    def served_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Raises `ServiceUnavailable` if a running server does not answer for 30 s, and
-        `EngineCrashed` if the request crashes the engine."""
-        return self._while_serving(
-            f"the logprobs of {len(token_ids)} tokens",
-            lambda: self._bridge.prompt_logprobs(token_ids),
-        )
-
-    def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
-        """Raises the errors of `served_logprobs`."""
-        return self._while_serving(
-            f"{max_tokens} sampled tokens after a prompt of {len(prompt_token_ids)} tokens",
-            lambda: self._bridge.sample(
-                prompt_token_ids, max_tokens=max_tokens, temperature=1.0, ignore_eos=True
-            ),
-        )
-
-    def _while_serving(self, request: str, ask: Callable[[], T]) -> T:
-        """Retry until the server answers."""
-        deadline = Deadline(PROBE_DEADLINE_S)
-        watch, crashes = CrashWatch(request), 0
+    def crashes(self) -> int:
+        self._crashes += self._server.is_lost()
         self.recover_server()
-        while True:
-            try:
-                return ask()
-            except ServiceUnavailable:
-                if deadline.has_passed and not self._server.attachment.is_lost():
-                    raise
-            time.sleep(RETURN_POLL_S)
-            if self._server.attachment.is_lost():
-                crashes += 1
-                watch.note(crashes)
-            self.recover_server()
+        return self._crashes
 
     def close(self) -> None:
         self._server.close()
-        self._bridge.close()
+        self.bridge.close()
 
     def _publish(self, step: int) -> PolicyVersion:
         """Publish the master weights as the weights of `step`, on a restarted server if necessary.
@@ -232,7 +186,7 @@ class SharedVllm:
         """
         deadline = Deadline(self._server.return_deadline_s)
         while True:
-            if self._server.attachment.is_lost():
+            if self._server.is_lost():
                 self._reattach("the server closed the connection")
             version = PolicyVersion(self._version.epoch, step)
             if self._epochs is not None:
@@ -252,13 +206,12 @@ class SharedVllm:
 
     def _write(self, version: PolicyVersion) -> None:
         """pause → write → name the version → resume."""
-        assert self._optimizer is not None, "call start() first"
         session = self._server.attachment.session
         try:
-            self._bridge.pause(session, self._lease_s, version)
+            self.bridge.pause(session, self._lease_s, version)
             self._optimizer.write_into_parameters()
             self.weights.wait_until_written()
-            self._bridge.resume(session, written=True)
+            self.bridge.resume(session, written=True)
         except BaseException:
             # The memory may hold part of the update. Once the connection closes, the server resumes
             # and no longer reports a trainer's version for these weights.
@@ -281,7 +234,7 @@ class SharedVllm:
         if not info.weights_intact:
             raise TornWeights(
                 f"the previous trainer may have died while it was writing, so the server at "
-                f"{self._bridge.base_url} may hold part of an update. Either restart the server, "
+                f"{self.bridge.base_url} may hold part of an update. Either restart the server, "
                 "so that it loads its model files again, or resume the run from a checkpoint "
                 "(--resume auto)"
             )
@@ -305,12 +258,6 @@ def _usable_after(ours: PolicyVersion, info: BridgeInfo) -> PolicyVersion:
     served = info.policy_version
     is_taken = served > ours or (served == ours and not info.awaiting_weights)
     return PolicyVersion(served.epoch + 1, ours.step) if is_taken else ours
-
-
-def _opened_after(ours: PolicyVersion, last_epoch: int) -> PolicyVersion:
-    """The trainer's version in an epoch later than `last_epoch`. A new server counts epochs from 0
-    again."""
-    return PolicyVersion(max(ours.epoch, last_epoch + 1), ours.step)
 
 
 def _log_starting_weights(info: BridgeInfo) -> None:

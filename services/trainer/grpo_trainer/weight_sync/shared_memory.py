@@ -1,14 +1,16 @@
-"""Maps the server's weight memory into this process, from a file descriptor or from the GPU."""
+"""Maps the server's weight memory into this process, and builds a policy of views into it."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_core.weights.shared_memory import (
     CudaMemory,
@@ -21,7 +23,15 @@ from grpo_core.weights.shared_memory import (
     torch_build,
 )
 from grpo_core.weights.socket import WeightConnection
-from grpo_trainer.errors import PolicyMismatch, UnreachableWeights
+from grpo_trainer.errors import (
+    MovedParameters,
+    PolicyMismatch,
+    ServedWeightsDiffer,
+    UnreachableWeights,
+)
+from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.model.policy import CausalLM
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 
 @dataclass(frozen=True)
@@ -67,8 +77,7 @@ def map_weights(connection: WeightConnection) -> MappedWeights:
     """Raises `UnreachableWeights` if the weights are on a GPU that this process cannot share."""
     memory, manifest = connection.grant.memory, connection.grant.manifest
     if isinstance(memory, CudaMemory):
-        opened = OpenedCuda.open(memory, OwnPlace.find())
-        return MappedWeights(manifest, opened.device, opened.bytes_of)
+        return map_cuda(manifest, memory, OwnPlace.find())
     # The mapping stays valid after the descriptor is closed.
     mapping = mmap.mmap(connection.fd, manifest.total_bytes, mmap.MAP_SHARED)
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -124,46 +133,33 @@ class OwnPlace:
         return problems
 
 
-@dataclass(frozen=True)
-class OpenedCuda:
-    """The server's memory segments in this process. `starts`: their offsets in the server."""
+def map_cuda(manifest: WeightManifest, memory: CudaMemory, own: OwnPlace) -> MappedWeights:
+    """Map every segment of a GPU's memory. Args: own: where this process runs
 
-    device: torch.device
-    starts: list[int]
-    storages: list[torch.UntypedStorage]
-
-    @classmethod
-    def open(cls, memory: CudaMemory, own: OwnPlace) -> OpenedCuda:
-        """Map every segment into this process.
-
-        Args:
-            own: where this process runs
-
-        Raises:
-            UnreachableWeights: lists every obstacle, or gives CUDA's error.
-        """
-        problems = own.obstacles(memory.place)
-        if problems:
-            raise unreachable(problems)
-        index = own.devices[memory.place.device_uuid]
+    Raises:
+        UnreachableWeights: lists every obstacle, or gives CUDA's error.
+    """
+    problems, cause = own.obstacles(memory.place), None
+    storages: list[torch.UntypedStorage] = []
+    index = own.devices.get(memory.place.device_uuid, 0)
+    if not problems:
         try:
             storages = [_opened(segment, index) for segment in memory.segments]
         except RuntimeError as error:  # raised by torch and CUDA
-            raise unreachable([f"CUDA cannot open the server's memory: {error}"]) from error
-        starts = [segment.start for segment in memory.segments]
-        return cls(torch.device("cuda", index), starts, storages)
+            problems, cause = [f"CUDA cannot open the server's memory: {error}"], error
+    if problems:
+        raise UnreachableWeights(
+            "the server's weights cannot be shared with this trainer:\n  " + "\n  ".join(problems)
+        ) from cause
+    device = torch.device("cuda", index)
+    starts = [segment.start for segment in memory.segments]  # offsets in the server
 
-    def bytes_of(self, region: TensorRegion) -> Tensor:
-        index = bisect_right(self.starts, region.offset) - 1
-        raw = torch.empty(0, dtype=torch.uint8, device=self.device)
-        within = region.offset - self.starts[index]
-        return raw.set_(self.storages[index], within, (region.nbytes,), (1,))
+    def bytes_of(region: TensorRegion) -> Tensor:
+        number = bisect_right(starts, region.offset) - 1
+        raw = torch.empty(0, dtype=torch.uint8, device=device)
+        return raw.set_(storages[number], region.offset - starts[number], (region.nbytes,), (1,))
 
-
-def unreachable(problems: list[str]) -> UnreachableWeights:
-    return UnreachableWeights(
-        "the server's weights cannot be shared with this trainer:\n  " + "\n  ".join(problems)
-    )
+    return MappedWeights(manifest, device, bytes_of)
 
 
 def _opened(segment: CudaSegment, device_index: int) -> torch.UntypedStorage:
@@ -181,3 +177,130 @@ def _opened(segment: CudaSegment, device_index: int) -> torch.UntypedStorage:
         segment.event_sync_required,
     )
     return storage
+
+
+def build_policy(model_name: str, weights: MappedWeights) -> CausalLM:
+    """The model of `model_name`'s configuration, built from views; nothing is copied.
+
+    Raises:
+        PolicyMismatch: names, shapes or dtypes differ from the server's; lists all of them.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    config = AutoConfig.from_pretrained(model_name)
+    # Parameters are created on the meta device, because they become views below. Buffers are
+    # created for real: they hold computed values, such as rotary frequencies, that no model file
+    # contains.
+    with init_empty_weights(include_buffers=False):
+        policy: Any = AutoModelForCausalLM.from_config(config, dtype=weights.dtype)
+    with contextlib.suppress(OSError):  # it may name further end tokens; some models have none
+        policy.generation_config = GenerationConfig.from_pretrained(model_name)
+    policy.tie_weights()  # creating parameters on the meta device untied them
+    parameters = dict(policy.named_parameters())
+    _check_fit(model_name, parameters, weights.manifest)
+    for name, parameter in parameters.items():
+        view = weights.view(weights.manifest.parameters[name])
+        owner, _, leaf = name.rpartition(".")
+        policy.get_submodule(owner).register_parameter(leaf, nn.Parameter(view))
+        del parameter
+    policy.tie_weights()
+    _move_buffers(policy, weights.device)
+    check_views(policy, weights)
+    built: CausalLM = policy
+    return built
+
+
+def move_views(policy: CausalLM, weights: MappedWeights) -> None:
+    """Point every parameter of the policy to new memory, and keep the values found there.
+
+    The parameters stay the same objects, so their gradient hooks stay too.
+
+    Raises:
+        PolicyMismatch: the memory does not hold this model.
+    """
+    parameters = dict(policy.named_parameters())
+    _check_fit(policy.__class__.__name__, parameters, weights.manifest)
+    for name, parameter in parameters.items():
+        parameter.data = weights.view(weights.manifest.parameters[name])
+    check_views(policy, weights)
+
+
+def release_views(policy: CausalLM) -> None:
+    """Replace the parameters' memory with placeholders until `move_views`, so that the memory of an
+    ended server can be freed."""
+    for parameter in policy.parameters():
+        parameter.data = parameter.new_empty(1).expand(parameter.shape)
+
+
+def check_views(policy: CausalLM, weights: MappedWeights) -> None:
+    """Check that every parameter is still in the memory that the server reads.
+
+    Raises:
+        MovedParameters: lists every parameter that is not.
+    """
+    moved = [
+        name
+        for name, parameter in policy.named_parameters()
+        if parameter.data_ptr() != weights.address(weights.manifest.parameters[name])
+    ]
+    if moved:
+        raise MovedParameters(
+            f"{len(moved)} parameters are no longer in the server's memory: {', '.join(moved)}; "
+            "remove the code that called .to() or share_memory_(), or replaced .data, after the "
+            "policy was built"
+        )
+
+
+def _move_buffers(policy: CausalLM, device: torch.device) -> None:
+    """Copy the buffers to the device. `policy.to()` would also move the views."""
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def _check_fit(
+    model_name: str, parameters: Mapping[str, nn.Parameter], manifest: WeightManifest
+) -> None:
+    regions = manifest.parameters
+    used = {regions[name].offset for name in parameters if name in regions}
+    problems = [
+        f"{name}: the server has no such parameter" for name in parameters if name not in regions
+    ]
+    problems += [
+        f"{name}: served shape {list(regions[name].shape)}, policy shape {list(parameter.shape)}"
+        for name, parameter in parameters.items()
+        if name in regions and tuple(parameter.shape) != regions[name].shape
+    ]
+    # Model files may name one tensor twice (tied embeddings); both names then have one offset.
+    problems += [
+        f"{name}: the server has this parameter, but the policy does not"
+        for name, region in regions.items()
+        if name not in parameters and region.offset not in used
+    ]
+    if problems:
+        raise PolicyMismatch(
+            f"the policy of {model_name} does not fit the served {manifest.model}:\n  "
+            + "\n  ".join(problems)
+            + "\nload the same model on both sides"
+        )
+
+
+@torch.no_grad()
+def load_masters(policy: CausalLM, weights: TrainedWeights, optimizer: MasterOptimizer) -> None:
+    """Replace the master weights by those of a model's files.
+
+    Raises:
+        ServedWeightsDiffer: layers that are not trained differ from the files.
+    """
+    files = dict(weights.load(next(policy.parameters()).dtype).named_parameters())
+    views = dict(policy.named_parameters())
+    frozen = [name for name, p in views.items() if not p.requires_grad]
+    if any(not torch.equal(views[name].cpu(), files[name]) for name in frozen):
+        raise ServedWeightsDiffer(
+            "the server holds an earlier run's weights in layers that this run does not train "
+            "(grpo.train_layer_indices); restart the server, so that it loads its model again"
+        )
+    trained = [name for name, p in views.items() if p.requires_grad]
+    for name, master in zip(trained, optimizer.masters, strict=True):
+        master.copy_(files[name])

@@ -6,19 +6,16 @@ import argparse
 
 import structlog
 
-from grpo_core.cpu import SLOW, is_slow_in_bfloat16
 from grpo_core.security import plain
 from grpo_core.weights.ref import WeightRef
 from grpo_vllm.engine.plugin import LOAD_FORMAT, WORKER_EXTENSION
 from grpo_vllm.engine.vllm_compat.launch import (
-    check_requests_with,
+    adapt_to_cpu,
+    current_platform,
     parse_engine_arguments,
     refuse_parallel_engines,
     switch_lora_pdl_off,
-    use_small_blocks,
 )
-from grpo_vllm.engine.vllm_compat.layers import current_platform
-from grpo_vllm.engine.vllm_compat.requests import PROCESSOR
 from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.lora import BASE_SUFFIX
 
@@ -52,24 +49,15 @@ def parsed_engine_arguments(settings: ServerSettings, weights: WeightRef) -> arg
             reason="Triton cannot compile programmatic dependent launch (PDL) on this GPU",
         )
     if current_platform.is_cpu():
-        check_requests_with(PROCESSOR, arguments)
-        use_small_blocks(arguments)
-        use_fast_type(arguments)
+        adapt_to_cpu(arguments)
     return arguments
 
 
-def use_fast_type(arguments: argparse.Namespace) -> None:
-    """Make float32 the default on a CPU without instructions for bfloat16, which is what vLLM would
-    take. Args: arguments: vLLM's parsed options"""
-    if arguments.dtype == "auto" and is_slow_in_bfloat16():
-        arguments.dtype = "float32"
-        log.info("dtype.chosen", dtype="float32", reason=SLOW)
-
-
+_NO_TLS = "the server speaks HTTP only; put a proxy that ends TLS before it"
 IGNORED = {
-    "ssl_keyfile": "the server speaks HTTP only; put a proxy that ends TLS before it",
-    "ssl_certfile": "the server speaks HTTP only; put a proxy that ends TLS before it",
-    "ssl_ca_certs": "the server speaks HTTP only; put a proxy that ends TLS before it",
+    "ssl_keyfile": _NO_TLS,
+    "ssl_certfile": _NO_TLS,
+    "ssl_ca_certs": _NO_TLS,
     "uds": "the server listens on --host and --port",
     "api_server_count": "one process answers HTTP requests",
     "headless": "the server always answers HTTP requests",
@@ -81,11 +69,8 @@ NEUTRAL = {"api_server_count": 1}
 
 
 def refuse_ignored_options(arguments: argparse.Namespace) -> None:
-    """Refuse options that vLLM's own server would honour, and this one would not.
-
-    Raises:
-        SystemExit: with the names of the options.
-    """
+    """Refuse options that vLLM's own server would honour, and this one would not. Raises
+    `SystemExit` with the names of the options."""
     found = [
         f"--{name.replace('_', '-')} ({why})"
         for name, why in IGNORED.items()
@@ -100,11 +85,8 @@ def refuse_ignored_options(arguments: argparse.Namespace) -> None:
 
 def refuse_reserved_options(arguments: argparse.Namespace, share_weights: bool) -> None:
     """Refuse options that the server sets itself. They can still reach vLLM abbreviated, or in
-    vLLM's own configuration file, which our parser does not read.
-
-    Raises:
-        SystemExit: with the names of the options.
-    """
+    vLLM's own configuration file, which our parser does not read. Raises `SystemExit` with the
+    names of the options."""
     taken = {
         "--api-key (give it once, unabbreviated, or set VLLM_API_KEY)": arguments.api_key
         is not None,
@@ -124,10 +106,7 @@ def refuse_reserved_options(arguments: argparse.Namespace, share_weights: bool) 
 
 def refuse_float32_adapters(dtype: str) -> None:
     """Refuse float32 at the start: vLLM's LoRA kernels on a GPU would fail at the first request.
-
-    Raises:
-        SystemExit: with the option to pass.
-    """
+    Raises `SystemExit` with the option to pass."""
     if dtype in ("float32", "float"):
         raise SystemExit(
             f"vllm-api-server: --enable-lora with --dtype {dtype}: on a GPU vLLM supports adapters "

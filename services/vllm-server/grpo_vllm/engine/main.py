@@ -1,4 +1,8 @@
-"""Runs the engine: starts vLLM, builds the applications and serves until it is stopped."""
+"""Runs the engine: starts vLLM, builds the applications and serves until it is stopped.
+
+The public port generates and reports, the control port changes what is served, for the trainer and
+the operator, and the private socket is for the supervisor.
+"""
 
 from __future__ import annotations
 
@@ -11,43 +15,36 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import structlog
+from fastapi import APIRouter, FastAPI
 from starlette.types import ASGIApp
 
 from grpo_core.errors import GrpoError
 from grpo_core.security import SameSiteOnly, listed
 from grpo_core.weights.bridge_config import BridgeConfig
-from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_vllm.engine.apps import (
-    Serving,
-    control_app,
-    include_control,
-    private_app,
-    public_app,
-)
 from grpo_vllm.engine.args import parsed_engine_arguments
 from grpo_vllm.engine.control import FINISHED_FIRST_TOKENS, EngineControl
-from grpo_vllm.engine.vllm_compat.launch import device_type, open_engine
-from grpo_vllm.forkserver.protocol import EnginePlan
-from grpo_vllm.http.connection_handover import EngineEnd
-from grpo_vllm.http.in_flight import InFlight
-from grpo_vllm.http.readiness_gate import ReadinessGate
-from grpo_vllm.http.server import DrainingServer, require_api_key, serve_until
-from grpo_vllm.settings import ServerSettings
-from grpo_vllm.weights.lora import AdapterSwitch
-from grpo_vllm.weights.memory import dtype_name
-from grpo_vllm.weights.served_store import (
-    InitialWeights,
-    RedisServedStore,
-    ServedStore,
-    ServedWeights,
-    initial_weights_after,
+from grpo_vllm.engine.vllm_compat.launch import (
+    build_openai_app,
+    device_type,
+    open_engine,
+    resolve_adapters_with,
+    why_no_sleep,
 )
+from grpo_vllm.engine_protocol import EngineEnd, EnginePlan
+from grpo_vllm.http.middleware import InFlight, ReadinessGate
+from grpo_vllm.http.server import DrainingServer, require_api_key, serve_until
+from grpo_vllm.routes.control import bridge_router, engine_router, info_router, lora_router
+from grpo_vllm.routes.generation import generation_router
+from grpo_vllm.settings import ServerSettings
+from grpo_vllm.weights.lora import AdapterNames, AdapterSwitch
+from grpo_vllm.weights.memory import dtype_name
+from grpo_vllm.weights.served_store import RedisServedStore, ServedStore
 from grpo_vllm.weights.socket_server import (
     bridge_config_written,
     exported_by_worker,
     serve_weights,
 )
-from grpo_vllm.weights.write_lease import WeightBridge
+from grpo_vllm.weights.write_lease import WeightBridge, bridge_at_start
 
 log = structlog.get_logger()
 
@@ -72,18 +69,38 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
     arguments = parsed_engine_arguments(settings, plan.weights)
     channel = EngineEnd(plan.channel)
     async with contextlib.AsyncExitStack() as stack:
-        store = await _open_store(settings, stack)
+        store = ServedStore()
+        if settings.redis is not None and settings.share_weights:  # other weights are in the plan
+            store = await stack.enter_async_context(
+                RedisServedStore(settings.redis, settings.run_id, settings.redis_required)
+            )
         served = await store.read(settings.redis_deadline_s)
         engine = await stack.enter_async_context(open_engine(arguments))
-        initial = _initial_weights(settings, plan.weights, served)
-        bridge = await _begin(settings, engine, initial, store)
+        short = FINISHED_FIRST_TOKENS if device_type(engine) == "cpu" else 0
+        bridge = await bridge_at_start(
+            EngineControl(engine, settings.share_weights, short),
+            settings,
+            served.weights if served is not None else plan.weights,
+            store,
+        )
         in_flight = InFlight(on_dropped=channel.dropped)
-        adapters = await _adapters(settings, engine, arguments, in_flight, plan.weights)
-        serving = Serving(settings, engine, bridge, in_flight, adapters)
+        adapters = None
+        if settings.enable_lora:
+            adapters = AdapterSwitch(engine, arguments.served_model_name[0], in_flight)
+            if plan.weights.adapter is not None:
+                await adapters.load(plan.weights.adapter, plan.weights.version)
         shared = await stack.enter_async_context(_sharing(settings, engine, bridge))
-        app = await public_app(serving, arguments, shared)
-        if plan.control is None and settings.public_is_loopback:
-            include_control(app, serving)
+        app = await _public_app(engine, arguments, bridge, adapters)
+        app.include_router(info_router(engine, bridge, settings, shared, adapters))
+        lora = lora_router(bridge, adapters, settings)
+        control = (bridge_router(bridge, settings, why_no_sleep(engine)), lora)
+        servers = {}
+        if plan.control is not None:
+            apart = _app("vllm-server control", *control)
+            servers[DrainingServer(_guarded(apart, settings))] = plan.control
+        elif settings.public_is_loopback:
+            for router in control:
+                app.include_router(router)
         gated = ReadinessGate(
             functools.partial(in_flight.pass_on, app),
             bridge.refusal,
@@ -93,13 +110,10 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         pages = frozenset(arguments.allowed_origins) - {"*"}  # "*" is vLLM's default
         public = DrainingServer(_guarded(gated, settings, pages))
         app.state.server = public  # vLLM's error handler stops this server if the engine is dead
-
-        def drain(within_s: float) -> None:
-            public.drain(within_s, channel.park, in_flight)
-
-        servers = {public: plan.public, DrainingServer(private_app(serving, drain)): plan.private}
-        if plan.control is not None:
-            servers[DrainingServer(_guarded(control_app(serving), settings))] = plan.control
+        drain = functools.partial(public.drain, park=channel.park, in_flight=in_flight)
+        status = engine_router(bridge, in_flight, adapters, drain)
+        private = DrainingServer(_app("vllm-server engine process", status, lora))
+        servers |= {public: plan.public, private: plan.private}
         log.info(
             "engine.serving",
             host=settings.host,
@@ -116,6 +130,28 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
             raise EngineDied("the engine did not resume after a pause; the supervisor restarts it")
 
 
+async def _public_app(
+    engine: Any, arguments: argparse.Namespace, bridge: WeightBridge, adapters: AdapterSwitch | None
+) -> FastAPI:
+    """vLLM's application with our routes that generate."""
+    app = await build_openai_app(engine, arguments)
+    if adapters is not None:
+        resolve_adapters_with(app, AdapterNames(adapters))
+    routes = app.router.routes
+    others = list(routes)
+    app.include_router(generation_router(engine, bridge, adapters))
+    # The first route that matches is used, and comparing with all of vLLM's takes 0.3 ms.
+    routes[:] = [*routes[len(others) :], *others]
+    return app
+
+
+def _app(title: str, *routers: APIRouter) -> FastAPI:
+    app = FastAPI(title=title)
+    for router in routers:
+        app.include_router(router)
+    return app
+
+
 async def _arrive(server: DrainingServer, parked: tuple[int, ...], channel: EngineEnd) -> None:
     await server.adopt(parked)
     channel.serving()
@@ -127,56 +163,6 @@ def _guarded(
     """`app` that requires the API key, and refuses browser pages of sites not in `pages`."""
     guarded = require_api_key(app, settings.api_key)
     return SameSiteOnly(guarded, pages, listed(settings.allowed_hosts))
-
-
-async def _open_store(settings: ServerSettings, stack: contextlib.AsyncExitStack) -> ServedStore:
-    """The record of weights that a trainer writes in place. Other weights come with the plan."""
-    if settings.redis is None or not settings.share_weights:
-        return ServedStore()
-    return await stack.enter_async_context(
-        RedisServedStore(settings.redis, settings.run_id, settings.redis_required)
-    )
-
-
-def _initial_weights(
-    settings: ServerSettings, weights: WeightRef, served: ServedWeights | None
-) -> InitialWeights:
-    if not settings.share_weights:
-        return InitialWeights(weights.version)
-    if served is None and weights.kind is WeightKind.MEMORY:
-        # Without Redis only the supervisor remembers the served version.
-        served = ServedWeights(weights, intact=False)
-    return initial_weights_after(served, settings.await_weights)
-
-
-async def _begin(
-    settings: ServerSettings, engine: Any, initial: InitialWeights, store: ServedStore
-) -> WeightBridge:
-    short = FINISHED_FIRST_TOKENS if device_type(engine) == "cpu" else 0
-    control = EngineControl(engine, settings.share_weights, short)
-    bridge = WeightBridge(control, initial.version, store)
-    await bridge.engine.name_weights(bridge.version)
-    if initial.new_name:
-        await store.save(ServedWeights(WeightRef(version=bridge.version)))
-    if initial.missing:
-        bridge.write_back.begin(bridge.version, settings.write_back_deadline_s)
-    return bridge
-
-
-async def _adapters(
-    settings: ServerSettings,
-    engine: Any,
-    arguments: argparse.Namespace,
-    in_flight: InFlight,
-    weights: WeightRef,
-) -> AdapterSwitch | None:
-    """Raises `AdapterRefused` if the engine cannot load the adapter that it must serve."""
-    if not settings.enable_lora:
-        return None
-    adapters = AdapterSwitch(engine, arguments.served_model_name[0], in_flight)
-    if weights.adapter is not None:
-        await adapters.load(weights.adapter, weights.version)
-    return adapters
 
 
 @contextlib.asynccontextmanager

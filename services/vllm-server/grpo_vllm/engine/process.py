@@ -18,8 +18,8 @@ from grpo_vllm.engine.plugin import (
     SHARE_WEIGHTS_VARIABLE,
     tie_children_to_this_process,
 )
-from grpo_vllm.forkserver.protocol import EnginePlan
-from grpo_vllm.settings import ServerSettings, load_server_settings
+from grpo_vllm.engine_protocol import EnginePlan
+from grpo_vllm.settings import load_server_settings
 
 EXIT_FAILED = 1
 
@@ -29,7 +29,17 @@ def preload(options: list[str]) -> str | None:
     forked, None if it can."""
     settings = load_server_settings(options)
     configure_logging("vllm-server", settings.log_level)
-    _set_environment(settings)
+    # NumPy's OpenBLAS would start threads on import, and a process with threads cannot be forked.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    share_cores()
+    # vLLM's processes inherit this; our plugin reads it there.
+    os.environ[SHARE_WEIGHTS_VARIABLE] = "1" if settings.share_weights else "0"
+    os.environ[SERVER_VARIABLE] = "1"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM's development routes let anyone pause the engine and call its workers without a token.
+    # Its routes for adapters accept any path.
+    os.environ["VLLM_SERVER_DEV_MODE"] = "0"
+    os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "0"
 
     from grpo_vllm.engine import main  # noqa: F401
     from grpo_vllm.engine.vllm_compat import launch
@@ -54,20 +64,6 @@ def run_engine(plan: EnginePlan, options: list[str]) -> None:
     except GrpoError as error:
         structlog.get_logger().error(type(error).__name__, reason=str(error))
         raise SystemExit(EXIT_FAILED) from None
-
-
-def _set_environment(settings: ServerSettings) -> None:
-    # NumPy's OpenBLAS would start threads on import, and a process with threads cannot be forked.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    share_cores()
-    # vLLM's processes inherit this; our plugin reads it there.
-    os.environ[SHARE_WEIGHTS_VARIABLE] = "1" if settings.share_weights else "0"
-    os.environ[SERVER_VARIABLE] = "1"
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # vLLM's development routes let anyone pause the engine and call its workers without a token.
-    # Its routes for adapters accept any path.
-    os.environ["VLLM_SERVER_DEV_MODE"] = "0"
-    os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "0"
 
 
 def main() -> None:

@@ -41,7 +41,8 @@ REFUSED: Mapping[str, str] = {
 }
 """vLLM's sampling parameters that a client may not set: name → reason."""
 SAMPLED_TOKENS_ONLY = 0
-"""The default of `logprobs`: those of the sampled tokens. vLLM's own default is none."""
+"""The default of `logprobs`: those of the sampled tokens. vLLM's own default is none. `true` means
+1, and `false` none."""
 
 _NESTED_FIELDS = {
     "structured_outputs": frozenset(
@@ -70,60 +71,20 @@ class GenerateRequest:
 
 
 def parse_generate_request(body: bytes, model_config: Any, tokenizer: Any) -> GenerateRequest:
-    """Check a request completely before the engine gets it.
-
-    Raises:
-        BadGenerateRequest: the message names each wrong parameter.
-    """
-    parameters = _json_object(body)
+    """Check a request completely before the engine gets it. Raises `BadGenerateRequest`
+    with the name of each wrong parameter."""
+    try:
+        parameters = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadGenerateRequest(f"body: not valid JSON: {error}") from error
+    if not isinstance(parameters, dict):
+        raise BadGenerateRequest("body: expected a JSON object")
     stream = parameters.pop("stream", False)
     if not isinstance(stream, bool):
         raise BadGenerateRequest(f"stream: expected true or false, got {stream!r}")
     prompt = parameters.pop("prompt", None)
     text = prompt if isinstance(prompt, str) else None
     token_ids = _prompt_token_ids(prompt, model_config, tokenizer)
-    _check_prompt(token_ids, model_config)
-    parameters["logprobs"] = _logprobs(parameters.get("logprobs", SAMPLED_TOKENS_ONLY))
-    return GenerateRequest(token_ids, text, _sampling_params(parameters), stream)
-
-
-def _logprobs(value: Any) -> Any:
-    """`true` means 1, and `false` none."""
-    if isinstance(value, bool):
-        return 1 if value else None
-    return value
-
-
-def _json_object(body: bytes) -> dict[str, Any]:
-    try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise BadGenerateRequest(f"body: not valid JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise BadGenerateRequest("body: expected a JSON object")
-    return parsed
-
-
-def _prompt_token_ids(prompt: Any, model_config: Any, tokenizer: Any) -> list[int]:
-    if isinstance(prompt, str):
-        return _encode(prompt, model_config, tokenizer)
-    known = isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}
-    if known and isinstance(prompt["prompt_token_ids"], list):
-        return list(prompt["prompt_token_ids"])
-    raise BadGenerateRequest('prompt: expected a string or {"prompt_token_ids": [int, ...]}')
-
-
-def _encode(text: str, model_config: Any, tokenizer: Any) -> list[int]:
-    if len(text) > model_config.max_model_len * tokenizer.max_chars_per_token:
-        raise BadGenerateRequest(
-            f"prompt: {len(text)} characters cannot fit into a context of "
-            f"{model_config.max_model_len} tokens"
-        )
-    token_ids: list[int] = tokenizer.encode(text)
-    return token_ids
-
-
-def _check_prompt(token_ids: list[int], model_config: Any) -> None:
     if not token_ids:
         raise BadGenerateRequest("prompt: expected at least one token")
     if len(token_ids) >= model_config.max_model_len:
@@ -137,6 +98,26 @@ def _check_prompt(token_ids: list[int], model_config: Any) -> None:
             raise BadGenerateRequest(
                 f"prompt_token_ids[{i}]: {token!r} is not a token id below {vocabulary}"
             )
+    logprobs = parameters.get("logprobs", SAMPLED_TOKENS_ONLY)
+    if isinstance(logprobs, bool):
+        logprobs = 1 if logprobs else None
+    parameters["logprobs"] = logprobs
+    return GenerateRequest(token_ids, text, _sampling_params(parameters), stream)
+
+
+def _prompt_token_ids(prompt: Any, model_config: Any, tokenizer: Any) -> list[int]:
+    if isinstance(prompt, str):
+        if len(prompt) > model_config.max_model_len * tokenizer.max_chars_per_token:
+            raise BadGenerateRequest(
+                f"prompt: {len(prompt)} characters cannot fit into a context of "
+                f"{model_config.max_model_len} tokens"
+            )
+        token_ids: list[int] = tokenizer.encode(prompt)
+        return token_ids
+    known = isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}
+    if known and isinstance(prompt["prompt_token_ids"], list):
+        return list(prompt["prompt_token_ids"])
+    raise BadGenerateRequest('prompt: expected a string or {"prompt_token_ids": [int, ...]}')
 
 
 def _sampling_params(parameters: dict[str, Any]) -> Any:
@@ -168,10 +149,6 @@ def _problems(parameters: dict[str, Any]) -> Iterator[str]:
         unknown = sorted(set(value) - fields) if isinstance(value, dict) else []
         if unknown:
             yield f"{name}: unknown fields {', '.join(unknown)}"
-    yield from _problems_of_size(parameters)
-
-
-def _problems_of_size(parameters: dict[str, Any]) -> Iterator[str]:
     deep = [
         name
         for name in ("structured_outputs", "extra_args")

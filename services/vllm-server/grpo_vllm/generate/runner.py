@@ -24,6 +24,8 @@ from grpo_vllm.generate.request import BadGenerateRequest, GenerateRequest
 from grpo_vllm.weights.lora import LoadedAdapter
 
 FINISHED = frozenset({"stop", "length", "repetition"})
+RESTRICTING = ["allowed_token_ids", "bad_words", "logit_bias", "min_tokens", "structured_outputs"]
+"""Parameters that together can exclude every token."""
 
 
 class GenerationFailed(GrpoError):
@@ -46,13 +48,9 @@ class PartialCompletion:
     last_version: PolicyVersion | None = None
 
     def extend(self, piece: Any, arrived_under: PolicyVersion, stamped: bool) -> None:
-        """Add a piece of vLLM's output.
-
-        Args:
-            arrived_under: the policy version that was served when the piece arrived
-            stamped: True to prefer the engine's own version stamps. They name the base model's
-                weights, never an adapter.
-        """
+        """Add a piece of vLLM's output, which arrived when the policy version `arrived_under` was
+        served. `stamped`: prefer the engine's own version stamps. They name the base model's
+        weights, never an adapter."""
         self.text += piece.text
         self.finish_reason = piece.finish_reason or self.finish_reason
         if piece.token_ids:
@@ -130,7 +128,11 @@ class RunningRequest:
                     self._take(output)
                     yield
         except EngineRefusal as error:
-            raise BadGenerateRequest(_refusal(error, sampling)) from error
+            parameter = getattr(error, "parameter", None)
+            if parameter is None and sampling.structured_outputs is not None:
+                parameter = "structured_outputs"
+            what = parameter or "sampling parameters"
+            raise BadGenerateRequest(f"{what}: {error}") from error
         except (EngineDeadError, EngineGenerateError) as error:
             raise GenerationFailed(f"the engine failed: {error.__cause__ or error}") from error
         self._check_complete()
@@ -161,7 +163,7 @@ class RunningRequest:
             for piece in output.outputs:
                 self.completions[piece.index].extend(piece, version, stamped=not self._adapter)
         except NonFiniteLogprob as error:
-            restricting = _restricting_parameters(self.request.sampling)
+            restricting = [name for name in RESTRICTING if getattr(self.request.sampling, name)]
             if not restricting:
                 raise
             raise BadGenerateRequest(
@@ -181,20 +183,6 @@ class RunningRequest:
         raise GenerationFailed(
             f"the engine stopped before all completions had ended (finish reasons {reasons})"
         )
-
-
-def _restricting_parameters(sampling: Any) -> list[str]:
-    """Names of the given parameters that together can exclude every token."""
-    names = ("allowed_token_ids", "bad_words", "logit_bias", "min_tokens", "structured_outputs")
-    return [name for name in names if getattr(sampling, name)]
-
-
-def _refusal(error: Exception, sampling: Any) -> str:
-    """vLLM's message, prefixed with the name of the parameter."""
-    parameter = getattr(error, "parameter", None)
-    if parameter is None and sampling.structured_outputs is not None:
-        parameter = "structured_outputs"
-    return f"{parameter or 'sampling parameters'}: {error}"
 
 
 def _sampled_first(token: int, entry: Any) -> dict[int, float]:

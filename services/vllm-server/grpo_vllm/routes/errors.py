@@ -52,24 +52,18 @@ class ErrorHandlingRoute(APIRoute):
             try:
                 return await handle(request)
             except tuple(STATUS) as error:
-                return _answer(_status_of(error), str(error))
+                status = next(s for kind, s in STATUS.items() if isinstance(error, kind))
+                return _answer(status, str(error))
             except RequestValidationError as error:
-                return _answer(422, f"{_listed(error)}; expected {self.summary}")
+                mistakes = "; ".join(_mistake(**problem) for problem in error.errors())
+                return _answer(422, f"{mistakes}; expected {self.summary}")
 
         return answer
-
-
-def _status_of(error: GrpoError) -> int:
-    return next(status for kind, status in STATUS.items() if isinstance(error, kind))
 
 
 def _answer(status: int, detail: str) -> JSONResponse:
     headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else None
     return JSONResponse({"detail": detail}, status, headers)
-
-
-def _listed(error: RequestValidationError) -> str:
-    return "; ".join(_mistake(**problem) for problem in error.errors())
 
 
 def _mistake(type: str, loc: tuple[str | int, ...], input: Any, **_: Any) -> str:

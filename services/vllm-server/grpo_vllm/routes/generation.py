@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from grpo_core.errors import GrpoError
 from grpo_vllm.generate.request import parse_generate_request
 from grpo_vllm.generate.runner import GenerationFailed, RunningRequest
-from grpo_vllm.http.in_flight import unless_disconnected
+from grpo_vllm.http.middleware import unless_disconnected
 from grpo_vllm.routes.errors import BodyTooLarge, ErrorHandlingRoute
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.write_lease import WeightBridge
@@ -53,17 +53,23 @@ def generation_router(
 
     @router.post("/generate")
     async def post_generate(request: Request) -> Response:
-        generation = start(await _body(request))
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                raise BodyTooLarge(f"body: larger than the limit of {MAX_BODY_BYTES} bytes")
+        generation = start(bytes(body))
         if generation.request.stream:
-            return await _stream(request, generation)
-        answer = await unless_disconnected(
-            request.receive, asyncio.create_task(_whole_answer(generation))
-        )
-        if answer is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return Response(
-            orjson.dumps(answer, option=orjson.OPT_NON_STR_KEYS), media_type="application/json"
-        )
+            lines = json_lines(generation)
+            first = await unless_disconnected(request.receive, anext(lines))
+            if first is not None:
+                return JsonLines(first, lines)
+        else:
+            answer = await unless_disconnected(request.receive, _whole_answer(generation))
+            if answer is not None:
+                content = orjson.dumps(answer, option=orjson.OPT_NON_STR_KEYS)
+                return Response(content, media_type="application/json")
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @router.get("/health_generate")
     async def get_health_generate() -> Response:
@@ -85,23 +91,6 @@ async def _whole_answer(generation: RunningRequest) -> dict[str, Any]:
         async for _ in progress:
             pass
     return generation.answer()
-
-
-async def _stream(request: Request, generation: RunningRequest) -> Response:
-    lines = json_lines(generation)
-    first = await unless_disconnected(request.receive, asyncio.create_task(anext(lines)))
-    if first is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return JsonLines(first, lines)
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLarge(f"body: larger than the limit of {MAX_BODY_BYTES} bytes")
-    return bytes(body)
 
 
 async def json_lines(generation: RunningRequest) -> AsyncGenerator[bytes, None]:
@@ -130,14 +119,9 @@ class JsonLines(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         async with aclosing(self._rest):
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-            )
-            await unless_disconnected(receive, asyncio.create_task(self._write(send)))
+            start = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **start})
+            await unless_disconnected(receive, self._write(send))
 
     async def _write(self, send: Send) -> None:
         await _send(send, self._first)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -34,15 +34,39 @@ from grpo_core.weights.supervisor import (
     status_key,
 )
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.supervisor.engine import EngineDoesNotAnswer, EngineRefused
-from grpo_vllm.supervisor.engine_slot import EngineSlot
-from grpo_vllm.supervisor.state import Restart, SupervisorState
+from grpo_vllm.supervisor.engine import EngineDoesNotAnswer, EngineRefused, EngineSlot
 
 log = structlog.get_logger()
 
 BLOCK_MS = 1000
 TIMEOUT_S = 5.0
 _READ_AT_MOST = 100
+
+
+@dataclass
+class SupervisorState:
+    """`weights`: the weights of the running or starting engine; `previous`: the last weights that
+    were served; `reason`: why nothing is served now.
+
+    `restart`: the command that has no final answer yet; `requested` is set while there is one.
+    `launched`: the same command when an engine has been started for it.
+    """
+
+    weights: WeightRef
+    previous: WeightRef
+    phase: SupervisorPhase = SupervisorPhase.STARTING
+    reason: str = ""
+    restart: Command | None = None
+    launched: Command | None = None
+    requested: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def serving(self) -> bool:
+        return self.phase is SupervisorPhase.SERVING
+
+    def has_served(self, weights: WeightRef) -> None:
+        """Record that an engine serves these weights. A later rollback returns to them."""
+        self.previous = self.weights = weights
 
 
 class CommandHandler:
@@ -83,9 +107,11 @@ class CommandHandler:
 
     def answer_restart(self, state: OutcomeState, reason: str = "") -> None:
         """Answer the command that the engine was started for, if there is one."""
-        command = self._state.take_launched()
+        command = self._state.launched
         if command is None:
             return
+        self._state.launched = self._state.restart = None
+        self._state.requested.clear()
         log.info("restart_command.answered", command=named(command), outcome=state.value)
         # In the background: Redis may be down, and the engine must be watched meanwhile.
         task = asyncio.create_task(self._answer(command, state, reason))
@@ -100,35 +126,35 @@ class CommandHandler:
     async def _follow(self, command: Command) -> None:
         current = self._state
         try:
-            weights = await planned(command, self._settings, current.weights)
+            command = await checked(command, self._settings, current.weights)
         except UnusableWeights as error:
             log.warning("command.refused", command=named(command), reason=str(error))
             await self._answer(command, OutcomeState.REFUSED, str(error))
             return
-        if weights == current.weights and current.serving:
+        if command.weights == current.weights and current.serving:
             await self._answer(command, OutcomeState.DONE)
         elif command.action is Action.LOAD_ADAPTER and current.serving:
-            await self._load(command, weights)
+            await self._load(command)
         elif current.phase in (SupervisorPhase.SERVING, SupervisorPhase.FAILED):
             log.info("restart_command.accepted", command=named(command))
             await self._answer(command, OutcomeState.ACCEPTED)
-            current.request(Restart(command, weights))
+            current.restart = command
+            current.requested.set()
         else:
             await self._busy(command, f"the server is {current.phase.value}")
 
-    async def _load(self, command: Command, weights: WeightRef) -> None:
-        engine, directory = self._slot.engine, weights.path
+    async def _load(self, command: Command) -> None:
+        engine = self._slot.engine
         assert engine is not None
-        assert directory is not None
         self.loading = True
         try:
-            in_use = await engine.load_adapter(directory, weights.version)
+            in_use = await engine.load_adapter(command.path, command.version)
         except EngineRefused as error:
             await self._answer(command, OutcomeState.REFUSED, str(error))
         except EngineDoesNotAnswer as error:
             await self._answer(command, OutcomeState.FAILED, str(error))
         else:
-            self._state.has_served(weights)
+            self._state.has_served(command.weights)
             await self._save()
             await self._answer(command, OutcomeState.DONE, in_use=in_use)
         finally:
@@ -155,26 +181,10 @@ def named(command: Command) -> str:
     return f"{command.action.value} {command.version}{sender}"
 
 
-async def planned(command: Command, settings: ServerSettings, served: WeightRef) -> WeightRef:
-    """The weights that the command asks for, checked as far as possible without loading them.
-
-    Raises:
-        UnusableWeights: this server cannot serve them. Nothing was changed.
-    """
-    _require_mode(command.action, settings)
-    if command.version <= served.version and not _is_repetition(command, served):
-        raise UnusableWeights(
-            f"policy version {tuple(command.version)} is not newer than the served version "
-            f"{tuple(served.version)}; give new weights a newer version"
-        )
-    # In a thread, because reading a large checkpoint takes seconds.
-    directory = await asyncio.to_thread(check_weights, command.weights, settings.loads_from)
-    if command.action is not Action.RESTART_WITH_CHECKPOINT:
-        require_servable_adapter(directory, settings.max_lora_rank)
-    return command.weights.model_copy(update={"path": directory})
-
-
-def _require_mode(action: Action, settings: ServerSettings) -> None:
+async def checked(command: Command, settings: ServerSettings, served: WeightRef) -> Command:
+    """The command with the real path of its weights, which are checked as far as possible without
+    loading them. Raises `UnusableWeights` if this server cannot serve them. Nothing was changed."""
+    action = command.action
     if settings.share_weights:
         raise UnusableWeights(
             f"the server refuses {action.value}, because a trainer writes the server's "
@@ -184,11 +194,18 @@ def _require_mode(action: Action, settings: ServerSettings) -> None:
     if wants_lora != settings.enable_lora:
         flag = "with --enable-lora" if wants_lora else "without --enable-lora"
         raise UnusableWeights(f"the server refuses {action.value}; start the server {flag}")
-
-
-def _is_repetition(command: Command, served: WeightRef) -> bool:
-    """True if the command was sent again, or a killed supervisor had not answered it."""
-    return command.version == served.version and command.sha256 == served.digest
+    # It was sent again, or a killed supervisor had not answered it.
+    is_repetition = command.version == served.version and command.sha256 == served.digest
+    if command.version <= served.version and not is_repetition:
+        raise UnusableWeights(
+            f"policy version {tuple(command.version)} is not newer than the served version "
+            f"{tuple(served.version)}; give new weights a newer version"
+        )
+    # In a thread, because reading a large checkpoint takes seconds.
+    directory = await asyncio.to_thread(check_weights, command.weights, settings.loads_from)
+    if wants_lora:
+        require_servable_adapter(directory, settings.max_lora_rank)
+    return command.model_copy(update={"path": str(directory)})
 
 
 class ControlPlane:
@@ -226,14 +243,17 @@ class CommandStream(ControlPlane, AsyncRedisConnection):
                 *(commands_key(self._run_id), at),
             )
             found = []
-            for place, fields in _entries(answer):
+            # None or [[stream, [(place, fields), …]]]
+            for place, fields in (entry for _, entries in answer or [] for entry in entries):
                 at = place
                 try:
                     command = Command.from_wire(fields)
                 except ProtocolViolation as error:
                     log.warning("command.invalid", stream_id=place, reason=str(error))
                     continue
-                if not await self._is_answered(command):
+                key = outcome_key(self._run_id, command.id)
+                # A previous supervisor may have answered it, and was killed before it saved `at`.
+                if await self.call("HGET", key, "state") in (None, OutcomeState.ACCEPTED.value):
                     self._places[command.id] = place
                     found.append(command)
             if found:
@@ -245,7 +265,8 @@ class CommandStream(ControlPlane, AsyncRedisConnection):
         await self.call("EXPIRE", key, OUTCOME_KEPT_S)
         if outcome.state is not OutcomeState.ACCEPTED:
             place = self._places.pop(command.id, None)
-            if place is not None and not self._places_before(place):
+            unanswered = map(_order, self._places.values())
+            if place is not None and not any(other < _order(place) for other in unanswered):
                 await self.call("SET", self._cursor_key, place)
 
     async def report(self, status: SupervisorStatus) -> None:
@@ -253,21 +274,6 @@ class CommandStream(ControlPlane, AsyncRedisConnection):
             await self.attempt("HSET", status_key(self._run_id), *words(status.on_the_wire()))
         except FAILURES as error:
             self.note_absence(error)
-
-    async def _is_answered(self, command: Command) -> bool:
-        """True if a previous supervisor answered the command but was killed before it saved its
-        position in the stream."""
-        state = await self.call("HGET", outcome_key(self._run_id, command.id), "state")
-        return state is not None and state != OutcomeState.ACCEPTED.value
-
-    def _places_before(self, place: str) -> bool:
-        """True if an earlier command is still unanswered."""
-        return any(_order(other) < _order(place) for other in self._places.values())
-
-
-def _entries(answer: Any) -> list[tuple[str, dict[str, str]]]:
-    """[[stream, [(place, fields), …]]] → [(place, fields), …]"""
-    return [entry for _, entries in answer or [] for entry in entries]
 
 
 def _order(place: str) -> tuple[int, int]:

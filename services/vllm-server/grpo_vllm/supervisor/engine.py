@@ -1,4 +1,4 @@
-"""One engine: the fork server that starts it, its private socket, and the signals that end it."""
+"""Starts and ends one engine at a time: the fork server, the engine's private socket, its slot."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ import httpx
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_core.process import killed_with_parent
-from grpo_vllm.forkserver.protocol import EnginePlan, receive_fact, send_plan
+from grpo_core.process import end_orphans, killed_with_parent
+from grpo_core.weights.ref import WeightRef
+from grpo_vllm.engine_protocol import EnginePlan, SupervisorEnd, receive_fact, send_plan
+from grpo_vllm.settings import ServerSettings
+from grpo_vllm.supervisor.host import Sockets, gpu_memory_mib, memory_is_back
 
 log = structlog.get_logger()
 
@@ -26,6 +29,8 @@ SEND_DEADLINE_S = 30.0
 END_DEADLINE_S = 10.0
 ASK_DEADLINE_S = 5.0
 LOAD_DEADLINE_S = 150.0
+ANSWERING = ("serving", "paused")
+"""States in which an engine answers requests. A pause lasts milliseconds."""
 
 
 class ForkServer:
@@ -33,12 +38,11 @@ class ForkServer:
     Needs a running event loop.
 
     Args:
-        module: the module that the fork server imports; see `grpo_vllm.forkserver.server`
+        module: the module that the fork server imports; see `grpo_vllm.forkserver`
         options: the command line of the engines
     """
 
     def __init__(self, module: str, options: Sequence[str]) -> None:
-        self._command = [sys.executable, "-m", "grpo_vllm.forkserver.server"]
         self._arguments = [module, *options]
         self._process: asyncio.subprocess.Process | None = None
         self._socket: socket.socket | None = None
@@ -50,11 +54,7 @@ class ForkServer:
         return frozenset({self._process.pid} if self._process and running else ())
 
     async def start_engine(self, plan: EnginePlan, private_path: Path) -> Engine:
-        """Returns at once. The first engine starts when the fork server has finished importing.
-
-        Args:
-            private_path: the unix socket on which the engine will answer the supervisor
-        """
+        """Returns at once. The first engine starts when the fork server has finished importing."""
         if not self.pids:
             await self._start()
         assert self._process is not None
@@ -93,7 +93,8 @@ class ForkServer:
         self._socket.setblocking(False)
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
-                *(*self._command, str(theirs.fileno()), *self._arguments),
+                *(sys.executable, "-m", "grpo_vllm.forkserver"),
+                *(str(theirs.fileno()), *self._arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 preexec_fn=killed_with_parent,
@@ -142,14 +143,14 @@ class Engine:
         answer: dict[str, Any] = await self._ask("GET", "/engine/status", ASK_DEADLINE_S)
         return answer
 
-    async def load_adapter(self, directory: Path, version: tuple[int, int]) -> list[str]:
+    async def load_adapter(self, directory: str, version: tuple[int, int]) -> list[str]:
         """Serve the adapter. Returns the adapter directories that the engine may still read.
 
         Raises:
             EngineRefused: the engine refused the adapter and still serves the previous weights.
             EngineDoesNotAnswer: the served weights are unknown.
         """
-        body = {"adapter_path": str(directory), "policy_version": list(version)}
+        body = {"adapter_path": directory, "policy_version": list(version)}
         answer = await self._ask("POST", "/lora/load", LOAD_DEADLINE_S, json=body)
         return [str(path) for path in answer["in_use"]]
 
@@ -224,7 +225,11 @@ class Engine:
                 f"({str(error) or type(error).__name__})"
             ) from error
         if response.is_client_error:
-            raise EngineRefused(_detail(response))
+            try:
+                raise EngineRefused(str(response.json()["detail"]))
+            except (ValueError, KeyError, TypeError):
+                # Our routes send `{"detail": ...}`, the HTTP server plain text.
+                raise EngineRefused(response.text) from None
         if not response.is_success:
             raise EngineDoesNotAnswer(
                 f"engine {self.pid} answered {method} {path} with status {response.status_code}: "
@@ -233,9 +238,86 @@ class Engine:
         return response.json()
 
 
-def _detail(response: httpx.Response) -> str:
-    """The reason in the answer. Our routes send `{"detail": ...}`, the HTTP server plain text."""
-    try:
-        return str(response.json()["detail"])
-    except (ValueError, KeyError, TypeError):
-        return response.text
+class EngineSlot:
+    """Holds the engine that is running, if there is one.
+
+    Args:
+        sockets: the listening sockets that every engine gets
+        host: forks the engines
+    """
+
+    def __init__(self, settings: ServerSettings, sockets: Sockets, host: ForkServer) -> None:
+        self._settings = settings
+        self._sockets = sockets
+        self._host = host
+        self.channel = SupervisorEnd()
+        self._memory_before_mib: list[int] = []
+        self._tokens_before = self._tokens = 0
+        self.engine: Engine | None = None
+        self.answers = False
+        """True if the engine answered requests at the last status query."""
+
+    @property
+    def generation_tokens(self) -> int:
+        return self._tokens_before + self._tokens
+
+    async def measure_memory(self) -> None:
+        """Measure the GPU memory in use before the first engine starts. Later engines wait until
+        their predecessor has released its memory."""
+        self._memory_before_mib = await asyncio.to_thread(gpu_memory_mib)
+
+    async def launch(self, weights: WeightRef) -> Engine:
+        theirs = self.channel.open()
+        sockets, parked = self._sockets, tuple(self.channel.parked)
+        plan = EnginePlan(
+            channel=theirs.fileno(),
+            public=sockets.public.fileno(),
+            control=sockets.control.fileno() if sockets.control else None,
+            private=sockets.private.fileno(),
+            parked=parked,
+            weights=weights,
+        )
+        engine = self.engine = await self._host.start_engine(plan, sockets.private_path)
+        theirs.close()
+        log.info(
+            "engine.starting",
+            policy_version=tuple(weights.version),
+            weights=str(weights.path or self._settings.model),
+            waiting_connections=len(parked),
+        )
+        return engine
+
+    async def look(self) -> dict[str, Any] | None:
+        """The engine's own status; None if no engine answers."""
+        engine = self.engine
+        if engine is None:
+            return None
+        try:
+            seen = await engine.status()
+        except (EngineDoesNotAnswer, EngineRefused) as error:
+            self.answers = False
+            log.debug("engine.unresponsive", reason=str(error))
+            return None
+        if engine is not self.engine:
+            return None
+        self.answers = seen["state"] in ANSWERING
+        self._tokens = seen["generation_tokens"]
+        return seen
+
+    async def end(self) -> int:
+        """End the engine and its processes, and wait until its memory is free. Returns its exit
+        code."""
+        assert self.engine is not None, "call launch() first"
+        code = await self.engine.end(self._settings.stop_grace_s)
+        self.channel.close()
+        # vLLM's worker processes become our children when the engine ends.
+        end_orphans(self._host.pids)
+        self.engine, self.answers = None, False
+        self._tokens_before += self._tokens
+        self._tokens = 0
+        if not await memory_is_back(self._memory_before_mib):
+            log.error(
+                "gpu_memory.not_released",
+                effect="the next engine starts anyway and may run out of memory",
+            )
+        return code

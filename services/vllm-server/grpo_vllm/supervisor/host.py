@@ -1,21 +1,29 @@
-"""What the server takes from its host: room in /dev/shm, and listening sockets that stay open while
-one engine replaces another."""
+"""What the server takes from its host: room in /dev/shm and on the GPUs, and listening sockets that
+stay open while one engine replaces another."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
+import shutil
 import socket
+import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import structlog
+
 from grpo_core.closing import ClosesOnExit
+from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
 from grpo_vllm.http.server import BACKLOG
 from grpo_vllm.settings import ServerSettings
+
+log = structlog.get_logger()
 
 SHARED_MEMORY = Path("/dev/shm")
 MIB = 1024 * 1024
@@ -27,6 +35,14 @@ PARALLEL_FLAGS = {
     **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tensor"),
     **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "pipeline"),
 }
+GPU_QUERY = ("--query-gpu=memory.used", "--format=csv,noheader,nounits")
+QUERY_TIMEOUT_S = 10.0
+DEADLINE_S = 60.0
+SLACK_MIB = 512
+"""Other processes on the GPU may use this much more memory without delaying the next engine."""
+SETTLED_S = 3.0
+"""Memory that is still in use after so long without a decrease belongs to other processes."""
+_POLL_S = 0.5
 
 
 class SharedMemoryTooSmall(GrpoError):
@@ -34,12 +50,8 @@ class SharedMemoryTooSmall(GrpoError):
 
 
 def require_shared_memory(engine_arguments: Sequence[str]) -> None:
-    """Check that the queues of vLLM's workers fit into /dev/shm. A single worker needs none.
-
-    vLLM detects the lack itself, but only after importing for half a minute.
-
-    Raises:
-        SharedMemoryTooSmall: the queues do not fit.
+    """Raises `SharedMemoryTooSmall` if the queues of vLLM's workers do not fit into /dev/shm. A
+    single worker needs none. vLLM detects the lack itself, but only after half a minute of imports.
     """
     workers = worker_count(engine_arguments)
     if workers == 1 or not SHARED_MEMORY.is_dir():
@@ -108,3 +120,54 @@ def _listening(host: str, port: int) -> socket.socket:
         )
     except OSError as error:
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def gpu_memory_mib() -> list[int]:
+    """Memory in use on each visible GPU, from `nvidia-smi`; [] if that is missing or fails."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    try:
+        answer = subprocess.run(
+            [command, *GPU_QUERY],
+            capture_output=True,
+            text=True,
+            timeout=QUERY_TIMEOUT_S,
+            check=True,
+        )
+        return [int(line) for line in answer.stdout.split()]
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        log.warning("gpu_memory.unknown", reason=f"nvidia-smi failed: {error}")
+        return []
+
+
+def _exceeds(used_mib: list[int], other_mib: list[int], by_mib: int = 0) -> bool:
+    pairs = zip(used_mib, other_mib, strict=False)
+    return any(used > other + by_mib for used, other in pairs)
+
+
+async def memory_is_back(before_mib: list[int]) -> bool:
+    """Wait until the GPU memory in use has fallen to `before_mib`, or has stopped falling. Returns
+    False if it is still falling at the deadline.
+
+    The driver frees a process's GPU memory some time after the process has ended. An engine that
+    starts too early finds too little memory. Memory that other processes have taken meanwhile, for
+    example a trainer, is not freed, so the wait ends when the memory in use stops falling.
+    """
+    if not before_mib:
+        return True
+    deadline, settled = Deadline(DEADLINE_S), Deadline(SETTLED_S)
+    now = lowest = await asyncio.to_thread(gpu_memory_mib)
+    while _exceeds(now, before_mib, by_mib=SLACK_MIB):
+        if settled.has_passed:
+            log.info(
+                "gpu_memory.used_by_others", used_mib=now, used_before_last_engine_mib=before_mib
+            )
+            return True
+        if deadline.has_passed:
+            return False
+        await asyncio.sleep(_POLL_S)
+        now = await asyncio.to_thread(gpu_memory_mib)
+        if _exceeds(lowest, now):
+            lowest, settled = now, Deadline(SETTLED_S)
+    return True

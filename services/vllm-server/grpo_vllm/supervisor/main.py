@@ -24,10 +24,9 @@ from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.commands import CommandStream, ControlPlane
 from grpo_vllm.supervisor.engine import ENGINE_MODULE, ForkServer
 from grpo_vllm.supervisor.host import Sockets, require_shared_memory
-from grpo_vllm.supervisor.initial_weights import first_weights
 from grpo_vllm.supervisor.ownership import RunOwner
 from grpo_vllm.supervisor.supervisor import Supervisor
-from grpo_vllm.weights.served_store import RedisServedStore, ServedStore
+from grpo_vllm.weights.served_store import RedisServedStore, ServedStore, first_weights
 from grpo_vllm.weights.socket_server import make_private_directory
 
 log = structlog.get_logger()
@@ -36,9 +35,7 @@ _REAP_AGAIN_S = 1.0
 
 
 def supervise(
-    settings: ServerSettings,
-    arguments: Sequence[str],
-    engine_module: str = ENGINE_MODULE,
+    settings: ServerSettings, arguments: Sequence[str], engine_module: str = ENGINE_MODULE
 ) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status.
 
@@ -55,16 +52,14 @@ def supervise(
         with contextlib.nullcontext() if settings.weights_dir else contextlib.suppress(OSError):
             settings.loads_from.mkdir(parents=True, exist_ok=True)
     adopt_orphans()
-    _allow_many_connections()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor per parked connection
     with Sockets.open(settings) as sockets:
         return asyncio.run(_run(settings, arguments, sockets, engine_module))
 
 
 async def _run(
-    settings: ServerSettings,
-    arguments: Sequence[str],
-    sockets: Sockets,
-    engine_module: str,
+    settings: ServerSettings, arguments: Sequence[str], sockets: Sockets, engine_module: str
 ) -> int:
     async with contextlib.AsyncExitStack() as stack:
         beside: list[Callable[[], Awaitable[None]]] = []
@@ -82,17 +77,13 @@ async def _run(
         host = ForkServer(engine_module, arguments)
         stack.push_async_callback(host.close)
         supervisor = Supervisor(settings, sockets, weights, control, store, host)
-        _handle_signals(supervisor, host)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, supervisor.stop)
+        loop.add_signal_handler(signal.SIGCHLD, _reap_strangers, host)
         app = health_app(supervisor.status, supervisor.ready, settings.api_key)
         await stack.enter_async_context(serving(app, sockets.health))
         return await supervisor.run(beside)
-
-
-def _handle_signals(supervisor: Supervisor, host: ForkServer) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, supervisor.stop)
-    loop.add_signal_handler(signal.SIGCHLD, _reap_strangers, host)
 
 
 def _reap_strangers(host: ForkServer) -> None:
@@ -107,24 +98,22 @@ def _reap_strangers(host: ForkServer) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
-def _allow_many_connections() -> None:
-    """Raise the limit of open files: every parked connection needs a descriptor."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def health_app(
     status: Callable[[], SupervisorStatus], ready: Callable[[], bool], api_key: SecretStr | None
 ) -> ASGIApp:
     """`/healthz`: 200 unless the supervisor has given up. `/readyz`: 200 if requests are answered
     now. `/status`: the whole status; needs the API key."""
 
-    async def healthz(_request: Request) -> Response:
+    def answer(is_good: bool) -> Response:
         now = status()
-        return _answer(now, now.state is not SupervisorPhase.FAILED)
+        body = {"state": now.state.value, "reason": now.reason}
+        return JSONResponse(body, 200 if is_good else 503)
+
+    async def healthz(_request: Request) -> Response:
+        return answer(status().state is not SupervisorPhase.FAILED)
 
     async def readyz(_request: Request) -> Response:
-        return _answer(status(), ready())
+        return answer(ready())
 
     async def everything(_request: Request) -> Response:
         return JSONResponse(status().model_dump(mode="json"))
@@ -132,8 +121,3 @@ def health_app(
     handlers = {"/healthz": healthz, "/readyz": readyz, "/status": everything}
     app = Starlette(routes=[Route(path, handler) for path, handler in handlers.items()])
     return require_api_key(app, api_key)
-
-
-def _answer(status: SupervisorStatus, good: bool) -> Response:
-    body = {"state": status.state.value, "reason": status.reason}
-    return JSONResponse(body, 200 if good else 503)

@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 import structlog
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
@@ -49,8 +49,6 @@ class ServerExists(GrpoError):
 class Owner(BaseModel):
     """A server. `place`: its kernel and its namespace of process ids."""
 
-    model_config = ConfigDict(extra="ignore")
-
     id: str
     host: str
     port: int
@@ -72,15 +70,11 @@ class Owner(BaseModel):
         """True if this is certain: the process was on the same machine, and is no more."""
         if self.place != seen_by.place:
             return False
-        return self.pid == seen_by.pid or _has_ended(self.pid)
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return True
-    return stat.rpartition(")")[2].split()[0] == "Z"
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except FileNotFoundError:
+            return True
+        return self.pid == seen_by.pid or stat.rpartition(")")[2].split()[0] == "Z"
 
 
 class RunOwner(AsyncRedisConnection):
@@ -94,11 +88,8 @@ class RunOwner(AsyncRedisConnection):
         self._written = self._owner.model_dump_json()
 
     async def claim(self) -> None:
-        """Own the run, if Redis answers. Waits until the claim of a lost server has expired.
-
-        Raises:
-            ServerExists: another server owns it.
-        """
+        """Own the run, if Redis answers. Waits until the claim of a lost server has expired. Raises
+        `ServerExists` if another server owns it."""
         deadline = Deadline(KEPT_S + RENEW_S)
         replaced = ""
         while (held := await self._ask(replaced)) is not None:
@@ -110,11 +101,8 @@ class RunOwner(AsyncRedisConnection):
                 await asyncio.sleep(ASK_AGAIN_S)
 
     async def hold(self) -> None:
-        """Renew the claim for ever.
-
-        Raises:
-            ServerExists: another server took the run while this one could not renew its claim.
-        """
+        """Renew the claim for ever. Raises `ServerExists` if another server took the run while this
+        one could not renew its claim."""
         while True:
             await asyncio.sleep(RENEW_S)
             if (held := await self._ask()) is not None:

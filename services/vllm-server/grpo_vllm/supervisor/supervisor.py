@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import structlog
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from grpo_core.weights.ref import WeightRef
+from grpo_core.security import refuse
+from grpo_core.weights.directory_checks import directory_digest
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.supervisor import (
     STATUS_EVERY_S,
     OutcomeState,
@@ -26,20 +28,20 @@ from grpo_core.weights.supervisor import (
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.http.server import serving
 from grpo_vllm.settings import ServerSettings
-from grpo_vllm.supervisor.commands import CommandHandler, ControlPlane
-from grpo_vllm.supervisor.engine import Engine, ForkServer
-from grpo_vllm.supervisor.engine_slot import EngineSlot
+from grpo_vllm.supervisor.commands import CommandHandler, ControlPlane, SupervisorState
+from grpo_vllm.supervisor.engine import Engine, EngineSlot, ForkServer
 from grpo_vllm.supervisor.host import Sockets
-from grpo_vllm.supervisor.initial_weights import found_serving
-from grpo_vllm.supervisor.state import RestartPolicy, SupervisorState
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 
 log = structlog.get_logger()
 
 END_MARGIN_S = 10.0
 """Time after a drain's deadline for writing the last answers and ending the engine."""
-RETRY_AFTER_S = 10
 EXIT_FAILED = 1
+FIRST_DELAY_S = 1.0
+LONGEST_DELAY_S = 30.0
+STABLE_AFTER_S = 60.0
+"""An engine that has served for so long resets the count of failures."""
 
 
 class Supervisor:
@@ -90,7 +92,7 @@ class Supervisor:
             reason=now.reason,
             restarts=self._restarts,
             crashes=self._crashes,
-            dropped_requests=slot.dropped_requests,
+            dropped_requests=slot.channel.dropped,
             generation_tokens=slot.generation_tokens,
             engine_pid=slot.engine.pid if slot.engine else 0,
             time=round(time.time(), 3),
@@ -98,11 +100,7 @@ class Supervisor:
 
     async def run(self, others: Iterable[Callable[[], Awaitable[None]]] = ()) -> int:
         """Run until `stop`. Returns the exit status: 0, or that of a first engine that failed to
-        start.
-
-        Args:
-            others: run beside; an error of one ends the server
-        """
+        start. An error of one of `others`, which run beside, ends the server."""
         await self._slot.measure_memory()
         beside: list[asyncio.Future[None]] = [
             asyncio.create_task(self._report_for_ever()),
@@ -123,10 +121,15 @@ class Supervisor:
     async def _keep_serving(self, beside: list[asyncio.Future[None]]) -> int:
         first = True
         while not self._stop.is_set():
-            self._state.launch_requested()
+            self._state.launched = command = self._state.restart
+            if command is not None:
+                self._state.weights = command.weights
             engine = await self._slot.launch(self._state.weights)
-            if await self._has_started(engine):
+            started = self._slot.channel.serving
+            await self._first_of(started, engine.ended, within_s=self._settings.engine_deadline_s)
+            if started.is_set():
                 first = False
+                self._slot.channel.release_parked()
                 await self._serving(engine, beside)
                 continue
             code = await self._slot.end()
@@ -138,17 +141,9 @@ class Supervisor:
         self._slot.channel.release_parked()
         return 0
 
-    async def _has_started(self, engine: Engine) -> bool:
-        serving = asyncio.create_task(self._slot.channel.serving.wait())
-        await self._first_of(serving, engine, self._settings.engine_deadline_s)
-        if not serving.done():
-            serving.cancel()
-            return False
-        self._slot.channel.release_parked()
-        return True
-
     async def _serving(self, engine: Engine, beside: list[asyncio.Future[None]]) -> None:
-        """Watch an engine that serves, until it has ended."""
+        """Watch an engine that serves, until it has ended. Raises the error of a task in `beside`
+        that ended."""
         self._policy.serving()
         self._state.phase, self._state.reason = SupervisorPhase.SERVING, ""
         await self._save_served()
@@ -158,9 +153,10 @@ class Supervisor:
             return
         self._state.has_served(self._state.weights)
         self._commands.answer_restart(OutcomeState.DONE)
-        requested = asyncio.create_task(self._state.requested.wait())
-        await self._first_of(requested, engine, None, *beside)
-        requested.cancel()
+        await self._first_of(self._state.requested, engine.ended, *beside)
+        for task in beside:
+            if task.done():
+                task.result()
         if self._stop.is_set() or engine.ended.done():
             await self._after_crash_or_stop(engine)
         else:
@@ -181,7 +177,7 @@ class Supervisor:
         """Drain and end the engine, so that the requested one can start."""
         self._state.phase = SupervisorPhase.DRAINING
         started, drain_s = time.monotonic(), self._settings.drain_s
-        dropped_before = self._slot.dropped_requests
+        dropped_before = self._slot.channel.dropped
         await engine.drain(drain_s)
         await engine.ended_within(drain_s + END_MARGIN_S)
         self._state.phase = SupervisorPhase.RESTARTING
@@ -189,7 +185,7 @@ class Supervisor:
         log.info(
             "engine.drained",
             seconds=round(time.monotonic() - started, 2),
-            unanswered_requests=self._slot.dropped_requests - dropped_before,
+            unanswered_requests=self._slot.channel.dropped - dropped_before,
         )
         self._restarts += 1
 
@@ -220,7 +216,7 @@ class Supervisor:
             await self._give_up()
         else:
             log.info("restart.scheduled", delay_s=delay_s, failures=self._policy.failures)
-            await self._stopped_or_requested(delay_s)
+            await self._first_of(self._state.requested, within_s=delay_s)
         self._restarts += 1
 
     async def _give_up(self) -> None:
@@ -234,32 +230,19 @@ class Supervisor:
         log.error("restarts.exhausted", reason=now.reason)
         async with serving(given_up(now.reason), self._sockets.public) as server:
             await server.adopt(self._slot.channel.take_parked())
-            await self._stopped_or_requested(None)
+            await self._first_of(self._state.requested)
         self._policy.forget()
         now.phase = SupervisorPhase.RESTARTING
 
     async def _first_of(
-        self,
-        event: asyncio.Task[bool],
-        engine: Engine,
-        deadline_s: float | None,
-        *beside: asyncio.Future[None],
+        self, event: asyncio.Event, *futures: asyncio.Future[Any], within_s: float | None = None
     ) -> None:
-        """Return at the event, a stop, the engine's end or the deadline. If a task in `beside`
-        ends, raise its error."""
-        stopped = asyncio.create_task(self._stop.wait())
-        watched: list[asyncio.Future[Any]] = [event, engine.ended, stopped, *beside]
-        await asyncio.wait(watched, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        for task in beside:
-            if task.done():
-                task.result()
-
-    async def _stopped_or_requested(self, seconds: float | None) -> None:
-        """Return at a stop, at a command, or after `seconds`."""
-        tasks = [asyncio.create_task(event.wait()) for event in (self._stop, self._state.requested)]
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
+        """Return at the event, a stop, the end of a future, or after `within_s` seconds."""
+        waits = [asyncio.create_task(each.wait()) for each in (event, self._stop)]
+        await asyncio.wait(
+            [*waits, *futures], timeout=within_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in waits:
             task.cancel()
 
     async def _save_served(self) -> None:
@@ -276,6 +259,8 @@ class Supervisor:
             await asyncio.sleep(STATUS_EVERY_S)
 
     async def _look(self) -> None:
+        """Note weights that changed without a command: a trainer wrote in place, or an operator
+        loaded or unloaded an adapter."""
         engine, seen = self._slot.engine, await self._slot.look()
         if seen is None or not self._state.serving:
             return
@@ -283,15 +268,19 @@ class Supervisor:
         version = PolicyVersion(*seen["policy_version"])
         if not self._is_news(version):
             return
-        try:
-            found = await asyncio.to_thread(
-                found_serving, version, seen["adapter"], self._settings.share_weights
-            )
-        except OSError as error:
-            if version != self._lost:  # log it once
-                self._lost = version
-                log.warning("adapter.unreadable", reason=str(error))
-            return
+        kind = WeightKind.MEMORY if self._settings.share_weights else WeightKind.BASE
+        found = WeightRef(version=version, kind=kind)
+        if seen["adapter"] is not None:
+            path = Path(seen["adapter"]["adapter_path"])
+            try:
+                digest = await asyncio.to_thread(directory_digest, path)
+            except OSError as error:  # the adapter is no longer on disk
+                if version != self._lost:  # log it once
+                    self._lost = version
+                    log.warning("adapter.unreadable", reason=str(error))
+                return
+            adapter = WeightKind.ADAPTER
+            found = WeightRef(version=version, kind=adapter, path=path, digest=digest)
         if engine is self._slot.engine and self._is_news(version):
             self._state.has_served(found)
             await self._save_served()
@@ -302,13 +291,47 @@ class Supervisor:
         return now.serving and version > now.weights.version and not self._commands.loading
 
 
+class RestartPolicy:
+    """Args: limit: failures in a row after which the supervisor gives up."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit
+        self._clock = clock
+        self.failures = 0
+        self._serving_since: float | None = None
+        self._served: PolicyVersion | None = None
+
+    def serving(self) -> None:
+        """Record that an engine serves."""
+        self._serving_since = self._clock()
+
+    def delay_after_failure(self, served: PolicyVersion) -> float | None:
+        """Seconds to wait after an engine crashed or failed to start: 1, 2, 4, … up to 30. None
+        means to give up.
+
+        Args: served: the last served version. If it is newer than at the previous failure, the
+            count of failures starts again.
+        """
+        since, self._serving_since = self._serving_since, None
+        is_stable = since is not None and self._clock() - since >= STABLE_AFTER_S
+        if is_stable or (self._served is not None and served > self._served):
+            self.failures = 0
+        self._served = served
+        self.failures += 1
+        if self.failures >= self._limit:
+            return None
+        return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** (self.failures - 1))
+
+    def forget(self) -> None:
+        """Reset the count of failures, because a command asked for other weights."""
+        self.failures = 0
+
+
 def given_up(reason: str) -> ASGIApp:
     """Answers every request with status 503 and the reason."""
-    headers = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
-    response = JSONResponse({"detail": reason}, 503, headers=headers)
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, _receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await response(scope, receive, send)
+            await refuse(send, 503, reason, {b"retry-after": b"10", b"connection": b"close"})
 
     return answer

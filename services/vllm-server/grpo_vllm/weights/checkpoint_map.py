@@ -56,7 +56,11 @@ class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.copy_.default and self._name is not None:
-            self._record(args[0])
+            offset = self._memory.offset_of(args[0])
+            if offset is not None:
+                if not args[0].is_contiguous():
+                    self._scattered.add(self._name)
+                self._copies.setdefault(self._name, []).append(region_at(offset, args[0]))
         return func(*args, **(kwargs or {}))
 
     def regions(self) -> dict[str, TensorRegion]:
@@ -76,14 +80,6 @@ class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, copies in self._copies.items()
             if name not in shareable
         }
-
-    def _record(self, target: torch.Tensor) -> None:
-        offset = self._memory.offset_of(target)
-        if offset is None or self._name is None:
-            return
-        if not target.is_contiguous():
-            self._scattered.add(self._name)
-        self._copies.setdefault(self._name, []).append(region_at(offset, target))
 
 
 def _merged(copies: list[TensorRegion]) -> TensorRegion | None:
@@ -111,15 +107,6 @@ class _Holder:
     offset: int
     nbytes: int
     rows: int
-
-    def rows_of(self, region: TensorRegion) -> tuple[int, int] | None:
-        """(start, stop) along dimension 0; None if `region` is not made of whole rows."""
-        if region.end > self.offset + self.nbytes:
-            return None
-        row_bytes = self.nbytes // self.rows
-        start, misaligned = divmod(region.offset - self.offset, row_bytes)
-        count, torn = divmod(region.nbytes, row_bytes)
-        return None if misaligned or torn else (start, start + count)
 
 
 class ServedParameters:
@@ -151,8 +138,10 @@ class ServedParameters:
         if index < 0:
             return None
         holder = self._holders[index]
-        rows = holder.rows_of(region)
-        if rows is None:
+        row_bytes = holder.nbytes // holder.rows
+        start, misaligned = divmod(region.offset - holder.offset, row_bytes)
+        count, torn = divmod(region.nbytes, row_bytes)
+        if misaligned or torn or region.end > holder.offset + holder.nbytes:
             return None
         now = self._memory.offset_of(self._model.get_parameter(holder.name))
         moved_by = 0 if now is None else now - holder.offset
@@ -160,5 +149,5 @@ class ServedParameters:
         return ParameterMapping(
             **place.model_dump(),
             vllm_name=holder.name,
-            slice=None if rows == (0, holder.rows) else rows,
+            slice=None if count == holder.rows else (start, start + count),
         )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from grpo_core.errors import GrpoError
-from grpo_core.weights.shared_memory import TensorRegion, WeightManifest
+from grpo_core.weights.shared_memory import WeightManifest
 from grpo_vllm.engine.plugin import LOAD_FORMAT
 from grpo_vllm.engine.vllm_compat.layers import (
     DefaultModelLoader,
@@ -24,13 +24,18 @@ from grpo_vllm.engine.vllm_compat.layers import (
     current_platform,
     packed_layers,
     register_model_loader,
-    replace_config,
+    replace,
     use_plain_layout,
     why_not_shareable,
 )
 from grpo_vllm.weights.checkpoint_map import CheckpointMap, ServedParameters
-from grpo_vllm.weights.cuda_ipc import exported, why_not_exportable
-from grpo_vllm.weights.memory import WeightMemory, aligned, region_at
+from grpo_vllm.weights.memory import (
+    WeightMemory,
+    aligned,
+    exported,
+    region_at,
+    why_not_exportable,
+)
 
 _ATTRIBUTE = "grpo_shared_parameters"
 
@@ -52,7 +57,7 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """Loads like vLLM's default loader, and fails if a parameter is not in shared memory."""
 
     def __init__(self, load_config: LoadConfig) -> None:
-        super().__init__(replace_config(load_config, load_format="auto"))
+        super().__init__(replace(load_config, load_format="auto"))
         self._map: CheckpointMap | None = None
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
@@ -75,23 +80,19 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
         _require_no(why_not_shareable(vllm_config), model_config)
         model: nn.Module = super().load_model(vllm_config, model_config, prefix)
         _require_no(why_not_shareable(vllm_config, model), model_config)
-        self._describe(model, str(model_config.model))
-        self.check_shareable(model)
-        return model
-
-    def _describe(self, model: nn.Module, model_name: str) -> None:
-        """Store the description on the model. All parameters must be in their final
-        place."""
         assert self._map is not None, "vLLM built the model without calling load_weights"
+        # All parameters are in their final place now.
         found = {name: self._served.mapping(at) for name, at in self._map.regions().items()}
         manifest = WeightManifest(
             generation=uuid.uuid4().hex,
-            model=model_name,
+            model=str(model_config.model),
             total_bytes=self._memory.total_bytes,
             parameters={name: mapping for name, mapping in found.items() if mapping},
         )
         self._memory.keep_only(model.parameters())
         setattr(model, _ATTRIBUTE, SharedParameters(self._memory, manifest))
+        self.check_shareable(model)
+        return model
 
     def weight_memory(self, model: nn.Module) -> WeightMemory:
         """Raises `UnshareableWeights` if the platform or torch's allocator cannot share memory."""
@@ -117,13 +118,19 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
     def check_shareable(self, model: nn.Module) -> None:
         assert self._map is not None
         shared: SharedParameters = getattr(model, _ATTRIBUTE)
-        problems = {
-            **self._map.unshareable(),
-            **_unplaced(self._map, shared),
-            **_outside(model, shared.memory),
-            **_never_loaded(model, shared),
-            **dict.fromkeys(packed_layers(model), "served from a packed copy"),
-        }
+        mapped = shared.manifest.parameters
+        problems = self._map.unshareable()
+        for name in self._map.regions().keys() - mapped.keys():
+            problems[name] = "not made of whole rows of one of the server's parameters"
+        for name, parameter in model.named_parameters():
+            offset = shared.memory.offset_of(parameter)
+            if offset is None:
+                problems[name] = "moved out of shared memory while the server prepared the model"
+            elif not any(0 <= at.offset - offset < parameter.nbytes for at in mapped.values()):
+                problems[name] = (
+                    "not loaded from the model's files, so a trainer has no name for this parameter"
+                )
+        problems |= dict.fromkeys(packed_layers(model), "served from a packed copy")
         if problems:
             listed = "\n".join(f"  {name}: {why}" for name, why in sorted(problems.items()))
             raise UnshareableWeights(
@@ -166,15 +173,12 @@ class WeightExport:
 
 def move_into_arena(model: nn.Module) -> WeightMemory:
     """Give every parameter uninitialised storage in one new arena."""
-    regions: list[tuple[nn.Parameter, TensorRegion]] = []
-    offset = 0
-    for _, parameter in model.named_parameters():  # tied parameters appear once
-        regions.append((parameter, region_at(offset, parameter)))
-        offset += aligned(parameter.nbytes)
-    arena = WeightMemory.arena(offset)
-    for parameter, region in regions:
+    parameters, offset = list(model.parameters()), 0  # tied parameters appear once
+    arena = WeightMemory.arena(sum(aligned(parameter.nbytes) for parameter in parameters))
+    for parameter in parameters:
         # Setting .data keeps the Parameter's subclass and vLLM's weight_loader attribute.
-        parameter.data = arena.view(region)
+        parameter.data = arena.view(region_at(offset, parameter))
+        offset += aligned(parameter.nbytes)
     return arena
 
 
@@ -184,29 +188,3 @@ def _require_no(problems: list[str], model_config: Any) -> None:
             f"--share-weights cannot share {model_config.model} with a trainer:\n  "
             + "\n  ".join(problems)
         )
-
-
-def _unplaced(seen: CheckpointMap, shared: SharedParameters) -> dict[str, str]:
-    return {
-        name: "not made of whole rows of one of the server's parameters"
-        for name in seen.regions()
-        if name not in shared.manifest.parameters
-    }
-
-
-def _outside(model: nn.Module, memory: WeightMemory) -> dict[str, str]:
-    return {
-        name: "moved out of shared memory while the server prepared the model"
-        for name, parameter in model.named_parameters()
-        if memory.offset_of(parameter) is None
-    }
-
-
-def _never_loaded(model: nn.Module, shared: SharedParameters) -> dict[str, str]:
-    starts = [region.offset for region in shared.manifest.parameters.values()]
-    return {
-        name: "not loaded from the model's files, so a trainer has no name for this parameter"
-        for name, parameter in model.named_parameters()
-        if (offset := shared.memory.offset_of(parameter)) is not None
-        and not any(offset <= start < offset + parameter.nbytes for start in starts)
-    }

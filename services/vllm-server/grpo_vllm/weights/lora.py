@@ -19,7 +19,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.control import EngineTimeout
 from grpo_vllm.engine.vllm_compat.requests import EngineDeadError, LoRARequest
-from grpo_vllm.http.in_flight import InFlight
+from grpo_vllm.http.middleware import InFlight
 
 log = structlog.get_logger()
 
@@ -46,6 +46,13 @@ class LoadedAdapter:
     def name(self) -> str:
         name: str = self.request.lora_name
         return name
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "adapter_name": self.name,
+            "adapter_path": str(self.directory),
+            "policy_version": list(self.version),
+        }
 
 
 class AdapterSwitch:
@@ -99,9 +106,10 @@ class AdapterSwitch:
             self._in_flight.next_generation()
             self._retire(former)
 
-    def in_use(self) -> list[LoadedAdapter]:
-        """All adapters whose files the engine may read, the current one last."""
-        return [*self._former, *([self.current] if self.current else [])]
+    def directories_in_use(self) -> list[str]:
+        """Of all adapters whose files the engine may read, the current one last."""
+        used = [*self._former, *([self.current] if self.current else [])]
+        return [str(adapter.directory) for adapter in used]
 
     async def _add(self, request: Any) -> None:
         try:

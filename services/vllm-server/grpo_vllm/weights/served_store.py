@@ -1,6 +1,6 @@
-"""Records in Redis which weights a run served last; a restarted server reads the record.
+"""Records in Redis which weights a run served last, and chooses those of a server that starts.
 
-So the restarted server detects that its own checkpoint is older than the run.
+So a restarted server detects that its own checkpoint is older than the run.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from grpo_core.clients.service import async_retrying
 from grpo_core.errors import GrpoError
 from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, words
 from grpo_core.redis.keys import served_weights_followers_key, served_weights_key
-from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
+from grpo_core.weights.directory_checks import UnusableWeights, check_weights
+from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_vllm.settings import ServerSettings
 
 log = structlog.get_logger()
 
@@ -148,7 +150,13 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
                 "are unknown. Start Redis; or correct --redis-url; "
                 "or pass --redis-url none to serve the model from disk"
             ) from error
-        return _parse(self._key, fields) if fields else None
+        try:
+            return ServedWeights.from_fields(fields) if fields else None
+        except (KeyError, ValueError) as error:
+            raise BadServedRecord(
+                f"Redis key {self._key} does not hold a record of served weights ({error!r}); "
+                "delete this Redis key, or start with another --run-id"
+            ) from error
 
     async def save(self, served: ServedWeights) -> None:
         """Record the served weights now or, if Redis is down, as soon as it is back."""
@@ -185,38 +193,66 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
         return True
 
 
-def _parse(key: str, fields: dict[str, str]) -> ServedWeights:
-    try:
-        return ServedWeights.from_fields(fields)
-    except (KeyError, ValueError) as error:
-        raise BadServedRecord(
-            f"Redis key {key} does not hold a record of served weights ({error!r}); delete this "
-            "Redis key, or start with another --run-id"
-        ) from error
+async def first_weights(settings: ServerSettings, store: ServedStore) -> WeightRef:
+    """The weights that this run served last, or the model itself. In `shared_vllm` the engine
+    decides, because a trainer must write the weights back.
 
-
-@dataclass(frozen=True)
-class InitialWeights:
-    """`version`: names the weights that the engine holds or, if `missing`, the weights that a
-    trainer must write back. `new_name`: True if the version is new and must be recorded.
+    Raises:
+        UnusableWeights: the last served weights of a run that --run-id names are missing from the
+            disk or damaged.
+        RedisUnreachable, BadServedRecord: the record of the served weights cannot be read.
     """
-
-    version: PolicyVersion
-    missing: bool = False
-    new_name: bool = False
-
-
-def initial_weights_after(served: ServedWeights | None, await_weights: bool) -> InitialWeights:
-    """Args:
-    served: the weights that the run served last; None if there are none
-    await_weights: True to hold requests until a trainer has written those weights back
-    """
+    if settings.share_weights:
+        return WeightRef()
+    served = await store.read(settings.redis_deadline_s)
     if served is None:
-        return InitialWeights(UNTRAINED)
-    version = served.weights.version
+        return WeightRef()
     if not served.weights.trained:
-        return InitialWeights(version)
-    if await_weights:
-        return InitialWeights(version, missing=True)
-    # The run returns to the checkpoint, so the version must be one that no trainer has used.
-    return InitialWeights(version.next_epoch(), new_name=True)
+        return served.weights
+    obstacle = _obstacle(settings, served)
+    if obstacle is None:
+        try:
+            path = await asyncio.to_thread(check_weights, served.weights, settings.loads_from)
+        except UnusableWeights as error:
+            obstacle = (
+                f"this run last served policy version {tuple(served.weights.version)}, which "
+                f"cannot be loaded: {error}. Start with another --run-id, or with "
+                f"--no-await-weights to serve {settings.model} from disk"
+            )
+            if "run_id" in settings.model_fields_set:
+                raise UnusableWeights(obstacle) from error
+            # Nobody named this run, so it may be an earlier one.
+        else:
+            log.info(
+                "weights.restored",
+                policy_version=tuple(served.weights.version),
+                directory=str(path),
+                hint=f"to serve {settings.model} instead, pass --no-await-weights or another "
+                "--run-id",
+            )
+            return served.weights.model_copy(update={"path": path})
+    log.warning(
+        "weights.not_restored",
+        policy_version=tuple(served.weights.version),
+        reason=obstacle,
+        effect=f"the server serves {settings.model} under a new policy version",
+    )
+    begun = WeightRef(version=served.weights.version.next_epoch())
+    await store.save(ServedWeights(begun, model=settings.model))
+    return begun
+
+
+def _obstacle(settings: ServerSettings, served: ServedWeights) -> str | None:
+    """The reason why this server cannot serve the last served weights; None if it can."""
+    kind = served.weights.kind
+    wanted = WeightKind.ADAPTER if settings.enable_lora else WeightKind.CHECKPOINT
+    if not settings.await_weights:
+        return "--no-await-weights"
+    if kind is WeightKind.MEMORY:
+        return "a trainer wrote the weights in place (shared_vllm), so the weights are not on disk"
+    if kind is not wanted:
+        named = {WeightKind.ADAPTER: "an adapter", WeightKind.CHECKPOINT: "a checkpoint"}
+        return f"the weights are {named[kind]}, but this server serves {named[wanted]}"
+    if served.model != settings.model:
+        return f"the weights belong to {served.model}, but this server serves {settings.model}"
+    return None

@@ -59,11 +59,8 @@ class ExportedWeights:
     fd: int | None
 
     async def grant(self, session: str) -> tuple[WeightGrant, int | None]:
-        """The grant for one trainer, and the descriptor to send with it.
-
-        Raises:
-            NotExported: the worker cannot export its memory now.
-        """
+        """The grant for one trainer, and the descriptor to send with it. Raises `NotExported` if
+        the worker cannot export its memory now."""
         memory: MemfdMemory | CudaMemory = MemfdMemory()
         if self.fd is None:
             (answer,) = await self.engine.collective_rpc("export_weights")
@@ -74,11 +71,8 @@ class ExportedWeights:
 
 
 async def exported_by_worker(engine: Any) -> ExportedWeights:
-    """Get the description of the shared memory from the worker, which is a child process.
-
-    Raises:
-        OSError: the worker's descriptor cannot be opened.
-    """
+    """Get the description of the shared memory from the worker, which is a child process. Raises
+    `OSError` if the worker's descriptor cannot be opened."""
     (worker,) = await engine.collective_rpc("describe_weights")
     manifest = WeightManifest.model_validate_json(worker["manifest"])
     fd = None
@@ -92,12 +86,14 @@ async def serve_weights(
     path: Path, weights: ExportedWeights, bridge: WeightBridge
 ) -> AsyncIterator[None]:
     """Grant the memory to every trainer that connects to the socket at `path` (mode 0600) while the
-    context is open.
-
-    Raises:
-        SocketTaken, UnsafeSocketDirectory: the path cannot be used.
-    """
-    listener = _listen(path)
+    context is open. Raises `SocketTaken` or `UnsafeSocketDirectory` if the path cannot be used."""
+    make_private_directory(path.parent)
+    _remove_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    path.chmod(0o600)
+    listener.listen()
+    listener.setblocking(False)
     grants: set[asyncio.Task[None]] = set()
     accepting = asyncio.create_task(_accept(listener, weights, bridge, grants))
     try:
@@ -111,23 +107,9 @@ async def serve_weights(
         path.unlink(missing_ok=True)
 
 
-def _listen(path: Path) -> socket.socket:
-    make_private_directory(path.parent)
-    _remove_stale(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    path.chmod(0o600)
-    listener.listen()
-    listener.setblocking(False)
-    return listener
-
-
 def _remove_stale(path: Path) -> None:
-    """Remove the socket of a server that was killed.
-
-    Raises:
-        SocketTaken: a running server listens there, or the path is not a socket.
-    """
+    """Remove the socket of a server that was killed. Raises `SocketTaken` if a running server
+    listens there, or the path is not a socket."""
     if not path.exists():
         return
     if not path.is_socket():
@@ -204,12 +186,18 @@ def make_private_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def bridge_config_written(config: BridgeConfig, path: Path, required: bool) -> Iterator[None]:
-    """The file exists while the context is open, unless another server replaces it.
-
-    Raises:
-        BridgeConfigUnwritable: the file is required and cannot be written.
-    """
-    _log_replaced(path)
+    """The file exists while the context is open, unless another server replaces it. Raises
+    `BridgeConfigUnwritable` if the file is required and cannot be written."""
+    with contextlib.suppress(BridgeConfigUnreadable):
+        other = read_bridge_config(path)
+        log.warning(
+            "bridge_config.replaced",
+            reason="another server, or a server that was killed, had written a file at this path",
+            path=str(path.absolute()),
+            model=other.model,
+            generation=other.generation,
+            weights_socket=str(other.weights_socket),
+        )
     try:
         write_bridge_config(config, path)
     except BridgeConfigUnwritable as error:
@@ -223,23 +211,6 @@ def bridge_config_written(config: BridgeConfig, path: Path, required: bool) -> I
     try:
         yield
     finally:
-        _remove_if_own(path, config.generation)
-
-
-def _log_replaced(path: Path) -> None:
-    with contextlib.suppress(BridgeConfigUnreadable):
-        other = read_bridge_config(path)
-        log.warning(
-            "bridge_config.replaced",
-            reason="another server, or a server that was killed, had written a file at this path",
-            path=str(path.absolute()),
-            model=other.model,
-            generation=other.generation,
-            weights_socket=str(other.weights_socket),
-        )
-
-
-def _remove_if_own(path: Path, generation: str) -> None:
-    with contextlib.suppress(BridgeConfigUnreadable):
-        if read_bridge_config(path).generation == generation:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(BridgeConfigUnreadable):
+            if read_bridge_config(path).generation == config.generation:
+                path.unlink(missing_ok=True)

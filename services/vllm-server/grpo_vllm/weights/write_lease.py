@@ -14,9 +14,11 @@ requests are refused at once, but a trainer can still write the weights back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from dataclasses import dataclass
+from enum import StrEnum
 
 import structlog
 
@@ -24,10 +26,34 @@ from grpo_core.errors import GrpoError
 from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.control import EngineControl
-from grpo_vllm.http.readiness_gate import GateRefusal, ServingState, refusal_in
+from grpo_vllm.http.middleware import GateRefusal
+from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 
 log = structlog.get_logger()
+
+
+class ServingState(StrEnum):
+    """`state` of `GET /bridge/info`."""
+
+    SERVING = "serving"
+    PAUSED = "paused"
+    """A trainer writes weights. Requests in flight wait until its lease ends."""
+    AWAITING_WEIGHTS = "awaiting_weights"
+    """The engine restarted during a run and does not hold the run's weights yet."""
+    FAILED = "failed"
+    """No trainer wrote the run's weights back before the deadline. One may still do so."""
+    SLEEPING = "sleeping"
+
+
+_CLOSED_BECAUSE = {
+    ServingState.AWAITING_WEIGHTS: "the engine restarted and holds the weights of --model; "
+    "waiting for a trainer to write policy version {version} back",
+    ServingState.FAILED: "the engine restarted, and no trainer wrote policy version {version} back "
+    "in time. Start the trainer again; or restart this server with --no-await-weights or another "
+    "--run-id to serve --model",
+    ServingState.SLEEPING: "the engine is sleeping; end the sleep with POST /bridge/wake_up",
+}
 
 
 class WriteBack:
@@ -37,13 +63,12 @@ class WriteBack:
         self.missing = False
         self.overdue = False
         self._changed = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, version: PolicyVersion, deadline_s: float) -> None:
         """Record that the weights of `version` are missing. A trainer has `deadline_s` seconds to
         write them back."""
         self.missing = True
-        self._timer = asyncio.get_running_loop().call_later(deadline_s, self._give_up, deadline_s)
+        asyncio.get_running_loop().call_later(deadline_s, self._give_up, deadline_s)
         log.warning(
             "wait_for_write_back.started",
             policy_version=tuple(version),
@@ -57,19 +82,17 @@ class WriteBack:
             return
         log.info("write_back.completed", deadline_exceeded=self.overdue)
         self.missing = self.overdue = False
-        if self._timer is not None:
-            self._timer.cancel()
         self._changed.set()
 
     async def wait(self, at_most_s: float) -> None:
         """Return when the weights are written back or overdue, or after `at_most_s` seconds."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(at_most_s):
                 await self._changed.wait()
-        except TimeoutError:
-            return
 
     def _give_up(self, deadline_s: float) -> None:
+        if not self.missing:
+            return
         self.overdue = True
         self._changed.set()
         log.error(
@@ -140,15 +163,17 @@ class WeightBridge:
         return ServingState.PAUSED if self.paused else ServingState.SERVING
 
     def refusal(self) -> GateRefusal | None:
-        """The reason why requests may not pass now; None if they may."""
-        return refusal_in(self.state, self.version)
+        """The reason why requests may not pass now; None if they may, or wait for the end of a
+        pause, which comes soon."""
+        state = self.state
+        reason = _CLOSED_BECAUSE.get(state)
+        if reason is None:
+            return None
+        hold = state is ServingState.AWAITING_WEIGHTS
+        return GateRefusal(reason.format(version=list(self.version)), hold)
 
     async def open_session(self) -> str:
-        """Attach a trainer.
-
-        Raises:
-            BridgeConflict: another trainer stays attached.
-        """
+        """Attach a trainer. Raises `BridgeConflict` if another trainer stays attached."""
         try:
             async with asyncio.timeout(HANDOVER_S):
                 while not self._session_ended.is_set():  # the event wakes all waiting trainers
@@ -181,9 +206,22 @@ class WeightBridge:
         """
         async with self._lock:
             self._check_is_attached(session)
-            self._check_is_free(version)
+            # A write-back may reuse the version: no request was answered with other weights.
+            is_free = version > self.version or (
+                self.write_back.missing and version == self.version
+            )
+            if not is_free:
+                raise BridgeConflict(
+                    f"policy version {tuple(version)} is not newer than the served version "
+                    f"{tuple(self.version)}; give new weights a newer version"
+                )
             if self._pause is None:
-                await self._pause_engine(session)
+                await self.engine.pause()
+                try:
+                    self._check_is_attached(session)
+                except BridgeConflict:  # it detached meanwhile, when there was no pause to end
+                    await self.engine.resume()
+                    raise
             else:
                 self._pause.timer.cancel()
             loop = asyncio.get_running_loop()
@@ -217,11 +255,7 @@ class WeightBridge:
 
     async def take_notice(self) -> bool:
         """Clear the KV cache after an update notice. The version stays, because only a trainer that
-        holds the pause can set it.
-
-        Returns:
-            False if requests in flight still use the cache.
-        """
+        holds the pause can set it. Returns False if requests in flight still use the cache."""
         self.notice_count += 1
         reset = await self.engine.reset_prefix_cache()
         log.info(
@@ -238,43 +272,6 @@ class WeightBridge:
                 f"session {session} is not attached to this server (the server restarted, or the "
                 "lease expired); connect to the weight socket again"
             )
-
-    async def _pause_engine(self, session: str) -> None:
-        await self.engine.pause()
-        try:
-            self._check_is_attached(session)
-        except BridgeConflict:  # the trainer detached meanwhile, when there was no pause to end
-            await self.engine.resume()
-            raise
-
-    def _check_is_free(self, version: PolicyVersion) -> None:
-        # A write-back may reuse the version, because no request was answered with other weights.
-        taken = version < self.version if self.write_back.missing else version <= self.version
-        if taken:
-            raise BridgeConflict(
-                f"policy version {tuple(version)} is not newer than the served version "
-                f"{tuple(self.version)}; give new weights a newer version"
-            )
-
-    async def _abandon(self, pause: _Pause | None, why: str) -> None:
-        """End the pause of a session that will not resume, and serve again."""
-        async with self._lock:
-            if pause is None or self._pause is not pause:
-                return
-            if self.write_back.missing:
-                self.weights_intact = False  # no new version: requests are not answered anyway
-            else:
-                # The weights may be torn. They need a version that differs from the previous one
-                # and from every version that the trainer will use.
-                torn = PolicyVersion(self.version.epoch + 1, self.version.step)
-                await self._name(torn, intact=False)
-            log.warning(
-                "pause.abandoned",
-                reason=why,
-                state=self.state.value,
-                policy_version=tuple(self.version),
-            )
-            await self._end_pause(pause)
 
     async def _name(self, version: PolicyVersion, intact: bool) -> None:
         await self.engine.name_weights(version)
@@ -294,15 +291,48 @@ class WeightBridge:
         task.add_done_callback(self._background.discard)
 
     async def _detach(self, pause: _Pause | None, why: str) -> None:
+        """End the pause of a session that will not resume, and serve again."""
         try:
-            await self._abandon(pause, why)
+            async with self._lock:
+                if pause is not None and self._pause is pause:
+                    await self._abandon(pause, why)
         finally:
             # Only now may another trainer attach, because it must see the new version. If the lease
             # expires while the connection closes, the second call may find a new session.
             if self._session is None:
                 self._session_ended.set()
 
+    async def _abandon(self, pause: _Pause, why: str) -> None:
+        if self.write_back.missing:
+            self.weights_intact = False  # no new version: requests are not answered anyway
+        else:
+            # The weights may be torn. They need a version that differs from the previous one and
+            # from every version that the trainer will use.
+            torn = PolicyVersion(self.version.epoch + 1, self.version.step)
+            await self._name(torn, intact=False)
+        now = {"state": self.state.value, "policy_version": tuple(self.version)}
+        log.warning("pause.abandoned", reason=why, **now)
+        await self._end_pause(pause)
+
     async def _end_pause(self, pause: _Pause) -> None:
         pause.timer.cancel()
         await self.engine.resume()
         self._pause = None
+
+
+async def bridge_at_start(
+    engine: EngineControl, settings: ServerSettings, last: WeightRef, store: ServedStore
+) -> WeightBridge:
+    """The bridge of an engine that has just started. `last`: the weights that the run served last.
+    The engine does not hold those that a trainer wrote in place."""
+    version, is_lost = last.version, settings.share_weights and last.trained
+    if is_lost and not settings.await_weights:
+        # The run returns to the checkpoint, so the version must be one that no trainer has used.
+        version = version.next_epoch()
+    bridge = WeightBridge(engine, version, store)
+    await engine.name_weights(version)
+    if is_lost and settings.await_weights:
+        bridge.write_back.begin(version, settings.write_back_deadline_s)
+    elif is_lost:
+        await store.save(ServedWeights(WeightRef(version=version)))
+    return bridge

@@ -13,10 +13,10 @@ from structlog.testing import capture_logs
 from grpo_core.clients.aiohttp_transport import AiohttpTransport
 from grpo_core.clients.service import CONNECT_S
 from grpo_core.errors import RequestRefused, ServiceUnavailable
-from grpo_env.inference import health, server
+from grpo_env.inference import health
+from grpo_env.inference import pool as inference_pool
 from grpo_env.inference.health import SharedWeightsHaveOneServer
-from grpo_env.inference.pool import Conversation, InferencePool
-from grpo_env.inference.server import NoGenerateRoute
+from grpo_env.inference.pool import Conversation, InferencePool, NoGenerateRoute
 from tests.support.wait import DEADLINE_S, wait_for_async
 from tests.unit.env.canned import PROMPT, generate_answer
 from tests.unit.env.inference.engine import Engine, engines
@@ -75,7 +75,7 @@ async def test_servers_with_equal_loads_take_turns() -> None:
 async def test_a_server_that_is_gone_is_skipped_and_taken_back_and_each_is_logged_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server, "_PROBE_EVERY_S", 3600.0)  # a failed request probes at once
+    monkeypatch.setattr(inference_pool, "_PROBE_EVERY_S", 3600.0)  # a failed request probes at once
     with capture_logs() as logs:
         async with pool_of(2) as (pool, (one, two)):
             await one.vanish()
@@ -98,17 +98,13 @@ async def _without(engine: Engine) -> AsyncIterator[None]:
     yield
 
 
-async def lose_requests(engine: Engine) -> None:
-    await engine.crash()
-
-
 async def give_up_requests(engine: Engine) -> None:
     """As a drain that takes too long, before the engine ends."""
     engine.status = engine.health = 503
     engine.open.set()
 
 
-@pytest.mark.parametrize("interrupt", [lose_requests, give_up_requests])
+@pytest.mark.parametrize("interrupt", [Engine.crash, give_up_requests])
 async def test_requests_that_a_restart_interrupts_are_repeated_on_another_server(
     interrupt: Any,
 ) -> None:
@@ -120,7 +116,7 @@ async def test_requests_that_a_restart_interrupts_are_repeated_on_another_server
         assert set(await asyncio.gather(*work)) == {two.url}
 
 
-@pytest.mark.parametrize("interrupt", [lose_requests, give_up_requests])
+@pytest.mark.parametrize("interrupt", [Engine.crash, give_up_requests])
 async def test_requests_of_the_only_server_wait_until_it_has_restarted(interrupt: Any) -> None:
     with capture_logs() as logs:
         async with pool_of(1) as (pool, (one,)):

@@ -10,9 +10,9 @@ from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.inference.pool import InferencePool
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine
-from grpo_env.rollout.grading import Grader
+from grpo_env.rollout.grader import Grader
 from grpo_env.rollout.groups import GroupLost, SampledGroup, SamplingPlan
-from grpo_env.rollout.user_code import TaskCode
+from grpo_env.rollout.task_code import TaskCode
 from grpo_env.tasks import Row, Split, Task, TaskOptions
 from grpo_env.tasks.items import Item
 from tests.support.wait import DEADLINE_S
@@ -65,7 +65,7 @@ async def engine_on(
         async with InferencePool([server.url + "/v1"], DEADLINE_S, 8) as pool:
             with TaskCode(deadline_s) as code:
                 grader = Grader(weights or {}, code)
-                yield RolloutEngine(pool, template or CannedTemplate(), grader, code), server
+                yield RolloutEngine(pool, template or CannedTemplate(), grader), server
 
 
 async def sample(

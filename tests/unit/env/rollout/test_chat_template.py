@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_env.rollout.chat_template import ChatTemplate, TokenizerUnusable, answered
+from grpo_env.rollout.chat_template import (
+    ChatTemplate,
+    TokenizerUnusable,
+    answered,
+    load_template,
+)
 
 QUESTION = [{"role": "user", "content": "3+4="}]
 
@@ -124,3 +131,13 @@ def test_arguments_of_the_template_reach_it() -> None:
     template = ChatTemplate(Thinking(), {"enable_thinking": False})
     assert bytes(template.prompt_ids(QUESTION)).endswith(b"<think>\n\n</think>\n")
     assert template.opening(QUESTION) == "<think>\n\n</think>\n"
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(
+    tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tokenizer_dir, bare, ignore=shutil.ignore_patterns("chat_template*"))
+
+    with pytest.raises(TokenizerUnusable, match="no chat template"):
+        load_template(str(bare))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from grpo_env.rollout.groups import FailureReason
 from grpo_env.tasks import Answer, Dialogue, Graded, Message, Row, State
 from tests.unit.env.canned import generate_answer
 from tests.unit.env.http_stub import Answer as HttpAnswer
-from tests.unit.env.rollout.rig import PLAN, Rewarded, item_of, lost, sample, submitted
+from tests.unit.env.rollout import rig
+from tests.unit.env.rollout.rig import PLAN, Rewarded, item_of, lost, submitted
 
 END = 257  # <|im_end|> of the tokenizer
 ONE = replace(PLAN, group_size=1, drop_equal_scores=False, max_token_length=400)
@@ -64,8 +66,14 @@ def template(tokenizer_dir: Path) -> ChatTemplate:
     return load_template(str(tokenizer_dir))
 
 
+@pytest.fixture
+def sample(template: ChatTemplate) -> Any:
+    """`rig.sample` with this template."""
+    return partial(rig.sample, template=template)
+
+
 async def test_the_second_turn_continues_the_very_tokens_that_were_sampled(
-    template: ChatTemplate, tokenizer_dir: Path
+    sample: Any, tokenizer_dir: Path
 ) -> None:
     from transformers import AutoTokenizer
 
@@ -73,7 +81,7 @@ async def test_the_second_turn_continues_the_very_tokens_that_were_sampled(
     prompt = encode("<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n")
     between = encode("\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n")
 
-    outcome, server = await sample(scripted("3+4", "3+4"), Talk(twice), ONE, template=template)
+    outcome, server = await sample(scripted("3+4", "3+4"), Talk(twice), ONE)
 
     first, second = server.bodies("POST /generate")
     assert (first["n"], first["prompt"]["prompt_token_ids"]) == (1, prompt)
@@ -92,43 +100,37 @@ async def test_the_second_turn_continues_the_very_tokens_that_were_sampled(
 
 
 async def test_an_answer_that_ends_in_another_token_gets_the_whole_end_of_the_turn(
-    template: ChatTemplate,
+    sample: Any,
 ) -> None:
-    _, server = await sample(scripted("3+4", ids=[300, 301]), Talk(twice), ONE, template=template)
+    _, server = await sample(scripted("3+4", ids=[300, 301]), Talk(twice), ONE)
     ids = server.bodies("POST /generate")[1]["prompt"]["prompt_token_ids"]
     first = server.bodies("POST /generate")[0]["prompt"]["prompt_token_ids"]
     assert ids[len(first) : len(first) + 3] == [300, 301, END]
 
 
 async def test_an_answer_that_was_cut_off_and_the_last_turn_end_the_conversation(
-    template: ChatTemplate,
+    sample: Any,
 ) -> None:
     endless = Talk(lambda _state, _message: [{"role": "user", "content": "go on"}])
     endless.max_turns = 3
-    _, cut = await sample(scripted("3", finish="length"), endless, ONE, template=template)
-    _, whole = await sample(scripted("3"), endless, ONE, template=template)
+    _, cut = await sample(scripted("3", finish="length"), endless, ONE)
+    _, whole = await sample(scripted("3"), endless, ONE)
     assert len(cut.bodies("POST /generate")) == 1
     assert len(whole.bodies("POST /generate")) == 3
 
 
-async def test_a_full_context_ends_the_conversation_with_what_was_said(
-    template: ChatTemplate,
-) -> None:
+async def test_a_full_context_ends_the_conversation_with_what_was_said(sample: Any) -> None:
     endless = Talk(lambda _state, _message: [{"role": "user", "content": "x" * 100}])
     seen: list[Answer] = []
     endless.reward = lambda answer, _row: seen.append(answer) or 1.0  # type: ignore[method-assign]
-    outcome, server = await sample(
-        scripted("3"), endless, replace(ONE, max_token_length=140), template=template
-    )
+    outcome, server = await sample(scripted("3"), endless, replace(ONE, max_token_length=140))
     assert len(server.bodies("POST /generate")) == 1
     assert [(answer.finished, len(answer.messages)) for answer in seen] == [(False, 2)]
     submitted(outcome)
 
 
-async def test_a_step_that_fails_quarantines_the_group(template: ChatTemplate) -> None:
-    outcome, _ = await sample(
-        scripted("3"), Talk(lambda _state, _message: {}["x"]), PLAN, template=template
-    )
+async def test_a_step_that_fails_quarantines_the_group(sample: Any) -> None:
+    outcome, _ = await sample(scripted("3"), Talk(lambda _state, _message: {}["x"]), PLAN)
     found = lost(outcome)
     assert (found.reason, found.detail) == (FailureReason.QUARANTINED_REWARD, "KeyError: 'x'")
 
@@ -141,14 +143,12 @@ def starting_again(state: State, _message: Answer) -> list[Message] | None:
     return [{"role": "user", "content": "again"}]
 
 
-async def test_a_conversation_that_is_replaced_makes_a_second_sequence(
-    template: ChatTemplate,
-) -> None:
+async def test_a_conversation_that_is_replaced_makes_a_second_sequence(sample: Any) -> None:
     task = Talk(starting_again)
     with pytest.raises(TooManySequences, match="2 sequences"):
-        await sample(scripted("7"), task, ONE, template=template)
+        await sample(scripted("7"), task, ONE)
 
-    outcome, _ = await sample(scripted("7"), task, replace(ONE, max_sequences=3), template=template)
+    outcome, _ = await sample(scripted("7"), task, replace(ONE, max_sequences=3))
 
     group = submitted(outcome)
     assert group.size == 3
@@ -163,6 +163,10 @@ async def test_a_conversation_that_is_replaced_makes_a_second_sequence(
     assert [len(conversation) for conversation in group.messages] == [2, 2, 0]
 
 
+QUESTION: Message = {"role": "user", "content": "3+4="}
+SURE: Message = {"role": "user", "content": "sure?"}
+
+
 class SelfDriven(Rewarded):
     """Conducts its own rollout, as a bridge to another library does."""
 
@@ -171,50 +175,39 @@ class SelfDriven(Rewarded):
     def __init__(self) -> None:
         super().__init__(lambda _answer, _row: 0.0)
 
-    async def run(self, row: Row, dialogue: Dialogue) -> dict[str, float]:
-        messages: list[Message] = [{"role": "user", "content": row["prompt"]}]
-        first = await dialogue.say(messages, max_tokens=5, stop=["."])
-        messages.append({"role": "assistant", "content": str(first)})
-        messages.append({"role": "user", "content": "sure?"})
-        last = await dialogue.say(messages)
+    async def run(self, _row: Row, dialogue: Dialogue) -> Any:
+        first = await dialogue.say([QUESTION], max_tokens=5, stop=["."])
+        said: Message = {"role": "assistant", "content": str(first)}
+        last = await dialogue.say([QUESTION, said, SURE])
         return {"accuracy": float(last == "8"), "turns": 2.0}
 
 
-async def test_a_task_may_conduct_the_rollout_itself(template: ChatTemplate) -> None:
-    outcome, server = await sample(
-        scripted("7", "8"), SelfDriven(), ONE, template=template, weights={"turns": 0.0}
-    )
-    submitted(outcome)
+async def test_a_task_may_conduct_the_rollout_itself(sample: Any) -> None:
+    outcome, server = await sample(scripted("7", "8"), SelfDriven(), ONE, weights={"turns": 0.0})
     assert [(g.score, g.parts) for g in outcome.grades] == [(1.0, {"accuracy": 1.0, "turns": 2.0})]
     first, second = server.bodies("POST /generate")
     assert (first["max_tokens"], first["stop"]) == (5, ["."])
-    ids = second["prompt"]["prompt_token_ids"]
-    assert ids[: len(first["prompt"]["prompt_token_ids"]) + 3] == (
-        first["prompt"]["prompt_token_ids"] + SAID
-    )
+    prompt = first["prompt"]["prompt_token_ids"]
+    assert second["prompt"]["prompt_token_ids"][: len(prompt) + 3] == prompt + SAID
     assert submitted(outcome).size == 1
 
 
 class Prefilled(SelfDriven):
     """Begins the policy's answer, and goes on with the messages as a chat client sends them."""
 
-    async def run(self, row: Row, dialogue: Dialogue) -> float:  # type: ignore[override]
-        begun: list[Message] = [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": "Sure: "},
-        ]
+    async def run(self, _row: Row, dialogue: Dialogue) -> float:
+        begun: list[Message] = [QUESTION, {"role": "assistant", "content": "Sure: "}]
         first = await dialogue.say(begun)
         assert first.messages[1:] == [{"role": "assistant", "content": "Sure: 7"}]
-        question: Message = {"role": "user", "content": "sure?"}
-        last = await dialogue.say([*begun, {"role": "assistant", "content": "7"}, question])
+        last = await dialogue.say([*begun, {"role": "assistant", "content": "7"}, SURE])
         assert (first.opening, last.opening) == ("Sure: ", "")
         return 1.0
 
 
 async def test_an_answer_that_the_prompt_began_is_continued_in_one_sequence(
-    template: ChatTemplate,
+    sample: Any, template: ChatTemplate
 ) -> None:
-    outcome, server = await sample(scripted("7", "8"), Prefilled(), ONE, template=template)
+    outcome, server = await sample(scripted("7", "8"), Prefilled(), ONE)
     assert submitted(outcome).size == 1
     first, second = (b["prompt"]["prompt_token_ids"] for b in server.bodies("POST /generate"))
     assert template.tokenizer.decode(first).endswith("Sure: ")
@@ -224,18 +217,15 @@ async def test_an_answer_that_the_prompt_began_is_continued_in_one_sequence(
 class Branching(SelfDriven):
     """Asks the same question twice at the same time, then goes on with the first answer."""
 
-    async def run(self, row: Row, dialogue: Dialogue) -> float:
-        question: Message = {"role": "user", "content": row["prompt"]}
-        first, _ = await asyncio.gather(dialogue.say([question]), dialogue.say([question]))
-        await dialogue.say([*first.messages, {"role": "user", "content": "sure?"}])
+    async def run(self, _row: Row, dialogue: Dialogue) -> float:
+        first, _ = await asyncio.gather(dialogue.say([QUESTION]), dialogue.say([QUESTION]))
+        await dialogue.say([*first.messages, SURE])
         return 1.0
 
 
-async def test_equal_requests_at_the_same_time_are_sequences_of_their_own(
-    template: ChatTemplate,
-) -> None:
+async def test_equal_requests_at_the_same_time_are_sequences_of_their_own(sample: Any) -> None:
     plan = replace(ONE, max_sequences=2)
-    outcome, server = await sample(scripted("7", "8"), Branching(), plan, template=template)
+    outcome, server = await sample(scripted("7", "8"), Branching(), plan)
     group = submitted(outcome)
     prompt = server.bodies("POST /generate")[0]["prompt"]["prompt_token_ids"]
     longer, shorter = group.tokens
@@ -249,35 +239,28 @@ class Ranked(SelfDriven):
 
     rates_groups = True
 
-    async def run_group(self, row: Row, dialogues: Sequence[Dialogue]) -> list[Graded]:
-        question: Message = {"role": "user", "content": row["prompt"]}
+    async def run_group(self, _row: Row, dialogues: Sequence[Dialogue]) -> list[Graded]:
         # In another order than that of the rollouts
-        answers = {i: await dialogues[i].say([question]) for i in (1, 0)}
+        answers = {i: await dialogues[i].say([QUESTION]) for i in (1, 0)}
         return [Graded({"rank": i}, score=float(i == 0)) for i in range(len(answers))]
 
 
-async def test_a_task_may_rate_the_rollouts_of_a_group_together(
-    template: ChatTemplate,
-) -> None:
+async def test_a_task_may_rate_the_rollouts_of_a_group_together(sample: Any) -> None:
     plan = replace(ONE, group_size=2)
-    outcome, _ = await sample(
-        scripted("said second", "said first"), Ranked(), plan, template=template
-    )
+    outcome, _ = await sample(scripted("said second", "said first"), Ranked(), plan)
     group = submitted(outcome)
     assert [grade.score for grade in outcome.grades] == [1.0, 0.0]
     assert group.messages
     assert [m[-1]["content"] for m in group.messages] == ["said first", "said second"]
 
     # A score of the task contains its parts; weights of the user add to it.
-    weighted, _ = await sample(
-        scripted("7"), Ranked(), plan, template=template, weights={"rank": 0.5}
-    )
+    weighted, _ = await sample(scripted("7"), Ranked(), plan, weights={"rank": 0.5})
     assert [grade.score for grade in weighted.grades] == [1.0, 0.5]
 
 
-async def test_a_text_is_continued_without_template(template: ChatTemplate) -> None:
+async def test_a_text_is_continued_without_template(sample: Any) -> None:
     task = Rewarded(lambda _answer, _row: 1.0)
     task.prompt = lambda row: row["prompt"]  # type: ignore[method-assign]
     assert item_of(task).messages == [{"role": "user", "content": "3+4="}]
-    _, server = await sample(scripted("7"), task, ONE, template=template)
+    _, server = await sample(scripted("7"), task, ONE)
     assert len(server.bodies("POST /generate")[0]["prompt"]["prompt_token_ids"]) == len("3+4=")

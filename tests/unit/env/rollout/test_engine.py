@@ -6,16 +6,10 @@ from typing import Any
 
 import pytest
 
-from grpo_core.clients.inference import Completion
 from grpo_core.errors import ProtocolViolation
-from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.assembly import TaskSet, sampling_plan
 from grpo_env.evaluation import Evaluation
-from grpo_env.rollout.groups import (
-    FailureReason,
-    MisalignedCompletion,
-    sequences_of,
-)
+from grpo_env.rollout.groups import FailureReason, MisalignedCompletion
 from grpo_env.settings import load_env_settings
 from tests.unit.env.canned import PROMPT, generate_answer
 from tests.unit.env.http_stub import Route
@@ -117,7 +111,7 @@ async def test_options_that_reshape_the_distribution_are_sent_and_stated_unless_
     stated = submitted(outcome).generation_params
     assert stated == {"temperature": 1.0, "max_tokens": body["max_tokens"], **expected}
     assert stated.items() <= body.items()
-    assert Evaluation.of(settings).plan(plan).sampling == {"temperature": 1.0}
+    assert Evaluation.of(settings).plan(plan).distribution == {"temperature": 1.0}
 
 
 def test_the_completion_limit_grows_with_the_run() -> None:
@@ -144,15 +138,15 @@ async def test_an_answer_against_the_contract_is_an_error(
         await sample(always(answer))
 
 
-def completion(token_ids: list[int], logprobs: list[float]) -> Completion:
-    return Completion("", "stop", token_ids, logprobs, PolicyVersion(0, 0), PolicyVersion(0, 0))
-
-
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, 1e-5])
-def test_an_impossible_logprob_is_named_with_its_place(bad: float) -> None:
+async def test_an_impossible_logprob_is_named_with_its_place(bad: float) -> None:
     """Rounding may raise a logprob to 1e-6 above 0."""
-    broken = completion([3, 3, 3], [-0.1, 1e-6, bad])
+    answer = generate_answer(
+        ["7", "8", "9"],
+        token_ids=[[2], [], [3, 3, 3]],
+        logprobs=[[[{"2": -0.1}]], [], [[{"3": -0.1}], [{"3": 1e-6}], [{"3": bad}]]],
+    )
     with pytest.raises(MisalignedCompletion) as caught:
-        sequences_of([1], [completion([2], [-0.1]), completion([], []), broken])
+        await sample(always(answer), plan=replace(PLAN, group_size=3))
     named = f"completion 1: no tokens; completion 2: invalid logprob {bad} at token 2"
     assert str(caught.value).endswith(named)

@@ -10,8 +10,8 @@ from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup
 from grpo_env.rollout.producer import GroupCounts, GroupProducer
+from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks.items import ItemStream
-from tests.support.wait import DEADLINE_S
 from tests.unit.env.canned import generate_answer
 from tests.unit.env.rollout.rig import PLAN, Rewarded, engine_on, item_of, sevens
 
@@ -31,7 +31,7 @@ class SentGroups:
 
 async def test_a_group_belongs_to_the_run_in_which_its_sampling_began() -> None:
     """run-api is reset, and the environment registers again, while the group is sampled."""
-    api = SentGroups()
+    api, settings = SentGroups(), EnvServerSettings(task="arithmetic", model="m")
 
     def generate(_body: dict[str, Any]) -> Any:
         producer.join(1, "new run")
@@ -39,7 +39,7 @@ async def test_a_group_belongs_to_the_run_in_which_its_sampling_began() -> None:
 
     async with engine_on(generate) as (engine, _):
         items, client = cast(ItemStream, OneItem()), cast(EnvironmentClient, api)
-        producer = GroupProducer(items, engine, client, DEADLINE_S, DEADLINE_S, 1.0)
+        producer = GroupProducer(settings, items, engine, client)
         producer.join(0, "old run")
         await producer.produce(PLAN)
         await producer.produce(PLAN)

@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_env.tasks import Answer, Task, TaskOptions
-from grpo_env.tasks.data_files import (
-    DatasetsMissing,
-    DataUnusable,
-    NoSuchSplit,
-    read_records,
-)
+from grpo_env.tasks.data_files import DatasetsMissing, DataUnusable, NoSuchSplit, read_records
 from grpo_env.tasks.gsm8k import Gsm8k
 from grpo_env.tasks.items import all_items, evaluation_items, training_items
 from grpo_env.tasks.math import Math
@@ -33,12 +28,9 @@ def write(path: Path, *rows: Any) -> str:
 
 
 def test_a_file_of_json_lines_is_read_with_its_columns_renamed(tmp_path: Path) -> None:
-    data = write(tmp_path / "rows.jsonl", {"q": "3+4=\u2028", "a": "7"}, "", {"q": "1", "a": "1"})
+    data = write(tmp_path / "rows.jsonl", {"q": "3+4=\u2028"}, "", {"q": "1"})
     rows = rows_of(TaskOptions(data=data, columns={"prompt": "q"}), "train")
-    assert rows == [
-        {"q": "3+4=\u2028", "a": "7", "prompt": "3+4=\u2028"},
-        {"q": "1", "a": "1", "prompt": "1"},
-    ]
+    assert rows == [{"q": "3+4=\u2028", "prompt": "3+4=\u2028"}, {"q": "1", "prompt": "1"}]
     assert rows_of(TaskOptions(data=data), "test") is None
     other = write(tmp_path / "test.jsonl", {"q": "5"})
     assert rows_of(TaskOptions(data=data, eval_data=other), "test") == [{"q": "5"}]
@@ -92,20 +84,6 @@ def test_a_slice_of_a_file_is_read(tmp_path: Path, split: str, numbers: range) -
         read_records(file, None, "valid")
 
 
-BAD_TABLES = {
-    "a,a\n1,2\n": "several columns with the name a",
-    "a,b\n1,2\n1,2,3\n": "line 3 has 3 cells, and the first line names 2 columns",
-    'a,b\n1,"2\n': "line 2 is not CSV: unexpected end of data",
-}
-
-
-@pytest.mark.parametrize(("content", "problem"), BAD_TABLES.items())
-def test_a_bad_table_is_named(tmp_path: Path, content: str, problem: str) -> None:
-    (tmp_path / "rows.csv").write_text(content)
-    with pytest.raises(DataUnusable, match=problem):
-        rows_of(TaskOptions(data=str(tmp_path / "rows.csv")), "train")
-
-
 def test_a_file_that_hides_the_library_and_a_data_set_with_a_script_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,20 +101,23 @@ def test_a_file_that_hides_the_library_and_a_data_set_with_a_script_are_named(
         rows_of(TaskOptions(data=str(tmp_path / "rows.parquet")), "train")
 
 
-BAD_FILES = {
-    "{": "line 1: the row is not JSON",
-    "3": "line 1: the row is not an object with a name for each column",
-    "": "contains no rows",
-    '{"answer": "7"}': "line 1: no column 'q'; the row has answer",
-    '{"q": "half of \\ud83d"}': "line 1: the row holds .*ud83d.*, which is half of a character",
-}
+BAD_FILES = [
+    ("rows.jsonl", "{", "line 1: the row is not JSON"),
+    ("rows.jsonl", "3", "line 1: the row is not an object with a name for each column"),
+    ("rows.jsonl", "", "contains no rows"),
+    ("rows.jsonl", '{"answer": "7"}', "line 1: no column 'q'; the row has answer"),
+    ("rows.jsonl", '{"q": "half of \\ud83d"}', "line 1: .*ud83d.*, which is half of a character"),
+    ("rows.csv", "a,a\n1,2\n", "several columns with the name a"),
+    ("rows.csv", "a,b\n1,2\n1,2,3\n", "line 3 has 3 cells, and the first line names 2 columns"),
+    ("rows.csv", 'a,b\n1,"2\n', "line 2 is not CSV: unexpected end of data"),
+]
 
 
-@pytest.mark.parametrize(("content", "problem"), BAD_FILES.items())
-def test_every_bad_line_is_named(tmp_path: Path, content: str, problem: str) -> None:
-    data = write(tmp_path / "rows.jsonl", content)
+@pytest.mark.parametrize(("name", "content", "problem"), BAD_FILES)
+def test_every_bad_line_is_named(tmp_path: Path, name: str, content: str, problem: str) -> None:
+    (tmp_path / name).write_text(content)
     with pytest.raises(DataUnusable, match=problem):
-        rows_of(TaskOptions(data=data, columns={"prompt": "q"}), "train")
+        rows_of(TaskOptions(data=str(tmp_path / name), columns={"prompt": "q"}), "train")
 
 
 def test_what_does_not_exist_is_named(tmp_path: Path) -> None:
@@ -204,6 +185,14 @@ USER = {"role": "user", "content": "3+4="}
 BEGUN = {"role": "assistant", "content": "<think>\n"}
 GOLD = {"role": "assistant", "content": "So \\boxed{7}"}
 REFUSED_PROMPTS = [
+    ({"prompt": ""}, "'prompt' is empty"),
+    ({"prompt": []}, "holds neither a text nor a list of messages"),
+    ({"prompt": [{"content": "x"}]}, "message 0 has no role"),
+    ({"prompt": [{"role": "user"}]}, "message 0 has no text as its content"),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "message 0 holds parts such as images; only text",
+    ),
     ({"prompt": "<|im_start|>user\n3+4=<|im_end|>\n"}, "already has a chat template's marks"),
     ({"prompt": " [INST] 3+4= [/INST]"}, "already has a chat template's marks"),
     ({"prompt": [{"role": "system", "content": "Be brief."}]}, "holds nothing but a system"),
@@ -213,11 +202,11 @@ REFUSED_PROMPTS = [
 
 
 @pytest.mark.parametrize(("row", "problem"), REFUSED_PROMPTS)
-def test_a_prompt_that_shows_marks_or_the_answer_is_refused(
+def test_a_prompt_that_is_not_usable_or_shows_the_answer_is_refused(
     tmp_path: Path, row: Any, problem: str
 ) -> None:
-    with pytest.raises(DataUnusable, match=f"row 1: the column .* {problem}"):
-        prompts(tmp_path, row)
+    with pytest.raises(DataUnusable, match=f"row 2: the column .*{problem}"):
+        prompts(tmp_path, {"prompt": "a good one"}, row)
 
 
 def test_a_prompt_may_begin_the_answer(tmp_path: Path) -> None:
@@ -228,8 +217,7 @@ def test_rows_of_verl_have_their_answer(tmp_path: Path) -> None:
     verl = {"prompt": [USER], "reward_model": {"ground_truth": "7", "style": "rule"}}
     data = write(tmp_path / "rows.jsonl", verl, {"prompt": "1+1=", "ground_truth": "2"})
     rows = rows_of(TaskOptions(data=data), "train")
-    assert rows is not None
-    assert [row["answer"] for row in rows] == ["7", "2"]
+    assert [row["answer"] for row in rows or ()] == ["7", "2"]
 
 
 @pytest.mark.parametrize(
@@ -246,11 +234,8 @@ def test_the_right_answer_is_one_text(value: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (None, "is missing"),
-        (" ", "is missing"),
-        (["1", "2"], "is a list of 2"),
-        ({"value": "7"}, "is a dict"),
-        ([], "is a list of 0"),
+        *((None, "is missing"), (" ", "is missing"), ([], "is a list of 0")),
+        *((["1", "2"], "is a list of 2"), ({"value": "7"}, "is a dict")),
     ],
 )
 def test_what_is_no_right_answer_is_refused(value: Any, problem: str) -> None:

@@ -1,10 +1,13 @@
-"""Calls of tools in a message, in the forms of several families of models."""
+"""Calls of tools in a message, in the forms of several families of models, and their answers."""
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
-from grpo_env.tasks import Answer
+from grpo_env.tasks import Answer, State, Task, TaskOptions
 from grpo_env.tasks.tool_calls import (
     CallFormat,
     ToolCall,
@@ -13,6 +16,7 @@ from grpo_env.tasks.tool_calls import (
     text_parameters,
     tool_calls,
 )
+from grpo_env.tasks.tools import ToolUnusable, answer_calls, tool_schemas
 
 ADD = ToolCall("add", {"a": 1})
 IN_TAGS = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -34,11 +38,6 @@ ONE_CALL = {
 }
 
 
-@pytest.mark.parametrize("text", ONE_CALL.values(), ids=ONE_CALL)
-def test_every_form_is_read(text: str) -> None:
-    assert tool_calls(text) == [ADD]
-
-
 TWO_CALLS = {
     "in one block": '<tool_call>{"name": "add", "arguments": {"a": 1}}\n'
     '{"name": "add", "arguments": {"a": 1}}</tool_call>',
@@ -46,11 +45,6 @@ TWO_CALLS = {
     "Llama 3.1": '{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 1}}',
     "Mistral Small 3": '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add{"a": 1}',
 }
-
-
-@pytest.mark.parametrize("text", TWO_CALLS.values(), ids=TWO_CALLS)
-def test_several_calls_are_read(text: str) -> None:
-    assert tool_calls(text) == [ADD, ADD]
 
 
 NO_CALLS = {
@@ -61,9 +55,18 @@ NO_CALLS = {
 }
 
 
-@pytest.mark.parametrize("text", NO_CALLS.values(), ids=NO_CALLS)
-def test_what_is_no_call_is_not_run(text: str) -> None:
-    assert divided_by_calls(text) == (text, [])
+CALLS = [NO_CALLS, ONE_CALL, TWO_CALLS]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(count, text) for count, texts in enumerate(CALLS) for text in texts.values()],
+    ids=[name for texts in CALLS for name in texts],
+)
+def test_every_form_is_read_and_what_is_no_call_is_not_run(count: int, text: str) -> None:
+    before, calls = divided_by_calls(text)
+    assert calls == [ADD] * count
+    assert (before == text) is (count == 0)
 
 
 def test_a_thought_that_the_prompt_began_and_that_does_not_end_holds_drafts() -> None:
@@ -108,3 +111,106 @@ def test_a_message_full_of_broken_calls_ends() -> None:
 )
 def test_the_form_is_found_from_the_template(template: str, form: CallFormat | None) -> None:
     assert format_of(template) is form
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first number
+        b: the second number
+    """
+    return a + b
+
+
+async def divide(a: float, b: float) -> float:
+    """Divide."""
+    return a / b
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        *(("{", "the call is not JSON"), ("[]", "the call has no name")),
+        ('{"name": 3}', "the call has no name"),
+        ('{"name": "add", "arguments": [1]}', "the arguments are not an object"),
+    ],
+)
+def test_what_is_no_call_is_named(content: str, error: str) -> None:
+    [found] = tool_calls(f"<tool_call>{content}</tool_call>")
+    assert found.error == error
+
+
+async def test_every_call_gets_an_answer_and_errors_are_answers() -> None:
+    text = " ".join(
+        [
+            call("add", a=3, b=4),
+            call("divide", a=1, b=0),
+            call("subtract", a=1),
+            call("add", x=1),
+            "<tool_call>{</tool_call>",
+        ]
+    )
+    answers = await answer_calls(text, [add, divide]) or []
+    assert [message["content"] for message in answers] == [
+        "7",
+        "error: division by zero",
+        "error: no tool 'subtract'; the tools are add, divide",
+        "error: missing a required argument: 'a'",
+        "error: the call is not JSON",
+    ]
+    assert {message["role"] for message in answers} == {"tool"}
+    assert await answer_calls("3 and 4 is 7", [add]) is None
+
+
+def test_the_schema_of_a_function_is_made_of_its_types_and_docstring() -> None:
+    [schema, given] = tool_schemas([add, {"type": "function"}])
+    assert given == {"type": "function"}
+    function = schema["function"]
+    assert (function["name"], function["description"]) == ("add", "Add two numbers.")
+    assert function["parameters"]["properties"]["a"] == {
+        "type": "integer",
+        "description": "the first number",
+    }
+    assert function["parameters"]["required"] == ["a"]
+
+
+def test_a_function_without_description_is_named() -> None:
+    with pytest.raises(ToolUnusable, match=r"divide \(.*tool_calls.py line \d+\) has no schema"):
+        tool_schemas([divide])
+
+
+async def test_a_task_with_tools_answers_calls_by_itself() -> None:
+    class Sums(Task):
+        tools = (add,)
+
+    task = Sums(TaskOptions())
+    assert task.is_conversation
+    assert await task.step(State({}), Answer(call("add", a=1, b=2))) == [
+        {"role": "tool", "name": "add", "content": "3"}
+    ]
+    assert await task.step(State({}), Answer("3")) is None
+
+
+async def test_a_tool_that_exits_answers_with_its_error_and_names_arguments_as_it_likes() -> None:
+    def leave() -> str:
+        """Leave."""
+        raise SystemExit(3)
+
+    async def leave_later() -> str:
+        """Leave."""
+        raise SystemExit(4)
+
+    def derivative(function: str, args: int) -> str:
+        """Differentiate."""
+        return f"{function} {args}"
+
+    calls = [call("leave"), call("leave_later"), call("derivative", function="x^2", args=1)]
+    answers = await answer_calls("".join(calls), [leave, leave_later, derivative])
+    assert [answer["content"] for answer in answers or ()] == [
+        *("error: SystemExit: 3", "error: SystemExit: 4", "x^2 1")
+    ]

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from grpo_trainer.model.export import save_policy
 from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.weight_sync.shared_memory import build_policy
+from tests.unit.trainer.served_memory import served
 from tests.unit.trainer.tiny_policy import model_directory
 
 SIZES: dict[str, Any] = {
@@ -76,8 +77,20 @@ def test_the_generation_configuration_is_the_models(
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     policy = AutoModelForCausalLM.from_pretrained(source)
     own = policy.generation_config
-    save_policy(policy, str(source), tmp_path / "saved")
+    TrainedWeights(str(source)).write(policy, tmp_path / "saved")
     if changes is not None:
         assert (tmp_path / "saved" / file.name).read_bytes() == file.read_bytes()
     assert policy.generation_config is own
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved") is not None
+
+
+def test_views_into_one_memory_are_saved_as_ordinary_tensors_once_each(tmp_path: Path) -> None:
+    source, saved = model_directory(tmp_path / "source"), tmp_path / "saved"
+    policy = build_policy(str(source), served(source))
+    TrainedWeights(str(source)).write(policy, saved, with_tokenizer=True)
+    loaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+    memory = sum(parameter.nbytes for parameter in policy.parameters())
+    assert (saved / "model.safetensors").stat().st_size < 1.1 * memory + 10_000
+    assert AutoTokenizer.from_pretrained(saved).chat_template is not None

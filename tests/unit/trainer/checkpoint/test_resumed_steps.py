@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_trainer.checkpoint.state import capture, load_state, require_fit
-from grpo_trainer.checkpoint.store import StateStore
+from grpo_trainer.checkpoint.resume import require_fit
+from grpo_trainer.checkpoint.store import StateStore, capture
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import Position
@@ -50,7 +50,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(dtype: torch.dtype, tmp_path: Pa
     chosen = CommandLine(
         model=str(model_directory(tmp_path / "model")),
         mode="lora_only",
-        redis_url="redis://127.0.0.1:6379/0",  # type: ignore[arg-type]
         lr=0.01,
         lora_dropout=0.3,
         lora_r=4,
@@ -59,7 +58,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(dtype: torch.dtype, tmp_path: Pa
     store = StateStore(tmp_path / "saved")
     alone.take(range(2))
     position = Position(step=2, batch_id=2, epoch=1)
-    store.save(capture(alone.policy, alone.optimizer, chosen, position, "r"))
+    record = capture(alone.policy, alone.optimizer, chosen, position, "r")
+    store.save(record, alone.optimizer.tensors(list(record.parameters)))
     expected = alone.take(range(2, 4))
     scales = alone.optimizer.loss_scale
     assert (scales is not None) == (dtype is torch.float16)
@@ -69,7 +69,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(dtype: torch.dtype, tmp_path: Pa
     saved = store.newest()
     assert saved is not None
     require_fit(saved.record, again.policy, chosen, "here")
-    load_state(saved.load(), again.policy, again.optimizer)
+    saved.load(again.policy, again.optimizer)
     again.optimizer.write_into_parameters()
     assert again.take(range(2, 4)) == expected
     if scales is not None:

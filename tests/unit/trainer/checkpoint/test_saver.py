@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from structlog.testing import capture_logs
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.clients.run_api import TrainerClient
 from grpo_tiny_model.model import build_model, build_tokenizer
@@ -25,12 +23,10 @@ from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.control import Coefficients, KlCoefficient, Tau
 from grpo_trainer.data.batches import Position
-from grpo_trainer.model.export import FINAL_MODEL, save_policy
+from grpo_trainer.model.loading import FINAL_MODEL
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import constant
 from tests.support.directories import names
 from tests.unit.env.http_stub import Answer, Route, stub_server
-from tests.unit.trainer.tiny_policy import model_directory
 
 STEPS = 4
 START = Position(step=0, batch_id=0, epoch=1)
@@ -79,7 +75,7 @@ def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
     tokenizer, model = build_tokenizer(), build_model(260, Recipe(layers=1, width=32))
     tokenizer.save_pretrained(directory / "model")
     chosen = settings(model=str(directory / "model"), save_path=save_path, **changes)
-    optimizer = MasterOptimizer(model.parameters(), constant(0.1), 0.0, 1.0)
+    optimizer = MasterOptimizer(model.parameters(), lambda _: 0.1, 0.0, 1.0)
     store = StateStore(save_path)
     routes: dict[str, Route] = {"POST /register": lambda _body: (200, {"uuid": 5, "run_uuid": "r"})}
     with stub_server(routes) as run_api, TrainerClient(run_api.url) as api:
@@ -177,21 +173,3 @@ def test_models_that_the_run_did_not_write_are_no_business_of_it(tmp_path: Path)
         assert names(rig.save_path) == ["step_3", "step_30", "trainer_state"]
         (state,) = (rig.save_path / "trainer_state").glob("*/trainer_state.json")
         assert json.loads(state.read_text())["checkpoints"] == ["step_3"]
-
-
-def test_views_into_one_memory_are_saved_as_ordinary_tensors(tmp_path: Path) -> None:
-    """As in shared_vllm, every parameter is a view into one storage."""
-    source, saved = model_directory(tmp_path / "source"), tmp_path / "saved" / "final_model"
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    parameters = list(model.parameters())
-    memory = torch.cat([p.detach().flatten() for p in parameters])
-    views = memory.split([p.numel() for p in parameters])
-    for parameter, view in zip(parameters, views, strict=True):
-        parameter.data = view.view(parameter.shape)
-
-    save_policy(model, str(source), saved)
-    loaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(loaded.get_parameter(name), parameter), name
-    assert (saved / "model.safetensors").stat().st_size < 1.1 * memory.nbytes + 10_000
-    assert AutoTokenizer.from_pretrained(saved).chat_template is not None

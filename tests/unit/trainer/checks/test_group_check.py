@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.checks.findings import CheckName, FindingLog
+from grpo_trainer.checks.findings import CheckName, FindingLog, RangeWatch
 from grpo_trainer.checks.groups import GroupCheck
 from grpo_trainer.data.groups import GroupLimits, usable_group
 from grpo_trainer.errors import UnusableGroup, UnusableReason
@@ -92,17 +92,13 @@ HONEST = {
         masks=[[MASKED] * 3 + [7, 8, END, MASKED, 9, 10, END]] * 4,
         scores=[1.0] * 4,
     ),
+    "one score for equal completions": group([[7, END]] * 4, scores=[1.0] * 4),
 }
 
 
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_groups_that_look_like_a_fault_pass(name: str) -> None:
-    batches = [[HONEST[name]] * 4 for _ in range(7)]
-    assert found(*batches) == []
-
-
-def test_one_score_for_all_is_no_fault_if_the_completions_are_equal() -> None:
-    assert found(*[[group([[7, END]] * 4, scores=[1.0] * 4)] * 16] * 20) == []
+    assert found(*[[HONEST[name]] * 4] * 7) == []
 
 
 @pytest.mark.parametrize(
@@ -134,3 +130,17 @@ def test_a_finding_is_logged_once_in_fifty_steps_and_counted_every_time() -> Non
         counts = [log.report(check.findings(usable, HELD), step) for step in range(51)]
     assert counts == [1] * 51
     assert [entry["step"] for entry in logs] == [0, 50]
+
+
+def warned_at(values: list[float]) -> list[int]:
+    """Steps with a warning, for the clipped fraction at each step."""
+    watch = RangeWatch()
+    with capture_logs() as logs:
+        for step, value in enumerate(values):
+            watch.look({"step": step, "grpo/clipped_fraction": value})
+    return [entry["step"] for entry in logs]
+
+
+def test_a_metric_is_reported_after_three_steps_in_a_row_and_then_every_fifty() -> None:
+    assert warned_at([0.9, 0.9, 0.1, 0.9, 0.9, 0.1]) == []
+    assert warned_at([0.9] * 60) == [2, 52]

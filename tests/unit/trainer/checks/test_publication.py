@@ -16,7 +16,6 @@ from grpo_trainer.checks.served_weights import (
     Bound,
     ProbeLengths,
     PublicationCheck,
-    SharedMemoryCheck,
 )
 from grpo_trainer.errors import ServedWeightsDiffer
 from grpo_trainer.model.adapter import adapter_scaled
@@ -180,21 +179,6 @@ def test_a_run_that_goes_on_takes_no_difference_for_noise(model: str) -> None:
     check.bound = Bound(floor=1e-3, noise=1e-3)
     check.require(START, "At the start")
     assert check.bound.noise == 1e-3
-
-
-def test_cached_keys_and_values_are_found_in_shared_memory_too(model: str) -> None:
-    """Rollouts with top_p are not compared, so nothing else would find them."""
-    policy, server, served = started(model)
-    optimizer = optimizer_of(policy, lr=0.0015)
-    check = SharedMemoryCheck(served, optimizer, every_steps=1)
-    check.at_start()
-    move(policy, optimizer, 0)
-    server.swap(policy, VERSION, keep_cache=True)
-    told = "After step 0, the server does not serve the trainer's weights: .* in the server's KV"
-    with pytest.raises(ServedWeightsDiffer, match=told):
-        check.after_step(0)
-    server.swap(policy, VERSION)
-    assert check.after_step(1) is not None
 
 
 def test_small_updates_that_are_absent_add_up(model: str) -> None:

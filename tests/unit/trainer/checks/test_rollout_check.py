@@ -30,7 +30,7 @@ from grpo_trainer.checks.rollouts import (
 from grpo_trainer.data.collate import Origin
 from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.learner import accumulate_gradients
-from grpo_trainer.model.logprobs import token_logprobs
+from grpo_trainer.model.logprobs import token_values
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.token_table import TokenTable
 from tests.unit.trainer.forward_rig import qwen
@@ -53,7 +53,7 @@ def logprobs(policy: Any, tokens: Sequence[int], temperature: float = 1.0) -> li
     """[T] → [T-1]"""
     ids = torch.tensor([list(tokens)])
     with torch.no_grad():
-        logp = token_logprobs(policy, ids[:, :-1], ids[:, 1:], torch.tensor([temperature]))
+        logp = token_values(policy, ids[:, :-1], ids[:, 1:], torch.tensor([temperature])).logp
     values: list[float] = logp[0].tolist()
     return values
 

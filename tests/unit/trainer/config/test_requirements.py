@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_trainer.config.cli import parse_settings
-from grpo_trainer.config.packages import BITSANDBYTES_PIN
+from grpo_trainer.config.cli import parse_command
+from grpo_trainer.config.optimizer import BITSANDBYTES_PIN
 from grpo_trainer.errors import MissingPackage
 from grpo_trainer.model.download import ModelNotFound, provide
 from grpo_trainer.optim.master_update import build_update
@@ -28,7 +28,7 @@ def test_missing_packages_are_all_named_before_anything_else(
     flags = ["--optimizer", "adamw_8bit", "--tensorboard-dir", str(tmp_path / "board")]
     unused = tmp_path / "unused"
     with pytest.raises(SystemExit):
-        parse_settings([*TRAINER, *flags, "--save-path", str(unused)])
+        parse_command([*TRAINER, *flags, "--save-path", str(unused)]).settings()
     assert capsys.readouterr().err.splitlines() == [
         "grpo: --optimizer: adamw_8bit needs the package bitsandbytes: "
         f"pip install {BITSANDBYTES_PIN}",
@@ -43,7 +43,7 @@ def test_a_gpu_without_bitsandbytes_gets_no_other_optimizer_quietly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    settings = parse_settings(TRAINER)
+    settings = parse_command(TRAINER).settings()
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
     with pytest.raises(MissingPackage, match=f"run pip install {BITSANDBYTES_PIN}"):
         build_update(settings, [on_gpu])

@@ -10,52 +10,19 @@ import yaml
 
 from grpo_core.settings import load_settings
 from grpo_trainer import train
-from grpo_trainer.config.cli import CommandLine, parse_settings
+from grpo_trainer.config.cli import CommandLine, parse_command
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NoInferenceServer
 
-REDIS = ("--redis-url", "redis://127.0.0.1:6379/0")
-
 
 def settings(mode: str, *flags: str) -> TrainerSettings:
-    redis = () if mode == "shared_vllm" or "--redis-url" in flags else REDIS
-    return parse_settings(["--model", "m", "--mode", mode, *redis, *flags])
+    return parse_command(["--model", "m", "--mode", mode, *flags]).settings()
 
 
 @pytest.fixture(autouse=True)
 def no_variables_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("REDIS_URL", "RUN_API_TOKEN", "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.parametrize(
-    ("mode", "flags", "told"),
-    [
-        (
-            "lora_only",
-            "--vllm-restart-interval 5 --adapter-sync-interval 4",
-            "only one of these options",
-        ),
-        ("none", "--max-staleness 1", "up to 2 steps old"),
-        ("none", "--redis-url http://x", "--redis-url"),
-        (
-            "none",
-            "--single-copy=false",
-            "--single-copy: this option accepts no value except true; got 'false'",
-        ),
-        ("shared_vllm", "--packing yes", "--packing: "),
-        ("lora_only", "--lora-layer-indices 3-1", "--lora-layer-indices: "),
-        ("none", "--train-layer-indices 3-1", "--train-layer-indices: "),
-        ("lora_only", "--lora-r 8 --lora-dropout 1", "--lora-dropout: "),
-    ],
-)
-def test_a_mistake_ends_it_with_the_name_of_the_option(
-    mode: str, flags: str, told: str, capsys: pytest.CaptureFixture[Any]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        settings(mode, *flags.split())
-    assert stopped.value.code == 2
-    assert told in capsys.readouterr().err
 
 
 def test_options_of_other_modes_are_ignored_with_one_line(
@@ -119,21 +86,6 @@ def test_the_trained_layers_are_written_as_for_the_archived_trainer(mode: str) -
     found = settings(mode, "--train-layer-indices", "0-3,28-31")
     assert found.trained_layers == (0, 1, 2, 3, 28, 29, 30, 31)
     assert settings("lora_only").trained_layers is None
-
-
-@pytest.mark.parametrize(
-    ("flags", "on_gpu", "on_cpu"),
-    [
-        ("", "adamw_8bit", "adamw"),
-        ("--optimizer adafactor", "adafactor", "adafactor"),
-        ("--optimizer adamw", "adamw", "adamw"),
-    ],
-)
-def test_the_device_decides_the_optimizer_unless_it_is_given(
-    flags: str, on_gpu: str, on_cpu: str
-) -> None:
-    chosen = settings("none", *flags.split())
-    assert (chosen.optimizer_on("cuda"), chosen.optimizer_on("cpu")) == (on_gpu, on_cpu)
 
 
 @pytest.mark.parametrize(

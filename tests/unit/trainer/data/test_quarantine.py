@@ -32,7 +32,6 @@ from grpo_trainer.model.packing import Layout, padded
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import constant
 from grpo_trainer.ranks.group import ALONE
 from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.rollouts import StepRollouts
@@ -60,7 +59,7 @@ class Bench:
     ) -> None:
         torch.manual_seed(0)
         self.policy = build_model(LIMITS.vocab_size, Recipe(layers=1, width=32)).eval()
-        self.optimizer = MasterOptimizer(self.policy.parameters(), constant(0.1), 0.0, 1.0)
+        self.optimizer = MasterOptimizer(self.policy.parameters(), lambda _: 0.1, 0.0, 1.0)
         self.save_path, self.harm, self.left = save_path, HARMS[harm], times
         self.options = options
         self.reference: Reference | None = None

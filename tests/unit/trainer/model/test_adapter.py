@@ -16,7 +16,6 @@ from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.learner import GradientStats, accumulate_gradients
 from grpo_trainer.model.adapter import adapter_dropouts, served_rank, trained_parameters
-from grpo_trainer.model.export import save_policy
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.objectives import GRPO
@@ -88,14 +87,15 @@ def test_a_saved_adapter_loads_with_plain_peft(model: str, tmp_path: Path) -> No
     for step in range(2):
         move(policy, optimizer, step)
     target = tmp_path / "final_adapter"
-    save_policy(policy, model, target, is_adapter=True)
+    weights = TrainedWeights(model, LORA)
+    weights.write(policy, target, with_tokenizer=True)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     again = PeftModel.from_pretrained(base, str(target)).eval()
     assert torch.equal(logprobs_of(again, TOKENS), logprobs_of(policy, TOKENS))
     assert AutoTokenizer.from_pretrained(target).chat_template
-    assert TrainedWeights(model, LORA).are_in(policy, target)
+    assert weights.are_in(policy, target)
     move(policy, optimizer, 2)
-    assert not TrainedWeights(model, LORA).are_in(policy, target)
+    assert not weights.are_in(policy, target)
 
 
 def test_dropout_is_on_for_the_gradient_and_off_for_everything_that_is_compared(

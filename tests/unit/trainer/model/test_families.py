@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from grpo_trainer.config.forward import ForwardOptions
+from grpo_trainer.config.trainer import ForwardOptions
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.forward import build_forward_pass
@@ -22,7 +22,6 @@ from grpo_trainer.model.logprobs import PROBE_LENGTH, logprobs_of, sampled_token
 from grpo_trainer.model.policy import end_tokens_of, vocabulary_of
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.schedule import constant
 from tests.unit.trainer.forward_rig import VOCABULARY, ragged_batch
 from tests.unit.trainer.tiny_policy import LORA
 
@@ -121,7 +120,7 @@ def require_step(policy: Any) -> None:
     forward = build_forward_pass(policy, ForwardOptions())
     parameters = trained_parameters(policy)
     before = {name: p.detach().clone() for name, p in parameters.items()}
-    optimizer = MasterOptimizer(parameters.values(), constant(1e-3), 0.0, 1.0)
+    optimizer = MasterOptimizer(parameters.values(), lambda _: 1e-3, 0.0, 1.0)
     accumulate_gradients(policy, ragged_batch(forward.layout.cut, 1000), GRPO, 0, forward)
     assert optimizer.step(0) > 0
     optimizer.write_into_parameters()

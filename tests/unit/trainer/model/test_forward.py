@@ -22,7 +22,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from grpo_trainer.config.forward import Choice, ForwardOptions
+from grpo_trainer.config.trainer import Choice, ForwardOptions
 from grpo_trainer.data.collate import Cut, by_prefix
 from grpo_trainer.errors import FastPathRefused, NonFiniteLoss
 from grpo_trainer.learner import GradientStats, accumulate_gradients

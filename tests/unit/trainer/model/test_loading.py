@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from grpo_trainer.model.loading import (
     import_architecture,
     require_device,
 )
-from grpo_trainer.weight_sync.shared_memory import OpenedCuda, OwnPlace
+from grpo_trainer.model.policy import end_tokens_of
+from grpo_trainer.weight_sync.shared_memory import OwnPlace, build_policy, map_cuda
+from tests.unit.trainer.served_memory import served
 from tests.unit.trainer.tiny_policy import LORA, model_directory
 
 
@@ -70,7 +73,7 @@ def test_all_obstacles_to_memory_on_a_gpu_are_named_before_cuda_is_called() -> N
         devices={"GPU-b": 0}, torch="2.13 with CUDA 13", pid_namespace=1, shm_filesystem=1
     )
     with pytest.raises(UnreachableWeights) as refused:
-        OpenedCuda.open(CudaMemory(place=SERVER, segments=()), elsewhere)
+        map_cuda(Mock(), CudaMemory(place=SERVER, segments=()), elsewhere)
     for named in (
         "H200 GPU-a; this process sees GPU-b",
         "torch 2.11 with CUDA 13, this process 2.13",
@@ -99,3 +102,15 @@ def test_a_model_that_does_not_continue_text_is_named(tmp_path: Path) -> None:
     T5Config().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="a t5 is no causal language model"):
         import_architecture(str(tmp_path))
+
+
+def test_end_tokens_of_the_generation_configuration_count_in_shared_memory_too(
+    tmp_path: Path,
+) -> None:
+    model = model_directory(tmp_path / "model")
+    file = model / "generation_config.json"
+    own = json.loads((model / "config.json").read_text())["eos_token_id"]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [own, 5]}))
+    of_files = TrainedWeights(str(model)).load(torch.float32)
+    assert end_tokens_of(of_files) == {own, 5}
+    assert end_tokens_of(build_policy(str(model), served(model))) == {own, 5}

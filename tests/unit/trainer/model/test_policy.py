@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_trainer.config.forward import Choice, ForwardOptions
+from grpo_trainer.config.trainer import Choice, ForwardOptions
 from grpo_trainer.errors import FastPathRefused, MissingPackage, PolicyMismatch
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model import forward, packed_attention

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from grpo_trainer.advantages import group_std
 from grpo_trainer.losses import NO_SUMS, LossSums, loss_sums, policy_loss
-from grpo_trainer.model.logprobs import token_logprobs
+from grpo_trainer.model.logprobs import token_values
 from grpo_trainer.objectives import Objective
 
 GRPO = Objective()
@@ -52,7 +52,7 @@ class FixedLogits(nn.Module):
 def test_each_sequence_is_scored_at_its_own_temperature() -> None:
     """At temperature t the odds are 9^(1/t): 9, 3 and 81 to 1."""
     inputs, targets = torch.zeros(3, 2, dtype=torch.long), torch.tensor([[0, 1]] * 3)
-    logp = token_logprobs(FixedLogits(), inputs, targets, torch.tensor([1.0, 2.0, 0.5]))
+    logp = token_values(FixedLogits(), inputs, targets, torch.tensor([1.0, 2.0, 0.5])).logp
     odds = [9, 3, 81]
     expected = [[1 / (1 + o), o / (1 + o)] for o in odds]
     assert logp.exp().tolist() == [pytest.approx(row, rel=1e-5) for row in expected]

@@ -12,24 +12,22 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
-from grpo_core.settings import load_settings
-from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.config.cli import CommandLine, parse_command
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteGradient, UnusableOptimizer
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.adapter import with_adapter
 from grpo_trainer.objectives import GRPO
-from grpo_trainer.optim.gradients import GROWTH_STEPS, LossScale, ScaleRecord
+from grpo_trainer.optim.loss_scale import GROWTH_STEPS, LossScale, ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
 from grpo_trainer.optim.master_update import build_update
-from grpo_trainer.optim.schedule import constant
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 from tests.unit.trainer.tiny_policy import LORA
 from tests.unit.trainer.update_variants import VARIANTS, Model, differing
 
 
 def optimizer(parameter: nn.Parameter, lr: float) -> MasterOptimizer:
-    return MasterOptimizer([parameter], constant(lr), weight_decay=0.0, max_grad_norm=1.0)
+    return MasterOptimizer([parameter], lambda _: lr, weight_decay=0.0, max_grad_norm=1.0)
 
 
 def take_step(parameter: nn.Parameter, masters: MasterOptimizer, step: int = 0) -> None:
@@ -68,7 +66,7 @@ def test_the_share_of_lost_updates(dtype: str, rounding: str, lr: float, lost: f
     changes = {"master_dtype": dtype, "rounding": rounding, "optimizer": "adamw"}
     options = CommandLine.model_validate({"model": "m", "mode": "none"} | changes).settings()
     update = build_update(options, [parameter])
-    masters = MasterOptimizer([parameter], constant(lr), 0.0, 1.0, update)
+    masters = MasterOptimizer([parameter], lambda _: lr, 0.0, 1.0, update)
     parameter[:2].float().sum().backward()  # type: ignore[no-untyped-call]
     masters.step(0)
     assert masters.unchanged_fraction() == lost
@@ -173,20 +171,8 @@ EIGHT_BITS = ("--optimizer", "adamw_8bit")
 WEIGHTS = [torch.zeros(8, dtype=torch.bfloat16)]
 
 
-def settings(*flags: str, mode: str = "shared_vllm") -> TrainerSettings:
-    words = ["--model", "m", "--mode", mode, *flags]
-    return load_settings(CommandLine, words, {"REDIS_URL": "redis://127.0.0.1:6379/0"}).settings()
-
-
-def test_options_that_exclude_each_other_are_all_told_at_once(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        settings(*MASTERS, "--fsdp", *EIGHT_BITS, mode="lora_only")
-    assert stopped.value.code == 2
-    told = capsys.readouterr().err
-    assert "--master-dtype: mode lora_only trains an adapter, which must be in float32" in told
-    assert "--fsdp: needs --optimizer adamw\n" in told
+def settings(*flags: str) -> TrainerSettings:
+    return parse_command(["--model", "m", "--mode", "shared_vllm", *flags]).settings()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Stochastic rounding to bf16: neighbours only, correct mean, numbers that follow the seed."""
+"""Stochastic rounding to bf16: neighbours only, correct mean, numbers that follow the seed; and
+learning rates by hand."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.config.optimizer import ScheduleName
 from grpo_trainer.optim import master_update
-from grpo_trainer.optim.master_update import StochasticRounding
+from grpo_trainer.optim.master_update import Schedule, StochasticRounding
 
 DRAWS = 1 << 18
 DEVIATION = math.sqrt(math.log(2e12) / (2 * DRAWS))
@@ -78,3 +81,24 @@ def test_tensors_of_one_step_and_parts_of_a_tensor_have_numbers_of_their_own(
     assert is_independent(one, other)
     assert is_independent(other[0], other[1])
     assert set(other.unique().tolist()) == {1.0, 1.0 + 2**-7}
+
+
+@pytest.mark.parametrize(
+    ("name", "rates"),
+    [
+        ("constant", [1, 2, 2, 2, 2, 2]),
+        ("linear", [1, 2, 2, 1.5, 1, 0.5]),
+        ("cosine", [1, 2, 2, 1 + 0.5**0.5, 1, 1 - 0.5**0.5]),
+    ],
+)
+def test_two_steps_of_warm_up_and_four_of_each_schedule(
+    name: ScheduleName, rates: list[float]
+) -> None:
+    schedule = Schedule(name, peak=2.0, warmup_steps=2, steps=6)
+    assert [schedule(step) for step in range(6)] == pytest.approx(rates)
+
+
+def test_a_warm_up_ratio_is_a_fraction_of_all_steps() -> None:
+    options = {"model": "m", "steps": 25, "warmup_ratio": 0.1, "lr_schedule": "cosine"}
+    settings = CommandLine.model_validate(options).settings()
+    assert Schedule.of(settings, 25) == Schedule("cosine", settings.lr, warmup_steps=3, steps=25)

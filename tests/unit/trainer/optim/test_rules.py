@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.master_update import MasterUpdate, StochasticRounding
 from grpo_trainer.optim.rules import Adafactor, Adam, AdamW8bit, AdamW32
-from grpo_trainer.optim.schedule import constant
 from tests.unit.trainer.update_variants import (
     CPU,
     RATE,
@@ -152,7 +151,7 @@ def test_bf16_masters_move_with_stochastic_rounding_and_lose_everything_with_the
     by one learning rate in each of 50 steps."""
     parameter = nn.Parameter(torch.ones(WEIGHTS, dtype=torch.bfloat16))
     update = MasterUpdate(AdamW32(), torch.bfloat16, rounding)
-    optimizer = MasterOptimizer([parameter], constant(LR), 0.0, 1e9, update)
+    optimizer = MasterOptimizer([parameter], lambda _: LR, 0.0, 1e9, update)
     for step in range(50):
         parameter.sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step(step)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.processes import Processes
+from grpo_trainer.config.optimizer import ProcessOptions
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, broadcast_batch
 from grpo_trainer.errors import LostRank, NonFiniteLoss
@@ -26,6 +26,12 @@ from tests.unit.trainer.forward_rig import ragged_batch
 RANKS = 2
 DEADLINE_S = 60.0
 LOST = "lost.txt"
+
+
+def met(rank: int, meeting: str) -> Ranks:
+    """This process as one of two. Args: meeting: a URL of a file"""
+    options = {"world_size": RANKS, "trainer_rank": rank, "init_method": meeting}
+    return join(ProcessOptions(**options, rank_deadline_s=2 * DEADLINE_S))
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ def together(cases: list[Case], model: Path, directory: Path) -> None:
 def _work(rank: int, cases: list[Case], model: Path, directory: Path) -> None:
     torch.set_num_threads(1)
     meeting = (directory / "meeting").as_uri()
-    ranks = join(Processes(RANKS, rank, rank, meeting, DEADLINE_S))
+    ranks = met(rank, meeting)
     for case in cases:
         found = learn(case, model, ranks)
         if ranks.leads:

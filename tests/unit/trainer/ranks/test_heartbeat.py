@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from grpo_trainer.config.processes import Processes
-from grpo_trainer.ranks.group import join
-from grpo_trainer.ranks.heartbeat import EXIT_FAILED, Heartbeat
+from grpo_trainer.ranks.group import EXIT_FAILED, Heartbeat
 from tests.support.forked import forked
 from tests.support.wait import wait_for
+from tests.unit.trainer.ranks.rank_rig import met
 
 DEADLINE_S = 60.0
 ENDS = {
@@ -60,8 +59,8 @@ def _work(rank: int, how: str, directory: Path, silent_s: float) -> None:
     with (directory / str(rank)).open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    ranks = join(Processes(2, rank, rank, (directory / "meeting").as_uri(), DEADLINE_S))
-    with Heartbeat(ranks, beat_s=0.05, silent_s=silent_s, grace_s=0.1):
+    ranks = met(rank, (directory / "meeting").as_uri())
+    with Heartbeat(ranks, beat_s=0.05, silent_s=silent_s, grace_s=0.1).beating():
         if how != "done":
             end: Callable[[], object] = ENDS[how][0] if rank else threading.Event().wait
             end()

@@ -17,13 +17,13 @@ from grpo_core.errors import LeasesFull
 from grpo_core.wire.run_api import RunStatus
 from grpo_offline.backends.in_process import WeightsInProcess
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.processes import Processes
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.ranks.group import ALONE, Ranks, join
+from grpo_trainer.ranks.group import ALONE, Ranks
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, training_steps
 from tests.support.forked import forked
 from tests.unit.trainer.groups import good
+from tests.unit.trainer.ranks.rank_rig import met
 from tests.unit.trainer.tiny_policy import model_directory
 
 DEADLINE_S = 120.0
@@ -99,7 +99,7 @@ def train_parts(model: Path, saved: Path, options: dict[str, Any], ranks: Ranks 
 def _work(rank: int, model: Path, saved: Path, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     meeting = (saved / "meeting").as_uri()
-    train_parts(model, saved, options, join(Processes(2, rank, rank, meeting, DEADLINE_S)))
+    train_parts(model, saved, options, met(rank, meeting))
     os._exit(0)
 
 

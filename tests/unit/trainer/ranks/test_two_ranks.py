@@ -12,7 +12,7 @@ from tests.unit.trainer.ranks.rank_rig import LOST, Case, learn, together
 from tests.unit.trainer.tiny_policy import model_directory
 
 KL = {"kl_coef": 0.1}
-LORA = {"mode": "lora_only", "lora_r": 4, "redis_url": "redis://127.0.0.1:6379/0"}
+LORA = {"mode": "lora_only", "lora_r": 4}
 CASES = {
     case.name: case
     for case in (

@@ -30,10 +30,10 @@ from grpo_trainer.errors import EngineCrashed, PolicyMismatch
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.weight_sync import base
 from grpo_trainer.weight_sync import files as file_sync
-from grpo_trainer.weight_sync.files import FileSync
-from grpo_trainer.weight_sync.publisher import Publisher, WeightDirectories
-from grpo_trainer.weight_sync.server import ServerMonitor
+from grpo_trainer.weight_sync.files import FileSync, WeightDirectories
+from grpo_trainer.weight_sync.supervisor import Publisher, ServerMonitor
 from tests.support.directories import names
 from tests.unit.trainer.served_model import ServedModel
 from tests.unit.trainer.supervisor_stand_in import StandIn
@@ -139,16 +139,16 @@ class Bench:
         action = ACTIONS[self.mode]
         adapter = action.kind is WeightKind.ADAPTER
         sync = FileSync(
-            self.server,  # type: ignore[arg-type]
-            link,
-            monitor,
-            Publisher(link, monitor, action, deadline_s=60.0),
-            TrainedWeights(str(self.model), LORA if adapter else None),
-            WeightDirectories(self.root),
-            "auto",
-            "cpu",
-            every_steps,
-            last_step,
+            bridge=self.server,  # type: ignore[arg-type]
+            supervisor=link,
+            monitor=monitor,
+            publisher=Publisher(link, monitor, action, deadline_s=60.0),
+            weights=TrainedWeights(str(self.model), LORA if adapter else None),
+            directories=WeightDirectories(self.root),
+            dtype="auto",
+            device="cpu",
+            every_steps=every_steps,
+            last_step=last_step,
         )
         torch.manual_seed(0)
         yield sync
@@ -234,7 +234,7 @@ def test_weights_are_written_where_the_server_looks_and_the_run_is_the_servers(
 def test_a_server_that_looks_elsewhere_is_refused_at_the_start(
     bench: NewBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_sync, "PROBE_DEADLINE_S", 0.0)
+    monkeypatch.setattr(file_sync, "SEEN_DEADLINE_S", 0.0)
     rig = bench("lora_only")
     rig.server.mounted = tmp_path
     with rig.trainer() as sync, pytest.raises(PolicyMismatch, match="does not see a file"):
@@ -328,7 +328,7 @@ def test_an_engine_that_is_killed_once_during_a_request_is_logged(
 ) -> None:
     """The client repeats a lost request by itself, so that the crash may not be seen as a failure.
     A request that waits for a slow start still gets its second chance."""
-    monkeypatch.setattr(file_sync, "PROBE_DEADLINE_S", 0.0)
+    monkeypatch.setattr(base, "PROBE_DEADLINE_S", 0.0)
     rig = bench("none")
     with rig.trainer() as sync:
         optimizer = begun(sync)
@@ -343,7 +343,7 @@ def test_an_engine_that_is_killed_once_during_a_request_is_logged(
 def test_a_server_that_serves_without_an_answer_is_unavailable(
     bench: NewBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_sync, "PROBE_DEADLINE_S", 0.0)
+    monkeypatch.setattr(base, "PROBE_DEADLINE_S", 0.0)
     rig = bench("none")
     with rig.trainer() as sync:
         optimizer = begun(sync)

@@ -11,15 +11,17 @@ import torch
 
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.checkpoint.state import capture, require_fit
+from grpo_trainer.checkpoint.resume import require_fit
+from grpo_trainer.checkpoint.store import capture
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.data.batches import Position
 from grpo_trainer.errors import PolicyMismatch, StateMismatch
-from grpo_trainer.model.adapter import with_adapter
+from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.policy import frozen_checksum, train_only
 from grpo_trainer.optim.master_optimizer import build_optimizer
+from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.shared import SharedVllm
-from grpo_trainer.weight_sync.views import build_policy
+from grpo_trainer.weight_sync.shared_memory import build_policy
 from tests.unit.trainer.forward_rig import qwen
 from tests.unit.trainer.served_memory import served
 from tests.unit.trainer.tiny_policy import LORA, model_directory
@@ -27,22 +29,35 @@ from tests.unit.trainer.tiny_policy import LORA, model_directory
 LAYERS = (1,)
 
 
-def change(policy: Any, name: str) -> None:
-    with torch.no_grad():
-        policy.get_parameter(name).view(-1)[0] += 1
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [
+        ("shared_vllm", r"frozen weights: .* restart the server"),
+        ("lora_only", "another model than the one that the adapter was"),
+    ],
+)
+def test_a_checkpoint_belongs_to_its_frozen_weights(mode: str, told: str) -> None:
+    options = {"train_layer_indices": "1"} if mode == "shared_vllm" else {}
+    settings = CommandLine.model_validate({"model": "m", "mode": mode, **options}).settings()
 
+    def policy_of(base: Any) -> Any:
+        if mode == "lora_only":
+            return with_adapter(base, LORA)
+        train_only(base, LAYERS)
+        return base
 
-def test_a_checkpoint_belongs_to_its_frozen_weights() -> None:
-    settings = CommandLine(model="m", mode="shared_vllm", train_layer_indices="1").settings()
-    policy = qwen()
-    train_only(policy, LAYERS)
+    policy = policy_of(qwen())
     optimizer = build_optimizer(policy, settings)
-    record = capture(policy, optimizer, settings, Position(1, 1, 1), "r").record
-    change(policy, "model.layers.1.mlp.up_proj.weight")
+    record = capture(policy, optimizer, settings, Position(1, 1, 1), "r")
+    with torch.no_grad():
+        for parameter in trained_parameters(policy).values():
+            parameter.add_(1.0)
     require_fit(record, policy, settings, "here")
-    change(policy, "model.layers.0.mlp.up_proj.weight")
-    with pytest.raises(StateMismatch, match=r"frozen weights: .* restart the server"):
-        require_fit(record, policy, settings, "here")
+    other = qwen()
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight.view(-1)[0] += 1
+    with pytest.raises(StateMismatch, match=told):
+        require_fit(record, policy_of(other), settings, "here")
 
 
 @pytest.mark.parametrize("is_same", [True, False])
@@ -51,7 +66,7 @@ def test_a_restarted_server_must_have_the_frozen_weights(is_same: bool, tmp_path
     restarted = served(model_directory(tmp_path / "files", seed=0 if is_same else 1))
     info = SimpleNamespace(policy_version=PolicyVersion(1, 0), awaiting_weights=True)
     with BridgeClient("http://127.0.0.1:1") as bridge:
-        sync: Any = SharedVllm(bridge, "model")
+        sync: Any = SharedVllm(ServerConnection(bridge), "model")
         sync._policy = build_policy(str(began), served(began))
         train_only(sync._policy, LAYERS)
         sync._frozen = frozen_checksum(sync._policy)
@@ -63,20 +78,3 @@ def test_a_restarted_server_must_have_the_frozen_weights(is_same: bool, tmp_path
         else:
             with pytest.raises(PolicyMismatch, match="its frozen weights differ"):
                 sync._reattach("it ended")
-
-
-def test_an_adapter_resumes_only_on_its_base_model() -> None:
-    settings = CommandLine(
-        model="m", mode="lora_only", redis_url="redis://127.0.0.1:6379/0"
-    ).settings()
-    policy = with_adapter(qwen(), LORA)
-    optimizer = build_optimizer(policy, settings)
-    record = capture(policy, optimizer, settings, Position(1, 1, 1), "r").record
-    require_fit(record, policy, settings, "here")
-    torch.manual_seed(7)
-    other = qwen()
-    with torch.no_grad():
-        for weights in other.parameters():
-            weights.add_(0.1)
-    with pytest.raises(StateMismatch, match="another model than the one that the adapter was"):
-        require_fit(record, with_adapter(other, LORA), settings, "here")

@@ -26,9 +26,8 @@ from grpo_core.weights.supervisor import (
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_local.process.ports import free_port
 from grpo_trainer.errors import GrpoError, LostServer, NotPublished, WeightsRefused
-from grpo_trainer.weight_sync import publisher as supervisor_commands
-from grpo_trainer.weight_sync.publisher import Publisher
-from grpo_trainer.weight_sync.server import ServerMonitor
+from grpo_trainer.weight_sync import supervisor as supervisor_commands
+from grpo_trainer.weight_sync.supervisor import Publisher, ServerMonitor
 from tests.unit.trainer.supervisor_stand_in import Reply, StandIn, done, says, silence
 
 FILES = WeightRef(

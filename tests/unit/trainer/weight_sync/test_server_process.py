@@ -16,8 +16,8 @@ from grpo_local.process.ports import free_port
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import GrpoError, MissingPackage, NoInferenceServer, NoSuchDevice
-from grpo_trainer.weight_sync import server as server_process
-from grpo_trainer.weight_sync.server import (
+from grpo_trainer.weight_sync import build as server_process
+from grpo_trainer.weight_sync.build import (
     LOG,
     command_to_start,
     inference_server,
@@ -45,11 +45,11 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 TRAINER = """
 import sys
-from grpo_trainer.weight_sync import server as server_process
-from grpo_trainer.config.cli import parse_settings
+from grpo_trainer.weight_sync import build as server_process
+from grpo_trainer.config.cli import parse_command
 server_process.PACKAGE = "stand_in_vllm"
 server_process._has_gpu = lambda: False  # to find out, it imports torch
-with server_process.inference_server(parse_settings(sys.argv[1:])):
+with server_process.inference_server(parse_command(sys.argv[1:]).settings()):
     print("up", flush=True)
     sys.stdin.read()
 """

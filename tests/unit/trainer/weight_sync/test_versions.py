@@ -15,10 +15,11 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.errors import EngineCrashed, TornWeights
-from grpo_trainer.weight_sync import shared as shared_vllm
+from grpo_trainer.errors import EngineCrashed, ServedWeightsDiffer, TornWeights
+from grpo_trainer.weight_sync import base
+from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.build import build_weight_sync
-from grpo_trainer.weight_sync.shared import SharedVllm, _opened_after, _usable_after
+from grpo_trainer.weight_sync.shared import SharedVllm, _usable_after
 from tests.unit.env.http_stub import Answer, Route, stub_server
 
 OURS = PolicyVersion(3, 7)
@@ -52,21 +53,11 @@ def test_the_version_after_a_return(
     assert _usable_after(OURS, info(served, state)) == expected
 
 
-@pytest.mark.parametrize(
-    ("beyond_the_server", "saved", "expected"), [(4, 3, 4), (6, 3, 6), (1, 3, 4), (1, 0, 1)]
-)
-def test_a_run_that_goes_on_opens_an_epoch_of_its_own(
-    beyond_the_server: int, saved: int, expected: int
-) -> None:
-    ours = PolicyVersion(beyond_the_server, 0)
-    assert _opened_after(ours, saved) == PolicyVersion(expected, 0)
-
-
 def test_an_epoch_that_was_opened_is_opened_no_second_time(tmp_path: Path) -> None:
     """An earlier trainer started the epoch and died before its next checkpoint; the server
     restarted since."""
 
-    def open_after(last_epoch: int) -> int:
+    def open_after(last_epoch: int, of_server: int = 1) -> int:
         def write(version: PolicyVersion) -> None:
             # The epoch must be recorded before the server learns it.
             assert OpenedEpochs(tmp_path).newest() == version.epoch
@@ -75,23 +66,19 @@ def test_an_epoch_that_was_opened_is_opened_no_second_time(tmp_path: Path) -> No
         chosen = CommandLine.model_validate({"model": "model", **options}).settings()
         with contextlib.closing(build_weight_sync(chosen)) as built:
             sync: Any = built
-            sync._server = SimpleNamespace(
-                attachment=SimpleNamespace(is_lost=lambda: False),
-                return_deadline_s=0.0,
-                close=sync._server.close,
-            )
-            sync._version, sync._write = PolicyVersion(1, 0), write
+            sync._server.is_lost = lambda: False
+            sync._version, sync._write = PolicyVersion(of_server, 0), write
             sync._policy = nn.Linear(1, 1)
             opened: PolicyVersion = sync.start(optimizer=None, step=6, last_epoch=last_epoch)
             return opened.epoch
 
-    assert [open_after(3), open_after(3), open_after(9)] == [4, 5, 10]
+    assert [open_after(3), open_after(3), open_after(9), open_after(3, 12)] == [4, 5, 10, 12]
 
 
 @pytest.mark.parametrize("state", ["serving", "awaiting_weights", "failed"])
 def test_half_an_update_is_refused_in_every_state(state: str) -> None:
     with BridgeClient("http://127.0.0.1:1") as bridge:
-        sync = SharedVllm(bridge, "model")
+        sync = SharedVllm(ServerConnection(bridge), "model")
         sync._refuse_torn(info((3, 7), state))
         with pytest.raises(TornWeights, match="may hold part of an update"):
             sync._refuse_torn(info((3, 7), state, intact=False))
@@ -105,8 +92,9 @@ class LostAttachment:
     def __init__(self) -> None:
         self.ended = False
         self.weights: Any = self
+        self.connection: Any = self
 
-    def is_lost(self) -> bool:
+    def server_has_closed(self) -> bool:
         return self.ended
 
     def wait_until_written(self) -> None:
@@ -132,7 +120,7 @@ def test_no_request_is_repeated_to_a_server_whose_weight_socket_has_closed() -> 
         "POST /bridge/resume": ends,
     }
     with stub_server(routes) as server, BridgeClient(server.url, deadline_s=1.0) as bridge:
-        sync = SharedVllm(bridge, "model")
+        sync = SharedVllm(ServerConnection(bridge), "model")
         sync._server._attachment = sync._optimizer = held
         with pytest.raises(ServiceUnavailable, match="has ended"):
             sync._write(OURS)
@@ -143,7 +131,7 @@ def test_no_request_is_repeated_to_a_server_whose_weight_socket_has_closed() -> 
 def test_a_check_that_crashes_the_engine_twice_ends_the_run(
     crashes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_vllm, "RETURN_POLL_S", 0.0)
+    monkeypatch.setattr(base, "POLL_S", 0.0)
     held, left = LostAttachment(), crashes
 
     def prompt_logprobs(_tokens: list[int]) -> list[float]:
@@ -157,12 +145,24 @@ def test_a_check_that_crashes_the_engine_twice_ends_the_run(
         held.ended = False
 
     with BridgeClient("http://127.0.0.1:1") as bridge:
-        sync: Any = SharedVllm(bridge, "model")
+        sync: Any = SharedVllm(ServerConnection(bridge), "model")
         sync._server._attachment = held
         sync._reattach, sync._publish = reattach, lambda _step: OURS
-        sync._bridge = SimpleNamespace(prompt_logprobs=prompt_logprobs)
+        sync.bridge = SimpleNamespace(prompt_logprobs=prompt_logprobs)
         if crashes == 1:
             assert sync.served_logprobs([3, 4]) == [-1.0]
         else:
             with pytest.raises(EngineCrashed, match=r"2 times .* the logprobs of 2 tokens"):
                 sync.served_logprobs([3, 4])
+
+
+def test_the_first_update_and_every_third_are_checked_and_must_be_written() -> None:
+    with BridgeClient("http://127.0.0.1:1") as bridge:
+        sync: Any = SharedVllm(ServerConnection(bridge), "model", verify_every_steps=3)
+        sync._check = SimpleNamespace(require=lambda _version, label: label)
+        sync._optimizer = SimpleNamespace(masters=[0], unwritten_parameters=lambda: 0)
+        labels = [f"After step {step - 1}" if step in (1, 3, 6) else None for step in range(1, 8)]
+        assert [sync._checked(step) for step in range(1, 8)] == labels
+        sync._optimizer.unwritten_parameters = lambda: 1
+        with pytest.raises(ServedWeightsDiffer, match="After step 2, 1 of 1 parameters"):
+            sync._checked(3)

@@ -1,7 +1,5 @@
 -- Delete every batch up to one: the trainer's checkpoint includes them.
 --
--- KEYS  1 trainer (hash)  2 leases (hash)  3 totals (hash)  4 payloads (hash)  5 latest (hash)
---       6 large (hash)    7 answers (hash: claims)
 -- ARGV  1 trainer id, or '' for a plain poll, which acknowledges every delivered batch
 --       2 id of the last batch to acknowledge; '' for a plain poll
 -- Returns {'unregistered'}
@@ -10,10 +8,9 @@
 --         {'unknown', last batch}         no batch has this id
 --         {'acknowledged', last acknowledged batch, number of batches deleted by this call}
 
-local trainer, leases, totals, payloads, latest, large, claims = unpack(KEYS)
 local asking, through = ARGV[1], ARGV[2]
 
-local refused = refusal(trainer, asking, through)
+local refused = refusal(asking, through)
 if refused then
   return refused
 end
@@ -24,7 +21,7 @@ local function is_done(batch_id)
   if asking ~= '' then
     return tonumber(batch_id) <= tonumber(through)
   end
-  return string.find(redis.call('HGET', claims, batch_id) or '', ' delivered$')
+  return string.find(redis.call('HGET', answers, batch_id) or '', ' delivered$')
 end
 
 local latest_id = redis.call('HGET', latest, 'id')
@@ -35,14 +32,14 @@ local function release(batch_id)
   -- HDEL must be the first write: with full memory Redis rejects a script whose first write may
   -- need more memory, and this script frees memory
   redis.call('HDEL', leases, batch_id)
-  redis.call('HDEL', claims, batch_id)
+  redis.call('HDEL', answers, batch_id)
   for id, stored in string.gmatch(lease, '(%d+):%d+:(%d+)') do
     bytes = bytes + tonumber(stored)
     if id == latest_id then
       -- /latest_example still returns it; the next submission deletes it
       redis.call('HSET', latest, 'acknowledged', '1')
     else
-      drop(payloads, large, id)
+      drop(id)
     end
   end
 end

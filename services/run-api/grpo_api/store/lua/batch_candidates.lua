@@ -1,16 +1,14 @@
--- The oldest bundles of each kind, as many as one batch could hold of that kind alone.
+-- The oldest entries of each kind, as many as one batch could hold of that kind alone.
 --
--- KEYS  1 queue (zset, all scored 0)  2 queued_kinds (hash)
 -- ARGV  1 batch_size
 -- Returns entries of the queue, in no particular order
 --
--- Bundles of one kind are interchangeable, so a plan takes only the oldest of each kind.
+-- Entries of one kind are interchangeable, so a plan takes only the oldest of each kind.
 
-local queue, kinds = unpack(KEYS)
 local batch_size = tonumber(ARGV[1])
 
 local candidates = {}
-for _, kind in ipairs(redis.call('HKEYS', kinds)) do
+for _, kind in ipairs(redis.call('HKEYS', queued_kinds)) do
   local sequences = tonumber(string.match(kind, '%d+$'))
   local first, last = '[' .. kind .. ' ', '[' .. kind .. ' \255'
   local most = math.floor(batch_size / sequences)

@@ -1,4 +1,5 @@
--- Functions shared by the scripts. The store puts this file in front of each script.
+-- Functions shared by the scripts. The store puts this file in front of each script. Above it are a
+-- local for each key of the run, with its name in keys.py, and own_keys: the keys of this call.
 
 local function number(key, field)
   return tonumber(redis.call('HGET', key, field) or 0)
@@ -12,14 +13,14 @@ end
 
 -- Returns the run's number, and the answer that an earlier call stored under the same receipt.
 -- An answer from before a reset does not count.
-local function find_receipt(resets, receipt)
+local function find_receipt(receipt)
   local run = redis.call('GET', resets) or '0'
   local of_run, answer = string.match(redis.call('GET', receipt) or '', '^(%d+) (.*)$')
   return run, of_run == run and answer
 end
 
 -- Why a trainer's request about a batch is rejected. asking: its id, or '' for a plain poll
-local function refusal(trainer, asking, batch_id)
+local function refusal(asking, batch_id)
   if redis.call('HEXISTS', trainer, 'batch_size') == 0 then
     return {'unregistered'}
   end
@@ -34,7 +35,7 @@ local function refusal(trainer, asking, batch_id)
 end
 
 -- staged: prefix of staged payloads if content is the name of one, else ''
-local function store(payloads, large, id, staged, content)
+local function store(id, staged, content)
   if staged == '' then
     redis.call('HSET', payloads, id, content)
   else
@@ -44,7 +45,7 @@ local function store(payloads, large, id, staged, content)
 end
 
 -- Returns how many payloads were dropped
-local function drop(payloads, large, id)
+local function drop(id)
   local name = redis.call('HGET', large, id)
   if name then
     redis.call('UNLINK', name)
@@ -53,10 +54,10 @@ local function drop(payloads, large, id)
   return redis.call('HDEL', payloads, id)
 end
 
-local function set_latest(latest, payloads, large, id)
+local function set_latest(id)
   -- the previous latest group was kept after its acknowledgement only for /latest_example
   if redis.call('HGET', latest, 'acknowledged') then
-    drop(payloads, large, redis.call('HGET', latest, 'id'))
+    drop(redis.call('HGET', latest, 'id'))
     redis.call('HDEL', latest, 'acknowledged')
   end
   redis.call('HSET', latest, 'id', id)
@@ -64,17 +65,16 @@ end
 
 -- Delete an environment and its buffered parts, which nothing can complete now. Groups of it in the
 -- queue stay. Returns the number of dropped parts
-local function forget_environment(env_id, environments, names, group_sizes, connected, seen,
-    buffers, payloads, totals, large)
+local function forget_environment(env_id)
   redis.call('HDEL', environments, env_id)
-  redis.call('HDEL', names, env_id)
+  redis.call('HDEL', environment_names, env_id)
   redis.call('HDEL', group_sizes, env_id)
   redis.call('SREM', connected, env_id)
   redis.call('HDEL', seen, env_id)
   local dropped = 0
   local parts = redis.call('HGET', buffers, env_id) or ''
   for id, stored in string.gmatch(parts, '(%d+):%d+:(%d+)') do
-    dropped = dropped + drop(payloads, large, id)
+    dropped = dropped + drop(id)
     redis.call('HINCRBY', totals, 'buffered_parts', -1)
     redis.call('HINCRBY', totals, 'buffered_bytes', -tonumber(stored))
   end

@@ -1,17 +1,17 @@
 -- Count groups that run-api refused, and store the reason. Without a trainer there is no run to count
 -- for.
 --
--- KEYS  1 trainer (hash)  2 refusals (hash)  3 resets (string)  4 receipt (string)
+-- KEYS  of this call: the receipt
 -- ARGV  1 seconds to keep the receipt  2 groups  3 reason
 -- Returns nothing
 --
 -- With the receipt, a repeated refusal counts once for each trainer.
 
-local trainer, refusals, resets, receipt = unpack(KEYS)
+local receipt = own_keys[1]
 local receipt_s, groups, reason = unpack(ARGV)
 
 local trainer_id = redis.call('HGET', trainer, 'id')
-local run, counted_for = find_receipt(resets, receipt)
+local run, counted_for = find_receipt(receipt)
 if not trainer_id or counted_for == trainer_id then
   return
 end

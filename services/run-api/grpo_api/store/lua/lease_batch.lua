@@ -1,18 +1,14 @@
--- Lease the planned bundles as one batch and count the step, if the plan still holds.
+-- Lease the planned entries as one batch and count the step, if the plan still holds.
 --
--- KEYS  1 trainer (hash)  2 leases (hash)        3 totals (hash)
---       4 queue (zset)    5 queued_kinds (hash)  6 queued_sizes (hash)
---       7 answers (hash: claims)
 -- ARGV  1 claim of a plain poll, or ''  2 trainer id at planning  3 batch id
 --       4 sequences in the batch, then entries of the queue
 -- Returns {'superseded'}     a trainer registered, or the run was reset, since the poll began
---         {'moved'}          a bundle has left the queue, or another poll has the batch: plan
+--         {'moved'}          an entry has left the queue, or another poll has the batch: plan
 --                            again
 --         {'leased', lease}  by this call, or by an earlier one with the same batch id
 --
 -- Repeating a call whose answer was lost leases no other batch.
 
-local trainer, leases, totals, queue, kinds, sizes, claims = unpack(KEYS)
 local claim, trainer_id, batch_id, sequences = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local first = 5
 
@@ -26,7 +22,7 @@ if redis.call('HGET', trainer, 'id') ~= trainer_id then
   return {'superseded'}
 end
 local leased = redis.call('HGET', leases, batch_id)
-if leased and (claim == '' or redis.call('HGET', claims, batch_id) == claim) then
+if leased and (claim == '' or redis.call('HGET', answers, batch_id) == claim) then
   return {'leased', leased}
 end
 if tonumber(redis.call('HGET', trainer, 'last_batch') or 0) ~= batch_id - 1 then
@@ -44,9 +40,9 @@ for i = first, #ARGV do
   -- ZREM must be the first write: with full memory Redis rejects a script whose first write may
   -- need more memory, and only batches that are handed out are ever deleted
   redis.call('ZREM', queue, ARGV[i])
-  decrease(kinds, kind)
+  decrease(queued_kinds, kind)
   for size, stored in string.gmatch(members, '%d+:(%d+):(%d+)') do
-    decrease(sizes, size)
+    decrease(queued_sizes, size)
     redis.call('HINCRBY', totals, 'queued_groups', -1)
     bytes = bytes + tonumber(stored)
   end
@@ -64,6 +60,6 @@ local lease = table.concat({step, sequences, now(), oldest, table.concat(groups,
 redis.call('HSET', leases, batch_id, lease)
 redis.call('HSET', trainer, 'last_batch', batch_id)
 if claim ~= '' then
-  redis.call('HSET', claims, batch_id, claim)
+  redis.call('HSET', answers, batch_id, claim)
 end
 return {'leased', lease}

@@ -1,6 +1,5 @@
 -- Start a poll for a batch: return the next leased batch, or the state to plan a new one.
 --
--- KEYS  1 trainer (hash)  2 leases (hash)  3 totals (hash)  4 answers (hash: claims)
 -- ARGV  1 trainer id, or '' for a plain poll, which cannot acknowledge
 --       2 id of the last batch that the trainer holds; '' for a plain poll
 --       3 limit on the stored bytes of unacknowledged batches
@@ -15,7 +14,6 @@
 --                                            that no other poll has claimed
 --         {'open', trainer id, batch_size, batch id}   no other batch is leased: plan this one
 
-local trainer, leases, totals, claims = unpack(KEYS)
 local asking, after, max_bytes, batches_left = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local claim = ARGV[5]
 
@@ -32,7 +30,7 @@ local function set_once(field)
   end
 end
 
-local refused = refusal(trainer, asking, after)
+local refused = refusal(asking, after)
 if refused then
   return refused
 end
@@ -45,7 +43,7 @@ local function is_free(batch_id)
   if redis.call('HEXISTS', leases, batch_id) == 0 then
     return false
   end
-  local claimed_by = asking == '' and redis.call('HGET', claims, batch_id)
+  local claimed_by = asking == '' and redis.call('HGET', answers, batch_id)
   if not claimed_by or claimed_by == claim then
     return true
   end
@@ -71,8 +69,8 @@ end
 if next_id <= last then
   set('redeliveries', number(trainer, 'redeliveries') + 1)
   if asking == '' then
-    redis.call('HDEL', claims, next_id)
-    redis.call('HSET', claims, next_id, claim)
+    redis.call('HDEL', answers, next_id)
+    redis.call('HSET', answers, next_id, claim)
   end
   return {'leased', next_id, redis.call('HGET', leases, next_id)}
 end

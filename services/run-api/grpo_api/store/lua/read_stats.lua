@@ -1,15 +1,12 @@
 -- Counters of the run.
 --
--- KEYS  1 trainer (hash)  2 totals (hash)  3 leases (hash)  4 connected (set)  5 seen (hash)
---       6 environments (hash)  7 queue (zset)  8 queued_kinds (hash)  9 refusals (hash)
 -- ARGV  1 milliseconds without a poll after which an environment counts as disconnected
--- Returns {step, last_batch, acknowledged, redeliveries,
+-- Returns {step, batches handed out, acknowledged, redeliveries,
 --          queued_groups, queued_sequences, queued_bytes, buffered_parts, buffered_bytes,
 --          leased_bytes, age of the oldest lease (ms), age of the oldest queued group (ms),
 --          environments alive, environments registered, batches leased, groups refused,
---          reason for the last refusal}: numbers, except the last
+--          reason for the last refusal, uuid of the run or ''}: numbers, except the last two
 
-local trainer, totals, leases, connected, seen, environments, queue, kinds, refusals = unpack(KEYS)
 local timeout_ms = tonumber(ARGV[1])
 local now_ms = tonumber(now())
 
@@ -19,19 +16,22 @@ local function add(key, ...)
     table.insert(facts, tonumber(value or 0))
   end
 end
-add(trainer, 'step', 'last_batch', 'acknowledged', 'redeliveries')
+local leased_batches = redis.call('HLEN', leases)
+add(trainer, 'step', 'last_batch')
+table.insert(facts, facts[2] - leased_batches)
+add(trainer, 'redeliveries')
 add(
   totals,
   'queued_groups', 'queued_sequences', 'queued_bytes', 'buffered_parts', 'buffered_bytes',
   'leased_bytes'
 )
 
-local oldest_lease = redis.call('HGET', leases, facts[3] + 1)
+local oldest_lease = redis.call('HGET', leases, number(trainer, 'acknowledged') + 1)
 local leased_ms = oldest_lease and string.match(oldest_lease, '^%d+ %d+ (%d+)')
 table.insert(facts, leased_ms and now_ms - leased_ms or 0)
 
 local oldest_ms = now_ms
-for _, kind in ipairs(redis.call('HKEYS', kinds)) do
+for _, kind in ipairs(redis.call('HKEYS', queued_kinds)) do
   local first, last = '[' .. kind .. ' ', '[' .. kind .. ' \255'
   local entry = redis.call('ZRANGEBYLEX', queue, first, last, 'LIMIT', 0, 1)[1]
   if entry then
@@ -47,8 +47,9 @@ for _, env_id in ipairs(redis.call('SMEMBERS', connected)) do
   end
 end
 table.insert(facts, alive)
-table.insert(facts, math.max(redis.call('HLEN', environments), number(totals, 'environments')))
-table.insert(facts, redis.call('HLEN', leases))
+table.insert(facts, number(totals, 'environments'))
+table.insert(facts, leased_batches)
 add(refusals, 'groups')
 table.insert(facts, redis.call('HGET', refusals, 'last') or '')
+table.insert(facts, redis.call('HGET', trainer, 'run_uuid') or '')
 return facts

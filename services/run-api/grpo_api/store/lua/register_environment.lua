@@ -1,9 +1,6 @@
 -- Register an environment once the trainer has started.
 --
--- KEYS  1 trainer (hash)  2 environments (hash)  3 environment_names (hash)
---       4 name_counts (hash)  5 connected (set)  6 seen (hash)  7 group_sizes (hash)
---       8 resets (string)     9 last_env_id (string)  10 buffers (hash)  11 payloads (hash)
---       12 totals (hash)      13 large (hash)         14 receipt (string)
+-- KEYS  of this call: the receipt
 -- ARGV  1 registration (JSON)  2 desired_name  3 group_size  4 seconds to keep the receipt
 --       5 milliseconds without a poll after which an environment is deleted
 -- Returns {'wait'}                    no trainer has registered and polled yet
@@ -12,8 +9,7 @@
 --
 -- With the receipt, repeating a call whose answer was lost returns the same environment.
 
-local trainer, environments, names, counts, connected, seen, group_sizes, resets, last_env_id,
-  buffers, payloads, totals, large, receipt = unpack(KEYS)
+local receipt = own_keys[1]
 local registration, desired_name, group_size, receipt_s, gone_ms = unpack(ARGV)
 
 local batch_size = tonumber(redis.call('HGET', trainer, 'batch_size'))
@@ -27,23 +23,20 @@ if not redis.call('HGET', trainer, 'started') then
   return {'wait'}
 end
 
-local run, env_id = find_receipt(resets, receipt)
+local run, env_id = find_receipt(receipt)
 if not env_id then
-  -- runs of earlier releases counted the environments, and deleted none
-  redis.call('SETNX', last_env_id, redis.call('HLEN', environments))
   local now_ms = tonumber(now())
   local polls = redis.call('HGETALL', seen)
   for i = 1, #polls, 2 do
     if now_ms - tonumber(polls[i + 1]) > tonumber(gone_ms) then
-      forget_environment(polls[i], environments, names, group_sizes, connected, seen, buffers,
-        payloads, totals, large)
+      forget_environment(polls[i])
     end
   end
   env_id = redis.call('INCR', last_env_id) - 1
   redis.call('HINCRBY', totals, 'environments', 1)
-  local ordinal = redis.call('HINCRBY', counts, desired_name, 1) - 1
+  local ordinal = redis.call('HINCRBY', name_counts, desired_name, 1) - 1
   redis.call('HSET', environments, env_id, registration)
-  redis.call('HSET', names, env_id, desired_name .. '_' .. ordinal)
+  redis.call('HSET', environment_names, env_id, desired_name .. '_' .. ordinal)
   redis.call('HSET', group_sizes, env_id, group_size)
   redis.call('SADD', connected, env_id)
   redis.call('HSET', seen, env_id, now())
@@ -52,7 +45,7 @@ end
 return {
   'registered',
   tonumber(env_id),
-  redis.call('HGET', names, env_id),
+  redis.call('HGET', environment_names, env_id),
   tonumber(redis.call('HGET', trainer, 'step')),
   redis.call('HGET', trainer, 'registration'),
   redis.call('HGET', trainer, 'run_uuid'),

@@ -1,20 +1,15 @@
 -- Register a trainer, unless that changes the run's batch size without approval.
 --
--- KEYS  1 trainer (hash)  2 connected (set)  3 queued_kinds (hash)  4 leases (hash)
---       5 answers (hash: claims)  6 refusals (hash)
---       then trainer (hash) of each previous layout
 -- ARGV  1 registration (JSON)  2 batch_size  3 starting_step  4 trainer id
 --       5 fingerprint of a state for which the new batch size was approved, or ''
 --       6 uuid for the run, if this registration starts one
 -- Returns {'registered', step, uuid of the run}
 --         {'differs', current batch_size, unacknowledged batches, fingerprint}
---         {'former layout'}   an older version of run-api stored this run
 --
 -- The fingerprint covers the kinds in the queue, the environments and the leases, because the batch
 -- size must fit them. The queue, the environments and the step stay. Unacknowledged batches are
 -- handed out again.
 
-local trainer, connected, kinds, leases, claims, refusals = unpack(KEYS)
 local registration, batch_size, starting_step, trainer_id, approved, run_uuid = unpack(ARGV)
 
 local function sorted(command, key)
@@ -24,15 +19,10 @@ local function sorted(command, key)
 end
 
 local current = redis.call('HGET', trainer, 'batch_size')
-for i = 7, #KEYS do
-  if redis.call('EXISTS', KEYS[i]) == 1 then
-    return {'former layout'}
-  end
-end
 local unacknowledged = redis.call('HLEN', leases)
 if current and current ~= batch_size then
   local fingerprint = table.concat(
-    {current, unacknowledged, sorted('HKEYS', kinds), sorted('SMEMBERS', connected)}, '|'
+    {current, unacknowledged, sorted('HKEYS', queued_kinds), sorted('SMEMBERS', connected)}, '|'
   )
   if fingerprint ~= approved then
     return {'differs', tonumber(current), unacknowledged, fingerprint}
@@ -42,7 +32,7 @@ end
 -- HDEL must be the first write: with full memory Redis rejects a script whose first write may need
 -- more memory, and without a trainer no batch is ever deleted
 redis.call('HDEL', trainer, 'takes_leases')
-redis.call('UNLINK', claims, refusals)
+redis.call('UNLINK', answers, refusals)
 redis.call(
   'HSET', trainer,
   'registration', registration,

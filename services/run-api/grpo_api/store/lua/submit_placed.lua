@@ -1,24 +1,22 @@
--- Carry out the placement of a submission: store its groups, queue bundles, change buffers.
+-- Carry out the placement of a submission: store its groups, queue entries, change buffers.
 --
--- KEYS  1 trainer (hash)       2 buffers (hash)       3 queue (zset)   4 payloads (hash)
---       5 queued_kinds (hash)  6 queued_sizes (hash)  7 latest (hash)  8 totals (hash)
---       9 resets (string)      10 large (hash)         11 receipt (string)
--- ARGV  1 seconds to keep the receipt  2 receipt  3 trainer id at planning
---       4 plan (JSON): buffers [[env_id, before, after], ...], bundles [entry, ...]
---       5 limit on queued groups  6 limit on stored bytes, queued and buffered
---       7 id of the first payload; the others follow
---       8 prefix of staged payloads, '' if the payloads are in ARGV
---       then for each group: stored bytes, payload or name of a staged one
+-- KEYS  of this call: the receipt
+-- ARGV  1 seconds to keep the receipt  2 receipt  3 limit on queued groups
+--       4 limit on stored bytes, queued and buffered
+--       5 prefix of staged payloads, '' if the payloads are in ARGV
+--       6 trainer id at planning
+--       7 plan (JSON): buffers [[env_id, before, after], ...], entries [entry, ...]
+--       8 id of the first payload; the others follow
+--       then per group: env_id or '-', sequences, stored bytes, payload or name of a staged one
 -- Returns {'placed'}
 --         {'repeated', receipt}  an earlier call was carried out under the same receipt
 --         {'full'}               the queue has reached a limit
 --         {'unstaged'}           a staged payload has expired
 --         {'moved'}              the trainer or a buffer has changed: place again
 
-local trainer, buffers, queue, payloads, kinds, sizes, latest, totals, resets, large, receipt =
-  unpack(KEYS)
-local plan = cjson.decode(ARGV[4])
-local first_id, staged, first = tonumber(ARGV[7]), ARGV[8], 9
+local receipt = own_keys[1]
+local staged, trainer_id, plan = ARGV[5], ARGV[6], cjson.decode(ARGV[7])
+local first_id, first = tonumber(ARGV[8]), 9
 
 local function count(field, by)
   if by ~= 0 then
@@ -26,11 +24,11 @@ local function count(field, by)
   end
 end
 
-local run, answer = find_receipt(resets, receipt)
+local run, answer = find_receipt(receipt)
 if answer then
   return {'repeated', answer}
 end
-if redis.call('HGET', trainer, 'id') ~= ARGV[3] then
+if redis.call('HGET', trainer, 'id') ~= trainer_id then
   return {'moved'}
 end
 for _, buffer in ipairs(plan.buffers) do
@@ -38,20 +36,20 @@ for _, buffer in ipairs(plan.buffers) do
     return {'moved'}
   end
 end
-if number(totals, 'queued_groups') >= tonumber(ARGV[5])
-    or number(totals, 'queued_bytes') + number(totals, 'buffered_bytes') >= tonumber(ARGV[6]) then
+if number(totals, 'queued_groups') >= tonumber(ARGV[3])
+    or number(totals, 'queued_bytes') + number(totals, 'buffered_bytes') >= tonumber(ARGV[4]) then
   return {'full'}
 end
 
-for i = first, #ARGV, 2 do
-  if staged ~= '' and redis.call('STRLEN', staged .. ARGV[i + 1]) ~= tonumber(ARGV[i]) then
+for i = first, #ARGV, 4 do
+  if staged ~= '' and redis.call('STRLEN', staged .. ARGV[i + 3]) ~= tonumber(ARGV[i + 2]) then
     return {'unstaged'}
   end
 end
 
-for i = first, #ARGV, 2 do
-  local id = first_id + (i - first) / 2
-  store(payloads, large, id, staged, ARGV[i + 1])
+for i = first, #ARGV, 4 do
+  local id = first_id + (i - first) / 4
+  store(id, staged, ARGV[i + 3])
 end
 
 local function count_buffered(groups, sign)
@@ -73,12 +71,12 @@ end
 
 local now_ms = now()
 local last_queued
-for _, entry in ipairs(plan.bundles) do
+for _, entry in ipairs(plan.entries) do
   local kind, groups = string.match(entry, '^(%S+ %d+) %d+ (%S+)$')
   redis.call('ZADD', queue, 0, entry .. ' ' .. now_ms)
-  redis.call('HINCRBY', kinds, kind, 1)
+  redis.call('HINCRBY', queued_kinds, kind, 1)
   for id, sequences, stored in string.gmatch(groups, '(%d+):(%d+):(%d+)') do
-    redis.call('HINCRBY', sizes, sequences, 1)
+    redis.call('HINCRBY', queued_sizes, sequences, 1)
     count('queued_groups', 1)
     count('queued_sequences', tonumber(sequences))
     count('queued_bytes', tonumber(stored))
@@ -86,7 +84,7 @@ for _, entry in ipairs(plan.bundles) do
   end
 end
 if last_queued then
-  set_latest(latest, payloads, large, last_queued)
+  set_latest(last_queued)
 end
 redis.call('SET', receipt, run .. ' ' .. ARGV[2], 'EX', ARGV[1])
 return {'placed'}

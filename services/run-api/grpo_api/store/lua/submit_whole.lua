@@ -1,10 +1,7 @@
 -- Queue groups that need no planning, the usual case. Each has the size that its environment
 -- registered, or an unregistered sender, and its size divides the batch size.
 --
--- KEYS  1 trainer (hash)       2 group_sizes (hash)   3 queue (zset)   4 payloads (hash)
---       5 queued_kinds (hash)  6 queued_sizes (hash)  7 latest (hash)  8 totals (hash)
---       9 last_group_id (string)  10 resets (string)     11 large (hash)   12 receipt (string)
---       13 served weights (hash, vllm-server's: epoch, step)
+-- KEYS  of this call: the receipt; served weights (hash, vllm-server's: epoch, step)
 -- ARGV  1 seconds to keep the receipt  2 receipt  3 limit on queued groups
 --       4 limit on stored bytes, queued and buffered
 --       5 prefix of staged payloads, '' if the payloads are in ARGV
@@ -19,11 +16,10 @@
 --         {'plan'}               a group needs planning: nothing was changed
 --         {'unstaged'}           a staged payload has expired
 
-local trainer, group_sizes, queue, payloads, kinds, sizes, latest, totals, last_id, resets, large,
-  receipt, served_weights = unpack(KEYS)
+local receipt, served_weights = unpack(own_keys)
 local staged, first = ARGV[5], 8
 
-local run, answer = find_receipt(resets, receipt)
+local run, answer = find_receipt(receipt)
 if answer then
   return {'repeated', answer}
 end
@@ -68,18 +64,18 @@ local now_ms = now()
 local id, groups, sequences, bytes = nil, 0, 0, 0
 for i = first, #ARGV, 4 do
   local env_id, size, stored = sender(ARGV[i]), ARGV[i + 1], ARGV[i + 2]
-  id = redis.call('INCR', last_id)
-  store(payloads, large, id, staged, ARGV[i + 3])
+  id = redis.call('INCR', last_group_id)
+  store(id, staged, ARGV[i + 3])
   local kind = env_id .. ' ' .. size
   local entry = string.format('%s %016d %d:%s:%s%s %s', kind, id, id, size, stored, under, now_ms)
   redis.call('ZADD', queue, 0, entry)
-  redis.call('HINCRBY', kinds, kind, 1)
-  redis.call('HINCRBY', sizes, size, 1)
+  redis.call('HINCRBY', queued_kinds, kind, 1)
+  redis.call('HINCRBY', queued_sizes, size, 1)
   groups, sequences, bytes = groups + 1, sequences + tonumber(size), bytes + tonumber(stored)
 end
 redis.call('HINCRBY', totals, 'queued_groups', groups)
 redis.call('HINCRBY', totals, 'queued_sequences', sequences)
 redis.call('HINCRBY', totals, 'queued_bytes', bytes)
-set_latest(latest, payloads, large, id)
+set_latest(id)
 redis.call('SET', receipt, run .. ' ' .. ARGV[2], 'EX', ARGV[1])
 return {'placed'}

@@ -1,7 +1,5 @@
 -- All registered environments and the counters of the queue, at one moment.
 --
--- KEYS  1 trainer (hash)    2 environments (hash)  3 environment_names (hash)  4 connected (set)
---       5 seen (hash)       6 queued_kinds (hash)  7 queued_sizes (hash)       8 totals (hash)
 -- ARGV  1 env_id of the environment that polls, or ''
 -- Returns {time (ms), {step, batch_size, ends_at}, environments, names, connected, seen, kinds,
 --         sizes, {queued groups, queued bytes, buffered bytes}}: hashes as field, value, ...; of
@@ -9,7 +7,6 @@
 --
 -- The time is the clock of Redis, so the clocks of several run-api processes may differ.
 
-local trainer, environments, names, connected, seen, kinds, sizes, totals = unpack(KEYS)
 
 local now_ms = now()
 if redis.call('HEXISTS', environments, ARGV[1]) == 1 then
@@ -22,10 +19,10 @@ return {
   now_ms,
   redis.call('HMGET', trainer, 'step', 'batch_size', 'ends_at'),
   redis.call('HGETALL', environments),
-  redis.call('HGETALL', names),
+  redis.call('HGETALL', environment_names),
   redis.call('SMEMBERS', connected),
   redis.call('HGETALL', seen),
-  redis.call('HGETALL', kinds),
-  redis.call('HKEYS', sizes),
+  redis.call('HGETALL', queued_kinds),
+  redis.call('HKEYS', queued_sizes),
   redis.call('HMGET', totals, 'queued_groups', 'queued_bytes', 'buffered_bytes'),
 }

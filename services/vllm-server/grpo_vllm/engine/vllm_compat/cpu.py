@@ -117,34 +117,20 @@ def _add_adapters(
     rows: Tensor,
     ends: Tensor,
 ) -> None:
+    """y += scale · (x Aᵀ) Bᵀ with the adapter of each slot, in the data type of the model. That of
+    the adapter may differ (--lora-dtype)."""
     for slot, (start, end) in enumerate(pairwise(ends.tolist())):
         if start == end:
             continue
-        if end - start == len(x):
-            _add_adapter(y, x, slot, a_stacked, b_stacked, output_slices, scale)
-            continue
-        own = rows[start:end]
-        part = y[own]
-        _add_adapter(part, x[own], slot, a_stacked, b_stacked, output_slices, scale)
-        y[own] = part
-
-
-def _add_adapter(
-    y: Tensor,
-    x: Tensor,
-    slot: int,
-    a_stacked: list[Tensor],
-    b_stacked: list[Tensor],
-    output_slices: list[int],
-    scale: float,
-) -> None:
-    """y += scale · (x Aᵀ) Bᵀ with the adapter of one slot, in the data type of the model, which may
-    not be that of the adapter (--lora-dtype)."""
-    start = 0
-    for a, b, size in zip(a_stacked, b_stacked, output_slices, strict=True):
-        low = x @ a[slot, 0].to(x.dtype).T  # [T, r]
-        y[:, start : start + size].addmm_(low, b[slot, 0].to(x.dtype).T, alpha=scale)
-        start += size
+        own = None if end - start == len(x) else rows[start:end]  # None: all rows
+        part, given = (y, x) if own is None else (y[own], x[own])
+        at = 0
+        for a, b, size in zip(a_stacked, b_stacked, output_slices, strict=True):
+            low = given @ a[slot, 0].to(x.dtype).T  # [rows, r]
+            part[:, at : at + size].addmm_(low, b[slot, 0].to(x.dtype).T, alpha=scale)
+            at += size
+        if own is not None:
+            y[own] = part
 
 
 direct_register_custom_op(

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 from vllm import envs
-from vllm.platforms import current_platform
+from vllm.platforms import current_platform as current_platform
 
+from grpo_core.cpu import SLOW, is_slow_in_bfloat16
 from grpo_core.errors import GrpoError
 from grpo_vllm.engine.vllm_compat.layers import PARALLEL_SIZES
 from grpo_vllm.engine.vllm_compat.platform_plugin import CPU_ADAPTERS
@@ -54,15 +55,6 @@ def parse_engine_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return parsed
 
 
-def check_requests_with(processor: str, arguments: argparse.Namespace) -> None:
-    """Let `processor` ("module:class") validate the sampling parameters of every request.
-
-    Has no effect with speculative decoding, because vLLM then supports no logits processors.
-    """
-    if arguments.speculative_config is None:
-        arguments.logits_processors = [*(arguments.logits_processors or []), processor]
-
-
 def preload() -> str | None:
     """Import everything that vLLM's processes import, so that forks of this process start fast.
     Returns the reason why it cannot be forked, None if it can."""
@@ -70,21 +62,16 @@ def preload() -> str | None:
     from vllm.v1.executor import uniproc_executor  # noqa: F401
 
     _server()
-    _restore_model_infos()
+    # Model properties that `containers/model_infos.py` wrote into a container image.
+    ours, vllms = Path(sys.prefix, "share", "vllm-modelinfos"), Path(envs.VLLM_CACHE_ROOT)
+    if ours.exists():
+        shutil.copytree(ours, vllms / "modelinfos", dirs_exist_ok=True)
     if current_platform.is_cpu():
         from vllm.v1.worker import cpu_worker  # noqa: F401
     elif current_platform.is_cuda():
         from vllm.v1.worker import gpu_worker  # noqa: F401
     initialised: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return "importing vLLM initialised CUDA" if initialised else None
-
-
-def _restore_model_infos() -> None:
-    """Copy the model properties of a container image into vLLM's cache. They are written by
-    `containers/model_infos.py`."""
-    ours, vllms = Path(sys.prefix, "share", "vllm-modelinfos"), Path(envs.VLLM_CACHE_ROOT)
-    if ours.exists():
-        shutil.copytree(ours, vllms / "modelinfos", dirs_exist_ok=True)
 
 
 def offer_small_blocks() -> None:
@@ -95,12 +82,20 @@ def offer_small_blocks() -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, _SMALL_BLOCKS)
 
 
-def use_small_blocks(arguments: argparse.Namespace) -> None:
-    """Make the smallest blocks the default on a CPU. Args: arguments: vLLM's parsed options"""
+def adapt_to_cpu(arguments: argparse.Namespace) -> None:
+    """Change vLLM's parsed options: check the sampling parameters of every request, and take small
+    blocks of the KV cache, and a type that this CPU computes fast, as defaults."""
     from grpo_vllm.engine.vllm_compat.cpu import smallest_block
+    from grpo_vllm.engine.vllm_compat.requests import PROCESSOR
 
+    if arguments.speculative_config is None:  # otherwise vLLM supports no logits processors
+        arguments.logits_processors = [*(arguments.logits_processors or []), PROCESSOR]
     if arguments.block_size is None:
         arguments.block_size = smallest_block()
+    # vLLM would take bfloat16, also on a CPU without instructions for it.
+    if arguments.dtype == "auto" and is_slow_in_bfloat16():
+        arguments.dtype = "float32"
+        log.info("dtype.chosen", dtype="float32", reason=SLOW)
 
 
 class ModelNotFound(GrpoError):
@@ -200,11 +195,8 @@ def switch_lora_pdl_off() -> bool:
 def refuse_parallel_engines(arguments: argparse.Namespace) -> None:
     """Refuse --share-weights with several workers: a trainer writes into only one, and the others
     would continue to serve the checkpoint. The check cannot run in the workers, because vLLM hides
-    data parallelism of dense models from them.
-
-    Raises:
-        SystemExit: with the names of the options.
-    """
+    data parallelism of dense models from them. Raises `SystemExit` with the names of the
+    options."""
     several = [
         f"--{n.replace('_', '-')} {getattr(arguments, n)}"
         for n in PARALLEL_SIZES
@@ -217,11 +209,8 @@ def refuse_parallel_engines(arguments: argparse.Namespace) -> None:
 
 
 def refuse_adapters(model_config: Any) -> None:
-    """Refuse --enable-lora for a model that vLLM cannot serve with an adapter.
-
-    Raises:
-        SystemExit: with the reason.
-    """
+    """Refuse --enable-lora for a model that vLLM cannot serve with an adapter. Raises `SystemExit`
+    with the reason."""
     from vllm.model_executor.model_loader.utils import get_model_architecture
     from vllm.model_executor.models.interfaces import supports_lora
 
@@ -254,11 +243,7 @@ def warn_of_stock_adapters() -> None:
 
 def refuse_head_size(model_config: Any) -> None:
     """Refuse a model whose attention vLLM's CPU build cannot compute. vLLM starts with it, and ends
-    at the first request.
-
-    Raises:
-        SystemExit: with the sizes that it computes.
-    """
+    at the first request. Raises `SystemExit` with the sizes that it computes."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     size, sizes = model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
@@ -279,7 +264,4 @@ def _server() -> Any:
         from vllm.entrypoints.openai import api_server
 
         return api_server
-    return SimpleNamespace(
-        build_app=build_app,
-        init_app_state=app_state.init_app_state,
-    )
+    return SimpleNamespace(build_app=build_app, init_app_state=app_state.init_app_state)

@@ -13,24 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from vllm.config.load import LoadConfig
-from vllm.config.utils import replace as replace_config
+from vllm.config.load import LoadConfig as LoadConfig
+from vllm.config.utils import replace as replace
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader import register_model_loader
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.platforms import current_platform
-
-__all__ = [
-    "DefaultModelLoader",
-    "LoadConfig",
-    "current_platform",
-    "packed_layers",
-    "register_model_loader",
-    "replace_config",
-    "use_plain_layout",
-    "why_not_shareable",
-]
+from vllm.model_executor.model_loader import register_model_loader as register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader as DefaultModelLoader
+from vllm.platforms import current_platform as current_platform
 
 PARALLEL_SIZES = (
     "tensor_parallel_size",
@@ -114,9 +103,12 @@ def _of_the_model(vllm_config: Any, special_layers: Mapping[str, str]) -> Iterat
         )
     # Layers of quantised, MLA and expert models are reported above as one obstacle.
     if special_layers and not (quantization or model_config.use_mla or experts):
+        named = [f"{name}: {served_by}" for name, served_by in special_layers.items()]
+        if len(named) > NAMED_LAYERS:
+            named[NAMED_LAYERS:] = [f"and {len(named) - NAMED_LAYERS} more"]
         yield (
             f"a trainer cannot write layers that store weights in their own form "
-            f"({_some(special_layers)}); {OTHER_MODES}"
+            f"({', '.join(named)}); {OTHER_MODES}"
         )
 
 
@@ -153,12 +145,6 @@ def _of_the_memory(model_config: Any, offload: Any) -> Iterator[str]:
             f"--offload-group-size {offload.prefetch.offload_group_size}: layers are copied to the "
             "GPU only when they are needed; remove this option, or serve a smaller model"
         )
-
-
-def _some(layers: Mapping[str, str]) -> str:
-    named = [f"{name}: {served_by}" for name, served_by in list(layers.items())[:NAMED_LAYERS]]
-    left = len(layers) - len(named)
-    return ", ".join([*named, f"and {left} more"] if left else named)
 
 
 def _special_layers(model: nn.Module) -> dict[str, str]:

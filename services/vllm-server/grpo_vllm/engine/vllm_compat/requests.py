@@ -10,35 +10,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.inputs import TokensPrompt
-from vllm.lora.request import LoRARequest
+from vllm.inputs import TokensPrompt as TokensPrompt
+from vllm.lora.request import LoRARequest as LoRARequest
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.sampling_params import RequestOutputKind as RequestOutputKind
+from vllm.sampling_params import SamplingParams as SamplingParams
+from vllm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
+from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
+from vllm.v1.engine.exceptions import EngineGenerateError as EngineGenerateError
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from grpo_core.wire.policy_version import PolicyVersion
 
 try:
-    from vllm.exceptions import VLLMClientError as EngineRefusal
+    from vllm.exceptions import VLLMClientError
 except ImportError:  # vLLM 0.24
-    EngineRefusal = ValueError
-
-__all__ = [
-    "PROCESSOR",
-    "Admission",
-    "EngineDeadError",
-    "EngineGenerateError",
-    "EngineRefusal",
-    "LoRARequest",
-    "LogitsProcessor",
-    "RequestOutputKind",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "TokensPrompt",
-    "refusal_of",
-    "stamped_versions",
-]
+    VLLMClientError = ValueError
+EngineRefusal = VLLMClientError
 
 PROCESSOR = "grpo_vllm.engine.vllm_compat.requests:Admission"
 

@@ -1,0 +1,245 @@
+"""The base class of tasks, and what passes between a task and a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, Self
+
+from grpo_core.errors import GrpoError
+from grpo_env.tasks.tool_calls import CallFormat
+from grpo_env.tasks.tool_calls import Message as Message
+from grpo_env.tasks.tools import answer_calls
+
+Row = Mapping[str, Any]
+"""One record of a data set: column name → value."""
+PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
+"""The first one that a row has is its prompt."""
+Split = Literal["train", "test"]
+
+
+class State(dict[str, Any]):
+    """What a conversation is about: a dict for the task's own use.
+
+    `row`: the record of the data set; `messages`: the conversation so far; `turn`: the number of
+    answers that the model has given.
+    """
+
+    def __init__(self, row: Row, messages: Sequence[Message] = ()) -> None:
+        super().__init__()
+        self.row = row
+        self.messages = list(messages)
+        self.turn = 0
+
+
+class Answer(str):
+    """The text of a completion; in a conversation, the last text of the model.
+
+    finished: False if the token limit cut it off.
+    messages: the whole conversation, this answer included.
+    state: the conversation's state.
+    token_ids: all tokens that the model sampled, in all its turns.
+    max_tokens: the largest number of tokens that `token_ids` might have had.
+    opening: what the prompt already holds of this answer: the `<think>` of the chat template, and
+        the text of a last message of the assistant, which the model continues.
+    call_format: how the model's chat template asks for calls of tools. None: not known.
+    """
+
+    def __new__(cls, text: str = "", **_: Any) -> Self:
+        return super().__new__(cls, text)
+
+    def __init__(
+        self,
+        text: str = "",  # noqa: ARG002 - the value, see `__new__`
+        *,
+        finished: bool = True,
+        messages: Sequence[Message] = (),
+        state: State | None = None,
+        token_ids: Sequence[int] = (),
+        max_tokens: int = 0,
+        opening: str = "",
+        call_format: CallFormat | None = None,
+    ) -> None:
+        self.finished = finished
+        self.messages = messages
+        self.state = State({}) if state is None else state
+        self.token_ids = token_ids
+        self.max_tokens = max_tokens
+        self.opening = opening
+        self.call_format = call_format
+
+
+@dataclass(frozen=True)
+class Graded:
+    """The named parts of a reward, and why they are what they are, for the reader of rollouts.
+
+    parts: None: this part does not apply to this answer, and is left out.
+    score: if the task computes it itself. None: the weighted sum of the parts.
+    """
+
+    parts: Mapping[str, float | None]
+    reason: str = ""
+    score: float | None = None
+
+
+Reward = float | Mapping[str, float | None] | Graded
+"""A single number is the part `reward`. A part that is None is left out."""
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Options of `env-server` that a task may use.
+
+    data: a file, a directory or the id of a data set on the Hugging Face hub.
+    data_config: the configuration of a data set on the hub.
+    eval_data: as `data`, for evaluation.
+    columns: {"prompt": "question"}: the task's name of a column → the data set's.
+    system_prompt: replaces the task's own; "" for none.
+    args: the user's `--task-args`.
+    """
+
+    seed: int = 0
+    data: str | None = None
+    data_config: str | None = None
+    eval_data: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    system_prompt: str | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ContextFull(GrpoError):
+    """The conversation has no room for another token; see --seq-len."""
+
+
+class Dialogue(Protocol):
+    """Records one rollout, token by token."""
+
+    async def say(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Answer:
+        """Let the policy continue a conversation.
+
+        If `messages` begin with the conversation so far, answers included, the new answer joins the
+        same sequence: nothing that the policy said is tokenised again. Otherwise a new sequence
+        begins, and the rollout has several.
+
+        Args:
+            messages: the whole conversation, or a text to continue as it is
+            tools: JSON schemas for the chat template
+            max_tokens: of this answer; None for the task's limit
+            stop: texts that end this answer
+
+        Raises:
+            ContextFull: the conversation reached the limit for a whole sequence.
+            ServiceUnavailable: the inference server does not answer.
+        """
+
+
+class Task:
+    """Base class of all tasks. A subclass overrides what differs.
+
+    name: names the task in metrics; the class's name if it is empty.
+    max_completion_tokens: limit of tokens of one completion, if the user sets none. None: as many
+        as the sequence has room for.
+    max_turns: largest number of completions in one conversation.
+    max_sequences: largest number of sequences of one rollout, if messages of a conversation are
+        replaced or left out.
+    tools: functions (or JSON schemas) that the model may call. The chat template shows them to the
+        model, and `step` answers the calls.
+    stop: texts that end a completion.
+    weights: of the parts of the reward; 1 for parts that are missing here.
+    held_out: share of the rows that are kept for evaluation if there is no other data for it.
+    blocks: whether `reward` may take long. It then runs in another process, where the task is made
+        again, without what its other methods have done to `self`. An `async` reward, and one of a
+        task with a `step` of its own, runs in a thread of this process.
+    """
+
+    name: str = ""
+    max_completion_tokens: int | None = None
+    max_sequences: int = 1
+    max_turns: int = 8
+    tools: Sequence[Callable[..., Any] | Mapping[str, Any]] = ()
+    stop: Sequence[str] = ()
+    weights: Mapping[str, float] = {}
+    held_out: float = 0.1
+    blocks: bool = True
+    drives_itself: ClassVar[bool] = False
+    """True: `run` conducts the whole rollout."""
+    rates_groups: bool = False
+    """True: `run_group` takes the place of `run`."""
+
+    def __init__(self, options: TaskOptions) -> None:
+        self.options = options
+        self.name = self.name or type(self).__name__.lower()
+
+    def rows(self, split: Split) -> Sequence[Row] | None:
+        """The records of `--data`, or for evaluation of `--eval-data`. None: no data for this
+        split.
+
+        Raises:
+            DataUnusable: no data, or invalid rows; the message lists the first of them.
+        """
+        from grpo_env.tasks.rows import rows_of
+
+        return rows_of(self.options, split)
+
+    def prompt(self, row: Row) -> str | Sequence[Message]:
+        """The conversation that the policy continues. A `str` is continued as it is, without the
+        chat template. If the last message is the assistant's, the policy continues its text.
+
+        Raises:
+            ValueError: the row has no usable prompt.
+        """
+        from grpo_env.tasks.rows import messages_of
+
+        return messages_of(row, self.options.system_prompt)
+
+    async def step(self, state: State, message: Answer) -> Sequence[Message] | None:  # noqa: ARG002
+        """The next messages after the model's message; None ends the conversation.
+
+        If the task has tools, calls in the message are answered by them.
+        """
+        return await answer_calls(message, self.tools) if self.tools else None
+
+    def reward(self, answer: Answer, row: Row) -> Reward | Awaitable[Reward]:
+        """Rate one answer. The score is the weighted sum of the parts. May be `async`.
+
+        Any exception, and any value that is not finite, drops the group: an answer that cannot be
+        graded never gets a score of 0.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no reward(answer, row)")
+
+    async def run(self, row: Row, dialogue: Dialogue) -> Reward:
+        """Conduct one rollout and rate it, if `drives_itself`."""
+        raise NotImplementedError
+
+    async def run_group(self, row: Row, dialogues: Sequence[Dialogue]) -> Sequence[Reward]:
+        """Conduct all rollouts of a group and rate them together, if `rates_groups`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what the task holds."""
+
+    def checked_arguments(self, **defaults: Any) -> dict[str, Any]:
+        """The user's `--task-args` over these defaults. Raises `ValueError` for an argument without
+        a default."""
+        if unknown := sorted(self.options.args.keys() - defaults.keys()):
+            raise ValueError(
+                f"--task-args: {self.name} has no argument {', '.join(unknown)}; it has "
+                f"{', '.join(defaults)}"
+            )
+        return {**defaults, **self.options.args}
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the task answers the model with code of its own."""
+        return type(self).step is not Task.step
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether the policy may answer more than once."""
+        return bool(self.tools) or self.has_steps

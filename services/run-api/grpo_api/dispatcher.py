@@ -1,0 +1,161 @@
+"""Hands batches to trainers: plans and leases them, and streams their groups.
+
+A plan is made from metadata and then committed in Redis. If the run changed in between, the next
+plan is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import structlog
+from starlette.concurrency import run_in_threadpool
+
+from grpo_api.errors import BatchGone
+from grpo_api.lifetime import Lifetime
+from grpo_api.planning.batch_plan import plan_batch
+from grpo_api.store.keys import parse_kind
+from grpo_api.store.leases import Lease, PlanLost, Poll
+from grpo_api.store.payloads import unpack, unpacked_bytes
+from grpo_api.store.run import RunStore
+from grpo_core.deadline import Deadline
+
+_MAX_PLANS = 8
+_POLL_S = 0.01
+_PLAN_SHARE = 0.2
+"""Largest share of the time that a waiting request may spend on plans that give no batch."""
+_PLAN_AT_LEAST_EVERY_S = 1.0
+"""When an environment stops polling, the minimums of a batch change without any new group."""
+_GROUPS_AT_A_TIME = 8
+_PIECE_BYTES = 256 * 1024
+"""Bytes that are compressed before other requests get a turn: about a millisecond."""
+_UNPACKED_INLINE = 1024 * 1024
+"""Bytes of JSON that take a millisecond or two. Larger groups are unpacked in a thread;
+decompression releases the interpreter lock."""
+
+_log = structlog.get_logger()
+
+
+class BatchDispatcher:
+    """Carries out `GET /batch`."""
+
+    def __init__(self, store: RunStore, lifetime: Lifetime) -> None:
+        self._store = store
+        self._lifetime = lifetime
+
+    async def next_batch(self, poll: Poll, wait_s: float) -> Lease | None:
+        """Return the unacknowledged batch after `poll.after`, or form a new one.
+
+        None if no batch was complete within `wait_s`. Repeating the call returns the same batch.
+
+        A plain poll acknowledges every batch that was delivered in full. A batch that was not is
+        handed out again, unless another poll's answer is still sending it.
+
+        Raises:
+            TrainerNotRegistered, BatchUnknown, Conflict, StoreUnavailable: as `Leases.open_poll`.
+        """
+        if poll.trainer_id is None:
+            await self._store.leases.acknowledge(None)
+        deadline = Deadline(wait_s)
+        while True:
+            arrivals = await self._store.leases.arrivals() if wait_s else 0
+            began = time.monotonic()
+            lease = await self._next(poll)
+            if lease is not None:
+                _log.info(
+                    "batch.handed_out",
+                    batch_id=lease.batch_id,
+                    step=lease.step,
+                    groups=len(lease.groups),
+                    sequences=lease.sequences,
+                    age_s=round(lease.age_at_lease_s, 3),
+                    handed_out_before=lease.again,
+                )
+                return lease
+            poll_s = max(_POLL_S, (time.monotonic() - began) / _PLAN_SHARE)
+            if not await self._wait_for_change(arrivals, deadline, poll_s):
+                return None
+
+    async def _wait_for_change(self, arrivals: int, deadline: Deadline, poll_s: float) -> bool:
+        """Wait for a reason to plan again; False if the deadline or a shutdown came first."""
+        plan_at = time.monotonic() + _PLAN_AT_LEAST_EVERY_S
+        while not deadline.has_passed:
+            if await self._lifetime.closes_within(poll_s):
+                return False
+            if time.monotonic() >= plan_at or await self._store.leases.arrivals() != arrivals:
+                return True
+        return False
+
+    async def _next(self, poll: Poll) -> Lease | None:
+        for _ in range(_MAX_PLANS):
+            opened = await self._store.leases.open_poll(poll)
+            if isinstance(opened, Lease):
+                return opened
+            run = await self._store.view()
+            entries = await self._store.leases.candidates(opened.batch_size)
+            chosen = plan_batch([parse_kind(entry) for entry in entries], run.demand())
+            if chosen is None:
+                return None
+            with suppress(PlanLost):
+                return await self._store.leases.lease(opened, [entries[i] for i in chosen])
+        return None
+
+    async def answer(self, lease: Lease) -> AsyncIterator[bytes]:
+        """The JSON of a batch in pieces; without its first group the answer does not start, so that
+        a failure can set the status.
+
+        Raises:
+            BatchGone: the batch was acknowledged, or the run was reset.
+            StoreUnavailable
+        """
+        pieces = self._pieces(lease)
+        first = [await anext(pieces), await anext(pieces)]
+
+        async def all_of_it() -> AsyncIterator[bytes]:
+            for piece in first:
+                yield piece
+            async for piece in pieces:
+                yield piece
+
+        return all_of_it()
+
+    async def _pieces(self, lease: Lease) -> AsyncIterator[bytes]:
+        """Yield the JSON `{"batch":[group, ...]}` without parsing the groups.
+
+        The JSON of a batch that a trainer leased by its id begins with `batch_id` and
+        `received_under`. A plain poll's batch counts as delivered when all of it was sent.
+        """
+        if lease.claim:
+            yield b'{"batch":['
+        else:
+            received_under = [group.received_under for group in lease.groups]
+            under = json.dumps(received_under, separators=(",", ":"))
+            yield f'{{"batch_id":{lease.batch_id},"received_under":{under},"batch":['.encode()
+        for start in range(0, len(lease.groups), _GROUPS_AT_A_TIME):
+            group_ids = [group.id for group in lease.groups[start : start + _GROUPS_AT_A_TIME]]
+            separator = b"," if start else b""
+            async for payload in self._store.payloads.load(group_ids):
+                if payload is None:
+                    raise BatchGone(lease.batch_id)
+                if separator:
+                    yield separator
+                separator = b","
+                async for piece in group_pieces(payload):
+                    yield piece
+        yield b"]}"
+        if lease.claim:
+            await self._store.leases.mark_delivered(lease)
+
+
+async def group_pieces(payload: bytes) -> AsyncIterator[bytes]:
+    """Yield the JSON of one stored group in pieces."""
+    is_small = unpacked_bytes(payload) <= _UNPACKED_INLINE
+    text = unpack(payload) if is_small else await run_in_threadpool(unpack, payload)
+    for at in range(0, len(text), _PIECE_BYTES):
+        yield text[at : at + _PIECE_BYTES]
+        # a send returns without a pause while the socket accepts data, so give others a turn
+        await asyncio.sleep(0)

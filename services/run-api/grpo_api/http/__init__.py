@@ -1,1 +1,0 @@
-"""HTTP layer of run-api: server, middleware, request bodies, errors and OpenAPI."""

@@ -1,0 +1,199 @@
+"""What handlers read of requests: bodies, within limits of time and memory, and headers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Header, Request
+from pydantic import BaseModel, ValidationError, WithJsonSchema
+
+from grpo_api.decode import INLINE_BYTES, RawBody, SubmissionDecoder, inflate
+from grpo_api.dispatcher import BatchDispatcher
+from grpo_api.errors import BodyTooSlow, Refused, Unavailable, invalid_body, too_large
+from grpo_api.intake import Intake
+from grpo_api.lifetime import Lifetime
+from grpo_api.metrics import Metrics
+from grpo_api.planning.run_view import Limits
+from grpo_api.store.run import RunStore
+from grpo_core.wire.run_api import (
+    RUN_UUID_HEADER,
+    EnvironmentId,
+    EnvironmentRegistration,
+    Registration,
+)
+
+MAX_RECORD_BYTES = 1024 * 1024
+"""Limit on a decompressed registration or id. Groups have a separate limit."""
+_LARGE_SHARE = 7 / 8
+"""Share of the memory limit that large bodies may use; the rest is kept for small ones."""
+
+
+class BodyReader:
+    """Limits how long a body may take to arrive, and how much memory all bodies use.
+
+    Args:
+        deadline_s: from the start of reading a body until its last byte.
+        max_held_bytes: limit on all bodies in memory, including those that are still arriving.
+    """
+
+    def __init__(self, deadline_s: float, max_held_bytes: int) -> None:
+        self.deadline_s = deadline_s
+        self.max_bytes = max_held_bytes
+        self.held_bytes = 0
+
+    @contextmanager
+    def incoming(self, request: Request) -> Iterator[IncomingBody]:
+        """The body of one request, counted as held until the block ends."""
+        body = IncomingBody(self, request)
+        try:
+            yield body
+        finally:
+            body.keep(0)
+
+
+class IncomingBody:
+    def __init__(self, reader: BodyReader, request: Request) -> None:
+        self._reader = reader
+        self._request = request
+        self._bytes = 0
+
+    def keep(self, size: int) -> None:
+        """Record that only `size` bytes made from the body are held from now on."""
+        self._reader.held_bytes += size - self._bytes
+        self._bytes = size
+
+    async def read(self, max_bytes: int) -> RawBody:
+        """The whole body as it was sent.
+
+        Raises:
+            Refused: 413, the body is longer than `max_bytes`; raised before the rest is read.
+            Unavailable: there is no room for the body; raised before the rest is read.
+            BodyTooSlow: the deadline passed before the last byte.
+        """
+        headers = self._request.headers
+        declared = headers.get("content-length", "0")
+        if declared.isdecimal():
+            self._check(int(declared[:20]), max_bytes)  # before the first byte is read
+        chunks: list[bytes] = []
+        try:
+            async with asyncio.timeout(self._reader.deadline_s):
+                async for chunk in self._request.stream():
+                    if chunk:
+                        self._check(self._bytes + len(chunk), max_bytes)
+                        self.keep(self._bytes + len(chunk))
+                        chunks.append(chunk)
+        except TimeoutError as error:
+            raise BodyTooSlow(self._bytes, self._reader.deadline_s) from error
+        is_gzip = "gzip" in headers.get("content-encoding", "").lower()
+        return RawBody(b"".join(chunks), is_gzip)
+
+    def _check(self, body_bytes: int, max_bytes: int) -> None:
+        """
+        Args:
+            body_bytes: length of the whole body, as far as it is known.
+        """
+        if body_bytes > max_bytes:
+            raise too_large(max_bytes)
+        room = self._reader.max_bytes * (_LARGE_SHARE if body_bytes > INLINE_BYTES else 1)
+        if self._reader.held_bytes - self._bytes + body_bytes > room:
+            raise Unavailable(
+                f"request bodies already hold {self._reader.held_bytes} bytes of memory, and this "
+                "body does not fit; nothing was queued, send the request again in a moment"
+            )
+
+
+@dataclass(frozen=True)
+class AppServices:
+    """The parts of the application that handlers use."""
+
+    store: RunStore
+    lifetime: Lifetime
+    metrics: Metrics
+    dispatcher: BatchDispatcher
+    bodies: BodyReader
+    decoder: SubmissionDecoder
+    intake: Intake
+    limits: Limits
+
+
+def services_of(request: Request) -> AppServices:
+    services: AppServices = request.app.state.services
+    return services
+
+
+async def _services(request: Request) -> AppServices:
+    """A coroutine, because FastAPI would run a plain function in a thread, which costs more."""
+    return services_of(request)
+
+
+Services = Annotated[AppServices, Depends(_services)]
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def _read_as(record: type[T]) -> Callable[[Request, AppServices], Awaitable[T]]:
+    """A dependency that parses the body as `record`, for any method and content type."""
+
+    async def read(request: Request, services: Services) -> T:
+        with services.bodies.incoming(request) as incoming:
+            body = await incoming.read(MAX_RECORD_BYTES)
+        content = inflate(body.content, MAX_RECORD_BYTES) if body.is_gzip else body.content
+        try:
+            return record.model_validate_json(content)
+        except ValidationError as error:
+            raise invalid_body(error) from error
+
+    return read
+
+
+RegistrationBody = Annotated[Registration, Depends(_read_as(Registration))]
+EnvironmentRegistrationBody = Annotated[
+    EnvironmentRegistration, Depends(_read_as(EnvironmentRegistration))
+]
+EnvironmentIdBody = Annotated[EnvironmentId, Depends(_read_as(EnvironmentId))]
+
+_MAX_KEY_CHARS = 255
+_KEY_PATTERN = "^[!-~]+$"
+_is_key = re.compile(_KEY_PATTERN).fullmatch
+
+_Key = Annotated[
+    str,
+    # declared only: `checked_key` checks it, since a refusal of groups is counted
+    WithJsonSchema(
+        {"type": "string", "minLength": 1, "maxLength": _MAX_KEY_CHARS, "pattern": _KEY_PATTERN}
+    ),
+]
+IdempotencyKey = Annotated[
+    _Key | None,
+    Header(
+        description="idempotency key: of several requests with the same key, run-api carries out "
+        "only the first",
+    ),
+]
+
+RunUuid = Annotated[
+    str,
+    Header(
+        alias=RUN_UUID_HEADER,
+        description="run_uuid of POST /register-env; run-api refuses groups of another run. "
+        "Without it, run-api accepts all groups",
+    ),
+]
+
+
+def checked_key(key: str | None) -> str | None:
+    """
+    Raises:
+        Refused: 422, the key is not a valid `IdempotencyKey`.
+    """
+    if key is None or (len(key) <= _MAX_KEY_CHARS and _is_key(key)):
+        return key
+    problem = f"Idempotency-Key must be 1 to {_MAX_KEY_CHARS} visible ASCII characters"
+    raise Refused(
+        422, [{"loc": ["header", "idempotency-key"], "msg": problem, "type": "invalid_key"}]
+    )

@@ -1,1 +1,0 @@
-"""Accepts scored groups: decodes, checks, then queues or buffers them. Issues no Redis commands."""

@@ -1,0 +1,381 @@
+"""Plans the memory of trainer and server with the chosen options, and shows it as text.
+
+Kept from step to step, and exact, from the parameters' shapes: weights, master weights, the
+optimizer's moments, and between the first backward pass and the update the gradients.
+
+Needed for a short time, and estimated: activations, logits and buffers. The activations are those
+of a layer of Llama or Qwen2: two norms, attention with rotary positions, and a gated MLP. Other
+architectures differ by up to a quarter.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_core.cpu import is_slow_in_bfloat16
+from grpo_trainer.config.optimizer import OptimizerName
+from grpo_trainer.config.trainer import AUTO_DEVICE, TrainerSettings
+from grpo_trainer.errors import UnusableOptimizer
+from grpo_trainer.model.adapter import trained_parameters, with_adapter
+from grpo_trainer.model.download import ModelNotFound
+from grpo_trainer.model.fused_head import CHUNK_LOGITS
+from grpo_trainer.model.policy import CausalLM, train_only
+from grpo_trainer.optim.rules import Adafactor, AdamW32, State, empty_8bit_state
+
+DEFAULT_MODEL_LEN = 4096
+GIB, MIB = 2**30, 2**20
+TRAINER_ON_GPU = GIB
+"""Estimate: the trainer's CUDA context, workspaces of libraries, and gaps between tensors."""
+SERVER_ON_GPU = 2 * GIB
+"""Estimate: the engine's CUDA context, activations and CUDA graphs."""
+TRAINER_ON_CPU = 512 * MIB
+"""Python, torch and transformers."""
+SERVER_ON_CPU = 1200 * MIB
+"""Python, torch, vLLM, and the workspaces of an engine."""
+ASSUMED_GPU_BYTES = 80 * GIB
+"""Used for --device cuda if this machine has no GPU."""
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+INITIAL_STATE: dict[OptimizerName, Callable[[Tensor], State]] = {
+    "adamw": AdamW32().initial_state,
+    "adamw_8bit": empty_8bit_state,
+    "adafactor": Adafactor().initial_state,
+}
+MASTER_BYTES = {"float32": 4, "bfloat16": 2}
+FLOAT32_BYTES = 4
+FUSED_COPIES, PLAIN_COPIES = 2, 3
+"""Copies of the logits in float32 beside those in the model's type: scaled by the temperature and
+normalised; in the plain head also their gradient."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where server and trainer compute: on one GPU, or on the CPU of this host.
+
+    Args:
+        name: of the GPU; None if one is assumed
+        total_bytes: the GPU's memory, or the host's
+        trainer_reserve, server_reserve: bytes that each process needs beside what the plan counts
+    """
+
+    is_gpu: bool
+    name: str | None
+    total_bytes: int
+    trainer_reserve: int
+    server_reserve: int
+
+    @classmethod
+    def find(cls, device: str) -> Machine:
+        """Args: device: the value of --device."""
+        is_gpu = torch.cuda.is_available() if device == AUTO_DEVICE else device.startswith("cuda")
+        if not is_gpu:
+            return cls(False, None, _host_bytes(), TRAINER_ON_CPU, SERVER_ON_CPU)
+        if not torch.cuda.is_available():
+            return cls(True, None, ASSUMED_GPU_BYTES, TRAINER_ON_GPU, SERVER_ON_GPU)
+        found = torch.cuda.get_device_properties(device if device.startswith("cuda") else "cuda")
+        return cls(True, found.name, found.total_memory, TRAINER_ON_GPU, SERVER_ON_GPU)
+
+
+def _host_bytes() -> int:
+    """This host's memory, or what the container may use of it."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.exists() else ""
+    return min(host, int(limit)) if limit.isdecimal() else host
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """`weights`: the trainer's copies of the model, unless it trains in the server's memory, and of
+    the reference model."""
+
+    weights: int
+    masters: int
+    gradients: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.masters + self.gradients + self.moments
+
+
+def kept_bytes(settings: TrainerSettings, policy: CausalLM, optimizer: OptimizerName) -> KeptBytes:
+    """Args: policy: on the meta device"""
+    trained = list(trained_parameters(policy).values())
+    states = (INITIAL_STATE[optimizer](p.detach()) for p in trained)
+    is_one_pass = settings.gradient_accumulation_steps == 1  # several are summed in float32
+    copies = (settings.sync.mode != "shared_vllm") + _has_reference_copy(settings)
+    return KeptBytes(
+        weights=copies * sum(p.nbytes for p in policy.parameters()),
+        masters=sum(p.numel() for p in trained) * MASTER_BYTES[settings.master_dtype],
+        gradients=sum(p.nbytes if is_one_pass else p.numel() * FLOAT32_BYTES for p in trained),
+        moments=sum(tensor.nbytes for state in states for tensor in state.values()),
+    )
+
+
+def working_bytes(settings: TrainerSettings, policy: CausalLM, config: Any) -> tuple[int, int]:
+    """Highest memory of a step beside the kept bytes, without and with --gradient-checkpointing.
+
+    Args:
+        policy: on the meta device
+        config: transformers' configuration of the text model
+    """
+    trained = list(trained_parameters(policy).values())
+    element, hidden = next(policy.parameters()).element_size(), config.hidden_size
+    tokens, (queries, keys) = settings.micro_batch_tokens, _head_widths(config)
+    mlp = getattr(config, "intermediate_size", None) or 4 * hidden
+    # Each norm stores its input in float32, and its result before and after the weight. Attention
+    # stores queries, keys, values and its result. The MLP stores the gate, the gate's activation,
+    # the other half, and their product.
+    norms = 2 * hidden * (FLOAT32_BYTES + 2 * element)
+    layer = tokens * (norms + element * (2 * queries + 2 * keys + 4 * mlp))
+    # Layers below the lowest trained one store nothing.
+    layers = config.num_hidden_layers - _first_trained_layer(settings)
+    head = _output_bytes(settings, policy, config, element)
+    # The head's backward pass comes first; then one layer at a time is computed again.
+    recomputed = layers * tokens * element * hidden + max(head, layer)
+    # The update takes one parameter at a time: float32 copies of the largest.
+    has_wide_gradient = settings.gradient_accumulation_steps > 1 or trained[0].element_size() == 4
+    copies = 1 + (settings.master_dtype != "float32") + (not has_wide_gradient)
+    copies += settings.weight_decay > 0
+    update = copies * FLOAT32_BYTES * max(p.numel() for p in trained)
+    return max(layers * layer + head, update), max(recomputed, update)
+
+
+def _output_bytes(settings: TrainerSettings, policy: CausalLM, config: Any, element: int) -> int:
+    """Bytes that the output layer needs for the logits, and for the gradient of its weights."""
+    is_fused = settings.fused_head != "off"
+    logits = settings.micro_batch_tokens * config.vocab_size
+    at_once: int = min(logits, CHUNK_LOGITS) if is_fused else logits
+    is_trained = bool(policy.get_output_embeddings().weight.requires_grad)
+    copies = FUSED_COPIES if is_fused else PLAIN_COPIES
+    per_weight = element + FLOAT32_BYTES * is_fused  # the fused head sums in float32
+    gradient: int = is_trained * config.vocab_size * config.hidden_size * per_weight
+    return at_once * (element + copies * FLOAT32_BYTES) + gradient
+
+
+def _head_widths(config: Any) -> tuple[int, int]:
+    """Widths of the queries of all heads together, and of the keys."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads * width, (getattr(config, "num_key_value_heads", None) or heads) * width
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one choice of options.
+
+    Args:
+        policy: on the meta device
+        kv_bytes: keys and values of the longest sequence, in the server
+        kept: in the trainer, from step to step
+        working_bytes: in the trainer for a short time, without and with --gradient-checkpointing
+    """
+
+    settings: TrainerSettings
+    machine: Machine
+    policy: CausalLM
+    dtype: torch.dtype
+    layers: int
+    kv_bytes: int
+    optimizer: OptimizerName
+    kept: KeptBytes
+    working_bytes: tuple[int, int]
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(p.nbytes for p in self.policy.parameters())
+
+    @property
+    def least_server_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.machine.server_reserve
+
+    @property
+    def server_bytes(self) -> float:
+        """What the server takes: on a GPU its share, even if it needs less."""
+        if self.machine.is_gpu:
+            return self.settings.gpu_memory_utilization * self.machine.total_bytes
+        return self.least_server_bytes
+
+    def trainer_bytes(self, is_recomputed: bool) -> int:
+        """Highest memory of the trainer. Args: is_recomputed: with --gradient-checkpointing"""
+        working = self.working_bytes[is_recomputed]
+        return self.kept.total + working + self.machine.trainer_reserve
+
+    def usable_utilization(self, is_recomputed: bool) -> float | None:
+        """The given --gpu-memory-utilization if server and trainer fit with it; otherwise the
+        largest one with which they do. None: there is none. On a CPU the option has no effect."""
+        total, given = self.machine.total_bytes, self.settings.gpu_memory_utilization
+        room = total - self.trainer_bytes(is_recomputed)
+        if not self.machine.is_gpu:
+            return given if room >= self.least_server_bytes else None
+        usable = min(given, math.floor(100 * room / total) / 100)
+        return usable if usable * total >= self.least_server_bytes else None
+
+
+def memory_plan(settings: TrainerSettings) -> MemoryPlan:
+    """Reads the model's configuration alone.
+
+    Raises:
+        ModelNotFound: the model has no configuration here or on the hub.
+        PolicyMismatch: the model has no such layers or modules.
+        UnusableOptimizer: --master-dtype does not fit the model's data type.
+    """
+    config = _text_config(settings.model)
+    machine = Machine.find(settings.device)
+    dtype = _dtype(settings, config, machine)
+    if settings.master_dtype == "bfloat16" != name_of(dtype):
+        raise UnusableOptimizer(
+            f"--master-dtype bfloat16: the weights are in {name_of(dtype)}; pass "
+            "--master-dtype float32, or --dtype bfloat16"
+        )
+    policy, layers = _untrained_policy(settings, dtype), int(config.num_hidden_layers)
+    optimizer = settings.optimizer_on("cuda" if machine.is_gpu else "cpu")
+    longest = settings.max_model_len or min(config.max_position_embeddings, DEFAULT_MODEL_LEN)
+    return MemoryPlan(
+        settings=settings,
+        machine=machine,
+        policy=policy,
+        dtype=dtype,
+        layers=layers,
+        kv_bytes=2 * layers * _head_widths(config)[1] * dtype.itemsize * longest,
+        optimizer=optimizer,
+        kept=kept_bytes(settings, policy, optimizer),
+        working_bytes=working_bytes(settings, policy, config),
+    )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _text_config(model: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model).get_text_config()
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise ModelNotFound(f"--model {model}: cannot read its config.json: {reason}") from error
+
+
+def _dtype(settings: TrainerSettings, config: Any, machine: Machine) -> torch.dtype:
+    """The data type of the served weights."""
+    if settings.dtype != "auto":
+        found: torch.dtype = getattr(torch, settings.dtype)
+        return found
+    if not machine.is_gpu and is_slow_in_bfloat16():
+        return torch.float32
+    return config.dtype or torch.float32
+
+
+def _untrained_policy(settings: TrainerSettings, dtype: torch.dtype) -> CausalLM:
+    """On the meta device, which has shapes but no memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(settings.model)
+        policy: CausalLM = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if settings.trained_layers is not None:
+        train_only(policy, settings.trained_layers)
+    return policy if settings.lora is None else with_adapter(policy, settings.lora)
+
+
+def _first_trained_layer(settings: TrainerSettings) -> int:
+    layers = settings.trained_layers if settings.lora is None else settings.lora.layers
+    return min(layers or (0,))
+
+
+def _has_reference_copy(settings: TrainerSettings) -> bool:
+    """Whether the reference model is not the policy without its adapter."""
+    is_other = settings.reference_model not in (None, settings.model)
+    return settings.kl_coef > 0 and (settings.lora is None or is_other)
+
+
+def text_of(plan: MemoryPlan) -> str:
+    return "\n".join([_head(plan), _server(plan), _trainer(plan), _verdict(plan)])
+
+
+def _head(plan: MemoryPlan) -> str:
+    machine, weights = plan.machine, sum(p.numel() for p in plan.policy.parameters())
+    total = f"{_gib(machine.total_bytes)} GiB"
+    found = machine.name or "no GPU found, so this size is assumed"
+    place = f"GPU      {total} ({found})" if machine.is_gpu else f"memory   {total} of this host"
+    return (
+        f"model    {plan.settings.model}: {weights / 1e9:.3g} billion weights, {plan.layers} "
+        f"layers, {name_of(plan.dtype)}\n{place}, for trainer and server"
+    )
+
+
+def _server(plan: MemoryPlan) -> str:
+    least = f"{_gib(plan.least_server_bytes)} GiB"
+    share = (
+        f"{_gib(plan.server_bytes)} GiB by --gpu-memory-utilization "
+        f"{plan.settings.gpu_memory_utilization:g}; it needs {least} or more"
+        if plan.machine.is_gpu
+        else f"{least}, if --kv-cache-memory-bytes limits it"  # otherwise vLLM takes 92 %
+    )
+    parts = {
+        "weights": plan.weights_bytes,
+        "keys and values of one sequence": plan.kv_bytes,
+        "engine (estimated)": plan.machine.server_reserve,
+    }
+    return f"server   {share}\n" + _lines(parts)
+
+
+def _trainer(plan: MemoryPlan) -> str:
+    settings, kept = plan.settings, plan.kept
+    trained = sum(p.numel() for p in trained_parameters(plan.policy).values())
+    per_weight = {
+        f"master weights, {settings.master_dtype}": kept.masters,
+        "gradients": kept.gradients,
+        f"moments of {plan.optimizer}": kept.moments,
+    }
+    is_recomputed = settings.gradient_checkpointing
+    activations = f"activations, logits and buffers of {settings.micro_batch_tokens:,} tokens"
+    rest = "CUDA (estimated)" if plan.machine.is_gpu else "Python and its packages"
+    parts = {
+        **{f"{name}, {n / trained:.2f} bytes per weight": n for name, n in per_weight.items()},
+        "copies of the model and of a reference model": kept.weights,
+        f"{activations} (estimated)": plan.working_bytes[is_recomputed],
+        rest: plan.machine.trainer_reserve,
+    }
+    return (
+        f"trainer  {_gib(plan.trainer_bytes(is_recomputed))} GiB in mode {settings.sync.mode}, "
+        f"which trains {trained / 1e9:.3g} billion weights\n"
+    ) + _lines(parts)
+
+
+def _lines(parts: Mapping[str, int]) -> str:
+    return "".join(f"         {_gib(size):>5}  {name}\n" for name, size in parts.items())
+
+
+def _verdict(plan: MemoryPlan) -> str:
+    """Whether they fit, if necessary with --gradient-checkpointing or less for the server."""
+    settings, total = plan.settings, _gib(plan.machine.total_bytes)
+    is_recomputed = settings.gradient_checkpointing
+    needed = _gib(plan.trainer_bytes(is_recomputed))
+    found = f"trainer {needed} GiB + server {_gib(plan.server_bytes)} GiB of {total} GiB\n"
+    for recomputes in sorted({is_recomputed, True}):
+        usable = plan.usable_utilization(recomputes)
+        if usable is None:
+            continue
+        changes = ["--gradient-checkpointing"] * (recomputes != is_recomputed)
+        if usable != settings.gpu_memory_utilization:
+            changes.append(f"--gpu-memory-utilization {usable:g}")
+        return f"{found}They fit{' with ' * bool(changes)}{' '.join(changes)}\n"
+    return (
+        f"{found}They do not fit. Smaller: --optimizer adafactor, --master-dtype bfloat16,\n"
+        "--tokens-per-micro-batch, --train-layer-indices, or an adapter (--mode lora_only)\n"
+    )
+
+
+def _gib(count: float) -> str:
+    size = count / GIB
+    return f"{size:.1f}" if size >= 0.1 or not size else f"{size:.3f}"

@@ -1,1 +1,0 @@
-"""The fork server: starts engines fast, as forks of a process that has imported vLLM."""

@@ -1,0 +1,97 @@
+"""The plan of `grpo --memory-plan` says what fits, and depends on the options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.memory_plan import GIB, MemoryPlan, memory_plan, text_of
+
+WIDTH = 100
+
+
+@pytest.fixture(scope="module")
+def eight_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of Llama 3.1 8B, without weights."""
+    directory = tmp_path_factory.mktemp("8b")
+    LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(directory)
+    return directory
+
+
+def plan(model: Path, **options: object) -> MemoryPlan:
+    chosen = {"model": str(model), "mode": "shared_vllm", "device": "cuda", **options}
+    return memory_plan(CommandLine.model_validate(chosen).settings())
+
+
+SMALL = {"optimizer": "adafactor", "master_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "trainer 104.7 GiB + server 36.0 GiB of 80.0 GiB\nThey do not fit. Smaller: "),
+        (SMALL, "They fit with --gradient-checkpointing --gpu-memory-utilization 0.35\n"),
+        ({"mode": "lora_only"}, "They fit\n"),
+    ],
+)
+def test_the_plan_of_8_billion_weights_says_what_fits_on_80_gib(
+    options: dict[str, str], told: str, eight_billion: Path
+) -> None:
+    """Adafactor with bfloat16 master weights needs 2 + 4 bytes per weight: 44.9 GiB."""
+    found = plan(eight_billion, **options)
+    out = text_of(found)
+    assert max(map(len, out.splitlines()[1:])) <= WIDTH
+    assert "GPU      80.0 GiB (no GPU found, so this size is assumed)" in out
+    assert told in out
+    if not options:
+        for line in (
+            "29.9  master weights, float32, 4.00 bytes per weight",
+            "29.9  gradients, 4.00 bytes per weight",
+            "15.2  moments of adamw_8bit, 2.03 bytes per weight",
+            "0.0  copies of the model",
+        ):
+            assert line in out
+    for recomputes in (False, True):
+        if (usable := found.usable_utilization(recomputes)) is not None:
+            server = usable * found.machine.total_bytes
+            assert server + found.trainer_bytes(recomputes) <= found.machine.total_bytes
+            assert server >= found.least_server_bytes
+
+
+def test_layers_passes_and_copies_change_their_part_alone(eight_billion: Path) -> None:
+    several = plan(eight_billion)
+    one_pass = plan(eight_billion, gradient_accumulation_steps=1)
+    assert 2 * one_pass.kept.gradients == several.kept.gradients
+    assert one_pass.kept.moments == several.kept.moments
+    copied = plan(eight_billion, mode="none")
+    assert replace(copied.kept, weights=0) == several.kept
+    assert copied.kept.weights == several.weights_bytes
+    some = plan(eight_billion, train_layer_indices="24-31")
+    assert some.kept.masters < several.kept.masters / 4
+    assert some.working_bytes < several.working_bytes
+
+
+def test_on_a_cpu_the_plan_takes_the_memory_of_this_host(eight_billion: Path) -> None:
+    found = plan(eight_billion, device="cpu", tokens_per_micro_batch=512, dtype="bfloat16")
+    assert found.optimizer == "adamw"
+    out = text_of(found)
+    assert "GPU" not in out
+    assert f"memory   {found.machine.total_bytes / GIB:.1f} GiB of this host" in out
+    assert "buffers of 512 tokens" in out
+    assert "--gpu-memory-utilization" not in out
+    fits = found.trainer_bytes(False) + found.least_server_bytes <= found.machine.total_bytes
+    assert (found.usable_utilization(False) is not None) == fits

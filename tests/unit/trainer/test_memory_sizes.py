@@ -1,0 +1,148 @@
+"""The plan counts every byte that a real step keeps, measured as the live memory of all tensors."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_tiny_model.model import build_model
+from grpo_tiny_model.recipe import Recipe
+from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.learner import accumulate_gradients
+from grpo_trainer.memory_plan import KeptBytes, memory_plan
+from grpo_trainer.model.forward import FastForward
+from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.model.policy import train_only
+from grpo_trainer.model.reference import build_reference
+from grpo_trainer.objectives import GRPO
+from grpo_trainer.optim.master_optimizer import build_optimizer
+from grpo_trainer.weight_sync.shared_memory import build_policy
+from tests.unit.trainer.groups import collated, group
+from tests.unit.trainer.served_memory import served
+
+BF16 = torch.bfloat16
+OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor")
+SOME = "1-2"
+Changes = dict[str, Any]
+WHOLE_MODEL: list[Changes] = [
+    {"optimizer": optimizer, "master_dtype": master_dtype, "train_layer_indices": layers}
+    for optimizer, master_dtype, layers in itertools.product(
+        OPTIMIZERS, ("float32", "bfloat16"), (None, SOME)
+    )
+]
+ADAPTER: list[Changes] = [{"optimizer": optimizer} for optimizer in OPTIMIZERS]
+BY_MODE = {
+    "shared_vllm": WHOLE_MODEL,
+    "none": WHOLE_MODEL,
+    "lora_only": ADAPTER,
+    "lora_restart": ADAPTER,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of `make demo`, untrained, in bfloat16."""
+    directory = tmp_path_factory.mktemp("tiny")
+    build_model(512, Recipe()).to(BF16).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(mode, marks=() if mode == "lora_only" else pytest.mark.full) for mode in BY_MODE],
+)
+def test_a_step_of_the_tiny_model_keeps_what_the_plan_says(tiny: Path, mode: str) -> None:
+    """Modes with equal memory take different numbers of micro-batches."""
+    require_as_planned(tiny, mode, micro_batches=1 if mode in ("none", "lora_only") else 2)
+
+
+@pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
+def test_only_a_whole_model_needs_memory_for_a_reference_model(tiny: Path, mode: str) -> None:
+    require_as_planned(tiny, mode, micro_batches=1, kl_coef=0.1, combinations=1)
+
+
+def require_as_planned(
+    model: Path,
+    mode: str,
+    micro_batches: int,
+    kl_coef: float = 0.0,
+    combinations: int | None = None,
+) -> None:
+    """Compare the mode's first combinations, or all of them."""
+    options: Changes = {
+        "model": str(model),
+        "mode": mode,
+        "gradient_accumulation_steps": micro_batches,
+        "kl_coef": kl_coef,
+    }
+    for changes in BY_MODE[mode][:combinations]:
+        line = CommandLine(**options, **changes)
+        planned = memory_plan(line.settings()).kept
+        with older_objects_hidden():
+            measured, parts = measured_bytes(line)
+        assert planned.total == pytest.approx(measured, rel=0.05), changes
+        assert vars(planned) == pytest.approx(vars(parts), rel=0.001), changes
+
+
+def measured_bytes(line: CommandLine) -> tuple[int, KeptBytes]:
+    """Take a step and gather the gradients of the next one. Returns the size of all live tensors
+    except the server's, and of those that the plan names."""
+    settings = line.settings()
+    is_shared = settings.sync.mode == "shared_vllm"
+    policy: Any = (
+        build_policy(line.model, served(Path(line.model)))
+        if is_shared
+        else TrainedWeights(line.model, settings.lora).load(BF16)
+    ).eval()
+    if settings.trained_layers is not None:
+        train_only(policy, settings.trained_layers)
+    reference = build_reference(policy, FastForward(), settings)
+    optimizer = build_optimizer(policy, settings)
+    batch = collated(*(group() for _ in range(line.gradient_accumulation_steps)))
+    accumulate_gradients(policy, batch, GRPO, 0)
+    optimizer.step(0)
+    optimizer.write_into_parameters()
+    accumulate_gradients(policy, batch, GRPO, 1)
+    live = live_bytes() - (weights_bytes(policy) if is_shared else 0)
+    state = optimizer.tensors([str(index) for index in range(len(optimizer.masters))])
+    masters = sum(t.nbytes for name, t in state.items() if name.startswith("master/"))
+    gradients = [g for g in optimizer.gradients.tensors if g is not None]
+    copies = (not is_shared) + (reference is not None and not reference.is_policy)
+    return live, KeptBytes(
+        weights=copies * weights_bytes(policy),
+        masters=masters,
+        gradients=sum(g.nbytes for g in gradients),
+        moments=sum(t.nbytes for t in state.values()) - masters,
+    )
+
+
+def weights_bytes(policy: Any) -> int:
+    return sum(p.nbytes for p in policy.parameters())
+
+
+@contextmanager
+def older_objects_hidden() -> Iterator[None]:
+    """Hide all objects of this process from `gc.get_objects`, which then takes milliseconds."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def live_bytes() -> int:
+    """The memory of all newer tensors; tensors that share memory count once."""
+    gc.collect()
+    # `isinstance` would import modules that some objects of torch only stand for.
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,289 @@
+"""The bridge with an engine that fails on demand, which the real engine cannot do.
+
+The last part is the bridge of an engine that restarted during a run: which requests pass, with
+which version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from grpo_core.weights.ref import WeightKind, WeightRef
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_vllm.engine.control import EngineControl, EngineTimeout
+from grpo_vllm.settings import load_server_settings
+from grpo_vllm.weights.served_store import ServedWeights
+from grpo_vllm.weights.write_lease import (
+    HANDOVER_S,
+    BridgeConflict,
+    ServingState,
+    WeightBridge,
+    bridge_at_start,
+)
+from tests.unit.vllm.fake_engine import FakeEngine, Record
+
+NEXT, LATER = PolicyVersion(1, 0), PolicyVersion(2, 0)
+LEASE_S = 60.0
+SERVED_BEFORE = PolicyVersion(2, 7)
+DEADLINE_S = 300.0
+
+
+async def paused(engine: FakeEngine, lease_s: float = LEASE_S) -> tuple[WeightBridge, str]:
+    """The bridge, and the session of a trainer that holds the pause."""
+    bridge = WeightBridge(EngineControl(engine))
+    session = await bridge.open_session()
+    await bridge.pause(session, lease_s, NEXT)
+    assert bridge.paused
+    return bridge, session
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"),
+    [
+        ([], ["finish and pause"]),
+        ([8, 16], ["finish and pause"]),
+        ([8, 17], ["pause"]),
+        ([8, None], ["pause"]),
+    ],
+)
+async def test_a_pause_finishes_requests_only_if_all_are_short(
+    max_tokens: list[int | None], expected: list[str]
+) -> None:
+    engine = FakeEngine(max_tokens=max_tokens)
+    await EngineControl(engine, finished_first_tokens=16).pause()
+    assert engine.calls == expected
+
+
+async def test_short_requests_that_take_long_are_not_waited_for() -> None:
+    engine = FakeEngine(max_tokens=[8], hangs={"finish and pause"})
+    await EngineControl(engine, finished_first_tokens=16).pause()
+    assert engine.calls == ["finish and pause", "pause"]
+
+
+async def test_an_engine_that_stamps_no_versions_is_paused_by_vllm_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(FakeEngine, "update_weight_version")  # vLLM 0.24
+    engine = FakeEngine(max_tokens=[8])
+    await EngineControl(engine, finished_first_tokens=16).pause()
+    assert engine.calls == ["pause_generation keep True"]
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+@pytest.mark.parametrize(
+    ("call", "what", "served"),
+    [
+        ("resume", "resume", NEXT),
+        # Otherwise the engine would serve the new weights under the previous version.
+        ("name 1.0", "name|policy version", PolicyVersion(0, 0)),
+    ],
+)
+async def test_an_engine_that_does_not_go_on_ends_the_server_and_stays_known_as_paused(
+    how: str, call: str, what: str, served: PolicyVersion
+) -> None:
+    bridge, session = await paused(FakeEngine(**{how: {call}}))
+    with pytest.raises((EngineTimeout, RuntimeError), match=what):
+        await bridge.resume(session, written=True)
+    assert bridge.paused
+    assert bridge.engine.broken
+    assert bridge.version == served
+
+
+async def test_an_engine_that_does_not_pause_is_told_to_go_on() -> None:
+    engine = FakeEngine(hangs={"pause"})
+    bridge = WeightBridge(EngineControl(engine))
+    session = await bridge.open_session()
+    with pytest.raises(EngineTimeout, match="did not pause"):
+        await bridge.pause(session, LEASE_S, NEXT)
+    assert engine.calls == ["pause", "resume"]
+    assert not bridge.paused
+    assert not bridge.engine.broken
+
+
+async def test_a_trainer_that_leaves_while_its_pause_is_carried_out_leaves_nothing_paused() -> None:
+    at_rest = asyncio.Event()
+    engine = FakeEngine(held={"pause": at_rest})
+    bridge = WeightBridge(EngineControl(engine))
+    session = await bridge.open_session()
+    pausing = asyncio.create_task(bridge.pause(session, LEASE_S, NEXT))
+    await engine.called("pause")
+    closing = asyncio.create_task(bridge.close_session(session))
+    await asyncio.sleep(1.0)  # virtual time: until both wait
+    at_rest.set()
+    with pytest.raises(BridgeConflict, match="is not attached to this server"):
+        await pausing
+    await closing
+    assert engine.calls == ["pause", "resume"]
+    assert not bridge.paused
+    assert bridge.weights_intact, "it was never told that it may write"
+    await bridge.pause(await bridge.open_session(), LEASE_S, NEXT)
+    assert bridge.paused
+
+
+async def test_a_lease_that_runs_out_frees_the_place_and_taints_the_weights() -> None:
+    bridge, session = await paused(FakeEngine())
+    await asyncio.sleep(LEASE_S + 1.0)
+    assert not bridge.paused
+    assert not bridge.weights_intact
+    assert bridge.version == PolicyVersion(1, 0), "the epoch after (0, 0)"
+    with pytest.raises(BridgeConflict, match="does not hold the pause"):
+        await bridge.resume(session, written=True)
+    second = await bridge.open_session()
+    await bridge.pause(second, LEASE_S, LATER)
+    await bridge.close_session(session)  # the hung trainer's connection closes late
+    assert bridge.paused
+    await bridge.resume(second, written=True)
+    assert bridge.weights_intact
+
+
+async def test_asking_again_extends_the_lease() -> None:
+    bridge, session = await paused(FakeEngine())
+    await asyncio.sleep(LEASE_S - 1.0)
+    await bridge.pause(session, LEASE_S, NEXT)
+    await asyncio.sleep(LEASE_S - 1.0)
+    assert bridge.paused
+    await asyncio.sleep(2.0)
+    assert not bridge.paused
+
+
+async def test_a_pause_that_ended_in_time_leaves_no_lease_behind() -> None:
+    bridge, session = await paused(FakeEngine())
+    await bridge.resume(session, written=True)
+    await asyncio.sleep(2 * LEASE_S)
+    await bridge.pause(session, LEASE_S, LATER)  # by the trainer that is still attached
+    await bridge.resume(session, written=True)
+    assert bridge.version == LATER
+    assert bridge.weights_intact
+
+
+async def test_of_two_trainers_that_wait_one_is_let_in() -> None:
+    bridge = WeightBridge(EngineControl(FakeEngine()))
+    first = await bridge.open_session()
+    waiting = [asyncio.create_task(bridge.open_session()) for _ in range(2)]
+    await asyncio.sleep(HANDOVER_S / 2)
+    await bridge.close_session(first)
+    second, refused = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(refused, BridgeConflict)
+    assert isinstance(second, str)
+    await bridge.pause(second, LEASE_S, NEXT)
+    assert bridge.paused
+
+
+async def test_a_sleeping_engine_says_so_until_it_is_awake() -> None:
+    bridge = WeightBridge(EngineControl(FakeEngine(hangs={"sleep"})))
+    with pytest.raises(EngineTimeout, match="did not fall asleep"):
+        await bridge.engine.sleep()
+    refusal = bridge.refusal()  # an engine that failed to sleep also refuses requests
+    assert bridge.state is ServingState.SLEEPING
+    assert refusal is not None
+    assert not refusal.hold
+    assert "/bridge/wake_up" in refusal.reason
+    await bridge.engine.wake_up()
+    assert bridge.refusal() is None
+
+
+@pytest.fixture
+def record() -> Record:
+    return Record()
+
+
+IN_MEMORY = WeightRef(version=SERVED_BEFORE, kind=WeightKind.MEMORY)
+
+
+async def started(last: WeightRef, record: Record, *flags: str) -> WeightBridge:
+    """The bridge of an engine that starts when the run has served `last`."""
+    settings = load_server_settings(["--model", "m", "--share-weights", *flags])
+    return await bridge_at_start(EngineControl(FakeEngine()), settings, last, record)
+
+
+@pytest.fixture
+async def restarted(record: Record) -> WeightBridge:
+    return await started(IN_MEMORY, record)
+
+
+@pytest.mark.parametrize(
+    ("last", "flags", "version"),
+    [
+        (WeightRef(), (), (0, 0)),
+        (WeightRef(version=PolicyVersion(3, 0)), (), (3, 0)),  # a name that no trainer made
+        # A trainer's versions stay in its epoch, and torn weights raise the epoch by at most one.
+        (IN_MEMORY, ("--no-await-weights",), (3, 0)),
+    ],
+)
+async def test_an_engine_serves_the_model_if_nothing_was_trained_or_it_is_told_to(
+    last: WeightRef, flags: tuple[str, ...], version: tuple[int, int], record: Record
+) -> None:
+    bridge = await started(last, record, *flags)
+    assert (bridge.version, bridge.refusal()) == (version, None)
+    saved = [ServedWeights(WeightRef(version=PolicyVersion(3, 0)))] if flags else []
+    assert record.saved == saved
+
+
+async def write_back(bridge: WeightBridge, version: PolicyVersion) -> None:
+    session = await bridge.open_session()
+    await bridge.pause(session, LEASE_S, version)
+    await bridge.resume(session, written=True)
+    await bridge.close_session(session)
+
+
+@pytest.mark.parametrize("version", [SERVED_BEFORE, PolicyVersion(2, 8), PolicyVersion(3, 0)])
+async def test_it_serves_once_the_same_or_later_weights_are_back(
+    restarted: WeightBridge, record: Record, version: PolicyVersion
+) -> None:
+    refusal = restarted.refusal()
+    assert restarted.state is ServingState.AWAITING_WEIGHTS
+    assert refusal is not None
+    assert refusal.hold
+    assert "[2, 7]" in refusal.reason
+    await write_back(restarted, version)
+    await asyncio.sleep(2 * DEADLINE_S)
+    assert restarted.refusal() is None
+    assert restarted.state is ServingState.SERVING
+    assert restarted.version == version
+    assert record.saved == [ServedWeights(WeightRef(version=version, kind=WeightKind.MEMORY))]
+
+
+async def test_older_weights_are_refused_and_the_same_ones_when_they_are_back(
+    restarted: WeightBridge,
+) -> None:
+    session = await restarted.open_session()
+    with pytest.raises(BridgeConflict, match="is not newer than"):
+        await restarted.pause(session, LEASE_S, PolicyVersion(2, 6))
+    await restarted.close_session(session)
+    await write_back(restarted, SERVED_BEFORE)
+    with pytest.raises(BridgeConflict, match="is not newer than"):
+        await write_back(restarted, SERVED_BEFORE)
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+async def test_a_trainer_that_did_not_write_everything_back_may_try_again(
+    restarted: WeightBridge, record: Record, cut_off: bool
+) -> None:
+    session = await restarted.open_session()
+    await restarted.pause(session, LEASE_S, SERVED_BEFORE)
+    if not cut_off:
+        await restarted.resume(session, written=False)
+    await restarted.close_session(session)
+    assert restarted.state is ServingState.AWAITING_WEIGHTS
+    assert not restarted.paused
+    assert restarted.weights_intact is not cut_off
+    assert record.saved == []  # no request is answered with them, so they need no new version
+    await write_back(restarted, SERVED_BEFORE)
+    assert restarted.weights_intact
+    assert restarted.refusal() is None
+
+
+async def test_beyond_the_deadline_requests_are_refused_at_once_until_a_trainer_comes(
+    restarted: WeightBridge,
+) -> None:
+    await restarted.write_back.wait(2 * DEADLINE_S)
+    assert asyncio.get_running_loop().time() == pytest.approx(DEADLINE_S), "held requests wake"
+    refusal = restarted.refusal()
+    assert restarted.state is ServingState.FAILED
+    assert refusal is not None
+    assert not refusal.hold
+    assert "Start the trainer again" in refusal.reason
+    await write_back(restarted, SERVED_BEFORE)
+    assert restarted.state is ServingState.SERVING
