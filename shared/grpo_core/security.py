@@ -1,5 +1,6 @@
-"""ASGI middleware that rejects requests without a token (RFC 6750: run-api's token, the inference
-server's key), and requests that a browser sends for a page of another site.
+"""ASGI middleware that rejects requests without a token, or sent for a page of another site.
+
+The token is a bearer token (RFC 6750): that of run-api, or the key of the inference server.
 
 Any page in a browser can send requests to every server that the browser reaches, and some GET
 requests change a run. The page cannot read the answer, but it does not need to. With DNS rebinding,

@@ -1,1 +1,1 @@
-"""Clients of run-api and the inference server (HTTP), and of the supervisor (Redis)."""
+"""HTTP clients of run-api and of the inference server."""

@@ -1,4 +1,4 @@
-"""One sequence of a training step, as files of rollouts hold it.
+"""One sequence of a training step: its record, made from a scored group, and its text.
 
 Legend: T tokens of the sequence, N of them trained.
 """

@@ -26,7 +26,6 @@ class StepRecord(BaseModel):
     clipped_fraction: float | None = Field(None, alias="grpo/clipped_fraction")
     alignment_abs_mean: float | None = Field(None, alias="alignment/diff_abs_mean")
     staleness_mean: float | None = Field(None, alias="staleness/mean")
-    staleness_max: float | None = Field(None, alias="staleness/max")
     generation_s: float | None = Field(None, alias="rollout/generation_time")
     tokens_per_s: float = Field(alias="throughput/tokens_per_s")
     fetch_s: float = Field(alias="train/data_fetch_time")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -47,10 +47,6 @@ def tenth_of(steps: int) -> int:
 def summarise(records: Sequence[StepRecord], total_s: float, training_s: float) -> Summary:
     """Needs at least one record."""
     tenth = tenth_of(len(records))
-
-    def mean(value: Callable[[StepRecord], float]) -> float:
-        return fmean(value(record) for record in records)
-
     generations = [r.generation_s for r in records if r.generation_s is not None]
     return Summary(
         steps=len(records),
@@ -60,10 +56,10 @@ def summarise(records: Sequence[StepRecord], total_s: float, training_s: float) 
         total_s=total_s,
         training_s=training_s,
         generation_s=fmean(generations) if generations else None,
-        fetch_s=mean(lambda record: record.fetch_s),
-        compute_s=mean(lambda record: record.compute_s),
-        sync_s=mean(lambda record: record.sync_s),
-        step_s=mean(lambda record: record.step_s),
+        fetch_s=fmean(record.fetch_s for record in records),
+        compute_s=fmean(record.compute_s for record in records),
+        sync_s=fmean(record.sync_s for record in records),
+        step_s=fmean(record.step_s for record in records),
     )
 
 
