@@ -16,10 +16,9 @@ from typing import Any
 
 from grpo_core.evaluation.statistics import mean_at_k, pass_at_k
 from grpo_core.process.threads import share_cores
-from grpo_offline.config_file import CONFIG_FILE, config_text
+from grpo_offline.command_line import words_for_hydra
 from grpo_offline.errors import KeysInvalid
-from grpo_offline.hydra_words import words_for_hydra
-from grpo_offline.keys import OfflineKeys
+from grpo_offline.keys import CONFIG_FILE, OfflineKeys, config_text
 from grpo_offline.run_files import RunFiles, resumed_keys
 from grpo_offline.screen import Screen
 from grpo_offline.script_tests import run_tests

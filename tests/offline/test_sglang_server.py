@@ -23,8 +23,7 @@ from grpo_core.process.managed import ManagedProcess
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.rollout.chat_template import load_template
 from grpo_local.process.ports import free_port
-from grpo_offline.backends.sglang_client import SglangClient
-from grpo_offline.backends.sglang_generation import SglangGeneration
+from grpo_offline.backends.sglang import SglangClient, SglangGeneration
 from grpo_offline.backends.sglang_weights import SglangWeights
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.loop import run_offline

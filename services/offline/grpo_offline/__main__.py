@@ -15,11 +15,10 @@ from typing import Any, NoReturn
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_core.process.threads import share_cores
-from grpo_offline.config_file import CONFIG_FILE
+from grpo_offline.command_line import given_names, job_keys, value_of, words_for_hydra
 from grpo_offline.errors import KeysInvalid
-from grpo_offline.hydra_words import given_names, words_for_hydra
-from grpo_offline.job_keys import job_keys, value_of
 from grpo_offline.key_names import Renamed, in_keys
+from grpo_offline.keys import CONFIG_FILE
 
 PROG = "grpo-offline"
 EXIT_FAILED, EXIT_USAGE = 1, 2
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.argv = [sys.argv[0], *prepared]
     hydra.main(config_path=str(CONFIG_FILE.parent), config_name=CONFIG_FILE.stem)(jobs.run)()
     if jobs.directory is not None:
-        from grpo_offline.sweep.report import report_sweep
+        from grpo_offline.sweep import report_sweep
 
         report_sweep(jobs.directory)
     if jobs.failed:
@@ -67,7 +66,7 @@ class Jobs:
         from hydra.types import RunMode
         from omegaconf import OmegaConf
 
-        from grpo_offline.sweep.job_record import JobRecord, write_job
+        from grpo_offline.sweep import JobRecord, write_job
 
         job = HydraConfig.get()
         directory = Path(job.runtime.output_dir)

@@ -14,8 +14,7 @@ from grpo_offline.items import EvaluationItems
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.results import Metrics
 from grpo_offline.run_files import RunFiles
-from grpo_offline.sampling import evaluate_all, require_fresh_evaluation
-from grpo_offline.trained_version import TrainedVersion
+from grpo_offline.sampling import TrainedVersion, evaluate_all, require_fresh_evaluation
 from grpo_trainer.telemetry.sinks import Recorder
 
 

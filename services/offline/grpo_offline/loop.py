@@ -17,23 +17,20 @@ from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.settings import EnvServerSettings
 from grpo_offline.backends.choice import Sampling, choose
 from grpo_offline.backends.opening import Backends
+from grpo_offline.batches import InProcessQueue, optimizer_batches, with_own_logprobs
 from grpo_offline.evaluating import Evaluator
-from grpo_offline.in_process_queue import InProcessQueue
 from grpo_offline.items import EvaluationItems, TrainingItems, items_to_evaluate, items_to_train
 from grpo_offline.iteration_end import IterationEnd
 from grpo_offline.keys import OfflineKeys
-from grpo_offline.optimizer_batches import optimizer_batches
-from grpo_offline.own_logprobs import with_own_logprobs
-from grpo_offline.plots import draw
-from grpo_offline.results import RunResult, evaluations, result_of
+from grpo_offline.results import RunResult, draw, evaluations, result_of
 from grpo_offline.run_files import BEFORE, RunFiles
 from grpo_offline.sampling import (
     Sampler,
+    TrainedVersion,
     require_fresh,
+    require_own_policy,
 )
-from grpo_offline.sampling_probe import require_own_policy
 from grpo_offline.screen import Screen
-from grpo_offline.trained_version import TrainedVersion
 from grpo_offline.translate import environment_settings, trainer_command
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import Position

@@ -1,4 +1,4 @@
-"""Samples and grades the rollouts of an iteration, and those of an evaluation."""
+"""Samples and grades the rollouts of an iteration, from the trainer's weights alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
+import torch
 
 from grpo_core.evaluation.results import EvalResult
 from grpo_core.wire.policy_version import PolicyVersion
@@ -19,6 +20,10 @@ from grpo_env.tasks.items import Item, ItemStream
 from grpo_offline.errors import RolloutsFail, StaleServer
 from grpo_offline.items import EvaluationItems
 from grpo_offline.keys import EvalKeys
+from grpo_trainer.checks.served_weights import START_FACTOR
+from grpo_trainer.data.batches import Position
+from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
+from grpo_trainer.model.policy import CausalLM, vocabulary_of
 
 log = structlog.get_logger()
 
@@ -155,3 +160,45 @@ async def evaluate_all(
     plan = replace(plan, max_completion_tokens=keys.max_new_tokens)
     evaluation = evaluation_of(keys, seed)
     return [await evaluate(engine, one.task, one.items, evaluation, plan) for one in chosen]
+
+
+@dataclass
+class TrainedVersion:
+    """`begun_as`: another name of the weights at the start of the run, if the server has one."""
+
+    position: Position
+    begun_as: PolicyVersion | None
+
+    def __call__(self) -> PolicyVersion:
+        return PolicyVersion(self.position.epoch, self.position.step)
+
+    @property
+    def accepted(self) -> set[PolicyVersion]:
+        return {self()} | ({self.begun_as} if self.begun_as else set())
+
+    def trained(self, position: Position) -> None:
+        """The weights are new ones now."""
+        self.position, self.begun_as = position, None
+
+
+PROMPT_TOKENS, SAMPLED_TOKENS = 16, 8
+
+
+async def require_own_policy(engine: RolloutEngine, policy: CausalLM) -> None:
+    """Raises:
+    StaleServer: the logprobs of sampled tokens are not the policy's.
+    ServiceUnavailable, ProtocolViolation: the errors of `RolloutEngine.sample_plainly`.
+    """
+    prompt = probe_tokens(vocabulary_of(policy), PROMPT_TOKENS)
+    completion = await engine.sample_plainly(prompt, SAMPLED_TOKENS)
+    ours = logprobs_of(policy, [*prompt, *completion.token_ids])[len(prompt) - 1 :]  # [K]
+    off = float((ours - torch.tensor(completion.logprobs)).abs().mean())
+    allowed = START_FACTOR * tolerance_of(policy)
+    if not off <= allowed:
+        raise StaleServer(
+            f"the logprobs of {len(completion.token_ids)} tokens, sampled at temperature 1 before "
+            f"the rollouts of this iteration, differ from those of the trainer's policy by "
+            f"{off:.2g} on average (allowed {allowed:.2g}), so the rollouts would not be the "
+            "policy's. Check that generation.base_url is the server of this run; with "
+            "generation.backend=local, report a bug"
+        )

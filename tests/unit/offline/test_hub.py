@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from grpo_offline.errors import HubRefused
-from grpo_offline.recipe.hub import hub_target, prepare, upload
 from grpo_offline.recipe.reading import read_recipe
+from grpo_offline.recipe.trained_model import hub_target, prepare, upload
 
 
 class Hub:

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from grpo_offline.config_file import CONFIG_FILE
+from grpo_offline.command_line import given_names, job_keys, words_for_hydra
 from grpo_offline.errors import KeysInvalid, RunUnusable
-from grpo_offline.hydra_words import given_names, words_for_hydra
-from grpo_offline.job_keys import job_keys
-from grpo_offline.keys import OfflineKeys
+from grpo_offline.keys import CONFIG_FILE, OfflineKeys
 from grpo_offline.run_files import RunFiles
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_offline.command_line import value_of
 from grpo_offline.errors import KeysInvalid
-from grpo_offline.job_keys import value_of
 from grpo_offline.key_names import KEY_OF_OPTION, in_keys, in_recipe, line_in_keys
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.recipe.translation import names_of_recipe

@@ -10,8 +10,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
-from grpo_offline.config_file import CONFIG_FILE, config_text
-from grpo_offline.keys import OfflineKeys
+from grpo_offline.keys import CONFIG_FILE, OfflineKeys, config_text
 
 GUIDE = """
 model: {train_id: Qwen/Qwen2.5-1.5B, ref_id: Qwen/Qwen2.5-1.5B, device: auto}
@@ -64,7 +63,7 @@ def test_every_key_of_the_guide_has_its_default() -> None:
 
 
 def test_the_configuration_file_is_that_of_the_keys() -> None:
-    assert CONFIG_FILE.read_text() == config_text()  # python -m grpo_offline.config_file
+    assert CONFIG_FILE.read_text() == config_text()  # python -m grpo_offline.keys
     assert OfflineKeys.model_validate(composed()) == OfflineKeys()
 
 

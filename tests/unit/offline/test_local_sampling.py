@@ -14,7 +14,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_offline.backends import local
 from grpo_offline.backends.local import LocalGeneration
 from grpo_offline.errors import StaleServer
-from grpo_offline.sampling_probe import require_own_policy
+from grpo_offline.sampling import require_own_policy
 from grpo_trainer.config.forward import ForwardOptions
 from grpo_trainer.model.forward import _probe_batch, build_forward_pass
 from grpo_trainer.model.logprobs import logprobs_of

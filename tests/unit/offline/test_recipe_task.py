@@ -15,8 +15,8 @@ from grpo_env.tasks.data_files import DataUnusable
 from grpo_env.tasks.items import evaluation_items, training_items
 from grpo_env.tasks.rewards import RewardInvalid
 from grpo_offline.errors import RecipeInvalid
-from grpo_offline.recipe.environment import environment_options
-from grpo_offline.recipe.main import row_count
+from grpo_offline.recipe.data import environment_options
+from grpo_offline.recipe.main import open_directory, row_count
 from grpo_offline.recipe.reading import Recipe, read_recipe
 from grpo_offline.recipe.rewards import (
     REWARDS,
@@ -25,7 +25,6 @@ from grpo_offline.recipe.rewards import (
     find_reward,
     register,
 )
-from grpo_offline.recipe.run_directory import open_directory
 from grpo_offline.recipe.task import RecipeTask
 
 Recipes = Callable[..., Recipe]

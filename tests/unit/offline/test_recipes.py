@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 
 from grpo_offline.errors import RecipeInvalid
-from grpo_offline.recipe.configs import GRPOConfig, ScriptArguments, load_configs
-from grpo_offline.recipe.key import Key
-from grpo_offline.recipe.ranks import is_leader, rank_count
-from grpo_offline.recipe.reading import read_recipe
+from grpo_offline.recipe.keys import KEYS, TABLE, Key
+from grpo_offline.recipe.reading import (
+    GRPOConfig,
+    ScriptArguments,
+    is_leader,
+    load_configs,
+    rank_count,
+    read_recipe,
+)
 from grpo_offline.recipe.server_plan import server_plan
-from grpo_offline.recipe.table import KEYS, TABLE
 from grpo_offline.recipe.translation import translate
 
 ROOT = Path(__file__).parents[3]

@@ -21,11 +21,10 @@ from grpo_offline import evaluating, iteration_end
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.backends.local import LocalGeneration
 from grpo_offline.backends.opening import Backends
+from grpo_offline.batches import InProcessQueue, optimizer_batches
 from grpo_offline.errors import RolloutsFail, StaleServer
-from grpo_offline.in_process_queue import InProcessQueue
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.loop import run_offline
-from grpo_offline.optimizer_batches import optimizer_batches
 from grpo_offline.results import RunResult, evaluations, result_of, train_records
 from grpo_offline.run_files import RunFiles
 from grpo_offline.screen import Screen

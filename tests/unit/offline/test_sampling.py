@@ -11,8 +11,8 @@ from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.items import Item, ItemStream
+from grpo_offline.batches import optimizer_batches
 from grpo_offline.errors import KeysInvalid, RolloutsFail, StaleServer
-from grpo_offline.optimizer_batches import optimizer_batches
 from grpo_offline.sampling import Sampler, require_fresh
 from grpo_trainer.data.batch_advantages import group_advantages
 from grpo_trainer.data.groups import GroupLimits, usable_group

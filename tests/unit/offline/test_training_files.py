@@ -10,8 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from grpo_offline.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
-from grpo_offline.recipe.table import TABLE
+from grpo_offline.recipe.keys import TABLE
+from grpo_offline.recipe.reading import GRPOConfig, ModelConfig, ScriptArguments
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = (ROOT / "training.sh").read_text()

@@ -11,7 +11,7 @@ import torch
 from grpo_core.clients.inference import Completion
 from grpo_core.weights.ref import WeightKind
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_offline.backends.sglang_client import UNTRAINED, ServerInfo, SglangClient
+from grpo_offline.backends.sglang import UNTRAINED, ServerInfo, SglangClient
 from grpo_offline.errors import ServerUnsuitable
 from grpo_trainer.checks.served_weights import (
     DEFAULT_BLOCK,

@@ -17,17 +17,54 @@ from grpo_env.tasks.items import training_items
 from grpo_offline.errors import KeysInvalid, RecipeInvalid
 from grpo_offline.key_names import Renamed, in_recipe
 from grpo_offline.keys import OfflineKeys
-from grpo_offline.recipe.benchmarks import Benchmark, benchmarks_of, evaluate
-from grpo_offline.recipe.chat_template import add_template, template_text, write_tokenizer
-from grpo_offline.recipe.environment import environment_options
-from grpo_offline.recipe.help import help_text
-from grpo_offline.recipe.hub import hub_target, prepare, upload
-from grpo_offline.recipe.ranks import is_leader, rank_count
-from grpo_offline.recipe.reading import Recipe, read_recipe
-from grpo_offline.recipe.run_directory import open_directory
+from grpo_offline.recipe.data import environment_options
+from grpo_offline.recipe.keys import help_text
+from grpo_offline.recipe.reading import Recipe, is_leader, rank_count, read_recipe
 from grpo_offline.recipe.task import RecipeTask
+from grpo_offline.recipe.trained_model import (
+    Benchmark,
+    add_template,
+    benchmarks_of,
+    evaluate,
+    hub_target,
+    prepare,
+    template_text,
+    upload,
+    write_tokenizer,
+)
 from grpo_offline.recipe.translation import Translated, names_of_recipe, translate
 from grpo_offline.run_files import RunFiles
+
+
+def open_directory(recipe: Recipe, directory: Path) -> Path | None:
+    """Make way for a new run, and return where an earlier one was moved to; None if it goes on, or
+    if there is none.
+
+    Raises:
+        RecipeInvalid: there is an earlier run that must not go on, or none that should.
+    """
+    resumed = recipe["resume_from_checkpoint"]
+    exists = RunFiles(directory).keys.is_file()
+    if not exists:
+        if isinstance(resumed, str) and resumed.lower() not in ("true", "false"):
+            raise RecipeInvalid(f"resume_from_checkpoint: {directory} is no directory of a run")
+        return None
+    if recipe["overwrite_output_dir"]:
+        return _moved_aside(directory)
+    if resumed is False or (isinstance(resumed, str) and resumed.lower() == "false"):
+        raise RecipeInvalid(
+            f"resume_from_checkpoint: false, but output_dir {directory} has a run; name another "
+            "output_dir, or set overwrite_output_dir, which moves the earlier run aside"
+        )
+    return None
+
+
+def _moved_aside(directory: Path) -> Path:
+    number = 1
+    while (target := directory.with_name(f"{directory.name}.{number}")).exists():
+        number += 1
+    return directory.rename(target)
+
 
 Script = Literal["grpo", "maxent"]
 PROGS = {"grpo": "src/grpo.py", "maxent": "src/maxent-grpo.py"}

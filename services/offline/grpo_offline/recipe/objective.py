@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_offline.errors import RecipeInvalid
+from grpo_offline.recipe.keys import MAXENT_NAMES, TABLE
 from grpo_offline.recipe.reading import Recipe
-from grpo_offline.recipe.table import MAXENT_NAMES, TABLE
 
 _AGGREGATIONS = {"grpo": "sequence", "dapo": "token", "bnpo": "token", "dr_grpo": "constant"}
 _CISPO = "cispo"

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from grpo_offline.errors import RecipeInvalid
-from grpo_offline.recipe.table import TABLE
+from grpo_offline.recipe.keys import KEYS, TABLE, Key, Owner
+
+WORLD_SIZE, RANK = "WORLD_SIZE", "RANK"
+"""Set by accelerate and torchrun for each rank."""
+_SHARDED = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "accelerate's FSDP; write `fsdp: full_shard` in the recipe",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
+
+
+def rank_count(environment: Mapping[str, str]) -> int:
+    """Raises `RecipeInvalid`: accelerate shards the model."""
+    for variable, name in _SHARDED.items():
+        if environment.get(variable, "").lower() == "true":
+            raise RecipeInvalid(
+                f"{variable}: the trainer does not use {name}; pass the --config_file "
+                "recipes/accelerate_configs/ranks.yaml"
+            )
+    return int(environment.get(WORLD_SIZE, "1"))
+
+
+def is_leader(environment: Mapping[str, str]) -> bool:
+    """Whether this rank samples, publishes and writes the files of the run."""
+    return environment.get(RANK, "0") == "0"
+
 
 ENVIRONMENT = "env"
 """Section of the file with variables for the process."""
@@ -58,12 +84,8 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
     given = _main_names(content, problems) | _main_names(flags, problems)
     if problems:
         raise RecipeInvalid("; ".join(problems))
-    values = {name: _default(key.default) for name, key in TABLE.items() if not key.alias_of}
+    values = {key.name: copy.deepcopy(key.default) for key in KEYS if not key.alias_of}
     return Recipe(values | given, given, {str(k): str(v) for k, v in variables.items()})
-
-
-def _default(value: Any) -> Any:
-    return [*value] if isinstance(value, tuple) else value
 
 
 def _main_names(content: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -158,3 +180,44 @@ def _spread(content: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
             "include_num_input_tokens_seen",
         )
         yield name, "no" if is_word else value
+
+
+def _class_of(owner: Owner, docstring: str) -> type[Any]:
+    keys = [key for key in KEYS if key.owner == owner and not key.alias_of]
+    made = make_dataclass(owner, [(key.name, key.kind, _field(key)) for key in keys], frozen=True)
+    made.__doc__ = docstring
+    return made
+
+
+def _field(key: Key) -> Any:
+    metadata = {"help": key.text, "use": key.use}
+    if isinstance(key.default, dict | list):
+        return field(default_factory=lambda: copy.deepcopy(key.default), metadata=metadata)
+    return field(default=key.default, metadata=metadata)
+
+
+ScriptArguments = _class_of("ScriptArguments", "Data sets and rewards.")
+GRPOConfig = _class_of("GRPOConfig", "Training, sampling, objective, logging and the hub.")
+ModelConfig = _class_of("ModelConfig", "The model and its adapter.")
+
+
+@dataclass(frozen=True)
+class Configs:
+    """One recipe."""
+
+    script: Any
+    training: Any
+    model: Any
+
+
+def load_configs(argv: Sequence[str]) -> Configs:
+    """The dataclasses of a command line such as `--config recipe.yaml --seed 1`.
+
+    Raises `RecipeInvalid`, which lists every mistake.
+    """
+    values = read_recipe(argv).values
+    return Configs(*(_made(kind, values) for kind in (ScriptArguments, GRPOConfig, ModelConfig)))
+
+
+def _made(kind: type[Any], values: Any) -> Any:
+    return kind(**{name: values[name] for name in kind.__dataclass_fields__})

@@ -21,8 +21,7 @@ from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.keys import OfflineKeys
-from grpo_offline.recipe.ranks import rank_count
-from grpo_offline.recipe.reading import Recipe, read_recipe
+from grpo_offline.recipe.reading import Recipe, rank_count, read_recipe
 from grpo_offline.recipe.translation import dtype_of, run_directory, sync_mode, translate
 from grpo_offline.translate import environment_settings, trainer_command
 from grpo_trainer.config.sync import ModeName, served_weights_directory

@@ -11,7 +11,7 @@ from grpo_env.grading.parts import weighted
 from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions, checked_arguments
 from grpo_env.tasks.rewards import SINGLE, RewardInvalid, graded_of
 from grpo_env.tasks.rows import ANSWER, answer_text, is_missing, messages_of
-from grpo_offline.recipe.datasets import RecipeData
+from grpo_offline.recipe.data import RecipeData
 from grpo_offline.recipe.rewards import COMPARING, close_rewards, find_reward, right_answer
 
 TASK = "grpo_offline.recipe.task:RecipeTask"

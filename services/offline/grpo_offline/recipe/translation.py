@@ -14,12 +14,107 @@ from grpo_core.validation import problems_of
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.key_names import in_recipe
 from grpo_offline.keys import OfflineKeys
-from grpo_offline.recipe.environment import environment_options, lengths
+from grpo_offline.recipe.data import environment_options, lengths
+from grpo_offline.recipe.keys import KEYS
 from grpo_offline.recipe.objective import kl_coef, objective_options, unused_keys
 from grpo_offline.recipe.reading import Recipe
-from grpo_offline.recipe.sizes import EVERY_ROW, sizes_of
-from grpo_offline.recipe.table import KEYS
 from grpo_offline.recipe.task import TASK
+
+_MOST = 1_000_000
+"""Models to keep, and training seeds: all."""
+_EVAL_STEPS = 10
+EVERY_ROW = _MOST
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Args:
+    steps: optimizer steps of the run
+    save_interval, eval_interval: in iterations; save_interval 0: only the last model
+    """
+
+    problems: int
+    iterations: int
+    steps: int
+    save_interval: int
+    eval_interval: int
+    keep: int
+
+
+def sizes_of(recipe: Recipe, row_count: Callable[[], int], ranks: int = 1) -> Sizes:
+    """Args:
+        row_count: number of rows of training, which may take long to find
+        ranks: number of training processes, each with its share of a step
+
+    Raises `RecipeInvalid`: the sizes do not fit.
+    """
+    problems = _problems(recipe, ranks)
+    device = recipe["per_device_train_batch_size"] * ranks
+    per_step = device * recipe["gradient_accumulation_steps"]
+    steps = -(-problems * recipe["num_generations"] // per_step)
+    iterations = _iterations(recipe, problems, steps, row_count)
+    return Sizes(
+        problems,
+        iterations,
+        iterations * steps,
+        _save_interval(recipe, problems, steps, row_count),
+        _eval_interval(recipe, problems, steps, iterations, row_count),
+        recipe["save_total_limit"] or _MOST,
+    )
+
+
+def _problems(recipe: Recipe, ranks: int) -> int:
+    device, size = recipe["per_device_train_batch_size"] * ranks, recipe["num_generations"]
+    per_generation = recipe["steps_per_generation"] or recipe["gradient_accumulation_steps"]
+    if recipe["generation_batch_size"] is not None and recipe["steps_per_generation"] is not None:
+        raise RecipeInvalid("generation_batch_size: excludes steps_per_generation")
+    completions = recipe["generation_batch_size"] or device * per_generation
+    if size < 2:
+        raise RecipeInvalid(f"num_generations: expected 2 or more; got {size}")
+    if completions % size:
+        raise RecipeInvalid(
+            f"num_generations: {size} does not divide the {completions} completions of a "
+            "generation; change per_device_train_batch_size, gradient_accumulation_steps or "
+            "generation_batch_size"
+        )
+    return int(completions // size)
+
+
+def _iterations(recipe: Recipe, problems: int, steps: int, row_count: Callable[[], int]) -> int:
+    if recipe["max_steps"] > 0:
+        return -(-int(recipe["max_steps"]) // steps)
+    if recipe["num_train_epochs"] <= 0:
+        raise RecipeInvalid("num_train_epochs: expected above 0, or max_steps")
+    return int(max(1, math.ceil(recipe["num_train_epochs"] * row_count() / problems)))
+
+
+def _save_interval(recipe: Recipe, problems: int, steps: int, row_count: Callable[[], int]) -> int:
+    strategy = recipe["save_strategy"]
+    if strategy == "no":
+        return 0
+    if strategy == "epoch":
+        return int(max(1, row_count() // problems))
+    _require("save_strategy", strategy, "no, steps or epoch", "steps")
+    if recipe["save_steps"] < 1:
+        raise RecipeInvalid("save_steps: expected a number of steps, not a share of the run")
+    return int(max(1, round(recipe["save_steps"] / steps)))
+
+
+def _eval_interval(
+    recipe: Recipe, problems: int, steps: int, iterations: int, row_count: Callable[[], int]
+) -> int:
+    strategy = recipe["eval_strategy"]
+    if strategy == "epoch":
+        return int(max(1, row_count() // problems))
+    _require("eval_strategy", strategy, "no, steps or epoch", "no", "steps")
+    every = recipe["eval_steps"] or _EVAL_STEPS
+    return int(max(1, round(every * iterations if every < 1 else every / steps)))
+
+
+def _require(name: str, value: str, expected: str, *allowed: str) -> None:
+    if value not in allowed:
+        raise RecipeInvalid(f"{name}: expected {expected}; got {value!r}")
+
 
 RUNS = Path("runs")
 _LEVELS = {"passive": "WARNING", "critical": "ERROR", "detail": "DEBUG"}
@@ -32,42 +127,6 @@ _OPTIMIZERS = {
 }
 _SCHEDULES = {"constant_with_warmup": "constant"} | {
     name: name for name in ("linear", "cosine", "constant")
-}
-_NAMES = {
-    "model.train_id": "model_name_or_path",
-    "model.dtype": "dtype",
-    "model.device": "use_cpu",
-    "sync.mode": "sync_mode",
-    "generation.backend": "use_vllm",
-    "generation.base_url": "vllm_server_base_url",
-    "train.iterations": "max_steps",
-    "train.kl_coef": "beta",
-    "train.grad_accum_steps": "gradient_accumulation_steps",
-    "eval.num_ids": "eval_dataset_split",
-    "eval.interval": "eval_steps",
-    "checkpoint.save_interval": "save_steps",
-    "checkpoint.keep_last_k": "save_total_limit",
-    "checkpoint.resume": "resume_from_checkpoint",
-    "hydra.run.dir": "output_dir",
-    "logging.level": "log_level",
-    "logging.wandb.enabled": "report_to",
-    "grpo.seq_len": "max_prompt_length",
-    "env_server.seq_len": "max_prompt_length",
-    "grpo.optimizer": "optim",
-    "grpo.lr_schedule": "lr_scheduler_type",
-    "grpo.warmup_steps": "warmup_steps",
-    "grpo.warmup_ratio": "warmup_ratio",
-    "grpo.objective": "loss_type",
-    "grpo.fsdp": "fsdp",
-    **{f"grpo.lora_{name}": f"lora_{name}" for name in ("r", "alpha", "dropout", "target_modules")},
-    "env_server.system_prompt": "system_prompt",
-    "env_server.template_args": "chat_template_kwargs",
-    "env_server.reward_weights": "reward_weights",
-    "env_server.data": "dataset_name",
-    "env_server.eval_data": "eval_dataset_name",
-    "env_server.data_config": "dataset_config",
-    "env_server.columns": "dataset_prompt_column",
-    "env_server.tokenizer": "model_name_or_path",
 }
 _LORA_MODES = ("lora_only", "lora_restart")
 
@@ -209,7 +268,8 @@ def _ruled(recipe: Recipe, script: str, row_count: Callable[[], int], ranks: int
 
 def names_of_recipe() -> dict[str, str]:
     """The keys of a recipe, by those of the offline trainer that they set."""
-    return {key.path: key.name for key in KEYS if key.path and not key.alias_of} | _NAMES
+    set_as_they_are = {key.path: key.name for key in KEYS if key.path}
+    return set_as_they_are | {path: key.name for key in KEYS for path in key.names}
 
 
 def _level(name: str) -> str:
