@@ -117,16 +117,16 @@ def wait_for_training(repository: Path) -> None:
     wait_for(lambda: " 0/" in log_of(repository, "train"), deadline_s=1200.0)
 
 
-def train(
-    repository: Path, variables: dict[str, str], *words: str
-) -> subprocess.CompletedProcess[str]:
-    return run(["bash", "training.sh", *words], repository, variables)
-
-
 def run(
     command: list[str], repository: Path, variables: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=repository, env=variables, capture_output=True, text=True)
+
+
+def train(
+    repository: Path, variables: dict[str, str], *words: str
+) -> subprocess.CompletedProcess[str]:
+    return run(["bash", "training.sh", *words], repository, variables)
 
 
 @pytest.mark.parametrize("method", ["grpo", "maxent-grpo"])

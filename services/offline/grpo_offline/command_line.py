@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, NoReturn, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from grpo_core.validation import problems_of
 from grpo_offline.errors import KeysInvalid, RunUnusable
-from grpo_offline.keys import OfflineKeys
+from grpo_offline.keys import OfflineKeys, is_section, put, value_of
 from grpo_offline.run_files import resumed_keys
 
+EXIT_FAILED, EXIT_USAGE = 1, 2
 _MULTIRUN = ("-m", "--multirun")
 _OPEN_SECTIONS = ("grpo.", "env_server.")
 _RESUME, _DIRECTORY = "checkpoint.resume", "hydra.run.dir"
+
+_FOLLOWS = {
+    "model.ref_id": "model.train_id",
+    "eval.backend": "generation.backend",
+    "eval.base_url": "generation.base_url",
+}
+"""Keys whose default is the value of another key."""
+_SIZES = (
+    *("data.problems_per_iteration", "data.rollouts_per_problem"),
+    *("train.batch_size", "train.grad_accum_steps"),
+)
+"""A checkpoint counts optimizer steps, so an iteration must keep its number of them."""
 
 
 def words_for_hydra(words: Sequence[str]) -> list[str]:
@@ -80,33 +95,16 @@ def _choices(value: str) -> list[str]:
 def _takes_one_value(name: str) -> bool:
     section: Any = OfflineKeys
     for part in name.split("."):
-        fields = section.model_fields if _is_section(section) else {}
+        fields = section.model_fields if is_section(section) else {}
         if part not in fields:
             return False
         section = fields[part].annotation
-    return not _is_section(section) and get_origin(section) not in (tuple, dict)
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+    return not is_section(section) and get_origin(section) not in (tuple, dict)
 
 
 def given_names(overrides: Sequence[str]) -> list[str]:
     """The keys that the command line gives, for example `train.lr`."""
     return [word.lstrip("+").partition("=")[0] for word in overrides]
-
-
-FOLLOWS = {
-    "model.ref_id": "model.train_id",
-    "eval.backend": "generation.backend",
-    "eval.base_url": "generation.base_url",
-}
-"""Keys whose default is the value of another key."""
-_SIZES = (
-    *("data.problems_per_iteration", "data.rollouts_per_problem"),
-    *("train.batch_size", "train.grad_accum_steps"),
-)
-"""A checkpoint counts optimizer steps, so an iteration must keep its number of them."""
 
 
 def job_keys(composed: Mapping[str, Any], given: Collection[str]) -> OfflineKeys:
@@ -124,10 +122,10 @@ def job_keys(composed: Mapping[str, Any], given: Collection[str]) -> OfflineKeys
         earlier = resumed_keys(Path(resume))
         content = copy.deepcopy(earlier)
         for name in given:
-            _put(content, name.split("."), value_of(composed, name))
-        for name, source in FOLLOWS.items():
+            put(content, name, value_of(composed, name))
+        for name, source in _FOLLOWS.items():
             if name not in given and value_of(earlier, name) == value_of(earlier, source):
-                _put(content, name.split("."), value_of(content, source))
+                put(content, name, value_of(content, source))
         _require_equal_sizes(earlier, content)
     try:
         keys = OfflineKeys.model_validate(content)
@@ -146,15 +144,16 @@ def _require_equal_sizes(earlier: Mapping[str, Any], content: Mapping[str, Any])
         )
 
 
-def value_of(content: Mapping[str, Any], name: str) -> Any:
-    """Args: name: of a key, for example `train.lr`"""
-    found: Any = content
-    for part in name.split("."):
-        found = found[part]
-    return found
+def exit_on_signals() -> None:
+    """End with status 128 + n after signal n, and clean up."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _exit)
 
 
-def _put(content: dict[str, Any], parts: Sequence[str], value: Any) -> None:
-    for part in parts[:-1]:
-        content = content.setdefault(part, {})
-    content[parts[-1]] = value
+def _exit(number: int, _frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def end(prog: str, status: int, message: str) -> NoReturn:
+    sys.stderr.write(f"{prog}: {message}\n")
+    raise SystemExit(status)

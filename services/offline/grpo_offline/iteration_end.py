@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
 from grpo_core.evaluation.results import EvalResult
-from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
+from grpo_core.wire.scored_group import ScoredGroup
 from grpo_offline.errors import RunUnusable
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.results import Metrics
 from grpo_offline.run_files import RunFiles
+from grpo_offline.sampling import versions_of
 from grpo_offline.screen import Screen
 
 _MEANS = {
@@ -34,12 +34,7 @@ _MEANS = {
 """Key of the file: metric of the trainer, whose mean over the optimizer steps it is."""
 
 Steps = Sequence[Mapping[str, Any]]
-
-
-def last_steps(metrics: Path, count: int) -> list[dict[str, Any]]:
-    """The trainer's records of the newest `count` optimizer steps."""
-    lines = metrics.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines[-count:]]
+Evaluate = Callable[[int], list[EvalResult]]
 
 
 def iteration_record(
@@ -70,13 +65,11 @@ def iteration_record(
         "groups": len(groups),
         "sequences": len(scores),
         "optimizer_steps": len(steps),
-        "served_step": _served_step(groups),
+        "served_step": max((version.step for version in versions_of(groups)), default=0),
         "trained_step": steps[-1]["step"],
         "frozen": is_frozen,
     }
-    return {name: value for name, value in record.items() if value is not None} | {
-        "kl_divergence": record["kl_divergence"]
-    }
+    return {k: v for k, v in record.items() if v is not None or k == "kl_divergence"}
 
 
 def _mean(steps: Steps, metric: str) -> float | None:
@@ -91,58 +84,45 @@ def _divergence(steps: Steps, means: Mapping[str, float | None]) -> float | None
     return _mean(steps, "policy/reference_kl")
 
 
-def _served_step(groups: Sequence[ScoredGroup]) -> int:
-    return max(
-        (
-            version.step
-            for group in groups
-            for pair in RolloutFacts.of(group).policy_version
-            for version in pair
-        ),
-        default=0,
-    )
-
-
-Evaluate = Callable[[int], list[EvalResult]]
-
-
 @dataclass(frozen=True)
 class IterationEnd:
-    """`is_frozen`: the rollouts are those of weights that stay as they are."""
+    """Args:
+    is_frozen: the rollouts are those of weights that stay as they are
+    evaluate: evaluates the weights after an iteration, and writes the results
+    """
 
     keys: OfflineKeys
     files: RunFiles
-    screen: Screen
     is_frozen: bool
+    evaluate: Evaluate = lambda _: []
 
     def close(
-        self, evaluate: Evaluate, iteration: int, groups: Sequence[ScoredGroup]
+        self, iteration: int, groups: Sequence[ScoredGroup]
     ) -> tuple[Metrics, list[EvalResult]]:
         """Write what is known of an iteration whose steps are taken, and evaluate it if that is
         due."""
         files, steps = self.files, self.keys.steps_per_iteration
-        newest = last_steps(files.metrics, steps)
+        lines = files.metrics.read_text(encoding="utf-8").splitlines()
+        newest = [json.loads(line) for line in lines[-steps:]]
         record = iteration_record(iteration, newest, groups, self.is_frozen)
         files.write_json(files.train(iteration), record)
-        results = evaluate(iteration) if self._is_evaluated(iteration) else []
+        results = self.evaluate(iteration) if self._is_evaluated(iteration) else []
         files.name_checkpoints(steps)
         return record, results
 
-    def close_again(self, evaluate: Evaluate, iteration: int) -> None:
+    def close_again(self, iteration: int) -> None:
         """If the run was killed between the last checkpoint and the end of its iteration."""
-        expected = [self.files.train(iteration)]
-        if self._is_evaluated(iteration):
-            expected.append(self.files.evaluation(iteration))
-        if not all(path.is_file() for path in expected):
-            self.close(evaluate, iteration, self._saved_groups(iteration))
+        is_recorded = self.files.train(iteration).is_file()
+        if not is_recorded or self._lacks_evaluation(iteration):
+            self.close(iteration, self._saved_groups(iteration))
 
-    def close_complete(self) -> None:
+    def close_complete(self, screen: Screen) -> None:
         """If the run was killed between its last checkpoint and the end of its last iteration."""
         last = self.keys.train.iterations - 1
         if not self.files.train(last).is_file():
-            self.close(lambda _: [], last, self._saved_groups(last))
-        if self._is_evaluated(last) and not self.files.evaluation(last).is_file():
-            self.screen.warn(
+            self.close(last, self._saved_groups(last))
+        if self._lacks_evaluation(last):
+            screen.warn(
                 "the run was killed before its last evaluation, which is missing; raise "
                 "train.iterations to go on, or evaluate final_model with grpo-eval"
             )
@@ -155,6 +135,9 @@ class IterationEnd:
                 "the record of this iteration, and needs that file to write it"
             )
         return groups
+
+    def _lacks_evaluation(self, iteration: int) -> bool:
+        return self._is_evaluated(iteration) and not self.files.evaluation(iteration).is_file()
 
     def _is_evaluated(self, iteration: int) -> bool:
         keys, done = self.keys, iteration + 1

@@ -7,7 +7,7 @@ An `interpolation` there takes the place of the default: the value of another ke
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -205,6 +205,26 @@ class OfflineKeys(Section):
         return -(-self.sequences_per_iteration // size)
 
 
+def is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def value_of(content: Mapping[str, Any], path: str) -> Any:
+    """Args: path: of a key, for example `train.lr`"""
+    found: Any = content
+    for name in path.split("."):
+        found = found[name]
+    return found
+
+
+def put(content: dict[str, Any], path: str, value: Any) -> None:
+    """Set a key, in sections that may be missing."""
+    *sections, name = path.split(".")
+    for section in sections:
+        content = content.setdefault(section, {})
+    content[name] = value
+
+
 CONFIG_FILE = Path(__file__).parent / "conf" / "offline_grpo.yaml"
 _WIDTH = 98
 _HEAD = """\
@@ -235,14 +255,13 @@ def config_text() -> str:
 
 def _lines(section: type[BaseModel], indent: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from ([""] if not indent else [])
+        kind: Any = field.annotation
+        yield from ([""] if not indent else [])
+        if is_section(kind):
             yield f"{indent}{name}:"
             yield from _lines(kind, indent + "  ")
             continue
         comment = f"{field.description}."
-        yield from ([""] if not indent else [])
         yield from textwrap.wrap(
             comment, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
         )

@@ -10,6 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from grpo_core.evaluation.results import EvalResult
+from grpo_core.logs import configure_logging
+from grpo_core.process.threads import share_cores
+from grpo_offline.key_names import renamed
+from grpo_offline.keys import OfflineKeys
 
 _HEAD_EVERY = 20
 _IDLE = 5e-7
@@ -80,3 +84,16 @@ class Screen:
 def _shown_loss(value: float) -> str:
     """Without the sign of a rounding error."""
     return f"{0.0 if abs(value) < _IDLE else value:.4f}"
+
+
+def open_screen(keys: OfflineKeys, names: Mapping[str, str] | None = None) -> Screen:
+    """Prepare this process for a run: messages name the user's keys, and no other bar is drawn.
+
+    Args: names: of a recipe's keys, by those of Hydra
+    """
+    configure_logging("offline", keys.logging.level, [renamed(names or {})])
+    share_cores()
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    return Screen()

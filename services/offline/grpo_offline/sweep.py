@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +14,21 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_core.errors import GrpoError
-from grpo_offline.results import RunResult
+from grpo_offline.errors import NoSweep
 
 JOB_FILE = "job.json"
-
-
-class NoSweep(GrpoError):
-    """A directory holds no jobs of a sweep."""
-
-
-@dataclass
-class JobRecord:
-    """What one job was given and what came of it: `result`, or `error`."""
-
-    directory: str
-    overrides: dict[str, Any]
-    result: RunResult | None = None
-    error: str | None = None
+_SHOWN_BARS = 40
+_INCHES_PER_BAR = 0.3
+_WIDTH = 200
+"""Of the table, in columns: it is not cut off if it is written to a file."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One job as its record says.
-
-    score: mean@1 after the training, or the last mean reward; None if the job failed
-    lift: change of mean@1 since before the training, or of the mean reward
-    """
+    """One job as its file says. The numbers are those of `RunResult`; None if the job failed."""
 
     directory: str
-    overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any]
     score: float | None = None
     lift: float | None = None
     reward_first: float | None = None
@@ -50,24 +36,9 @@ class Job:
     error: str | None = None
 
 
-def write_job(directory: Path, record: JobRecord) -> None:
-    result = record.result
-    content: dict[str, Any] = {
-        "directory": record.directory,
-        "overrides": record.overrides,
-        "error": record.error,
-    }
-    if result is not None:
-        begun = [one["mean@1"] for one in result.before]
-        first = sum(begun) / len(begun) if begun else result.reward_first
-        content |= {
-            "score": result.score,
-            "lift": result.score - first,
-            "reward_first": result.reward_first,
-            "reward_last": result.reward_last,
-        }
+def write_job(directory: Path, job: Job) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / JOB_FILE).write_text(json.dumps(content, indent=2) + "\n")
+    (directory / JOB_FILE).write_text(json.dumps(asdict(job), indent=2) + "\n")
 
 
 def read_jobs(sweep: Path) -> list[Job]:
@@ -76,24 +47,13 @@ def read_jobs(sweep: Path) -> list[Job]:
     Raises:
         NoSweep: there are none.
     """
-    jobs = [*_read(sweep)]
+    jobs = [Job(**json.loads(path.read_text())) for path in sweep.glob(f"*/{JOB_FILE}")]
     if not jobs:
         raise NoSweep(
             f"{sweep} holds no jobs; name the directory of a sweep, for example "
             "multirun/2026-01-31/12-00-00"
         )
     return sorted(jobs, key=lambda job: (job.score is None, -(job.score or 0.0), job.directory))
-
-
-def _read(sweep: Path) -> Iterator[Job]:
-    for path in sweep.glob(f"*/{JOB_FILE}"):
-        yield Job(**json.loads(path.read_text()))
-
-
-_SHOWN_BARS = 40
-_INCHES_PER_BAR = 0.3
-_WIDTH = 200
-"""Of the table, in columns: it is not cut off if it is written to a file."""
 
 
 def report_sweep(sweep: Path) -> None:

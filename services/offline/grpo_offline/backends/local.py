@@ -56,22 +56,13 @@ class LocalGeneration:
         return self
 
     async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
-        """Sample completions in one pass; the parameters have vLLM's names."""
-        return self._generated(prompt_token_ids, **sampling)
+        """Sample n completions in one pass; the parameters have vLLM's names.
 
-    def _generated(
-        self,
-        prompt_token_ids: list[int],
-        *,
-        max_tokens: int,
-        n: int = 1,
-        temperature: float = 1.0,
-        stop: list[str] | None = None,
-        **reshaping: Any,
-    ) -> GenerateAnswer:
-        """Sample n completions. Their logprobs are those of softmax(logits / temperature), and
-        those of the logits themselves at temperature 0."""
-        chosen = {"do_sample": True, "temperature": temperature, "top_k": 0} | reshaping
+        Their logprobs are those of softmax(logits / temperature), and those of the logits
+        themselves at temperature 0."""
+        max_tokens, n = sampling.pop("max_tokens"), sampling.pop("n", 1)
+        temperature, stop = sampling.pop("temperature", 1.0), sampling.pop("stop", None)
+        chosen = {"do_sample": True, "temperature": temperature, "top_k": 0} | sampling
         if temperature == 0:
             chosen = _GREEDY
         # Padding behind a stop text would look like sampled end tokens, so each is sampled alone.

@@ -107,59 +107,68 @@ class StockVllm(AsyncServiceClient):
         )
 
 
-@dataclass(frozen=True)
-class Backends:
-    """Those of one run."""
-
-    keys: OfflineKeys
-    sampling: Sampling
-    tasks: TaskSet
-    template: ChatTemplate
-
-    @contextlib.contextmanager
-    def weight_sync(self, settings: TrainerSettings) -> Iterator[WeightSync]:
-        """Opens what brings new weights to where rollouts are sampled."""
-        if self.sampling.mode in ("local", "frozen"):
-            yield WeightsInProcess(settings, samples=self.sampling.mode == "local")
-            return
-        if self.sampling.mode == "sglang":
-            with contextlib.closing(self._sglang_weights(settings)) as weights:
-                yield weights
-            return
-        with open_weight_sync(settings, starts_from_model=True) as sync:
-            yield sync
-
-    def _sglang_weights(self, settings: TrainerSettings) -> SglangWeights:
+@contextlib.contextmanager
+def open_weights(
+    keys: OfflineKeys, sampling: Sampling, settings: TrainerSettings
+) -> Iterator[WeightSync]:
+    """Opens what brings new weights to where rollouts are sampled."""
+    if sampling.mode in ("local", "frozen"):
+        yield WeightsInProcess(settings, samples=sampling.mode == "local")
+    elif sampling.mode == "sglang":
         key = plain(settings.vllm_api_key)
-        return SglangWeights(
+        weights = SglangWeights(
             SglangClient(settings.inference_url, settings.service_deadline_s, api_key=key),
             TrainedWeights(settings.model, settings.lora),
             WeightDirectories(served_weights_directory(settings.save_path)),
             settings.dtype,
             settings.device,
-            self.keys.steps_per_iteration,
+            keys.steps_per_iteration,
             settings.steps,
         )
+        with contextlib.closing(weights):
+            yield weights
+    else:
+        with open_weight_sync(settings, starts_from_model=True) as sync:
+            yield sync
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Opens the rollout engines of one run. Args: version: of the policy's weights"""
+
+    keys: OfflineKeys
+    sampling: Sampling
+    environment: EnvServerSettings
+    tasks: TaskSet
+    template: ChatTemplate
+    policy: CausalLM
+    version: Callable[[], PolicyVersion]
 
     @contextlib.asynccontextmanager
-    async def engine(
-        self,
-        policy: CausalLM,
-        version: Callable[[], PolicyVersion],
-        backend: str,
-        environment: EnvServerSettings,
-        seed: int | None = None,
-    ) -> AsyncIterator[RolloutEngine]:
-        """The rollout engine on one place where rollouts are sampled.
+    async def opened(self) -> AsyncIterator[tuple[RolloutEngine, RolloutEngine]]:
+        """The engines for training and for evaluation. They are one if both sample from the same
+        server."""
+        generation, evaluation = self.keys.generation, self.keys.eval
+        place = (evaluation.backend, evaluation.base_url)
+        async with self._engine(generation.backend, self.environment, None) as training:
+            if place == (generation.backend, generation.base_url) and place[0] != "local":
+                yield training, training
+                return
+            other = self.environment.model_copy(update={"inference_url": (evaluation.base_url,)})
+            async with self._engine(evaluation.backend, other, evaluation.seed_base) as evaluating:
+                yield training, evaluating
 
-        Args:
-            policy, version: of the trainer, for `local`
-            backend: as `generation.backend`
-            environment: names the server
-            seed: of the random numbers of `local`; None: those of the process
+    @contextlib.asynccontextmanager
+    async def _engine(
+        self, backend: str, environment: EnvServerSettings, seed: int | None
+    ) -> AsyncIterator[RolloutEngine]:
+        """Args:
+        backend: as `generation.backend`
+        environment: names the server
+        seed: of the random numbers of `local`; None: those of the process
         """
         if backend == "local":
-            local = LocalGeneration(policy, self.template.tokenizer, version, seed)
+            local = LocalGeneration(self.policy, self.template.tokenizer, self.version, seed)
             with engine_on(local, environment, self.template) as engine:
                 yield engine
         elif backend == "sglang_server" or self.sampling.server == "stock_vllm":

@@ -18,6 +18,8 @@ from grpo_trainer.errors import WeightsRefused
 SERVICE = "SGLang"
 UNTRAINED = PolicyVersion(0, 0)
 """The version of weights that no trainer of ours published."""
+PUBLISH_DEADLINE_S = 600.0
+"""For the server to finish its requests and load new weights."""
 _INVALID_LAST = "\N{REPLACEMENT CHARACTER}"
 _SHORT_NAMES = {"half": "float16", "float": "float32"}
 
@@ -108,6 +110,15 @@ def sampling_params(
     }
 
 
+def _body(token_ids: list[int], **sampling: Any) -> dict[str, Any]:
+    """Of `POST /generate`."""
+    return {
+        "input_ids": token_ids,
+        "sampling_params": sampling_params(**sampling),
+        "return_logprob": True,
+    }
+
+
 def answer_of(response: httpx.Response, prompt_token_ids: list[int]) -> GenerateAnswer:
     """The answer of `POST /generate` in the form of vllm-api-server.
 
@@ -165,7 +176,6 @@ class SglangClient(ServiceClient):
     Args:
         base_url: for example http://127.0.0.1:30000
         deadline_s: seconds for the answer to a request, and for the server to start
-        publish_deadline_s: seconds for the server to finish its requests and load new weights
         api_key: if the server needs one
     """
 
@@ -173,12 +183,10 @@ class SglangClient(ServiceClient):
         self,
         base_url: str,
         deadline_s: float = 60.0,
-        publish_deadline_s: float = 600.0,
         api_key: str | None = None,
     ) -> None:
         hint = "start the server, or check generation.base_url"
         super().__init__(SERVICE, base_url, deadline_s, deadline_s, api_key, hint)
-        self._publish_deadline_s = publish_deadline_s
 
     def info(self) -> ServerInfo:
         """Raises `ServiceUnavailable`, `RequestRefused`, `ProtocolViolation`."""
@@ -200,15 +208,15 @@ class SglangClient(ServiceClient):
 
         Raises:
             WeightsRefused: the server did not load it.
-            ServiceUnavailable: no answer within `publish_deadline_s`.
+            ServiceUnavailable: no answer within `PUBLISH_DEADLINE_S`.
         """
         body = {"model_path": str(directory), "weight_version": str(version)}
         try:
             self.send(
                 "POST",
                 "/update_weights_from_disk",
-                deadline_s=self._publish_deadline_s,
-                timeout=self._publish_deadline_s,
+                deadline_s=PUBLISH_DEADLINE_S,
+                timeout=PUBLISH_DEADLINE_S,
                 json=body,
             )
         except RequestRefused as error:
@@ -221,7 +229,8 @@ class SglangClient(ServiceClient):
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """The server's logprobs of token_ids[1:] at temperature 1: [T] → [T-1]."""
         # Without a start, SGLang returns the logprobs of the completion alone.
-        response = self._generate(token_ids, {"logprob_start_len": 0}, max_tokens=1)
+        body = _body(token_ids, max_tokens=1) | {"logprob_start_len": 0}
+        response = self.send("POST", "/generate", json=body)
         entries = _generated(response)[0].meta_info.input_token_logprobs
         # Their tokens cannot be compared: SGLang reports the last one of the vocabulary as 0.
         found = [logprob for logprob, _, _ in entries[1:] if logprob is not None]
@@ -234,19 +243,8 @@ class SglangClient(ServiceClient):
 
     def sample(self, prompt_token_ids: list[int], **sampling: Any) -> Completion:
         """Sample one completion of one prompt."""
-        response = self._generate(prompt_token_ids, {}, **sampling)
+        response = self.send("POST", "/generate", json=_body(prompt_token_ids, **sampling))
         return answer_of(response, prompt_token_ids).completions()[0]
-
-    def _generate(
-        self, token_ids: list[int], options: dict[str, Any], **sampling: Any
-    ) -> httpx.Response:
-        body = {
-            "input_ids": token_ids,
-            "sampling_params": sampling_params(**sampling),
-            "return_logprob": True,
-            **options,
-        }
-        return self.send("POST", "/generate", json=body)
 
 
 class SglangGeneration(AsyncServiceClient):
@@ -278,10 +276,5 @@ class SglangGeneration(AsyncServiceClient):
         Raises:
             RequestRefused, ServiceUnavailable, ProtocolViolation: as other clients.
         """
-        body = {
-            "input_ids": prompt_token_ids,
-            "sampling_params": sampling_params(**sampling),
-            "return_logprob": True,
-        }
-        response = await self.send("POST", "/generate", json=body)
+        response = await self.send("POST", "/generate", json=_body(prompt_token_ids, **sampling))
         return answer_of(response, prompt_token_ids)

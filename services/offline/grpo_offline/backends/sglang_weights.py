@@ -68,7 +68,12 @@ class SglangWeights(PeriodicSync):
             PolicyMismatch: the server has another data type.
             NoSuchDevice: the GPU to train on does not exist.
         """
-        self._require_whole_model()
+        if self.weights.lora is not None:
+            raise ServerUnsuitable(
+                f"an adapter cannot be published to SGLang at {self.server.base_url}; train the "
+                "whole model: remove the LoRA options. Or start vllm-api-server with "
+                "--enable-lora, and set generation.backend=vllm_server and sync.mode=lora_only"
+            )
         device = device_to_load_on(self.device)
         info = self.server.info()
         dtype = _dtype_to_load(self.dtype, info)
@@ -154,14 +159,6 @@ class SglangWeights(PeriodicSync):
             logprob_difference=alignment.mean,
         )
         return alignment
-
-    def _require_whole_model(self) -> None:
-        if self.weights.lora is not None:
-            raise ServerUnsuitable(
-                f"an adapter cannot be published to SGLang at {self.server.base_url}; train the "
-                "whole model: remove the LoRA options. Or start vllm-api-server with "
-                "--enable-lora, and set generation.backend=vllm_server and sync.mode=lora_only"
-            )
 
 
 def _dtype_to_load(wanted: str, info: ServerInfo) -> torch.dtype:

@@ -88,9 +88,6 @@ class RecipeData:
     columns: Mapping[str, str] = field(default_factory=dict)
     test_columns: Mapping[str, str] = field(default_factory=dict)
 
-    def as_arguments(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def of_arguments(cls, content: Mapping[str, Any]) -> RecipeData:
         test = content.get("test")
@@ -133,14 +130,10 @@ def _rows(source: DatasetConfig, columns: Mapping[str, str], seed: int) -> list[
     return [{key: value for key, value in row.items() if key in kept} for row in rows]
 
 
-_PROMPT = "prompt"
-_SINGLE = ("dataset_config", "columns")
-
-
-def mixture_of(recipe: Recipe) -> DatasetMixtureConfig:
+def _mixture_of(recipe: Recipe) -> DatasetMixtureConfig:
     """Raises `RecipeInvalid`: the recipe names no data, or too much."""
     if recipe["dataset_mixture"] is not None:
-        if recipe["dataset_name"] is not None or recipe.gives(*_SINGLE):
+        if recipe["dataset_name"] is not None or recipe.gives("dataset_config", "columns"):
             raise RecipeInvalid(
                 "dataset_mixture: excludes dataset_name, dataset_config and columns; name them in "
                 "its list `datasets`"
@@ -151,21 +144,11 @@ def mixture_of(recipe: Recipe) -> DatasetMixtureConfig:
             raise RecipeInvalid(str(error)) from error
     if recipe["dataset_name"] is None:
         raise RecipeInvalid("dataset_name or dataset_mixture is required")
-    return DatasetMixtureConfig(
-        [
-            DatasetConfig(
-                recipe["dataset_name"],
-                recipe["dataset_config"],
-                recipe["dataset_train_split"],
-                recipe["columns"],
-            )
-        ]
-    )
+    names = ("dataset_name", "dataset_config", "dataset_train_split", "columns")
+    return DatasetMixtureConfig([DatasetConfig(*(recipe[name] for name in names))])
 
 
-def data_of(recipe: Recipe) -> RecipeData:
-    """Raises `RecipeInvalid`: the recipe names no data, or too much."""
-    mixture = mixture_of(recipe)
+def _data_of(recipe: Recipe, mixture: DatasetMixtureConfig) -> RecipeData:
     columns = _columns(recipe["dataset_prompt_column"], recipe["dataset_solution_column"])
     data = RecipeData(mixture.datasets, mixture.seed, columns=columns, test_columns=columns)
     if recipe["eval_strategy"] == "no":
@@ -184,26 +167,17 @@ def data_of(recipe: Recipe) -> RecipeData:
     return replace(data, test=own_test, may_lack_test=not must_exist)
 
 
-def held_out(recipe: Recipe) -> float | None:
-    """Share of the rows that is kept for evaluation if no other rows are; None: the default."""
-    if recipe["dataset_mixture"] is not None:
-        share = mixture_of(recipe).test_split_size
-        if share is not None:
-            return share
-    return 0.0 if recipe["eval_strategy"] == "no" else None
-
-
 def _columns(prompt: str | None, solution: str | None) -> dict[str, str]:
-    named = {_PROMPT: prompt, ANSWER: solution}
+    named = {"prompt": prompt, ANSWER: solution}
     return {ours: theirs for ours, theirs in named.items() if theirs is not None}
 
 
 def environment_options(recipe: Recipe) -> dict[str, Any]:
-    rewards = recipe["reward_funcs"]
-    data = data_of(recipe)
+    """Raises `RecipeInvalid`: the recipe names no data, or too much, or too few weights."""
+    mixture = _mixture_of(recipe)
     arguments = {
-        "data": data.as_arguments(),
-        "rewards": rewards,
+        "data": asdict(_data_of(recipe, mixture)),
+        "rewards": recipe["reward_funcs"],
         "stop": recipe["vllm_stop_sequences"] or [],
     }
     options: dict[str, Any] = {"task_args": arguments, "reward_weights": _weights(recipe)}
@@ -212,9 +186,10 @@ def environment_options(recipe: Recipe) -> dict[str, Any]:
         options["system_prompt"] = recipe["system_prompt"]
     if recipe["chat_template_kwargs"]:
         options["template_args"] = recipe["chat_template_kwargs"]
-    share = held_out(recipe)
-    if share is not None:
-        options["held_out"] = share
+    if mixture.test_split_size is not None:
+        options["held_out"] = mixture.test_split_size
+    elif recipe["eval_strategy"] == "no":
+        options["held_out"] = 0.0
     return options
 
 

@@ -85,6 +85,8 @@ class Key:
                 raise ValueError(f"{self.name}: not JSON: {error}") from error
         if isinstance(value, str) and self.is_list:
             value = [part.strip() for part in value.split(",") if part.strip()]
+        if self.is_list and isinstance(value, float | int) and not isinstance(value, bool):
+            value = [value]
         if isinstance(value, str) and value.lower() in ("none", "null") and self.default is None:
             value = None
         try:

@@ -68,7 +68,10 @@ def server_plan(script: str, recipe: Recipe, environment: Mapping[str, str]) -> 
     ranks = _number("TRAIN_RANKS", environment.get("TRAIN_RANKS") or spare)
     rank_count(environment)
     keys = translate(recipe, script, lambda: 1, ranks).keys
-    mode = _mode(recipe, gpus, width, ranks)
+    mode = sync_mode(recipe)
+    if mode == "auto":
+        is_one = len(gpus) <= 1 and width == ranks == 1
+        mode = "shared_vllm" if is_one else "none"
     _check_options(keys, mode)
     shares_gpu = mode == "shared_vllm" or len(gpus) == 1
     server, train = gpus[:width], gpus[:ranks] if shares_gpu else gpus[width : width + ranks]
@@ -77,11 +80,11 @@ def server_plan(script: str, recipe: Recipe, environment: Mapping[str, str]) -> 
             f"{len(gpus)} GPUs ({','.join(gpus)}) do not suffice for a server on {width} "
             f"(VLLM_TP_SIZE) and {ranks} training ranks (TRAIN_RANKS)"
         )
-    model = recipe["model_name_or_path"]
+    model, dtype = recipe["model_name_or_path"], environment.get("VLLM_DTYPE") or dtype_of(recipe)
     arguments = [
         *("--model", model),
         *("--tensor-parallel-size", str(width)),
-        *_dtype(recipe, environment),
+        *(() if dtype == "auto" else ("--dtype", dtype)),
         *_weights(script, recipe, mode),
         *_sizes(recipe, environment, bool(gpus), shares_gpu),
         *shlex.split(environment.get("VLLM_FLAGS", "")),
@@ -96,19 +99,6 @@ def _check_options(keys: OfflineKeys, mode: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         trainer_command(keys, sampling, Path(directory), at_start=False)
         environment_settings(keys, Path(directory), at_start=False)
-
-
-def _mode(recipe: Recipe, gpus: Sequence[str], width: int, ranks: int) -> str:
-    mode = sync_mode(recipe)
-    if mode != "auto":
-        return mode
-    is_one = len(gpus) <= 1 and width == ranks == 1
-    return "shared_vllm" if is_one else "none"
-
-
-def _dtype(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
-    dtype = environment.get("VLLM_DTYPE") or dtype_of(recipe)
-    return [] if dtype == "auto" else ["--dtype", dtype]
 
 
 def _weights(script: str, recipe: Recipe, mode: str) -> list[str]:

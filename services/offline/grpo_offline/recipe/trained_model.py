@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,8 +13,10 @@ from grpo_offline.errors import BenchmarkFailed, HubRefused, RecipeInvalid
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.recipe.reading import Recipe
 
-TOKENIZER = "tokenizer"
-"""Below the run's directory."""
+TOKENIZER, FILE = "tokenizer", "benchmarks.jsonl"
+"""Below the run's directory: the tokenizer with the template, and one line for each benchmark."""
+MAIN = "main"
+_NOT_UPLOADED = ["*.tmp"]
 
 
 def template_text(value: str) -> str:
@@ -29,58 +31,31 @@ def template_text(value: str) -> str:
         ) from error
 
 
-def write_tokenizer(model: str, template: str, directory: Path) -> Path:
-    """A tokenizer with this template. Args: directory: of the run"""
+def save_tokenizer(source: str | Path, template: str, directory: Path) -> None:
+    """Write a model's tokenizer with this template. Args: source: the model"""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.chat_template = template
-    target = directory / TOKENIZER
-    tokenizer.save_pretrained(target)
-    return target
+    tokenizer.save_pretrained(directory)
 
 
-def add_template(template: str, model_directory: Path) -> None:
-    """Give a trained model the template that it was trained with."""
-    from transformers import AutoTokenizer
+def require_benchmarks(words: Sequence[str], keys: OfflineKeys) -> None:
+    """Args: words: `math` or `gsm8k=DIR`
 
-    tokenizer = AutoTokenizer.from_pretrained(model_directory)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(model_directory)
-
-
-FILE = "benchmarks.jsonl"
-"""Below the run's directory, one line for each."""
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """A task, and data in the place of its own."""
-
-    task: str
-    data: str | None
-
-
-def benchmarks_of(words: Sequence[str], keys: OfflineKeys) -> list[Benchmark]:
-    """`math` or `gsm8k=DIR`. Raises `RecipeInvalid`: there is no such task, or no server."""
+    Raises `RecipeInvalid`: there is no such task, or no server."""
     if words and keys.generation.backend == "local":
         raise RecipeInvalid("benchmarks: need a server; set use_vllm")
-    return [*_read(words)]
-
-
-def _read(words: Sequence[str]) -> Iterator[Benchmark]:
     for word in words:
-        task, _, data = word.partition("=")
-        if problem := problem_of(task):
+        if problem := problem_of(word.partition("=")[0]):
             raise RecipeInvalid(f"benchmarks: {problem}")
-        yield Benchmark(task, data or None)
 
 
-def evaluate(benchmark: Benchmark, keys: OfflineKeys, directory: Path) -> None:
-    """Raises `BenchmarkFailed`. Its output goes to the screen."""
-    data = ["--data", benchmark.data] if benchmark.data else []
+def evaluate(word: str, keys: OfflineKeys, directory: Path) -> None:
+    """Run one benchmark. Its output goes to the screen. Raises `BenchmarkFailed`."""
+    task, _, data = word.partition("=")
     command = [
-        *(sys.executable, "-m", "grpo_env", benchmark.task, "evaluate"),
+        *(sys.executable, "-m", "grpo_env", task, "evaluate"),
         *("--model", keys.model.train_id),
         *("--tokenizer", keys.env_server.get("tokenizer", keys.model.train_id)),
         *("--inference-url", keys.generation.base_url),
@@ -89,67 +64,51 @@ def evaluate(benchmark: Benchmark, keys: OfflineKeys, directory: Path) -> None:
         *("--eval-samples", str(keys.eval.replicates)),
         *("--temperature", str(keys.eval.temperature)),
         *("--log-level", keys.logging.level),
-        *data,
+        *(("--data", data) if data else ()),
     ]
     done = subprocess.run(command)
     if done.returncode != 0:
         raise BenchmarkFailed(
-            f"{benchmark.task}: the evaluation ended with status {done.returncode}; run it again: "
+            f"{task}: the evaluation ended with status {done.returncode}; run it again: "
             f"{' '.join(command[2:])}"
         )
 
 
-MAIN = "main"
-_NOT_UPLOADED = ["*.tmp"]
-
-
 @dataclass(frozen=True)
 class HubTarget:
-    """Args: overwrite: upload to a branch that exists already"""
+    """A branch of a repository on the Hugging Face hub."""
 
     repository: str
     branch: str
-    private: bool | None
-    overwrite: bool
     token: str | None = field(repr=False)
 
 
 def hub_target(recipe: Recipe, directory: Path) -> HubTarget | None:
-    """None if nothing is uploaded."""
-    if not (recipe["push_to_hub"] or recipe["push_to_hub_revision"]):
-        return None
-    branch = recipe["hub_model_revision"] or recipe["hub_revision"] or MAIN
-    return HubTarget(
-        recipe["hub_model_id"] or directory.absolute().name,
-        branch,
-        recipe["hub_private_repo"],
-        recipe["overwrite_hub_revision"],
-        recipe["hub_token"],
-    )
-
-
-def prepare(target: HubTarget) -> HubTarget:
-    """Create the repository, and return the target with its full name. A run of days must not end
-    with an upload that was never possible.
+    """Create the repository that the recipe names; None if nothing is uploaded. A run of days must
+    not end with an upload that was never possible.
 
     Raises:
         HubRefused: no token, no permission, or a branch that must not be overwritten.
     """
+    if not (recipe["push_to_hub"] or recipe["push_to_hub_revision"]):
+        return None
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-    api = HfApi(token=target.token)
+    name, token = recipe["hub_model_id"] or directory.absolute().name, recipe["hub_token"]
+    branch = recipe["hub_model_revision"] or recipe["hub_revision"] or MAIN
+    api = HfApi(token=token)
     try:
-        made = api.create_repo(target.repository, private=target.private, exist_ok=True)
+        made = api.create_repo(name, private=recipe["hub_private_repo"], exist_ok=True)
         found = {ref.name for ref in api.list_repo_refs(made.repo_id).branches}
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
-        raise HubRefused(f"hub_model_id: {target.repository}: {error}; see hub_token") from error
-    if target.branch != MAIN and target.branch in found and not target.overwrite:
+        raise HubRefused(f"hub_model_id: {name}: {error}; see hub_token") from error
+    if branch != MAIN and branch in found and not recipe["overwrite_hub_revision"]:
         raise HubRefused(
-            f"hub_model_revision: the branch {target.branch} of {made.repo_id} exists; name "
-            "another, or set overwrite_hub_revision"
+            f"hub_model_revision: the branch {branch} of {made.repo_id} exists; name another, or "
+            "set overwrite_hub_revision"
         )
-    return HubTarget(made.repo_id, target.branch, target.private, target.overwrite, target.token)
+    return HubTarget(made.repo_id, branch, token)
 
 
 def upload(target: HubTarget, folder: Path) -> str:
