@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from grpo_core.evaluation.files import save
 from grpo_core.evaluation.results import EvalResult
@@ -84,14 +83,13 @@ class Evaluator:
 def evaluation_of(keys: EvalKeys, seed: int) -> Evaluation:
     """How to evaluate. Args: seed: of the intervals"""
     samples = keys.replicates if keys.do_sample else 1
-    reshaping: Mapping[str, Any] = {"top_p": keys.top_p} if keys.top_p < 1 else {}
     return Evaluation(
         items=keys.num_ids,
         samples=samples,
         temperature=keys.temperature if keys.do_sample else 0.0,
         requests=keys.batch_size,
         seed=seed,
-        reshaping=reshaping if keys.do_sample else {},
+        reshaping={"top_p": keys.top_p} if keys.do_sample and keys.top_p < 1 else {},
         ks=tuple({1, min(_LARGEST_K, samples)}),
     )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +13,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from grpo_env.assembly import open_tasks, sampling_plan
-from grpo_env.evaluation import Evaluation
-from grpo_env.rollout.groups import SamplingPlan
-from grpo_env.settings import EnvServerSettings
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.evaluating import evaluation_of
 from grpo_offline.items import items_to_evaluate, items_to_train
 from grpo_offline.keys import CONFIG_FILE, OfflineKeys, config_text, put
 from grpo_offline.translate import environment_settings, trainer_command
-from grpo_trainer.config.trainer import TrainerSettings
 from tests.unit.offline.conftest import MakeKeys
 
 GUIDE = """
@@ -80,36 +76,22 @@ def test_an_unknown_key_is_refused() -> None:
         OfflineKeys.model_validate({"train": {"no_such_key": 1}})
 
 
-@dataclass(frozen=True)
-class Effects:
+def effects(keys: OfflineKeys, directory: Path) -> SimpleNamespace:
     """What the loop reads of a run's keys."""
-
-    keys: OfflineKeys
-    grpo: TrainerSettings
-    env: EnvServerSettings
-    plan: SamplingPlan
-    evaluation: Evaluation
-    trained: list[str]
-    evaluated: list[str]
-
-
-def effects(keys: OfflineKeys, directory: Path) -> Effects:
-    grpo = trainer_command(keys, Sampling("local", "local"), directory).settings()
     env = environment_settings(keys, directory)
     with open_tasks(env) as tasks:
         stream = items_to_train(tasks, keys).stream(0, 1)
-        return Effects(
-            keys,
-            grpo,
-            env,
-            sampling_plan(env, tasks),
-            evaluation_of(keys.eval, keys.seed),
-            [stream.next().key for _ in range(100)],
-            [item.key for one in items_to_evaluate(tasks, keys) for item in one.items],
+        return SimpleNamespace(
+            grpo=trainer_command(keys, Sampling("local", "local"), directory).settings(),
+            env=env,
+            plan=sampling_plan(env, tasks),
+            evaluation=evaluation_of(keys.eval, keys.seed),
+            trained=[stream.next().key for _ in range(100)],
+            evaluated=[item.key for one in items_to_evaluate(tasks, keys) for item in one.items],
         )
 
 
-Read = Callable[[Effects], Any]
+Read = Callable[[SimpleNamespace], Any]
 OTHER = object()
 """Another directory of the model."""
 TABLE: dict[str, tuple[Any, Read, Any]] = {

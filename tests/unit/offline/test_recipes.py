@@ -221,8 +221,7 @@ def test_the_cap_of_the_correction_is_trls(mode: str, kind: str, level: str) -> 
     found = objective_of(
         *("--vllm_importance_sampling_mode", mode, "--vllm_importance_sampling_clip_max", "2.0")
     )
-    assert found.importance_correction == kind
-    assert found.importance_correction_level == level
+    assert (found.importance_correction, found.importance_correction_level) == (kind, level)
     assert found.importance_correction_cap == 2.0
 
 
@@ -253,13 +252,11 @@ def test_batches_count_as_in_trl(recipe_of: Recipes) -> None:
         "num_train_epochs": 2,
     }
     keys = translated(recipe_of(**content)).keys
-    assert keys.data.problems_per_iteration == 4
-    assert keys.steps_per_iteration == 1
+    assert (keys.data.problems_per_iteration, keys.steps_per_iteration) == (4, 1)
     assert keys.train.iterations == 2 * ROWS // 4
 
     keys = translated(recipe_of(**content | {"steps_per_generation": 8, "max_steps": 10})).keys
-    assert keys.data.problems_per_iteration == 8
-    assert keys.steps_per_iteration == 2
+    assert (keys.data.problems_per_iteration, keys.steps_per_iteration) == (8, 2)
     assert keys.train.iterations == 5
 
     with pytest.raises(RecipeInvalid, match="num_generations: 7 does not divide the 32"):

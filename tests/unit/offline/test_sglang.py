@@ -57,7 +57,8 @@ class Replay(dict[str, Route]):
     def give(self, *recorded: str | dict[str, Any]) -> None:
         """Args: names of records, or answers."""
         for one in recorded:
-            record = RECORDED[one] if isinstance(one, str) else {"status": 200, "answer": one}
+            of_dict: dict[str, Any] = {"status": 200, "answer": one}
+            record = RECORDED[one] if isinstance(one, str) else of_dict
             self.answers.append((record["status"], record["answer"]))
 
     def __missing__(self, _name: str) -> Route:
@@ -235,15 +236,9 @@ def server(model: str) -> StandIn:
 def weights_of(
     server: StandIn, root: Path, lora: LoraOptions | None = None, **options: Any
 ) -> SglangWeights:
-    weights, plain = TrainedWeights(server.model, lora), {"dtype": "auto", "every_steps": 1}
-    return SglangWeights(
-        server=server,  # type: ignore[arg-type]
-        weights=weights,
-        directories=WeightDirectories(root),
-        device="cpu",
-        last_step=5,
-        **plain | options,
-    )
+    options = {"dtype": "auto", "every_steps": 1} | options
+    weights, directories = TrainedWeights(server.model, lora), WeightDirectories(root)
+    return SglangWeights(server, weights, directories, device="cpu", last_step=5, **options)  # type: ignore[arg-type]
 
 
 def begun(sync: SglangWeights, step: int = 0, last_epoch: int = 0) -> MasterOptimizer:
@@ -300,29 +295,21 @@ def test_a_server_that_does_not_serve_what_it_names_is_found(
         take_steps(sync, optimizer, range(1, 2))
 
 
-def test_other_weights_under_the_same_version_are_found(server: StandIn, tmp_path: Path) -> None:
-    sync = weights_of(server, tmp_path)
+def test_a_restarted_server_gets_the_weights_again_and_other_weights_are_found(
+    server: StandIn, tmp_path: Path
+) -> None:
+    sync = weights_of(server, tmp_path / "first")
     take_steps(sync, begun(sync), range(2))
     sync.recover_server()
+    server.restart()
+    sync.recover_server()
+    assert server.loaded == [(1, 0), (1, 1), (1, 2), (1, 2)]
     server.engine.swap(_loaded(server.model), PolicyVersion(1, 2))
     with pytest.raises(ServedWeightsDiffer, match="Since the publication"):
         sync.recover_server()
-
-
-def test_another_run_that_publishes_is_found(server: StandIn, tmp_path: Path) -> None:
-    sync = weights_of(server, tmp_path / "first")
-    begun(sync)
-    begun(weights_of(server, tmp_path / "second"))
-    with pytest.raises(ServedWeightsDiffer, match=r"serves policy version 2\.0, .* 1\.0"):
+    begun(weights_of(server, tmp_path / "another run"))
+    with pytest.raises(ServedWeightsDiffer, match=r"serves policy version 2\.0, .* 1\.2"):
         sync.recover_server()
-
-
-def test_a_restarted_server_gets_the_weights_again(server: StandIn, tmp_path: Path) -> None:
-    sync = weights_of(server, tmp_path)
-    take_steps(sync, begun(sync), range(2))
-    server.restart()
-    sync.recover_server()
-    assert server.loaded[-2:] == [(1, 2), (1, 2)]
 
 
 def test_adapters_and_another_data_type_are_refused(server: StandIn, tmp_path: Path) -> None:
