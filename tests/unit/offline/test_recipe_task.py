@@ -155,52 +155,31 @@ async def test_rewards_of_a_file_may_have_every_form(tmp_path: Path, recipe_of: 
         task_of(recipe_of(dataset_name="x.jsonl", reward_funcs=[skips])).reward(Answer("7"), ROW)
 
 
-def test_parts_of_the_reward_are_named_and_weighted(tmp_path: Path, recipe_of: Recipes) -> None:
-    recipe = recipe_of(
-        dataset_name=rows_file(tmp_path / "rows.jsonl", 2),
-        reward_funcs=["exact_answer", "answer_format"],
-        reward_weights=[1.0, 0.2],
-    )
-    said = Answer("<think>x</think> <answer>1</answer>")
-    graded: Any = task_of(recipe).reward(said, {"answer": 1})
-
-    assert graded.parts == {"exact_answer": 1.0, "answer_format": 1.0}
-    assert environment_options(recipe)["reward_weights"] == {
-        "exact_answer": 1.0,
-        "answer_format": 0.2,
-    }
+def test_parts_of_the_reward_are_weighted(recipe_of: Recipes) -> None:
+    rewards = {"dataset_name": "x.jsonl", "reward_funcs": ["exact_answer", "answer_format"]}
+    options = environment_options(recipe_of(**rewards, reward_weights=[1.0, 0.2]))
+    assert options["reward_weights"] == {"exact_answer": 1.0, "answer_format": 0.2}
     with pytest.raises(RecipeInvalid, match="1 weights for the 2 names"):
-        environment_options(
-            recipe_of(dataset_name="x", reward_funcs=["exact_answer", "b"], reward_weights=[1.0])
-        )
+        environment_options(recipe_of(**rewards, reward_weights=[1.0]))
 
 
-def test_a_stop_text_does_not_take_the_closing_tag_away(tmp_path: Path, recipe_of: Recipes) -> None:
-    task = task_of(
-        recipe_of(
-            dataset_name=rows_file(tmp_path / "rows.jsonl", 1), vllm_stop_sequences=["</answer>"]
-        )
-    )
+def test_a_stop_text_does_not_take_the_closing_tag_away(recipe_of: Recipes) -> None:
+    task: Any = task_of(recipe_of(dataset_name="x.jsonl", vllm_stop_sequences=["</answer>"]))
     assert task.stop == ("</answer>",)
-    assert task.reward(Answer("<answer>7"), {"answer": 7}).parts == {"exact_answer": 1.0}
-    unfinished = Answer("<answer>7", finished=False)
-    assert task.reward(unfinished, {"answer": 7}).parts == {"exact_answer": 0.0}
+    for finished, score in ((True, 1.0), (False, 0.0)):
+        said = Answer("<answer>7", finished=finished)
+        assert task.reward(said, {"answer": 7}).parts == {"exact_answer": score}
 
 
 def test_a_weight_takes_a_share_of_its_source_and_is_no_probability(
     tmp_path: Path, recipe_of: Recipes
 ) -> None:
     """Half of 40 rows and all of 10 are 30 rows, each of them once."""
-    recipe = recipe_of(
-        dataset_mixture={
-            "datasets": [
-                {"id": rows_file(tmp_path / "a.jsonl", 40, noise="x"), "weight": 0.5,
-                 "columns": ["problem", "answer"]},
-                {"id": rows_file(tmp_path / "b.jsonl", 10), "columns": ["answer", "problem"]},
-            ],
-            "seed": 3,
-        }
-    )  # fmt: skip
+    columns = ["problem", "answer"]
+    a, b = (rows_file(tmp_path / f"{name}.jsonl", n, noise=1) for name, n in (("a", 40), ("b", 10)))
+    half = {"id": a, "weight": 0.5, "columns": columns}
+    datasets = [half, {"id": b, "columns": columns[::-1]}]
+    recipe = recipe_of(dataset_mixture={"datasets": datasets, "seed": 3})
     rows = task_of(recipe).rows("train")
 
     assert rows is not None
@@ -215,13 +194,9 @@ def test_a_weight_takes_a_share_of_its_source_and_is_no_probability(
 def test_the_test_split_of_a_mixture_is_never_trained_on(
     tmp_path: Path, recipe_of: Recipes
 ) -> None:
-    recipe = recipe_of(
-        dataset_mixture={
-            "datasets": [{"id": rows_file(tmp_path / "a.jsonl", 400)}],
-            "test_split_size": 0.25,
-        },
-        eval_strategy="steps",
-    )
+    datasets = [{"id": rows_file(tmp_path / "a.jsonl", 400)}]
+    mixture = {"datasets": datasets, "test_split_size": 0.25}
+    recipe = recipe_of(dataset_mixture=mixture, eval_strategy="steps")
     task = task_of(recipe)
 
     kept, held = training_items(task), evaluation_items(task)
@@ -270,13 +245,9 @@ def test_columns_prompts_and_answers_are_found(tmp_path: Path, recipe_of: Recipe
 
 
 def test_evaluation_uses_its_own_data(tmp_path: Path, recipe_of: Recipes) -> None:
-    recipe = recipe_of(
-        dataset_name=rows_file(tmp_path / "train.jsonl", 5),
-        eval_dataset_name=rows_file(tmp_path / "other.jsonl", 3),
-        eval_strategy="steps",
-    )
-    assert len(training_items(task_of(recipe))) == 5
-    assert len(evaluation_items(task_of(recipe))) == 3
+    train, other = rows_file(tmp_path / "train.jsonl", 5), rows_file(tmp_path / "other.jsonl", 3)
+    task = task_of(recipe_of(dataset_name=train, eval_dataset_name=other, eval_strategy="steps"))
+    assert (len(training_items(task)), len(evaluation_items(task))) == (5, 3)
 
 
 def test_an_earlier_run_goes_on_is_moved_aside_or_is_an_error(

@@ -226,8 +226,12 @@ def test_the_cap_of_the_correction_is_trls(mode: str, kind: str, level: str) -> 
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: str(file.relative_to(ROOT)))
-@pytest.mark.parametrize("gpus", ["", "0", "0,1,2"])
-def test_every_recipe_is_valid_on_a_cpu_and_on_gpus(file: Path, gpus: str) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "server", "training"), [("", "", ""), ("0", "0", "0"), ("0,1,2", "0", "1,2")]
+)
+def test_every_recipe_is_valid_and_each_gpu_besides_the_servers_has_a_rank(
+    file: Path, gpus: str, server: str, training: str
+) -> None:
     script = "maxent" if "maxent" in str(file) else "grpo"
     recipe = read_recipe(["--config", str(file)])
 
@@ -235,11 +239,9 @@ def test_every_recipe_is_valid_on_a_cpu_and_on_gpus(file: Path, gpus: str) -> No
 
     assert not translate(recipe, script, lambda: ROWS).notes
     assert plan.mode == ("none" if gpus == "0,1,2" else "shared_vllm")
-    assert (plan.server_gpus, plan.train_gpus) == {
-        "": ("", ""),
-        "0": ("0", "0"),
-        "0,1,2": ("0", "1,2"),
-    }[gpus]
+    assert (plan.server_gpus, plan.train_gpus) == (server, training)
+    assert plan.ranks == (2 if gpus == "0,1,2" else 1)
+    assert server_plan(script, recipe, {"TRAIN_RANKS": "2"}).mode == "none"
 
 
 def test_batches_count_as_in_trl(recipe_of: Recipes) -> None:
@@ -280,15 +282,6 @@ def test_the_server_fits_the_recipe_and_the_variables_win(recipe_of: Recipes) ->
 
     with pytest.raises(RecipeInvalid, match="1 GPUs"):
         server_plan("grpo", recipe, {"GPUS": "0", "VLLM_TP_SIZE": "2"})
-
-
-def test_the_server_has_the_first_gpu_and_each_other_gpu_a_rank() -> None:
-    recipe = read_recipe(["--config", str(TINY)])
-
-    plan = server_plan("grpo", recipe, {"GPUS": "0,1,2,3,4,5,6"})
-
-    assert (plan.server_gpus, plan.train_gpus, plan.ranks) == ("0", "1,2,3,4,5,6", 6)
-    assert plan.mode == server_plan("grpo", recipe, {"TRAIN_RANKS": "2"}).mode == "none"
 
 
 def test_each_rank_has_its_share_of_a_step() -> None:

@@ -22,13 +22,18 @@ from grpo_offline.backends.choice import Sampling
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.recipe.reading import Recipe, rank_count, read_recipe
-from grpo_offline.recipe.translation import dtype_of, run_directory, sync_mode, translate
+from grpo_offline.recipe.translation import (
+    LORA_MODES,
+    dtype_of,
+    run_directory,
+    sync_mode,
+    translate,
+)
 from grpo_offline.translate import environment_settings, trainer_command
 from grpo_trainer.config.sync import ModeName, served_weights_directory
 
 _MAX_LEN, _MEMORY, _MEMORY_SHARED = 2048, 0.90, 0.45
 _KV_CACHE_ON_CPU = 512 * 2**20
-_LORA = ("lora_only", "lora_restart")
 _RESIDENT_ADAPTERS = 4
 
 
@@ -94,8 +99,7 @@ def server_plan(script: str, recipe: Recipe, environment: Mapping[str, str]) -> 
 
 def _check_options(keys: OfflineKeys, mode: str) -> None:
     """A mistake ends the process, as it would end the training once the server runs."""
-    trainer_mode = "none" if mode == "frozen" else mode
-    sampling = Sampling("ours", cast(ModeName, trainer_mode))
+    sampling = Sampling("ours", cast(ModeName, mode))
     with tempfile.TemporaryDirectory() as directory:
         trainer_command(keys, sampling, Path(directory), at_start=False)
         environment_settings(keys, Path(directory), at_start=False)
@@ -106,7 +110,7 @@ def _weights(script: str, recipe: Recipe, mode: str) -> list[str]:
         return ["--share-weights"]
     served = served_weights_directory(Path(run_directory(recipe, script)).absolute())
     words = ["--no-share-weights", "--weights-dir", str(served)]
-    if mode not in _LORA:
+    if mode not in LORA_MODES:
         return words
     rank = next((rank for rank in LORA_RANKS if rank >= recipe["lora_r"]), None)
     if rank is None:

@@ -60,17 +60,9 @@ class RecipeTask(Task):
     def _with_end(self, answer: Answer) -> Answer:
         """The server leaves out the text that ended a completion."""
         is_open = answer.rfind("<answer>") > answer.rfind(_END_OF_ANSWER)
-        if not (is_open and answer.finished and _END_OF_ANSWER in self.stop):
-            return answer
-        return Answer(
-            answer + _END_OF_ANSWER,
-            finished=answer.finished,
-            messages=answer.messages,
-            state=answer.state,
-            token_ids=answer.token_ids,
-            max_tokens=answer.max_tokens,
-            opening=answer.opening,
-        )
+        if is_open and answer.finished and _END_OF_ANSWER in self.stop:
+            return Answer(answer + _END_OF_ANSWER, **vars(answer))
+        return answer
 
     def close(self) -> None:
         close_rewards()

@@ -25,7 +25,7 @@ _MOST = 1_000_000
 _EVAL_STEPS = 10
 RUNS = Path("runs")
 _LEVELS = {"passive": "WARNING", "critical": "ERROR", "detail": "DEBUG"}
-_LORA_MODES = ("lora_only", "lora_restart")
+LORA_MODES = ("lora_only", "lora_restart")
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ def sync_mode(recipe: Recipe) -> str:
             f"{base_url(recipe)} and set use_vllm: true, or set use_peft: false"
         )
     if recipe["use_peft"] and mode == "auto":
-        return _LORA_MODES[0]
-    if mode != "auto" and mode != "frozen" and recipe["use_peft"] != (mode in _LORA_MODES):
+        return LORA_MODES[0]
+    if mode != "auto" and mode != "frozen" and recipe["use_peft"] != (mode in LORA_MODES):
         raise RecipeInvalid(
             f"sync_mode: {mode} does not fit use_peft: {str(recipe['use_peft']).lower()}; "
-            f"an adapter needs {' or '.join(_LORA_MODES)}"
+            f"an adapter needs {' or '.join(LORA_MODES)}"
         )
     return mode
 
