@@ -142,7 +142,7 @@ def test_a_line_about_the_files_of_a_run_names_the_key(line: str, expected: str)
 
 
 def test_every_key_exists() -> None:
-    content = OfflineKeys(model={"train_id": "m"}, data={"task": "gsm8k"}).model_dump()  # type: ignore[arg-type]
+    content = OfflineKeys(model={"train_id": "m"}, data={"task": "gsm8k"}).model_dump()
     for key in KEY_OF_OPTION.values():
         if not key.startswith("hydra."):
             value_of(content, key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,13 +18,14 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from grpo_env.inference.server import NoGenerateRoute
-from grpo_offline import evaluating, iteration_end
+from grpo_offline import evaluating, iteration_end, screen
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.backends.opening import open_weights
 from grpo_offline.batches import InProcessQueue, optimizer_batches
 from grpo_offline.errors import RolloutsFail, StaleServer
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.loop import run_offline
+from grpo_offline.recipe.main import main
 from grpo_offline.results import evaluations, result_of, train_records
 from grpo_offline.run_files import RunFiles
 from grpo_offline.screen import Screen
@@ -41,9 +43,9 @@ PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0
 
 def run(keys: OfflineKeys, directory: Path) -> tuple[RunFiles, str]:
     """The files of a run, and what it printed."""
-    screen = io.StringIO()
-    run_offline(keys, directory, Screen(Console(file=screen, width=200)))
-    return RunFiles(directory), screen.getvalue()
+    printed = io.StringIO()
+    run_offline(keys, directory, Screen(Console(file=printed, width=200)))
+    return RunFiles(directory), printed.getvalue()
 
 
 WHOLE: dict[str, Any] = {
@@ -191,6 +193,28 @@ def test_the_first_step_is_that_of_grpo_on_the_same_groups(
     for name in trained.keys() & weights.keys():
         torch.testing.assert_close(trained[name], weights[name], rtol=0, atol=1e-6)
     assert len(files.metrics.read_text().splitlines()) == steps
+
+
+def test_a_recipe_is_trained_with_its_template_which_the_model_keeps(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # These would last beyond a test.
+    monkeypatch.setattr(screen, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(screen, "share_cores", lambda: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    template = "{% for m in messages %}{{ m['content'] }}!{% endfor %}"
+    rows = ["--dataset_name", "tests/unit/offline/rows.jsonl", "--chat_template", template]
+    reward = ["--reward_funcs", "tests/unit/offline/rewards.py:length", "--tf32"]
+    sizes = ["--max_steps", "1", "--max_completion_length", "4", "--max_prompt_length", "32"]
+    where = ["--use_cpu", "--model_name_or_path", model, "--output_dir", str(tmp_path / "run")]
+
+    main("grpo", [*rows, *reward, *sizes, *where])
+
+    assert "without effect: tf32: " in capsys.readouterr().out
+    for tokenizer in ("tokenizer", "final_model"):
+        assert (tmp_path / "run" / tokenizer / "chat_template.jinja").read_text() == template
+    [record] = train_records(RunFiles(tmp_path / "run"))
+    assert record["optimizer_steps"] == 1
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_reason(

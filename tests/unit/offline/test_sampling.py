@@ -60,31 +60,27 @@ class Engine:
         return SampledGroup(group=group([0.0, 1.0]))
 
 
-def items(*prompts: str) -> list[Item]:
-    return [Item(TASK, {}, prompt) for prompt in prompts]
-
-
-def stream(*prompts: str) -> ItemStream:
-    return ItemStream([(items(*prompts), 1.0)], seed=0)
+async def sampled(engine: Engine, *prompts: str, has_logprobs: bool = True) -> list[ScoredGroup]:
+    """The groups of an iteration with one spare item."""
+    sampler = Sampler(engine, PLAN, 2, has_logprobs)  # type: ignore[arg-type]
+    *items, spare = (Item(TASK, {}, prompt) for prompt in (*prompts, "spare"))
+    return await sampler.groups(items, ItemStream([([spare], 1.0)], seed=0))
 
 
 async def test_a_lost_group_is_replaced_by_one_of_a_spare_item() -> None:
     engine = Engine("bad")
-    sampler = Sampler(engine, PLAN, 2, has_logprobs=True)  # type: ignore[arg-type]
-    assert len(await sampler.groups(items("good", "bad", "fine"), stream("spare"))) == 3
+    assert len(await sampled(engine, "good", "bad", "fine")) == 3
     assert engine.asked == ["good", "bad", "fine", "spare"]
 
 
 async def test_an_iteration_gives_up_when_two_of_three_groups_are_lost() -> None:
-    sampler = Sampler(Engine("bad"), PLAN, 2, has_logprobs=True)  # type: ignore[arg-type]
-    with pytest.raises(RolloutsFail, match="no bad"):
-        await sampler.groups(items("bad", "bad"), stream("bad"))
+    with pytest.raises(RolloutsFail, match="because: no spare"):
+        await sampled(Engine("bad", "spare"), "bad", "bad")
 
 
 async def test_logprobs_that_are_placeholders_do_not_reach_the_trainer() -> None:
-    sampler = Sampler(Engine(), PLAN, 2, has_logprobs=False)  # type: ignore[arg-type]
-    [sampled] = await sampler.groups(items("good"), stream("spare"))
-    assert sampled.inference_logprobs is None
+    [group] = await sampled(Engine(), "good", has_logprobs=False)
+    assert group.inference_logprobs is None
 
 
 def test_rollouts_of_other_weights_are_refused() -> None:
