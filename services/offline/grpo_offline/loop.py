@@ -18,11 +18,12 @@ from grpo_env.assembly import TaskSet, open_tasks, open_template, sampling_plan
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.settings import EnvServerSettings
+from grpo_env.tasks.items import ItemStream
 from grpo_offline.backends.choice import Sampling, choose
 from grpo_offline.backends.opening import Engines, open_weights
 from grpo_offline.batches import InProcessQueue, optimizer_batches, with_own_logprobs
 from grpo_offline.evaluating import Evaluator
-from grpo_offline.items import TrainingItems, items_to_evaluate, items_to_train
+from grpo_offline.items import Parts, items_to_evaluate, items_to_train
 from grpo_offline.iteration_end import IterationEnd
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.results import RunResult, draw, evaluations, result_of
@@ -158,7 +159,7 @@ class Job:
         version: TrainedVersion,
         queue: InProcessQueue,
         engine: RolloutEngine,
-        to_train: TrainingItems,
+        to_train: Parts,
         evaluator: Evaluator,
     ) -> None:
         keys, files, is_frozen = self.keys, self.files, self.sampling.is_frozen
@@ -173,7 +174,9 @@ class Job:
             self.screen.say(f"continues after {begun_at} of {total} iterations")
             end.close_again(begun_at - 1)
         training = training_steps(run, version.position, Stop())
-        stream = to_train.stream(begun_at, problems)
+        stream = ItemStream(to_train, keys.seed)
+        for _ in range(begun_at * problems):
+            stream.next()
         with self.screen.bar(begun_at, total) as bar:
             for iteration in range(begun_at, total):
                 started = time.monotonic()
@@ -183,7 +186,8 @@ class Job:
                     lead.sync.recover_server()
                     if has_logprobs and not is_frozen:
                         self.runner.run(require_own_policy(engine, run.policy))
-                    groups = self.runner.run(sampler.groups(items, to_train.spare(iteration)))
+                    spare = ItemStream(to_train, keys.seed + 1 + iteration)
+                    groups = self.runner.run(sampler.groups(items, spare))
                     if not is_frozen:
                         require_fresh(versions_of(groups), version.accepted)
                     files.write_groups(iteration, groups)

@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from grpo_env.assembly import open_tasks, sampling_plan
+from grpo_env.tasks.items import ItemStream
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.evaluating import evaluation_of
 from grpo_offline.items import items_to_evaluate, items_to_train
@@ -80,7 +81,7 @@ def effects(keys: OfflineKeys, directory: Path) -> SimpleNamespace:
     """What the loop reads of a run's keys."""
     env = environment_settings(keys, directory)
     with open_tasks(env) as tasks:
-        stream = items_to_train(tasks, keys).stream(0, 1)
+        stream = ItemStream(items_to_train(tasks, keys), keys.seed)
         return SimpleNamespace(
             grpo=trainer_command(keys, Sampling("local", "local"), directory).settings(),
             env=env,
