@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, create_autospec
 
 import pytest
+from huggingface_hub import HfApi
 
 from grpo_env.tasks import Answer, Graded, TaskOptions
 from grpo_env.tasks.data_files import DataUnusable
@@ -280,7 +281,7 @@ FLAGS = [
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """The hub's client. It has the repository me/sums with the branch main."""
-    hub = Mock()
+    hub: Mock = create_autospec(HfApi, instance=True)
     hub.create_repo.return_value.repo_id = "me/sums"
     hub.list_repo_refs.return_value.branches = [SimpleNamespace(name="main")]
     hub.upload_folder.return_value = "https://hub/me/sums"

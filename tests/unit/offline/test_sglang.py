@@ -25,7 +25,6 @@ from grpo_offline.backends.sglang import (
     ServerInfo,
     SglangClient,
     SglangGeneration,
-    sampling_params,
 )
 from grpo_offline.backends.sglang_weights import SglangWeights
 from grpo_offline.errors import ServerUnsuitable
@@ -92,7 +91,8 @@ async def completions(
 
 
 async def test_the_request_has_sglangs_names(replay: Replay) -> None:
-    """The records were made with these requests, which the real server took."""
+    """The records were made with these requests, which the real server took. What decides the
+    distribution is always sent; else SGLang takes the values of the model's configuration."""
     await completions(replay, "one", max_tokens=4)
     reshaping = {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
     await completions(replay, "several", n=3, max_tokens=1, ignore_eos=True, **reshaping)
@@ -100,13 +100,6 @@ async def test_the_request_has_sglangs_names(replay: Replay) -> None:
     assert replay.requests == [
         ("/generate", RECORDED[one]["request"]) for one in ("one", "several", "stop_text")
     ]
-
-
-def test_what_decides_the_distribution_is_always_sent() -> None:
-    """Else SGLang takes the values of the model's generation configuration."""
-    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
-    assert sampling_params(max_tokens=4) == neutral | {"n": 1, "max_new_tokens": 4}
-    assert sampling_params(max_tokens=4, top_k=0)["top_k"] == -1
 
 
 async def test_completions_are_read_with_their_version(replay: Replay) -> None:
