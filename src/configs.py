@@ -3,14 +3,14 @@
 `python src/grpo.py --help` describes every key.
 """
 
-from grpo_offline.recipe.configs import (
+from grpo_offline.recipe.data import DatasetConfig, DatasetMixtureConfig
+from grpo_offline.recipe.reading import (
     Configs,
     GRPOConfig,
     ModelConfig,
     ScriptArguments,
     load_configs,
 )
-from grpo_offline.recipe.datasets import DatasetConfig, DatasetMixtureConfig
 
 __all__ = [
     "Configs",

@@ -10,43 +10,47 @@ import json
 import math
 import sys
 import tempfile
+import traceback
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from grpo_core.cpu import share_cores
 from grpo_core.evaluation.statistics import mean_at_k, pass_at_k
-from grpo_offline.config_file import CONFIG_FILE, config_text
+from grpo_offline.command_line import words_for_hydra
 from grpo_offline.errors import KeysInvalid
-from grpo_offline.hydra_words import words_for_hydra
-from grpo_offline.keys import OfflineKeys
+from grpo_offline.keys import CONFIG_FILE, OfflineKeys, config_text
 from grpo_offline.run_files import RunFiles, resumed_keys
 from grpo_offline.screen import Screen
-from grpo_offline.script_tests import run_tests
 from grpo_trainer.control import KlCoefficient
 from grpo_trainer.objectives import Objective
 
 ITERATIONS = 2
 
 
-@cache
-def run() -> RunFiles:
-    """A run of two iterations, which several tests look at."""
+def run_small(directory: Path, iterations: int, evaluated: int) -> RunFiles:
+    """A run of a small model in this process. Args: evaluated: number of items"""
     from grpo_offline.loop import run_offline
     from grpo_tiny_model.model import ensure_tiny_model
 
     model = str(ensure_tiny_model())
-    directory = Path(tempfile.mkdtemp(prefix="grpo-offline-"))
     keys = OfflineKeys.model_validate(
         {
             "model": {"train_id": model, "ref_id": model, "device": "cpu"},
             "generation": {"backend": "local", "max_new_tokens": 8},
-            "eval": {"backend": "local", "max_new_tokens": 8, "num_ids": 4},
-            "train": {"iterations": ITERATIONS, "lr": 1e-4},
+            "eval": {"backend": "local", "max_new_tokens": 8, "num_ids": evaluated},
+            "train": {"iterations": iterations, "lr": 1e-4},
         }
     )
     run_offline(keys, directory, Screen())
     return RunFiles(directory)
+
+
+@cache
+def run() -> RunFiles:
+    """A run of two iterations, which several tests look at."""
+    return run_small(Path(tempfile.mkdtemp(prefix="grpo-offline-")), ITERATIONS, 4)
 
 
 def records() -> list[dict[str, Any]]:
@@ -118,6 +122,24 @@ def test_models_and_resuming() -> None:
     before = len(records())
     run_offline(keys, run().path, Screen())
     assert len(records()) == before
+
+
+def run_tests(names: Mapping[str, Any]) -> tuple[int, int]:
+    """Run all functions that begin with `test_`; returns how many passed, and their number.
+
+    Args: names: those of the script's module
+    """
+    tests = [value for name, value in names.items() if name.startswith("test_")]
+    passed = 0
+    for test in tests:
+        try:
+            test()
+        except Exception:  # noqa: BLE001 any failure is a failed test
+            sys.stdout.write(f"FAILED {test.__name__}\n{traceback.format_exc()}\n")
+        else:
+            passed += 1
+            sys.stdout.write(f"passed {test.__name__}\n")
+    return passed, len(tests)
 
 
 def main() -> None:

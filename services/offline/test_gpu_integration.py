@@ -24,7 +24,7 @@ from grpo_core.cpu import share_cores
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.run_files import RunFiles
 from grpo_offline.screen import Screen
-from grpo_offline.script_tests import run_tests
+from run_tests import run_tests
 
 URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:30000"
 ITERATIONS = 2

@@ -25,33 +25,16 @@ PLAIN = [
     *("generation.repetition_penalty=1", "eval.temperature=1", "eval.top_p=1"),
 ]
 GUIDE = {
-    "quick start": [
-        "generation.backend=vllm_server",
-        "eval.backend=vllm_server",
-        "train.iterations=10",
-    ],
-    "sweep": [
-        "-m",
-        "train.lr='[5e-6,1e-5,2e-5]'",
-        "train.kl_coef='[0.02,0.05,0.1]'",
-        "train.batch_size='[4,8]'",
-    ],
-    "larger model": [],
-    "conservative sampling": ["generation.temperature=0.5", "generation.top_p=0.9"],
-    "larger batches": ["generation.batch_size=16", "eval.batch_size=16"],
-    "aggressive training": [
-        "train.lr=5e-5",
-        "train.batch_size=16",
-        "data.problems_per_iteration=8",
-    ],
-    "conservative training": ["train.lr=5e-6", "train.kl_coef=0.02", "train.batch_size=4"],
-    "quick iteration": ["data.problems_per_iteration=2"],
-    "full search": ["-m", "train.lr='[5e-6,1e-5,2e-5]'", "train.kl_coef='[0.02,0.05,0.1]'"],
-    "overnight": [
-        "train.lr=1e-5",
-        "data.problems_per_iteration=8",
-        "eval.interval=5",
-    ],
+    "quick start": "generation.backend=vllm_server eval.backend=vllm_server train.iterations=10",
+    "sweep": "-m train.lr=[5e-6,1e-5,2e-5] train.kl_coef=[0.02,0.05,0.1] train.batch_size=[4,8]",
+    "larger model": "",
+    "conservative sampling": "generation.temperature=0.5 generation.top_p=0.9",
+    "larger batches": "generation.batch_size=16 eval.batch_size=16",
+    "aggressive training": "train.lr=5e-5 train.batch_size=16 data.problems_per_iteration=8",
+    "conservative training": "train.lr=5e-6 train.kl_coef=0.02 train.batch_size=4",
+    "quick iteration": "data.problems_per_iteration=2",
+    "full search": "-m train.lr=[5e-6,1e-5,2e-5] train.kl_coef=[0.02,0.05,0.1]",
+    "overnight": "train.lr=1e-5 data.problems_per_iteration=8 eval.interval=5",
 }
 """The commands of the guide, without model, URL, device and number of iterations."""
 
@@ -60,16 +43,11 @@ def command(script: str, *words: str) -> list[str]:
     return [sys.executable, str(TRAINER / script), *words]
 
 
-def run(directory: Path, *words: str, expected: int = 0) -> str:
+def run(directory: Path, *words: str) -> str:
     """Run `run_offline_grpo.py`; returns what it printed."""
-    done = subprocess.run(
-        command("run_offline_grpo.py", *words),
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == expected, done.stdout + done.stderr
+    words_of_python = command("run_offline_grpo.py", *words)
+    done = subprocess.run(words_of_python, cwd=directory, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
@@ -84,7 +62,7 @@ LIMITS = ["grpo.seq_len=128", "env_server.seq_len=128"]
 def test_a_command_of_the_guide(
     name: str, shared_server: InferenceServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    words = [word.replace("'", "") for word in GUIDE[name]]
+    words = GUIDE[name].split()
     where = [f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"]
     run(tmp_path, *words, *of_server(shared_server, tiny_model), "train.iterations=1", *where)
     if "-m" in words:
@@ -117,12 +95,6 @@ def test_a_hundred_iterations_teach_sums(
     before, after = found[0][1][0], found[-1][1][0]
     assert before["items"] == 100
     assert after["mean@1"] - before["mean@1"] >= 0.15
-    for record in train_records(RunFiles(tmp_path / "run")):
-        parts = record["loss_pg"] + record["loss_kl"] + record["loss_entropy"]
-        assert record["loss_total"] == pytest.approx(parts, abs=1e-6)
-        if kl_coef:
-            penalty = record["kl_coef"] * record["kl_divergence"]
-            assert record["loss_kl"] == pytest.approx(penalty, abs=1e-6)
 
 
 def aligned(directory: Path) -> list[float]:
@@ -133,18 +105,22 @@ def aligned(directory: Path) -> list[float]:
     return [record[key] for record in records if key in record]
 
 
-MAXENT = [
-    *("grpo.objective=maxent", "grpo.maxent_tau=0.2", "grpo.maxent_target_entropy=1.0"),
+OBJECTIVES = {
+    "grpo": "",
+    "maxent": "grpo.objective=maxent grpo.maxent_tau=0.2 grpo.maxent_target_entropy=1.0 "
     "grpo.maxent_tau_lr=0.5",
-]
-OBJECTIVES = {"grpo": [], "maxent": MAXENT}
+}
 
 
 @pytest.mark.parametrize("objective", [*OBJECTIVES])
 def test_served_logprobs_are_the_trained_ones_in_mode_shared_vllm(
     objective: str, shared_server: InferenceServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    words = [*of_server(shared_server, tiny_model), *OBJECTIVES[objective], "train.iterations=3"]
+    words = [
+        *of_server(shared_server, tiny_model),
+        *OBJECTIVES[objective].split(),
+        "train.iterations=3",
+    ]
     said = run(tmp_path, *words, f"hydra.run.dir={tmp_path}/run")
     assert "weights: shared_vllm" in said
     found = aligned(tmp_path / "run")
@@ -169,7 +145,7 @@ def test_served_logprobs_are_the_trained_ones_in_modes_with_files(
         *of_server(served.server, served.server.model),
         *(f"sync.mode={mode}", f"++grpo.redis_url={redis_url}", "train.iterations=2"),
         *("data.task=gsm8k", f"env_server.data={_rows(tmp_path)}", "env_server.held_out=0.4"),
-        *OBJECTIVES[objective],
+        *OBJECTIVES[objective].split(),
         f"hydra.run.dir={tmp_path}/run",
     )
     assert f"weights: {mode}" in said

@@ -20,11 +20,9 @@ import torch
 from grpo_core.clients.inference import Completion
 from grpo_core.errors import RequestRefused
 from grpo_core.process import ManagedProcess
-from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.rollout.chat_template import load_template
 from grpo_local.process.ports import free_port
-from grpo_offline.backends.sglang_client import SglangClient
-from grpo_offline.backends.sglang_generation import SglangGeneration
+from grpo_offline.backends.sglang import SglangClient, SglangGeneration
 from grpo_offline.backends.sglang_weights import SglangWeights
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.loop import run_offline
@@ -91,21 +89,15 @@ def _answers(url: str) -> bool:
 class Trainer:
     sync: SglangWeights
     optimizer: MasterOptimizer
-    version: PolicyVersion
-
-    @property
-    def policy(self) -> Any:
-        return self.sync._policy
 
     def step(self) -> None:
-        step = self.version.step
-        gather_gradient(self.policy, seed=step)
+        step = self.sync.version.step
+        gather_gradient(self.sync._policy, seed=step)
         self.optimizer.step(step)
-        done = self.sync.publish(self.optimizer, step + 1)
-        assert done.alignment is not None
-        assert done.alignment.mean < FLOAT32_NOISE
-        assert done.alignment.is_conclusive
-        self.version = done.version
+        alignment = self.sync.publish(self.optimizer, step + 1).alignment
+        assert alignment is not None
+        assert alignment.mean < FLOAT32_NOISE
+        assert alignment.is_conclusive
 
 
 @pytest.fixture
@@ -121,7 +113,8 @@ def trainer(server: Server, tmp_path: Path) -> Iterator[Trainer]:
     )
     with contextlib.closing(sync):
         optimizer = optimizer_of(sync.load_policy(), lr=1e-3)
-        yield Trainer(sync, optimizer, sync.start(optimizer, 0))
+        sync.start(optimizer, 0)
+        yield Trainer(sync, optimizer)
 
 
 def prompt_of(server: Server) -> list[int]:
@@ -142,7 +135,7 @@ def largest_difference(
     for one in found:
         ids = torch.tensor([prompt + one.token_ids])
         with torch.no_grad():
-            logits = trainer.policy(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+            logits = trainer.sync._policy(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
         own = (logits / temperature).log_softmax(-1)
         own = own.gather(-1, torch.tensor(one.token_ids)[:, None])[:, 0]
         worst = max(worst, float((own - torch.tensor(one.logprobs)).abs().max()))
@@ -181,15 +174,15 @@ async def test_each_publication_is_served_under_its_version(
     server: Server, trainer: Trainer, tmp_path: Path
 ) -> None:
     prompt = prompt_of(server)
-    before = trainer.version
+    before = trainer.sync.version
     for _ in range(2):
         trainer.step()
-        assert trainer.sync.server.weight_version() == trainer.version
+        assert trainer.sync.server.weight_version() == trainer.sync.version
         found = await sampled(server, n=4, max_tokens=8, ignore_eos=True)
-        assert {one.first_version for one in found} == {trainer.version}
-        assert {one.last_version for one in found} == {trainer.version}
+        assert {one.first_version for one in found} == {trainer.sync.version}
+        assert {one.last_version for one in found} == {trainer.sync.version}
         assert largest_difference(trainer, prompt, found, 1.0) < FLOAT32_NOISE
-    assert trainer.version == (before.epoch, 2)
+    assert trainer.sync.version == (before.epoch, 2)
     epoch = before.epoch
     assert names(tmp_path / "weights") == [f"epoch_{epoch}_step_1", f"epoch_{epoch}_step_2"]
 

@@ -3,26 +3,31 @@ combination of values."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from grpo_core.cpu import share_cores
 from grpo_core.errors import GrpoError
-from grpo_core.logs import configure_logging
-from grpo_offline.config_file import CONFIG_FILE
+from grpo_offline.command_line import (
+    EXIT_FAILED,
+    EXIT_USAGE,
+    end,
+    exit_on_signals,
+    given_names,
+    job_keys,
+    words_for_hydra,
+)
 from grpo_offline.errors import KeysInvalid
-from grpo_offline.hydra_words import given_names, words_for_hydra
-from grpo_offline.job_keys import job_keys, value_of
-from grpo_offline.key_names import Renamed, in_keys
+from grpo_offline.key_names import in_keys
+from grpo_offline.keys import CONFIG_FILE, value_of
+from grpo_offline.results import RunResult
+from grpo_offline.screen import open_screen
+from grpo_offline.sweep import Job, report_sweep, write_job
 
 PROG = "grpo-offline"
-EXIT_FAILED, EXIT_USAGE = 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,19 +35,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         prepared = words_for_hydra(words)
     except GrpoError as error:
-        _end(EXIT_USAGE, str(error))
+        end(PROG, EXIT_USAGE, str(error))
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        _end(EXIT_USAGE, "one process trains here; for several ranks, run a recipe (training.sh)")
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stop)
+        end(PROG, EXIT_USAGE, "one process trains here; run a recipe for several (training.sh)")
+    exit_on_signals()
     import hydra
 
     jobs = Jobs()
     sys.argv = [sys.argv[0], *prepared]
     hydra.main(config_path=str(CONFIG_FILE.parent), config_name=CONFIG_FILE.stem)(jobs.run)()
     if jobs.directory is not None:
-        from grpo_offline.sweep.report import report_sweep
-
         report_sweep(jobs.directory)
     if jobs.failed:
         is_usage = jobs.directory is None and jobs.is_usage
@@ -59,7 +61,7 @@ class Jobs:
 
     failed: int = 0
     is_usage: bool = False
-    directory: Path | None = field(default=None, init=False)
+    directory: Path | None = None
 
     def run(self, composed: Any) -> None:
         """Args: composed: Hydra's configuration of one job"""
@@ -67,49 +69,38 @@ class Jobs:
         from hydra.types import RunMode
         from omegaconf import OmegaConf
 
-        from grpo_offline.sweep.job_record import JobRecord, write_job
-
         job = HydraConfig.get()
         directory = Path(job.runtime.output_dir)
         if job.mode is RunMode.MULTIRUN:
             self.directory = Path(job.sweep.dir).absolute()
         content: Any = OmegaConf.to_container(composed, resolve=True)
-        names = given_names(job.overrides.task)
-        given = {name: value_of(content, name) for name in names}
-        record = JobRecord(directory=directory.name, overrides=given)
-        with self._failures_noted(record):
-            _require_own_directory(content, directory)
-            record.result = _trained(content, given, directory, job.mode is RunMode.MULTIRUN)
-        if self.directory is not None:
-            write_job(directory, record)
-
-    @contextlib.contextmanager
-    def _failures_noted(self, record: Any) -> Iterator[None]:
+        given = {name: value_of(content, name) for name in given_names(job.overrides.task)}
+        numbers: dict[str, float] = {}
+        error = None
         try:
-            yield
-        except GrpoError as error:
-            self.is_usage = isinstance(error, KeysInvalid)
-            record.error = in_keys(f"{type(error).__name__}: {error}")
-        except Exception as error:
+            _require_own_directory(content, directory)
+            numbers = asdict(_trained(content, given, directory, self.directory is not None))
+        except GrpoError as failure:
+            self.is_usage = isinstance(failure, KeysInvalid)
+            error = in_keys(f"{type(failure).__name__}: {failure}")
+        except Exception as failure:
             if self.directory is None:
                 raise
-            record.error = f"{type(error).__name__}: {error}"
-        if record.error is not None:
+            error = f"{type(failure).__name__}: {failure}"
+        if error is not None:
             self.failed += 1
-            sys.stderr.write(f"{PROG}: {record.error}\n")
+            sys.stderr.write(f"{PROG}: {error}\n")
+        if self.directory is not None:
+            write_job(directory, Job(directory.name, given, error=error, **numbers))
 
 
-def _trained(content: dict[str, Any], given: dict[str, Any], directory: Path, is_job: bool) -> Any:
+def _trained(
+    content: dict[str, Any], given: dict[str, Any], directory: Path, is_job: bool
+) -> RunResult:
     keys = job_keys(content, given)
-    configure_logging("offline", keys.logging.level, [Renamed()])
-    share_cores()
-    from transformers.utils.logging import disable_progress_bar
-
+    screen = open_screen(keys)
     from grpo_offline.loop import run_offline
-    from grpo_offline.screen import Screen
 
-    disable_progress_bar()
-    screen = Screen()
     if is_job:
         screen.say(f"\njob {directory.name}: {' '.join(f'{n}={v}' for n, v in given.items())}")
     return run_offline(keys, directory, screen)
@@ -122,15 +113,6 @@ def _require_own_directory(content: dict[str, Any], directory: Path) -> None:
             f"checkpoint.resume={resumed} continues the run in its own directory; leave -m and "
             "hydra.run.dir out"
         )
-
-
-def _end(status: int, message: str) -> NoReturn:
-    sys.stderr.write(f"{PROG}: {message}\n")
-    raise SystemExit(status)
-
-
-def _stop(number: int, _frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

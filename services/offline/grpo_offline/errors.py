@@ -35,3 +35,7 @@ class HubRefused(GrpoError):
 
 class BenchmarkFailed(GrpoError):
     """An evaluation after the run did not end well. The trained model is complete."""
+
+
+class NoSweep(GrpoError):
+    """A directory holds no jobs of a sweep."""

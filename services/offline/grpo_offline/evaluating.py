@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_core.evaluation.results import EvalResult, save
+from grpo_env.evaluation import Evaluation, evaluate
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.groups import SamplingPlan
 from grpo_offline.items import EvaluationItems
-from grpo_offline.keys import OfflineKeys
+from grpo_offline.keys import EvalKeys, OfflineKeys
 from grpo_offline.results import Metrics
 from grpo_offline.run_files import RunFiles
-from grpo_offline.sampling import evaluate_all, require_fresh_evaluation
-from grpo_offline.trained_version import TrainedVersion
+from grpo_offline.sampling import TrainedVersion, require_fresh
 from grpo_trainer.telemetry.sinks import Recorder
+
+_LARGEST_K = 5
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,24 @@ class Evaluator:
         results = self.runner.run(
             evaluate_all(self.engine, self.chosen, keys.eval, self.plan, keys.seed)
         )
-        written = []
+        written: list[Metrics] = []
         for result in results:
             if not self.is_frozen:
-                require_fresh_evaluation(result, self.version.accepted)
+                versions = {*(result.versions or ())}
+                require_fresh(versions, self.version.accepted, "answers of the evaluation")
             result = result.model_copy(update={"step": step})
             save(result, self.files.evaluations)
             self.recorder.record_evaluation(step, result.flat())
-            written.append(_metrics(result, step))
+            written.append(
+                {
+                    **result.metrics,
+                    "task": result.task,
+                    "items": result.item_count,
+                    "replicates": result.samples,
+                    "temperature": result.temperature,
+                    "trained_step": step,
+                }
+            )
         if written:
             record = written[0] | {"frozen": self.is_frozen}
             if len(written) > 1:
@@ -67,12 +79,32 @@ class Evaluator:
         return results
 
 
-def _metrics(result: EvalResult, step: int) -> Metrics:
-    return {
-        **result.metrics,
-        "task": result.task,
-        "items": result.item_count,
-        "replicates": result.samples,
-        "temperature": result.temperature,
-        "trained_step": step,
-    }
+def evaluation_of(keys: EvalKeys, seed: int) -> Evaluation:
+    """How to evaluate. Args: seed: of the intervals"""
+    samples = keys.replicates if keys.do_sample else 1
+    return Evaluation(
+        items=keys.num_ids,
+        samples=samples,
+        temperature=keys.temperature if keys.do_sample else 0.0,
+        requests=keys.batch_size,
+        seed=seed,
+        reshaping={"top_p": keys.top_p} if keys.do_sample and keys.top_p < 1 else {},
+        ks=tuple({1, min(_LARGEST_K, samples)}),
+    )
+
+
+async def evaluate_all(
+    engine: RolloutEngine,
+    chosen: Sequence[EvaluationItems],
+    keys: EvalKeys,
+    plan: SamplingPlan,
+    seed: int,
+) -> list[EvalResult]:
+    """One result for each task.
+
+    Raises:
+        NothingEvaluated, ServiceUnavailable, ProtocolViolation: see `evaluate`.
+    """
+    plan = replace(plan, max_completion_tokens=keys.max_new_tokens)
+    evaluation = evaluation_of(keys, seed)
+    return [await evaluate(engine, one.task, one.items, evaluation, plan) for one in chosen]

@@ -8,40 +8,25 @@ from dataclasses import dataclass
 from grpo_env.assembly import TaskSet
 from grpo_env.tasks import Task
 from grpo_env.tasks.data_files import DataUnusable
-from grpo_env.tasks.items import Item, ItemStream, all_items, evaluation_items, training_items
+from grpo_env.tasks.items import Item, all_items, evaluation_items, training_items
 from grpo_offline.errors import KeysInvalid
 from grpo_offline.keys import OfflineKeys
 
-
-@dataclass(frozen=True)
-class TrainingItems:
-    """The items of the training seeds, each once in a pass. Seeds past the last item begin with the
-    first one again."""
-
-    parts: Sequence[tuple[Sequence[Item], float]]
-    seed: int
-
-    def stream(self, iterations_done: int, per_iteration: int) -> ItemStream:
-        """An endless stream that begins with the items of the next iteration."""
-        stream = ItemStream(self.parts, self.seed)
-        for _ in range(iterations_done * per_iteration):
-            stream.next()
-        return stream
-
-    def spare(self, iteration: int) -> ItemStream:
-        """Items in the place of those whose groups are lost in an iteration."""
-        return ItemStream(self.parts, self.seed + 1 + iteration)
+Parts = Sequence[tuple[Sequence[Item], float]]
+"""Items and weight of each task, as an `ItemStream` takes them."""
 
 
-def items_to_train(tasks: TaskSet, keys: OfflineKeys) -> TrainingItems:
-    """Raises `DataUnusable`: a task has no items."""
+def items_to_train(tasks: TaskSet, keys: OfflineKeys) -> Parts:
+    """The items of the training seeds, each once. Seeds past the last item begin with the first one
+    again.
+
+    Raises `DataUnusable`: a task has no items."""
     data = keys.data
     seeds = range(data.train_seed_start, data.train_seed_start + data.num_train_seeds)
-    parts = [
+    return [
         (_of_seeds(training_items(task), seeds), weight)
         for task, weight in zip(tasks.tasks, tasks.weights, strict=True)
     ]
-    return TrainingItems(parts, keys.seed)
 
 
 @dataclass(frozen=True)

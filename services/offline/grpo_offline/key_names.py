@@ -4,7 +4,7 @@ a recipe instead of options of `grpo` and `env-server`."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import cache
 from typing import Any
 
@@ -12,14 +12,10 @@ from grpo_core.settings.options import options_of
 from grpo_env.settings import EnvServerSettings
 from grpo_trainer.config.cli import CommandLine
 
-KEY_OF_OPTION: Mapping[str, str] = {
+GRPO_OPTIONS: Mapping[str, str] = {
     "model": "model.train_id",
-    "reference_model": "model.ref_id",
     "device": "model.device",
-    "dtype": "model.dtype",
-    "mode": "sync.mode",
     "inference_url": "generation.base_url",
-    "steps": "train.iterations",
     "batch_size": "train.batch_size",
     "gradient_accumulation_steps": "train.grad_accum_steps",
     "lr": "train.lr",
@@ -27,27 +23,43 @@ KEY_OF_OPTION: Mapping[str, str] = {
     "kl_coef": "train.kl_coef",
     "entropy_coef": "train.entropy_coef",
     "seed": "seed",
-    "save_path": "hydra.run.dir",
-    "resume": "checkpoint.resume",
-    "checkpoint_interval": "checkpoint.save_interval",
     "keep_checkpoints": "checkpoint.keep_last_k",
     "use_wandb": "logging.wandb.enabled",
-    "wandb_project": "logging.wandb.project",
     "log_level": "logging.level",
-    "task": "data.task",
+}
+"""Options of `grpo` that take the value of a key as it is."""
+ENVIRONMENT_OPTIONS: Mapping[str, str] = {
+    "model": "model.train_id",
+    "inference_url": "generation.base_url",
     "group_size": "data.rollouts_per_problem",
     "temperature": "generation.temperature",
     "top_p": "generation.top_p",
     "top_k": "generation.top_k",
     "repetition_penalty": "generation.repetition_penalty",
     "max_completion_tokens": "generation.max_new_tokens",
-    "max_concurrent_groups": "generation.batch_size",
+    "seed": "seed",
     "eval_items": "eval.num_ids",
     "eval_samples": "eval.replicates",
-    "eval_temperature": "eval.temperature",
     "eval_requests": "eval.batch_size",
+    "log_level": "logging.level",
 }
-"""Options that a key of their own sets. The sections `grpo` and `env_server` set all others."""
+"""The same of `env-server`."""
+_DERIVED = {
+    "reference_model": "model.ref_id",
+    "dtype": "model.dtype",
+    "mode": "sync.mode",
+    "steps": "train.iterations",
+    "save_path": "hydra.run.dir",
+    "resume": "checkpoint.resume",
+    "checkpoint_interval": "checkpoint.save_interval",
+    "wandb_project": "logging.wandb.project",
+    "task": "data.task",
+    "max_concurrent_groups": "generation.batch_size",
+    "eval_temperature": "eval.temperature",
+}
+"""Options that `translate` derives from a key."""
+KEY_OF_OPTION: Mapping[str, str] = {**GRPO_OPTIONS, **ENVIRONMENT_OPTIONS, **_DERIVED}
+"""The sections `grpo` and `env_server` set all other options."""
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])")
 _LINE = re.compile(r"(grpo|env-server): (?:\S+\.yaml: )?([a-z][\w-]*)(?=:)")
 _KEY = re.compile(
@@ -96,16 +108,13 @@ def in_recipe(text: str, names: Mapping[str, str]) -> str:
     return _KEY.sub(lambda found: names.get(found[0], found[0]), in_keys(text))
 
 
-class Renamed:
-    """A processor of structlog that translates the texts of an event."""
+def renamed(names: Mapping[str, str]) -> Callable[..., MutableMapping[str, Any]]:
+    """A processor of structlog that translates the texts of an event. Args: as `in_recipe`"""
 
-    def __init__(self, names: Mapping[str, str] | None = None) -> None:
-        self._names = names or {}
-
-    def __call__(
-        self, _logger: Any, _method: str, event: MutableMapping[str, Any]
+    def translated(
+        _logger: Any, _method: str, event: MutableMapping[str, Any]
     ) -> MutableMapping[str, Any]:
-        for name, value in event.items():
-            if isinstance(value, str):
-                event[name] = in_recipe(value, self._names)
-        return event
+        texts = {name: text for name, text in event.items() if isinstance(text, str)}
+        return {**event, **{name: in_recipe(text, names) for name, text in texts.items()}}
+
+    return translated

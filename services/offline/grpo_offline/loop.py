@@ -7,41 +7,44 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.assembly import TaskSet, open_tasks, open_template, sampling_plan
+from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.settings import EnvServerSettings
+from grpo_env.tasks.items import ItemStream
 from grpo_offline.backends.choice import Sampling, choose
-from grpo_offline.backends.opening import Backends
+from grpo_offline.backends.opening import Engines, open_weights
+from grpo_offline.batches import InProcessQueue, optimizer_batches, with_own_logprobs
 from grpo_offline.evaluating import Evaluator
-from grpo_offline.in_process_queue import InProcessQueue
-from grpo_offline.items import EvaluationItems, TrainingItems, items_to_evaluate, items_to_train
+from grpo_offline.items import Parts, items_to_evaluate, items_to_train
 from grpo_offline.iteration_end import IterationEnd
 from grpo_offline.keys import OfflineKeys
-from grpo_offline.optimizer_batches import optimizer_batches
-from grpo_offline.own_logprobs import with_own_logprobs
-from grpo_offline.plots import draw
-from grpo_offline.results import RunResult, evaluations, result_of
+from grpo_offline.results import RunResult, draw, evaluations, result_of
 from grpo_offline.run_files import BEFORE, RunFiles
 from grpo_offline.sampling import (
     Sampler,
+    TrainedVersion,
     require_fresh,
+    require_own_policy,
+    versions_of,
 )
-from grpo_offline.sampling_probe import require_own_policy
 from grpo_offline.screen import Screen
-from grpo_offline.trained_version import TrainedVersion
 from grpo_offline.translate import environment_settings, trainer_command
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.batches import Position
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.policy import limits_of
-from grpo_trainer.ranks.group import ALONE, Ranks, process_group, settings_of_rank
+from grpo_trainer.ranks.group import Ranks, process_group, settings_of_rank
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import Lead, open_run, train, training_steps
+
+T = TypeVar("T")
 
 
 def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult:
@@ -60,12 +63,11 @@ def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult
     with open_tasks(environment) as tasks:
         template = open_template(environment, tasks)
         _introduce(keys, sampling, files, screen)
-        backends = Backends(keys, sampling, tasks, template)
-
         with process_group(line) as ranks, asyncio.Runner() as runner:
             settings = settings_of_rank(line.settings(), line)
-            job = Job(keys, sampling, settings, environment, tasks, backends, files, screen, ranks)
-            return job.run(runner)
+            job = Job(keys, sampling, settings, environment, tasks, template, files, screen, runner)
+            job.run(ranks)
+            return job.finish()
 
 
 def follow_offline(keys: OfflineKeys, directory: Path) -> None:
@@ -97,114 +99,83 @@ def _introduce(keys: OfflineKeys, sampling: Sampling, files: RunFiles, screen: S
         )
 
 
+@contextlib.contextmanager
+def _entered(runner: asyncio.Runner, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
+    stack = contextlib.AsyncExitStack()
+    try:
+        yield runner.run(stack.enter_async_context(manager))
+    finally:
+        runner.run(stack.aclose())
+
+
 @dataclass(frozen=True)
 class Job:
-    """The parts of one run."""
+    """The parts of one run. `runner`: runs coroutines"""
 
     keys: OfflineKeys
     sampling: Sampling
     settings: TrainerSettings
     environment: EnvServerSettings
     tasks: TaskSet
-    backends: Backends
+    template: ChatTemplate
     files: RunFiles
     screen: Screen
-    ranks: Ranks = ALONE
+    runner: asyncio.Runner
 
-    @property
-    def _end(self) -> IterationEnd:
-        return IterationEnd(self.keys, self.files, self.screen, self.sampling.is_frozen)
-
-    def run(self, runner: asyncio.Runner) -> RunResult:
-        queue = InProcessQueue()
-        to_train = items_to_train(self.tasks, self.keys)
-        to_evaluate = items_to_evaluate(self.tasks, self.keys) if self.keys.eval.enabled else []
-        with open_run(self.settings, queue, self.backends.weight_sync, self.ranks) as opened:
+    def run(self, ranks: Ranks) -> None:
+        keys, sampling, queue = self.keys, self.sampling, InProcessQueue()
+        to_train = items_to_train(self.tasks, keys)
+        to_evaluate = items_to_evaluate(self.tasks, keys) if keys.eval.enabled else []
+        weights = partial(open_weights, keys, sampling)
+        with open_run(self.settings, queue, weights, ranks) as opened:
             if opened is None:
-                self._end.close_complete()
-            else:
-                learner, lead, position = opened
-                assert lead is not None, "call run_offline on rank 0"
-                with self._engines(runner, learner, lead, position) as engines:
-                    self._iterate(
-                        runner, learner, lead, position, queue, engines, to_train, to_evaluate
-                    )
-        self._finish()
-        return result_of(self.files)
-
-    @contextlib.contextmanager
-    def _engines(
-        self, runner: asyncio.Runner, learner: Learner, lead: Lead, position: Position
-    ) -> Iterator[Engines]:
-        stack = contextlib.AsyncExitStack()
-        version = TrainedVersion(position, lead.sync.begun_as)
-        keys = self.keys
-
-        async def opened() -> Engines:
-            training = await stack.enter_async_context(
-                self.backends.engine(
-                    learner.policy, version, keys.generation.backend, self.environment
+                IterationEnd(keys, self.files, sampling.is_frozen).close_complete(self.screen)
+                return
+            learner, lead, position = opened
+            assert lead is not None, "call run_offline on rank 0"
+            version = TrainedVersion(position, lead.sync.begun_as)
+            engines = Engines(
+                keys, sampling, self.environment, self.tasks, self.template, learner.policy, version
+            )
+            with _entered(self.runner, engines.opened()) as (training, evaluating):
+                evaluator = Evaluator(
+                    self.runner,
+                    evaluating,
+                    version,
+                    to_evaluate,
+                    sampling_plan(self.environment, self.tasks),
+                    lead.recorder,
+                    keys,
+                    self.files,
+                    sampling.is_frozen and keys.eval.backend != "local",
                 )
-            )
-            is_same = (keys.eval.backend, keys.eval.base_url) == (
-                keys.generation.backend,
-                keys.generation.base_url,
-            )
-            if is_same and self.sampling.server != "local":
-                return Engines(training, training, version)
-            other = self.environment.model_copy(update={"inference_url": (keys.eval.base_url,)})
-            evaluation = await stack.enter_async_context(
-                self.backends.engine(
-                    learner.policy, version, keys.eval.backend, other, keys.eval.seed_base
-                )
-            )
-            return Engines(training, evaluation, version)
-
-        try:
-            yield runner.run(opened())
-        finally:
-            runner.run(stack.aclose())
+                self._iterate(learner, lead, version, queue, training, to_train, evaluator)
 
     def _iterate(
         self,
-        runner: asyncio.Runner,
         learner: Learner,
         lead: Lead,
-        position: Position,
+        version: TrainedVersion,
         queue: InProcessQueue,
-        engines: Engines,
-        to_train: TrainingItems,
-        to_evaluate: Sequence[EvaluationItems],
+        engine: RolloutEngine,
+        to_train: Parts,
+        evaluator: Evaluator,
     ) -> None:
-        keys, files = self.keys, self.files
-        steps, problems = keys.steps_per_iteration, keys.data.problems_per_iteration
-        plan = sampling_plan(self.environment, self.tasks)
-        sampler = Sampler(
-            engines.training,
-            plan,
-            keys.generation.batch_size,
-            has_logprobs=self.sampling.server != "stock_vllm",
-        )
-        evaluator = Evaluator(
-            runner,
-            engines.evaluation,
-            engines.version,
-            to_evaluate,
-            plan,
-            lead.recorder,
-            keys,
-            files,
-            self.sampling.is_frozen and keys.eval.backend != "local",
-        )
-        begun_at = position.step // steps
+        keys, files, is_frozen = self.keys, self.files, self.sampling.is_frozen
+        problems, total = keys.data.problems_per_iteration, keys.train.iterations
+        has_logprobs = self.sampling.server != "stock_vllm"
+        sampler = Sampler(engine, evaluator.plan, keys.generation.batch_size, has_logprobs)
+        end = IterationEnd(keys, files, is_frozen, evaluator.evaluate)
+        begun_at = version.position.step // keys.steps_per_iteration
         if begun_at == 0:
             evaluator.evaluate(BEFORE)
         else:
-            self.screen.say(f"continues after {begun_at} of {keys.train.iterations} iterations")
-            self._end.close_again(evaluator.evaluate, begun_at - 1)
-        training = training_steps(learner, lead, position, Stop())
-        stream = to_train.stream(begun_at, problems)
-        total = keys.train.iterations
+            self.screen.say(f"continues after {begun_at} of {total} iterations")
+            end.close_again(begun_at - 1)
+        training = training_steps(learner, lead, version.position, Stop())
+        stream = ItemStream(to_train, keys.seed)
+        for _ in range(begun_at * problems):
+            stream.next()
         with self.screen.bar(begun_at, total) as bar:
             for iteration in range(begun_at, total):
                 started = time.monotonic()
@@ -212,23 +183,21 @@ class Job:
                 groups = files.read_groups(iteration)
                 if groups is None:
                     lead.sync.recover_server()
-                    if sampler.has_logprobs and not self.sampling.is_frozen:
-                        runner.run(require_own_policy(engines.training, learner.policy))
-                    groups = runner.run(sampler.groups(items, to_train.spare(iteration))).groups
-                    self._require_fresh(groups, engines.version.accepted)
+                    if has_logprobs and not is_frozen:
+                        self.runner.run(require_own_policy(engine, learner.policy))
+                    spare = ItemStream(to_train, keys.seed + 1 + iteration)
+                    groups = self.runner.run(sampler.groups(items, spare))
+                    if not is_frozen:
+                        require_fresh(versions_of(groups), version.accepted)
                     files.write_groups(iteration, groups)
                 batches = self._batches(learner, lead, groups)
                 queue.put(batches)
                 for _ in batches:
                     position = next(training)
-                engines.version.trained(position)
-                record, results = self._end.close(evaluator.evaluate, iteration, groups)
+                version.trained(position)
+                record, results = end.close(iteration, groups)
                 self.screen.iteration(record, total, time.monotonic() - started, results)
                 bar.advance(bar.task_ids[0])
-
-    def _require_fresh(self, groups: Sequence[ScoredGroup], accepted: set[PolicyVersion]) -> None:
-        if not self.sampling.is_frozen:
-            require_fresh(groups, accepted)
 
     def _batches(
         self, learner: Learner, lead: Lead, groups: Sequence[ScoredGroup]
@@ -241,7 +210,7 @@ class Job:
             groups = with_own_logprobs(groups, learner, lead.batches.collate, limits)
         return optimizer_batches(groups, steps, settings.resolved_objective, limits)
 
-    def _finish(self) -> None:
+    def finish(self) -> RunResult:
         from grpo_local.report.page import write_report
         from grpo_local.run_directory import RunDirectory
 
@@ -253,12 +222,4 @@ class Job:
         self.screen.say(f"model:  {self.files.model}")
         self.screen.say(f"curves: {self.files.plot}")
         self.screen.say(f"report: {report}")
-
-
-@dataclass(frozen=True)
-class Engines:
-    """Sample for training and for evaluation. `version`: of the trainer's weights."""
-
-    training: RolloutEngine
-    evaluation: RolloutEngine
-    version: TrainedVersion
+        return result_of(self.files)

@@ -1,38 +1,54 @@
-"""Samples and grades the rollouts of an iteration, and those of an evaluation."""
+"""Samples and grades the rollouts of an iteration, from the trainer's weights alone."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import structlog
+import torch
 
-from grpo_core.evaluation.results import EvalResult
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
-from grpo_env.evaluation import Evaluation, evaluate
 from grpo_env.rollout.engine import RolloutEngine, all_or_none
 from grpo_env.rollout.groups import GroupLost, SampledGroup, SamplingPlan
 from grpo_env.tasks.items import Item, ItemStream
 from grpo_offline.errors import RolloutsFail, StaleServer
-from grpo_offline.items import EvaluationItems
-from grpo_offline.keys import EvalKeys
+from grpo_trainer.checks.served_weights import START_FACTOR
+from grpo_trainer.data.batches import Position
+from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
+from grpo_trainer.model.policy import CausalLM, vocabulary_of
+from grpo_trainer.token_table import mean_distance
 
 log = structlog.get_logger()
 
 _TRIES = 3
 """An iteration may try this number of times as many groups as it needs."""
-_LARGEST_K = 5
+PROMPT_TOKENS, SAMPLED_TOKENS = 16, 8
+"""Of `require_own_policy`."""
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """The groups of an iteration, without padding, and what was lost meanwhile."""
+@dataclass
+class TrainedVersion:
+    """The version of the trainer's weights, with which rollouts and evaluations are compared.
 
-    groups: list[ScoredGroup]
-    lost: list[GroupLost]
+    `begun_as`: another name of the weights at the start of the run, if the server has one.
+    """
+
+    position: Position
+    begun_as: PolicyVersion | None
+
+    def __call__(self) -> PolicyVersion:
+        return PolicyVersion(self.position.epoch, self.position.step)
+
+    @property
+    def accepted(self) -> set[PolicyVersion]:
+        return {self()} | ({self.begun_as} if self.begun_as else set())
+
+    def trained(self, position: Position) -> None:
+        """The weights are new ones now."""
+        self.position, self.begun_as = position, None
 
 
 @dataclass(frozen=True)
@@ -49,7 +65,7 @@ class Sampler:
     requests: int
     has_logprobs: bool
 
-    async def groups(self, items: Sequence[Item], spare: ItemStream) -> Sampled:
+    async def groups(self, items: Sequence[Item], spare: ItemStream) -> list[ScoredGroup]:
         """Sample one group for each item. A group that is lost is replaced.
 
         Args:
@@ -58,6 +74,7 @@ class Sampler:
             RolloutsFail: two of three groups are lost.
             ServiceUnavailable, ProtocolViolation: the errors of `RolloutEngine.roll_out`.
         """
+        placeholders = {} if self.has_logprobs else {"inference_logprobs": None}
         found: list[ScoredGroup] = []
         lost: list[GroupLost] = []
         next_items = items
@@ -65,7 +82,7 @@ class Sampler:
             for sampled in await self._all(next_items):
                 if sampled.lost is None:
                     assert sampled.group is not None
-                    found.append(self._to_train_on(sampled.group))
+                    found.append(sampled.group.without_padding().model_copy(update=placeholders))
                 else:
                     lost.append(sampled.lost)
                     reason, detail = sampled.lost.reason.value, sampled.lost.detail
@@ -77,7 +94,7 @@ class Sampler:
                     f"the last ones because: {reasons}"
                 )
             next_items = [spare.next() for _ in range(len(items) - len(found))]
-        return Sampled(found, lost)
+        return found
 
     async def _all(self, items: Sequence[Item]) -> list[SampledGroup]:
         places = asyncio.Semaphore(self.requests)
@@ -88,12 +105,20 @@ class Sampler:
 
         return await all_or_none(one(item) for item in items)
 
-    def _to_train_on(self, group: ScoredGroup) -> ScoredGroup:
-        group = group.without_padding()
-        return group if self.has_logprobs else group.model_copy(update={"inference_logprobs": None})
+
+def versions_of(groups: Sequence[ScoredGroup]) -> set[PolicyVersion]:
+    """Those of the first and of the last tokens."""
+    return {
+        version
+        for group in groups
+        for pair in RolloutFacts.of(group).policy_version
+        for version in pair
+    }
 
 
-def require_fresh(groups: Sequence[ScoredGroup], accepted: set[PolicyVersion]) -> None:
+def require_fresh(
+    found: set[PolicyVersion], accepted: set[PolicyVersion], what: str = "rollouts"
+) -> None:
     """Check that all tokens were sampled from the trainer's weights.
 
     Args: accepted: their version, and other names of it
@@ -101,21 +126,6 @@ def require_fresh(groups: Sequence[ScoredGroup], accepted: set[PolicyVersion]) -
     Raises:
         StaleServer: some were not.
     """
-    versions = {
-        found
-        for group in groups
-        for pair in RolloutFacts.of(group).policy_version
-        for found in pair
-    }
-    _require_only(versions, accepted, "rollouts")
-
-
-def require_fresh_evaluation(result: EvalResult, accepted: set[PolicyVersion]) -> None:
-    """The same for an evaluation."""
-    _require_only({*(result.versions or ())}, accepted, "answers of the evaluation")
-
-
-def _require_only(found: set[PolicyVersion], accepted: set[PolicyVersion], what: str) -> None:
     if others := sorted(found - accepted):
         raise StaleServer(
             f"{what} were sampled from policy version {tuple(others[0])}, but the trainer holds "
@@ -125,33 +135,27 @@ def _require_only(found: set[PolicyVersion], accepted: set[PolicyVersion], what:
         )
 
 
-def evaluation_of(keys: EvalKeys, seed: int) -> Evaluation:
-    """How to evaluate. Args: seed: of the intervals"""
-    samples = keys.replicates if keys.do_sample else 1
-    reshaping: Mapping[str, Any] = {"top_p": keys.top_p} if keys.top_p < 1 else {}
-    return Evaluation(
-        items=keys.num_ids,
-        samples=samples,
-        temperature=keys.temperature if keys.do_sample else 0.0,
-        requests=keys.batch_size,
-        seed=seed,
-        reshaping=reshaping if keys.do_sample else {},
-        ks=tuple({1, min(_LARGEST_K, samples)}),
-    )
+async def require_own_policy(engine: RolloutEngine, policy: CausalLM) -> None:
+    """Compare a few tokens, sampled at temperature 1, with the trainer's policy.
 
-
-async def evaluate_all(
-    engine: RolloutEngine,
-    chosen: Sequence[EvaluationItems],
-    keys: EvalKeys,
-    plan: SamplingPlan,
-    seed: int,
-) -> list[EvalResult]:
-    """One result for each task.
+    The logprobs of rollouts that are sampled with top_p, top_k or a repetition penalty are not
+    those of the policy, so the trainer's own check of rollouts is off then. This one needs no
+    rollout.
 
     Raises:
-        NothingEvaluated, ServiceUnavailable, ProtocolViolation: see `evaluate`.
+        StaleServer: the logprobs of sampled tokens are not the policy's.
+        ServiceUnavailable, ProtocolViolation: the errors of `RolloutEngine.sample_plainly`.
     """
-    plan = replace(plan, max_completion_tokens=keys.max_new_tokens)
-    evaluation = evaluation_of(keys, seed)
-    return [await evaluate(engine, one.task, one.items, evaluation, plan) for one in chosen]
+    prompt = probe_tokens(vocabulary_of(policy), PROMPT_TOKENS)
+    completion = await engine.sample_plainly(prompt, SAMPLED_TOKENS)
+    ours = logprobs_of(policy, [*prompt, *completion.token_ids])[len(prompt) - 1 :]  # [K]
+    off = mean_distance(ours, torch.tensor(completion.logprobs))
+    allowed = START_FACTOR * tolerance_of(policy)
+    if not off <= allowed:
+        raise StaleServer(
+            f"the logprobs of {len(completion.token_ids)} tokens, sampled at temperature 1 before "
+            f"the rollouts of this iteration, differ from those of the trainer's policy by "
+            f"{off:.2g} on average (allowed {allowed:.2g}), so the rollouts would not be the "
+            "policy's. Check that generation.base_url is the server of this run; with "
+            "generation.backend=local, report a bug"
+        )

@@ -9,10 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from grpo_core.cpu import share_cores
 from grpo_core.evaluation.results import EvalResult
-from grpo_offline.iteration_record import shown_loss
+from grpo_core.logs import configure_logging
+from grpo_offline.key_names import renamed
+from grpo_offline.keys import OfflineKeys
 
 _HEAD_EVERY = 20
+_IDLE = 5e-7
+"""Losses smaller than this are rounding: the policy's is 0 on fresh rollouts."""
 _COLUMNS = ("iteration", "reward", "loss", "kl", "kl coef", "grad norm", "seconds", "mean@1")
 _WIDTH = 10
 
@@ -54,7 +59,7 @@ class Screen:
         cells = [
             f"{record['iteration']}/{total - 1}",
             f"{record['reward_mean']:.3f}",
-            shown_loss(record["loss_total"]),
+            _shown_loss(record["loss_total"]),
             "-" if divergence is None else f"{divergence:.4f}",
             f"{record['kl_coef']:.3g}" if "kl_coef" in record else "-",
             f"{record['grad_norm']:.3f}",
@@ -74,3 +79,21 @@ class Screen:
                     f"{last['task']}: {name} {first[name]:.3f} to {last[name]:.3f} ({change:+.3f}) "
                     f"on {last['items']} items"
                 )
+
+
+def _shown_loss(value: float) -> str:
+    """Without the sign of a rounding error."""
+    return f"{0.0 if abs(value) < _IDLE else value:.4f}"
+
+
+def open_screen(keys: OfflineKeys, names: Mapping[str, str] | None = None) -> Screen:
+    """Prepare this process for a run: messages name the user's keys, and no other bar is drawn.
+
+    Args: names: of a recipe's keys, by those of Hydra
+    """
+    configure_logging("offline", keys.logging.level, [renamed(names or {})])
+    share_cores()
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    return Screen()

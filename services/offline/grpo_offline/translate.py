@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from grpo_core.settings import EXIT_USAGE, CommandSettings, load_settings
 from grpo_env.settings import EnvServerSettings
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.errors import KeysInvalid
-from grpo_offline.key_names import line_in_keys
+from grpo_offline.key_names import ENVIRONMENT_OPTIONS, GRPO_OPTIONS, line_in_keys
 from grpo_offline.keys import OfflineKeys
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.objectives import RECIPES
@@ -102,28 +103,15 @@ def seq_len(keys: OfflineKeys) -> int:
 def grpo_options(keys: OfflineKeys, sampling: Sampling, directory: Path) -> dict[str, Any]:
     train, steps = keys.train, keys.steps_per_iteration
     mode = sampling.trainer_mode
-    options: dict[str, Any] = {
-        "model": keys.model.train_id,
+    options: dict[str, Any] = _values(keys, GRPO_OPTIONS) | {
         "mode": mode,
-        "device": keys.model.device,
         "dtype": _dtype(keys, sampling),
-        "inference_url": keys.generation.base_url,
         "steps": train.iterations * steps,
-        "batch_size": train.batch_size,
-        "gradient_accumulation_steps": train.grad_accum_steps,
         "seq_len": seq_len(keys),
-        "lr": train.lr,
-        "max_grad_norm": train.grad_clip,
-        "kl_coef": train.kl_coef,
-        "entropy_coef": train.entropy_coef,
-        "seed": keys.seed,
         "save_path": str(directory),
         "metrics_file": str(directory / "metrics.jsonl"),
         "checkpoint_interval": keys.checkpoint.save_interval * steps,
-        "keep_checkpoints": keys.checkpoint.keep_last_k,
         "state_interval": steps,
-        "use_wandb": keys.logging.wandb.enabled,
-        "log_level": keys.logging.level,
     }
     if train.kl_coef and _is_free("kl_estimator", keys) and not _kl_is_in_weights(keys):
         options["kl_estimator"] = _KL_ESTIMATOR
@@ -141,26 +129,17 @@ def grpo_options(keys: OfflineKeys, sampling: Sampling, directory: Path) -> dict
 
 
 def environment_options(keys: OfflineKeys) -> dict[str, Any]:
-    sampling, evaluation = keys.generation, keys.eval
-    return {
-        "model": keys.model.train_id,
-        "inference_url": sampling.base_url,
-        "group_size": keys.data.rollouts_per_problem,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "repetition_penalty": sampling.repetition_penalty,
-        "max_completion_tokens": sampling.max_new_tokens,
+    evaluation = keys.eval
+    return _values(keys, ENVIRONMENT_OPTIONS) | {
         "seq_len": seq_len(keys),
-        "max_concurrent_groups": min(sampling.batch_size, _MOST_CONCURRENT_GROUPS),
+        "max_concurrent_groups": min(keys.generation.batch_size, _MOST_CONCURRENT_GROUPS),
         "drop_equal_scores": False,
-        "seed": keys.seed,
-        "eval_items": evaluation.num_ids,
-        "eval_samples": evaluation.replicates,
         "eval_temperature": evaluation.temperature if evaluation.do_sample else 0.0,
-        "eval_requests": evaluation.batch_size,
-        "log_level": keys.logging.level,
     }
+
+
+def _values(keys: OfflineKeys, options: Mapping[str, str]) -> dict[str, Any]:
+    return {option: attrgetter(key)(keys) for option, key in options.items()}
 
 
 def _require_open(section: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:

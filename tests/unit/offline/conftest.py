@@ -1,17 +1,21 @@
-"""A small model with random weights, and keys of a short run with it in this process."""
+"""A small model with random weights, keys of a short run with it in this process, and recipes."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from grpo_offline.keys import OfflineKeys
+from grpo_offline.recipe.reading import Recipe, read_recipe
 from tests.unit.trainer.tiny_policy import model_directory
 
 MakeKeys = Callable[..., OfflineKeys]
+Recipes = Callable[..., Recipe]
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -53,3 +57,15 @@ def make_keys(model: str) -> MakeKeys:
         return OfflineKeys.model_validate(content)
 
     return make
+
+
+@pytest.fixture
+def recipe_of(tmp_path: Path) -> Recipes:
+    """Args: keys, which are read from a file."""
+
+    def read(**content: Any) -> Recipe:
+        file = tmp_path / "recipe.yaml"
+        file.write_text(json.dumps({"model_name_or_path": "m", **content}))  # JSON is YAML
+        return read_recipe(["--config", str(file)])
+
+    return read

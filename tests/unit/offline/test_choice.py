@@ -8,7 +8,7 @@ import pytest
 
 from grpo_core.errors import ProtocolViolation
 from grpo_offline.backends.choice import Sampling, choose
-from grpo_offline.backends.stock_vllm import StockVllm
+from grpo_offline.backends.opening import StockVllm
 from grpo_offline.errors import ServerUnsuitable
 from grpo_offline.keys import OfflineKeys
 from tests.unit.env.http_stub import stub_server

@@ -1,17 +1,25 @@
-"""The keys have the names and defaults of the guide, and the configuration file says the same."""
+"""The keys have the names and defaults of the guide, and each changes what it says."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from pydantic import BaseModel
 
-from grpo_offline.config_file import CONFIG_FILE, config_text
-from grpo_offline.keys import OfflineKeys
+from grpo_env.assembly import open_tasks, sampling_plan
+from grpo_env.tasks.items import ItemStream
+from grpo_offline.backends.choice import Sampling
+from grpo_offline.evaluating import evaluation_of
+from grpo_offline.items import items_to_evaluate, items_to_train
+from grpo_offline.keys import CONFIG_FILE, OfflineKeys, config_text, put
+from grpo_offline.translate import environment_settings, trainer_command
+from tests.unit.offline.conftest import MakeKeys
 
 GUIDE = """
 model: {train_id: Qwen/Qwen2.5-1.5B, ref_id: Qwen/Qwen2.5-1.5B, device: auto}
@@ -29,16 +37,6 @@ seed: 42
 logging: {wandb: {enabled: false, project: "", run_name: ""}}
 sync: {mode: auto}
 """
-
-
-SECTIONS = [
-    OfflineKeys,
-    *(
-        field.annotation
-        for field in OfflineKeys.model_fields.values()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-    ),
-]
 
 
 def leaves(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -64,7 +62,7 @@ def test_every_key_of_the_guide_has_its_default() -> None:
 
 
 def test_the_configuration_file_is_that_of_the_keys() -> None:
-    assert CONFIG_FILE.read_text() == config_text()  # python -m grpo_offline.config_file
+    assert CONFIG_FILE.read_text() == config_text()  # python -m grpo_offline.keys
     assert OfflineKeys.model_validate(composed()) == OfflineKeys()
 
 
@@ -74,7 +72,98 @@ def test_the_evaluation_follows_the_rollouts_unless_it_is_told_otherwise() -> No
     assert composed("model.train_id=m")["model"]["ref_id"] == "m"
 
 
-@pytest.mark.parametrize("kind", SECTIONS)
-def test_an_unknown_key_is_refused(kind: type[BaseModel]) -> None:
+def test_an_unknown_key_is_refused() -> None:
     with pytest.raises(ValueError, match="no_such_key"):
-        kind.model_validate({"no_such_key": 1})
+        OfflineKeys.model_validate({"train": {"no_such_key": 1}})
+
+
+def effects(keys: OfflineKeys, directory: Path) -> SimpleNamespace:
+    """What the loop reads of a run's keys."""
+    env = environment_settings(keys, directory)
+    with open_tasks(env) as tasks:
+        stream = ItemStream(items_to_train(tasks, keys), keys.seed)
+        return SimpleNamespace(
+            grpo=trainer_command(keys, Sampling("local", "local"), directory).settings(),
+            env=env,
+            plan=sampling_plan(env, tasks),
+            evaluation=evaluation_of(keys.eval, keys.seed),
+            trained=[stream.next().key for _ in range(100)],
+            evaluated=[item.key for one in items_to_evaluate(tasks, keys) for item in one.items],
+        )
+
+
+Read = Callable[[SimpleNamespace], Any]
+OTHER = object()
+"""Another directory of the model."""
+TABLE: dict[str, tuple[Any, Read, Any]] = {
+    "model.train_id": (OTHER, lambda e: (e.grpo.model[-5:], e.env.model[-5:]), ("other", "other")),
+    "model.ref_id": (OTHER, lambda e: str(e.grpo.reference_model)[-5:], "other"),
+    "model.device": ("auto", lambda e: e.grpo.device, "auto"),
+    "model.dtype": ("bfloat16", lambda e: e.grpo.dtype, "bfloat16"),
+    "generation.batch_size": (2, lambda e: e.env.max_concurrent_groups, 2),
+    "generation.base_url": ("http://h:1", lambda e: e.grpo.inference_url, "http://h:1"),
+    "generation.max_new_tokens": (7, lambda e: e.plan.max_completion_tokens, 7),
+    "generation.temperature": (0.5, lambda e: e.plan.temperature, 0.5),
+    "generation.top_p": (0.5, lambda e: e.plan.reshaping["top_p"], 0.5),
+    "generation.top_k": (9, lambda e: e.plan.reshaping["top_k"], 9),
+    "generation.repetition_penalty": (1.5, lambda e: e.plan.reshaping["repetition_penalty"], 1.5),
+    "train.iterations": (3, lambda e: e.grpo.steps, 6),
+    "train.batch_size": (4, lambda e: (e.grpo.batch_size, e.grpo.steps), (4, 8)),
+    "train.lr": (0.5, lambda e: e.grpo.lr, 0.5),
+    "train.grad_clip": (0.5, lambda e: e.grpo.max_grad_norm, 0.5),
+    "train.kl_coef": (0.3, lambda e: e.grpo.kl_coef, 0.3),
+    "train.entropy_coef": (0.3, lambda e: e.grpo.entropy_coef, 0.3),
+    "train.grad_accum_steps": (
+        2,
+        lambda e: (e.grpo.gradient_accumulation_steps, e.grpo.steps),
+        (2, 2),
+    ),
+    "data.task": ("arithmetic", lambda e: e.env.task, "arithmetic"),
+    "data.problems_per_iteration": (8, lambda e: e.grpo.steps, 8),
+    "data.rollouts_per_problem": (8, lambda e: e.plan.group_size, 8),
+    "data.train_seed_start": (1001, lambda e: {*e.trained}, None),
+    "data.num_train_seeds": (3, lambda e: len({*e.trained}), 3),
+    "eval.batch_size": (3, lambda e: e.evaluation.requests, 3),
+    "eval.replicates": (7, lambda e: (e.evaluation.samples, e.evaluation.ks), (7, (1, 5))),
+    "eval.num_ids": (1, lambda e: len(e.evaluated), 1),
+    "eval.id_seed_start": (5001, lambda e: e.evaluated, None),
+    "eval.do_sample": (False, lambda e: (e.evaluation.temperature, e.evaluation.samples), (0, 1)),
+    "eval.temperature": (0.3, lambda e: e.evaluation.temperature, 0.3),
+    "eval.top_p": (0.3, lambda e: e.evaluation.reshaping, {"top_p": 0.3}),
+    "eval.ids": ([0, 1], lambda e: len(e.evaluated), 2),
+    "checkpoint.save_interval": (2, lambda e: e.grpo.checkpoint_interval, 4),
+    "checkpoint.keep_last_k": (5, lambda e: e.grpo.keep_checkpoints, 5),
+    "logging.wandb.enabled": (True, lambda e: e.grpo.use_wandb, True),
+    "logging.wandb.project": ("p", lambda e: e.grpo.wandb_project, "p"),
+    "logging.level": ("INFO", lambda e: (e.grpo.log_level, e.env.log_level), ("INFO", "INFO")),
+    "grpo": ({"objective": "dapo"}, lambda e: e.grpo.objective, "dapo"),
+    "env_server": ({"system_prompt": "Be brief."}, lambda e: e.env.system_prompt, "Be brief."),
+    "seed": (7, lambda e: (e.grpo.seed, e.env.seed), (7, 7)),
+}
+"""Key: a value, where its effect is read, and what is read; None: another value than without."""
+
+SEEN_ELSEWHERE = {
+    **dict.fromkeys(("eval.enabled", "eval.interval", "eval.backend", "eval.base_url"), "test_run"),
+    **dict.fromkeys(("eval.max_new_tokens", "eval.seed_base"), "test_run"),
+    **dict.fromkeys(("checkpoint.resume", "logging.wandb.run_name"), "test_command_line"),
+    **dict.fromkeys(("generation.backend", "sync.mode"), "test_choice"),
+}
+
+
+def test_every_key_has_a_row() -> None:
+    sections = {"grpo", "env_server"}
+    assert {*leaves(OfflineKeys().model_dump())} | sections == {*TABLE} | {*SEEN_ELSEWHERE}
+
+
+@pytest.mark.parametrize("name", [*TABLE])
+def test_a_key_has_its_effect(name: str, make_keys: MakeKeys, model: str, tmp_path: Path) -> None:
+    value, read, expected = TABLE[name]
+    if value is OTHER:
+        (tmp_path / "other").symlink_to(model)
+        value = str(tmp_path / "other")
+    content: dict[str, Any] = {"data": {"num_train_seeds": 4}}
+    before = read(effects(make_keys(**content), tmp_path))
+    put(content, name, value)
+    after = read(effects(make_keys(**content), tmp_path))
+    assert before != (after if expected is None else expected)
+    assert expected in (None, after)

@@ -1,45 +1,31 @@
-"""The data, the rewards and the directory of a recipe."""
+"""The data, the rewards and the directory of a recipe, and uploads of its model with a stand-in for
+the hub's client. The real hub was never reached."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, create_autospec
 
 import pytest
+from huggingface_hub import HfApi
 
 from grpo_env.tasks import Answer, Graded, TaskOptions
 from grpo_env.tasks.data_files import DataUnusable
 from grpo_env.tasks.items import evaluation_items, training_items
 from grpo_env.tasks.reward_functions import RewardInvalid
-from grpo_offline.errors import RecipeInvalid
-from grpo_offline.recipe.environment import environment_options
-from grpo_offline.recipe.main import row_count
+from grpo_offline.errors import HubRefused, RecipeInvalid
+from grpo_offline.recipe.data import environment_options
+from grpo_offline.recipe.main import open_directory, row_count
 from grpo_offline.recipe.reading import Recipe, read_recipe
-from grpo_offline.recipe.rewards import (
-    REWARDS,
-    exact_answer,
-    exact_completion,
-    find_reward,
-    register,
-)
-from grpo_offline.recipe.run_directory import open_directory
+from grpo_offline.recipe.rewards import REWARDS, find_reward, register
 from grpo_offline.recipe.task import RecipeTask
+from grpo_offline.recipe.trained_model import hub_target, upload
+from tests.unit.offline.conftest import Recipes
 
-Recipes = Callable[..., Recipe]
 ROW = {"prompt": "3+4=", "answer": "7", "other": 1}
-
-
-@pytest.fixture
-def recipe_of(tmp_path: Path) -> Recipes:
-    def read(**content: Any) -> Recipe:
-        file = tmp_path / "recipe.yaml"
-        file.write_text(json.dumps({"model_name_or_path": "m", **content}))
-        return read_recipe(["--config", str(file)])
-
-    return read
 
 
 def rows_file(path: Path, count: int, **more: Any) -> str:
@@ -56,38 +42,58 @@ def task_of(recipe: Recipe) -> RecipeTask:
     return task
 
 
+SOLUTIONS = [
+    "Two numbers: $3+4=7$, so \\boxed{7}",
+    "3+4=<<3+4=7>>7\n#### 7",
+    "<think>3+4</think><answer>7</answer>",
+    7.0,
+]
+SAID = "3+4</think> <answer>7</answer>"
+EMPTY = "<think>\n\n</think>\n\n"
+"""The opening of a template whose thinking is off."""
+
+
 @pytest.mark.parametrize(
-    ("completion", "score"),
+    ("reward", "completion", "solution", "score"),
     [
-        ("<think>3+4</think> <answer>7</answer>", 1.0),
-        ("<answer>$7$.</answer>", 1.0),
-        ("<answer>8</answer> no: <answer>7</answer>", 1.0),
-        ("<answer>7</answer> no: <answer>8</answer>", 0.0),
-        ("<answer>7.0</answer>", 0.0),
-        ("7", 0.0),
-        ("<answer>7", 0.0),
+        ("exact_answer", "<think>3+4</think> <answer>7</answer>", "7", 1.0),
+        ("exact_answer", "<answer>$7$.</answer>", "7", 1.0),
+        ("exact_answer", "<answer>8</answer> no: <answer>7</answer>", "7", 1.0),
+        ("exact_answer", "<answer>7</answer> no: <answer>8</answer>", "7", 0.0),
+        ("exact_answer", "<answer>7.0</answer>", "7", 0.0),
+        ("exact_answer", "7", "7", 0.0),
+        ("exact_answer", "<answer>7", "7", 0.0),
+        *(
+            (reward, f"<answer>{said}</answer>", solution, score)
+            for reward in ("exact_answer", "equal_answer")
+            for solution in SOLUTIONS
+            for said, score in (("7", 1.0), ("\\boxed{7}", 1.0), ("8", 0.0))
+        ),
+        ("equal_answer", "<answer>0.5</answer>", "\\frac{1}{2}", 1.0),
+        ("equal_answer", "<answer>0.6</answer>", "\\frac{1}{2}", 0.0),
+        ("exact_completion", " 7\n", 7, 1.0),
+        ("exact_completion", "<answer>7</answer>", 7, 0.0),
+        ("answer_format", SAID, None, 0.0),
     ],
 )
-def test_the_default_reward_is_an_exact_match_in_the_last_tags(
-    completion: str, score: float
+def test_rewards_compare_with_the_final_answer_of_a_solution(
+    reward: str, completion: str, solution: Any, score: float
 ) -> None:
-    assert exact_answer(Answer(completion), {"answer": "7"}) == score
+    assert find_reward(reward)(Answer(completion), {"answer": solution}) == score
 
 
 @pytest.mark.parametrize(
-    "solution",
+    ("opening", "completion", "score"),
     [
-        "Two numbers: $3+4=7$, so \\boxed{7}",
-        "3+4=<<3+4=7>>7\n#### 7",
-        "<think>3+4</think><answer>7</answer>",
-        7.0,
+        ("<think>\n", SAID, 1.0),
+        (EMPTY, f"<think>{SAID}", 1.0),
+        (EMPTY, "<answer>7</answer>", 0.0),
     ],
 )
-def test_the_default_rewards_compare_with_the_final_answer_of_a_solution(solution: Any) -> None:
-    for reward in (exact_answer, find_reward("equal_answer")):
-        assert reward(Answer("<answer>7</answer>"), {"answer": solution}) == 1.0
-        assert reward(Answer("<answer>\\boxed{7}</answer>"), {"answer": solution}) == 1.0
-        assert reward(Answer("<answer>8</answer>"), {"answer": solution}) == 0.0
+def test_the_format_counts_what_the_prompt_has_begun(
+    opening: str, completion: str, score: float
+) -> None:
+    assert find_reward("answer_format")(Answer(completion, opening=opening), {}) == score
 
 
 def test_rows_without_an_answer_are_refused_by_rewards_that_need_one(
@@ -107,32 +113,7 @@ def test_rows_without_an_answer_are_refused_by_rewards_that_need_one(
         assert len(training_items(task)) == 1
 
 
-def test_the_format_counts_what_the_prompt_has_begun() -> None:
-    format_of = find_reward("answer_format")
-    said = "3+4</think> <answer>7</answer>"
-    assert format_of(Answer(said), {}) == 0.0
-    assert format_of(Answer(said, opening="<think>\n"), {}) == 1.0
-    empty = "<think>\n\n</think>\n\n"  # of a template whose thinking is off
-    assert format_of(Answer(f"<think>{said}", opening=empty), {}) == 1.0
-    assert format_of(Answer("<answer>7</answer>", opening=empty), {}) == 0.0
-
-
-def test_an_exact_completion_has_no_tags() -> None:
-    assert exact_completion(Answer(" 7\n"), {"answer": 7}) == 1.0
-    assert exact_completion(Answer("<answer>7</answer>"), {"answer": 7}) == 0.0
-
-
-def test_equal_answers_may_be_written_in_other_ways() -> None:
-    equal = find_reward("equal_answer")
-    assert equal(Answer("<answer>0.5</answer>"), {"answer": "\\frac{1}{2}"}) == 1.0
-    assert equal(Answer("<answer>0.6</answer>"), {"answer": "\\frac{1}{2}"}) == 0.0
-
-
-def test_rewards_are_registered_or_read_from_files(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("def half(answer, row):\n    return 0.5\n")
-    assert find_reward(f"{file}:half")(Answer("x"), {}) == 0.5
-
+def test_rewards_are_registered() -> None:
     register("tested")(lambda _answer, _row: 2.0)
     assert find_reward("tested")(Answer("x"), {}) == 2.0
     del REWARDS["tested"]
@@ -140,7 +121,7 @@ def test_rewards_are_registered_or_read_from_files(tmp_path: Path) -> None:
         find_reward("tested")
 
 
-def test_rewards_of_a_file_may_have_every_form(tmp_path: Path, recipe_of: Recipes) -> None:
+async def test_rewards_of_a_file_may_have_every_form(tmp_path: Path, recipe_of: Recipes) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "import numpy\n"
@@ -159,8 +140,8 @@ def test_rewards_of_a_file_may_have_every_form(tmp_path: Path, recipe_of: Recipe
         for name in ("later", "parts", "reasoned", "skips", "trl", "slow_trl", "verl")
     ]
     task = task_of(recipe_of(dataset_name="x.jsonl", reward_funcs=names))
-    value = task.reward(Answer("7", messages=[{"role": "user", "content": "3+4="}]), ROW)
-    graded = asyncio.run(_awaited(value))
+    answer = Answer("7", messages=[{"role": "user", "content": "3+4="}])
+    graded = await task.reward(answer, ROW)  # type: ignore[misc]
 
     later, parts, reasoned, skips, trl, slow_trl, verl = names
     assert graded == Graded(
@@ -175,57 +156,31 @@ def test_rewards_of_a_file_may_have_every_form(tmp_path: Path, recipe_of: Recipe
         task_of(recipe_of(dataset_name="x.jsonl", reward_funcs=[skips])).reward(Answer("7"), ROW)
 
 
-async def _awaited(value: Any) -> Any:
-    return await value
-
-
-def test_parts_of_the_reward_are_named_and_weighted(tmp_path: Path, recipe_of: Recipes) -> None:
-    recipe = recipe_of(
-        dataset_name=rows_file(tmp_path / "rows.jsonl", 2),
-        reward_funcs=["exact_answer", "answer_format"],
-        reward_weights=[1.0, 0.2],
-    )
-    options = environment_options(recipe)
-    task = task_of(recipe)
-    row = {"answer": 1}
-
-    graded = task.reward(Answer("<think>x</think> <answer>1</answer>"), row)
-
-    assert isinstance(graded, Graded)
-    assert graded.parts == {"exact_answer": 1.0, "answer_format": 1.0}
+def test_parts_of_the_reward_are_weighted(recipe_of: Recipes) -> None:
+    rewards = {"dataset_name": "x.jsonl", "reward_funcs": ["exact_answer", "answer_format"]}
+    options = environment_options(recipe_of(**rewards, reward_weights=[1.0, 0.2]))
     assert options["reward_weights"] == {"exact_answer": 1.0, "answer_format": 0.2}
     with pytest.raises(RecipeInvalid, match="1 weights for the 2 names"):
-        environment_options(
-            recipe_of(dataset_name="x", reward_funcs=["exact_answer", "b"], reward_weights=[1.0])
-        )
+        environment_options(recipe_of(**rewards, reward_weights=[1.0]))
 
 
-def test_a_stop_text_does_not_take_the_closing_tag_away(tmp_path: Path, recipe_of: Recipes) -> None:
-    task = task_of(
-        recipe_of(
-            dataset_name=rows_file(tmp_path / "rows.jsonl", 1), vllm_stop_sequences=["</answer>"]
-        )
-    )
+def test_a_stop_text_does_not_take_the_closing_tag_away(recipe_of: Recipes) -> None:
+    task: Any = task_of(recipe_of(dataset_name="x.jsonl", vllm_stop_sequences=["</answer>"]))
     assert task.stop == ("</answer>",)
-    assert task.reward(Answer("<answer>7"), {"answer": 7}).parts == {"exact_answer": 1.0}
-    unfinished = Answer("<answer>7", finished=False)
-    assert task.reward(unfinished, {"answer": 7}).parts == {"exact_answer": 0.0}
+    for finished, score in ((True, 1.0), (False, 0.0)):
+        said = Answer("<answer>7", finished=finished)
+        assert task.reward(said, {"answer": 7}).parts == {"exact_answer": score}
 
 
 def test_a_weight_takes_a_share_of_its_source_and_is_no_probability(
     tmp_path: Path, recipe_of: Recipes
 ) -> None:
     """Half of 40 rows and all of 10 are 30 rows, each of them once."""
-    recipe = recipe_of(
-        dataset_mixture={
-            "datasets": [
-                {"id": rows_file(tmp_path / "a.jsonl", 40, noise="x"), "weight": 0.5,
-                 "columns": ["problem", "answer"]},
-                {"id": rows_file(tmp_path / "b.jsonl", 10), "columns": ["answer", "problem"]},
-            ],
-            "seed": 3,
-        }
-    )  # fmt: skip
+    columns = ["problem", "answer"]
+    a, b = (rows_file(tmp_path / f"{name}.jsonl", n, noise=1) for name, n in (("a", 40), ("b", 10)))
+    half = {"id": a, "weight": 0.5, "columns": columns}
+    datasets = [half, {"id": b, "columns": columns[::-1]}]
+    recipe = recipe_of(dataset_mixture={"datasets": datasets, "seed": 3})
     rows = task_of(recipe).rows("train")
 
     assert rows is not None
@@ -240,13 +195,9 @@ def test_a_weight_takes_a_share_of_its_source_and_is_no_probability(
 def test_the_test_split_of_a_mixture_is_never_trained_on(
     tmp_path: Path, recipe_of: Recipes
 ) -> None:
-    recipe = recipe_of(
-        dataset_mixture={
-            "datasets": [{"id": rows_file(tmp_path / "a.jsonl", 400)}],
-            "test_split_size": 0.25,
-        },
-        eval_strategy="steps",
-    )
+    datasets = [{"id": rows_file(tmp_path / "a.jsonl", 400)}]
+    mixture = {"datasets": datasets, "test_split_size": 0.25}
+    recipe = recipe_of(dataset_mixture=mixture, eval_strategy="steps")
     task = task_of(recipe)
 
     kept, held = training_items(task), evaluation_items(task)
@@ -280,13 +231,9 @@ def test_a_wrong_mixture_is_an_error(
 def test_columns_prompts_and_answers_are_found(tmp_path: Path, recipe_of: Recipes) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"ask": "1+1", "gold": "2", "noise": 1}\n')
-    recipe = recipe_of(
-        dataset_name=str(file),
-        dataset_prompt_column="ask",
-        dataset_solution_column="gold",
-        columns=["ask", "gold"],
-        system_prompt="Think.",
-    )
+    named = {"dataset_name": str(file), "dataset_prompt_column": "ask"}
+    more = {"columns": ["ask", "gold"], "system_prompt": "Think."}
+    recipe = recipe_of(**named, **more, dataset_solution_column="gold")
     [item] = training_items(task_of(recipe))
 
     assert item.messages == [
@@ -295,17 +242,13 @@ def test_columns_prompts_and_answers_are_found(tmp_path: Path, recipe_of: Recipe
     ]
     assert item.row["answer"] == "2"
     with pytest.raises(DataUnusable, match="name it with dataset_solution_column"):
-        training_items(task_of(recipe_of(dataset_name=str(file), dataset_prompt_column="ask")))
+        training_items(task_of(recipe_of(**named)))
 
 
 def test_evaluation_uses_its_own_data(tmp_path: Path, recipe_of: Recipes) -> None:
-    recipe = recipe_of(
-        dataset_name=rows_file(tmp_path / "train.jsonl", 5),
-        eval_dataset_name=rows_file(tmp_path / "other.jsonl", 3),
-        eval_strategy="steps",
-    )
-    assert len(training_items(task_of(recipe))) == 5
-    assert len(evaluation_items(task_of(recipe))) == 3
+    train, other = rows_file(tmp_path / "train.jsonl", 5), rows_file(tmp_path / "other.jsonl", 3)
+    task = task_of(recipe_of(dataset_name=train, eval_dataset_name=other, eval_strategy="steps"))
+    assert (len(training_items(task)), len(evaluation_items(task))) == (5, 3)
 
 
 def test_an_earlier_run_goes_on_is_moved_aside_or_is_an_error(
@@ -327,3 +270,53 @@ def test_an_earlier_run_goes_on_is_moved_aside_or_is_an_error(
     assert moved == tmp_path / "run.1"
     assert (moved / "keys.yaml").is_file()
     assert not directory.exists()
+
+
+FLAGS = [
+    *("--push_to_hub", "--hub_model_id", "sums"),
+    *("--hub_model_revision", "seed-42", "--hub_token", "secret"),
+]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """The hub's client. It has the repository me/sums with the branch main."""
+    hub: Mock = create_autospec(HfApi, instance=True)
+    hub.create_repo.return_value.repo_id = "me/sums"
+    hub.list_repo_refs.return_value.branches = [SimpleNamespace(name="main")]
+    hub.upload_folder.return_value = "https://hub/me/sums"
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda token: hub if token == "secret" else None)
+    return hub
+
+
+def test_a_model_is_uploaded_to_a_branch_that_is_made(hub: Mock, tmp_path: Path) -> None:
+    def uploaded(*flags: str) -> str:
+        target = hub_target(read_recipe([*FLAGS, *flags]), tmp_path)
+        assert target is not None
+        return upload(target, tmp_path)
+
+    assert uploaded("--hub_private_repo", "true") == "https://hub/me/sums"
+    hub.create_repo.assert_called_with("sums", private=True, exist_ok=True)
+    hub.create_branch.assert_called_with("me/sums", branch="seed-42", exist_ok=True)
+    sent = hub.upload_folder.call_args.kwargs
+    assert (sent["repo_id"], sent["revision"]) == ("me/sums", "seed-42")
+    assert sent["folder_path"] == tmp_path
+
+    hub.list_repo_refs.return_value.branches = [SimpleNamespace(name="seed-42")]
+    with pytest.raises(HubRefused, match="overwrite_hub_revision"):
+        uploaded()
+    uploaded("--overwrite_hub_revision")
+    assert hub.upload_folder.call_count == 2
+
+
+def test_what_the_hub_refuses_is_named_before_the_run_and_the_model_stays(
+    hub: Mock, tmp_path: Path
+) -> None:
+    target = hub_target(read_recipe(FLAGS), tmp_path)
+    assert target is not None
+    hub.create_repo.side_effect = OSError("wrong token")
+    hub.upload_folder.side_effect = OSError("no route")
+    with pytest.raises(HubRefused, match="hub_model_id: sums: wrong token; see hub_token"):
+        hub_target(read_recipe(FLAGS), tmp_path)
+    with pytest.raises(HubRefused, match=f"no route; the model is in {tmp_path}. Upload it with"):
+        upload(target, tmp_path)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,20 +16,17 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.inference.pool import NoGenerateRoute
-from grpo_offline import evaluating, iteration_end
+from grpo_offline import evaluating, iteration_end, screen
 from grpo_offline.backends.choice import Sampling
-from grpo_offline.backends.local import LocalGeneration
-from grpo_offline.backends.opening import Backends
+from grpo_offline.backends.opening import open_weights
+from grpo_offline.batches import InProcessQueue, optimizer_batches
 from grpo_offline.errors import RolloutsFail, StaleServer
-from grpo_offline.in_process_queue import InProcessQueue
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.loop import run_offline
-from grpo_offline.optimizer_batches import optimizer_batches
-from grpo_offline.results import RunResult, evaluations, result_of, train_records
+from grpo_offline.recipe.main import main
+from grpo_offline.results import evaluations, result_of, train_records
 from grpo_offline.run_files import RunFiles
 from grpo_offline.screen import Screen
 from grpo_offline.translate import trainer_command
@@ -37,16 +37,15 @@ from grpo_trainer.train import open_run, training_steps
 from tests.unit.env.http_stub import stub_server
 from tests.unit.offline.conftest import MakeKeys
 
+LOCAL = Sampling("local", "local")
 PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
 
 
 def run(keys: OfflineKeys, directory: Path) -> tuple[RunFiles, str]:
     """The files of a run, and what it printed."""
-    directory.mkdir(exist_ok=True)
-    with (directory / "screen").open("w+") as file:
-        run_offline(keys, directory, Screen(Console(file=file, width=200)))
-        file.seek(0)
-        return RunFiles(directory), file.read()
+    printed = io.StringIO()
+    run_offline(keys, directory, Screen(Console(file=printed, width=200)))
+    return RunFiles(directory), printed.getvalue()
 
 
 WHOLE: dict[str, Any] = {
@@ -83,7 +82,9 @@ def test_losses_add_up_and_the_penalty_is_its_coefficient_times_the_divergence(
 def test_a_run_leaves_the_files_that_the_guide_names(whole: RunFiles) -> None:
     names = {str(path.relative_to(whole.path)) for path in whole.path.rglob("*")}
     assert {f"metrics/train_iter_{i:03}.json" for i in range(3)} <= names
-    assert [done for done, _ in evaluations(whole)] == [0, 2, 3]
+    found = evaluations(whole)
+    assert [done for done, _ in found] == [0, 2, 3]
+    assert result_of(whole).score == found[-1][1][0]["mean@1"]
     assert {f"checkpoints/iter_{i:03}" for i in range(3)} <= names
     saved = load_file(whole.path / "checkpoints/iter_002/model.safetensors")
     final = load_file(whole.model / "model.safetensors")
@@ -157,16 +158,6 @@ def test_rollouts_with_other_line_ends_are_read_back(whole: RunFiles, tmp_path: 
     assert RunFiles(tmp_path).read_groups(0) == groups
 
 
-async def test_sampling_ignores_the_parameters_that_a_model_brings(model: str) -> None:
-    policy = AutoModelForCausalLM.from_pretrained(model)
-    policy.generation_config.top_p = 1e-6
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    local = LocalGeneration(policy, tokenizer, lambda: PolicyVersion(0, 0), seed=1)
-    answer = await local.generate([65, 66], n=8, max_tokens=4, temperature=1.0)
-    assert len({tuple(row) for row in answer.token_ids}) > 1
-    assert policy.generation_config.top_p == 1e-6
-
-
 def test_a_finished_run_that_gets_more_iterations_goes_on(
     whole: RunFiles, make_keys: MakeKeys, tmp_path: Path
 ) -> None:
@@ -182,18 +173,15 @@ def test_the_first_step_is_that_of_grpo_on_the_same_groups(
 ) -> None:
     """One step of the whole iteration; with a batch of 6, three steps of 5 and 6 sequences whose
     advantages are those of whole groups."""
-    keys = make_keys(
-        generation=PLAIN,
-        train={"iterations": 1, "batch_size": batch_size},
-        eval={"enabled": False},
-    )
+    train_keys = {"iterations": 1, "batch_size": batch_size}
+    keys = make_keys(generation=PLAIN, train=train_keys, eval={"enabled": False})
     files, _ = run(keys, tmp_path / "offline")
     groups = files.read_groups(0)
     assert groups is not None
     (tmp_path / "grpo").mkdir()
-    settings = trainer_command(keys, Sampling("local", "local"), tmp_path / "grpo").settings()
+    settings = trainer_command(keys, LOCAL, tmp_path / "grpo").settings()
     queue = InProcessQueue()
-    with open_run(settings, queue, _local(keys)) as opened:
+    with open_run(settings, queue, partial(open_weights, keys, LOCAL)) as opened:
         assert opened is not None
         learner, lead, position = opened
         limits = limits_of(learner.policy, settings.seq_len, settings.recompute_logprobs)
@@ -204,21 +192,36 @@ def test_the_first_step_is_that_of_grpo_on_the_same_groups(
     trained = load_file(files.model / "model.safetensors")
     for name in trained.keys() & weights.keys():
         torch.testing.assert_close(trained[name], weights[name], rtol=0, atol=1e-6)
-    records = [json.loads(line) for line in files.metrics.read_text().splitlines()]
-    assert len(records) == steps
+    assert len(files.metrics.read_text().splitlines()) == steps
 
 
-def _local(keys: OfflineKeys) -> Callable[..., Any]:
-    backends = Backends(keys, Sampling("local", "local"), None, None)  # type: ignore[arg-type]
-    return backends.weight_sync
+def test_a_recipe_is_trained_with_its_template_which_the_model_keeps(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # These would last beyond a test.
+    monkeypatch.setattr(screen, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(screen, "share_cores", lambda: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    template = "{% for m in messages %}{{ m['content'] }}!{% endfor %}"
+    rows = ["--dataset_name", "tests/unit/offline/rows.jsonl", "--chat_template", template]
+    reward = ["--reward_funcs", "tests/unit/offline/rewards.py:length", "--tf32"]
+    sizes = ["--max_steps", "1", "--max_completion_length", "4", "--max_prompt_length", "32"]
+    where = ["--use_cpu", "--model_name_or_path", model, "--output_dir", str(tmp_path / "run")]
+
+    main("grpo", [*rows, *reward, *sizes, *where])
+
+    assert "without effect: tf32: " in capsys.readouterr().out
+    for tokenizer in ("tokenizer", "final_model"):
+        assert (tmp_path / "run" / tokenizer / "chat_template.jinja").read_text() == template
+    [record] = train_records(RunFiles(tmp_path / "run"))
+    assert record["optimizer_steps"] == 1
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_reason(
     make_keys: MakeKeys, tmp_path: Path
 ) -> None:
-    keys = make_keys(
-        data={"task": "tests/unit/offline/rewards.py:failing"}, eval={"enabled": False}
-    )
+    task = {"task": "tests/unit/offline/rewards.py:failing"}
+    keys = make_keys(data=task, eval={"enabled": False})
     with pytest.raises(RolloutsFail, match="no reward for"):
         run(keys, tmp_path)
 
@@ -250,34 +253,30 @@ def test_an_evaluation_may_ask_another_server_than_the_rollouts(
         assert stub.bodies("POST /generate")
 
 
-def evaluated(keys: OfflineKeys, directory: Path) -> list[dict[str, Any]]:
+@pytest.fixture
+def evaluated(make_keys: MakeKeys, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """The items of the evaluation before the training, then those of the one after it."""
-    files, _ = run(keys, directory)
-    details = sorted((files.path / "eval").glob("*.json"))
-    return [item for path in details for item in json.loads(path.read_text())["items"]]
+
+    def items(name: str, **options: Any) -> list[dict[str, Any]]:
+        keys = make_keys(train={"iterations": 1, "lr": 1e-12}, eval={"replicates": 2} | options)
+        files, _ = run(keys, tmp_path / name)
+        details = sorted((files.path / "eval").glob("*.json"))
+        return [item for path in details for item in json.loads(path.read_text())["items"]]
+
+    return items
 
 
 def test_evaluations_of_the_same_weights_give_the_same_answers(
-    make_keys: MakeKeys, tmp_path: Path
+    evaluated: Callable[..., list[dict[str, Any]]],
 ) -> None:
-    items = evaluated(
-        make_keys(train={"iterations": 1, "lr": 1e-12}, eval={"replicates": 2}), tmp_path
-    )
+    items = evaluated("run")
     assert items[: len(items) // 2] == items[len(items) // 2 :]
 
 
 @pytest.mark.full
-def test_the_seed_of_an_evaluation_decides_its_answers(make_keys: MakeKeys, tmp_path: Path) -> None:
-    def answers(name: str, **options: Any) -> list[dict[str, Any]]:
-        keys = make_keys(train={"iterations": 1, "lr": 1e-12}, eval={"replicates": 2} | options)
-        return evaluated(keys, tmp_path / name)
-
-    assert answers("a") != answers("b", seed_base=1)
-    shorter = answers("c", max_new_tokens=1)
+def test_the_seed_of_an_evaluation_decides_its_answers(
+    evaluated: Callable[..., list[dict[str, Any]]],
+) -> None:
+    assert evaluated("a") != evaluated("b", seed_base=1)
+    shorter = evaluated("c", max_new_tokens=1)
     assert {length for item in shorter for length in item["lengths"]} == {1}
-
-
-def test_what_a_sweep_ranks_by(whole: RunFiles) -> None:
-    result: RunResult = result_of(whole)
-    assert result.iterations == 3
-    assert result.score == evaluations(whole)[-1][1][0]["mean@1"]

@@ -1,21 +1,32 @@
-"""Groups that are lost are replaced, stale rollouts are refused, and batches hold each sequence."""
+"""Rollouts of this process have the policy's logprobs, lost groups are replaced, stale rollouts are
+refused, and batches hold each sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_core.clients.inference import Completion
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.items import Item, ItemStream
+from grpo_offline.backends import local
+from grpo_offline.backends.local import LocalGeneration
+from grpo_offline.batches import optimizer_batches
 from grpo_offline.errors import KeysInvalid, RolloutsFail, StaleServer
-from grpo_offline.optimizer_batches import optimizer_batches
-from grpo_offline.sampling import Sampler, require_fresh
+from grpo_offline.sampling import Sampler, require_fresh, require_own_policy, versions_of
 from grpo_trainer.advantages import group_advantages
+from grpo_trainer.config.trainer import ForwardOptions
 from grpo_trainer.data.groups import GroupLimits, usable_group
+from grpo_trainer.model.forward import _probe_batch, build_forward_pass
+from grpo_trainer.model.logprobs import logprobs_of
+from grpo_trainer.model.policy import vocabulary_of
 from grpo_trainer.objectives import Objective
 
 PLAN = SamplingPlan(2, 1.0, 64, 4, drop_equal_scores=False)
@@ -49,40 +60,34 @@ class Engine:
         return SampledGroup(group=group([0.0, 1.0]))
 
 
-def items(*prompts: str) -> list[Item]:
-    return [Item(TASK, {}, prompt) for prompt in prompts]
-
-
-def stream(*prompts: str) -> ItemStream:
-    return ItemStream([(items(*prompts), 1.0)], seed=0)
+async def sampled(engine: Engine, *prompts: str, has_logprobs: bool = True) -> list[ScoredGroup]:
+    """The groups of an iteration with one spare item."""
+    sampler = Sampler(engine, PLAN, 2, has_logprobs)  # type: ignore[arg-type]
+    *items, spare = (Item(TASK, {}, prompt) for prompt in (*prompts, "spare"))
+    return await sampler.groups(items, ItemStream([([spare], 1.0)], seed=0))
 
 
 async def test_a_lost_group_is_replaced_by_one_of_a_spare_item() -> None:
     engine = Engine("bad")
-    sampler = Sampler(engine, PLAN, 2, has_logprobs=True)  # type: ignore[arg-type]
-    sampled = await sampler.groups(items("good", "bad", "fine"), stream("spare"))
-    assert len(sampled.groups) == 3
-    assert [one.detail for one in sampled.lost] == ["no bad"]
+    assert len(await sampled(engine, "good", "bad", "fine")) == 3
     assert engine.asked == ["good", "bad", "fine", "spare"]
 
 
 async def test_an_iteration_gives_up_when_two_of_three_groups_are_lost() -> None:
-    sampler = Sampler(Engine("bad"), PLAN, 2, has_logprobs=True)  # type: ignore[arg-type]
-    with pytest.raises(RolloutsFail, match="no bad"):
-        await sampler.groups(items("bad", "bad"), stream("bad"))
+    with pytest.raises(RolloutsFail, match="because: no spare"):
+        await sampled(Engine("bad", "spare"), "bad", "bad")
 
 
 async def test_logprobs_that_are_placeholders_do_not_reach_the_trainer() -> None:
-    sampler = Sampler(Engine(), PLAN, 2, has_logprobs=False)  # type: ignore[arg-type]
-    sampled = await sampler.groups(items("good"), stream("spare"))
-    assert sampled.groups[0].inference_logprobs is None
+    [group] = await sampled(Engine(), "good", has_logprobs=False)
+    assert group.inference_logprobs is None
 
 
 def test_rollouts_of_other_weights_are_refused() -> None:
     groups = [group([0, 1]), group([0, 1], PolicyVersion(1, 1))]
-    require_fresh(groups[:1], {PolicyVersion(1, 0)})
+    require_fresh(versions_of(groups[:1]), {START})
     with pytest.raises(StaleServer, match=r"version \(1, 1\), but the trainer holds .*\(1, 0\)"):
-        require_fresh(groups, {PolicyVersion(1, 0)})
+        require_fresh(versions_of(groups), {START})
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 12])
@@ -120,3 +125,71 @@ def test_some_objectives_need_whole_groups(objective: Objective) -> None:
     assert len(optimizer_batches([group([0, 1]), group([1, 0])], 2, objective, LIMITS)) == 2
     with pytest.raises(KeysInvalid, match="whole groups"):
         optimizer_batches([group([0, 1, 2]), group([1, 0, 0])], 4, objective, LIMITS)
+
+
+PROMPT = [10, 20, 30]
+
+
+def policy_of(model: str, gradient_checkpointing: bool = False) -> Any:
+    policy: Any = AutoModelForCausalLM.from_pretrained(model).eval()
+    options = ForwardOptions(gradient_checkpointing=gradient_checkpointing)
+    forward = build_forward_pass(policy, options)
+    # As after a training step.
+    forward(policy, _probe_batch(vocabulary_of(policy))).logp.sum().backward()  # type: ignore[no-untyped-call]
+    return policy
+
+
+class LocalEngine:
+    """Samples with one policy."""
+
+    def __init__(self, model: str, policy: Any) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        self.generation = LocalGeneration(policy, tokenizer, lambda: START, seed=0)
+
+    async def sample(self, prompt: list[int], **sampling: Any) -> list[Completion]:
+        return (await self.generation.generate(prompt, **sampling)).completions()
+
+    async def sample_plainly(self, prompt: list[int], max_tokens: int) -> Completion:
+        return (await self.sample(prompt, max_tokens=max_tokens))[0]
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+async def test_logprobs_are_those_of_the_policy(model: str, gradient_checkpointing: bool) -> None:
+    policy = policy_of(model, gradient_checkpointing)
+    for completion in await LocalEngine(model, policy).sample(PROMPT, max_tokens=16, n=4):
+        ours = logprobs_of(policy, [*PROMPT, *completion.token_ids])[len(PROMPT) - 1 :]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), ours, atol=1e-4, rtol=0)
+
+
+async def test_completions_beyond_the_limit_are_sampled_in_further_passes(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policy_of(model)
+    monkeypatch.setattr(local, "LOGITS_AT_ONCE", 2 * 16 * policy.config.vocab_size)
+    sizes = []
+    generate = policy.generate
+    monkeypatch.setattr(
+        policy,
+        "generate",
+        lambda *a, **k: sizes.append(k["num_return_sequences"]) or generate(*a, **k),
+    )
+    assert len(await LocalEngine(model, policy).sample(PROMPT, max_tokens=16, n=5)) == 5
+    assert sizes == [2, 2, 1]
+
+
+async def test_sampling_ignores_the_parameters_that_a_model_brings(model: str) -> None:
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    policy.generation_config.top_p = 1e-6
+    found = await LocalEngine(model, policy).sample([65, 66], n=8, max_tokens=4, temperature=1.0)
+    assert len({tuple(one.token_ids) for one in found}) > 1
+    assert policy.generation_config.top_p == 1e-6
+
+
+async def test_tokens_of_another_policy_are_named_however_rollouts_are_sampled(model: str) -> None:
+    policy, other = policy_of(model), policy_of(model)
+    await require_own_policy(LocalEngine(model, policy), policy)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for weights in other.parameters():
+            weights.mul_(1.5)
+    with pytest.raises(StaleServer, match="differ from those of the trainer's policy by"):
+        await require_own_policy(LocalEngine(model, other), policy)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ against a stand-in that computes with real weights.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,13 +20,12 @@ from transformers import AutoModelForCausalLM
 from grpo_core.clients.inference import Completion
 from grpo_core.errors import ProtocolViolation, RequestRefused
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_offline.backends.sglang_client import (
+from grpo_offline.backends.sglang import (
     UNTRAINED,
     ServerInfo,
     SglangClient,
-    sampling_params,
+    SglangGeneration,
 )
-from grpo_offline.backends.sglang_generation import SglangGeneration
 from grpo_offline.backends.sglang_weights import SglangWeights
 from grpo_offline.errors import ServerUnsuitable
 from grpo_trainer.config.sync import LoraOptions
@@ -36,7 +36,7 @@ from grpo_trainer.weight_sync.files import WeightDirectories
 from tests.support.directories import names
 from tests.unit.env.http_stub import Route, StubServer, stub_server
 from tests.unit.trainer.served_model import ServedModel
-from tests.unit.trainer.tiny_policy import LORA, gather_gradient, model_directory, optimizer_of
+from tests.unit.trainer.tiny_policy import LORA, gather_gradient, optimizer_of
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("sglang_answers.json").read_text()
@@ -53,8 +53,12 @@ class Replay(dict[str, Route]):
         self.answers: list[tuple[int, Any]] = []
         self.stub = StubServer("", self)
 
-    def give(self, *recorded: str) -> None:
-        self.answers += [(RECORDED[one]["status"], RECORDED[one]["answer"]) for one in recorded]
+    def give(self, *recorded: str | dict[str, Any]) -> None:
+        """Args: names of records, or answers."""
+        for one in recorded:
+            of_dict: dict[str, Any] = {"status": 200, "answer": one}
+            record = RECORDED[one] if isinstance(one, str) else of_dict
+            self.answers.append((record["status"], record["answer"]))
 
     def __missing__(self, _name: str) -> Route:
         return lambda _body: self.answers.pop(0)
@@ -76,7 +80,9 @@ def replay() -> Iterator[Replay]:
         yield replay
 
 
-async def completions(replay: Replay, recorded: str, **sampling: Any) -> list[Completion]:
+async def completions(
+    replay: Replay, recorded: str | dict[str, Any], **sampling: Any
+) -> list[Completion]:
     replay.give(recorded)
     async with SglangGeneration(replay.url, 30.0, 4) as generation:
         answer = await generation.session().generate(PROMPT, **sampling)
@@ -85,29 +91,15 @@ async def completions(replay: Replay, recorded: str, **sampling: Any) -> list[Co
 
 
 async def test_the_request_has_sglangs_names(replay: Replay) -> None:
-    """The records were made with these requests, which the real server took."""
+    """The records were made with these requests, which the real server took. What decides the
+    distribution is always sent; else SGLang takes the values of the model's configuration."""
     await completions(replay, "one", max_tokens=4)
-    await completions(
-        replay,
-        "several",
-        n=3,
-        max_tokens=1,
-        temperature=0.7,
-        top_p=0.9,
-        top_k=5,
-        ignore_eos=True,
-    )
+    reshaping = {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
+    await completions(replay, "several", n=3, max_tokens=1, ignore_eos=True, **reshaping)
     await completions(replay, "stop_text", n=2, max_tokens=4, temperature=0.0, stop=["7"])
     assert replay.requests == [
         ("/generate", RECORDED[one]["request"]) for one in ("one", "several", "stop_text")
     ]
-
-
-def test_what_decides_the_distribution_is_always_sent() -> None:
-    """Else SGLang takes the values of the model's generation configuration."""
-    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
-    assert sampling_params(max_tokens=4) == neutral | {"n": 1, "max_new_tokens": 4}
-    assert sampling_params(max_tokens=4, top_k=0)["top_k"] == -1
 
 
 async def test_completions_are_read_with_their_version(replay: Replay) -> None:
@@ -122,14 +114,12 @@ async def test_completions_are_read_with_their_version(replay: Replay) -> None:
 
 
 async def test_the_versions_of_the_first_and_the_last_token_are_read(replay: Replay) -> None:
-    answer = json.loads(json.dumps(RECORDED["one"]["answer"]))
+    answer = copy.deepcopy(RECORDED["one"]["answer"])
     answer["meta_info"]["weight_versions"] = [
         {"version": "default", "start": 0, "end": 1},
         {"version": "3.12", "start": 1, "end": 2},
     ]
-    replay.answers.append((200, answer))
-    async with SglangGeneration(replay.url, 30.0, 4) as generation:
-        [found] = (await generation.generate(PROMPT, max_tokens=4)).completions()
+    [found] = await completions(replay, answer, max_tokens=4)
     assert (found.first_version, found.last_version) == (UNTRAINED, (3, 12))
 
 
@@ -156,12 +146,10 @@ async def test_a_refusal_names_the_reason(replay: Replay, recorded: str, reason:
 
 @pytest.mark.parametrize("logprob", [None, "-0.1"])
 async def test_a_logprob_that_is_no_number_is_an_error(replay: Replay, logprob: Any) -> None:
-    answer = json.loads(json.dumps(RECORDED["one"]["answer"]))
+    answer = copy.deepcopy(RECORDED["one"]["answer"])
     answer["meta_info"]["output_token_logprobs"][0][1 if logprob else 0] = logprob
-    replay.answers.append((200, answer))
-    async with SglangGeneration(replay.url, 30.0, 4) as generation:
-        with pytest.raises(ProtocolViolation, match="SGLang"):
-            await generation.generate(PROMPT, max_tokens=4)
+    with pytest.raises(ProtocolViolation, match="SGLang"):
+        await completions(replay, answer, max_tokens=4)
 
 
 def test_the_trainers_client_reads_the_prompts_logprobs(replay: Replay) -> None:
@@ -185,7 +173,7 @@ def test_the_trainers_client_publishes_and_reads_versions(replay: Replay) -> Non
         assert client.weight_version() == (3, 12)
         with pytest.raises(WeightsRefused, match=r"3\.13 from .*the same path"):
             client.load_weights(Path("/weights/epoch_3_step_13"), PolicyVersion(3, 13))
-        replay.answers.append((200, {"weight_version": "default"}))
+        replay.give({"weight_version": "default"})
         assert client.weight_version() is None
 
 
@@ -194,7 +182,7 @@ class StandIn:
     """An SGLang server that computes with real weights. `ignores`: it names a new version and keeps
     the weights."""
 
-    model: Path
+    model: str
     base_url: str = "http://server"
     dtype: str = "float32"
     ignores: bool = False
@@ -227,40 +215,27 @@ class StandIn:
     def sample(self, prompt_token_ids: list[int], max_tokens: int, **_: Any) -> Completion:
         return self.engine.sample(prompt_token_ids, max_tokens)
 
-    def close(self) -> None:
-        """Nothing to close."""
 
-
-def _loaded(directory: Path) -> Any:
+def _loaded(directory: str | Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_directory(tmp_path_factory.mktemp("tiny") / "model")
-
-
 @pytest.fixture
-def server(model: Path) -> StandIn:
+def server(model: str) -> StandIn:
     torch.manual_seed(0)
     return StandIn(model)
 
 
 def weights_of(
-    server: StandIn,
-    root: Path,
-    every_steps: int = 1,
-    lora: LoraOptions | None = None,
-    dtype: str = "auto",
+    server: StandIn, root: Path, lora: LoraOptions | None = None, **options: Any
 ) -> SglangWeights:
     return SglangWeights(
         server=server,  # type: ignore[arg-type]
-        weights=TrainedWeights(str(server.model), lora),
+        weights=TrainedWeights(server.model, lora),
         directories=WeightDirectories(root),
-        dtype=dtype,
         device="cpu",
-        every_steps=every_steps,
         last_step=5,
+        **{"dtype": "auto", "every_steps": 1} | options,
     )
 
 
@@ -318,29 +293,21 @@ def test_a_server_that_does_not_serve_what_it_names_is_found(
         take_steps(sync, optimizer, range(1, 2))
 
 
-def test_other_weights_under_the_same_version_are_found(server: StandIn, tmp_path: Path) -> None:
-    sync = weights_of(server, tmp_path)
+def test_a_restarted_server_gets_the_weights_again_and_other_weights_are_found(
+    server: StandIn, tmp_path: Path
+) -> None:
+    sync = weights_of(server, tmp_path / "first")
     take_steps(sync, begun(sync), range(2))
     sync.recover_server()
+    server.restart()
+    sync.recover_server()
+    assert server.loaded == [(1, 0), (1, 1), (1, 2), (1, 2)]
     server.engine.swap(_loaded(server.model), PolicyVersion(1, 2))
     with pytest.raises(ServedWeightsDiffer, match="Since the publication"):
         sync.recover_server()
-
-
-def test_another_run_that_publishes_is_found(server: StandIn, tmp_path: Path) -> None:
-    sync = weights_of(server, tmp_path / "first")
-    begun(sync)
-    begun(weights_of(server, tmp_path / "second"))
-    with pytest.raises(ServedWeightsDiffer, match=r"serves policy version 2\.0, .* 1\.0"):
+    begun(weights_of(server, tmp_path / "another run"))
+    with pytest.raises(ServedWeightsDiffer, match=r"serves policy version 2\.0, .* 1\.2"):
         sync.recover_server()
-
-
-def test_a_restarted_server_gets_the_weights_again(server: StandIn, tmp_path: Path) -> None:
-    sync = weights_of(server, tmp_path)
-    take_steps(sync, begun(sync), range(2))
-    server.restart()
-    sync.recover_server()
-    assert server.loaded[-2:] == [(1, 2), (1, 2)]
 
 
 def test_adapters_and_another_data_type_are_refused(server: StandIn, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
@@ -12,7 +13,13 @@ from transformers import GenerationConfig
 
 from grpo_core.clients.inference import GenerateAnswer
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.checks.served_weights import Bound
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
+from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.model.policy import CausalLM, device_of, end_tokens_of, vocabulary_of
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.weight_sync.base import Published
 
 LOGITS_AT_ONCE = 1 << 28
 """transformers returns the logits of all tokens at the end of a pass: 1 GiB in float32. Completions
@@ -49,22 +56,13 @@ class LocalGeneration:
         return self
 
     async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
-        """Sample completions in one pass; the parameters have vLLM's names."""
-        return self._generated(prompt_token_ids, **sampling)
+        """Sample n completions in one pass; the parameters have vLLM's names.
 
-    def _generated(
-        self,
-        prompt_token_ids: list[int],
-        *,
-        max_tokens: int,
-        n: int = 1,
-        temperature: float = 1.0,
-        stop: list[str] | None = None,
-        **reshaping: Any,
-    ) -> GenerateAnswer:
-        """Sample n completions. Their logprobs are those of softmax(logits / temperature), and
-        those of the logits themselves at temperature 0."""
-        chosen = {"do_sample": True, "temperature": temperature, "top_k": 0} | reshaping
+        Their logprobs are those of softmax(logits / temperature), and those of the logits
+        themselves at temperature 0."""
+        max_tokens, n = sampling.pop("max_tokens"), sampling.pop("n", 1)
+        temperature, stop = sampling.pop("temperature", 1.0), sampling.pop("stop", None)
+        chosen = {"do_sample": True, "temperature": temperature, "top_k": 0} | sampling
         if temperature == 0:
             chosen = _GREEDY
         # Padding behind a stop text would look like sampled end tokens, so each is sampled alone.
@@ -168,3 +166,52 @@ class LocalGeneration:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(self._seed + crc32(repr(prompt).encode()))
             yield
+
+
+@dataclass(eq=False)
+class WeightsInProcess:
+    """A `WeightSync` without a server. `samples`: rollouts are sampled from the policy.
+    `version`: of its weights."""
+
+    settings: TrainerSettings
+    samples: bool
+    version: PolicyVersion = field(init=False, default=PolicyVersion(0, 0))
+    begun_as: PolicyVersion | None = field(init=False, default=None)
+    server_run_id: str | None = field(init=False, default=None)
+    policy: CausalLM = field(init=False)
+
+    def load_policy(self, restoring: bool = False) -> CausalLM:  # noqa: ARG002
+        """Raises `NoSuchDevice`, `PolicyMismatch`."""
+        settings = self.settings
+        device = device_to_load_on(settings.device)
+        weights = TrainedWeights(settings.model, settings.lora)
+        self.policy = weights.load(getattr(torch, settings.dtype), device)
+        return self.policy
+
+    def start(
+        self,
+        optimizer: MasterOptimizer,
+        step: int,
+        last_epoch: int = 0,
+        bound: Bound | None = None,
+    ) -> PolicyVersion:
+        if bound is not None and self.samples:
+            bound.learn(0.0)  # the policy's own logprobs have no noise
+        optimizer.write_into_parameters()
+        self.version = PolicyVersion(last_epoch + 1, step)
+        return self.version
+
+    def publish(self, optimizer: MasterOptimizer, step: int) -> Published:
+        optimizer.write_into_parameters()
+        self.version = PolicyVersion(self.version.epoch, step)
+        return Published(self.version, 0.0)
+
+    def recover_server(self) -> None:
+        """There is no server."""
+
+    def served_logprobs(self, token_ids: list[int]) -> list[float]:
+        found: list[float] = logprobs_of(self.policy, token_ids).tolist()
+        return found
+
+    def close(self) -> None:
+        """Nothing is open."""

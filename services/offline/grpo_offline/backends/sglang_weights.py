@@ -11,7 +11,7 @@ import torch
 from grpo_core.clients.inference import Completion
 from grpo_core.weights.ref import WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_offline.backends.sglang_client import UNTRAINED, ServerInfo, SglangClient
+from grpo_offline.backends.sglang import UNTRAINED, ServerInfo, SglangClient
 from grpo_offline.errors import ServerUnsuitable
 from grpo_trainer.checks.served_weights import (
     DEFAULT_BLOCK,
@@ -49,7 +49,12 @@ class SglangWeights(DirectorySync):
             PolicyMismatch: the server has another data type.
             NoSuchDevice: the GPU to train on does not exist.
         """
-        self._require_whole_model()
+        if self.weights.lora is not None:
+            raise ServerUnsuitable(
+                f"an adapter cannot be published to SGLang at {self.server.base_url}; train the "
+                "whole model: remove the LoRA options. Or start vllm-api-server with "
+                "--enable-lora, and set generation.backend=vllm_server and sync.mode=lora_only"
+            )
         device = device_to_load_on(self.device)
         info = self.server.info()
         dtype = _dtype_to_load(self.dtype, info)
@@ -110,14 +115,6 @@ class SglangWeights(DirectorySync):
         self.server.load_weights(files.path.absolute(), self.version)
         self._served = self.version
         return frozenset()
-
-    def _require_whole_model(self) -> None:
-        if self.weights.lora is not None:
-            raise ServerUnsuitable(
-                f"an adapter cannot be published to SGLang at {self.server.base_url}; train the "
-                "whole model: remove the LoRA options. Or start vllm-api-server with "
-                "--enable-lora, and set generation.backend=vllm_server and sync.mode=lora_only"
-            )
 
 
 def _dtype_to_load(wanted: str, info: ServerInfo) -> torch.dtype:

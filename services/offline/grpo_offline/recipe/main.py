@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 from grpo_core.cpu import share_cores
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_env.tasks import TaskOptions
 from grpo_env.tasks.items import training_items
+from grpo_offline.command_line import EXIT_FAILED, EXIT_USAGE, end, exit_on_signals
 from grpo_offline.errors import KeysInvalid, RecipeInvalid
-from grpo_offline.key_names import Renamed, in_recipe
-from grpo_offline.keys import OfflineKeys
-from grpo_offline.recipe.benchmarks import Benchmark, benchmarks_of, evaluate
-from grpo_offline.recipe.chat_template import add_template, template_text, write_tokenizer
-from grpo_offline.recipe.environment import environment_options
-from grpo_offline.recipe.help import help_text
-from grpo_offline.recipe.hub import hub_target, prepare, upload
-from grpo_offline.recipe.ranks import is_leader, rank_count
-from grpo_offline.recipe.reading import Recipe, read_recipe
-from grpo_offline.recipe.run_directory import open_directory
+from grpo_offline.key_names import in_recipe
+from grpo_offline.recipe.data import environment_options
+from grpo_offline.recipe.keys import help_text
+from grpo_offline.recipe.reading import Recipe, is_leader, rank_count, read_recipe
 from grpo_offline.recipe.task import RecipeTask
+from grpo_offline.recipe.trained_model import (
+    TOKENIZER,
+    evaluate,
+    hub_target,
+    require_benchmarks,
+    save_tokenizer,
+    template_text,
+    upload,
+)
 from grpo_offline.recipe.translation import Translated, names_of_recipe, translate
 from grpo_offline.run_files import RunFiles
+from grpo_offline.screen import open_screen
 
 Script = Literal["grpo", "maxent"]
 PROGS = {"grpo": "src/grpo.py", "maxent": "src/maxent-grpo.py"}
-EXIT_FAILED, EXIT_USAGE = 1, 2
 
 
 def main(script: Script, argv: Sequence[str] | None = None) -> None:
@@ -39,8 +42,7 @@ def main(script: Script, argv: Sequence[str] | None = None) -> None:
     if "--help" in words or "-h" in words:
         sys.stdout.write(help_text(PROGS[script]))
         return
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stop)
+    exit_on_signals()
     try:
         ranks = rank_count(os.environ)
         recipe = read_recipe(words)
@@ -49,15 +51,15 @@ def main(script: Script, argv: Sequence[str] | None = None) -> None:
         if not is_leader(os.environ):
             _follow(translated)
             return
-        benchmarks = benchmarks_of(recipe["benchmarks"], translated.keys)
-        _run(recipe, translated, benchmarks)
+        require_benchmarks(recipe["benchmarks"], translated.keys)
+        _run(recipe, translated)
     except RecipeInvalid as error:
-        _end(script, EXIT_USAGE, str(error))
+        end(PROGS[script], EXIT_USAGE, str(error))
     except KeysInvalid as error:
-        _end(script, EXIT_USAGE, in_recipe(str(error), names_of_recipe()))
+        end(PROGS[script], EXIT_USAGE, in_recipe(str(error), names_of_recipe()))
     except GrpoError as error:
         text = f"{type(error).__name__}: {error}"
-        _end(script, EXIT_FAILED, in_recipe(text, names_of_recipe()))
+        end(PROGS[script], EXIT_FAILED, in_recipe(text, names_of_recipe()))
 
 
 def row_count(recipe: Recipe) -> int:
@@ -82,56 +84,59 @@ def _follow(translated: Translated) -> None:
     follow_offline(translated.keys, translated.directory.absolute())
 
 
-def _run(recipe: Recipe, translated: Translated, benchmarks: Sequence[Benchmark]) -> None:
+def _run(recipe: Recipe, translated: Translated) -> None:
     keys, directory = translated.keys, translated.directory
-    configure_logging("offline", keys.logging.level, [Renamed(names_of_recipe())])
-    target = hub_target(recipe, directory)
+    screen = open_screen(keys, names_of_recipe())
     template = None if recipe["chat_template"] is None else template_text(recipe["chat_template"])
-    target = None if target is None else prepare(target)
-    _name_wandb_run(recipe, keys)
-    share_cores()
-    from transformers.utils.logging import disable_progress_bar
-
+    target = hub_target(recipe, directory)
+    if recipe["wandb_entity"]:
+        os.environ["WANDB_ENTITY"] = recipe["wandb_entity"]
+    if keys.logging.wandb.run_name:
+        os.environ["WANDB_NAME"] = keys.logging.wandb.run_name
     from grpo_offline.loop import run_offline
-    from grpo_offline.screen import Screen
 
-    disable_progress_bar()
-    screen = Screen()
     for note in translated.notes:
         screen.say(f"without effect: {note}")
     moved = open_directory(recipe, directory)
     if moved is not None:
         screen.say(f"the earlier run is in {moved}")
     if template is not None:
-        keys = _with_tokenizer(keys, write_tokenizer(keys.model.train_id, template, directory))
+        tokenizer = directory.absolute() / TOKENIZER
+        save_tokenizer(keys.model.train_id, template, tokenizer)
+        environment = keys.env_server | {"tokenizer": str(tokenizer)}
+        keys = keys.model_copy(update={"env_server": environment})
     run_offline(keys, directory.absolute(), screen)
     model = RunFiles(directory).model
-    if template is not None:
-        add_template(template, model)
-    for benchmark in benchmarks:
-        screen.say(f"benchmark {benchmark.task}:")
+    if template is not None:  # the model gets the template that it was trained with
+        save_tokenizer(model, template, model)
+    for benchmark in recipe["benchmarks"]:
+        screen.say(f"benchmark {benchmark.partition('=')[0]}:")
         evaluate(benchmark, keys, directory)
     if target is not None:
         screen.say(f"uploaded: {upload(target, model)}")
 
 
-def _with_tokenizer(keys: OfflineKeys, tokenizer: Path) -> OfflineKeys:
-    environment = keys.env_server | {"tokenizer": str(tokenizer.absolute())}
-    return keys.model_copy(update={"env_server": environment})
+def open_directory(recipe: Recipe, directory: Path) -> Path | None:
+    """Make way for a new run, and return where an earlier one was moved to; None if it goes on, or
+    if there is none.
 
-
-def _name_wandb_run(recipe: Recipe, keys: OfflineKeys) -> None:
-    """W&B reads its entity and the name of the run from the environment."""
-    if recipe["wandb_entity"]:
-        os.environ["WANDB_ENTITY"] = recipe["wandb_entity"]
-    if keys.logging.wandb.run_name:
-        os.environ["WANDB_NAME"] = keys.logging.wandb.run_name
-
-
-def _end(script: Script, status: int, message: str) -> NoReturn:
-    sys.stderr.write(f"{PROGS[script]}: {message}\n")
-    raise SystemExit(status)
-
-
-def _stop(number: int, _frame: object) -> None:
-    raise SystemExit(128 + number)
+    Raises:
+        RecipeInvalid: there is an earlier run that must not go on, or none that should.
+    """
+    resumed = recipe["resume_from_checkpoint"]
+    exists = RunFiles(directory).keys.is_file()
+    if not exists:
+        if isinstance(resumed, str) and resumed.lower() not in ("true", "false"):
+            raise RecipeInvalid(f"resume_from_checkpoint: {directory} is no directory of a run")
+        return None
+    if recipe["overwrite_output_dir"]:
+        number = 1
+        while (target := directory.with_name(f"{directory.name}.{number}")).exists():
+            number += 1
+        return directory.rename(target)
+    if resumed is False or (isinstance(resumed, str) and resumed.lower() == "false"):
+        raise RecipeInvalid(
+            f"resume_from_checkpoint: false, but output_dir {directory} has a run; name another "
+            "output_dir, or set overwrite_output_dir, which moves the earlier run aside"
+        )
+    return None

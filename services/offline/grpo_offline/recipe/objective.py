@@ -1,13 +1,27 @@
-"""The objective of a recipe, as options of `grpo`."""
+"""The objective and the optimizer of a recipe, as options of `grpo`."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from grpo_offline.errors import RecipeInvalid
+from grpo_offline.recipe.keys import MAXENT_NAMES, TABLE
 from grpo_offline.recipe.reading import Recipe
-from grpo_offline.recipe.table import MAXENT_NAMES, TABLE
 
+T = TypeVar("T")
+
+_OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "adamw_8bit": "adamw_8bit",
+    "adafactor": "adafactor",
+}
+_SCHEDULES = {"constant_with_warmup": "constant"} | {
+    name: name for name in ("linear", "cosine", "constant")
+}
 _AGGREGATIONS = {"grpo": "sequence", "dapo": "token", "bnpo": "token", "dr_grpo": "constant"}
 _CISPO = "cispo"
 _CORRECTIONS = {
@@ -15,12 +29,10 @@ _CORRECTIONS = {
     for level in ("token", "sequence")
     for kind in ("mask", "truncate")
 }
-_SCALES = {
-    "group": "group_std",
-    "true": "group_std",
-    "none": "group_mean",
-    "false": "group_mean",
-}
+_SCALES = dict.fromkeys(("group", "true"), "group_std") | dict.fromkeys(
+    ("none", "false"), "group_mean"
+)
+_BATCH_SCALES = ". TRL's batch centres by group and scales by batch, which is not supported"
 _ONLY_GRPO = (
     "loss_type",
     "scale_rewards",
@@ -63,12 +75,42 @@ def kl_coef(recipe: Recipe) -> float:
     return float(given.pop()) if given else float(recipe["beta"])
 
 
-def objective_options(recipe: Recipe, script: str, warmup_steps: int) -> dict[str, Any]:
-    """Args: warmup_steps: of the learning rate
+def optimization(recipe: Recipe, script: str, steps: int) -> dict[str, Any]:
+    """Options of the optimizer and of the objective. Args: steps: optimizer steps of the run
 
     Raises `RecipeInvalid`: a value is not supported."""
-    own = _maxent(recipe, warmup_steps) if is_maxent(recipe, script) else _grpo(recipe)
-    return own | _kl_control(recipe)
+    options = _optimizer(recipe)
+    if is_maxent(recipe, script):
+        options |= _maxent(recipe, _warmup_steps(recipe, steps))
+    else:
+        options |= _grpo(recipe)
+    return options | _kl_control(recipe)
+
+
+def _optimizer(recipe: Recipe) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "optimizer": _one_of(recipe, "optim", _OPTIMIZERS),
+        "lr_schedule": _one_of(recipe, "lr_scheduler_type", _SCHEDULES),
+    }
+    warmup, ratio = recipe["warmup_steps"], recipe["warmup_ratio"]
+    if warmup and ratio:
+        raise RecipeInvalid("warmup_ratio: excludes warmup_steps")
+    if ratio or 0 < warmup < 1:
+        options["warmup_ratio"] = ratio or warmup
+    else:
+        options["warmup_steps"] = int(warmup)
+    if options["optimizer"] == "adafactor":  # grpo refuses options of another optimizer
+        for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+            if recipe.gives(name):
+                raise RecipeInvalid(f"{name}: has no effect on optim: adafactor")
+    return options
+
+
+def _warmup_steps(recipe: Recipe, steps: int) -> int:
+    """As `grpo` counts them. Args: steps: optimizer steps of the run"""
+    warmup, ratio = recipe["warmup_steps"], recipe["warmup_ratio"]
+    is_share = ratio or warmup < 1
+    return math.ceil((ratio or warmup) * steps) if is_share else int(warmup)
 
 
 def _kl_control(recipe: Recipe) -> dict[str, Any]:
@@ -81,6 +123,7 @@ def _kl_control(recipe: Recipe) -> dict[str, Any]:
 
 
 def _maxent(recipe: Recipe, warmup_steps: int) -> dict[str, Any]:
+    """Args: warmup_steps: of the learning rate"""
     options: dict[str, Any] = {
         "objective": "maxent",
         "maxent_tau": recipe["maxent_tau"],
@@ -102,7 +145,7 @@ def _maxent(recipe: Recipe, warmup_steps: int) -> dict[str, Any]:
 def _grpo(recipe: Recipe) -> dict[str, Any]:
     loss = recipe["loss_type"]
     options: dict[str, Any] = {
-        "advantage": _advantage(recipe["scale_rewards"]),
+        "advantage": _one_of(recipe, "scale_rewards", _SCALES, _BATCH_SCALES),
         "importance_level": recipe["importance_sampling_level"],
     }
     if loss == _CISPO:
@@ -129,27 +172,21 @@ def _grpo(recipe: Recipe) -> dict[str, Any]:
     return options | _correction(recipe)
 
 
-def _advantage(scale: str | bool) -> str:
-    name = str(scale).lower()
-    if name not in _SCALES:
-        raise RecipeInvalid(
-            f"scale_rewards: expected group or none; got {scale!r}. TRL's batch centres by group "
-            "and scales by batch, which is not supported"
-        )
-    return _SCALES[name]
-
-
 def _correction(recipe: Recipe) -> dict[str, Any]:
-    cap, mode = recipe["vllm_importance_sampling_clip_max"], recipe["vllm_importance_sampling_mode"]
+    cap = recipe["vllm_importance_sampling_clip_max"]
     if not recipe["vllm_importance_sampling_correction"] or cap is None:
         return {"importance_correction": "none"}
-    if mode not in _CORRECTIONS:
-        raise RecipeInvalid(
-            f"vllm_importance_sampling_mode: expected one of {', '.join(_CORRECTIONS)}; got {mode}"
-        )
-    kind, level = _CORRECTIONS[mode]
+    kind, level = _one_of(recipe, "vllm_importance_sampling_mode", _CORRECTIONS)
     return {
         "importance_correction": kind,
         "importance_correction_level": level,
         "importance_correction_cap": cap,
     }
+
+
+def _one_of(recipe: Recipe, name: str, choices: Mapping[str, T], note: str = "") -> T:
+    value = str(recipe[name]).lower()
+    if value not in choices:
+        known = ", ".join(choices)
+        raise RecipeInvalid(f"{name}: expected one of {known}; got {recipe[name]!r}{note}")
+    return choices[value]

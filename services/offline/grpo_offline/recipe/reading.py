@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from grpo_offline.errors import RecipeInvalid
-from grpo_offline.recipe.table import TABLE
+from grpo_offline.recipe.keys import KEYS, TABLE, Key, Owner
 
 ENVIRONMENT = "env"
 """Section of the file with variables for the process."""
-_CONFIG = "config"
-_NEGATED = "no_"
+_CONFIG, _NEGATED = "config", "no_"
+_WITH_NO = "include_num_input_tokens_seen"
+_SHARDED = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "accelerate's FSDP; write `fsdp: full_shard` in the recipe",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
+
+
+def rank_count(environment: Mapping[str, str]) -> int:
+    """Number of the training processes that accelerate or torchrun has started.
+
+    Raises `RecipeInvalid`: accelerate shards the model."""
+    for variable, name in _SHARDED.items():
+        if environment.get(variable, "").lower() == "true":
+            raise RecipeInvalid(
+                f"{variable}: the trainer does not use {name}; pass the --config_file "
+                "recipes/accelerate_configs/ranks.yaml"
+            )
+    return int(environment.get("WORLD_SIZE", "1"))
+
+
+def is_leader(environment: Mapping[str, str]) -> bool:
+    """Whether this rank samples, publishes and writes the files of the run."""
+    return environment.get("RANK", "0") == "0"
 
 
 @dataclass(frozen=True)
@@ -55,15 +79,12 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
     if not isinstance(variables, Mapping):
         problems.append(f"{ENVIRONMENT}: expected a section with variables")
         variables = {}
-    given = _main_names(content, problems) | _main_names(flags, problems)
+    words = {name: words[0] if len(words) == 1 else words for name, words in flags.items()}
+    given = _main_names(content, problems) | _main_names(words, problems)
     if problems:
         raise RecipeInvalid("; ".join(problems))
-    values = {name: _default(key.default) for name, key in TABLE.items() if not key.alias_of}
+    values = {key.name: copy.deepcopy(key.default) for key in KEYS if not key.alias_of}
     return Recipe(values | given, given, {str(k): str(v) for k, v in variables.items()})
-
-
-def _default(value: Any) -> Any:
-    return [*value] if isinstance(value, tuple) else value
 
 
 def _main_names(content: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -75,7 +96,7 @@ def _main_names(content: Mapping[str, Any], problems: list[str]) -> dict[str, An
             problems.append(_unknown(name))
             continue
         try:
-            read = key.read(_joined(key.is_list, value))
+            read = key.read(value)
         except ValueError as error:
             problems.append(str(error))
             continue
@@ -88,50 +109,37 @@ def _main_names(content: Mapping[str, Any], problems: list[str]) -> dict[str, An
     return found
 
 
-def _joined(is_list: bool, value: Any) -> Any:
-    """The words of a flag: all of a list, or the only one."""
-    if not isinstance(value, _Words):
-        return [value] if is_list and isinstance(value, float | int) else value
-    return [*value] if is_list and len(value) != 1 else value[0] if len(value) == 1 else [*value]
-
-
 def _unknown(name: str) -> str:
     near = difflib.get_close_matches(name, TABLE, 1)
     return f"{name}: no such key" + (f"; did you mean {near[0]}?" if near else "")
 
 
-class _Words(list[Any]):
-    """The words after a flag."""
-
-
-def _flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def _flags(argv: Sequence[str]) -> tuple[dict[str, list[Any]], list[str]]:
     """`--use_vllm --seed 1 --reward_funcs a b` → {"use_vllm": [True], "seed": ["1"], …}."""
-    found: dict[str, Any] = {}
+    found: dict[str, list[Any]] = {}
     problems: list[str] = []
-    words: _Words | None = None
+    words: list[Any] | None = None
     for word in argv:
         if word.startswith("--"):
             name, separator, value = word[2:].partition("=")
             name = name.replace("-", "_")
             negated = name.removeprefix(_NEGATED)
             if name not in TABLE and negated != name and negated in TABLE:
-                found[negated], words = _Words([False]), None
+                found[negated], words = [False], None
                 continue
-            words = _Words([value] if separator else [])
-            if name == _CONFIG:
-                words = _Words([*found.get(_CONFIG, ()), *words])
-            found[name] = words
+            earlier = found.get(name, []) if name == _CONFIG else []
+            found[name] = words = [*earlier, *([value] if separator else [])]
             words = None if separator else words
         elif words is None:
             problems.append(f"{word!r} belongs to no flag")
         else:
             words.append(word)
-    for name, values in found.items():
+    if found.get(_CONFIG) == []:
+        problems.append("--config: expected a file")
+        del found[_CONFIG]
+    for values in found.values():
         if not values:
             values.append(True)
-        if name == _CONFIG and values == [True]:
-            problems.append("--config: expected a file")
-            found[_CONFIG] = _Words()
     return found, problems
 
 
@@ -144,17 +152,50 @@ def _file(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise RecipeInvalid(f"--config {path}: expected one key per line, for example `seed: 42`")
-    return {str(name): value for name, value in _spread(content)}
+    # YAML 1.1 reads `no` as false, which `eval_strategy: no` does not mean.
+    words = {name for name in content if str(name).endswith("_strategy")} | {_WITH_NO}
+    return {
+        str(name): "no" if value is False and name in words else value
+        for name, value in content.items()
+    }
 
 
-def _spread(content: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    """YAML 1.1 reads `no` as false, which `eval_strategy: no` does not mean."""
-    for name, value in content.items():
-        is_word = value is False and name in (
-            "eval_strategy",
-            "evaluation_strategy",
-            "save_strategy",
-            "logging_strategy",
-            "include_num_input_tokens_seen",
-        )
-        yield name, "no" if is_word else value
+def _class_of(owner: Owner, docstring: str) -> type[Any]:
+    keys = [key for key in KEYS if key.owner == owner and not key.alias_of]
+    made = make_dataclass(owner, [(key.name, key.kind, _field(key)) for key in keys], frozen=True)
+    made.__doc__ = docstring
+    return made
+
+
+def _field(key: Key) -> Any:
+    metadata = {"help": key.text, "use": key.use}
+    if isinstance(key.default, dict | list):
+        return field(default_factory=lambda: copy.deepcopy(key.default), metadata=metadata)
+    return field(default=key.default, metadata=metadata)
+
+
+ScriptArguments = _class_of("ScriptArguments", "Data sets and rewards.")
+GRPOConfig = _class_of("GRPOConfig", "Training, sampling, objective, logging and the hub.")
+ModelConfig = _class_of("ModelConfig", "The model and its adapter.")
+
+
+@dataclass(frozen=True)
+class Configs:
+    """One recipe."""
+
+    script: Any
+    training: Any
+    model: Any
+
+
+def load_configs(argv: Sequence[str]) -> Configs:
+    """The dataclasses of a command line such as `--config recipe.yaml --seed 1`.
+
+    Raises `RecipeInvalid`, which lists every mistake.
+    """
+    values = read_recipe(argv).values
+    return Configs(*(_made(kind, values) for kind in (ScriptArguments, GRPOConfig, ModelConfig)))
+
+
+def _made(kind: type[Any], values: Any) -> Any:
+    return kind(**{name: values[name] for name in kind.__dataclass_fields__})

@@ -21,15 +21,19 @@ from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.keys import OfflineKeys
-from grpo_offline.recipe.ranks import rank_count
-from grpo_offline.recipe.reading import Recipe, read_recipe
-from grpo_offline.recipe.translation import dtype_of, run_directory, sync_mode, translate
+from grpo_offline.recipe.reading import Recipe, rank_count, read_recipe
+from grpo_offline.recipe.translation import (
+    LORA_MODES,
+    dtype_of,
+    run_directory,
+    sync_mode,
+    translate,
+)
 from grpo_offline.translate import environment_settings, trainer_command
 from grpo_trainer.config.sync import ModeName, served_weights_directory
 
 _MAX_LEN, _MEMORY, _MEMORY_SHARED = 2048, 0.90, 0.45
 _KV_CACHE_ON_CPU = 512 * 2**20
-_LORA = ("lora_only", "lora_restart")
 _RESIDENT_ADAPTERS = 4
 
 
@@ -69,7 +73,10 @@ def server_plan(script: str, recipe: Recipe, environment: Mapping[str, str]) -> 
     ranks = _number("TRAIN_RANKS", environment.get("TRAIN_RANKS") or spare)
     rank_count(environment)
     keys = translate(recipe, script, lambda: 1, ranks).keys
-    mode = _mode(recipe, gpus, width, ranks)
+    mode = sync_mode(recipe)
+    if mode == "auto":
+        is_one = len(gpus) <= 1 and width == ranks == 1
+        mode = "shared_vllm" if is_one else "none"
     _check_options(keys, mode)
     shares_gpu = mode == "shared_vllm" or len(gpus) == 1
     server, train = gpus[:width], gpus[:ranks] if shares_gpu else gpus[width : width + ranks]
@@ -78,11 +85,11 @@ def server_plan(script: str, recipe: Recipe, environment: Mapping[str, str]) -> 
             f"{len(gpus)} GPUs ({','.join(gpus)}) do not suffice for a server on {width} "
             f"(VLLM_TP_SIZE) and {ranks} training ranks (TRAIN_RANKS)"
         )
-    model = recipe["model_name_or_path"]
+    model, dtype = recipe["model_name_or_path"], environment.get("VLLM_DTYPE") or dtype_of(recipe)
     arguments = [
         *("--model", model),
         *("--tensor-parallel-size", str(width)),
-        *_dtype(recipe, environment),
+        *(() if dtype == "auto" else ("--dtype", dtype)),
         *_weights(script, recipe, mode),
         *_sizes(recipe, environment, bool(gpus), shares_gpu),
         *shlex.split(environment.get("VLLM_FLAGS", "")),
@@ -92,24 +99,10 @@ def server_plan(script: str, recipe: Recipe, environment: Mapping[str, str]) -> 
 
 def _check_options(keys: OfflineKeys, mode: str) -> None:
     """A mistake ends the process, as it would end the training once the server runs."""
-    trainer_mode = "none" if mode == "frozen" else mode
-    sampling = Sampling("ours", cast(ModeName, trainer_mode))
+    sampling = Sampling("ours", cast(ModeName, mode))
     with tempfile.TemporaryDirectory() as directory:
         trainer_command(keys, sampling, Path(directory), at_start=False)
         environment_settings(keys, Path(directory), at_start=False)
-
-
-def _mode(recipe: Recipe, gpus: Sequence[str], width: int, ranks: int) -> str:
-    mode = sync_mode(recipe)
-    if mode != "auto":
-        return mode
-    is_one = len(gpus) <= 1 and width == ranks == 1
-    return "shared_vllm" if is_one else "none"
-
-
-def _dtype(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
-    dtype = environment.get("VLLM_DTYPE") or dtype_of(recipe)
-    return [] if dtype == "auto" else ["--dtype", dtype]
 
 
 def _weights(script: str, recipe: Recipe, mode: str) -> list[str]:
@@ -117,7 +110,7 @@ def _weights(script: str, recipe: Recipe, mode: str) -> list[str]:
         return ["--share-weights"]
     served = served_weights_directory(Path(run_directory(recipe, script)).absolute())
     words = ["--no-share-weights", "--weights-dir", str(served)]
-    if mode not in _LORA:
+    if mode not in LORA_MODES:
         return words
     rank = next((rank for rank in LORA_RANKS if rank >= recipe["lora_r"]), None)
     if rank is None:

@@ -10,7 +10,7 @@ from grpo_env.maths.final_answer import require_short
 from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions
 from grpo_env.tasks.reward_functions import SINGLE, RewardInvalid, graded_of
 from grpo_env.tasks.rows import ANSWER, answer_text, is_missing, messages_of
-from grpo_offline.recipe.datasets import RecipeData
+from grpo_offline.recipe.data import RecipeData
 from grpo_offline.recipe.rewards import COMPARING, close_rewards, find_reward, right_answer
 
 TASK = "grpo_offline.recipe.task:RecipeTask"
@@ -59,17 +59,9 @@ class RecipeTask(Task):
     def _with_end(self, answer: Answer) -> Answer:
         """The server leaves out the text that ended a completion."""
         is_open = answer.rfind("<answer>") > answer.rfind(_END_OF_ANSWER)
-        if not (is_open and answer.finished and _END_OF_ANSWER in self.stop):
-            return answer
-        return Answer(
-            answer + _END_OF_ANSWER,
-            finished=answer.finished,
-            messages=answer.messages,
-            state=answer.state,
-            token_ids=answer.token_ids,
-            max_tokens=answer.max_tokens,
-            opening=answer.opening,
-        )
+        if is_open and answer.finished and _END_OF_ANSWER in self.stop:
+            return Answer(answer + _END_OF_ANSWER, **vars(answer))
+        return answer
 
     def close(self) -> None:
         close_rewards()

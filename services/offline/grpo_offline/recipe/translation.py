@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,63 +13,19 @@ from pydantic import ValidationError
 from grpo_core.errors import problems_of
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.key_names import in_recipe
-from grpo_offline.keys import OfflineKeys
-from grpo_offline.recipe.environment import environment_options, lengths
-from grpo_offline.recipe.objective import kl_coef, objective_options, unused_keys
+from grpo_offline.keys import OfflineKeys, put
+from grpo_offline.recipe.data import environment_options, lengths
+from grpo_offline.recipe.keys import KEYS
+from grpo_offline.recipe.objective import kl_coef, optimization, unused_keys
 from grpo_offline.recipe.reading import Recipe
-from grpo_offline.recipe.sizes import EVERY_ROW, sizes_of
-from grpo_offline.recipe.table import KEYS
 from grpo_offline.recipe.task import TASK
 
+_MOST = 1_000_000
+"""Models to keep, and training seeds: all."""
+_EVAL_STEPS = 10
 RUNS = Path("runs")
 _LEVELS = {"passive": "WARNING", "critical": "ERROR", "detail": "DEBUG"}
-_OPTIMIZERS = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "adamw_bnb_8bit": "adamw_8bit",
-    "adamw_8bit": "adamw_8bit",
-    "adafactor": "adafactor",
-}
-_SCHEDULES = {"constant_with_warmup": "constant"} | {
-    name: name for name in ("linear", "cosine", "constant")
-}
-_NAMES = {
-    "model.train_id": "model_name_or_path",
-    "model.dtype": "dtype",
-    "model.device": "use_cpu",
-    "sync.mode": "sync_mode",
-    "generation.backend": "use_vllm",
-    "generation.base_url": "vllm_server_base_url",
-    "train.iterations": "max_steps",
-    "train.kl_coef": "beta",
-    "train.grad_accum_steps": "gradient_accumulation_steps",
-    "eval.num_ids": "eval_dataset_split",
-    "eval.interval": "eval_steps",
-    "checkpoint.save_interval": "save_steps",
-    "checkpoint.keep_last_k": "save_total_limit",
-    "checkpoint.resume": "resume_from_checkpoint",
-    "hydra.run.dir": "output_dir",
-    "logging.level": "log_level",
-    "logging.wandb.enabled": "report_to",
-    "grpo.seq_len": "max_prompt_length",
-    "env_server.seq_len": "max_prompt_length",
-    "grpo.optimizer": "optim",
-    "grpo.lr_schedule": "lr_scheduler_type",
-    "grpo.warmup_steps": "warmup_steps",
-    "grpo.warmup_ratio": "warmup_ratio",
-    "grpo.objective": "loss_type",
-    "grpo.fsdp": "fsdp",
-    **{f"grpo.lora_{name}": f"lora_{name}" for name in ("r", "alpha", "dropout", "target_modules")},
-    "env_server.system_prompt": "system_prompt",
-    "env_server.template_args": "chat_template_kwargs",
-    "env_server.reward_weights": "reward_weights",
-    "env_server.data": "dataset_name",
-    "env_server.eval_data": "eval_dataset_name",
-    "env_server.data_config": "dataset_config",
-    "env_server.columns": "dataset_prompt_column",
-    "env_server.tokenizer": "model_name_or_path",
-}
-_LORA_MODES = ("lora_only", "lora_restart")
+LORA_MODES = ("lora_only", "lora_restart")
 
 
 @dataclass(frozen=True)
@@ -102,9 +58,9 @@ def translate(
     content: dict[str, Any] = {}
     for key in KEYS:
         if key.path and (recipe[key.name] is not None):
-            _put(content, key.path, recipe[key.name])
+            put(content, key.path, recipe[key.name])
     for path, value in _ruled(recipe, script, row_count, ranks).items():
-        _put(content, path, value)
+        put(content, path, value)
     for section in ("grpo", "env_server"):
         content.setdefault(section, {}).update(recipe[section])
     try:
@@ -148,47 +104,41 @@ def sync_mode(recipe: Recipe) -> str:
             f"{base_url(recipe)} and set use_vllm: true, or set use_peft: false"
         )
     if recipe["use_peft"] and mode == "auto":
-        return _LORA_MODES[0]
-    if mode != "auto" and mode != "frozen" and recipe["use_peft"] != (mode in _LORA_MODES):
+        return LORA_MODES[0]
+    if mode != "auto" and mode != "frozen" and recipe["use_peft"] != (mode in LORA_MODES):
         raise RecipeInvalid(
             f"sync_mode: {mode} does not fit use_peft: {str(recipe['use_peft']).lower()}; "
-            f"an adapter needs {' or '.join(_LORA_MODES)}"
+            f"an adapter needs {' or '.join(LORA_MODES)}"
         )
     return mode
 
 
 def _ruled(recipe: Recipe, script: str, row_count: Callable[[], int], ranks: int) -> dict[str, Any]:
     """Values by path, of the keys without a path of their own."""
-    evaluates = recipe["eval_strategy"] != "no"
-    sizes = sizes_of(recipe, row_count, ranks)
     url = base_url(recipe)
     backend = "vllm_server" if recipe["use_vllm"] else "local"
+    sizes = _sizes(recipe, row_count, ranks)
     found: dict[str, Any] = {
         "model.train_id": recipe["model_name_or_path"],
         "model.ref_id": recipe["model_name_or_path"],
         "model.dtype": dtype_of(recipe),
         "generation.backend": backend,
         "generation.base_url": url,
-        "generation.batch_size": sizes.problems,
         "eval.backend": backend,
         "eval.base_url": url,
         "eval.max_new_tokens": recipe["max_completion_length"],
         "eval.temperature": recipe["temperature"],
         "eval.top_p": recipe["top_p"],
-        "eval.enabled": evaluates,
-        "eval.interval": sizes.eval_interval,
+        "eval.enabled": recipe["eval_strategy"] != "no",
         "data.task": TASK,
-        "data.problems_per_iteration": sizes.problems,
         "data.train_seed_start": 0,
-        "data.num_train_seeds": EVERY_ROW,
-        "train.iterations": sizes.iterations,
+        "data.num_train_seeds": _MOST,
         "train.kl_coef": kl_coef(recipe),
         "train.grad_accum_steps": recipe["gradient_accumulation_steps"] * ranks,
-        "checkpoint.save_interval": sizes.save_interval,
-        "checkpoint.keep_last_k": sizes.keep,
+        "checkpoint.keep_last_k": recipe["save_total_limit"] or _MOST,
         "sync.mode": sync_mode(recipe),
-        "logging.level": _level(recipe["log_level"]),
-    }
+        "logging.level": _LEVELS.get(recipe["log_level"].lower(), recipe["log_level"].upper()),
+    } | sizes
     if recipe["num_generations_eval"] is None:
         found["eval.replicates"] = recipe["num_generations"]
     if recipe["fsdp"]:
@@ -196,24 +146,75 @@ def _ruled(recipe: Recipe, script: str, row_count: Callable[[], int], ranks: int
     if recipe["use_cpu"]:
         found["model.device"] = "cpu"
     found |= _logging(recipe, run_directory(recipe, script))
-    grpo = (
-        lengths(recipe)
-        | _optimizer(recipe)
-        | _adapter(recipe)
-        | objective_options(recipe, script, _warmup_steps(recipe, sizes.steps))
-    )
+    steps = sizes["train.iterations"] * _steps_per_iteration(recipe, ranks)
+    grpo = lengths(recipe) | _adapter(recipe) | optimization(recipe, script, steps)
     found |= {f"grpo.{name}": value for name, value in grpo.items()}
     environment = environment_options(recipe)
     return found | {f"env_server.{name}": value for name, value in environment.items()}
 
 
+def _sizes(recipe: Recipe, row_count: Callable[[], int], ranks: int) -> dict[str, int]:
+    """Batches, iterations and intervals, counted as the offline trainer counts.
+
+    Raises `RecipeInvalid`: the sizes do not fit."""
+    problems, steps = _problems(recipe, ranks), _steps_per_iteration(recipe, ranks)
+    if recipe["max_steps"] > 0:
+        iterations = -(-int(recipe["max_steps"]) // steps)
+    elif recipe["num_train_epochs"] > 0:
+        iterations = max(1, math.ceil(recipe["num_train_epochs"] * row_count() / problems))
+    else:
+        raise RecipeInvalid("num_train_epochs: expected above 0, or max_steps")
+    if recipe["save_strategy"] == "steps" and recipe["save_steps"] < 1:
+        raise RecipeInvalid("save_steps: expected a number of steps, not a share of the run")
+
+    def interval(name: str, iterations: float) -> int:
+        if recipe[name] not in ("no", "steps", "epoch"):
+            raise RecipeInvalid(f"{name}: expected no, steps or epoch; got {recipe[name]!r}")
+        return max(1, row_count() // problems if recipe[name] == "epoch" else round(iterations))
+
+    save_interval = interval("save_strategy", recipe["save_steps"] / steps)
+    every = recipe["eval_steps"] or _EVAL_STEPS
+    return {
+        "data.problems_per_iteration": problems,
+        "generation.batch_size": problems,
+        "train.iterations": iterations,
+        "checkpoint.save_interval": 0 if recipe["save_strategy"] == "no" else save_interval,
+        "eval.interval": interval(
+            "eval_strategy", every * iterations if every < 1 else every / steps
+        ),
+    }
+
+
+def _problems(recipe: Recipe, ranks: int) -> int:
+    """Of one iteration."""
+    size = recipe["num_generations"]
+    per_generation = recipe["steps_per_generation"] or recipe["gradient_accumulation_steps"]
+    if recipe["generation_batch_size"] is not None and recipe["steps_per_generation"] is not None:
+        raise RecipeInvalid("generation_batch_size: excludes steps_per_generation")
+    completions = recipe["generation_batch_size"] or (
+        recipe["per_device_train_batch_size"] * ranks * per_generation
+    )
+    if size < 2:
+        raise RecipeInvalid(f"num_generations: expected 2 or more; got {size}")
+    if completions % size:
+        raise RecipeInvalid(
+            f"num_generations: {size} does not divide the {completions} completions of a "
+            "generation; change per_device_train_batch_size, gradient_accumulation_steps or "
+            "generation_batch_size"
+        )
+    return int(completions // size)
+
+
+def _steps_per_iteration(recipe: Recipe, ranks: int) -> int:
+    per_micro_batch = recipe["per_device_train_batch_size"] * ranks
+    per_step = per_micro_batch * recipe["gradient_accumulation_steps"]
+    return int(-(-_problems(recipe, ranks) * recipe["num_generations"] // per_step))
+
+
 def names_of_recipe() -> dict[str, str]:
     """The keys of a recipe, by those of the offline trainer that they set."""
-    return {key.path: key.name for key in KEYS if key.path and not key.alias_of} | _NAMES
-
-
-def _level(name: str) -> str:
-    return _LEVELS.get(name.lower(), name.upper())
+    set_as_they_are = {key.path: key.name for key in KEYS if key.path}
+    return set_as_they_are | {path: key.name for key in KEYS for path in key.names}
 
 
 def _logging(recipe: Recipe, directory: Path) -> dict[str, Any]:
@@ -228,49 +229,9 @@ def _logging(recipe: Recipe, directory: Path) -> dict[str, Any]:
     return found
 
 
-def _optimizer(recipe: Recipe) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "optimizer": _one_of(recipe, "optim", _OPTIMIZERS),
-        "lr_schedule": _one_of(recipe, "lr_scheduler_type", _SCHEDULES),
-    }
-    warmup, ratio = recipe["warmup_steps"], recipe["warmup_ratio"]
-    if warmup and ratio:
-        raise RecipeInvalid("warmup_ratio: excludes warmup_steps")
-    if ratio or 0 < warmup < 1:
-        options["warmup_ratio"] = ratio or warmup
-    else:
-        options["warmup_steps"] = int(warmup)
-    if recipe["optim"] == "adafactor":  # grpo refuses options of another optimizer
-        for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-            if recipe.gives(name):
-                raise RecipeInvalid(f"{name}: has no effect on optim: adafactor")
-    return options
-
-
-def _warmup_steps(recipe: Recipe, steps: int) -> int:
-    """As `grpo` counts them. Args: steps: optimizer steps of the run"""
-    warmup, ratio = recipe["warmup_steps"], recipe["warmup_ratio"]
-    is_share = ratio or warmup < 1
-    return math.ceil((ratio or warmup) * steps) if is_share else int(warmup)
-
-
 def _adapter(recipe: Recipe) -> dict[str, Any]:
     if not recipe["use_peft"]:
         return {}
     options = {name: recipe[name] for name in ("lora_r", "lora_alpha", "lora_dropout")}
     targets = recipe["lora_target_modules"]
     return options | ({"lora_target_modules": targets} if targets else {})
-
-
-def _one_of(recipe: Recipe, name: str, choices: Mapping[str, str]) -> str:
-    value = str(recipe[name])
-    if value not in choices:
-        raise RecipeInvalid(f"{name}: expected one of {', '.join(choices)}; got {value!r}")
-    return choices[value]
-
-
-def _put(content: dict[str, Any], path: str, value: Any) -> None:
-    *sections, name = path.split(".")
-    for section in sections:
-        content = content.setdefault(section, {})
-    content[name] = value

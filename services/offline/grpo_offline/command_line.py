@@ -1,20 +1,38 @@
-"""Prepares the words of the command line for Hydra."""
+"""The words of the command line, and the keys that they give to one job."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+import os
+import signal
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, NoReturn, get_origin
 
-from pydantic import BaseModel
+from pydantic import ValidationError
 
-from grpo_offline.errors import KeysInvalid
-from grpo_offline.keys import OfflineKeys
+from grpo_core.errors import problems_of
+from grpo_offline.errors import KeysInvalid, RunUnusable
+from grpo_offline.keys import OfflineKeys, is_section, put, value_of
 from grpo_offline.run_files import resumed_keys
 
+EXIT_FAILED, EXIT_USAGE = 1, 2
 _MULTIRUN = ("-m", "--multirun")
 _OPEN_SECTIONS = ("grpo.", "env_server.")
 _RESUME, _DIRECTORY = "checkpoint.resume", "hydra.run.dir"
+
+_FOLLOWS = {
+    "model.ref_id": "model.train_id",
+    "eval.backend": "generation.backend",
+    "eval.base_url": "generation.base_url",
+}
+"""Keys whose default is the value of another key."""
+_SIZES = (
+    *("data.problems_per_iteration", "data.rollouts_per_problem"),
+    *("train.batch_size", "train.grad_accum_steps"),
+)
+"""A checkpoint counts optimizer steps, so an iteration must keep its number of them."""
 
 
 def words_for_hydra(words: Sequence[str]) -> list[str]:
@@ -77,17 +95,65 @@ def _choices(value: str) -> list[str]:
 def _takes_one_value(name: str) -> bool:
     section: Any = OfflineKeys
     for part in name.split("."):
-        fields = section.model_fields if _is_section(section) else {}
+        fields = section.model_fields if is_section(section) else {}
         if part not in fields:
             return False
         section = fields[part].annotation
-    return not _is_section(section) and get_origin(section) not in (tuple, dict)
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+    return not is_section(section) and get_origin(section) not in (tuple, dict)
 
 
 def given_names(overrides: Sequence[str]) -> list[str]:
     """The keys that the command line gives, for example `train.lr`."""
     return [word.lstrip("+").partition("=")[0] for word in overrides]
+
+
+def job_keys(composed: Mapping[str, Any], given: Collection[str]) -> OfflineKeys:
+    """Args:
+        composed: every key with its value
+        given: the keys that the command line gives; of a run that goes on, all others stay
+
+    Raises:
+        KeysInvalid: a value is not valid.
+        RunUnusable: `checkpoint.resume` is not the directory of a run.
+    """
+    resume = composed.get("checkpoint", {}).get("resume")
+    content = dict(composed)
+    if resume is not None:
+        earlier = resumed_keys(Path(resume))
+        content = copy.deepcopy(earlier)
+        for name in given:
+            put(content, name, value_of(composed, name))
+        for name, source in _FOLLOWS.items():
+            if name not in given and value_of(earlier, name) == value_of(earlier, source):
+                put(content, name, value_of(content, source))
+        _require_equal_sizes(earlier, content)
+    try:
+        keys = OfflineKeys.model_validate(content)
+    except ValidationError as error:
+        raise KeysInvalid(f"{problems_of(error)}; conf/offline_grpo.yaml lists all keys") from error
+    if keys.logging.wandb.run_name:
+        os.environ["WANDB_NAME"] = keys.logging.wandb.run_name
+    return keys
+
+
+def _require_equal_sizes(earlier: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    if changed := [name for name in _SIZES if value_of(earlier, name) != value_of(content, name)]:
+        raise RunUnusable(
+            f"checkpoint.resume: {', '.join(changed)} differs from that of the run, which counts "
+            "in optimizer steps; leave it out, or start a new run from its final_model"
+        )
+
+
+def exit_on_signals() -> None:
+    """End with status 128 + n after signal n, and clean up."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _exit)
+
+
+def _exit(number: int, _frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def end(prog: str, status: int, message: str) -> NoReturn:
+    sys.stderr.write(f"{prog}: {message}\n")
+    raise SystemExit(status)

@@ -1,21 +1,59 @@
-"""Ranks the jobs of a sweep: `sweep.json`, `sweep.png` and a table."""
+"""`grpo-sweep RUN`: ranks the jobs of a sweep, one run for each combination of values."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from grpo_offline.sweep.job_record import Job, read_jobs
+from grpo_core.errors import GrpoError
+from grpo_offline.errors import NoSweep
 
+JOB_FILE = "job.json"
 _SHOWN_BARS = 40
 _INCHES_PER_BAR = 0.3
 _WIDTH = 200
 """Of the table, in columns: it is not cut off if it is written to a file."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job as its file says. The numbers are those of `RunResult`; None if the job failed."""
+
+    directory: str
+    overrides: dict[str, Any]
+    score: float | None = None
+    lift: float | None = None
+    reward_first: float | None = None
+    reward_last: float | None = None
+    error: str | None = None
+
+
+def write_job(directory: Path, job: Job) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / JOB_FILE).write_text(json.dumps(asdict(job), indent=2) + "\n")
+
+
+def read_jobs(sweep: Path) -> list[Job]:
+    """All jobs, the best one first and failed ones last.
+
+    Raises:
+        NoSweep: there are none.
+    """
+    jobs = [Job(**json.loads(path.read_text())) for path in sweep.glob(f"*/{JOB_FILE}")]
+    if not jobs:
+        raise NoSweep(
+            f"{sweep} holds no jobs; name the directory of a sweep, for example "
+            "multirun/2026-01-31/12-00-00"
+        )
+    return sorted(jobs, key=lambda job: (job.score is None, -(job.score or 0.0), job.directory))
 
 
 def report_sweep(sweep: Path) -> None:
@@ -80,3 +118,19 @@ def _draw(jobs: Sequence[Job], path: Path) -> None:
 
 def _label(job: Job, varied: Sequence[str]) -> str:
     return " ".join(f"{name.rpartition('.')[2]}={job.overrides.get(name)}" for name in varied)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="grpo-sweep", description="Ranks the jobs of a sweep of grpo-offline -m."
+    )
+    parser.add_argument("run", type=Path, help="Directory of the sweep, below multirun/")
+    try:
+        report_sweep(parser.parse_args(argv).run)
+    except GrpoError as error:
+        sys.stderr.write(f"grpo-sweep: {error}\n")
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

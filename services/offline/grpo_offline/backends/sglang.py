@@ -9,7 +9,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from grpo_core.clients.inference import Completion, GenerateAnswer
-from grpo_core.clients.service import ServiceClient
+from grpo_core.clients.service import AsyncServiceClient, ServiceClient
 from grpo_core.errors import ProtocolViolation, RequestRefused, problems_of
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import WeightsRefused
@@ -17,6 +17,8 @@ from grpo_trainer.errors import WeightsRefused
 SERVICE = "SGLang"
 UNTRAINED = PolicyVersion(0, 0)
 """The version of weights that no trainer of ours published."""
+PUBLISH_DEADLINE_S = 600.0
+"""For the server to finish its requests and load new weights."""
 _INVALID_LAST = "\N{REPLACEMENT CHARACTER}"
 _SHORT_NAMES = {"half": "float16", "float": "float32"}
 
@@ -107,6 +109,15 @@ def sampling_params(
     }
 
 
+def _body(token_ids: list[int], **sampling: Any) -> dict[str, Any]:
+    """Of `POST /generate`."""
+    return {
+        "input_ids": token_ids,
+        "sampling_params": sampling_params(**sampling),
+        "return_logprob": True,
+    }
+
+
 def answer_of(response: httpx.Response, prompt_token_ids: list[int]) -> GenerateAnswer:
     """The answer of `POST /generate` in the form of vllm-api-server.
 
@@ -164,7 +175,6 @@ class SglangClient(ServiceClient):
     Args:
         base_url: for example http://127.0.0.1:30000
         deadline_s: seconds for the answer to a request, and for the server to start
-        publish_deadline_s: seconds for the server to finish its requests and load new weights
         api_key: if the server needs one
     """
 
@@ -172,12 +182,10 @@ class SglangClient(ServiceClient):
         self,
         base_url: str,
         deadline_s: float = 60.0,
-        publish_deadline_s: float = 600.0,
         api_key: str | None = None,
     ) -> None:
         hint = "start the server, or check generation.base_url"
         super().__init__(SERVICE, base_url, deadline_s, deadline_s, api_key, hint)
-        self._publish_deadline_s = publish_deadline_s
 
     def info(self) -> ServerInfo:
         """Raises `ServiceUnavailable`, `RequestRefused`, `ProtocolViolation`."""
@@ -199,15 +207,15 @@ class SglangClient(ServiceClient):
 
         Raises:
             WeightsRefused: the server did not load it.
-            ServiceUnavailable: no answer within `publish_deadline_s`.
+            ServiceUnavailable: no answer within `PUBLISH_DEADLINE_S`.
         """
         body = {"model_path": str(directory), "weight_version": str(version)}
         try:
             self.send(
                 "POST",
                 "/update_weights_from_disk",
-                deadline_s=self._publish_deadline_s,
-                timeout=self._publish_deadline_s,
+                deadline_s=PUBLISH_DEADLINE_S,
+                timeout=PUBLISH_DEADLINE_S,
                 json=body,
             )
         except RequestRefused as error:
@@ -220,7 +228,8 @@ class SglangClient(ServiceClient):
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """The server's logprobs of token_ids[1:] at temperature 1: [T] → [T-1]."""
         # Without a start, SGLang returns the logprobs of the completion alone.
-        response = self._generate(token_ids, {"logprob_start_len": 0}, max_tokens=1)
+        body = _body(token_ids, max_tokens=1) | {"logprob_start_len": 0}
+        response = self.send("POST", "/generate", json=body)
         entries = _generated(response)[0].meta_info.input_token_logprobs
         # Their tokens cannot be compared: SGLang reports the last one of the vocabulary as 0.
         found = [logprob for logprob, _, _ in entries[1:] if logprob is not None]
@@ -233,16 +242,38 @@ class SglangClient(ServiceClient):
 
     def sample(self, prompt_token_ids: list[int], **sampling: Any) -> Completion:
         """Sample one completion of one prompt."""
-        response = self._generate(prompt_token_ids, {}, **sampling)
+        response = self.send("POST", "/generate", json=_body(prompt_token_ids, **sampling))
         return answer_of(response, prompt_token_ids).completions()[0]
 
-    def _generate(
-        self, token_ids: list[int], options: dict[str, Any], **sampling: Any
-    ) -> httpx.Response:
-        body = {
-            "input_ids": token_ids,
-            "sampling_params": sampling_params(**sampling),
-            "return_logprob": True,
-            **options,
-        }
-        return self.send("POST", "/generate", json=body)
+
+class SglangGeneration(AsyncServiceClient):
+    """A `CompletionSource`.
+
+    Its logprobs are those of softmax(logits / temperature), after a repetition penalty and before
+    top-k and top-p. They are those of the logits themselves at temperature 0, and also if the
+    server runs with SGLANG_RETURN_ORIGINAL_LOGPROB=1, which the trainer's checks refuse.
+
+    Args:
+        url: for example http://127.0.0.1:30000
+        deadline_s: seconds for all completions of a prompt
+        requests: largest number of requests in flight
+        api_key: if the server needs one
+    """
+
+    def __init__(
+        self, url: str, deadline_s: float, requests: int, api_key: str | None = None
+    ) -> None:
+        hint = "start the server, or check generation.base_url"
+        super().__init__(SERVICE, url, deadline_s, deadline_s, requests, api_key, hint)
+
+    def session(self) -> SglangGeneration:
+        return self
+
+    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
+        """Sample completions; the parameters have vLLM's names.
+
+        Raises:
+            RequestRefused, ServiceUnavailable, ProtocolViolation: as other clients.
+        """
+        response = await self.send("POST", "/generate", json=_body(prompt_token_ids, **sampling))
+        return answer_of(response, prompt_token_ids)
