@@ -101,14 +101,10 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         elif settings.public_is_loopback:
             for router in control:
                 app.include_router(router)
-        gated = ReadinessGate(
-            functools.partial(in_flight.pass_on, app),
-            bridge.refusal,
-            bridge.write_back.wait,
-            settings.write_back_hold_s,
-        )
+        counted = functools.partial(in_flight.pass_on, app)
+        hold = (bridge.refusal, bridge.write_back.wait, settings.write_back_hold_s)
         pages = frozenset(arguments.allowed_origins) - {"*"}  # "*" is vLLM's default
-        public = DrainingServer(_guarded(gated, settings, pages))
+        public = DrainingServer(_guarded(ReadinessGate(counted, *hold), settings, pages))
         app.state.server = public  # vLLM's error handler stops this server if the engine is dead
         drain = functools.partial(public.drain, park=channel.park, in_flight=in_flight)
         status = engine_router(bridge, in_flight, adapters, drain)
