@@ -1,4 +1,4 @@
-"""Limits torch to one thread: the models of these tests are too small for a second one."""
+"""One thread for torch, since the models of these tests are small; and one of these models."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="package")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of a tiny model, which no test changes."""
+    from tests.unit.trainer.tiny_policy import model_directory
+
+    return str(model_directory(tmp_path_factory.mktemp("tiny") / "model"))

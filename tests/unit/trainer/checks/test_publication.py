@@ -24,7 +24,7 @@ from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, sampled_token
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from tests.unit.trainer.forward_rig import VOCABULARY, qwen
 from tests.unit.trainer.served_model import BLOCK, ServedModel
-from tests.unit.trainer.tiny_policy import LORA, model_directory, move, optimizer_of
+from tests.unit.trainer.tiny_policy import LORA, move, optimizer_of
 
 START, VERSION = PolicyVersion(1, 0), PolicyVersion(1, 3)
 
@@ -63,11 +63,6 @@ class Run:
         self.server.swap(self.previous, VERSION)
         self.check.prime()
         self.server.swap(self.policy, VERSION, keep_cache=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(model_directory(tmp_path_factory.mktemp("tiny") / "model"))
 
 
 @pytest.fixture(scope="module", params=["adapter", "whole model"])

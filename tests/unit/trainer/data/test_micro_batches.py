@@ -43,13 +43,6 @@ def test_without_a_limit_each_distinct_beginning_counts_once(sequences: list[lis
     assert computed([sequences[i] for i in order]) == len(distinct)
 
 
-@given(st.lists(st.integers(0, 1), max_size=9), st.lists(st.integers(0, 1), max_size=9))
-def test_common_prefix(a: list[int], b: list[int]) -> None:
-    length = common_prefix(a, b)
-    assert a[:length] == b[:length]
-    assert length == min(len(a), len(b)) or a[length] != b[length]
-
-
 def test_groups_stay_whole_where_the_budget_allows() -> None:
     """Eight groups of four, 50 + 4 * 5 tokens each; 180 tokens hold two groups and a half."""
     sequences = [[g] * 50 + [g, i, 1, 2, 3] for g in range(8) for i in range(4)]

@@ -103,7 +103,6 @@ class Bench:
         settings = CommandLine(
             model="m",
             mode="lora_only",
-            redis_url="redis://127.0.0.1:6379/0",  # type: ignore[arg-type]
             steps=len(batches),
             save_path=self.save_path,
             seq_len=LIMITS.seq_len,

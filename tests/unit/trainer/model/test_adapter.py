@@ -21,14 +21,9 @@ from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from tests.unit.trainer.groups import collated, group
-from tests.unit.trainer.tiny_policy import LORA, model_directory, move, optimizer_of
+from tests.unit.trainer.tiny_policy import LORA, move, optimizer_of
 
 TOKENS = list(range(1, 20))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(model_directory(tmp_path_factory.mktemp("tiny") / "model"))
 
 
 def loaded(model: str, lora: LoraOptions = LORA, dtype: torch.dtype = torch.float32) -> Any:

@@ -46,13 +46,13 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 0
 
-    def settings(self, model: Path) -> TrainerSettings:
-        always = {"model": str(model), "mode": "none", "world_size": RANKS, "lr": 1e-3}
+    def settings(self, model: str) -> TrainerSettings:
+        always = {"model": model, "mode": "none", "world_size": RANKS, "lr": 1e-3}
         given = always | {"rank_deadline_s": 1e4} | self.options
         return CommandLine.model_validate(given).settings()
 
 
-def learn(case: Case, model: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
+def learn(case: Case, model: str, ranks: Ranks = ALONE) -> dict[str, Any]:
     """The gradients, sums and tokens of a batch, and the weights after some steps. Every rank runs
     it; rank 0 alone has the model's and the batch's values."""
     settings = case.settings(model)
@@ -104,7 +104,7 @@ def _overflows(accumulate: Any, batch: Batch) -> bool:
     return not math.isfinite(stats.loss)
 
 
-def together(cases: list[Case], model: Path, directory: Path) -> None:
+def together(cases: list[Case], model: str, directory: Path) -> None:
     """Run the cases on two processes, and write each result below `directory`. Then rank 0 ends
     without a word."""
     workers = [
@@ -118,7 +118,7 @@ def together(cases: list[Case], model: Path, directory: Path) -> None:
         worker.kill()
 
 
-def _work(rank: int, cases: list[Case], model: Path, directory: Path) -> None:
+def _work(rank: int, cases: list[Case], model: str, directory: Path) -> None:
     torch.set_num_threads(1)
     meeting = (directory / "meeting").as_uri()
     ranks = met(rank, meeting)

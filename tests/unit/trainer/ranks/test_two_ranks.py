@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.unit.trainer.ranks.rank_rig import LOST, Case, learn, together
-from tests.unit.trainer.tiny_policy import model_directory
 
 KL = {"kl_coef": 0.1}
 LORA = {"mode": "lora_only", "lora_r": 4}
@@ -26,12 +25,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_directory(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
     together(list(CASES.values()), model, directory)
     return directory
@@ -42,7 +36,7 @@ def require_close(found: Any, expected: Any, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_compute_the_step_of_one(name: str, model: Path, results: Path) -> None:
+def test_two_ranks_compute_the_step_of_one(name: str, model: str, results: Path) -> None:
     """Loss, metrics, tokens, gradients, and the weights and the optimizer's state after steps."""
     case = CASES[name]
     found, alone = torch.load(results / name), learn(case, model)

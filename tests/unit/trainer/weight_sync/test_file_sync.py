@@ -37,7 +37,7 @@ from grpo_trainer.weight_sync.supervisor import Publisher, ServerMonitor
 from tests.support.directories import names
 from tests.unit.trainer.served_model import ServedModel
 from tests.unit.trainer.supervisor_stand_in import StandIn
-from tests.unit.trainer.tiny_policy import LORA, gather_gradient, model_directory, optimizer_of
+from tests.unit.trainer.tiny_policy import LORA, gather_gradient, optimizer_of
 
 LOAD = Action.LOAD_ADAPTER
 ACTIONS = {"lora_only": LOAD, "none": Action.RESTART_WITH_CHECKPOINT}
@@ -51,8 +51,8 @@ class StandInServer:
 
     base_url = "http://server"
 
-    def __init__(self, url: str, model: Path, root: Path, takes_adapters: bool) -> None:
-        self._model, self._root, self._takes_adapters = str(model), root, takes_adapters
+    def __init__(self, url: str, model: str, root: Path, takes_adapters: bool) -> None:
+        self._model, self._root, self._takes_adapters = model, root, takes_adapters
         self.mounted = root
         self._engine = ServedModel(_loaded(model))
         self.supervisor = StandIn(url, uuid.uuid4().hex[:8], itertools.repeat(self._take))
@@ -128,7 +128,7 @@ class Bench:
 
     url: str
     mode: str
-    model: Path
+    model: str
     root: Path
     server: StandInServer
 
@@ -143,7 +143,7 @@ class Bench:
             supervisor=link,
             monitor=monitor,
             publisher=Publisher(link, monitor, action, deadline_s=60.0),
-            weights=TrainedWeights(str(self.model), LORA if adapter else None),
+            weights=TrainedWeights(self.model, LORA if adapter else None),
             directories=WeightDirectories(self.root),
             dtype="auto",
             device="cpu",
@@ -159,13 +159,8 @@ class Bench:
         return [command.version for command in self.server.supervisor.seen]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_directory(tmp_path_factory.mktemp("tiny") / "model")
-
-
 @pytest.fixture
-def bench(redis_url: str, model: Path, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+def bench(redis_url: str, model: str, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
     with ExitStack() as servers:
 
         def made(mode: str, takes_adapters: bool | None = None) -> Bench:
