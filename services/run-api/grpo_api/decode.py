@@ -19,9 +19,9 @@ from typing import Annotated
 import structlog
 from isal import igzip, isal_zlib
 from isal.isal_zlib import IsalError
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
-from grpo_api.errors import Refused, StoreUnavailable, invalid_body, too_large
+from grpo_api.errors import Refused, StoreUnavailable, too_large, validated
 from grpo_api.group_scan import scan_group
 from grpo_api.lifetime import in_turn
 from grpo_api.store.payloads import PackedGroup, compress, pack, stored
@@ -111,10 +111,7 @@ def decode_group(body: RawBody, max_bytes: int | None) -> Submission:
     if facts is None:
         # pydantic's own parser rejects input that Python's parser accepts or crashes on: lone
         # surrogates, endless nesting, integers of any length, bytes that are not UTF-8.
-        try:
-            group = pack(ScoredGroup.model_validate_json(text))
-        except ValidationError as error:
-            raise invalid_body(error) from error
+        group = pack(validated(ScoredGroup.model_validate_json, text))
     else:
         # A body that was read with `max_bytes` may have several gzip members; a stored group has
         # one.
@@ -126,10 +123,7 @@ def decode_group(body: RawBody, max_bytes: int | None) -> Submission:
 def decode_groups(body: RawBody, max_bytes: int | None) -> Submission:
     """Decode the groups of a `POST /scored_data_list`; see `Decode`."""
     text = _content(body, max_bytes)
-    try:
-        groups = _LIST.validate_json(text)
-    except ValidationError as error:
-        raise invalid_body(error) from error
+    groups = validated(_LIST.validate_json, text)
     return Submission([pack(group) for group in groups], _fingerprint(text))
 
 

@@ -39,12 +39,12 @@ class RequestMiddleware:
     """
 
     def __init__(
-        self, app: ASGIApp, lifetime: Lifetime, metrics: Metrics, templates: RouteTemplates
+        self, app: ASGIApp, lifetime: Lifetime, metrics: Metrics, routes: Iterable[BaseRoute]
     ) -> None:
         self._app = app
         self._closing = lifetime.closing
         self._metrics = metrics
-        self._templates = templates
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,7 +87,7 @@ class RequestMiddleware:
             _log_request(scope, status, seconds)
             self._metrics.observe(
                 scope["method"] if scope["method"] in _METHODS else _OTHER_METHOD,
-                self._templates.template(scope["path"]),
+                template_of(scope["path"], self._routes),
                 status,
                 seconds,
                 body_bytes,
@@ -121,22 +121,12 @@ UNMATCHED = "unmatched"
 """Metric label of every path without a route."""
 
 
-class RouteTemplates:
-    """Finds a route's template by path, also for requests rejected before routing."""
-
-    def __init__(self, routes: Iterable[BaseRoute]) -> None:
-        known = [route for route in routes if isinstance(route, Route)]
-        self._without_parameters = {r.path for r in known if not r.param_convertors}
-        self._with_parameters = [(r.path_regex, r.path) for r in known if r.param_convertors]
-
-    def template(self, path: str) -> str:
-        """`/batch/{batch_id}/ack` for `/batch/7/ack`."""
-        if path in self._without_parameters:
-            return path
-        for pattern, template in self._with_parameters:
-            if pattern.match(path):
-                return template
-        return UNMATCHED
+def template_of(path: str, routes: Iterable[BaseRoute]) -> str:
+    """`/batch/{batch_id}/ack` for `/batch/7/ack`, also for requests rejected before routing."""
+    for route in routes:
+        if isinstance(route, Route) and route.path_regex.match(path):
+            return route.path
+    return UNMATCHED
 
 
 _OVER_BYTES = 1000

@@ -89,17 +89,13 @@ class RedisLink:
         not wait as long as a request."""
         async with _deadline(min(self.deadline_s, _PING_DEADLINE_S)):
             await self.call("PING")
-            if await self._role() == b"slave":
+            try:
+                role = (await self.call("ROLE"))[0]
+            except ResponseError:  # some managed services do not tell
+                return
+            if role == b"slave":
                 await self._drop_idle_connections()
                 raise StoreUnavailable(_rejection("READONLY"))
-
-    async def _role(self) -> bytes | None:
-        """None if Redis does not tell, as some managed services."""
-        try:
-            role: bytes = (await self.call("ROLE"))[0]
-        except ResponseError:
-            return None
-        return role
 
     async def call(self, *command: Any) -> Any:
         async with _deadline(self.deadline_s):
@@ -302,8 +298,11 @@ async def watch_disk(
         return
     was_large = False
     while not lifetime.closing.is_set():
-        held = await _file_bytes(link)
-        is_large = was_large if held is None else held > WARN_SHARE * disk_bytes
+        try:
+            held = int((await link.call("INFO", "persistence")).get("aof_current_size", 0))
+            is_large = held > WARN_SHARE * disk_bytes
+        except (ResponseError, StoreUnavailable):  # Redis does not tell
+            is_large = was_large
         if is_large and not was_large:
             _log.warning(
                 "redis.disk_nearly_full",
@@ -314,12 +313,3 @@ async def watch_disk(
             )
         was_large = is_large
         await lifetime.closes_within(poll_s)
-
-
-async def _file_bytes(link: RedisLink) -> int | None:
-    """None if Redis does not tell."""
-    try:
-        told = await link.call("INFO", "persistence")
-    except (ResponseError, StoreUnavailable):
-        return None
-    return int(told.get("aof_current_size", 0))
