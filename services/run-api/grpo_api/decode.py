@@ -37,6 +37,8 @@ _GZIP_WINDOW_BITS = 31
 _LIST: TypeAdapter[list[ScoredGroup]] = TypeAdapter(
     Annotated[list[ScoredGroup], Field(fail_fast=True, max_length=MAX_GROUPS)]
 )
+_TURN_S = 30.0
+"""Limit on waiting for earlier large submissions; longer than one of them can take."""
 _RESTART = "run-api starts a new decoder process for the next large submission"
 _log = structlog.get_logger()
 
@@ -149,13 +151,11 @@ class SubmissionDecoder:
 
     Args:
         max_bytes: largest body, both as sent and after decompression.
-        turn_s: limit on waiting for earlier submissions; longer than one of them can take.
         decoding_s: limit on one submission, including the start of the process.
     """
 
-    def __init__(self, max_bytes: int, *, turn_s: float = 30.0, decoding_s: float = 20.0) -> None:
+    def __init__(self, max_bytes: int, *, decoding_s: float = 20.0) -> None:
         self.max_bytes = max_bytes
-        self._turn_s = turn_s
         self._decoding_s = decoding_s
         self._turn = asyncio.Lock()
         self._process: _DecodeProcess | None = None
@@ -177,10 +177,10 @@ class SubmissionDecoder:
         except TooMuchWork:
             pass
         reason = (
-            f"large submissions that arrived earlier were not decoded within {self._turn_s:g} s; "
+            f"large submissions that arrived earlier were not decoded within {_TURN_S:g} s; "
             "send the same groups again"
         )
-        async with in_turn(self._turn, self._turn_s, reason):
+        async with in_turn(self._turn, _TURN_S, reason):
             outcome = await self._decode_beside(decode, body)
         if isinstance(outcome, Refused):
             raise outcome

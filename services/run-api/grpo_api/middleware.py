@@ -146,38 +146,34 @@ class CompressionMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "GET":
-            accepted = Headers(scope=scope).get("accept-encoding", "")
-            send = _GzipSender(send, is_accepted="gzip" in accepted)
-        await self._app(scope, receive, send)
-
-
-class _GzipSender:
-    """Sends one answer. Its start waits for its first bytes, which say whether it is long."""
-
-    def __init__(self, send: Send, *, is_accepted: bool) -> None:
-        self._send = send
-        self._is_accepted = is_accepted
-        self._start: Message | None = None
-        self._compressor: Any = None
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._start = message
+        if scope["type"] != "http" or scope["method"] != "GET":
+            await self._app(scope, receive, send)
             return
-        body, more = message.get("body", b""), message.get("more_body", False)
-        start, self._start = self._start, None
-        if start is not None and (more or len(body) >= _OVER_BYTES):
-            headers = MutableHeaders(scope=start)
-            headers.add_vary_header("Accept-Encoding")
-            if self._is_accepted:
-                headers["content-encoding"] = "gzip"
-                del headers["content-length"]
-                self._compressor = isal_zlib.compressobj(
-                    _LEVEL, isal_zlib.DEFLATED, _GZIP_WINDOW_BITS
-                )
-        if start is not None:
-            await self._send(start)
-        if self._compressor is not None:
-            body = self._compressor.compress(body) + (b"" if more else self._compressor.flush())
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        is_accepted = "gzip" in Headers(scope=scope).get("accept-encoding", "")
+        start: Message | None = None
+        compressor: Any = None
+
+        async def compressed(message: Message) -> None:
+            """The answer's start waits for its first bytes, which say whether it is long."""
+            nonlocal start, compressor
+            if message["type"] == "http.response.start":
+                start = message
+                return
+            body, more = message.get("body", b""), message.get("more_body", False)
+            if start is not None:
+                if more or len(body) >= _OVER_BYTES:
+                    headers = MutableHeaders(scope=start)
+                    headers.add_vary_header("Accept-Encoding")
+                    if is_accepted:
+                        headers["content-encoding"] = "gzip"
+                        del headers["content-length"]
+                        compressor = isal_zlib.compressobj(
+                            _LEVEL, isal_zlib.DEFLATED, _GZIP_WINDOW_BITS
+                        )
+                await send(start)
+                start = None
+            if compressor is not None:
+                body = compressor.compress(body) + (b"" if more else compressor.flush())
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        await self._app(scope, receive, compressed)

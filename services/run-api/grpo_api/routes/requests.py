@@ -121,17 +121,13 @@ class AppServices:
     limits: Limits
 
 
-def services_of(request: Request) -> AppServices:
+async def services_of(request: Request) -> AppServices:
+    """A coroutine, because FastAPI would run a plain function in a thread, which costs more."""
     services: AppServices = request.app.state.services
     return services
 
 
-async def _services(request: Request) -> AppServices:
-    """A coroutine, because FastAPI would run a plain function in a thread, which costs more."""
-    return services_of(request)
-
-
-Services = Annotated[AppServices, Depends(_services)]
+Services = Annotated[AppServices, Depends(services_of)]
 
 T = TypeVar("T", bound=BaseModel)
 
