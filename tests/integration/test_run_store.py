@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from grpo_api.errors import BatchGone, Conflict, GroupRefused, Refused, StoreUnavailable
-from tests.integration.run_store_rig import Interruption, Run, open_run
+from tests.integration.run_store_rig import Run, open_run
 
 FOR_EVER_S = 3600.0
 """Long enough that a poll which reaches this deadline has failed."""
@@ -212,26 +212,14 @@ async def test_leases_that_hold_too_much_have_to_be_acknowledged_first(redis_url
         assert await run.lease(after=1) == [2, 3]
 
 
-async def long_poll(run: Run, interruption: Interruption) -> list[int] | None:
-    """Poll without a batch; `interruption` happens before the second check of the queue."""
-
-    async def it_waits() -> None:
-        run.link.before["GET"] = interruption
-
-    run.link.before["batch_candidates"] = it_waits
-    return await run.lease(after=0, wait_s=FOR_EVER_S)
-
-
-async def test_a_long_poll_answers_once_a_batch_is_there(run: Run) -> None:
-    async def a_batch_arrives() -> None:
-        await run.submit(1, 2, replica=True)
-
-    assert await long_poll(run, a_batch_arrives) == [1, 2]
-
-
 async def test_a_long_poll_ends_when_the_server_stops_or_its_time_is_over(run: Run) -> None:
+    assert await run.lease(after=0, wait_s=0.1) is None
+
     async def the_server_stops() -> None:
         run.lifetime.closing.set()
 
-    assert await run.lease(after=0, wait_s=0.1) is None
-    assert await long_poll(run, the_server_stops) is None
+    async def it_waits() -> None:  # before the second check of the queue
+        run.link.before["GET"] = the_server_stops
+
+    run.link.before["batch_candidates"] = it_waits
+    assert await run.lease(after=0, wait_s=FOR_EVER_S) is None

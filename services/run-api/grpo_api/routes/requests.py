@@ -1,4 +1,4 @@
-"""What handlers read of requests: bodies, within limits of time and memory, and headers."""
+"""What handlers use: the services, bodies within limits of time and memory, and headers."""
 
 from __future__ import annotations
 

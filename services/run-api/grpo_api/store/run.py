@@ -58,29 +58,22 @@ class EnvironmentEnrolled(TypedDict):
 class RunStats(NamedTuple):
     """Counters of a run at one moment, in the order in which `read_stats` returns them.
 
-    Attributes:
-        step: batches handed out, counted from the run's starting step.
-        deliveries: batches handed out for the first time.
-        queued_groups: each part of a group counts.
-        queued_bytes: compressed, as stored, like `buffered_bytes` and `leased_bytes`.
-        oldest_lease_age_s: since the oldest lease was first handed out; 0 if there is none.
-        oldest_queued_age_s: since the oldest queued group was queued; 0 if there is none.
-        refused_groups: as in `EnvironmentCount`, like `last_refusal`.
-        run_uuid: "" if there is no run.
+    `metrics` says what they mean. `refused_groups` and `last_refusal` are as in `EnvironmentCount`;
+    `run_uuid` is "" if there is no run.
     """
 
     step: int
-    deliveries: int
-    acknowledged_batches: int
-    redeliveries: int
+    batches_delivered: int
+    batches_acknowledged: int
+    batches_redelivered: int
     queued_groups: int
     queued_sequences: int
     queued_bytes: int
     buffered_parts: int
     buffered_bytes: int
     leased_bytes: int
-    oldest_lease_age_s: float
-    oldest_queued_age_s: float
+    oldest_lease_age_seconds: float
+    oldest_queued_group_age_seconds: float
     environments_alive: int
     environments_registered: int
     leased_batches: int
@@ -289,8 +282,8 @@ class RunStore:
         )
         stats = RunStats(*answer)
         return stats._replace(
-            oldest_lease_age_s=stats.oldest_lease_age_s / 1000,
-            oldest_queued_age_s=stats.oldest_queued_age_s / 1000,
+            oldest_lease_age_seconds=stats.oldest_lease_age_seconds / 1000,
+            oldest_queued_group_age_seconds=stats.oldest_queued_group_age_seconds / 1000,
             last_refusal=answer[-2].decode(),
             run_uuid=answer[-1].decode(),
         )
