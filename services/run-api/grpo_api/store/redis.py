@@ -169,8 +169,7 @@ async def _deadline(deadline_s: float) -> AsyncIterator[None]:
             yield
     except TimeoutError as error:
         failure = _last_failure(error)
-        code = _code_of_refusal(failure) if isinstance(failure, ResponseError) else None
-        if code is not None:
+        if code := _code_of_refusal(failure):
             raise StoreUnavailable(_rejection(code)) from error
         reason = f": {failure}" if failure else ""
         raise StoreUnavailable(f"Redis did not answer within {deadline_s:g} s{reason}") from error
@@ -181,23 +180,22 @@ async def _deadline(deadline_s: float) -> AsyncIterator[None]:
             raise
         raise StoreUnavailable("Redis closed a connection; send the request again") from error
     except ResponseError as error:
-        code = _code_of_refusal(error)
-        if code is None:
-            raise
-        raise StoreUnavailable(_rejection(code)) from error
+        if code := _code_of_refusal(error):
+            raise StoreUnavailable(_rejection(code)) from error
+        raise
 
 
 def _rejection(code: str) -> str:
     return f"Redis rejects writes ({code}): {_REFUSALS[code]}"
 
 
-def _code_of_refusal(error: ResponseError) -> str | None:
+def _code_of_refusal(error: RedisError | None) -> str | None:
     """A key of `_REFUSALS`, or None. redis-py replaces two of the codes with classes."""
     if isinstance(error, OutOfMemoryError):
         return "OOM"
     if isinstance(error, ReadOnlyError):
         return "READONLY"
-    found = _refusal_code(str(error))
+    found = _refusal_code(str(error)) if isinstance(error, ResponseError) else None
     return found[1] if found else None
 
 
