@@ -161,11 +161,6 @@ class Run:
         await wait_for_async(self.waiting, lambda waiting: waiting > before)
         return held
 
-    async def stay_silent(self, env_id: int, seconds: float) -> None:
-        """Move the environment's last poll this far into the past."""
-        seen = f"{self.link.prefix}seen"
-        await self.link.call("HINCRBY", seen, env_id, -int(seconds * 1000))
-
     async def payloads(self) -> int:
         count: int = await self.link.call("HLEN", f"{self.link.prefix}payloads")
         return count

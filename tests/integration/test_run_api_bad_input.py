@@ -14,8 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 
-from tests.fixtures.run_api import MAX_BODY_BYTES
+from grpo_api.store.redis import layout_prefix
+from tests.fixtures.run_api import MAX_BODY_BYTES, RUN_ID
 from tests.integration.run_api_calls import (
     ENVIRONMENT,
     REGISTRATION,
@@ -27,7 +29,6 @@ from tests.integration.run_api_calls import (
     start,
     submit,
 )
-from tests.integration.stored_keys import nothing_stored_changes
 from tests.support.wait import DEADLINE_S
 
 BODIES: dict[str, Any] = {
@@ -39,6 +40,25 @@ BODIES: dict[str, Any] = {
     "/scored_data_list": [group(9)],
 }
 NAN = float("nan")
+PREFIX = layout_prefix(RUN_ID)
+
+
+def stored(redis_url: str) -> dict[bytes, Any]:
+    """Every key of the run with its content, except receipts, reserved ids and refusals."""
+    aside = tuple(f"{PREFIX}{name}".encode() for name in ("receipt:", "last_group_id", "refusals"))
+    with redis.Redis.from_url(redis_url) as connection:
+        read: dict[bytes, Callable[[bytes], Any]] = {
+            b"hash": connection.hgetall,
+            b"set": connection.smembers,
+            b"zset": lambda key: connection.zrange(key, 0, -1, withscores=True),
+            b"string": connection.get,
+        }
+        # not DUMP, because the order of its hash fields changes while Redis resizes the hash
+        return {
+            key: read[connection.type(key)](key)
+            for key in connection.keys(f"{PREFIX}*")
+            if not key.startswith(aside)
+        }
 
 
 @pytest.fixture
@@ -47,8 +67,10 @@ def started(http: httpx.Client, redis_url: str) -> Iterator[httpx.Client]:
     start(http)
     register_environment(http)
     submit(http, 1)
-    with nothing_stored_changes(redis_url, "tests"):
-        yield http
+    before = stored(redis_url)
+    assert len(before) > 10
+    yield http
+    assert stored(redis_url) == before
 
 
 def ask(http: httpx.Client, path: str, content: bytes, **headers: str) -> httpx.Response:

@@ -1,4 +1,4 @@
-"""Groups are queued, buffered or refused as a whole; `/batch` returns exact batches, oldest first.
+"""Groups are queued, buffered or refused as a whole; the trainer receives exactly what was sent.
 
 `tests/unit/api` tests the planning itself, `test_run_store_large` how groups wait.
 """
@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from grpo_core.wire.fields import FLOAT32_MAX
 from tests.integration.conftest import StartApi
 from tests.integration.run_api_calls import (
     group,
@@ -59,37 +60,17 @@ def test_a_list_says_how_many_were_buffered_and_what_waits_at_the_end(four: http
     assert next_batch(four) == [1, 0, 3]
 
 
-def post(http: httpx.Client, path: str, body: Any, key: str) -> httpx.Response:
-    return http.post(path, json=body, headers={"Idempotency-Key": key})
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "answered"),
-    [
-        ("/scored_data", group(1), {"status": "received"}),
-        ("/scored_data", group(1, size=1, env_id=0), {"status": "buffered", "buffer_size": 1}),
-        ("/scored_data_list", [group(1)], {"status": "received", "groups_processed": 1}),
-    ],
-    ids=["group", "part", "list"],
-)
-def test_a_repeat_is_answered_alike_and_queued_once(
-    http: httpx.Client, path: str, body: Any, answered: Any
-) -> None:
-    start(http)
-    register_environment(http)
-    assert post(http, path, body, "key").json() == answered
-    once = status(http)
-    for _ in range(2):
-        assert post(http, path, body, "key").json() == answered
-    assert status(http) == once
-
-
 def test_a_key_stands_for_one_body_that_was_taken(http: httpx.Client) -> None:
     start(http)
-    assert post(http, "/scored_data", group(1, scores=[1.0]), "key").status_code == 422
-    assert post(http, "/scored_data", group(1, size=8), "key").status_code == 422
-    post(http, "/scored_data", group(1), "key").raise_for_status()  # the key is still unused
-    other = post(http, "/scored_data", group(2), "key")
+
+    def post(body: Any) -> httpx.Response:
+        return http.post("/scored_data", json=body, headers={"Idempotency-Key": "key"})
+
+    for refused in (group(1, scores=[1.0]), group(1, size=8)):
+        assert post(refused).status_code == 422
+    for _ in range(2):  # the key is still unused
+        assert post(group(1)).json() == {"status": "received"}
+    other = post(group(2))
     assert other.status_code == 422
     assert "'key' was used for other groups" in other.json()["detail"]
     assert status(http) == (0, 1)
@@ -114,3 +95,67 @@ def test_a_queue_that_stays_full_is_a_503_and_nothing_is_queued(own_api: StartAp
         start(limited, batch_size=16)
         submit(limited, *range(8))
         assert next_batch(limited) == list(range(8))
+
+
+SIZE = 2
+OPTIONAL = {
+    *("advantages", "ref_logprobs", "messages", "generation_params", "inference_logprobs"),
+    *("overrides", "group_overrides", "images", "env_id", "distill_token_ids", "distill_logprobs"),
+}
+ALL_KEYS = {"tokens", "masks", "scores", *OPTIONAL}
+ODD = {'é"\\': [[{"x": [1.5, -0.0, 1e300, 2**53]}], "[", "", None, True, {}]}
+USUAL = group(1) | {
+    "scores": [-0.1, FLOAT32_MAX],
+    "inference_logprobs": [[1.0, 1.0, -0.25], [1.0, 1.0, -1e-30]],
+    "messages": [[ODD | {"role": "user", "content": "a [bracket] é"}], []],
+    "overrides": [ODD, {}],
+    "group_overrides": {"policy_version": [[[0, 1], [0, 1]], [[0, 1], [0, 2]]]},
+    "generation_params": ODD | {"temperature": 0.7},
+    "images": ODD,
+}
+SENT = [
+    group(2**31 - 1),
+    group(1, **dict.fromkeys(OPTIONAL)),
+    group(1, advantages=[], inference_logprobs=[], messages=[], overrides=[]),
+    USUAL,
+    USUAL | {"env_id": 7, "advantages": [[0.5, -1.5], [2.25]], "ref_logprobs": [[-0.5]] * 2},
+    # of integers or rare fields, so that the group is encoded again
+    USUAL | {"scores": [0.0, 1.0], "advantages": [[], [3.0]]},
+    group(
+        1,
+        distill_token_ids=[[[4, 5], [], [6]], [[], [], [7]]],
+        distill_logprobs=[[[-0.5, -1.5], [], [-2.0]], [[], [], [-0.25]]],
+    ),
+]
+
+
+def served(http: httpx.Client, body: Any, path: str = "/scored_data") -> dict[str, Any]:
+    """The group that the trainer receives. Each group fills a batch."""
+    answer = send_raw(http, body, path)
+    assert (answer.status_code, answer.json()["status"]) == (200, "received")
+    (item,) = http.get("/batch").json()["batch"]
+    return dict(item)
+
+
+@pytest.mark.parametrize("sent", SENT)
+def test_every_group_is_served_with_all_keys_as_it_was_sent(
+    http: httpx.Client, sent: dict[str, Any]
+) -> None:
+    """A single group is stored as sent, if it is a usual one. Others are encoded again."""
+    start(http, batch_size=SIZE)
+    expected = dict.fromkeys(ALL_KEYS) | sent
+    assert served(http, sent) == expected
+    assert served(http, [sent], "/scored_data_list") == expected
+
+
+def test_numbers_are_coerced_and_unknown_fields_dropped(http: httpx.Client) -> None:
+    start(http, batch_size=SIZE)
+    loose = {
+        "tokens": [[1.0, "7", 90], [1, 7, 91]],
+        "masks": [["-100", -100.0, 90], [-100, -100, 91]],
+        "scores": ["1.5", 2],
+        "env_id": "3",
+        "surprise": {"x": 1},
+    }
+    coerced = group(1) | {"scores": [1.5, 2.0], "env_id": 3}
+    assert served(http, loose) == dict.fromkeys(ALL_KEYS) | coerced

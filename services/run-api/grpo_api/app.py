@@ -18,7 +18,7 @@ from grpo_api.errors import answer_errors
 from grpo_api.intake import Intake
 from grpo_api.lifetime import Lifetime
 from grpo_api.metrics import Metrics
-from grpo_api.middleware import CompressionMiddleware, RequestMiddleware, RouteTemplates
+from grpo_api.middleware import CompressionMiddleware, RequestMiddleware
 from grpo_api.planning.run_view import Limits
 from grpo_api.routes import admin, environments, scored_data, trainer
 from grpo_api.routes.openapi import DESCRIPTION, OPEN_PATHS, OPENAPI_PATH, describe, refusals
@@ -93,7 +93,7 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
         RequestMiddleware,
         lifetime=lifetime,
         metrics=services.metrics,
-        templates=RouteTemplates(app.routes),
+        routes=app.routes,
     )
     answer_errors(app)
     describe(app, token_needed=settings.token is not None)
@@ -140,8 +140,7 @@ async def _serve(settings: RunApiSettings) -> None:
         settings.port,
         settings.stop_grace_s,
     )
-    checking = asyncio.create_task(check_redis(link, lifetime))
-    checking.add_done_callback(lambda check: _stop_if_unsuitable(check, server))
+    checking = asyncio.create_task(_check_redis(link, lifetime, server))
     watching = asyncio.create_task(watch_disk(link, lifetime, settings.redis_disk_bytes))
     await server.serve()
     watching.cancel()
@@ -150,6 +149,9 @@ async def _serve(settings: RunApiSettings) -> None:
     checking.cancel()
 
 
-def _stop_if_unsuitable(check: asyncio.Task[None], server: HttpServer) -> None:
-    if not check.cancelled() and check.exception() is not None:
+async def _check_redis(link: RedisLink, lifetime: Lifetime, server: HttpServer) -> None:
+    try:
+        await check_redis(link, lifetime)
+    except Exception:
         server.stop()
+        raise

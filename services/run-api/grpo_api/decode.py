@@ -19,9 +19,9 @@ from typing import Annotated
 import structlog
 from isal import igzip, isal_zlib
 from isal.isal_zlib import IsalError
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
-from grpo_api.errors import Refused, StoreUnavailable, invalid_body, too_large
+from grpo_api.errors import Refused, StoreUnavailable, too_large, validated
 from grpo_api.group_scan import scan_group
 from grpo_api.lifetime import in_turn
 from grpo_api.store.payloads import PackedGroup, compress, pack, stored
@@ -37,6 +37,8 @@ _GZIP_WINDOW_BITS = 31
 _LIST: TypeAdapter[list[ScoredGroup]] = TypeAdapter(
     Annotated[list[ScoredGroup], Field(fail_fast=True, max_length=MAX_GROUPS)]
 )
+_TURN_S = 30.0
+"""Limit on waiting for earlier large submissions; longer than one of them can take."""
 _RESTART = "run-api starts a new decoder process for the next large submission"
 _log = structlog.get_logger()
 
@@ -111,10 +113,7 @@ def decode_group(body: RawBody, max_bytes: int | None) -> Submission:
     if facts is None:
         # pydantic's own parser rejects input that Python's parser accepts or crashes on: lone
         # surrogates, endless nesting, integers of any length, bytes that are not UTF-8.
-        try:
-            group = pack(ScoredGroup.model_validate_json(text))
-        except ValidationError as error:
-            raise invalid_body(error) from error
+        group = pack(validated(ScoredGroup.model_validate_json, text))
     else:
         # A body that was read with `max_bytes` may have several gzip members; a stored group has
         # one.
@@ -126,10 +125,7 @@ def decode_group(body: RawBody, max_bytes: int | None) -> Submission:
 def decode_groups(body: RawBody, max_bytes: int | None) -> Submission:
     """Decode the groups of a `POST /scored_data_list`; see `Decode`."""
     text = _content(body, max_bytes)
-    try:
-        groups = _LIST.validate_json(text)
-    except ValidationError as error:
-        raise invalid_body(error) from error
+    groups = validated(_LIST.validate_json, text)
     return Submission([pack(group) for group in groups], _fingerprint(text))
 
 
@@ -155,13 +151,11 @@ class SubmissionDecoder:
 
     Args:
         max_bytes: largest body, both as sent and after decompression.
-        turn_s: limit on waiting for earlier submissions; longer than one of them can take.
         decoding_s: limit on one submission, including the start of the process.
     """
 
-    def __init__(self, max_bytes: int, *, turn_s: float = 30.0, decoding_s: float = 20.0) -> None:
+    def __init__(self, max_bytes: int, *, decoding_s: float = 20.0) -> None:
         self.max_bytes = max_bytes
-        self._turn_s = turn_s
         self._decoding_s = decoding_s
         self._turn = asyncio.Lock()
         self._process: _DecodeProcess | None = None
@@ -183,10 +177,10 @@ class SubmissionDecoder:
         except TooMuchWork:
             pass
         reason = (
-            f"large submissions that arrived earlier were not decoded within {self._turn_s:g} s; "
+            f"large submissions that arrived earlier were not decoded within {_TURN_S:g} s; "
             "send the same groups again"
         )
-        async with in_turn(self._turn, self._turn_s, reason):
+        async with in_turn(self._turn, _TURN_S, reason):
             outcome = await self._decode_beside(decode, body)
         if isinstance(outcome, Refused):
             raise outcome

@@ -18,8 +18,8 @@ GrpoError
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import structlog
 from fastapi import FastAPI, Request
@@ -37,6 +37,7 @@ _MAX_PROBLEMS = 20
 _MAX_MESSAGE_CHARS = 2000
 _MAX_LOCATION_CHARS = 100
 
+T = TypeVar("T")
 Detail = str | list[dict[str, Any]]
 """A message, or problems as FastAPI lists them: loc, msg and type."""
 
@@ -218,9 +219,14 @@ def invalid(problems: Sequence[Any]) -> Refused:
     )
 
 
-def invalid_body(error: ValidationError) -> Refused:
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    return invalid([{**problem, "loc": ("body", *problem["loc"])} for problem in found])
+def validated(validate: Callable[[bytes], T], content: bytes) -> T:
+    """Raises `Refused` (422) if pydantic finds the content of a body invalid."""
+    try:
+        return validate(content)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in found]
+        raise invalid(problems) from error
 
 
 def answer_to(error: Answered) -> JSONResponse:

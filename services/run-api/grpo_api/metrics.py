@@ -18,49 +18,28 @@ _BUCKETS_S = (
     *(1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0),
 )
 _GAUGES = {
-    "step": ("step", "The run's starting step plus the number of batches handed out."),
-    "queued_groups": ("queued_groups", "Number of groups in the queue."),
-    "queued_sequences": ("queued_sequences", "Number of sequences in the queue."),
-    "queued_bytes": ("queued_bytes", "Compressed size, in bytes, of the groups in the queue."),
-    "oldest_queued_age_s": (
-        "oldest_queued_group_age_seconds",
-        "Seconds since the oldest group in the queue was queued; 0 if the queue is empty.",
-    ),
-    "buffered_parts": ("buffered_parts", "Number of partial groups that run-api stores."),
-    "buffered_bytes": ("buffered_bytes", "Compressed size, in bytes, of all partial groups."),
-    "leased_batches": (
-        "leased_batches",
-        "Number of batches that were handed out and are not acknowledged.",
-    ),
-    "leased_bytes": (
-        "leased_bytes",
-        "Compressed size, in bytes, of all unacknowledged batches.",
-    ),
-    "oldest_lease_age_s": (
-        "oldest_lease_age_seconds",
-        "Seconds since the oldest unacknowledged batch was handed out; 0 if all batches are "
-        "acknowledged.",
-    ),
-    "environments_alive": (
-        "environments_alive",
-        "Number of connected environments, which did not disconnect and sent a request within "
-        "--environment-timeout-s.",
-    ),
-    "environments_registered": (
-        "environments_registered",
-        "Number of environments that have registered in this run.",
-    ),
+    "step": "The run's starting step plus the number of batches handed out.",
+    "queued_groups": "Number of groups in the queue.",
+    "queued_sequences": "Number of sequences in the queue.",
+    "queued_bytes": "Compressed size, in bytes, of the groups in the queue.",
+    "oldest_queued_group_age_seconds": "Seconds since the oldest group in the queue was queued; 0 "
+    "if the queue is empty.",
+    "buffered_parts": "Number of partial groups that run-api stores.",
+    "buffered_bytes": "Compressed size, in bytes, of all partial groups.",
+    "leased_batches": "Number of batches that were handed out and are not acknowledged.",
+    "leased_bytes": "Compressed size, in bytes, of all unacknowledged batches.",
+    "oldest_lease_age_seconds": "Seconds since the oldest unacknowledged batch was handed out; 0 "
+    "if all batches are acknowledged.",
+    "environments_alive": "Number of connected environments, which did not disconnect and sent a "
+    "request within --environment-timeout-s.",
+    "environments_registered": "Number of environments that have registered in this run.",
 }
+"""Meaning of the fields of `RunStats` that are shown."""
 _COUNTERS = {
-    "deliveries": ("batches_delivered", "Number of batches handed out for the first time."),
-    "redeliveries": (
-        "batches_redelivered",
-        "Number of times that run-api handed out a batch again, after the first time.",
-    ),
-    "acknowledged_batches": (
-        "batches_acknowledged",
-        "Number of batches that the trainer acknowledged.",
-    ),
+    "batches_delivered": "Number of batches handed out for the first time.",
+    "batches_redelivered": "Number of times that run-api handed out a batch again, after the first "
+    "time.",
+    "batches_acknowledged": "Number of batches that the trainer acknowledged.",
 }
 
 
@@ -111,7 +90,7 @@ def _of_run(stats: RunStats | None) -> Iterator[Metric]:
     )
     if stats is None:
         return
-    for field, (name, meaning) in _GAUGES.items():
-        yield GaugeMetricFamily(f"run_api_{name}", meaning, getattr(stats, field))
-    for field, (name, meaning) in _COUNTERS.items():
-        yield CounterMetricFamily(f"run_api_{name}", meaning, getattr(stats, field))
+    for name, meaning in _GAUGES.items():
+        yield GaugeMetricFamily(f"run_api_{name}", meaning, getattr(stats, name))
+    for name, meaning in _COUNTERS.items():
+        yield CounterMetricFamily(f"run_api_{name}", meaning, getattr(stats, name))

@@ -39,12 +39,12 @@ class RequestMiddleware:
     """
 
     def __init__(
-        self, app: ASGIApp, lifetime: Lifetime, metrics: Metrics, templates: RouteTemplates
+        self, app: ASGIApp, lifetime: Lifetime, metrics: Metrics, routes: Iterable[BaseRoute]
     ) -> None:
         self._app = app
         self._closing = lifetime.closing
         self._metrics = metrics
-        self._templates = templates
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,7 +87,7 @@ class RequestMiddleware:
             _log_request(scope, status, seconds)
             self._metrics.observe(
                 scope["method"] if scope["method"] in _METHODS else _OTHER_METHOD,
-                self._templates.template(scope["path"]),
+                template_of(scope["path"], self._routes),
                 status,
                 seconds,
                 body_bytes,
@@ -121,22 +121,12 @@ UNMATCHED = "unmatched"
 """Metric label of every path without a route."""
 
 
-class RouteTemplates:
-    """Finds a route's template by path, also for requests rejected before routing."""
-
-    def __init__(self, routes: Iterable[BaseRoute]) -> None:
-        known = [route for route in routes if isinstance(route, Route)]
-        self._without_parameters = {r.path for r in known if not r.param_convertors}
-        self._with_parameters = [(r.path_regex, r.path) for r in known if r.param_convertors]
-
-    def template(self, path: str) -> str:
-        """`/batch/{batch_id}/ack` for `/batch/7/ack`."""
-        if path in self._without_parameters:
-            return path
-        for pattern, template in self._with_parameters:
-            if pattern.match(path):
-                return template
-        return UNMATCHED
+def template_of(path: str, routes: Iterable[BaseRoute]) -> str:
+    """`/batch/{batch_id}/ack` for `/batch/7/ack`, also for requests rejected before routing."""
+    for route in routes:
+        if isinstance(route, Route) and route.path_regex.match(path):
+            return route.path
+    return UNMATCHED
 
 
 _OVER_BYTES = 1000
@@ -156,38 +146,34 @@ class CompressionMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "GET":
-            accepted = Headers(scope=scope).get("accept-encoding", "")
-            send = _GzipSender(send, is_accepted="gzip" in accepted)
-        await self._app(scope, receive, send)
-
-
-class _GzipSender:
-    """Sends one answer. Its start waits for its first bytes, which say whether it is long."""
-
-    def __init__(self, send: Send, *, is_accepted: bool) -> None:
-        self._send = send
-        self._is_accepted = is_accepted
-        self._start: Message | None = None
-        self._compressor: Any = None
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._start = message
+        if scope["type"] != "http" or scope["method"] != "GET":
+            await self._app(scope, receive, send)
             return
-        body, more = message.get("body", b""), message.get("more_body", False)
-        start, self._start = self._start, None
-        if start is not None and (more or len(body) >= _OVER_BYTES):
-            headers = MutableHeaders(scope=start)
-            headers.add_vary_header("Accept-Encoding")
-            if self._is_accepted:
-                headers["content-encoding"] = "gzip"
-                del headers["content-length"]
-                self._compressor = isal_zlib.compressobj(
-                    _LEVEL, isal_zlib.DEFLATED, _GZIP_WINDOW_BITS
-                )
-        if start is not None:
-            await self._send(start)
-        if self._compressor is not None:
-            body = self._compressor.compress(body) + (b"" if more else self._compressor.flush())
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        is_accepted = "gzip" in Headers(scope=scope).get("accept-encoding", "")
+        start: Message | None = None
+        compressor: Any = None
+
+        async def compressed(message: Message) -> None:
+            """The answer's start waits for its first bytes, which say whether it is long."""
+            nonlocal start, compressor
+            if message["type"] == "http.response.start":
+                start = message
+                return
+            body, more = message.get("body", b""), message.get("more_body", False)
+            if start is not None:
+                if more or len(body) >= _OVER_BYTES:
+                    headers = MutableHeaders(scope=start)
+                    headers.add_vary_header("Accept-Encoding")
+                    if is_accepted:
+                        headers["content-encoding"] = "gzip"
+                        del headers["content-length"]
+                        compressor = isal_zlib.compressobj(
+                            _LEVEL, isal_zlib.DEFLATED, _GZIP_WINDOW_BITS
+                        )
+                await send(start)
+                start = None
+            if compressor is not None:
+                body = compressor.compress(body) + (b"" if more else compressor.flush())
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        await self._app(scope, receive, compressed)

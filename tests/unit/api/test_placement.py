@@ -12,7 +12,6 @@ from grpo_api.errors import GroupRefused
 from grpo_api.planning.batch_plan import Kind, batch_size_conflicts, why_unservable
 from grpo_api.planning.placement import (
     MAX_BUFFERED_GROUPS,
-    BufferedRun,
     Groups,
     Placement,
     StoredGroup,
@@ -26,16 +25,15 @@ def stored(id_: int, sequences: int) -> StoredGroup:
     return StoredGroup(id_, sequences, stored_bytes=10)
 
 
-def placed(run: BufferedRun, *sizes: int, env_id: int | None = ENV) -> Placement:
-    """The placement of groups 100, 101, ..."""
+def placed(buffered: Groups, *sizes: int, env_id: int | None = ENV) -> Placement:
+    """The placement of groups 100, 101, ... in a run with batches of 8 and groups of 4."""
     groups = [stored(100 + i, size) for i, size in enumerate(sizes)]
-    return place([env_id] * len(groups), groups, run)
+    return place([env_id] * len(groups), groups, 8, {ENV: 4}, {ENV: buffered})
 
 
-def run(*buffered: int, group_size: int = 4) -> BufferedRun:
-    """A run with batches of 8 and buffered parts 0, 1, ..."""
-    buffer = tuple(stored(i, size) for i, size in enumerate(buffered))
-    return BufferedRun(8, {ENV: group_size}, {ENV: buffer})
+def parts(*sizes: int) -> Groups:
+    """Buffered parts 0, 1, ..."""
+    return tuple(stored(i, size) for i, size in enumerate(sizes))
 
 
 def entries(placement: Placement) -> list[list[int]]:
@@ -44,24 +42,24 @@ def entries(placement: Placement) -> list[list[int]]:
 
 
 def test_groups_of_an_unknown_sender_go_straight_to_the_queue() -> None:
-    placement = placed(run(), 2, 1, env_id=9)
+    placement = placed(parts(), 2, 1, env_id=9)
     assert entries(placement) == [[100], [101]]
     assert [kind for kind, _ in placement.entries] == [Kind(None, 2), Kind(None, 1)]
 
 
 def test_a_list_is_placed_in_its_order() -> None:
-    placement = placed(run(), 3, 4, 1, 2)
+    placement = placed(parts(), 3, 4, 1, 2)
     assert entries(placement) == [[101], [100, 102]]
     assert [part.id for part in placement.buffers[ENV]] == [103]
     assert placement.buffered_sequences == [3, None, 0, 2]
 
 
-def oldest_that_complete(parts: Groups, group_size: int) -> list[int] | None:
+def oldest_that_complete(waiting: Groups, group_size: int) -> list[int] | None:
     """Ids of parts that add up to a group, found by trying every subset."""
     exact = [
         [part.id for part in subset]
-        for count in range(1, len(parts) + 1)
-        for subset in combinations(parts, count)
+        for count in range(1, len(waiting) + 1)
+        for subset in combinations(waiting, count)
         if sum(part.sequences for part in subset) == group_size
     ]
     return min(exact, default=None)
@@ -75,8 +73,7 @@ def test_parts_wait_until_some_complete_a_group_which_the_oldest_do(
     for id_, size in enumerate(size for size in sizes if size < group_size):
         part = stored(id_, size)
         chosen = oldest_that_complete((*buffer, part), group_size)
-        waiting = BufferedRun(group_size * 3, {ENV: group_size}, {ENV: buffer})
-        placement = place([ENV], [part], waiting)
+        placement = place([ENV], [part], group_size * 3, {ENV: group_size}, {ENV: buffer})
         left = tuple(p for p in (*buffer, part) if p.id not in (chosen or []))
         assert entries(placement) == ([] if chosen is None else [chosen])
         assert placement.buffers == {ENV: left}
@@ -86,7 +83,7 @@ def test_parts_wait_until_some_complete_a_group_which_the_oldest_do(
 
 def test_a_part_larger_than_the_group_is_refused() -> None:
     with pytest.raises(GroupRefused, match="registered group_size 4") as refused:
-        placed(run(), 4, 5)
+        placed(parts(), 4, 5)
     assert refused.value.index == 1
     assert refused.value.at("tokens").status == 422
 
@@ -96,12 +93,12 @@ def test_a_size_that_fills_no_batch_is_refused_whoever_sends_it(
     size: int, env_id: int | None
 ) -> None:
     with pytest.raises(GroupRefused, match="exactly 8"):
-        placed(run(group_size=3), size, env_id=env_id)
+        place([env_id], [stored(100, size)], 8, {ENV: 3}, {})
 
 
 def test_parts_that_never_match_are_refused_at_the_bound_and_keep_nobody_out() -> None:
     most = MAX_BUFFERED_GROUPS * 4 // 3
-    full = run(*[3] * most)
+    full = parts(*[3] * most)
     with pytest.raises(GroupRefused, match="sequences buffered in partial groups of 3") as refused:
         placed(full, 3)
     assert refused.value.at("tokens").status == 409

@@ -43,20 +43,6 @@ class StoredGroup:
 Groups = tuple[StoredGroup, ...]
 
 
-@dataclass(frozen=True)
-class BufferedRun:
-    """The state of the run on which a placement depends.
-
-    Attributes:
-        group_size_of: registered group size by env_id.
-        buffers: buffered parts by env_id, oldest first.
-    """
-
-    batch_size: int
-    group_size_of: Mapping[int, int]
-    buffers: Mapping[int, Groups]
-
-
 @dataclass
 class Placement:
     """Where the groups of one submission go.
@@ -74,29 +60,34 @@ class Placement:
 
 
 def place(
-    env_ids: Sequence[int | None], groups: Sequence[StoredGroup], run: BufferedRun
+    env_ids: Sequence[int | None],
+    groups: Sequence[StoredGroup],
+    batch_size: int,
+    group_size_of: Mapping[int, int],
+    buffers: Mapping[int, Groups],
 ) -> Placement:
     """Place all groups of a submission, in order, or none of them.
 
     Args:
         env_ids: the sender of each group.
+        group_size_of: registered group size by env_id.
+        buffers: buffered parts by env_id, oldest first.
     Raises:
         GroupRefused: for the first group that fits no batch, or whose buffer is full.
     """
     placement = Placement()
     for index, (env_id, group) in enumerate(zip(env_ids, groups, strict=True)):
         # an unregistered env_id is not stored, so that invented ids do not add new kinds
-        sender = env_id if env_id in run.group_size_of else None
-        whole = Kind(sender, group.sequences)
-        if sender is not None:
-            whole = Kind(sender, run.group_size_of[sender])
-        if reason := _why_unfit(group, whole, run.batch_size):
+        sender = env_id if env_id in group_size_of else None
+        size = group.sequences if sender is None else group_size_of[sender]
+        whole = Kind(sender, size)
+        if reason := _why_unfit(group, whole, batch_size):
             raise GroupRefused(index, reason)
         if group.sequences == whole.sequences:
             placement.entries.append((whole, (group,)))
             placement.buffered_sequences.append(None)
         else:
-            _buffer(index, group, whole, run, placement)
+            _buffer(index, group, whole, buffers, placement)
     return placement
 
 
@@ -111,7 +102,11 @@ def _why_unfit(group: StoredGroup, whole: Kind, batch_size: int) -> str | None:
 
 
 def _buffer(
-    index: int, part: StoredGroup, whole: Kind, run: BufferedRun, placement: Placement
+    index: int,
+    part: StoredGroup,
+    whole: Kind,
+    buffers: Mapping[int, Groups],
+    placement: Placement,
 ) -> None:
     """Add a part to its environment's buffer, and queue the parts that it completes.
 
@@ -120,7 +115,7 @@ def _buffer(
     """
     env_id, group_size = whole
     assert env_id is not None
-    waiting = placement.buffers.get(env_id, run.buffers.get(env_id, ()))
+    waiting = placement.buffers.get(env_id, buffers.get(env_id, ()))
     parts = (*waiting, part)
     chosen = oldest_choice([Kind(None, one.sequences) for one in parts], group_size)
     if chosen is not None:

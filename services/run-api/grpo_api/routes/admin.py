@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any, Literal
 
 import structlog
@@ -13,7 +14,7 @@ from typing_extensions import TypedDict  # pydantic accepts `typing.TypedDict` f
 from grpo_api.errors import ShuttingDown, StoreUnavailable
 from grpo_api.routes.openapi import refusals
 from grpo_api.routes.requests import Services
-from grpo_api.store.run import RunStats, RunStore
+from grpo_api.store.run import RunStats
 from grpo_core.wire.run_api import RunStatus
 
 _SCRAPE_DEADLINE_S = 1.0
@@ -66,17 +67,11 @@ async def readyz(services: Services) -> Healthy:
 async def metrics(services: Services, request: Request) -> Response:
     """Prometheus metrics of the run and of the run-api process. If Redis does not answer, run-api
     leaves out the metrics of the run."""
-    return services.metrics.exposition(
-        await _stats(services.store), request.headers.get("accept", "")
-    )
-
-
-async def _stats(store: RunStore) -> RunStats | None:
-    try:
+    stats: RunStats | None = None
+    with suppress(StoreUnavailable, TimeoutError):
         async with asyncio.timeout(_SCRAPE_DEADLINE_S):
-            return await store.stats()
-    except (StoreUnavailable, TimeoutError):
-        return None
+            stats = await services.store.stats()
+    return services.metrics.exposition(stats, request.headers.get("accept", ""))
 
 
 @router.get("/status", responses=refusals(503))

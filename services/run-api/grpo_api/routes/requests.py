@@ -1,4 +1,4 @@
-"""What handlers read of requests: bodies, within limits of time and memory, and headers."""
+"""What handlers use: the services, bodies within limits of time and memory, and headers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Header, Request
-from pydantic import BaseModel, ValidationError, WithJsonSchema
+from pydantic import BaseModel, WithJsonSchema
 
 from grpo_api.decode import INLINE_BYTES, RawBody, SubmissionDecoder, inflate
 from grpo_api.dispatcher import BatchDispatcher
-from grpo_api.errors import BodyTooSlow, Refused, Unavailable, invalid_body, too_large
+from grpo_api.errors import BodyTooSlow, Refused, Unavailable, too_large, validated
 from grpo_api.intake import Intake
 from grpo_api.lifetime import Lifetime
 from grpo_api.metrics import Metrics
@@ -121,17 +121,13 @@ class AppServices:
     limits: Limits
 
 
-def services_of(request: Request) -> AppServices:
+async def services_of(request: Request) -> AppServices:
+    """A coroutine, because FastAPI would run a plain function in a thread, which costs more."""
     services: AppServices = request.app.state.services
     return services
 
 
-async def _services(request: Request) -> AppServices:
-    """A coroutine, because FastAPI would run a plain function in a thread, which costs more."""
-    return services_of(request)
-
-
-Services = Annotated[AppServices, Depends(_services)]
+Services = Annotated[AppServices, Depends(services_of)]
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -143,10 +139,7 @@ def _read_as(record: type[T]) -> Callable[[Request, AppServices], Awaitable[T]]:
         with services.bodies.incoming(request) as incoming:
             body = await incoming.read(MAX_RECORD_BYTES)
         content = inflate(body.content, MAX_RECORD_BYTES) if body.is_gzip else body.content
-        try:
-            return record.model_validate_json(content)
-        except ValidationError as error:
-            raise invalid_body(error) from error
+        return validated(record.model_validate_json, content)
 
     return read
 

@@ -79,10 +79,7 @@ async def scored_data(
 ) -> Response:
     """Submit one group or a partial group. If no trainer has registered, or if the group is of
     another run, run-api refuses the group with status 409."""
-    try:
-        (buffered,) = await _submit(request, decode_group, idempotency_key, run_uuid)
-    except GroupRefused as error:
-        raise error.at("tokens") from error
+    (buffered,) = await _submit(request, decode_group, idempotency_key, run_uuid)
     if buffered is None:
         return Response(b'{"status":"received"}', media_type="application/json")
     return JSONResponse({"status": "buffered", "buffer_size": buffered})
@@ -100,10 +97,7 @@ async def scored_data_list(
     run_uuid: RunUuid = "",
 ) -> Response:
     """Submit a list of up to 1024 groups. run-api accepts either all groups of the list or none."""
-    try:
-        outcomes = await _submit(request, decode_groups, idempotency_key, run_uuid)
-    except GroupRefused as error:
-        raise error.at(error.index, "tokens") from error
+    outcomes = await _submit(request, decode_groups, idempotency_key, run_uuid)
     answer: GroupsReceived = {"status": "received", "groups_processed": len(outcomes)}
     buffered = [sequences for sequences in outcomes if sequences is not None]
     if buffered:
@@ -126,7 +120,7 @@ async def _submit(
 ) -> Outcomes:
     """Accept the groups of a request, or count and raise its refusal."""
     # not a dependency of the route: FastAPI would resolve it for each of the most frequent requests
-    services = services_of(request)
+    services = await services_of(request)
     key: str | None = None
     submission: Submission | None = None
     decoder = services.decoder
@@ -141,7 +135,10 @@ async def _submit(
         except (Refused, GroupRefused) as error:
             reason = error.reason if isinstance(error, Refused) else str(error)
             groups = [] if submission is None else submission.groups
-            refused = error.index if isinstance(error, GroupRefused) else 0
-            env_id = groups[refused].env_id if groups else None
+            at = error.index if isinstance(error, GroupRefused) else 0
+            env_id = groups[at].env_id if groups else None
             await services.store.count_refusal(reason, len(groups) or 1, env_id, key)
-            raise
+            if isinstance(error, Refused):
+                raise
+            place = ["tokens"] if decode is decode_group else [at, "tokens"]
+            raise error.at(*place) from error

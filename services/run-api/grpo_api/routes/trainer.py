@@ -15,7 +15,7 @@ from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
 from grpo_api.routes.openapi import ServedGroup, json_body, linked, refusals
 from grpo_api.routes.requests import RegistrationBody, Services
 from grpo_api.store.leases import BatchesAcknowledged, Poll
-from grpo_core.wire.fields import Step
+from grpo_core.wire.fields import UNSET, Step
 from grpo_core.wire.run_api import (
     EnvironmentCount,
     Registration,
@@ -24,7 +24,6 @@ from grpo_core.wire.run_api import (
     WandbNames,
 )
 
-_NOTHING_REGISTERED = -1
 _MAX_WAIT_S = 60.0
 _MAX_BATCH_ID = 2**53 - 1
 
@@ -226,7 +225,7 @@ async def info(services: Services) -> TrainerInfo:
     registered, `batch_size` and `max_token_len` are -1."""
     registration = await services.store.trainer()
     if registration is None:
-        return TrainerInfo(batch_size=_NOTHING_REGISTERED, max_token_len=_NOTHING_REGISTERED)
+        return TrainerInfo(batch_size=UNSET, max_token_len=UNSET)
     return TrainerInfo(batch_size=registration.batch_size, max_token_len=registration.max_token_len)
 
 

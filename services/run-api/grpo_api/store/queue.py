@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import structlog
 
 from grpo_api.errors import GroupRefused, Refused, StoreUnavailable
 from grpo_api.lifetime import in_turn
-from grpo_api.planning.placement import BufferedRun, Placement, StoredGroup, place
+from grpo_api.planning.placement import Groups, Placement, StoredGroup, place
 from grpo_api.planning.run_view import Limits
 from grpo_api.store.keys import (
     RECEIPT_S,
@@ -163,24 +163,19 @@ class GroupQueue:
         if submission.run_uuid not in ("", run_uuid.decode()):
             raise _other_run()
         sizes, buffered = by_env or ([], [])
-        run = BufferedRun(
-            batch_size=int(batch_size),
-            group_size_of={
-                env_id: int(size) for env_id, size in zip(known, sizes, strict=True) if size
-            },
-            buffers={
-                env_id: parse_groups(parts.decode())
-                for env_id, parts in zip(known, buffered, strict=True)
-                if parts
-            },
-        )
+        size_of = {env_id: int(n) for env_id, n in zip(known, sizes, strict=True) if n}
+        parts_of = {
+            env_id: parse_groups(parts.decode())
+            for env_id, parts in zip(known, buffered, strict=True)
+            if parts
+        }
         under = submission.received_under or _version(served)
         groups = [
             StoredGroup(id_, group.sequences, len(group.payload), under)
             for id_, group in enumerate(submission.groups, start=last - len(env_ids) + 1)
         ]
         try:
-            placement = place(env_ids, groups, run)
+            placement = place(env_ids, groups, int(batch_size), size_of, parts_of)
         except GroupRefused as error:
             _log.warning(
                 "group.refused", env_id=env_ids[error.index], index=error.index, reason=str(error)
@@ -193,7 +188,7 @@ class GroupQueue:
             limits,
             contents,
             trainer_id,
-            _plan(placement, run),
+            _plan(placement, parts_of),
             groups[0].id,
         )
 
@@ -254,12 +249,12 @@ class GroupQueue:
         return answered
 
 
-def _plan(placement: Placement, run: BufferedRun) -> str:
+def _plan(placement: Placement, buffers: Mapping[int, Groups]) -> str:
     """The placement as `submit_placed` reads it."""
     return json.dumps(
         {
             "buffers": [
-                [str(env_id), write_groups(run.buffers.get(env_id, ())), write_groups(after)]
+                [str(env_id), write_groups(buffers.get(env_id, ())), write_groups(after)]
                 for env_id, after in placement.buffers.items()
             ],
             "entries": [write_entry(kind, groups) for kind, groups in placement.entries],

@@ -89,17 +89,13 @@ class RedisLink:
         not wait as long as a request."""
         async with _deadline(min(self.deadline_s, _PING_DEADLINE_S)):
             await self.call("PING")
-            if await self._role() == b"slave":
+            try:
+                role = (await self.call("ROLE"))[0]
+            except ResponseError:  # some managed services do not tell
+                return
+            if role == b"slave":
                 await self._drop_idle_connections()
                 raise StoreUnavailable(_rejection("READONLY"))
-
-    async def _role(self) -> bytes | None:
-        """None if Redis does not tell, as some managed services."""
-        try:
-            role: bytes = (await self.call("ROLE"))[0]
-        except ResponseError:
-            return None
-        return role
 
     async def call(self, *command: Any) -> Any:
         async with _deadline(self.deadline_s):
@@ -173,8 +169,7 @@ async def _deadline(deadline_s: float) -> AsyncIterator[None]:
             yield
     except TimeoutError as error:
         failure = _last_failure(error)
-        code = _code_of_refusal(failure) if isinstance(failure, ResponseError) else None
-        if code is not None:
+        if code := _code_of_refusal(failure):
             raise StoreUnavailable(_rejection(code)) from error
         reason = f": {failure}" if failure else ""
         raise StoreUnavailable(f"Redis did not answer within {deadline_s:g} s{reason}") from error
@@ -185,23 +180,22 @@ async def _deadline(deadline_s: float) -> AsyncIterator[None]:
             raise
         raise StoreUnavailable("Redis closed a connection; send the request again") from error
     except ResponseError as error:
-        code = _code_of_refusal(error)
-        if code is None:
-            raise
-        raise StoreUnavailable(_rejection(code)) from error
+        if code := _code_of_refusal(error):
+            raise StoreUnavailable(_rejection(code)) from error
+        raise
 
 
 def _rejection(code: str) -> str:
     return f"Redis rejects writes ({code}): {_REFUSALS[code]}"
 
 
-def _code_of_refusal(error: ResponseError) -> str | None:
+def _code_of_refusal(error: RedisError | None) -> str | None:
     """A key of `_REFUSALS`, or None. redis-py replaces two of the codes with classes."""
     if isinstance(error, OutOfMemoryError):
         return "OOM"
     if isinstance(error, ReadOnlyError):
         return "READONLY"
-    found = _refusal_code(str(error))
+    found = _refusal_code(str(error)) if isinstance(error, ResponseError) else None
     return found[1] if found else None
 
 
@@ -302,8 +296,11 @@ async def watch_disk(
         return
     was_large = False
     while not lifetime.closing.is_set():
-        held = await _file_bytes(link)
-        is_large = was_large if held is None else held > WARN_SHARE * disk_bytes
+        try:
+            held = int((await link.call("INFO", "persistence")).get("aof_current_size", 0))
+            is_large = held > WARN_SHARE * disk_bytes
+        except (ResponseError, StoreUnavailable):  # Redis does not tell
+            is_large = was_large
         if is_large and not was_large:
             _log.warning(
                 "redis.disk_nearly_full",
@@ -314,12 +311,3 @@ async def watch_disk(
             )
         was_large = is_large
         await lifetime.closes_within(poll_s)
-
-
-async def _file_bytes(link: RedisLink) -> int | None:
-    """None if Redis does not tell."""
-    try:
-        told = await link.call("INFO", "persistence")
-    except (ResponseError, StoreUnavailable):
-        return None
-    return int(told.get("aof_current_size", 0))

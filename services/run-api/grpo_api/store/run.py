@@ -9,7 +9,7 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import structlog
 from typing_extensions import TypedDict  # pydantic accepts `typing.TypedDict` from Python 3.12 on
@@ -58,29 +58,22 @@ class EnvironmentEnrolled(TypedDict):
 class RunStats(NamedTuple):
     """Counters of a run at one moment, in the order in which `read_stats` returns them.
 
-    Attributes:
-        step: batches handed out, counted from the run's starting step.
-        deliveries: batches handed out for the first time.
-        queued_groups: each part of a group counts.
-        queued_bytes: compressed, as stored, like `buffered_bytes` and `leased_bytes`.
-        oldest_lease_age_s: since the oldest lease was first handed out; 0 if there is none.
-        oldest_queued_age_s: since the oldest queued group was queued; 0 if there is none.
-        refused_groups: as in `EnvironmentCount`, like `last_refusal`.
-        run_uuid: "" if there is no run.
+    `metrics` says what they mean. `refused_groups` and `last_refusal` are as in `EnvironmentCount`;
+    `run_uuid` is "" if there is no run.
     """
 
     step: int
-    deliveries: int
-    acknowledged_batches: int
-    redeliveries: int
+    batches_delivered: int
+    batches_acknowledged: int
+    batches_redelivered: int
     queued_groups: int
     queued_sequences: int
     queued_bytes: int
     buffered_parts: int
     buffered_bytes: int
     leased_bytes: int
-    oldest_lease_age_s: float
-    oldest_queued_age_s: float
+    oldest_lease_age_seconds: float
+    oldest_queued_group_age_seconds: float
     environments_alive: int
     environments_registered: int
     leased_batches: int
@@ -126,37 +119,27 @@ class RunStore:
             Refused: 409, they do not fit.
             StoreUnavailable: Redis is unreachable, or the run changed during the check.
         """
-        trainer_id = uuid.uuid4()
-        outcome, *rest = await self._register_trainer(registration, trainer_id)
-        if outcome == b"differs":
-            current, unacknowledged, fingerprint = rest
-            await self._check_batch_size(registration.batch_size, current, unacknowledged)
-            outcome, *rest = await self._register_trainer(registration, trainer_id, fingerprint)
-        if outcome == b"differs":
-            raise StoreUnavailable(
-                "the queue or the environments changed while run-api checked batch_size "
-                f"{registration.batch_size}; register again"
+        trainer_id, run_uuid = uuid.uuid4(), uuid.uuid4().hex
+        approved = b""  # fingerprint of a state for which the new batch size was approved
+        for _ in range(2):
+            outcome, *rest = await self._link.script(
+                "register_trainer",
+                registration.model_dump_json(),
+                registration.batch_size,
+                registration.starting_step,
+                trainer_id.hex,
+                approved,
+                run_uuid,
             )
-        step, run_uuid = rest
-        await self._follow(registration.server_run_id)
-        return TrainerEnrolled(uuid=trainer_id.int, run_uuid=run_uuid.decode()), int(step)
-
-    async def _register_trainer(
-        self, registration: Registration, trainer_id: uuid.UUID, approved: bytes = b""
-    ) -> Any:
-        """
-        Args:
-            approved: fingerprint of a state for which the new batch size was approved. The size
-                changes if the run is still in that state.
-        """
-        return await self._link.script(
-            "register_trainer",
-            registration.model_dump_json(),
-            registration.batch_size,
-            registration.starting_step,
-            trainer_id.hex,
-            approved,
-            uuid.uuid4().hex,
+            if outcome == b"registered":
+                step, run = rest
+                await self._follow(registration.server_run_id)
+                return TrainerEnrolled(uuid=trainer_id.int, run_uuid=run.decode()), int(step)
+            current, unacknowledged, approved = rest
+            await self._check_batch_size(registration.batch_size, current, unacknowledged)
+        raise StoreUnavailable(
+            "the queue or the environments changed while run-api checked batch_size "
+            f"{registration.batch_size}; register again"
         )
 
     async def _check_batch_size(self, batch_size: int, current: int, unacknowledged: int) -> None:
@@ -299,8 +282,8 @@ class RunStore:
         )
         stats = RunStats(*answer)
         return stats._replace(
-            oldest_lease_age_s=stats.oldest_lease_age_s / 1000,
-            oldest_queued_age_s=stats.oldest_queued_age_s / 1000,
+            oldest_lease_age_seconds=stats.oldest_lease_age_seconds / 1000,
+            oldest_queued_group_age_seconds=stats.oldest_queued_group_age_seconds / 1000,
             last_refusal=answer[-2].decode(),
             run_uuid=answer[-1].decode(),
         )
