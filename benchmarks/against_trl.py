@@ -42,7 +42,7 @@ class TrlBenchSettings(CommandSettings):
 
 
 @dataclass(frozen=True)
-class Loop:
+class TrlLoop:
     """`flags`: of grpo-demo. `micro_batch`: TRL's fastest."""
 
     name: str
@@ -56,8 +56,8 @@ class Loop:
 
 
 LOOPS = (
-    Loop("whole loop, sums", "sums", 128, 8, 40, 128, 2.0, ()),
-    Loop("whole loop, GSM8K", "gsm8k", 64, 128, 10, 16, 4.0, ("--batch-size", "32")),
+    TrlLoop("whole loop, sums", "sums", 128, 8, 40, 128, 2.0, ()),
+    TrlLoop("whole loop, GSM8K", "gsm8k", 64, 128, 10, 16, 4.0, ("--batch-size", "32")),
 )
 
 
@@ -65,7 +65,7 @@ def main() -> None:
     settings = load_settings(TrlBenchSettings, sys.argv[1:])
     configure_logging("bench-trl")
     with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(settings, Path(scratch), trl_python(), ensure_tiny_model())
+        bench = TrlBench(settings, Path(scratch), trl_python(), ensure_tiny_model())
         rows = [bench.loop(loop) for loop in LOOPS]
     heading = ["seconds per step", "TRL", "this project", "ratio", "goal", "our staleness"]
     lines = [*_introduction(settings.rounds), "", *table([heading, *rows])]
@@ -75,13 +75,13 @@ def main() -> None:
 
 
 @dataclass(frozen=True)
-class Bench:
+class TrlBench:
     settings: TrlBenchSettings
     scratch: Path
     trl: Path
     tiny: Path
 
-    def loop(self, loop: Loop) -> list[str]:
+    def loop(self, loop: TrlLoop) -> list[str]:
         asked = questions(loop.task, 2000, self.settings.data)
         file = self._written(
             model=str(self.tiny),
@@ -110,7 +110,7 @@ class Bench:
             f"{staleness:.1f}",
         ]
 
-    def _demo(self, loop: Loop) -> Reading:
+    def _demo(self, loop: TrlLoop) -> Reading:
         flags = ["--steps", str(loop.steps), *loop.flags]
         if loop.task == "gsm8k":
             flags += ["--task", "gsm8k", "--data", str(self.settings.data)]

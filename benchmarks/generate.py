@@ -18,7 +18,7 @@ from typing import ClassVar
 import structlog
 from pydantic import Field
 
-from benchmarks.decode_bench.decoding import Body, Load, completions, decode, generate
+from benchmarks.decode_bench.decoding import Body, DecodeLoad, completions, decode, generate
 from benchmarks.decode_bench.models import DecodeModel, ModelName, decode_model
 from benchmarks.decode_bench.report import spread
 from benchmarks.decode_bench.servers import DecodeServer, our_server, stock_vllm
@@ -73,7 +73,7 @@ def measure(
     settings: GenerateBenchSettings, stock: DecodeServer, ours: DecodeServer
 ) -> dict[str, list[float]]:
     """Tokens per second of each route, by round."""
-    load = Load(settings.requests, settings.concurrency, settings.tokens, settings.group_size)
+    load = DecodeLoad(settings.requests, settings.concurrency, settings.tokens, settings.group_size)
     known = completions(stock.model, load, logprobs=SAMPLED_TOKENS_ONLY)
     routes: dict[str, tuple[str, Body]] = {
         STOCK: (f"{stock.url}/v1/completions", known),

@@ -19,7 +19,7 @@ from typing import ClassVar
 import structlog
 from pydantic import Field
 
-from benchmarks.decode_bench.decoding import Load, completions, decode
+from benchmarks.decode_bench.decoding import DecodeLoad, completions, decode
 from benchmarks.decode_bench.models import DecodeModel, ModelName, decode_model
 from benchmarks.decode_bench.report import spread
 from benchmarks.decode_bench.servers import DecodeServer, make_adapter, our_server, stock_vllm
@@ -70,7 +70,7 @@ def measure(
 ) -> tuple[list[float], list[float], list[float]]:
     """Tokens per second by round: stock vLLM, ours, ours without the adapter."""
     found: tuple[list[float], list[float], list[float]] = ([], [], [])
-    load = Load(settings.requests, settings.concurrency, settings.tokens)
+    load = DecodeLoad(settings.requests, settings.concurrency, settings.tokens)
     # The first round warms everything up and does not count.
     for number in range(settings.rounds + 1):
         places = ((stock.url, stock.model), (ours.url, ours.model), (ours.url, ours.base))

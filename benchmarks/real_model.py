@@ -50,13 +50,13 @@ class RealBenchSettings(CommandSettings):
 
 
 @dataclass(frozen=True)
-class Loop:
+class RealLoop:
     mode: str
     is_lora: bool
     goal: float
 
 
-LOOPS = (Loop("shared_vllm", False, 5.0), Loop("lora_only", True, 4.0))
+LOOPS = (RealLoop("shared_vllm", False, 5.0), RealLoop("lora_only", True, 4.0))
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
     if settings.part != "loop" and settings.data is None:
         raise SystemExit("bench-real: --data is missing: the directory of GSM8K, for the step")
     with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(settings, Path(scratch), trl_python(), ensure_smollm2())
+        bench = RealBench(settings, Path(scratch), trl_python(), ensure_smollm2())
         if settings.part != "step":
             rows = [bench.loop(loop) for loop in LOOPS]
             _report(settings, LOOP_SECTION, _about_loops(), rows)
@@ -74,13 +74,13 @@ def main() -> None:
 
 
 @dataclass(frozen=True)
-class Bench:
+class RealBench:
     settings: RealBenchSettings
     scratch: Path
     trl: Path
     model: Path
 
-    def loop(self, loop: Loop) -> list[str]:
+    def loop(self, loop: RealLoop) -> list[str]:
         asked = questions("sums", 2000, None)
         work = self._written(
             model=str(self.model),
@@ -131,7 +131,7 @@ class Bench:
             _row("memory", "MiB", found, "peak_bytes", MEMORY_GOAL, 2**20),
         ]
 
-    def _ours(self, loop: Loop, data: Path) -> Reading:
+    def _ours(self, loop: RealLoop, data: Path) -> Reading:
         records = demo_records(
             [
                 *("--model", str(self.model), "--mode", loop.mode),

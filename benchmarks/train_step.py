@@ -92,7 +92,7 @@ def main() -> None:
     settings = load_settings(StepBenchSettings, sys.argv[1:])
     configure_logging("bench-step")
     with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(settings, Path(scratch), trl_python(), ensure_tiny_model())
+        bench = StepBench(settings, Path(scratch), trl_python(), ensure_tiny_model())
         compared = [(step, bench.measured(step)) for step in STEPS]
         growth = [(step, bench.measured(step)) for step in GROWTH]
     lines = [*_introduction(settings), "", *_comparison(compared), "", *_growth_table(growth)]
@@ -105,7 +105,7 @@ Found = Mapping[str, Sequence[Reading]]
 
 
 @dataclass(frozen=True)
-class Bench:
+class StepBench:
     settings: StepBenchSettings
     scratch: Path
     trl: Path

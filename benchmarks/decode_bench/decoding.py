@@ -14,7 +14,7 @@ PROMPT_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Load:
+class DecodeLoad:
     """`requests` requests, `concurrency` at a time, for `n` completions of `tokens` tokens each."""
 
     requests: int
@@ -31,7 +31,7 @@ Body = Callable[[list[int]], dict[str, Any]]
 """Prompt, as token ids → body of the request."""
 
 
-async def decode(url: str, body: Body, load: Load) -> float:
+async def decode(url: str, body: Body, load: DecodeLoad) -> float:
     """Tokens per second of the requests that `body` makes, sent to `url`."""
     connector = aiohttp.TCPConnector(limit=load.concurrency)
     async with aiohttp.ClientSession(connector=connector, raise_for_status=True) as client:
@@ -46,13 +46,13 @@ async def decode(url: str, body: Body, load: Load) -> float:
         return load.sampled_tokens / (time.monotonic() - started)
 
 
-def completions(model: str, load: Load, **more: Any) -> Body:
+def completions(model: str, load: DecodeLoad, **more: Any) -> Body:
     """For `POST /v1/completions`."""
     fixed = {"model": model, "max_tokens": load.tokens, "n": load.n, "ignore_eos": True, **more}
     return lambda prompt: {**fixed, "prompt": prompt}
 
 
-def generate(load: Load) -> Body:
+def generate(load: DecodeLoad) -> Body:
     """For `POST /generate`, whose answer has the logprobs of the sampled tokens."""
     fixed = {"max_tokens": load.tokens, "n": load.n, "ignore_eos": True}
     return lambda prompt: {**fixed, "prompt": {"prompt_token_ids": prompt}}

@@ -52,7 +52,7 @@ class Long(Task):
         return float(answer.split()[0]) if answer else 0.0
 
 
-class Dialogue(Long):
+class SlowDialogue(Long):
     """A conversation of `TURNS` completions; the task's answers have 100 words too."""
 
     name = "dialogue"
@@ -72,7 +72,7 @@ def measure(kind: Kind, rollouts: int) -> Reading:
 async def reading(url: str, kind: Kind, rollouts: int) -> Reading:
     """Memory in MiB: `before_mib` the first rollout, `held_mib` with all in flight, `peak_mib` the
     most until all are graded. `cpu_ms`: CPU time per rollout."""
-    task = (Long if kind == "groups" else Dialogue)(TaskOptions())
+    task = (Long if kind == "groups" else SlowDialogue)(TaskOptions())
     template = load_template(str(ensure_tiny_model()))
     plan = SamplingPlan(GROUP, 1.0, 8192, max_completion_tokens=512, drop_equal_scores=False)
     async with InferencePool([url], _DEADLINE_S, rollouts) as pool:

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_bench.report import Figure, Goal, Limit, NotRun, Recorder
-from benchmarks.gpu_bench.servers import Server, ServerName, ServerPool
+from benchmarks.gpu_bench.report import Figure, Goal, GpuRecorder, Limit, NotRun
+from benchmarks.gpu_bench.servers import GpuServer, ServerName, ServerPool
 from benchmarks.gpu_bench.settings import (
     BANDWIDTH_H200,
-    Deadline,
+    GpuDeadline,
+    GpuWorkload,
     ModelShape,
     PartName,
     ShapeName,
-    Workload,
 )
 
 COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 2**27}
@@ -227,21 +227,21 @@ START_SHARE = 0.7
 
 
 @dataclass(frozen=True)
-class Bench:
+class GpuBench:
     """`model`: its checkpoint; `adapters`: directory that the server takes them from;
     `used_before`: bytes of the GPU's memory before any server, 0 without one."""
 
     size: ShapeName
     shape: ModelShape
-    workload: Workload
+    workload: GpuWorkload
     device: torch.device
     rates: Rates
-    recorder: Recorder
+    recorder: GpuRecorder
     pool: ServerPool
     adapters: Path
     model: Path
     used_before: int
-    end: Deadline
+    end: GpuDeadline
     """Of the whole run."""
 
     @property
@@ -259,7 +259,7 @@ class Bench:
         waste it all."""
         self.pool.ensure(names, START_SHARE * self.end.left_s)
 
-    def server(self, name: ServerName, beside: Sequence[ServerName] = ()) -> Server:
+    def server(self, name: ServerName, beside: Sequence[ServerName] = ()) -> GpuServer:
         """Up, and no other is but those `beside` it that were. Raises `ServerNotUp`."""
         self.pool.keep([name, *beside])
         self.start([name])

@@ -95,7 +95,7 @@ class NotRun(_Record):
     reason: str
 
 
-class RunFacts(_Record):
+class GpuRunFacts(_Record):
     """Begins the records of one run. `measured_on`: what, with what, at which rates."""
 
     record: Literal["run"] = "run"
@@ -107,20 +107,20 @@ class RunFacts(_Record):
     measured_on: tuple[str, ...]
 
 
-Record = Annotated[RunFacts | Figure | NotRun, Field(discriminator="record")]
-_PARSED: TypeAdapter[RunFacts | Figure | NotRun] = TypeAdapter(Record)
+Record = Annotated[GpuRunFacts | Figure | NotRun, Field(discriminator="record")]
+_PARSED: TypeAdapter[GpuRunFacts | Figure | NotRun] = TypeAdapter(Record)
 
 
-class Recorder:
+class GpuRecorder:
     """Keeps, prints and appends: a run that is cut off has said all that it knew."""
 
     def __init__(self, path: Path, out: TextIO) -> None:
-        self.records: list[RunFacts | Figure | NotRun] = []
+        self.records: list[GpuRunFacts | Figure | NotRun] = []
         self._path = path
         self._out = out
         path.parent.mkdir(parents=True, exist_ok=True)
 
-    def add(self, record: RunFacts | Figure | NotRun) -> None:
+    def add(self, record: GpuRunFacts | Figure | NotRun) -> None:
         self.records.append(record)
         with self._path.open("a") as file:
             file.write(record.model_dump_json(exclude_defaults=False) + "\n")
@@ -128,15 +128,15 @@ class Recorder:
         self._out.flush()
 
 
-def read_records(lines: Iterable[str]) -> list[RunFacts | Figure | NotRun]:
+def read_records(lines: Iterable[str]) -> list[GpuRunFacts | Figure | NotRun]:
     """Raises `pydantic.ValidationError` where a line is no record."""
     return [_PARSED.validate_json(line) for line in lines if line.strip()]
 
 
-def told(record: RunFacts | Figure | NotRun) -> str:
+def told(record: GpuRunFacts | Figure | NotRun) -> str:
     """In one line; facts of a run in several."""
     match record:
-        case RunFacts():
+        case GpuRunFacts():
             return "\n".join([f"{record.date}, commit {record.commit}", *record.measured_on])
         case NotRun():
             return f"{record.part}: {record.name or 'all of it'}: not run: {record.reason}"
@@ -178,23 +178,23 @@ _SPREAD_EXPLAINED = (
     "rank. *limit* is what the hardware allows, by rates measured in the same run."
 )
 
-Records = Sequence[RunFacts | Figure | NotRun]
+Records = Sequence[GpuRunFacts | Figure | NotRun]
 
 
 def write_results(path: Path, records: Records) -> None:
     """Replace what `records` (of one run) have measured; needs the facts of the run among them."""
-    facts = next(record for record in records if isinstance(record, RunFacts))
+    facts = next(record for record in records if isinstance(record, GpuRunFacts))
     old = path.read_text().splitlines() if path.exists() else []
     tables = part_tables(facts, records)
     if tables:
         replace_section(path, section_name(facts), merged(_section_of(old, facts), tables))
 
 
-def section_name(facts: RunFacts) -> str:
+def section_name(facts: GpuRunFacts) -> str:
     return f"GPU: {facts.size}" if facts.on_gpu else f"GPU: {facts.size} (on a CPU)"
 
 
-def part_tables(facts: RunFacts, records: Records) -> dict[PartName, list[str]]:
+def part_tables(facts: GpuRunFacts, records: Records) -> dict[PartName, list[str]]:
     """Of the parts with a figure: paragraphs on the run, the table, what was left out."""
     return {
         part: _part_table(facts, figures, _left_out(records, part))
@@ -221,7 +221,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *lines[1:]]
 
 
-def _part_table(facts: RunFacts, figures: Sequence[Figure], left_out: list[NotRun]) -> list[str]:
+def _part_table(facts: GpuRunFacts, figures: Sequence[Figure], left_out: list[NotRun]) -> list[str]:
     return [
         f"{facts.date}, commit {facts.commit}, `{facts.command}`. {'; '.join(facts.measured_on)}.",
         "",
@@ -256,7 +256,7 @@ def _reason(record: NotRun) -> str:
     return f"{record.name} ({reason})" if record.name else reason
 
 
-def _section_of(lines: Sequence[str], facts: RunFacts) -> list[str]:
+def _section_of(lines: Sequence[str], facts: GpuRunFacts) -> list[str]:
     heading = _SECTION + section_name(facts)
     if heading not in lines:
         return []
@@ -299,11 +299,11 @@ def main() -> None:
         write_results(settings.results, run)
 
 
-def runs_in(lines: Sequence[str]) -> list[list[RunFacts | Figure | NotRun]]:
+def runs_in(lines: Sequence[str]) -> list[list[GpuRunFacts | Figure | NotRun]]:
     """The records of each run, its facts first."""
-    runs: list[list[RunFacts | Figure | NotRun]] = []
+    runs: list[list[GpuRunFacts | Figure | NotRun]] = []
     for record in read_records(lines):
-        if isinstance(record, RunFacts):
+        if isinstance(record, GpuRunFacts):
             runs.append([])
         runs[-1].append(record)
     return runs

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu_bench.bench import (
     TIME_IS_UP,
-    Bench,
+    GpuBench,
     Rates,
     commit,
     description,
@@ -23,10 +23,10 @@ from benchmarks.gpu_bench.bench import (
     measure_rates,
     used_bytes,
 )
-from benchmarks.gpu_bench.report import Recorder, RunFacts, part_tables, write_results
+from benchmarks.gpu_bench.report import GpuRecorder, GpuRunFacts, part_tables, write_results
 from benchmarks.gpu_bench.servers import (
     LORA_RANK,
-    ServerOptions,
+    GpuServerOptions,
     ServerPool,
     make_random_model,
     write_random_adapter,
@@ -36,10 +36,10 @@ from benchmarks.gpu_bench.settings import (
     PARTS,
     SHAPES,
     Budget,
-    Deadline,
     GpuBenchSettings,
+    GpuDeadline,
+    GpuWorkload,
     PartName,
-    Workload,
     workload,
 )
 from benchmarks.gpu_bench.sharing import (
@@ -55,7 +55,7 @@ log = structlog.get_logger()
 MIN_LEFT_S = 5.0
 """With less, a part is not begun."""
 _SHOWN_CHARS = 500
-_MEASURES: dict[PartName, Callable[[Bench, Deadline], None]] = {
+_MEASURES: dict[PartName, Callable[[GpuBench, GpuDeadline], None]] = {
     "decode": measure_decode,
     "swap": measure_swaps,
     "memory": measure_memory,
@@ -76,7 +76,7 @@ def run(settings: GpuBenchSettings) -> bool:
         NeedsGpu: there is none, and the size is not tiny.
     """
     budget = Budget(settings.seconds_budget)
-    recorder = Recorder(settings.figures, sys.stdout)
+    recorder = GpuRecorder(settings.figures, sys.stdout)
     with (
         _directory(settings) as directory,
         _prepared(settings, directory, recorder, budget) as bench,
@@ -87,7 +87,7 @@ def run(settings: GpuBenchSettings) -> bool:
             _conclude(settings, recorder)
 
 
-def _measure(settings: GpuBenchSettings, bench: Bench, budget: Budget) -> bool:
+def _measure(settings: GpuBenchSettings, bench: GpuBench, budget: Budget) -> bool:
     parts = [part for part in PARTS if part in settings.parts]
     is_whole = True
     for number, part in enumerate(parts):
@@ -98,7 +98,7 @@ def _measure(settings: GpuBenchSettings, bench: Bench, budget: Budget) -> bool:
     return is_whole
 
 
-def _measure_one(bench: Bench, part: PartName, deadline: Deadline) -> bool:
+def _measure_one(bench: GpuBench, part: PartName, deadline: GpuDeadline) -> bool:
     """What breaks one part leaves the others as they are."""
     log.info("measuring", part=part, seconds=round(deadline.left_s))
     try:
@@ -116,8 +116,8 @@ def _measure_one(bench: Bench, part: PartName, deadline: Deadline) -> bool:
     return True
 
 
-def _conclude(settings: GpuBenchSettings, recorder: Recorder) -> None:
-    facts = next(record for record in recorder.records if isinstance(record, RunFacts))
+def _conclude(settings: GpuBenchSettings, recorder: GpuRecorder) -> None:
+    facts = next(record for record in recorder.records if isinstance(record, GpuRunFacts))
     for part, lines in part_tables(facts, recorder.records).items():
         sys.stdout.write("\n".join(["", f"### {facts.size}: {part}", "", *lines, ""]))
     sys.stdout.flush()
@@ -137,8 +137,8 @@ def _directory(settings: GpuBenchSettings) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _prepared(
-    settings: GpuBenchSettings, directory: Path, recorder: Recorder, budget: Budget
-) -> Iterator[Bench]:
+    settings: GpuBenchSettings, directory: Path, recorder: GpuRecorder, budget: Budget
+) -> Iterator[GpuBench]:
     """The rates are measured, the model is made, no server is up yet."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and settings.size != "tiny":
@@ -153,7 +153,7 @@ def _prepared(
     model = directory / "models" / f"{settings.size}-{work.dtype}"
     make_random_model(settings.size, model, getattr(torch, work.dtype))
     with tempfile.TemporaryDirectory(prefix="adapters-", dir=directory) as adapters:
-        options = ServerOptions(
+        options = GpuServerOptions(
             model=model,
             dtype=work.dtype,
             engine_flags=(
@@ -166,7 +166,7 @@ def _prepared(
             on_gpu=device.type == "cuda",
         )
         with ServerPool(options) as pool:
-            yield Bench(
+            yield GpuBench(
                 size=settings.size,
                 shape=shape,
                 workload=work,
@@ -181,7 +181,7 @@ def _prepared(
             )
 
 
-def _workload(settings: GpuBenchSettings, device: torch.device) -> Workload:
+def _workload(settings: GpuBenchSettings, device: torch.device) -> GpuWorkload:
     shape, on_gpu = SHAPES[settings.size], device.type == "cuda"
     return workload(settings.size, shape.kv_bytes_per_token(torch.bfloat16.itemsize), on_gpu)
 
@@ -195,9 +195,9 @@ def _command(settings: GpuBenchSettings) -> str:
     return shlex.join(words)
 
 
-def _facts(settings: GpuBenchSettings, rates: Rates, device: torch.device) -> RunFacts:
+def _facts(settings: GpuBenchSettings, rates: Rates, device: torch.device) -> GpuRunFacts:
     """Right after the device has worked: its clocks are among them."""
-    return RunFacts(
+    return GpuRunFacts(
         size=settings.size,
         on_gpu=device.type == "cuda",
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

@@ -203,14 +203,14 @@ class AdapterNotLoaded(GrpoError):
 
 
 @dataclass(frozen=True)
-class Server:
+class GpuServer:
     name: ServerName
     url: str
     process: ManagedProcess
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class GpuServerOptions:
     """`first_adapter`: what the server of the LoRA modes serves from its start."""
 
     model: Path
@@ -228,10 +228,10 @@ class ServerPool(ClosesOnExit):
         options: what all of them are started with
     """
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, options: GpuServerOptions) -> None:
         self.failures: dict[ServerName, str] = {}
         self._options = options
-        self._running: dict[ServerName, Server] = {}
+        self._running: dict[ServerName, GpuServer] = {}
         # The name of a Unix socket must be short, which a user's directory may not be.
         self._sockets = tempfile.TemporaryDirectory(prefix="grpo-")
 
@@ -254,13 +254,13 @@ class ServerPool(ClosesOnExit):
                 self.failures[name] = self._in_short(error)
                 self._stop([name])
 
-    def get(self, name: ServerName) -> Server:
+    def get(self, name: ServerName) -> GpuServer:
         """Raises `ServerNotUp`."""
         if name not in self._running:
             raise ServerNotUp(self.failures.get(name, f"{name} was not started"))
         return self._running[name]
 
-    def up(self, names: Sequence[ServerName]) -> list[Server]:
+    def up(self, names: Sequence[ServerName]) -> list[GpuServer]:
         """Those of `names` that are."""
         return [self._running[name] for name in names if name in self._running]
 
@@ -272,7 +272,7 @@ class ServerPool(ClosesOnExit):
         self.keep(())
         self._sockets.cleanup()
 
-    def _launched(self, name: ServerName) -> Server:
+    def _launched(self, name: ServerName) -> GpuServer:
         options, port = self._options, free_port()
         flags = ("--served-model-name", SERVED_NAME, "--dtype", options.dtype)
         command = [
@@ -285,7 +285,7 @@ class ServerPool(ClosesOnExit):
         log = options.directory / "logs" / f"{slug}.log"
         environment = _environment(options.on_gpu, options.directory / "vllm-cache" / slug)
         process = ManagedProcess(name, command, log, environment)
-        return Server(name, f"http://{HOST}:{port}", process)
+        return GpuServer(name, f"http://{HOST}:{port}", process)
 
     def _ours(self, name: ServerName) -> list[str]:
         directory = self._options.directory

@@ -16,20 +16,20 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-from benchmarks.gpu_bench.bench import MS_PER_S, Bench, at_least
+from benchmarks.gpu_bench.bench import MS_PER_S, GpuBench, at_least
 from benchmarks.gpu_bench.report import Limit
 from benchmarks.gpu_bench.servers import (
     LORA_RANK,
     SERVED_NAME,
     TARGETS,
-    Server,
+    GpuServer,
     ServerName,
     load_adapter,
     write_random_adapter,
 )
 from benchmarks.gpu_bench.settings import (
     BANDWIDTH_H200,
-    Deadline,
+    GpuDeadline,
     LoadWork,
     decode_limit,
     mean_context,
@@ -79,7 +79,7 @@ def random_request(
     return CompletionRequest(prompt, new_tokens)
 
 
-class Connection:
+class GpuConnection:
     """One, kept alive. `async with Connection(url)`."""
 
     def __init__(self, url: str) -> None:
@@ -177,7 +177,7 @@ async def _decode(url: str, concurrency: int, prompt_tokens: int, new_tokens: in
     generator = random.Random(next(_numbers))
     requests = [random_request(generator, prompt_tokens, new_tokens) for _ in range(concurrency)]
     async with contextlib.AsyncExitStack() as stack:
-        connections = [await stack.enter_async_context(Connection(url)) for _ in requests]
+        connections = [await stack.enter_async_context(GpuConnection(url)) for _ in requests]
         began = time.perf_counter()
         pairs = zip(connections, requests, strict=True)
         await asyncio.gather(*(connection.complete(request) for connection, request in pairs))
@@ -237,7 +237,7 @@ class BackgroundLoad:
 
     async def _one_after_the_other(self) -> None:
         work = self._work
-        async with Connection(self._url) as connection:
+        async with GpuConnection(self._url) as connection:
             while not self._stopping.is_set():
                 if self._left is not None and next(self._left, None) is None:
                     return
@@ -269,7 +269,7 @@ Speeds = dict[tuple[ServerName, int], list[float]]
 """Tokens per second by server and concurrency, round by round."""
 
 
-def measure_decode(bench: Bench, deadline: Deadline) -> None:
+def measure_decode(bench: GpuBench, deadline: GpuDeadline) -> None:
     waves = list(_waves(bench.workload.servers_at_once - 1))
     bare: Speeds = defaultdict(list)
     for index, modes in enumerate(waves):
@@ -297,14 +297,14 @@ class _Wave:
         earlier: speeds of bare vLLM in waves before this one
     """
 
-    def __init__(self, bench: Bench, modes: Sequence[ServerName], earlier: Speeds) -> None:
+    def __init__(self, bench: GpuBench, modes: Sequence[ServerName], earlier: Speeds) -> None:
         self._bench = bench
         self._modes = modes
         self._earlier = earlier
         self._speeds: Speeds = defaultdict(list)
         self._answering = bench.pool.up([ServerName.BARE, *modes])
 
-    def measure(self, until: Deadline) -> None:
+    def measure(self, until: GpuDeadline) -> None:
         """The first round warms everything up and does not count. What is known after few of them
         is told at once, in case that there will be no more."""
         work = self._bench.workload.decode
@@ -356,13 +356,13 @@ class _Wave:
             self._bench.say("decode", name, "", ratios, goal=at_least(GOALS[mode]))
 
 
-def _rotated(servers: Sequence[Server], by: int) -> Sequence[Server]:
+def _rotated(servers: Sequence[GpuServer], by: int) -> Sequence[GpuServer]:
     """Nobody is always measured first."""
     first = by % max(1, len(servers))
     return [*servers[first:], *servers[:first]]
 
 
-def _say_speed(bench: Bench, name: ServerName, concurrency: int, speeds: list[float]) -> None:
+def _say_speed(bench: GpuBench, name: ServerName, concurrency: int, speeds: list[float]) -> None:
     if not speeds:
         return
     work = bench.workload.decode
@@ -399,7 +399,7 @@ class _Swaps:
         return [(at - before_s, at + after_s) for at in self.handed_off_at]
 
 
-def measure_swaps(bench: Bench, deadline: Deadline) -> None:
+def measure_swaps(bench: GpuBench, deadline: GpuDeadline) -> None:
     # The next parts need the other one, and there is room for it.
     server = bench.server(ServerName.LORA, beside=[ServerName.SHARED])
     work = bench.workload
@@ -415,7 +415,7 @@ def measure_swaps(bench: Bench, deadline: Deadline) -> None:
     _report_swaps(bench, swaps, load.log)
 
 
-def _swap(bench: Bench, server: Server, number: int, swaps: _Swaps) -> None:
+def _swap(bench: GpuBench, server: GpuServer, number: int, swaps: _Swaps) -> None:
     directory = bench.adapters / f"swap_{number}"
     began = time.monotonic()
     write_random_adapter(bench.shape, LORA_RANK, directory, seed=number + 1)
@@ -427,7 +427,7 @@ def _swap(bench: Bench, server: Server, number: int, swaps: _Swaps) -> None:
     swaps.handed_off_at.append(handed_off)
 
 
-def _report_swaps(bench: Bench, swaps: _Swaps, log: CompletionLog) -> None:
+def _report_swaps(bench: GpuBench, swaps: _Swaps, log: CompletionLog) -> None:
     what = f"rank {LORA_RANK} on {' and '.join(TARGETS)}"
     served_ms = [seconds * MS_PER_S for seconds in swaps.served_s]
     bench.say("swap", f"hand-off to served, {what}, p50", "ms", served_ms)
@@ -438,7 +438,7 @@ def _report_swaps(bench: Bench, swaps: _Swaps, log: CompletionLog) -> None:
     _report_dip(bench, swaps, log)
 
 
-def _report_dip(bench: Bench, swaps: _Swaps, log: CompletionLog) -> None:
+def _report_dip(bench: GpuBench, swaps: _Swaps, log: CompletionLog) -> None:
     """Tokens count when their request ends; requests are short, and as many end as begin."""
     at_once = bench.workload.short_load.concurrency
     half_s = bench.workload.between_swaps_s / 2

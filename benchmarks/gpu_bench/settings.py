@@ -204,7 +204,7 @@ class TrainWork:
 
 
 @dataclass(frozen=True)
-class Workload:
+class GpuWorkload:
     """How much is measured on one model."""
 
     dtype: str
@@ -230,7 +230,7 @@ class Workload:
     placement_rounds: int
 
 
-def workload(size: ShapeName, kv_bytes_per_token: int, on_gpu: bool) -> Workload:
+def workload(size: ShapeName, kv_bytes_per_token: int, on_gpu: bool) -> GpuWorkload:
     """Args: kv_bytes_per_token: of the model in its data type."""
     if size == "tiny":
         return _tiny(on_gpu)
@@ -242,8 +242,8 @@ _CACHED_TOKENS = 160_000
 """Room for 256 sequences of 512 tokens, and some."""
 
 
-def _real(size: ShapeName, kv_bytes_per_token: int) -> Workload:
-    return Workload(
+def _real(size: ShapeName, kv_bytes_per_token: int) -> GpuWorkload:
+    return GpuWorkload(
         dtype="bfloat16",
         engine_flags=(
             *("--max-model-len", "2048", "--max-num-seqs", "256"),
@@ -264,8 +264,8 @@ def _real(size: ShapeName, kv_bytes_per_token: int) -> Workload:
     )
 
 
-def _tiny(on_gpu: bool) -> Workload:
-    return Workload(
+def _tiny(on_gpu: bool) -> GpuWorkload:
+    return GpuWorkload(
         dtype="bfloat16" if on_gpu else "float32",
         engine_flags=(
             *("--max-model-len", "512", "--max-num-seqs", "32"),
@@ -287,7 +287,7 @@ def _tiny(on_gpu: bool) -> Workload:
 
 
 @dataclass(frozen=True)
-class Deadline:
+class GpuDeadline:
     """`at`: by `clock`."""
 
     at: float
@@ -301,18 +301,18 @@ class Deadline:
     def passed(self) -> bool:
         return self.left_s <= 0
 
-    def part_of(self, share: float) -> Deadline:
+    def part_of(self, share: float) -> GpuDeadline:
         """After `share` of what is left."""
-        return Deadline(self.clock() + share * max(0.0, self.left_s), self.clock)
+        return GpuDeadline(self.clock() + share * max(0.0, self.left_s), self.clock)
 
 
 class Budget:
     """Args: seconds: from now on"""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.end = Deadline(clock() + seconds, clock)
+        self.end = GpuDeadline(clock() + seconds, clock)
 
-    def deadline(self, parts_to_come: Sequence[PartName]) -> Deadline:
+    def deadline(self, parts_to_come: Sequence[PartName]) -> GpuDeadline:
         """Of the first of the parts: what one before it has not used is shared by all."""
         weights = [PART_WEIGHTS[part] for part in parts_to_come]
         return self.end.part_of(weights[0] / sum(weights))

@@ -17,7 +17,7 @@ from benchmarks.gpu_bench.bench import (
     MS_PER_S,
     NO_GPU,
     TIME_IS_UP,
-    Bench,
+    GpuBench,
     Stopwatch,
     at_most,
     give_memory_back,
@@ -25,9 +25,9 @@ from benchmarks.gpu_bench.bench import (
     synchronize,
 )
 from benchmarks.gpu_bench.report import Limit, number
-from benchmarks.gpu_bench.servers import Server, ServerName
+from benchmarks.gpu_bench.servers import GpuServer, ServerName
 from benchmarks.gpu_bench.serving import BackgroundLoad, background_load
-from benchmarks.gpu_bench.settings import Deadline, percentile, publication_bytes
+from benchmarks.gpu_bench.settings import GpuDeadline, percentile, publication_bytes
 from benchmarks.gpu_bench.training import (
     Trainee,
     Variant,
@@ -50,7 +50,7 @@ LEASE_S = 60.0
 
 
 @contextlib.contextmanager
-def attached(server: Server, model: str) -> Iterator[tuple[SharedVllm, Any]]:
+def attached(server: GpuServer, model: str) -> Iterator[tuple[SharedVllm, Any]]:
     """The weights' sync, and the policy of views."""
     sync = SharedVllm(ServerConnection(BridgeClient(server.url)), model, lease_s=LEASE_S)
     try:
@@ -63,7 +63,7 @@ MAY_GROW = 0.1
 """Of the weights' size: tables, contexts and the driver's rounding. A copy would be 1."""
 
 
-def measure_memory(bench: Bench, deadline: Deadline) -> None:  # noqa: ARG001
+def measure_memory(bench: GpuBench, deadline: GpuDeadline) -> None:  # noqa: ARG001
     if not bench.on_gpu:
         bench.leave_out("memory", NO_GPU)
         return
@@ -96,7 +96,7 @@ MIN_PUBLICATIONS = 10
 NUDGE = 1e-3
 
 
-class NotPublished(GrpoError):
+class UpdateNotServed(GrpoError):
     """The served weights are not what was written, so that a time would say nothing."""
 
 
@@ -166,7 +166,7 @@ class _Times:
 class _Publisher:
     """Publishes again and again, in versions that count up."""
 
-    def __init__(self, bench: Bench, sync: SharedVllm, policy: Any) -> None:
+    def __init__(self, bench: GpuBench, sync: SharedVllm, policy: Any) -> None:
         self._bench = bench
         self._sync = sync
         self._policy = policy
@@ -174,7 +174,7 @@ class _Publisher:
         self._step = 0
         sync.start(self._optimizer, self._step)
 
-    def times(self, deadline: Deadline) -> _Times:
+    def times(self, deadline: GpuDeadline) -> _Times:
         times = _Times()
         for index in range(self._bench.workload.publications + WARM_UP_PUBLICATIONS):
             if index >= WARM_UP_PUBLICATIONS + MIN_PUBLICATIONS and deadline.passed:
@@ -198,7 +198,9 @@ class _Publisher:
     def _check(self) -> None:
         unwritten = self._optimizer.unwritten_parameters()
         if unwritten:
-            raise NotPublished(f"{unwritten} parameters are not their masters after a publication")
+            raise UpdateNotServed(
+                f"{unwritten} parameters are not their masters after a publication"
+            )
 
 
 def _touch(policy: Any) -> None:
@@ -207,7 +209,7 @@ def _touch(policy: Any) -> None:
     torch.stack(first).sum().backward()  # type: ignore[no-untyped-call]
 
 
-def measure_publications(bench: Bench, deadline: Deadline) -> None:
+def measure_publications(bench: GpuBench, deadline: GpuDeadline) -> None:
     server = bench.server(ServerName.SHARED)
     if bench.end.passed:
         bench.leave_out("publish", TIME_IS_UP)
@@ -220,14 +222,16 @@ def measure_publications(bench: Bench, deadline: Deadline) -> None:
         _report_publications(bench, times, f"{at_once} generations under way")
 
 
-def _under_load(bench: Bench, server: Server, publisher: _Publisher, deadline: Deadline) -> _Times:
+def _under_load(
+    bench: GpuBench, server: GpuServer, publisher: _Publisher, deadline: GpuDeadline
+) -> _Times:
     with background_load(server.url, bench.workload.load) as load:
         times = publisher.times(deadline)
         load.check()
     return times
 
 
-def _report_publications(bench: Bench, times: _Times, where: str) -> None:
+def _report_publications(bench: GpuBench, times: _Times, where: str) -> None:
     count = len(times.published)
     bench.say("publish", f"publication, {where}, p50", "ms", times.published)
     p99 = percentile(times.published, 99)
@@ -269,7 +273,9 @@ class _Rounds:
 class _Both:
     """A server that decodes and a trainer that trains the weights it serves."""
 
-    def __init__(self, bench: Bench, server: Server, sync: SharedVllm, trainee: Trainee) -> None:
+    def __init__(
+        self, bench: GpuBench, server: GpuServer, sync: SharedVllm, trainee: Trainee
+    ) -> None:
         self.step_tokens = sum(trained_lengths(trainee.batch))
         self.steps = self.requests = 1
         self._bench = bench
@@ -333,7 +339,7 @@ class _Both:
             yield load
 
 
-def measure_placement(bench: Bench, deadline: Deadline) -> None:
+def measure_placement(bench: GpuBench, deadline: GpuDeadline) -> None:
     server = bench.server(ServerName.SHARED)
     if bench.end.passed:
         bench.leave_out("placement", TIME_IS_UP)
@@ -364,7 +370,7 @@ def _round(both: _Both, rounds: _Rounds) -> None:
     rounds.together_s.append(both.together())
 
 
-def _report_rounds(bench: Bench, both: _Both, rounds: _Rounds, optimizer: str) -> None:
+def _report_rounds(bench: GpuBench, both: _Both, rounds: _Rounds, optimizer: str) -> None:
     at_once = bench.workload.load.concurrency
     decode, train = f"decoding, {at_once} at once", f"training, {optimizer}, published every step"
     bench.say("placement", f"{decode}, alone", "tokens/s", rounds.decode_alone)

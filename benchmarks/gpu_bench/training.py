@@ -18,7 +18,7 @@ from benchmarks.gpu_bench.bench import (
     GIB,
     MS_PER_S,
     TIME_IS_UP,
-    Bench,
+    GpuBench,
     at_least,
     give_memory_back,
     synchronize,
@@ -26,7 +26,7 @@ from benchmarks.gpu_bench.bench import (
 from benchmarks.gpu_bench.report import Limit, number
 from benchmarks.gpu_bench.servers import random_policy
 from benchmarks.gpu_bench.settings import (
-    Deadline,
+    GpuDeadline,
     ModelShape,
     ShapeName,
     TrainWork,
@@ -239,7 +239,7 @@ class _Steps:
     peak_bytes: int = 0
 
 
-def measure_training(bench: Bench, deadline: Deadline) -> None:
+def measure_training(bench: GpuBench, deadline: GpuDeadline) -> None:
     """A variant that does not fit, or lacks a package, is left out and says so."""
     bench.pool.keep(())
     usual = usual_optimizer(bench.size)
@@ -266,7 +266,7 @@ def measure_training(bench: Bench, deadline: Deadline) -> None:
         bench.say("train", name, "", [best], goal=at_least(GOAL))
 
 
-def _why_too_large(bench: Bench, variant: Variant, batch: Batch) -> str | None:
+def _why_too_large(bench: GpuBench, variant: Variant, batch: Batch) -> str | None:
     if not bench.on_gpu:
         return None
     needed = _kept_bytes(bench, variant, batch)
@@ -276,12 +276,12 @@ def _why_too_large(bench: Bench, variant: Variant, batch: Batch) -> str | None:
     return f"what it keeps is {needed / GIB:.0f} GiB of the GPU's {there / GIB:.0f}"
 
 
-def _kept_bytes(bench: Bench, variant: Variant, batch: Batch) -> float:
+def _kept_bytes(bench: GpuBench, variant: Variant, batch: Batch) -> float:
     kept = bytes_per_weight(variant.optimizer, len(batch.micro_batches), bench.dtype.itemsize)
     return kept.total * bench.shape.parameters
 
 
-def _steps(bench: Bench, variant: Variant, batch: Batch, until: Deadline) -> _Steps:
+def _steps(bench: GpuBench, variant: Variant, batch: Batch, until: GpuDeadline) -> _Steps:
     policy = random_policy(bench.size, bench.dtype, bench.device)
     trainee = trainee_of(policy, variant, batch)
     for step in range(WARM_UPS):
@@ -313,7 +313,7 @@ def _one(trainee: Trainee, step: int, device: torch.device) -> tuple[float, floa
     return ended - began, ended - gathered
 
 
-def _report(bench: Bench, variant: Variant, batch: Batch, steps: _Steps) -> float:
+def _report(bench: GpuBench, variant: Variant, batch: Batch, steps: _Steps) -> float:
     """Returns the share of the rate of matrix products."""
     lengths = trained_lengths(batch)
     tokens, flops = sum(lengths), train_flops(bench.shape, lengths)
@@ -332,7 +332,7 @@ def _report(bench: Bench, variant: Variant, batch: Batch, steps: _Steps) -> floa
     return median(speeds) / at_best.value
 
 
-def _report_optimizer(bench: Bench, variant: Variant, batch: Batch, steps: _Steps) -> None:
+def _report_optimizer(bench: GpuBench, variant: Variant, batch: Batch, steps: _Steps) -> None:
     number_bytes = bench.dtype.itemsize
     kept = bytes_per_weight(variant.optimizer, len(batch.micro_batches), number_bytes)
     moved = step_bytes_per_weight(kept, number_bytes) * bench.shape.parameters

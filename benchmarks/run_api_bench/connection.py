@@ -15,7 +15,7 @@ from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
-from benchmarks.run_api_bench.errors import BenchmarkFailed
+from benchmarks.run_api_bench.errors import ApiBenchmarkFailed
 from benchmarks.run_api_bench.workload import Body
 from grpo_core.closing import ClosesOnExit
 
@@ -25,7 +25,7 @@ _SHOWN_BYTES = 300
 
 
 @dataclass(frozen=True)
-class Answer:
+class ApiAnswer:
     """`seconds` from the first byte sent to the last byte read; `content` as it was sent."""
 
     status: int
@@ -59,7 +59,7 @@ class Connection(ClosesOnExit):
         path: str,
         content: bytes | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> Answer:
+    ) -> ApiAnswer:
         """One request; answers of every status are returned."""
         began = time.perf_counter()
         try:
@@ -69,26 +69,26 @@ class Connection(ClosesOnExit):
             response = self._http.getresponse()
             received = response.read()
         except (OSError, HTTPException) as error:
-            raise BenchmarkFailed(f"{method} {path}: {error!r}") from error
+            raise ApiBenchmarkFailed(f"{method} {path}: {error!r}") from error
         seconds = time.perf_counter() - began
         is_gzip = response.headers.get("Content-Encoding") == "gzip"
-        return Answer(response.status, is_gzip, received, seconds)
+        return ApiAnswer(response.status, is_gzip, received, seconds)
 
-    def get(self, path: str, headers: Mapping[str, str] | None = None) -> Answer:
+    def get(self, path: str, headers: Mapping[str, str] | None = None) -> ApiAnswer:
         return _succeeded("GET", path, self.call("GET", path, headers=headers))
 
-    def post(self, path: str, body: Body) -> Answer:
+    def post(self, path: str, body: Body) -> ApiAnswer:
         return _succeeded("POST", path, self.call("POST", path, body.content, body.headers))
 
-    def send_json(self, method: str, path: str, record: Mapping[str, object]) -> Answer:
+    def send_json(self, method: str, path: str, record: Mapping[str, object]) -> ApiAnswer:
         headers = {"Content-Type": "application/json"}
         answer = self.call(method, path, json.dumps(record).encode(), headers)
         return _succeeded(method, path, answer)
 
 
-def _succeeded(method: str, path: str, answer: Answer) -> Answer:
+def _succeeded(method: str, path: str, answer: ApiAnswer) -> ApiAnswer:
     if answer.status != HTTPStatus.OK:
-        raise BenchmarkFailed(
+        raise ApiBenchmarkFailed(
             f"{method} {path}: status {answer.status}, {answer.text()[:_SHOWN_BYTES]!r}"
         )
     return answer

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle, islice
 
-from benchmarks.run_api_bench.connection import Answer, Connection
-from benchmarks.run_api_bench.errors import BenchmarkFailed
+from benchmarks.run_api_bench.connection import ApiAnswer, Connection
+from benchmarks.run_api_bench.errors import ApiBenchmarkFailed
 from benchmarks.run_api_bench.systems import RunningServer
 from benchmarks.run_api_bench.workload import FULL_SIZE, Body, tiny_groups
 
@@ -48,7 +48,7 @@ def start_run(
         for expected_id, minimum in enumerate(minimums):
             answer = connection.send_json("POST", "/register-env", _environment(minimum)).json()
             if answer.get("env_id") != expected_id:
-                raise BenchmarkFailed(f"POST /register-env: env_id {expected_id}, got {answer}")
+                raise ApiBenchmarkFailed(f"POST /register-env: env_id {expected_id}, got {answer}")
 
 
 def fill(port: int, groups: int, env_ids: Sequence[int] = (0,)) -> None:
@@ -79,7 +79,7 @@ def poll_status_env(port: int, count: int) -> list[float]:
         ]
 
 
-def fetch_batch(port: int, sequences: int = BATCH_SEQUENCES) -> Answer:
+def fetch_batch(port: int, sequences: int = BATCH_SEQUENCES) -> ApiAnswer:
     """`GET /batch` as a trainer sends it.
 
     Raises:
@@ -91,7 +91,7 @@ def fetch_batch(port: int, sequences: int = BATCH_SEQUENCES) -> Answer:
     groups = answer.json()["batch"]
     received = sum(len(group["tokens"]) for group in groups or [])
     if received != sequences:
-        raise BenchmarkFailed(f"GET /batch: {received} sequences instead of {sequences}")
+        raise ApiBenchmarkFailed(f"GET /batch: {received} sequences instead of {sequences}")
     return answer
 
 

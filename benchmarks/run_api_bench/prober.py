@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 
 from benchmarks.run_api_bench.connection import ANSWER_DEADLINE_S, Connection
-from benchmarks.run_api_bench.errors import BenchmarkFailed
+from benchmarks.run_api_bench.errors import ApiBenchmarkFailed
 from grpo_core.closing import ClosesOnExit
 
 PERIOD_S = 0.005
@@ -64,8 +64,10 @@ class Prober(ClosesOnExit):
                 received: object = self._pipe.recv()
                 return received
         except EOFError as error:
-            raise BenchmarkFailed("GET /status: the prober ended; its error is above") from error
-        raise BenchmarkFailed(f"GET /status: the prober said nothing for {ANSWER_DEADLINE_S:g} s")
+            raise ApiBenchmarkFailed("GET /status: the prober ended; its error is above") from error
+        raise ApiBenchmarkFailed(
+            f"GET /status: the prober said nothing for {ANSWER_DEADLINE_S:g} s"
+        )
 
 
 def _probe(port: int, pipe: Pipe) -> None:

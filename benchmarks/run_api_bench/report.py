@@ -25,16 +25,16 @@ class Results:
             by_system = self._values.setdefault((scenario, reading.metric), {})
             by_system.setdefault(system, []).append(reading.value)
 
-    def rows(self, scenario: Scenario) -> list[Row]:
+    def rows(self, scenario: Scenario) -> list[ApiRow]:
         return [
-            Row(metric, {name: Spread.of(values) for name, values in by_system.items()})
+            ApiRow(metric, {name: Spread.of(values) for name, values in by_system.items()})
             for (of_scenario, metric), by_system in self._values.items()
             if of_scenario is scenario
         ]
 
 
 @dataclass(frozen=True)
-class Row:
+class ApiRow:
     """One metric, for each system that was measured."""
 
     metric: Metric

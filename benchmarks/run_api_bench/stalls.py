@@ -9,7 +9,7 @@ from http import HTTPStatus
 
 from benchmarks.run_api_bench import load
 from benchmarks.run_api_bench.connection import Connection
-from benchmarks.run_api_bench.errors import BenchmarkFailed
+from benchmarks.run_api_bench.errors import ApiBenchmarkFailed
 from benchmarks.run_api_bench.metrics import AtMost, Metric, Reading
 from benchmarks.run_api_bench.prober import Prober
 from benchmarks.run_api_bench.process_tree import core_wait_seconds
@@ -76,7 +76,7 @@ def _refused(port: int, body: Body) -> None:
     with Connection(port) as connection:
         answer = connection.call("POST", "/scored_data_list", body.content, body.headers)
     if not HTTPStatus.BAD_REQUEST <= answer.status < HTTPStatus.INTERNAL_SERVER_ERROR:
-        raise BenchmarkFailed(f"POST /scored_data_list: status {answer.status}, expected a 4xx")
+        raise ApiBenchmarkFailed(f"POST /scored_data_list: status {answer.status}, expected a 4xx")
 
 
 SCENARIO = Scenario(

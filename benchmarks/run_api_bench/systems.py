@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import redis
 
 from benchmarks.run_api_bench.connection import HOST, Connection
-from benchmarks.run_api_bench.errors import BenchmarkFailed
+from benchmarks.run_api_bench.errors import ApiBenchmarkFailed
 from benchmarks.run_api_bench.process_tree import cpu_seconds, rss_bytes
 from benchmarks.run_api_bench.settings import SystemName
 from grpo_core.process import ManagedProcess
@@ -70,7 +70,7 @@ class RedisServer:
                 for key in ("aof_rewrite_in_progress", "aof_rewrite_scheduled")
             ):
                 if time.monotonic() > give_up_at:
-                    raise BenchmarkFailed("Redis still rewrites its append-only file after 60 s")
+                    raise ApiBenchmarkFailed("Redis still rewrites its append-only file after 60 s")
                 time.sleep(_REWRITE_POLL_S)
             return int(client.info("memory")["used_memory_rss"])
 
@@ -119,7 +119,7 @@ class System:
             server = self.start(Path(directory))
             try:
                 yield server
-            except BenchmarkFailed as error:
+            except ApiBenchmarkFailed as error:
                 error.add_note(f"{self.name} logged last:\n{server.process.log_tail()}")
                 raise
             finally:
@@ -169,6 +169,6 @@ def _answers(port: int, path: str) -> bool:
     with Connection(port, _PROBE_DEADLINE_S) as connection:
         try:
             connection.get(path)
-        except BenchmarkFailed:
+        except ApiBenchmarkFailed:
             return False
         return True

@@ -22,7 +22,7 @@ from grpo_offline.command_line import words_for_hydra
 from grpo_offline.errors import KeysInvalid
 from grpo_offline.keys import CONFIG_FILE, OfflineKeys, config_text
 from grpo_offline.run_files import RunFiles, resumed_keys
-from grpo_offline.screen import Screen
+from grpo_offline.screen import OfflineScreen
 from grpo_trainer.control import KlCoefficient
 from grpo_trainer.objectives import Objective
 
@@ -43,7 +43,7 @@ def run_small(directory: Path, iterations: int, evaluated: int) -> RunFiles:
             "train": {"iterations": iterations, "lr": 1e-4},
         }
     )
-    run_offline(keys, directory, Screen())
+    run_offline(keys, directory, OfflineScreen())
     return RunFiles(directory)
 
 
@@ -120,7 +120,7 @@ def test_models_and_resuming() -> None:
 
     keys = OfflineKeys.model_validate(resumed_keys(run().path))
     before = len(records())
-    run_offline(keys, run().path, Screen())
+    run_offline(keys, run().path, OfflineScreen())
     assert len(records()) == before
 
 

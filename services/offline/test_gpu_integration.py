@@ -23,7 +23,7 @@ import yaml
 from grpo_core.cpu import share_cores
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.run_files import RunFiles
-from grpo_offline.screen import Screen
+from grpo_offline.screen import OfflineScreen
 from run_tests import run_tests
 
 URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:30000"
@@ -58,7 +58,7 @@ def run() -> RunFiles:
         }
     )
     directory = Path(tempfile.mkdtemp(prefix="grpo-offline-"))
-    run_offline(keys, directory, Screen())
+    run_offline(keys, directory, OfflineScreen())
     return RunFiles(directory)
 
 

@@ -8,6 +8,7 @@ GrpoError                     base of all errors of this system
 │   ├── LeasesFull            batches must be acknowledged before run-api leases another one
 │   └── UnknownBatch          the run at run-api never handed out this batch
 ├── ProtocolViolation         the answer of a service breaks the protocol
+├── ModelNotFound             a model does not exist or cannot be downloaded
 ├── BrokenRollouts            recorded rollouts cannot be read
 └── WandbUnavailable          Weights & Biases was requested and does not start
 """
@@ -58,6 +59,10 @@ class UnknownBatch(RequestRefused):
 
 class ProtocolViolation(GrpoError):
     """A service sent an answer that its HTTP API does not allow."""
+
+
+class ModelNotFound(GrpoError):
+    """The model does not exist, or cannot be downloaded."""
 
 
 class BrokenRollouts(GrpoError):

@@ -28,7 +28,7 @@ from grpo_offline.keys import OfflineKeys
 from grpo_offline.loop import run_offline
 from grpo_offline.results import train_records
 from grpo_offline.run_files import RunFiles
-from grpo_offline.screen import Screen
+from grpo_offline.screen import OfflineScreen
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.files import WeightDirectories
@@ -203,7 +203,7 @@ def test_a_whole_run_samples_from_the_newest_weights(server: Server, tmp_path: P
             "env_server": limits,
         }
     )
-    run_offline(keys, tmp_path, Screen())
+    run_offline(keys, tmp_path, OfflineScreen())
     records = train_records(RunFiles(tmp_path))
     assert [record["served_step"] for record in records] == [0, 2, 4]
     assert [record["failed_checks"] for record in records] == [0, 0, 0]

@@ -15,7 +15,7 @@ from grpo_offline.keys import OfflineKeys
 from grpo_offline.results import Metrics
 from grpo_offline.run_files import RunFiles
 from grpo_offline.sampling import versions_of
-from grpo_offline.screen import Screen
+from grpo_offline.screen import OfflineScreen
 
 _MEANS = {
     "loss_pg": "train/loss_policy",
@@ -116,7 +116,7 @@ class IterationEnd:
         if not is_recorded or self._lacks_evaluation(iteration):
             self.close(iteration, self._saved_groups(iteration))
 
-    def close_complete(self, screen: Screen) -> None:
+    def close_complete(self, screen: OfflineScreen) -> None:
         """If the run was killed between its last checkpoint and the end of its last iteration."""
         last = self.keys.train.iterations - 1
         if not self.files.train(last).is_file():

@@ -35,7 +35,7 @@ from grpo_offline.sampling import (
     require_own_policy,
     versions_of,
 )
-from grpo_offline.screen import Screen
+from grpo_offline.screen import OfflineScreen
 from grpo_offline.translate import environment_settings, trainer_command
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.learner import Learner
@@ -47,7 +47,7 @@ from grpo_trainer.train import Lead, open_run, train, training_steps
 T = TypeVar("T")
 
 
-def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult:
+def run_offline(keys: OfflineKeys, directory: Path, screen: OfflineScreen) -> RunResult:
     """Train, or continue the run of `directory`. If torchrun or accelerate has started several
     processes, this one is rank 0, and the others call `follow_offline`.
 
@@ -65,7 +65,9 @@ def run_offline(keys: OfflineKeys, directory: Path, screen: Screen) -> RunResult
         _introduce(keys, sampling, files, screen)
         with process_group(line) as ranks, asyncio.Runner() as runner:
             settings = settings_of_rank(line.settings(), line)
-            job = Job(keys, sampling, settings, environment, tasks, template, files, screen, runner)
+            job = OfflineRun(
+                keys, sampling, settings, environment, tasks, template, files, screen, runner
+            )
             job.run(ranks)
             return job.finish()
 
@@ -84,7 +86,9 @@ def follow_offline(keys: OfflineKeys, directory: Path) -> None:
         train(settings_of_rank(line.settings(), line), ranks)
 
 
-def _introduce(keys: OfflineKeys, sampling: Sampling, files: RunFiles, screen: Screen) -> None:
+def _introduce(
+    keys: OfflineKeys, sampling: Sampling, files: RunFiles, screen: OfflineScreen
+) -> None:
     where = "in this process" if sampling.server == "local" else keys.generation.base_url
     screen.say(
         f"{keys.model.train_id} on {keys.data.task}: {keys.train.iterations} iterations of "
@@ -109,7 +113,7 @@ def _entered(runner: asyncio.Runner, manager: AbstractAsyncContextManager[T]) ->
 
 
 @dataclass(frozen=True)
-class Job:
+class OfflineRun:
     """The parts of one run. `runner`: runs coroutines"""
 
     keys: OfflineKeys
@@ -119,7 +123,7 @@ class Job:
     tasks: TaskSet
     template: ChatTemplate
     files: RunFiles
-    screen: Screen
+    screen: OfflineScreen
     runner: asyncio.Runner
 
     def run(self, ranks: Ranks) -> None:

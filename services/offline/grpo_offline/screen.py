@@ -22,7 +22,7 @@ _COLUMNS = ("iteration", "reward", "loss", "kl", "kl coef", "grad norm", "second
 _WIDTH = 10
 
 
-class Screen:
+class OfflineScreen:
     """Args: console: where to print; a bar is drawn only on a terminal"""
 
     def __init__(self, console: Console | None = None) -> None:
@@ -86,7 +86,7 @@ def _shown_loss(value: float) -> str:
     return f"{0.0 if abs(value) < _IDLE else value:.4f}"
 
 
-def open_screen(keys: OfflineKeys, names: Mapping[str, str] | None = None) -> Screen:
+def open_screen(keys: OfflineKeys, names: Mapping[str, str] | None = None) -> OfflineScreen:
     """Prepare this process for a run: messages name the user's keys, and no other bar is drawn.
 
     Args: names: of a recipe's keys, by those of Hydra
@@ -96,4 +96,4 @@ def open_screen(keys: OfflineKeys, names: Mapping[str, str] | None = None) -> Sc
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    return Screen()
+    return OfflineScreen()

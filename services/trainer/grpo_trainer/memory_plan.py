@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from grpo_core.cpu import is_slow_in_bfloat16
+from grpo_core.errors import ModelNotFound
 from grpo_trainer.config.optimizer import OptimizerName
 from grpo_trainer.config.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
-from grpo_trainer.model.download import ModelNotFound
 from grpo_trainer.model.fused_head import CHUNK_LOGITS
 from grpo_trainer.model.policy import CausalLM, train_only
 from grpo_trainer.optim.rules import Adafactor, AdamW32, State, empty_8bit_state

@@ -2,7 +2,7 @@
 
 The keys have the run's prefix:
 
-    server:commands         stream of limited length: one `Command` per entry, oldest first
+    server:commands         stream of limited length: `SupervisorCommand`s, the oldest first
     server:outcome:<id>     hash that expires: the `Outcome` of the command with that id
     server:status           hash: the `SupervisorStatus`, rewritten every second
 
@@ -120,7 +120,7 @@ class _Versioned(_Fields):
         return PolicyVersion(self.epoch, self.step)
 
 
-class Command(_Versioned):
+class SupervisorCommand(_Versioned):
     """`id`: unique, chosen by the sender. `sha256`: `directory_digest` of `path`."""
 
     id: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w-]+$")]
@@ -219,7 +219,7 @@ class SupervisorClient(RedisConnection):
         except GrpoError:
             return None
 
-    def send(self, command: Command) -> None:
+    def send(self, command: SupervisorCommand) -> None:
         """Add the command to the stream once; after a lost answer, check if it is there already.
 
         The supervisor would carry out a repeat too, and overwrite the first outcome.
@@ -235,11 +235,11 @@ class SupervisorClient(RedisConnection):
                 if self.has(command):
                     return
 
-    def has(self, command: Command) -> bool:
+    def has(self, command: SupervisorCommand) -> bool:
         """Whether the stream has the command. A crash of Redis may lose the last second."""
         return any(found.get("id") == command.id for found in self._commands())
 
-    def outcome(self, command: Command) -> Outcome | None:
+    def outcome(self, command: SupervisorCommand) -> Outcome | None:
         """The answer to the command; None until the supervisor has read it."""
         fields = self.call("HGETALL", outcome_key(self.run_id, command.id))
         return Outcome.from_wire(fields) if fields else None

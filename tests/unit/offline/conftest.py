@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from grpo_offline.keys import OfflineKeys
-from grpo_offline.recipe.reading import Recipe, read_recipe
+from grpo_offline.recipe.reading import TrainingRecipe, read_recipe
 from tests.unit.trainer.tiny_policy import model_directory
 
 MakeKeys = Callable[..., OfflineKeys]
-Recipes = Callable[..., Recipe]
+Recipes = Callable[..., TrainingRecipe]
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -63,7 +63,7 @@ def make_keys(model: str) -> MakeKeys:
 def recipe_of(tmp_path: Path) -> Recipes:
     """Args: keys, which are read from a file."""
 
-    def read(**content: Any) -> Recipe:
+    def read(**content: Any) -> TrainingRecipe:
         file = tmp_path / "recipe.yaml"
         file.write_text(json.dumps({"model_name_or_path": "m", **content}))  # JSON is YAML
         return read_recipe(["--config", str(file)])

@@ -19,7 +19,7 @@ from grpo_env.tasks.reward_functions import RewardInvalid
 from grpo_offline.errors import HubRefused, RecipeInvalid
 from grpo_offline.recipe.data import environment_options
 from grpo_offline.recipe.main import open_directory, row_count
-from grpo_offline.recipe.reading import Recipe, read_recipe
+from grpo_offline.recipe.reading import TrainingRecipe, read_recipe
 from grpo_offline.recipe.rewards import REWARDS, find_reward, register
 from grpo_offline.recipe.task import RecipeTask
 from grpo_offline.recipe.trained_model import hub_target, upload
@@ -34,7 +34,7 @@ def rows_file(path: Path, count: int, **more: Any) -> str:
     return str(path)
 
 
-def task_of(recipe: Recipe) -> RecipeTask:
+def task_of(recipe: TrainingRecipe) -> RecipeTask:
     options = environment_options(recipe)
     arguments = json.loads(json.dumps(options["task_args"]))  # as env-server reads them
     task = RecipeTask(TaskOptions(args=arguments, system_prompt=options.get("system_prompt")))

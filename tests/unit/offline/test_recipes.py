@@ -16,8 +16,8 @@ from grpo_offline.recipe.keys import KEYS, TABLE, Key
 from grpo_offline.recipe.objective import optimization
 from grpo_offline.recipe.reading import (
     GRPOConfig,
-    Recipe,
     ScriptArguments,
+    TrainingRecipe,
     is_leader,
     load_configs,
     rank_count,
@@ -87,7 +87,7 @@ MAIN_KEYS = [key for key in KEYS if not key.alias_of]
 USED = [key for key in MAIN_KEYS if key.use == "used" and key.name not in AROUND_THE_RUN]
 
 
-def translated(recipe: Recipe, script: str = "grpo") -> Translated:
+def translated(recipe: TrainingRecipe, script: str = "grpo") -> Translated:
     return translate(recipe, script, lambda: ROWS)
 
 

@@ -28,7 +28,7 @@ from grpo_offline.loop import run_offline
 from grpo_offline.recipe.main import main
 from grpo_offline.results import evaluations, result_of, train_records
 from grpo_offline.run_files import RunFiles
-from grpo_offline.screen import Screen
+from grpo_offline.screen import OfflineScreen
 from grpo_offline.translate import trainer_command
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.policy import limits_of
@@ -44,7 +44,7 @@ PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0
 def run(keys: OfflineKeys, directory: Path) -> tuple[RunFiles, str]:
     """The files of a run, and what it printed."""
     printed = io.StringIO()
-    run_offline(keys, directory, Screen(Console(file=printed, width=200)))
+    run_offline(keys, directory, OfflineScreen(Console(file=printed, width=200)))
     return RunFiles(directory), printed.getvalue()
 
 

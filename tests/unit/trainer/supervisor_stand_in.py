@@ -11,9 +11,9 @@ from typing import Any
 from redis import Redis
 
 from grpo_core.weights.supervisor import (
-    Command,
     Outcome,
     OutcomeState,
+    SupervisorCommand,
     SupervisorPhase,
     SupervisorStatus,
     commands_key,
@@ -22,7 +22,7 @@ from grpo_core.weights.supervisor import (
 )
 from tests.support.wait import wait_for
 
-Reply = Callable[["StandIn", Command], None]
+Reply = Callable[["StandIn", SupervisorCommand], None]
 
 
 class StandIn:
@@ -31,7 +31,7 @@ class StandIn:
     def __init__(self, url: str, run_id: str, replies: Iterable[Reply] = ()) -> None:
         self.redis: Redis = Redis.from_url(url, decode_responses=True, protocol=2)
         self.run_id = run_id
-        self.seen: list[Command] = []
+        self.seen: list[SupervisorCommand] = []
         self.says = SupervisorStatus(state=SupervisorPhase.SERVING, epoch=0, step=0)
         self.speaks = True
         self._replies = iter(replies)
@@ -55,11 +55,11 @@ class StandIn:
         del expected["time"]
         wait_for(lambda: self.redis.hgetall(key), lambda found: expected.items() <= found.items())
 
-    def answer(self, command: Command, state: OutcomeState, **fields: str) -> None:
+    def answer(self, command: SupervisorCommand, state: OutcomeState, **fields: str) -> None:
         written = Outcome(state=state, **fields).on_the_wire()
         self.redis.hset(outcome_key(self.run_id, command.id), mapping=written)
 
-    def serve(self, command: Command) -> None:
+    def serve(self, command: SupervisorCommand) -> None:
         self.says = self.says.model_copy(
             update={"epoch": command.epoch, "step": command.step, "path": command.path}
         )
@@ -77,11 +77,11 @@ class StandIn:
             for _, entries in self.redis.xread({commands_key(self.run_id): place}) or []:
                 for found, fields in entries:
                     place = found
-                    self.seen.append(Command.from_wire(fields))
+                    self.seen.append(SupervisorCommand.from_wire(fields))
                     next(self._replies)(self, self.seen[-1])
 
 
-def done(server: StandIn, command: Command) -> None:
+def done(server: StandIn, command: SupervisorCommand) -> None:
     server.serve(command)
     server.answer(command, OutcomeState.ACCEPTED)
     server.answer(command, OutcomeState.DONE, in_use=json.dumps(["/weights/epoch_1_step_2"]))
@@ -91,5 +91,5 @@ def says(state: OutcomeState, reason: str) -> Reply:
     return lambda server, command: server.answer(command, state, reason=reason)
 
 
-def silence(_server: StandIn, _command: Command) -> None:
+def silence(_server: StandIn, _command: SupervisorCommand) -> None:
     """A reply function that sends no answer."""

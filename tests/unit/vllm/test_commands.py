@@ -15,9 +15,9 @@ from grpo_core.weights.directory_checks import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.supervisor import (
     Action,
-    Command,
     Outcome,
     OutcomeState,
+    SupervisorCommand,
     SupervisorStatus,
 )
 from grpo_core.wire.policy_version import PolicyVersion
@@ -88,16 +88,16 @@ class Control(ControlPlane):
     """`answers`: each with the last launched weights at that moment."""
 
     def __init__(self, slot: Slot) -> None:
-        self.sent: asyncio.Queue[Command] = asyncio.Queue()
+        self.sent: asyncio.Queue[SupervisorCommand] = asyncio.Queue()
         self.answers: list[tuple[OutcomeState, PolicyVersion]] = []
         self.reports = 0
         self._slot = slot
 
-    async def commands(self) -> AsyncIterator[list[Command]]:
+    async def commands(self) -> AsyncIterator[list[SupervisorCommand]]:
         while True:
             yield [await self.sent.get()]
 
-    async def answer(self, _command: Command, outcome: Outcome) -> None:
+    async def answer(self, _command: SupervisorCommand, outcome: Outcome) -> None:
         self.answers.append((outcome.state, self._slot.launched[-1].version))
 
     async def report(self, _status: SupervisorStatus) -> None:
@@ -140,7 +140,9 @@ class Rig:
     def send(self, step: int) -> None:
         path, action = self.checkpoint(step), Action.RESTART_WITH_CHECKPOINT
         identity = {"id": f"c-{step}", "path": str(path), "sha256": directory_digest(path)}
-        self.control.sent.put_nowait(Command(action=action, epoch=1, step=step, **identity))
+        self.control.sent.put_nowait(
+            SupervisorCommand(action=action, epoch=1, step=step, **identity)
+        )
 
     def crash(self) -> None:
         assert self.slot.engine is not None

@@ -11,7 +11,7 @@ from grpo_env.tasks import Row, Split
 from grpo_env.tasks.data_files import DataUnusable, is_file_name, read_records
 from grpo_env.tasks.rows import ANSWER, checked_rows
 from grpo_offline.errors import RecipeInvalid
-from grpo_offline.recipe.reading import Recipe
+from grpo_offline.recipe.reading import TrainingRecipe
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _rows(source: DatasetConfig, columns: Mapping[str, str], seed: int) -> list[
     return [{key: value for key, value in row.items() if key in kept} for row in rows]
 
 
-def _mixture_of(recipe: Recipe) -> DatasetMixtureConfig:
+def _mixture_of(recipe: TrainingRecipe) -> DatasetMixtureConfig:
     """Raises `RecipeInvalid`: the recipe names no data, or too much."""
     if recipe["dataset_mixture"] is not None:
         if recipe["dataset_name"] is not None or recipe.gives("dataset_config", "columns"):
@@ -148,7 +148,7 @@ def _mixture_of(recipe: Recipe) -> DatasetMixtureConfig:
     return DatasetMixtureConfig([DatasetConfig(*(recipe[name] for name in names))])
 
 
-def _data_of(recipe: Recipe, mixture: DatasetMixtureConfig) -> RecipeData:
+def _data_of(recipe: TrainingRecipe, mixture: DatasetMixtureConfig) -> RecipeData:
     columns = _columns(recipe["dataset_prompt_column"], recipe["dataset_solution_column"])
     data = RecipeData(mixture.datasets, mixture.seed, columns=columns, test_columns=columns)
     if recipe["eval_strategy"] == "no":
@@ -172,7 +172,7 @@ def _columns(prompt: str | None, solution: str | None) -> dict[str, str]:
     return {ours: theirs for ours, theirs in named.items() if theirs is not None}
 
 
-def environment_options(recipe: Recipe) -> dict[str, Any]:
+def environment_options(recipe: TrainingRecipe) -> dict[str, Any]:
     """Raises `RecipeInvalid`: the recipe names no data, or too much, or too few weights."""
     mixture = _mixture_of(recipe)
     arguments = {
@@ -193,7 +193,7 @@ def environment_options(recipe: Recipe) -> dict[str, Any]:
     return options
 
 
-def lengths(recipe: Recipe) -> dict[str, Any]:
+def lengths(recipe: TrainingRecipe) -> dict[str, Any]:
     """Options of both commands for `max_prompt_length`."""
     if recipe["max_prompt_length"] is None:
         return {}
@@ -201,7 +201,7 @@ def lengths(recipe: Recipe) -> dict[str, Any]:
     return {"seq_len": recipe["max_prompt_length"] + recipe["max_completion_length"] + 1}
 
 
-def _weights(recipe: Recipe) -> dict[str, float]:
+def _weights(recipe: TrainingRecipe) -> dict[str, float]:
     names, weights = recipe["reward_funcs"], recipe["reward_weights"]
     if weights is None:
         return dict.fromkeys(names, 1.0)

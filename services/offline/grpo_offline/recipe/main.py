@@ -18,7 +18,7 @@ from grpo_offline.errors import KeysInvalid, RecipeInvalid
 from grpo_offline.key_names import in_recipe
 from grpo_offline.recipe.data import environment_options
 from grpo_offline.recipe.keys import help_text
-from grpo_offline.recipe.reading import Recipe, is_leader, rank_count, read_recipe
+from grpo_offline.recipe.reading import TrainingRecipe, is_leader, rank_count, read_recipe
 from grpo_offline.recipe.task import RecipeTask
 from grpo_offline.recipe.trained_model import (
     TOKENIZER,
@@ -62,7 +62,7 @@ def main(script: Script, argv: Sequence[str] | None = None) -> None:
         end(PROGS[script], EXIT_FAILED, in_recipe(text, names_of_recipe()))
 
 
-def row_count(recipe: Recipe) -> int:
+def row_count(recipe: TrainingRecipe) -> int:
     """Number of training rows. Raises `DataUnusable`."""
     options = environment_options(recipe)
     task = RecipeTask(
@@ -84,7 +84,7 @@ def _follow(translated: Translated) -> None:
     follow_offline(translated.keys, translated.directory.absolute())
 
 
-def _run(recipe: Recipe, translated: Translated) -> None:
+def _run(recipe: TrainingRecipe, translated: Translated) -> None:
     keys, directory = translated.keys, translated.directory
     screen = open_screen(keys, names_of_recipe())
     template = None if recipe["chat_template"] is None else template_text(recipe["chat_template"])
@@ -116,7 +116,7 @@ def _run(recipe: Recipe, translated: Translated) -> None:
         screen.say(f"uploaded: {upload(target, model)}")
 
 
-def open_directory(recipe: Recipe, directory: Path) -> Path | None:
+def open_directory(recipe: TrainingRecipe, directory: Path) -> Path | None:
     """Make way for a new run, and return where an earlier one was moved to; None if it goes on, or
     if there is none.
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.recipe.keys import MAXENT_NAMES, TABLE
-from grpo_offline.recipe.reading import Recipe
+from grpo_offline.recipe.reading import TrainingRecipe
 
 T = TypeVar("T")
 
@@ -47,12 +47,12 @@ _ONLY_GRPO = (
 """Keys of parts that the objective of MaxEnt-GRPO does not have."""
 
 
-def is_maxent(recipe: Recipe, script: str) -> bool:
+def is_maxent(recipe: TrainingRecipe, script: str) -> bool:
     """Args: script: grpo or maxent, whose script runs"""
     return script == "maxent" and not recipe["train_grpo_objective"]
 
 
-def unused_keys(recipe: Recipe, script: str) -> list[str]:
+def unused_keys(recipe: TrainingRecipe, script: str) -> list[str]:
     """Given keys that the objective has no use for, each with the reason."""
     if is_maxent(recipe, script):
         unused = [*_ONLY_GRPO]
@@ -67,7 +67,7 @@ def unused_keys(recipe: Recipe, script: str) -> list[str]:
     ]
 
 
-def kl_coef(recipe: Recipe) -> float:
+def kl_coef(recipe: TrainingRecipe) -> float:
     """Raises `RecipeInvalid`: `beta` and `init_kl_coeff` differ."""
     given = {recipe[name] for name in ("beta", "init_kl_coeff") if recipe.gives(name)} - {None}
     if len(given) > 1:
@@ -75,7 +75,7 @@ def kl_coef(recipe: Recipe) -> float:
     return float(given.pop()) if given else float(recipe["beta"])
 
 
-def optimization(recipe: Recipe, script: str, steps: int) -> dict[str, Any]:
+def optimization(recipe: TrainingRecipe, script: str, steps: int) -> dict[str, Any]:
     """Options of the optimizer and of the objective. Args: steps: optimizer steps of the run
 
     Raises `RecipeInvalid`: a value is not supported."""
@@ -87,7 +87,7 @@ def optimization(recipe: Recipe, script: str, steps: int) -> dict[str, Any]:
     return options | _kl_control(recipe)
 
 
-def _optimizer(recipe: Recipe) -> dict[str, Any]:
+def _optimizer(recipe: TrainingRecipe) -> dict[str, Any]:
     options: dict[str, Any] = {
         "optimizer": _one_of(recipe, "optim", _OPTIMIZERS),
         "lr_schedule": _one_of(recipe, "lr_scheduler_type", _SCHEDULES),
@@ -106,14 +106,14 @@ def _optimizer(recipe: Recipe) -> dict[str, Any]:
     return options
 
 
-def _warmup_steps(recipe: Recipe, steps: int) -> int:
+def _warmup_steps(recipe: TrainingRecipe, steps: int) -> int:
     """As `grpo` counts them. Args: steps: optimizer steps of the run"""
     warmup, ratio = recipe["warmup_steps"], recipe["warmup_ratio"]
     is_share = ratio or warmup < 1
     return math.ceil((ratio or warmup) * steps) if is_share else int(warmup)
 
 
-def _kl_control(recipe: Recipe) -> dict[str, Any]:
+def _kl_control(recipe: TrainingRecipe) -> dict[str, Any]:
     target, horizon = recipe["kl_target"], recipe["kl_horizon"]
     if not target or not horizon:
         return {}
@@ -122,7 +122,7 @@ def _kl_control(recipe: Recipe) -> dict[str, Any]:
     return {"kl_control": "adaptive", "kl_target": target, "kl_horizon": horizon}
 
 
-def _maxent(recipe: Recipe, warmup_steps: int) -> dict[str, Any]:
+def _maxent(recipe: TrainingRecipe, warmup_steps: int) -> dict[str, Any]:
     """Args: warmup_steps: of the learning rate"""
     options: dict[str, Any] = {
         "objective": "maxent",
@@ -142,7 +142,7 @@ def _maxent(recipe: Recipe, warmup_steps: int) -> dict[str, Any]:
     return options
 
 
-def _grpo(recipe: Recipe) -> dict[str, Any]:
+def _grpo(recipe: TrainingRecipe) -> dict[str, Any]:
     loss = recipe["loss_type"]
     options: dict[str, Any] = {
         "advantage": _one_of(recipe, "scale_rewards", _SCALES, _BATCH_SCALES),
@@ -172,7 +172,7 @@ def _grpo(recipe: Recipe) -> dict[str, Any]:
     return options | _correction(recipe)
 
 
-def _correction(recipe: Recipe) -> dict[str, Any]:
+def _correction(recipe: TrainingRecipe) -> dict[str, Any]:
     cap = recipe["vllm_importance_sampling_clip_max"]
     if not recipe["vllm_importance_sampling_correction"] or cap is None:
         return {"importance_correction": "none"}
@@ -184,7 +184,7 @@ def _correction(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _one_of(recipe: Recipe, name: str, choices: Mapping[str, T], note: str = "") -> T:
+def _one_of(recipe: TrainingRecipe, name: str, choices: Mapping[str, T], note: str = "") -> T:
     value = str(recipe[name]).lower()
     if value not in choices:
         known = ", ".join(choices)

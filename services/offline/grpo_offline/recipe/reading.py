@@ -44,7 +44,7 @@ def is_leader(environment: Mapping[str, str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingRecipe:
     """The value of every key.
 
     Args:
@@ -69,7 +69,7 @@ class Recipe:
         return [f"{key.name}: {key.text}" for key in keys if key.use == "without effect"]
 
 
-def read_recipe(argv: Sequence[str]) -> Recipe:
+def read_recipe(argv: Sequence[str]) -> TrainingRecipe:
     """Raises `RecipeInvalid`, which lists every mistake."""
     flags, problems = _flags(argv)
     content: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
     if problems:
         raise RecipeInvalid("; ".join(problems))
     values = {key.name: copy.deepcopy(key.default) for key in KEYS if not key.alias_of}
-    return Recipe(values | given, given, {str(k): str(v) for k, v in variables.items()})
+    return TrainingRecipe(values | given, given, {str(k): str(v) for k, v in variables.items()})
 
 
 def _main_names(content: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.errors import RecipeInvalid
 from grpo_offline.keys import OfflineKeys
-from grpo_offline.recipe.reading import Recipe, rank_count, read_recipe
+from grpo_offline.recipe.reading import TrainingRecipe, rank_count, read_recipe
 from grpo_offline.recipe.translation import (
     LORA_MODES,
     dtype_of,
@@ -62,7 +62,7 @@ class ServerPlan:
         yield from (f"argument={word}" for word in self.arguments)
 
 
-def server_plan(script: str, recipe: Recipe, environment: Mapping[str, str]) -> ServerPlan:
+def server_plan(script: str, recipe: TrainingRecipe, environment: Mapping[str, str]) -> ServerPlan:
     """Raises `RecipeInvalid`: the recipe or a variable does not fit the GPUs."""
     gpus = [gpu for gpu in environment.get("GPUS", "").split(",") if gpu]
     width = _number(
@@ -105,7 +105,7 @@ def _check_options(keys: OfflineKeys, mode: str) -> None:
         environment_settings(keys, Path(directory), at_start=False)
 
 
-def _weights(script: str, recipe: Recipe, mode: str) -> list[str]:
+def _weights(script: str, recipe: TrainingRecipe, mode: str) -> list[str]:
     if mode == "shared_vllm":
         return ["--share-weights"]
     served = served_weights_directory(Path(run_directory(recipe, script)).absolute())
@@ -123,7 +123,7 @@ def _weights(script: str, recipe: Recipe, mode: str) -> list[str]:
 
 
 def _sizes(
-    recipe: Recipe, environment: Mapping[str, str], on_gpu: bool, shares_gpu: bool
+    recipe: TrainingRecipe, environment: Mapping[str, str], on_gpu: bool, shares_gpu: bool
 ) -> list[str]:
     length = environment.get("VLLM_MAX_LEN") or recipe["vllm_max_model_length"] or _MAX_LEN
     words = ["--max-model-len", str(length)]

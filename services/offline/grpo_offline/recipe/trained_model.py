@@ -11,7 +11,7 @@ from pathlib import Path
 from grpo_env.loading import problem_of
 from grpo_offline.errors import BenchmarkFailed, HubRefused, RecipeInvalid
 from grpo_offline.keys import OfflineKeys
-from grpo_offline.recipe.reading import Recipe
+from grpo_offline.recipe.reading import TrainingRecipe
 
 TOKENIZER, FILE = "tokenizer", "benchmarks.jsonl"
 """Below the run's directory: the tokenizer with the template, and one line for each benchmark."""
@@ -83,7 +83,7 @@ class HubTarget:
     token: str | None = field(repr=False)
 
 
-def hub_target(recipe: Recipe, directory: Path) -> HubTarget | None:
+def hub_target(recipe: TrainingRecipe, directory: Path) -> HubTarget | None:
     """Create the repository that the recipe names; None if nothing is uploaded. A run of days must
     not end with an upload that was never possible.
 

@@ -17,7 +17,7 @@ from grpo_offline.keys import OfflineKeys, put
 from grpo_offline.recipe.data import environment_options, lengths
 from grpo_offline.recipe.keys import KEYS
 from grpo_offline.recipe.objective import kl_coef, optimization, unused_keys
-from grpo_offline.recipe.reading import Recipe
+from grpo_offline.recipe.reading import TrainingRecipe
 from grpo_offline.recipe.task import TASK
 
 _MOST = 1_000_000
@@ -43,7 +43,7 @@ class Translated:
 
 
 def translate(
-    recipe: Recipe, script: str, row_count: Callable[[], int], ranks: int = 1
+    recipe: TrainingRecipe, script: str, row_count: Callable[[], int], ranks: int = 1
 ) -> Translated:
     """Args:
         script: grpo or maxent, whose script runs
@@ -71,14 +71,14 @@ def translate(
     return Translated(keys, run_directory(recipe, script), notes)
 
 
-def run_directory(recipe: Recipe, script: str) -> Path:
+def run_directory(recipe: TrainingRecipe, script: str) -> Path:
     resumed = recipe["resume_from_checkpoint"]
     if isinstance(resumed, str) and resumed.lower() not in ("true", "false"):
         return Path(resumed)
     return Path(recipe["output_dir"] or RUNS / (recipe["run_name"] or script))
 
 
-def base_url(recipe: Recipe) -> str:
+def base_url(recipe: TrainingRecipe) -> str:
     given = recipe["vllm_server_base_url"]
     if given is not None:
         return str(given).rstrip("/").removesuffix("/generate")
@@ -86,7 +86,7 @@ def base_url(recipe: Recipe) -> str:
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{recipe['vllm_server_port']}"
 
 
-def dtype_of(recipe: Recipe) -> str:
+def dtype_of(recipe: TrainingRecipe) -> str:
     """Raises `RecipeInvalid`: two keys differ."""
     if recipe["bf16"] and recipe["fp16"]:
         raise RecipeInvalid("bf16: excludes fp16")
@@ -94,7 +94,7 @@ def dtype_of(recipe: Recipe) -> str:
     return mixed or recipe["dtype"] or "auto"
 
 
-def sync_mode(recipe: Recipe) -> str:
+def sync_mode(recipe: TrainingRecipe) -> str:
     """Raises `RecipeInvalid`: the mode does not train what `use_peft` asks for, or nothing could
     sample from an adapter."""
     mode: str = recipe["sync_mode"]
@@ -113,7 +113,9 @@ def sync_mode(recipe: Recipe) -> str:
     return mode
 
 
-def _ruled(recipe: Recipe, script: str, row_count: Callable[[], int], ranks: int) -> dict[str, Any]:
+def _ruled(
+    recipe: TrainingRecipe, script: str, row_count: Callable[[], int], ranks: int
+) -> dict[str, Any]:
     """Values by path, of the keys without a path of their own."""
     url = base_url(recipe)
     backend = "vllm_server" if recipe["use_vllm"] else "local"
@@ -153,7 +155,7 @@ def _ruled(recipe: Recipe, script: str, row_count: Callable[[], int], ranks: int
     return found | {f"env_server.{name}": value for name, value in environment.items()}
 
 
-def _sizes(recipe: Recipe, row_count: Callable[[], int], ranks: int) -> dict[str, int]:
+def _sizes(recipe: TrainingRecipe, row_count: Callable[[], int], ranks: int) -> dict[str, int]:
     """Batches, iterations and intervals, counted as the offline trainer counts.
 
     Raises `RecipeInvalid`: the sizes do not fit."""
@@ -185,7 +187,7 @@ def _sizes(recipe: Recipe, row_count: Callable[[], int], ranks: int) -> dict[str
     }
 
 
-def _problems(recipe: Recipe, ranks: int) -> int:
+def _problems(recipe: TrainingRecipe, ranks: int) -> int:
     """Of one iteration."""
     size = recipe["num_generations"]
     per_generation = recipe["steps_per_generation"] or recipe["gradient_accumulation_steps"]
@@ -205,7 +207,7 @@ def _problems(recipe: Recipe, ranks: int) -> int:
     return int(completions // size)
 
 
-def _steps_per_iteration(recipe: Recipe, ranks: int) -> int:
+def _steps_per_iteration(recipe: TrainingRecipe, ranks: int) -> int:
     per_micro_batch = recipe["per_device_train_batch_size"] * ranks
     per_step = per_micro_batch * recipe["gradient_accumulation_steps"]
     return int(-(-_problems(recipe, ranks) * recipe["num_generations"] // per_step))
@@ -217,7 +219,7 @@ def names_of_recipe() -> dict[str, str]:
     return set_as_they_are | {path: key.name for key in KEYS for path in key.names}
 
 
-def _logging(recipe: Recipe, directory: Path) -> dict[str, Any]:
+def _logging(recipe: TrainingRecipe, directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for report in recipe["report_to"]:
         if report == "wandb":
@@ -229,7 +231,7 @@ def _logging(recipe: Recipe, directory: Path) -> dict[str, Any]:
     return found
 
 
-def _adapter(recipe: Recipe) -> dict[str, Any]:
+def _adapter(recipe: TrainingRecipe) -> dict[str, Any]:
     if not recipe["use_peft"]:
         return {}
     options = {name: recipe[name] for name in ("lora_r", "lora_alpha", "lora_dropout")}

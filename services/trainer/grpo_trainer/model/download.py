@@ -13,7 +13,7 @@ from typing import ClassVar
 import structlog
 from pydantic import Field
 
-from grpo_core.errors import GrpoError
+from grpo_core.errors import ModelNotFound
 from grpo_core.logs import configure_logging
 from grpo_core.settings import Command, CommandSettings, load_settings
 from grpo_trainer.errors import UnusableSavePath
@@ -23,10 +23,6 @@ log = structlog.get_logger()
 EXIT_FAILED = 1
 WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """Files to download. The others may be a second copy of the weights in another format."""
-
-
-class ModelNotFound(GrpoError):
-    """The model does not exist or cannot be downloaded."""
 
 
 class ModelSourceSettings(CommandSettings):

@@ -20,7 +20,7 @@ from grpo_trainer.config.trainer import Choice, ForwardOptions
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model import fused_head, packed_attention
-from grpo_trainer.model.fused_head import EAGER, Arithmetic, linear_logprobs
+from grpo_trainer.model.fused_head import EAGER, HeadArithmetic, linear_logprobs
 from grpo_trainer.model.logprobs import (
     TokenValues,
     probability_above,
@@ -74,7 +74,7 @@ class FastForward:
     """
 
     layout: Layout = PADDED
-    head: Arithmetic | None = None
+    head: HeadArithmetic | None = None
     differentiates_entropy: bool = False
     recomputes: bool = False
 
@@ -149,7 +149,7 @@ def build_forward_pass(
         "fused-head", options.fused_head, lambda: _probe_fused_head(policy, probe)
     )
     # Compiled code is tested at the end.
-    arithmetic = Arithmetic.compiled() if options.compile else EAGER
+    arithmetic = HeadArithmetic.compiled() if options.compile else EAGER
     forward = FastForward(
         PACKED if is_packed else PADDED,
         arithmetic if is_fused else None,

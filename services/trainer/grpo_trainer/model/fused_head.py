@@ -60,7 +60,7 @@ def obstacles(model: CausalLM) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class HeadArithmetic:
     """The computations on the logits of some rows: [K, V] in the model's type. Both may overwrite
     the logits."""
 
@@ -68,7 +68,7 @@ class Arithmetic:
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
     @classmethod
-    def compiled(cls) -> Arithmetic:
+    def compiled(cls) -> HeadArithmetic:
         """Each as one kernel, instead of several that exchange float32 copies."""
         return cls(
             torch.compile(_logprobs, dynamic=True), torch.compile(_logits_gradient, dynamic=True)
@@ -115,7 +115,7 @@ def _logits_gradient(
     return distribution.mul_(-factor / temperature.unsqueeze(-1)).to(logits.dtype)
 
 
-EAGER = Arithmetic(_logprobs, _logits_gradient)
+EAGER = HeadArithmetic(_logprobs, _logits_gradient)
 
 
 def linear_logprobs(
@@ -123,7 +123,7 @@ def linear_logprobs(
     head: nn.Linear,
     targets: Tensor,
     temperature: Tensor,
-    arithmetic: Arithmetic = EAGER,
+    arithmetic: HeadArithmetic = EAGER,
     chunk_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target, and entropy of each distribution, at its temperature: [K] float32
@@ -155,7 +155,7 @@ class _LinearLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: Tensor,
-        arithmetic: Arithmetic,
+        arithmetic: HeadArithmetic,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
         logp = torch.empty(len(hidden), device=hidden.device)

@@ -19,10 +19,10 @@ from grpo_core.weights.supervisor import (
     STATUS_EVERY_S,
     STATUS_STALE_S,
     Action,
-    Command,
     Outcome,
     OutcomeState,
     SupervisorClient,
+    SupervisorCommand,
     SupervisorPhase,
     SupervisorStatus,
 )
@@ -150,7 +150,7 @@ class Publisher:
         retry_s = FIRST_RETRY_S
         while True:
             sender = f"trainer {os.getpid()} on {socket.gethostname()}"[:256]
-            command = Command.to_serve(weights, self.action, sender)
+            command = SupervisorCommand.to_serve(weights, self.action, sender)
             self.supervisor.send(command)
             outcome = self._outcome_of(command, deadline)
             if outcome.state is OutcomeState.DONE:
@@ -170,7 +170,7 @@ class Publisher:
             time.sleep(retry_s)
             retry_s = min(2 * retry_s, MAX_RETRY_S)
 
-    def _outcome_of(self, command: Command, deadline: Deadline) -> Outcome:
+    def _outcome_of(self, command: SupervisorCommand, deadline: Deadline) -> Outcome:
         """The final outcome, or BUSY if the command was lost."""
         lost = Deadline(LOST_AFTER_S)
         while True:
@@ -188,7 +188,7 @@ class Publisher:
                 )
             time.sleep(POLL_S)
 
-    def _is_lost(self, command: Command, lost: Deadline) -> bool:
+    def _is_lost(self, command: SupervisorCommand, lost: Deadline) -> bool:
         """Raises `LostServer` if the supervisor is down for too long."""
         status = self.monitor.status()
         self.monitor.note(status, is_up=status is not None)  # whatever the server's state is

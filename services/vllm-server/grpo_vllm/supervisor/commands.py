@@ -24,9 +24,9 @@ from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.supervisor import (
     OUTCOME_KEPT_S,
     Action,
-    Command,
     Outcome,
     OutcomeState,
+    SupervisorCommand,
     SupervisorPhase,
     SupervisorStatus,
     commands_key,
@@ -56,8 +56,8 @@ class SupervisorState:
     previous: WeightRef
     phase: SupervisorPhase = SupervisorPhase.STARTING
     reason: str = ""
-    restart: Command | None = None
-    launched: Command | None = None
+    restart: SupervisorCommand | None = None
+    launched: SupervisorCommand | None = None
     requested: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -123,7 +123,7 @@ class CommandHandler:
             task.cancel()
         await asyncio.gather(*self._answers, return_exceptions=True)
 
-    async def _follow(self, command: Command) -> None:
+    async def _follow(self, command: SupervisorCommand) -> None:
         current = self._state
         try:
             command = await checked(command, self._settings, current.weights)
@@ -143,7 +143,7 @@ class CommandHandler:
         else:
             await self._busy(command, f"the server is {current.phase.value}")
 
-    async def _load(self, command: Command) -> None:
+    async def _load(self, command: SupervisorCommand) -> None:
         engine = self._slot.engine
         assert engine is not None
         self.loading = True
@@ -160,14 +160,14 @@ class CommandHandler:
         finally:
             self.loading = False
 
-    async def _busy(self, command: Command, why: str) -> None:
+    async def _busy(self, command: SupervisorCommand, why: str) -> None:
         log.info("command.deferred", command=named(command), reason=why)
         reason = f"{why}; send this command again later"
         await self._answer(command, OutcomeState.BUSY, reason)
 
     async def _answer(
         self,
-        command: Command,
+        command: SupervisorCommand,
         state: OutcomeState,
         reason: str = "",
         in_use: list[str] | None = None,
@@ -176,12 +176,14 @@ class CommandHandler:
         await self._control.answer(command, outcome)
 
 
-def named(command: Command) -> str:
+def named(command: SupervisorCommand) -> str:
     sender = f" from {command.sender}" if command.sender else ""
     return f"{command.action.value} {command.version}{sender}"
 
 
-async def checked(command: Command, settings: ServerSettings, served: WeightRef) -> Command:
+async def checked(
+    command: SupervisorCommand, settings: ServerSettings, served: WeightRef
+) -> SupervisorCommand:
     """The command with the real path of its weights, which are checked as far as possible without
     loading them. Raises `UnusableWeights` if this server cannot serve them. Nothing was changed."""
     action = command.action
@@ -211,12 +213,12 @@ async def checked(command: Command, settings: ServerSettings, served: WeightRef)
 class ControlPlane:
     """The source of commands. This one is for servers without Redis: it never delivers any."""
 
-    async def commands(self) -> AsyncIterator[list[Command]]:
+    async def commands(self) -> AsyncIterator[list[SupervisorCommand]]:
         """Yields the commands since the previous list, oldest first; never an empty list."""
         await asyncio.Event().wait()
         yield []
 
-    async def answer(self, command: Command, outcome: Outcome) -> None:
+    async def answer(self, command: SupervisorCommand, outcome: Outcome) -> None:
         """Send the outcome to the sender. Writing is repeated until Redis has it."""
 
     async def report(self, status: SupervisorStatus) -> None:
@@ -232,7 +234,7 @@ class CommandStream(ControlPlane, AsyncRedisConnection):
         self._cursor_key = run_prefix(run_id) + "server:cursor"
         self._places: dict[str, str] = {}
 
-    async def commands(self) -> AsyncIterator[list[Command]]:
+    async def commands(self) -> AsyncIterator[list[SupervisorCommand]]:
         """Starts after the newest answered command, so a restarted supervisor handles the commands
         that its predecessor left unanswered. Invalid entries are logged and skipped.
         """
@@ -247,7 +249,7 @@ class CommandStream(ControlPlane, AsyncRedisConnection):
             for place, fields in (entry for _, entries in answer or [] for entry in entries):
                 at = place
                 try:
-                    command = Command.from_wire(fields)
+                    command = SupervisorCommand.from_wire(fields)
                 except ProtocolViolation as error:
                     log.warning("command.invalid", stream_id=place, reason=str(error))
                     continue
@@ -259,7 +261,7 @@ class CommandStream(ControlPlane, AsyncRedisConnection):
             if found:
                 yield found
 
-    async def answer(self, command: Command, outcome: Outcome) -> None:
+    async def answer(self, command: SupervisorCommand, outcome: Outcome) -> None:
         key = outcome_key(self._run_id, command.id)
         await self.call("HSET", key, *words(outcome.on_the_wire()))
         await self.call("EXPIRE", key, OUTCOME_KEPT_S)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_trainer.model.fused_head import EAGER, Arithmetic, linear_logprobs
+from grpo_trainer.model.fused_head import EAGER, HeadArithmetic, linear_logprobs
 from grpo_trainer.model.logprobs import TokenValues, values_of
 
 ROWS, WIDTH, VOCABULARY = 20, 16, 30
@@ -31,7 +31,7 @@ class Case:
         scaled = self.head(self.hidden).float() / self.temperature.unsqueeze(-1)
         return values_of(scaled, self.targets, differentiates_entropy=True)
 
-    def fused(self, rows: int, arithmetic: Arithmetic = EAGER) -> TokenValues:
+    def fused(self, rows: int, arithmetic: HeadArithmetic = EAGER) -> TokenValues:
         terms = (self.targets, self.temperature, arithmetic, rows * VOCABULARY)
         logp, entropy = linear_logprobs(self.hidden, self.head, *terms)
         return TokenValues(logp, entropy, above=torch.full_like(logp, torch.nan))

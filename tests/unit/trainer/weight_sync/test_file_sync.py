@@ -24,7 +24,7 @@ from grpo_core.clients.inference import BridgeInfo, Completion
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.directory_checks import check_weights
 from grpo_core.weights.ref import WeightKind
-from grpo_core.weights.supervisor import Action, Command, OutcomeState, SupervisorClient
+from grpo_core.weights.supervisor import Action, OutcomeState, SupervisorClient, SupervisorCommand
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import EngineCrashed, PolicyMismatch
 from grpo_trainer.model.adapter import trained_parameters
@@ -75,7 +75,7 @@ class StandInServer:
         self.crash()
         self.fail()
 
-    def _take(self, supervisor: StandIn, command: Command) -> None:
+    def _take(self, supervisor: StandIn, command: SupervisorCommand) -> None:
         if command.id == IGNORED:
             return
         kind = command.action.kind
@@ -273,7 +273,9 @@ def test_a_run_opens_an_epoch_beyond_every_known_one(known_from: str, bench: New
             (rig.root / "epoch_8_step_2").mkdir(parents=True)
         elif known_from == "a command":
             unread = {"path": "/x", "sha256": "0" * 64}
-            sync.supervisor.send(Command(id=IGNORED, action=LOAD, epoch=8, step=0, **unread))
+            sync.supervisor.send(
+                SupervisorCommand(id=IGNORED, action=LOAD, epoch=8, step=0, **unread)
+            )
         last_epoch = 8 if known_from == "a saved state" else 1
         optimizer = optimizer_of(sync.load_policy())
         assert sync.start(optimizer, step=0, last_epoch=last_epoch) == (9, 0)

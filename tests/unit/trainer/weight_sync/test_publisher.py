@@ -17,9 +17,9 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.supervisor import (
     Action,
-    Command,
     OutcomeState,
     SupervisorClient,
+    SupervisorCommand,
     SupervisorPhase,
     commands_key,
 )
@@ -112,7 +112,7 @@ def test_served_weights_count_although_the_answer_was_lost(
     """The repeated command is refused, because its version is no longer new."""
     monkeypatch.setattr(supervisor_commands, "LOST_AFTER_S", 0.0)
 
-    def carry_out_and_forget(server: StandIn, command: Command) -> None:
+    def carry_out_and_forget(server: StandIn, command: SupervisorCommand) -> None:
         server.serve(command)
         server.lose_commands()
 
@@ -122,7 +122,7 @@ def test_served_weights_count_although_the_answer_was_lost(
 
 
 def test_a_supervisor_that_falls_silent_is_lost(rig: Rig) -> None:
-    def fall_silent(server: StandIn, _command: Command) -> None:
+    def fall_silent(server: StandIn, _command: SupervisorCommand) -> None:
         server.speaks = False
 
     a_second_per_reading = map(float, itertools.count()).__next__
@@ -158,7 +158,7 @@ def test_a_command_is_sent_once_over_a_connection_that_breaks(
     carries_out: bool, redis_url: str
 ) -> None:
     weights = {"path": "/weights/x", "sha256": "0" * 64}
-    command = Command(id="1", action=Action.LOAD_ADAPTER, epoch=1, step=1, **weights)
+    command = SupervisorCommand(id="1", action=Action.LOAD_ADAPTER, epoch=1, step=1, **weights)
     with BreaksOnce(redis_url, uuid.uuid4().hex[:8], deadline_s=60.0) as link:
         link.carries_out = carries_out
         link.send(command)

@@ -18,7 +18,7 @@ from vllm import envs
 from vllm.platforms import current_platform as current_platform
 
 from grpo_core.cpu import SLOW, is_slow_in_bfloat16
-from grpo_core.errors import GrpoError
+from grpo_core.errors import ModelNotFound
 from grpo_vllm.engine.vllm_compat.layers import PARALLEL_SIZES
 from grpo_vllm.engine.vllm_compat.platform_plugin import CPU_ADAPTERS
 
@@ -96,10 +96,6 @@ def adapt_to_cpu(arguments: argparse.Namespace) -> None:
     if arguments.dtype == "auto" and is_slow_in_bfloat16():
         arguments.dtype = "float32"
         log.info("dtype.chosen", dtype="float32", reason=SLOW)
-
-
-class ModelNotFound(GrpoError):
-    """The model does not exist, or cannot be downloaded."""
 
 
 @contextlib.asynccontextmanager
