@@ -100,9 +100,9 @@ def code(settings: Any) -> Iterator[TaskCode]:
 TWO = Graded({"reward": 2.0})
 
 
-def answer_of(text: str) -> Answer:
+def answer_of(text: str, finished: bool = False) -> Answer:
     messages = [{"role": "assistant", "content": text}]
-    return Answer(text, finished=False, messages=messages, token_ids=(1, 2), state=State({}))
+    return Answer(text, finished=finished, messages=messages, token_ids=(1, 2), state=State({}))
 
 
 async def test_an_answer_arrives_whole_in_another_process(code: TaskCode, task: Task) -> None:
@@ -188,3 +188,22 @@ async def test_a_tool_runs_in_another_process(code: TaskCode, task: Task) -> Non
     assert said.split()[0] == "x"
     assert int(said.split()[1]) != os.getpid()
     assert left == "error: SystemExit: x"
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math"])
+async def test_results_of_maths_that_are_no_plain_numbers_are_compared(
+    name: str, tmp_path: Path
+) -> None:
+    """Forks of a process cannot share the one that runs math-verify."""
+    (tmp_path / "train.jsonl").write_text(
+        '{"question": "?", "problem": "?", "answer": "#### 72", "solution": "\\\\boxed{72}"}\n'
+    )
+    words = [name, "check", "--model=m", f"--data={tmp_path}", "--reward-workers=2"]
+    settings = load_env_settings(words)
+    with open_tasks(settings) as tasks, task_code(settings) as code:
+        (task,) = tasks.tasks
+        (row,) = task.rows("train") or ()
+        for result in (r"\frac{144}{2}", r"\sqrt{5184}"):
+            answer = answer_of(rf"<answer> \boxed{{{result}}} </answer>", finished=True)
+            graded = await code.reward(task, answer, row)
+            assert graded.parts["accuracy"] == 1.0

@@ -111,7 +111,8 @@ class TaskCode(ClosesOnExit):
         """What the task's reward returns. Raises as `call`, and as `WorkerProcesses.call`."""
         if not task.blocks:
             return await self.call_here("the reward", task.reward, answer, row)
-        is_here = inspect.iscoroutinefunction(task.reward) or task.has_steps
+        is_async = inspect.iscoroutinefunction(task.reward)
+        is_here = is_async or task.has_steps or task.has_process
         if self._rewards is None or is_here:
             return await self.call("the reward", task.reward, answer, row)
         arguments = (task.name, answer, row)

@@ -35,6 +35,7 @@ class Gsm8k(Task):
     """GSM8K, or data in its layout."""
 
     name = "gsm8k"
+    has_process = True
     max_completion_tokens = 512
     weights = {"accuracy": 1.0, "format": 0.3}  # noqa: RUF012 - nothing changes it
 

@@ -100,6 +100,7 @@ class Math(Task):
     """Problems with LaTeX answers, asked without examples."""
 
     name = "math"
+    has_process = True
     stop = STOP
     weights = {"accuracy": 1.0, "format": 0.0}  # noqa: RUF012 - nothing changes it
 

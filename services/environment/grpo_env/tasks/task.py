@@ -154,8 +154,9 @@ class Task:
     weights: of the parts of the reward; 1 for parts that are missing here.
     held_out: share of the rows that are kept for evaluation if there is no other data for it.
     blocks: whether `reward` may take long. It then runs in another process, where the task is made
-        again, without what its other methods have done to `self`. An `async` reward, and one of a
-        task with a `step` of its own, runs in a thread of this process.
+        again, without what its other methods have done to `self`. An `async` reward, one of a task
+        with a `step` of its own, and one with `has_process` run in a thread of this process.
+    has_process: `reward` asks a process of its own (`MathGrader`), which forks cannot share.
     """
 
     name: str = ""
@@ -167,6 +168,7 @@ class Task:
     weights: Mapping[str, float] = {}
     held_out: float = 0.1
     blocks: bool = True
+    has_process: ClassVar[bool] = False
     drives_itself: ClassVar[bool] = False
     """True: `run` conducts the whole rollout."""
     rates_groups: bool = False
