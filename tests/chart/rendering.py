@@ -60,11 +60,6 @@ def pod_templates(of: list[Object]) -> Iterator[Object]:
         kind, spec = each["kind"], each.get("spec", {})
         if kind == "Pod":
             yield each
-        elif kind == "JobSet":
-            yield from (job["template"]["spec"]["template"] for job in spec["replicatedJobs"])
-        elif kind == "LeaderWorkerSet":
-            template = spec["leaderWorkerTemplate"]
-            yield from (template["leaderTemplate"], template["workerTemplate"])
         elif kind in PODS:
             yield spec["template"]
 

@@ -39,18 +39,6 @@ BAD = {
         ["metrics.serviceMonitor.enabled=true", "environment.keda.enabled=true"],
         ["metrics.serviceMonitor.enabled is true", "environment.keda.enabled is true", "allowFrom"],
     ),
-    "RWO in a group of nodes": (
-        ["mode=none", "device=gpu", "multiNode.kind=leaderWorkerSet"],
-        ["ReadWriteOnce", "persistence.accessMode=ReadWriteMany"],
-    ),
-    "shared memory over nodes": (
-        ["device=gpu", "multiNode.kind=jobSet"],
-        ["multiNode.kind is jobSet", "another mode"],
-    ),
-    "several nodes without GPUs": (
-        ["mode=none", "multiNode.kind=jobSet"],
-        ["multiNode.kind is jobSet", "device=gpu"],
-    ),
     "model without a learning rate": (["model.name=a/b"], ["model.name is a/b", "run.lr=1e-5"]),
     "model outside the volume": (
         ["model.name=/data/model", "run.lr=0.1"],
@@ -66,10 +54,6 @@ BAD = {
     "annotations without the token": (
         ["metrics.podAnnotations=true", "accessToken.existingSecret=a"],
         ["metrics.podAnnotations is true", "metrics.serviceMonitor.enabled=true"],
-    ),
-    "a group of nodes that restarts": (
-        ["mode=lora_restart", "device=gpu", "multiNode.kind=leaderWorkerSet"],
-        ["mode lora_restart restarts the engine", "mode=lora_only"],
     ),
     "no image of the model's Job": (
         [

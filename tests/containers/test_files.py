@@ -27,24 +27,6 @@ def test_the_linters_find_nothing() -> None:
         assert done.returncode == 0, done.stdout
 
 
-def stage(name: str, dockerfile: Path) -> str | None:
-    """The lines of a build stage; None where the file has none of that name."""
-    found = re.search(
-        rf"^FROM \S+ AS {name}$.*?(?=^FROM |\n# [^\n]*\n(?:#[^\n]*\n)*FROM |\Z)",
-        dockerfile.read_text(),
-        re.MULTILINE | re.DOTALL,
-    )
-    return found and found[0].strip()
-
-
-@pytest.mark.parametrize(("name", "images"), [("cpu-base", 3), ("torch", 3), ("vllm", 2)])
-def test_stages_that_images_share_read_the_same(name: str, images: int) -> None:
-    """Else each image would have its own copy of gigabytes."""
-    found = [text for file in DOCKERFILES if (text := stage(name, file)) is not None]
-    assert len(found) == images
-    assert len(set(found)) == 1
-
-
 @functools.cache
 def configuration(mode: str, **settings: str) -> Done:
     """What Compose makes of the files for a host that has set nothing else."""
@@ -99,9 +81,10 @@ def test_kernels_that_are_compiled_at_run_time_can_be_loaded_and_their_caches_na
     assert len(computing) == 9
     for name, service in computing.items():
         assert service["tmpfs"] == ["/tmp:mode=1777,exec"], name
-    for service in ("trainer", "vllm-server", "local"):
-        dockerfile = (ROOT / "services" / service / "Dockerfile").read_text()
-        assert "\nENV HOME=/tmp USER=grpo LOGNAME=grpo " in dockerfile
+    stages = (ROOT / "containers" / "torch" / "Dockerfile").read_text().split("\nFROM ")
+    for image in ("trainer", "vllm-server", "single"):
+        (stage,) = [text for text in stages if text.partition("\n")[0].endswith(f" AS {image}")]
+        assert "\nENV HOME=/tmp USER=grpo LOGNAME=grpo " in stage
 
 
 def test_the_shared_mode_runs_in_the_namespaces_of_a_sandbox() -> None:

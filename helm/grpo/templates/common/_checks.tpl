@@ -39,9 +39,6 @@
 {{- end }}
 {{- end }}
 {{- if eq $v.persistence.accessMode "ReadWriteOnce" }}
-{{- if eq $v.multiNode.kind "leaderWorkerSet" }}
-{{- $problems = append $problems "persistence.accessMode is ReadWriteOnce, but multiNode.kind leaderWorkerSet runs the inference server on several nodes: set persistence.accessMode=ReadWriteMany" }}
-{{- end }}
 {{- range $name := list "vllmServer" "environment" }}
 {{- $pod := index $v $name }}
 {{- if and (or (ne $name "vllmServer") (eq (include "grpo.layout" $) "apart")) (ne (toJson $pod.nodeSelector) (toJson $v.trainer.nodeSelector)) }}
@@ -54,20 +51,6 @@
 {{- end }}
 {{- if and $v.metrics.podAnnotations $v.accessToken.existingSecret }}
 {{- $problems = append $problems "metrics.podAnnotations is true, but with accessToken.existingSecret run-api's metrics need the access token, which annotations cannot name: use metrics.serviceMonitor.enabled=true instead" }}
-{{- end }}
-{{- if and (eq $v.multiNode.kind "leaderWorkerSet") (has $v.mode (list "none" "lora_restart")) }}
-{{- $problems = append $problems (printf "multiNode.kind is leaderWorkerSet, but mode %s restarts the engine, which the other nodes cannot follow: set mode=lora_only" $v.mode) }}
-{{- end }}
-{{- if and (eq $v.multiNode.kind "jobSet") (gt (len (include "grpo.name" .)) 26) }}
-{{- $problems = append $problems (printf "multiNode.kind is jobSet, so the name %s may have at most 26 characters: choose a shorter name for the release" (include "grpo.name" .)) }}
-{{- end }}
-{{- if ne $v.multiNode.kind "none" }}
-{{- if eq $v.mode "shared_vllm" }}
-{{- $problems = append $problems (printf "multiNode.kind is %s, but in mode shared_vllm the inference server and the trainer share memory on one node: choose another mode, or set multiNode.kind=none" $v.multiNode.kind) }}
-{{- end }}
-{{- if ne $v.device "gpu" }}
-{{- $problems = append $problems (printf "multiNode.kind is %s, which needs GPUs: set device=gpu, or multiNode.kind=none" $v.multiNode.kind) }}
-{{- end }}
 {{- end }}
 {{- if and $v.wandb.enabled (eq $v.wandb.mode "online") (not $v.wandb.existingSecret) }}
 {{- $problems = append $problems "wandb.enabled is true, but wandb.existingSecret is empty: set it to a Secret with your W&B API key, or set wandb.mode=offline" }}
