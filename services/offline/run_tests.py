@@ -23,7 +23,7 @@ from grpo_offline.errors import KeysInvalid
 from grpo_offline.keys import CONFIG_FILE, OfflineKeys, config_text
 from grpo_offline.run_files import RunFiles, resumed_keys
 from grpo_offline.screen import OfflineScreen
-from grpo_trainer.control import KlCoefficient
+from grpo_trainer.coefficients import KlCoefficient
 from grpo_trainer.objectives import Objective
 
 ITERATIONS = 2

@@ -35,9 +35,9 @@ from grpo_trainer.model.forward import (
     build_forward_pass,
     plain_forward,
 )
-from grpo_trainer.model.logprobs import TokenValues
+from grpo_trainer.model.logprobs import TokenValues, values_of_all
 from grpo_trainer.model.policy import CausalLM, device_of, train_only
-from grpo_trainer.model.reference import Reference, build_reference, values_of_all
+from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
 from grpo_trainer.optim.sharding import RankOptimizer, is_divided, shard

@@ -19,14 +19,14 @@ from grpo_core.security import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.atomic_files import hold_save_path, remove_unfinished, write_whole
 from grpo_trainer.checkpoint import resume
-from grpo_trainer.checkpoint.saver import BATCH_FOLLOWS, CHECKPOINT_FIRST, Saver
+from grpo_trainer.checkpoint.saver import Saver
 from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.checks.data_checks import DataChecks
 from grpo_trainer.checks.self_test import SelfTest, require_own_functions
 from grpo_trainer.checks.served_weights import Bound
+from grpo_trainer.coefficients import Coefficients
 from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
 from grpo_trainer.config.trainer import AUTO, TrainerSettings
-from grpo_trainer.control import Coefficients
 from grpo_trainer.data.batches import BatchQueue, BatchSource, Position, TakenBatch
 from grpo_trainer.data.collate import broadcast_batch
 from grpo_trainer.data.filter import VersionHistory
@@ -37,7 +37,7 @@ from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy import limits_of
 from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.ranks.group import ALONE, Ranks
+from grpo_trainer.ranks.group import ALONE, BATCH_FOLLOWS, CHECKPOINT_FIRST, Ranks
 from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
 from grpo_trainer.telemetry.sinks import Recorder, Sinks, begin_records, open_sinks
@@ -121,12 +121,16 @@ def training_steps(
                     position = lead.batches.reject(taken, position, error)
                 continue
             fresh = check(lead, taken, gradients, position)
-            optimizer.step(position.step)
+            optimizer.step(position.step)  # changes the master weights alone
             watch.updated()
             published = publish(optimizer, lead, position)
             if lead is not None and fresh is not None:
                 lr = optimizer.learning_rate(position.step)
                 record(lead, position, lr, taken, objective, gradients, fresh, published, watch)
+                divergence = gradients.sums.mean("reference_kl") or 0.0
+                lead.coefficients.observe(
+                    divergence, len(batch.origins), batch.weights_entropy, position.step
+                )
             # After the record: a checkpoint must not include a step that no record mentions.
             position = Position(position.step + 1, taken.batch_id, published.version.epoch)
             save(learner, lead, position)
@@ -195,7 +199,7 @@ def record(
     published: Published,
     watch: StepWatch,
 ) -> None:
-    """Record the step that began at `position`, and let the coefficients follow its results."""
+    """Record the step that began at `position`."""
     outcome = StepOutcome(
         step=position.step,
         lr=lr,
@@ -210,8 +214,6 @@ def record(
         times=watch.times(published.seconds, lead.recorder.started),
         save_s=lead.saver.seconds,
     )
-    divergence, batch = gradients.sums.mean("reference_kl") or 0.0, taken.batch
-    lead.coefficients.observe(divergence, len(batch.origins), batch.weights_entropy, position.step)
     lead.batches.quarantine.step_taken()
     lead.recorder.record(outcome)
 

@@ -11,9 +11,9 @@ import structlog
 from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
 from grpo_trainer.checkpoint.store import StateStore, capture
 from grpo_trainer.checks.served_weights import Bound
+from grpo_trainer.coefficients import Coefficients
 from grpo_trainer.config.sync import SERVED_KEPT
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.control import Coefficients
 from grpo_trainer.data.batches import BatchQueue, Position
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import (
@@ -24,12 +24,9 @@ from grpo_trainer.model.loading import (
 )
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.ranks.group import ALONE, Ranks
+from grpo_trainer.ranks.group import ALONE, CHECKPOINT_FIRST, Ranks
 
 log = structlog.get_logger()
-
-BATCH_FOLLOWS, CHECKPOINT_FIRST = 0, 1
-"""What rank 0 tells the others while they wait for a batch."""
 
 
 @dataclass(frozen=True)

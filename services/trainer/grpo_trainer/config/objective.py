@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from grpo_core.settings import Mistake, Shown
-from grpo_trainer.control import Coefficients, KlCoefficient, Tau
+from grpo_trainer.coefficients import Coefficients, KlCoefficient, Tau
 from grpo_trainer.objectives import (
     ADVANTAGES,
     LOSSES,

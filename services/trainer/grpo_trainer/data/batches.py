@@ -151,9 +151,9 @@ class BatchSource:
                 )
 
     def request_next(self, position: Position) -> None:
-        """Request the batch after the one of `position`, so that it arrives and is prepared while
-        that one is trained on. The last batch is not: environments exit once it is leased, and a
-        rejected batch before it could not be replaced."""
+        """Request the batch after the one that was taken at `position`, so that it arrives and is
+        prepared while that one is trained on. The last batch is not: environments exit once it is
+        leased, and a rejected batch before it could not be replaced."""
         left = self.settings.steps - position.step
         if left > 2:
             self.api.request_ahead(left - 1, self.prepare_ahead)

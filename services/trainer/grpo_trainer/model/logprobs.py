@@ -5,12 +5,14 @@ Legend: B sequences, T positions after the causal shift, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.model.policy import (
     CausalLM,
     base_model,
@@ -18,6 +20,7 @@ from grpo_trainer.model.policy import (
     text_config_of,
     vocabulary_of,
 )
+from grpo_trainer.ranks.group import Ranks
 
 PROBE_LENGTH = 32
 KERNELS = ("sdpa", "eager")
@@ -156,3 +159,16 @@ def sampled_tokens(policy: CausalLM, length: int = PROBE_LENGTH) -> list[int]:
         tokens[0, position] = (logits - noise.log()).argmax()  # sampling by the Gumbel-max trick
     found: list[int] = tokens[0].tolist()
     return found
+
+
+def values_of_all(
+    seen: Sequence[TokenValues], micro_batches: Sequence[MicroBatch], ranks: Ranks
+) -> list[TokenValues]:
+    """The values of all micro-batches. Args: seen: those of this rank's portion"""
+    if ranks.count == 1:
+        return [*seen]
+    width = len(TokenValues._fields)
+    flat = [torch.cat([value.flatten() for value in values]) for values in seen]
+    found = ranks.joined(flat, [width * micro.inputs.numel() for micro in micro_batches])
+    pairs = zip(found, micro_batches, strict=True)
+    return [TokenValues(*part.view(width, *micro.inputs.shape)) for part, micro in pairs]

@@ -8,18 +8,17 @@ reference model is a second copy.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.data.collate import Batch, MicroBatch
+from grpo_trainer.data.collate import Batch
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.model.loading import TrainedWeights
-from grpo_trainer.model.logprobs import TokenValues
+from grpo_trainer.model.logprobs import TokenValues, values_of_all
 from grpo_trainer.model.policy import CausalLM, device_of, vocabulary_of
 from grpo_trainer.ranks.group import ALONE, Ranks
 
@@ -77,16 +76,3 @@ def build_reference(
         parameter.requires_grad_(False)
     options = settings.model_copy(update={"compile": False, "gradient_checkpointing": False})
     return Reference(copy, build_forward_pass(copy, options), is_policy=False)
-
-
-def values_of_all(
-    seen: Sequence[TokenValues], micro_batches: Sequence[MicroBatch], ranks: Ranks
-) -> list[TokenValues]:
-    """The values of all micro-batches. Args: seen: those of this rank's portion"""
-    if ranks.count == 1:
-        return [*seen]
-    width = len(TokenValues._fields)
-    flat = [torch.cat([value.flatten() for value in values]) for values in seen]
-    found = ranks.joined(flat, [width * micro.inputs.numel() for micro in micro_batches])
-    pairs = zip(found, micro_batches, strict=True)
-    return [TokenValues(*part.view(width, *micro.inputs.shape)) for part, micro in pairs]

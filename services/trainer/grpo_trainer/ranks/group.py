@@ -37,6 +37,9 @@ _LIBRARIES = ("gloo", "NCCL")
 T = TypeVar("T")
 S = TypeVar("S", bound=TrainerSettings)
 
+BATCH_FOLLOWS, CHECKPOINT_FIRST = 0, 1
+"""What rank 0 tells the others while they wait for a batch."""
+
 
 @dataclass(frozen=True)
 class Ranks:

@@ -19,9 +19,9 @@ from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.checkpoint.saver import Due, Saver, due_after
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.checks.served_weights import Bound
+from grpo_trainer.coefficients import Coefficients, KlCoefficient, Tau
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
-from grpo_trainer.control import Coefficients, KlCoefficient, Tau
 from grpo_trainer.data.batches import Position
 from grpo_trainer.model.loading import FINAL_MODEL
 from grpo_trainer.optim.master_optimizer import MasterOptimizer

@@ -18,8 +18,8 @@ from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_tiny_model.model import build_model
 from grpo_tiny_model.recipe import Recipe
+from grpo_trainer.coefficients import Tau
 from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.control import Tau
 from grpo_trainer.data.batches import BatchSource, Position
 from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.data.filter import NO_HISTORY

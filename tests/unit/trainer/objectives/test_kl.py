@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from grpo_trainer.control import KlCoefficient
+from grpo_trainer.coefficients import KlCoefficient
 from grpo_trainer.kl import kl_terms
 from grpo_trainer.losses import entropy_bonus, kl_penalty
 from grpo_trainer.objectives import KlControlName, KlEstimatorName

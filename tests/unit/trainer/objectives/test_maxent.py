@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_trainer.advantages import completion_weights, entropy_of, improved
-from grpo_trainer.control import Tau
+from grpo_trainer.coefficients import Tau
 from grpo_trainer.objectives import Objective
 
 SCORES = torch.tensor([1.0, 0.0, 0.0, 0.0])
