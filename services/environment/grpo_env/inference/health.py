@@ -57,10 +57,18 @@ class HealthClient(AsyncServiceClient):
     Args:
         others: number of the other servers that the environment uses
         api_key: the server's API key; None if it needs none
+        attempt_s: limit on one probe; a longer one is shortened
     """
 
-    def __init__(self, base_url: str, others: int = 0, api_key: str | None = None) -> None:
-        super().__init__(SERVICE, base_url, _ATTEMPT_S, _ATTEMPT_S, token=api_key)
+    def __init__(
+        self,
+        base_url: str,
+        others: int = 0,
+        api_key: str | None = None,
+        attempt_s: float = _ATTEMPT_S,
+    ) -> None:
+        attempt_s = min(_ATTEMPT_S, attempt_s)
+        super().__init__(SERVICE, base_url, attempt_s, attempt_s, token=api_key)
         self._others = others
         self._is_admitted = not others
 
@@ -268,7 +276,7 @@ async def wait_for_servers(
     deadline = Deadline(deadline_s)
     problems: dict[str, Exception] = {}
     async with AsyncExitStack() as stack:
-        servers = [HealthClient(url, len(urls) - 1, api_key) for url in urls]
+        servers = [HealthClient(url, len(urls) - 1, api_key, deadline_s) for url in urls]
         for server in servers:
             await stack.enter_async_context(server)
         while not await _is_one_healthy(servers, problems):

@@ -98,7 +98,8 @@ class RecordedDialogue:
         sequence.as_given.append(said)
         sequence.is_answered = True
         self.state.messages = [*sequence.messages]
-        self.state.turn += 1
+        has_turns = self._task.is_conversation or self._task.drives_itself
+        self.state.turn += has_turns
         self._allowed += limit
         self.last_answer = Answer(
             completion.text,
@@ -108,7 +109,8 @@ class RecordedDialogue:
             token_ids=[token for one in self._sequences for token in one.sampled_ids],
             max_tokens=self._allowed,
             opening=self._template.opening(begun if sequence.is_chat else ""),
-            call_format=self._template.call_format,
+            # Where nothing answers calls, a reward reads those in every form.
+            call_format=self._template.call_format if has_turns else None,
         )
         return self.last_answer
 

@@ -363,7 +363,7 @@ def _outcome(text: str, call: Callable[[], Any], read: Callable[[Any], Any]) -> 
         contained(load, text)
         value = contained(call)
         if inspect.isawaitable(value):
-            value = asyncio.run(contained_await(value))
+            value = contained(asyncio.run, contained_await(value))
         return _portable(read(value))
     except GrpoError as error:
         raise _portable(error) from None

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict  # pydantic accepts `typing.TypedDict` f
 
 from grpo_api.errors import BatchGone, BatchUnknown, Conflict, TrainerNotRegistered
 from grpo_api.planning.placement import Groups
-from grpo_api.store.keys import entry_age, parse_groups
+from grpo_api.store.keys import parse_groups
 from grpo_api.store.redis import RedisLink
 
 _PLAIN = ""
@@ -131,18 +131,18 @@ class Leases:
         return OpenPoll(poll.claim, *rest)
 
     async def candidates(self, batch_size: int) -> list[bytes]:
-        """The oldest entries of the queue, of each kind as many as a batch could hold, by age."""
+        """The oldest entries of the queue, of each kind as many as a batch could hold."""
         entries: list[bytes] = await self._link.script("batch_candidates", batch_size)
-        return sorted(entries, key=entry_age)
+        return entries
 
     async def lease(self, poll: OpenPoll, entries: Sequence[bytes]) -> Lease | None:
         """Move entries from the queue into one leased batch and count the step, atomically.
 
-        None if another trainer has registered, or the run was reset, since the poll began: the
+        None if another trainer has registered, or the run was reset, since a plain poll began: the
         queue now belongs to that trainer.
 
         Raises:
-            PlanLost
+            PlanLost: the queue changed, or belongs to another trainer than the one of the poll.
         """
         outcome, *rest = await self._link.script(
             "lease_batch",
@@ -152,9 +152,9 @@ class Leases:
             poll.batch_size,
             *entries,
         )
-        if outcome == b"superseded":
+        if outcome == b"superseded" and poll.claim:  # a plain poll cannot say whose the queue is
             return None
-        if outcome == b"moved":
+        if outcome in (b"superseded", b"moved"):
             raise PlanLost
         return _lease(poll.batch_id, rest[0], poll.claim, again=False)
 

@@ -81,6 +81,8 @@ async def test_the_reward_learns_what_was_cut_off_and_its_advantage_can_be_maske
 
     def reward(answer: Any, _row: Any) -> float:
         seen[str(answer)] = answer.finished
+        # Nothing has answered: calls count in every form.
+        assert (answer.call_format, answer.state.turn) == (None, 0)
         return float(answer == "7")
 
     outcome, _ = await sample(
