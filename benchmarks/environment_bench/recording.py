@@ -16,6 +16,7 @@ from statistics import median
 
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
+from grpo_trainer.advantages import with_advantages
 from grpo_trainer.data.collate import collate
 from grpo_trainer.data.groups import GroupLimits, Tokens, usable_group
 from grpo_trainer.model.logprobs import TokenValues
@@ -50,6 +51,7 @@ def writer_ms() -> float:
 def _rollouts(step: int) -> StepRollouts:
     groups = [usable_group(0, _group(), GroupLimits(VOCABULARY, 256, False)) for _ in range(GROUPS)]
     batch = collate(groups, 256, GROUPS * SIZE, _together, GRPO)
+    batch = with_advantages(batch, groups, GRPO)
     values = [TokenValues(*[-micro.targets / 700] * 3) for micro in batch.micro_batches]
     tokens = TokenTable.of(batch.micro_batches, values)
     return StepRollouts(step, epoch=1, groups=groups, batch=batch, tokens=tokens)

@@ -22,7 +22,7 @@ from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.collate import Batch, broadcast_batch, collate
 from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
-from grpo_trainer.errors import FunctionUnusable, SelfTestFailed
+from grpo_trainer.errors import FunctionUnusable, NonFiniteStep, SelfTestFailed
 from grpo_trainer.functions import own_function
 from grpo_trainer.learner import GradientStats, Learner
 from grpo_trainer.losses import LossInputs
@@ -77,10 +77,14 @@ class SelfTest:
             # Rank 0 alone may have the whole policy, which gives the behaviour logprobs.
             groups = self._groups() if self.learner.ranks.leads else []
             whole, parts = (self._batch(groups, objective, tokens) for tokens in (LARGE, 1))
-            return [
-                *self._of_logprobs(whole, objective),
-                *self._of_gradients(whole, parts, objective),
-            ]
+            try:
+                return [
+                    *self._of_logprobs(whole, objective),
+                    *self._of_gradients(whole, parts, objective),
+                ]
+            except NonFiniteStep:
+                self.learner.optimizer.gradients.clear()
+                return ["the loss or a gradient is NaN or infinite: the weights may be damaged"]
 
     def _groups(self) -> list[UsableGroup]:
         vocabulary = vocabulary_of(self.learner.policy)

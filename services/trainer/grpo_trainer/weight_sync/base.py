@@ -101,8 +101,11 @@ class CheckedServer:
     bridge: BridgeClient
 
     def crashes(self) -> int:
-        """Number of crashes of the engine so far, once the server serves again. Raises
-        `LostServer`."""
+        """Number of crashes of the engine that are known now."""
+        raise NotImplementedError
+
+    def await_serving(self) -> None:
+        """Wait until the server serves the policy's weights. Raises `LostServer`."""
         raise NotImplementedError
 
     def served_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -132,32 +135,46 @@ class CheckedServer:
 
         The client of `ask` retries too, so the engine may also have crashed if `ask` succeeds.
         """
-        deadline, seen, before = Deadline(PROBE_DEADLINE_S), 0, self.crashes()
+        self.await_serving()
+        deadline, seen = Deadline(PROBE_DEADLINE_S), self.crashes()
+        most = seen + TOLERATED_CRASHES
         while True:
             failure = None
             try:
                 answer = ask()
             except ServiceUnavailable as error:
                 failure = error
-            with deadline.suspended():
-                crashes = self.crashes() - before
-            if crashes > TOLERATED_CRASHES:
-                raise EngineCrashed(
-                    f"the server's engine crashed {crashes} times while the trainer waited for "
-                    f"{request}, so this request probably crashes it. Read the lines before "
-                    "engine.crashed in the server's log (logs/vllm-server.log of a local run; "
-                    "vllm_server.log in --save-path if grpo started the server). Fix the cause, "
-                    "then start the trainer again to resume from its newest checkpoint"
-                )
-            if crashes > seen:
-                seen, deadline = crashes, Deadline(PROBE_DEADLINE_S)  # for the new engine
-                log.warning(
-                    "engine.crashed_during_check",
-                    request=request,
-                    hint="the trainer repeats the request once; read the server's log",
-                )
-            elif failure is not None and deadline.has_passed:
-                raise failure
+            known, seen = seen, _noted(request, self.crashes(), seen, most)
             if failure is None:
                 return answer
+            with deadline.suspended():
+                self.await_serving()
+            seen = _noted(request, self.crashes(), seen, most)
+            if seen > known:
+                deadline = Deadline(PROBE_DEADLINE_S)  # for the new engine
+            elif deadline.has_passed:
+                raise failure
             time.sleep(POLL_S)
+
+
+def _noted(request: str, crashes: int, seen: int, most: int) -> int:
+    """The number of crashes, which is logged if it rose.
+
+    Raises:
+        EngineCrashed: there are more than `most`.
+    """
+    if crashes > most:
+        raise EngineCrashed(
+            f"the server's engine crashed {crashes - most + TOLERATED_CRASHES} times while the "
+            f"trainer waited for {request}, so this request probably crashes it. Read the lines "
+            "before engine.crashed in the server's log (logs/vllm-server.log of a local run; "
+            "vllm_server.log in --save-path if grpo started the server). Fix the cause, then start "
+            "the trainer again to resume from its newest checkpoint"
+        )
+    if crashes > seen:
+        log.warning(
+            "engine.crashed_during_check",
+            request=request,
+            hint="the trainer repeats the request once; read the server's log",
+        )
+    return crashes

@@ -192,6 +192,7 @@ class FileSync(CheckedServer, DirectorySync):
     supervisor: SupervisorClient
     monitor: ServerMonitor
     publisher: Publisher
+    _crashes: int = field(init=False, default=0)
 
     @property
     def caches_stay(self) -> bool:
@@ -245,7 +246,13 @@ class FileSync(CheckedServer, DirectorySync):
         self.monitor.look()
 
     def crashes(self) -> int:
-        return self.monitor.await_serving().crashes
+        status = self.monitor.status()
+        if status is not None:
+            self._crashes = status.crashes
+        return self._crashes
+
+    def await_serving(self) -> None:
+        self.monitor.await_serving()
 
     def close(self) -> None:
         self.supervisor.close()

@@ -166,13 +166,15 @@ class SharedVllm(CheckedServer):
             LostServer: it did not come back in time.
         """
         if self._server.is_lost():
+            self._crashes += 1
             self._reattach("the server closed the connection")
             self._publish(self._version.step)
 
     def crashes(self) -> int:
-        self._crashes += self._server.is_lost()
+        return self._crashes + self._server.is_lost()
+
+    def await_serving(self) -> None:
         self.recover_server()
-        return self._crashes
 
     def close(self) -> None:
         self._server.close()

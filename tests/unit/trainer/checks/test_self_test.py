@@ -97,6 +97,14 @@ def test_a_fault_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert words in message(bench(policy, **options))
 
 
+def test_a_gradient_that_is_not_finite_is_named() -> None:
+    test = bench()
+    parameter = next(p for p in test.learner.policy.parameters() if p.requires_grad)
+    parameter.register_hook(lambda gradient: gradient * float("nan"))
+    assert "a gradient is NaN" in message(test)
+    assert not any(gradient is not None for gradient in test.learner.optimizer.gradients.tensors)
+
+
 EVERY_FAULT = faults.FAULTS | faults.ALSO
 
 

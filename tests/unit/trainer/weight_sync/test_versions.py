@@ -132,7 +132,7 @@ def test_a_check_that_crashes_the_engine_twice_ends_the_run(
     crashes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base, "POLL_S", 0.0)
-    held, left = LostAttachment(), crashes
+    held, left, returned = LostAttachment(), crashes, 0
 
     def prompt_logprobs(_tokens: list[int]) -> list[float]:
         nonlocal left
@@ -142,6 +142,8 @@ def test_a_check_that_crashes_the_engine_twice_ends_the_run(
         raise ServiceUnavailable("it has ended")
 
     def reattach(_why: str) -> None:
+        nonlocal returned
+        returned += 1
         held.ended = False
 
     with BridgeClient("http://127.0.0.1:1") as bridge:
@@ -154,6 +156,7 @@ def test_a_check_that_crashes_the_engine_twice_ends_the_run(
         else:
             with pytest.raises(EngineCrashed, match=r"2 times .* the logprobs of 2 tokens"):
                 sync.served_logprobs([3, 4])
+        assert returned == 1  # after the second crash, nothing is waited for
 
 
 def test_the_first_update_and_every_third_are_checked_and_must_be_written() -> None:
