@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
 from grpo_core.wire.fields import FLOAT32_MAX
-from tests.integration.run_api_calls import group, send_raw, start
+from tests.integration.run_api_calls import ApiClient, group
 
 SIZE = 2
 OPTIONAL = {
@@ -42,9 +41,9 @@ SENT = [
 ]
 
 
-def served(http: httpx.Client, body: Any, path: str = "/scored_data") -> dict[str, Any]:
+def served(http: ApiClient, body: Any, path: str = "/scored_data") -> dict[str, Any]:
     """The group that the trainer receives. Each group fills a batch."""
-    answer = send_raw(http, body, path)
+    answer = http.send_raw(body, path)
     assert (answer.status_code, answer.json()["status"]) == (200, "received")
     (item,) = http.get("/batch").json()["batch"]
     return dict(item)
@@ -52,17 +51,17 @@ def served(http: httpx.Client, body: Any, path: str = "/scored_data") -> dict[st
 
 @pytest.mark.parametrize("sent", SENT)
 def test_every_group_is_served_with_all_keys_as_it_was_sent(
-    http: httpx.Client, sent: dict[str, Any]
+    http: ApiClient, sent: dict[str, Any]
 ) -> None:
     """A single group is stored as sent, if it is a usual one. Others are encoded again."""
-    start(http, batch_size=SIZE)
+    http.start(batch_size=SIZE)
     expected = dict.fromkeys(ALL_KEYS) | sent
     assert served(http, sent) == expected
     assert served(http, [sent], "/scored_data_list") == expected
 
 
-def test_numbers_are_coerced_and_unknown_fields_dropped(http: httpx.Client) -> None:
-    start(http, batch_size=SIZE)
+def test_numbers_are_coerced_and_unknown_fields_dropped(http: ApiClient) -> None:
+    http.start(batch_size=SIZE)
     loose = {
         "tokens": [[1.0, "7", 90], [1, 7, 91]],
         "masks": [["-100", -100.0, 90], [-100, -100, 91]],

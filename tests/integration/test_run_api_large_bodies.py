@@ -23,7 +23,7 @@ from grpo_api.errors import StoreUnavailable
 from grpo_api.store.payloads import compress, stored
 from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
 from tests.integration.conftest import StartApi
-from tests.integration.run_api_calls import group, start, status, submit
+from tests.integration.run_api_calls import ApiClient, group
 from tests.support.wait import DEADLINE_S, wait_for_async
 
 TOKENS = 100_000
@@ -40,10 +40,10 @@ def api(own_api: StartApi) -> RunningApi:
 
 
 @pytest.fixture
-def large(api: RunningApi) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=api.url, timeout=DEADLINE_S) as client:
+def large(api: RunningApi) -> Iterator[ApiClient]:
+    with ApiClient(base_url=api.url, timeout=DEADLINE_S) as client:
         client.get("/reset_data").raise_for_status()
-        start(client)
+        client.start()
         yield client
 
 
@@ -52,7 +52,7 @@ def large_group(**changes: Any) -> dict[str, Any]:
     return group(1, tokens=[row, row], masks=[row, row], **changes)
 
 
-def post(http: httpx.Client, body: Any, path: str = "/scored_data") -> httpx.Response:
+def post(http: ApiClient, body: Any, path: str = "/scored_data") -> httpx.Response:
     return http.post(path, content=gzipped(body), headers=GZIP)
 
 
@@ -74,13 +74,13 @@ def command(process: psutil.Process) -> list[str]:
         return []
 
 
-def test_large_groups_and_lists_are_taken_and_refused_like_others(large: httpx.Client) -> None:
+def test_large_groups_and_lists_are_taken_and_refused_like_others(large: ApiClient) -> None:
     assert post(large, large_group()).json() == {"status": "received"}
     assert post(large, [group(2), large_group()], "/scored_data_list").json() == {
         "status": "received",
         "groups_processed": 2,
     }
-    assert status(large) == (0, 3)
+    assert large.status() == (0, 3)
     (first, second) = large.get("/batch").json()["batch"]
     assert first["tokens"] == large_group()["tokens"]
     assert second["tokens"] == group(2)["tokens"]
@@ -92,7 +92,7 @@ def test_large_groups_and_lists_are_taken_and_refused_like_others(large: httpx.C
 
 
 def test_others_do_not_wait_while_a_large_submission_is_decoded(
-    api: RunningApi, large: httpx.Client
+    api: RunningApi, large: ApiClient
 ) -> None:
     post(large, large_group()).raise_for_status()
     (worker,), body = decode_processes(api.process.pid), gzipped(large_group())
@@ -101,13 +101,13 @@ def test_others_do_not_wait_while_a_large_submission_is_decoded(
     try:
         decoding.request("POST", "/scored_data", body, GZIP)
         # the body arrived before these requests, which are sent later
-        submit(large, *range(5))
+        large.submit(*range(5))
         assert not select.select([decoding.sock], [], [], 0)[0]
     finally:
         worker.resume()
     assert json.load(decoding.getresponse()) == {"status": "received"}
     decoding.close()
-    assert status(large) == (0, 7)
+    assert large.status() == (0, 7)
 
 
 async def test_others_are_served_between_the_pieces_of_a_group() -> None:

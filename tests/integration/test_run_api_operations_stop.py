@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from tests.fixtures.run_api import RunningApi, start_run_api
-from tests.integration.run_api_calls import group, start
+from tests.integration.run_api_calls import ApiClient, group
 from tests.support.wait import DEADLINE_S
 
 LARGE = "x" * 2 * 1024 * 1024
@@ -29,13 +29,13 @@ BODY_DEADLINE_S = 600
 @contextmanager
 def running_api(
     redis_url: str, directory: Path, grace_s: int = GRACE_S
-) -> Iterator[tuple[RunningApi, httpx.Client]]:
+) -> Iterator[tuple[RunningApi, ApiClient]]:
     """A run-api with a trainer, killed after the test."""
     further = {"--stop-grace-s": grace_s, "--body-deadline-s": BODY_DEADLINE_S}
     running = start_run_api(redis_url, directory, run_id=directory.name, further=further)
     try:
-        with httpx.Client(base_url=running.url, timeout=DEADLINE_S) as client:
-            start(client)
+        with ApiClient(base_url=running.url, timeout=DEADLINE_S) as client:
+            client.start()
             yield running, client
     finally:
         running.process.kill()

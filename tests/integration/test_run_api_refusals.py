@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 import redis
 
@@ -13,25 +12,16 @@ from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire.run_api import EnvironmentCount, Registration
 from tests.fixtures.run_api import MAX_BODY_BYTES, RUN_ID
-from tests.integration.run_api_calls import (
-    REGISTRATION,
-    group,
-    lease,
-    register,
-    register_environment,
-    send_raw,
-    start,
-    submit,
-)
+from tests.integration.run_api_calls import REGISTRATION, ApiClient, group
 from tests.integration.run_store_rig import open_run
 
 INVALID = group(1, scores=[0.0])
 UNSERVABLE = group(1, size=3)
 
 
-def refusals(http: httpx.Client, trainer: int) -> tuple[int, str]:
+def refusals(http: ApiClient, trainer: int) -> tuple[int, str]:
     """The number and the last reason, as a waiting trainer gets them; /status shows the same."""
-    count = lease(http, trainer).raise_for_status().json()["environments"]
+    count = http.lease(trainer).raise_for_status().json()["environments"]
     told = count["refused_groups"], count["last_refusal"]
     shown = http.get("/status").json()
     assert (shown["refused_groups"], shown["last_refusal"]) == told
@@ -39,9 +29,9 @@ def refusals(http: httpx.Client, trainer: int) -> tuple[int, str]:
 
 
 @pytest.fixture
-def trainer(http: httpx.Client) -> int:
-    start(http)
-    uuid: int = register(http).json()["uuid"]
+def trainer(http: ApiClient) -> int:
+    http.start()
+    uuid: int = http.register().json()["uuid"]
     return uuid
 
 
@@ -61,7 +51,7 @@ def trainer(http: httpx.Client) -> int:
     ],
 )
 def test_every_way_of_refusing_counts_and_is_named(
-    http: httpx.Client,
+    http: ApiClient,
     trainer: int,
     path: str,
     content: Any,
@@ -70,20 +60,18 @@ def test_every_way_of_refusing_counts_and_is_named(
     groups: int,
     reason: str,
 ) -> None:
-    register_environment(http)
+    http.register_environment()
     body = {"content": content} if isinstance(content, bytes) else {"json": content}
     for again in (1, 2):
         assert http.post(path, headers=headers, **body).status_code == status
         number, last = refusals(http, trainer)
         assert number == groups * again
         assert reason in last
-    submit(http, 2)
+    http.submit(2)
     assert refusals(http, trainer)[0] == groups * 2
 
 
-def test_a_repeat_of_a_refusal_counts_once_for_each_trainer(
-    http: httpx.Client, trainer: int
-) -> None:
+def test_a_repeat_of_a_refusal_counts_once_for_each_trainer(http: ApiClient, trainer: int) -> None:
     def repeat(body: Any = INVALID) -> None:
         for _ in range(2):
             answer = http.post("/scored_data", json=body, headers={"Idempotency-Key": "key"})
@@ -93,7 +81,7 @@ def test_a_repeat_of_a_refusal_counts_once_for_each_trainer(
     assert refusals(http, trainer)[0] == 1
     repeat(UNSERVABLE)
     assert refusals(http, trainer)[0] == 2
-    newer = register(http).json()["uuid"]
+    newer = http.register().json()["uuid"]
     assert refusals(http, newer) == (0, "")
     repeat()
     assert refusals(http, newer)[0] == 1
@@ -101,20 +89,20 @@ def test_a_repeat_of_a_refusal_counts_once_for_each_trainer(
     assert http.get("/status").json()["refused_groups"] == 0
 
 
-def test_before_a_trainer_nothing_is_counted(http: httpx.Client, redis_url: str) -> None:
+def test_before_a_trainer_nothing_is_counted(http: ApiClient, redis_url: str) -> None:
     assert http.post("/scored_data", json=group(1)).status_code == 409
-    send_raw(http, INVALID)
+    http.send_raw(INVALID)
     with redis.Redis.from_url(redis_url) as connection:
         assert not connection.exists(f"{layout_prefix(RUN_ID)}refusals")
 
 
-def test_a_trainer_without_a_batch_ends_with_the_last_reason(http: httpx.Client) -> None:
+def test_a_trainer_without_a_batch_ends_with_the_last_reason(http: ApiClient) -> None:
     with TrainerClient(str(http.base_url)) as trainer:
         trainer.register(Registration.model_validate(REGISTRATION))
         with pytest.raises(ServiceUnavailable, match=r"send groups$"):
             trainer.next_batch(0.01)
         for _ in range(3):
-            send_raw(http, {})
+            http.send_raw({})
         seen: list[EnvironmentCount] = []
         with pytest.raises(
             ServiceUnavailable,

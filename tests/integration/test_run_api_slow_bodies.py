@@ -9,12 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
-import httpx
 import pytest
 
 from tests.fixtures.run_api import RunningApi
 from tests.integration.conftest import StartApi
-from tests.integration.run_api_calls import group, start, status
+from tests.integration.run_api_calls import ApiClient, group
 from tests.support.wait import DEADLINE_S, wait_for
 
 BODY_DEADLINE_S = 2.0
@@ -82,7 +81,7 @@ def test_a_body_that_trickles_is_408_all_the_same(impatient: RunningApi) -> None
         assert wait_for(answered_to_another_byte).startswith(b"HTTP/1.1 408 ")
 
 
-def post(http: httpx.Client, body: bytes | Iterator[bytes]) -> int:
+def post(http: ApiClient, body: bytes | Iterator[bytes]) -> int:
     answer = http.post("/scored_data", content=body)
     assert ("Retry-After" in answer.headers) == (answer.status_code == 503)
     return answer.status_code
@@ -96,8 +95,8 @@ def chunked(body: bytes) -> Iterator[bytes]:
 
 def test_what_bodies_hold_has_a_limit_that_leaves_room_for_small_ones(own_api: StartApi) -> None:
     api = own_api("held", further={"--max-body-bytes": MAX_BODY_BYTES})
-    with httpx.Client(base_url=api.url, timeout=DEADLINE_S) as http:
-        start(http)
+    with ApiClient(base_url=api.url, timeout=DEADLINE_S) as http:
+        http.start()
         with ExitStack() as stalled:
 
             def is_full_once_more_have_come() -> bool:
@@ -108,7 +107,7 @@ def test_what_bodies_hold_has_a_limit_that_leaves_room_for_small_ones(own_api: S
                 return False
 
             wait_for(is_full_once_more_have_come)
-            before = status(http)
+            before = http.status()
             assert post(http, json.dumps(group(1)).encode()) == 200
-            assert status(http) == (before[0], before[1] + 1)
+            assert http.status() == (before[0], before[1] + 1)
         wait_for(lambda: post(http, LARGE) == 200)
