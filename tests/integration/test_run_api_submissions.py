@@ -9,9 +9,17 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 
+from grpo_api.store.redis import layout_prefix
+from grpo_core.clients.run_api import TrainerClient
+from grpo_core.errors import ServiceUnavailable
+from grpo_core.wire.fields import FLOAT32_MAX
+from grpo_core.wire.run_api import EnvironmentCount, Registration
+from tests.fixtures.run_api import MAX_BODY_BYTES, RUN_ID
 from tests.integration.conftest import StartApi
-from tests.integration.run_api_calls import ApiClient, group
+from tests.integration.run_api_calls import REGISTRATION, ApiClient, group
+from tests.integration.run_store_rig import open_run
 from tests.support.wait import DEADLINE_S
 
 
@@ -104,3 +112,177 @@ def test_a_queue_that_stays_full_is_a_503_and_nothing_is_queued(own_api: StartAp
         limited.start(batch_size=16)
         limited.submit(*range(8))
         assert limited.next_batch() == list(range(8))
+
+
+SIZE = 2
+OPTIONAL = {
+    *("advantages", "ref_logprobs", "messages", "generation_params", "inference_logprobs"),
+    *("overrides", "group_overrides", "images", "env_id", "distill_token_ids", "distill_logprobs"),
+}
+ALL_KEYS = {"tokens", "masks", "scores", *OPTIONAL}
+ODD = {'é"\\': [[{"x": [1.5, -0.0, 1e300, 2**53]}], "[", "", None, True, {}]}
+USUAL = group(1) | {
+    "scores": [-0.1, FLOAT32_MAX],
+    "inference_logprobs": [[1.0, 1.0, -0.25], [1.0, 1.0, -1e-30]],
+    "messages": [[ODD | {"role": "user", "content": "a [bracket] é"}], []],
+    "overrides": [ODD, {}],
+    "group_overrides": {"policy_version": [[[0, 1], [0, 1]], [[0, 1], [0, 2]]]},
+    "generation_params": ODD | {"temperature": 0.7},
+    "images": ODD,
+}
+SENT = [
+    group(2**31 - 1),
+    group(1, **dict.fromkeys(OPTIONAL)),
+    group(1, advantages=[], inference_logprobs=[], messages=[], overrides=[]),
+    USUAL,
+    USUAL | {"env_id": 7, "advantages": [[0.5, -1.5], [2.25]], "ref_logprobs": [[-0.5]] * 2},
+    # of integers or rare fields, so that the group is encoded again
+    USUAL | {"scores": [0.0, 1.0], "advantages": [[], [3.0]]},
+    group(
+        1,
+        distill_token_ids=[[[4, 5], [], [6]], [[], [], [7]]],
+        distill_logprobs=[[[-0.5, -1.5], [], [-2.0]], [[], [], [-0.25]]],
+    ),
+]
+
+
+def served(http: ApiClient, body: Any, path: str = "/scored_data") -> dict[str, Any]:
+    """The group that the trainer receives. Each group fills a batch."""
+    answer = http.send_raw(body, path)
+    assert (answer.status_code, answer.json()["status"]) == (200, "received")
+    (item,) = http.get("/batch").json()["batch"]
+    return dict(item)
+
+
+@pytest.mark.parametrize("sent", SENT)
+def test_every_group_is_served_with_all_keys_as_it_was_sent(
+    http: ApiClient, sent: dict[str, Any]
+) -> None:
+    """A single group is stored as sent, if it is a usual one. Others are encoded again."""
+    http.start(batch_size=SIZE)
+    expected = dict.fromkeys(ALL_KEYS) | sent
+    assert served(http, sent) == expected
+    assert served(http, [sent], "/scored_data_list") == expected
+
+
+def test_numbers_are_coerced_and_unknown_fields_dropped(http: ApiClient) -> None:
+    http.start(batch_size=SIZE)
+    loose = {
+        "tokens": [[1.0, "7", 90], [1, 7, 91]],
+        "masks": [["-100", -100.0, 90], [-100, -100, 91]],
+        "scores": ["1.5", 2],
+        "env_id": "3",
+        "surprise": {"x": 1},
+    }
+    coerced = group(1) | {"scores": [1.5, 2.0], "env_id": 3}
+    assert served(http, loose) == dict.fromkeys(ALL_KEYS) | coerced
+
+
+INVALID = group(1, scores=[0.0])
+UNSERVABLE = group(1, size=3)
+
+
+def refusals(http: ApiClient, trainer: int) -> tuple[int, str]:
+    """The number and the last reason, as a waiting trainer gets them; /status shows the same."""
+    count = http.lease(trainer).raise_for_status().json()["environments"]
+    told = count["refused_groups"], count["last_refusal"]
+    shown = http.get("/status").json()
+    assert (shown["refused_groups"], shown["last_refusal"]) == told
+    return told
+
+
+@pytest.fixture
+def trainer(http: ApiClient) -> int:
+    http.start()
+    uuid: int = http.register().json()["uuid"]
+    return uuid
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "headers", "status", "groups", "reason"),
+    [
+        ("/scored_data", INVALID, {}, 422, 1, "scores: 1 entries for 2 sequences"),
+        ("/scored_data", {}, {}, 422, 1, "tokens: Field required (and 2 more)"),
+        ("/scored_data", UNSERVABLE, {}, 422, 1, "groups of 3 sequences do not"),
+        ("/scored_data", group(1, size=4, env_id=0), {}, 422, 1, "env_id 0: this group has 4"),
+        ("/scored_data", group(1), {"Idempotency-Key": "two words"}, 422, 1, "idempotency-key: "),
+        ("/scored_data", b"no gzip", {"Content-Encoding": "gzip"}, 400, 1, "the body is not valid"),
+        ("/scored_data", b" " * (MAX_BODY_BYTES + 1), {}, 413, 1, "the body is larger than"),
+        ("/scored_data_list", [group(1), INVALID], {}, 422, 1, "1: scores: 1 entries for"),
+        ("/scored_data_list", [group(1), UNSERVABLE], {}, 422, 2, "groups of 3 seq"),
+        ("/scored_data_list", [group(1)], {"Idempotency-Key": ""}, 422, 1, "idempotency-key: "),
+    ],
+)
+def test_every_way_of_refusing_counts_and_is_named(
+    http: ApiClient,
+    trainer: int,
+    path: str,
+    content: Any,
+    headers: dict[str, str],
+    status: int,
+    groups: int,
+    reason: str,
+) -> None:
+    http.register_environment()
+    body = {"content": content} if isinstance(content, bytes) else {"json": content}
+    for again in (1, 2):
+        assert http.post(path, headers=headers, **body).status_code == status
+        number, last = refusals(http, trainer)
+        assert number == groups * again
+        assert reason in last
+    http.submit(2)
+    assert refusals(http, trainer)[0] == groups * 2
+
+
+def test_a_repeat_of_a_refusal_counts_once_for_each_trainer(http: ApiClient, trainer: int) -> None:
+    def repeat(body: Any = INVALID) -> None:
+        for _ in range(2):
+            answer = http.post("/scored_data", json=body, headers={"Idempotency-Key": "key"})
+            assert answer.status_code == 422
+
+    repeat()
+    assert refusals(http, trainer)[0] == 1
+    repeat(UNSERVABLE)
+    assert refusals(http, trainer)[0] == 2
+    newer = http.register().json()["uuid"]
+    assert refusals(http, newer) == (0, "")
+    repeat()
+    assert refusals(http, newer)[0] == 1
+    http.get("/reset_data").raise_for_status()
+    assert http.get("/status").json()["refused_groups"] == 0
+
+
+def test_before_a_trainer_nothing_is_counted(http: ApiClient, redis_url: str) -> None:
+    assert http.post("/scored_data", json=group(1)).status_code == 409
+    http.send_raw(INVALID)
+    with redis.Redis.from_url(redis_url) as connection:
+        assert not connection.exists(f"{layout_prefix(RUN_ID)}refusals")
+
+
+def test_a_trainer_without_a_batch_ends_with_the_last_reason(http: ApiClient) -> None:
+    with TrainerClient(str(http.base_url)) as trainer:
+        trainer.register(Registration.model_validate(REGISTRATION))
+        with pytest.raises(ServiceUnavailable, match=r"send groups$"):
+            trainer.next_batch(0.01)
+        for _ in range(3):
+            http.send_raw({})
+        seen: list[EnvironmentCount] = []
+        with pytest.raises(
+            ServiceUnavailable,
+            match=r"since this trainer registered: 3; the last reason: tokens: Field required "
+            r"\(and 2 more\); correct the environment",
+        ):
+            trainer.next_batch(0.01, look=seen.append)
+    assert seen[-1].refused_groups == 3
+
+
+async def test_a_command_that_is_sent_twice_counts_once(
+    redis_url: str,
+) -> None:
+    async with open_run(redis_url, "refusals") as run:
+        run.link.repeats_scripts = True
+        await run.store.count_refusal("no", groups=3)
+        run.link.loses_answer_of = "count_refusal"
+        await run.store.count_refusal("no answer")  # is only logged
+        stats = await run.store.stats()
+        assert (stats.refused_groups, stats.last_refusal) == (4, "no answer")

@@ -1,6 +1,6 @@
 """The trainer registers, leases and acknowledges; `/reset_data` ends its run.
 
-`test_run_store_leases` tests leases on the store, `test_run_api_bad_input` invalid requests.
+`test_run_store` tests leases on the store, `test_run_api_bad_input` invalid requests.
 """
 
 from __future__ import annotations
