@@ -14,8 +14,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from tests.fixtures.adapters import load, logprobs
 from tests.fixtures.file_sync import HandedOffServer
 from tests.fixtures.inference import FILE_MOVED, FILE_NOISE
-from tests.inference.engine_load import running_sequences
-from tests.inference.request_load import load_on
+from tests.inference.request_load import load_on, running_sequences
 from tests.support.wait import wait_for
 
 SHORT, LONG = [5, 6, 7], [(7 * i) % 200 for i in range(300)]

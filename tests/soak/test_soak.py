@@ -22,8 +22,7 @@ from tests.soak.cluster import BATCH_SIZE, Cluster, Settings
 from tests.soak.groups import GroupMaker, digest
 from tests.soak.hits import BATCHES_BETWEEN, ENVIRONMENTS, MAX_DOWN_S, TRAINER, plan_round
 from tests.soak.journal import FILLER, Delivered, Journal, Outcome, Records, journal_path
-from tests.soak.report import Report, count, missing, problems
-from tests.soak.verdict import Evidence, LeftOver
+from tests.soak.verdict import Evidence, LeftOver, Report, count, missing, problems
 
 REPORT = "soak.json"
 _FILLER_SENDER = 99
