@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.compat.upstream_install import Upstream
 from tests.compat.upstream_processes import run_script
+from tests.integration.run_api_calls import ApiClient
 
 pytestmark = pytest.mark.timeout(1800)  # the first use installs atroposlib
 
@@ -25,29 +25,18 @@ ARCHIVED_KEYS = {
 }
 """What the archived server puts into every item of a batch, and its trainer reads."""
 
-REGISTRATION = {
-    "wandb_group": "a group",
-    "wandb_project": "",
-    "batch_size": GROUPS * GROUP_SIZE,
-    "max_token_len": 512,
-    "checkpoint_dir": "checkpoints",
-    "save_checkpoint_interval": 5,
-    "starting_step": 0,
-    "num_steps": 100,
-}
-
 
 @pytest.fixture
-def http(clean_run_api: str) -> Iterator[httpx.Client]:
+def http(clean_run_api: str) -> Iterator[ApiClient]:
     """A trainer that has registered and polled."""
-    with httpx.Client(base_url=clean_run_api) as client:
-        client.post("/register", json=REGISTRATION).raise_for_status()
-        assert client.get("/batch").json() == {"batch": None}
+    sizes = {"batch_size": GROUPS * GROUP_SIZE, "max_token_len": 512}
+    with ApiClient(base_url=clean_run_api) as client:
+        client.start(wandb_group="a group", wandb_project="", **sizes)
         yield client
 
 
 def test_calls_of_the_environment_base(
-    upstream: Upstream, http: httpx.Client, tiny_model: Path, tmp_path: Path
+    upstream: Upstream, http: ApiClient, tiny_model: Path, tmp_path: Path
 ) -> None:
     request = {"url": str(http.base_url).rstrip("/"), "tokenizer": str(tiny_model)}
     seen = run_script(upstream, "environment_calls.py", request, tmp_path)
@@ -68,7 +57,7 @@ def test_calls_of_the_environment_base(
     assert_served_as_sent(http, sent)
 
 
-def assert_served_as_sent(http: httpx.Client, sent: list[Any]) -> None:
+def assert_served_as_sent(http: ApiClient, sent: list[Any]) -> None:
     groups = [g for body in sent for g in (body if isinstance(body, list) else [body])]
     batch = http.get("/batch").json()["batch"]
     for item, group in zip(batch, groups, strict=True):

@@ -19,8 +19,6 @@ from grpo_core.process import ManagedProcess
 from grpo_core.redis.server import answers_ping
 from tests.faults.commands import (
     ENVIRONMENT,
-    HELD,
-    JOURNAL,
     REDIS,
     RESTART_EVERY_STEPS,
     RUN_API,
@@ -28,11 +26,9 @@ from tests.faults.commands import (
     SHARED,
     START_ORDER,
     TRAINER,
-    VARIABLE,
-    WANTED,
     Commands,
-    read,
 )
+from tests.faults.stages import HELD, JOURNAL, VARIABLE, WANTED, read
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
 

@@ -23,7 +23,7 @@ from grpo_trainer.data.batches import BatchSource
 from grpo_trainer.data.filter import digest
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync import shared
-from tests.faults.commands import (
+from tests.faults.stages import (
     HALF_SAVED,
     HALF_WRITTEN,
     HELD,

@@ -11,20 +11,13 @@ import pytest
 
 from tests.faults.commands import (
     ENVIRONMENT,
-    HALF_WRITTEN,
     OTHER_MODES,
-    PAUSED,
     REDIS,
     RUN_API,
-    SAVED,
-    SAVING_STAGES,
     SERVER,
     SHARED,
-    STAGES,
     STATE_INTERVAL,
     TRAINER,
-    TRAINING,
-    WAITING,
 )
 from tests.faults.line_of_training import (
     require_every_batch_trained_once,
@@ -32,6 +25,15 @@ from tests.faults.line_of_training import (
     require_progress,
 )
 from tests.faults.rig import ENGINE, SUPERVISOR, Rig
+from tests.faults.stages import (
+    HALF_WRITTEN,
+    PAUSED,
+    SAVED,
+    SAVING_STAGES,
+    STAGES,
+    TRAINING,
+    WAITING,
+)
 
 ENDS_WITHIN_S = 120.0
 NOTICED = {SERVER: (TRAINER, "server.connection_lost"), REDIS: (RUN_API, "request.failed")}

@@ -19,16 +19,9 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire.run_api import Registration
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.checkpoint.store import STATES
-from tests.faults.commands import (
-    BATCH_SIZE,
-    ENVIRONMENT,
-    HALF_SAVED,
-    HALF_WRITTEN,
-    STATE_INTERVAL,
-    TRAINER,
-    WAITING,
-)
+from tests.faults.commands import BATCH_SIZE, ENVIRONMENT, STATE_INTERVAL, TRAINER
 from tests.faults.rig import DEADLINE_S, Rig, whole_lines
+from tests.faults.stages import HALF_SAVED, HALF_WRITTEN, WAITING
 from tests.integration.run_api_calls import REGISTRATION
 
 STEPS = 8

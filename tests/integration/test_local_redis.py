@@ -59,7 +59,7 @@ def test_another_process_starts_it_again_when_its_owner_ends(tmp_path: Path) -> 
 
 def test_somebody_elses_redis_is_used_and_never_replaced(tmp_path: Path) -> None:
     port = free_port()
-    theirs = start_redis(port, tmp_path / "theirs", server.bundled_redis())
+    theirs = start_redis(port, tmp_path / "theirs")
     with LocalRedis(tmp_path / "unwritable" / "ours", port) as ours:
         assert not ours.is_ours
         assert not (tmp_path / "unwritable").exists()

@@ -138,28 +138,21 @@ def test_the_state_that_the_resume_option_names_is_found(http: ApiClient, tmp_pa
         found(settings(http, tmp_path, model="other"))
 
 
+@pytest.mark.parametrize("is_of_this_run", [True, False])
 def test_a_run_whose_steps_are_all_taken_ends_before_it_needs_a_server(
-    http: ApiClient, tmp_path: Path
+    http: ApiClient, tmp_path: Path, is_of_this_run: bool
 ) -> None:
     config = settings(http, tmp_path, steps=2, inference_url="http://127.0.0.1:1")
-    train_three_batches(http, config)
-    save(config)
-    with capture_logs() as logs:
-        train.train(config)
-    assert [entry["event"] for entry in logs] == ["run.already_complete"]
-    assert first_batch_without_a_state(config) == 3
-
-
-def test_a_finished_run_ends_too_if_run_api_has_another_run(
-    http: ApiClient, tmp_path: Path
-) -> None:
-    config = settings(http, tmp_path, steps=2, inference_url="http://127.0.0.1:1")
+    if is_of_this_run:
+        train_three_batches(http, config)
     save(config)
     with capture_logs() as logs:
         train.train(config)
     (entry,) = logs
+    assert entry["event"] == "run.already_complete"
     assert entry["reason"] == "nothing was trained, because all 2 steps are done"
     assert "raise --steps to continue" in entry["hint"]
+    assert not is_of_this_run or first_batch_without_a_state(config) == 3
 
 
 def test_full_leases_are_acknowledged_by_an_early_save(own_api: StartApi, tmp_path: Path) -> None:

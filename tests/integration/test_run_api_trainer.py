@@ -16,7 +16,7 @@ import redis
 from grpo_core.redis.keys import served_weights_key
 from grpo_core.wire.run_api import RUN_UUID_HEADER
 from tests.fixtures.run_api import RUN_ID
-from tests.integration.run_api_calls import WAITING, ApiClient, group, leased
+from tests.integration.run_api_calls import WAITING, ApiClient, group
 from tests.support.wait import DEADLINE_S, wait_for
 
 EXAMPLE_KEYS = (
@@ -127,22 +127,6 @@ def trainer(http: ApiClient) -> int:
     """The id of a registered trainer with batches of two groups."""
     uuid: int = http.register().json()["uuid"]
     return uuid
-
-
-def test_registering_again_redelivers_byte_for_byte_what_is_not_acknowledged(
-    http: ApiClient, trainer: int
-) -> None:
-    http.submit(*range(6))
-    assert leased(http.lease(trainer)) == (1, [0, 1])
-    answers = [http.lease(trainer, after).content for after in range(3)]
-    done = http.acknowledge(trainer, 1).json()
-    assert done == {"status": "success", "acknowledged": 1, "released": 1}
-    again = http.register().json()["uuid"]
-    assert [http.lease(again, after).content for after in (0, 2)] == answers[1:]
-    assert http.lease(trainer, after=2).status_code == 409
-    assert http.acknowledge(trainer, 3).status_code == 409
-    assert http.acknowledge(again, 3).json()["released"] == 2
-    assert http.lease(again).json()["batch"] is None
 
 
 def test_environments_are_told_where_the_run_ends_for_this_trainer(

@@ -100,11 +100,8 @@ async def test_a_poll_of_the_previous_trainer_takes_nothing(run: Run, reset: boo
 async def test_a_part_whose_group_another_replica_completed_waits_for_the_next(run: Run) -> None:
     env_id = await run.start_environment()
     await run.submit(1, size=1, env_id=env_id)
-
-    async def another_replica_completes_the_group() -> None:
-        await run.submit(2, size=1, env_id=env_id, replica=True)
-
-    run.link.before["submit_placed"] = another_replica_completes_the_group
+    completion = partial(run.submit, 2, size=1, env_id=env_id, replica=True)
+    run.link.before["submit_placed"] = completion
     await run.submit(3, size=1, env_id=env_id)
     assert await run.status() == (0, 2)
     await run.submit(4, size=1, env_id=env_id)
@@ -122,10 +119,7 @@ async def test_submissions_under_one_key_side_by_side_are_queued_once(run: Run) 
 
 
 async def test_groups_that_meet_a_new_trainer_are_placed_for_that_one(run: Run) -> None:
-    async def a_new_trainer_registers() -> None:
-        await run.register(batch_size=6)
-
-    run.link.before["submit_whole"] = a_new_trainer_registers
+    run.link.before["submit_whole"] = partial(run.register, batch_size=6)
     with pytest.raises(GroupRefused, match="exactly 6"):
         await run.submit(1, size=4)
     assert (await run.status(), await run.payloads()) == ((0, 0), 0)
@@ -238,10 +232,7 @@ async def long_poll(run: Run, interruption: Interruption) -> list[int] | None:
 
 
 async def test_a_long_poll_answers_once_a_batch_is_there(run: Run) -> None:
-    async def a_batch_arrives() -> None:
-        await run.submit(1, 2, replica=True)
-
-    assert await long_poll(run, a_batch_arrives) == [1, 2]
+    assert await long_poll(run, partial(run.submit, 1, 2, replica=True)) == [1, 2]
 
 
 async def test_a_long_poll_ends_when_the_server_stops_or_its_time_is_over(run: Run) -> None:

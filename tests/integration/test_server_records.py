@@ -13,7 +13,6 @@ import redis
 from structlog.testing import capture_logs
 
 from grpo_core.redis.keys import run_prefix, served_weights_key
-from grpo_core.redis.server import bundled_redis
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_local.process.ports import free_port
@@ -95,13 +94,13 @@ async def test_a_record_that_could_not_be_read_is_not_replaced_by_the_model(
 ) -> None:
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
-    process = start_redis(port, tmp_path, bundled_redis())
+    process = start_redis(port, tmp_path)
     async with RedisServedStore(url, run_id) as record:
         await record.save(TORN)
     process.stop()
     async with RedisServedStore(url, run_id, required=False) as late:
         assert await late.read(DEADLINE_S) is None
-        process = start_redis(port, tmp_path, bundled_redis())
+        process = start_redis(port, tmp_path)
         await late.save(FIRST)
         assert await stored(url, run_id) == TORN
         await late.save(LATEST)
@@ -132,7 +131,7 @@ async def test_a_redis_that_was_away_gets_the_latest_note_once_it_is_back_or_the
     record = RedisServedStore(url, run_id)
     for served in (FIRST, LATEST):
         await record.save(served)
-    server = await asyncio.to_thread(start_redis, port, tmp_path, bundled_redis())
+    server = await asyncio.to_thread(start_redis, port, tmp_path)
     try:
         if not ends:
             await wait_for_async(lambda: record._catching_up is None)
