@@ -99,11 +99,7 @@ def run_archived_trainer(upstream: Upstream, request: Any, directory: Path) -> A
 
 
 def _run(
-    python: Sequence[str],
-    script: str,
-    request: Any,
-    directory: Path,
-    environment: dict[str, str],
+    python: Sequence[str], script: str, request: Any, directory: Path, environment: dict[str, str]
 ) -> Any:
     """Raises `ScriptFailed`."""
     request_path, answer_path = directory / "request.json", directory / "answer.json"

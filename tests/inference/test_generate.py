@@ -28,11 +28,7 @@ from tests.support.wait import wait_for
 
 PROMPT = [5, 6, 7, 8]
 CONTEXT_TOKENS = 512
-DEFAULTS: dict[str, Any] = {
-    "prompt": {"prompt_token_ids": PROMPT},
-    "max_tokens": 12,
-    "logprobs": 0,
-}
+DEFAULTS: dict[str, Any] = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 12, "logprobs": 0}
 Answer = dict[str, Any]
 
 
@@ -63,9 +59,7 @@ def test_the_answer_has_the_shape_of_the_contract(shared_server: InferenceServer
         assert first == last
 
 
-def test_a_text_prompt_ends_at_the_stop_token(
-    shared_server: InferenceServer,
-) -> None:
+def test_a_text_prompt_ends_at_the_stop_token(shared_server: InferenceServer) -> None:
     prompt = "<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n"
     answer = answer_to(shared_server, prompt=prompt, max_tokens=20)
     assert answer["prompt"] == prompt
@@ -223,7 +217,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"n": 0, "best_of": 3, "watermarking": True}, "watermarking: the server does not support"),
     ],
     "only the server sets it": [
-        ({"output_kind": 2}, "output_kind: the server sets this parameter"),
+        ({"output_kind": 2}, "output_kind: the server sets this parameter")
     ],
     "wrong type": [
         ({"temperature": "hot"}, "temperature"),
@@ -250,7 +244,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"structured_outputs": {"choice": ["x" * 1000] * 17}}, "structured_outputs: 17"),
     ],
     "a grammar that cannot be followed": [
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs")
     ],
     "no token is left to sample": [
         ({"allowed_token_ids": [65], "bad_words": ["b"]}, "leave no token"),

@@ -105,10 +105,7 @@ def test_another_user_can_neither_use_it_nor_read_its_files(directory: Path) -> 
 
 def test_a_redis_of_another_user_is_named(directory: Path, tmp_path: Path) -> None:
     port = free_port()
-    with (
-        LocalRedis(directory, port),
-        pytest.raises(RedisNotStarted, match="another password"),
-    ):
+    with LocalRedis(directory, port), pytest.raises(RedisNotStarted, match="another password"):
         LocalRedis(tmp_path / "mine", port)
 
 

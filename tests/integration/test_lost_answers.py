@@ -16,12 +16,7 @@ import pytest
 
 from grpo_core.clients.run_api import EnvironmentClient, LeasedBatch, TrainerClient
 from grpo_core.deadline import Deadline
-from grpo_core.errors import (
-    ProtocolViolation,
-    ServiceUnavailable,
-    TrainerSuperseded,
-    UnknownBatch,
-)
+from grpo_core.errors import ProtocolViolation, ServiceUnavailable, TrainerSuperseded, UnknownBatch
 from grpo_core.wire.run_api import EnvironmentRegistration, Registration
 from grpo_core.wire.scored_group import ScoredGroup
 from tests.integration.run_api_calls import ENVIRONMENT, REGISTRATION, ApiClient, group

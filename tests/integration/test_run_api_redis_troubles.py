@@ -324,9 +324,7 @@ def test_redis_goes_on_once_a_full_disk_has_room(small_disk: Path) -> None:
     with (
         LocalRedis(small_disk / "redis", port),
         redis.Redis(
-            port=port,
-            password=redis_password(small_disk / "redis"),
-            retry=Retry(NoBackoff(), 0),
+            port=port, password=redis_password(small_disk / "redis"), retry=Retry(NoBackoff(), 0)
         ) as client,
     ):
         acknowledged = 0

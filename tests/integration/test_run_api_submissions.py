@@ -276,9 +276,7 @@ def test_a_trainer_without_a_batch_ends_with_the_last_reason(http: ApiClient) ->
     assert seen[-1].refused_groups == 3
 
 
-async def test_a_command_that_is_sent_twice_counts_once(
-    redis_url: str,
-) -> None:
+async def test_a_command_that_is_sent_twice_counts_once(redis_url: str) -> None:
     async with open_run(redis_url, "refusals") as run:
         run.link.repeats_scripts = True
         await run.store.count_refusal("no", groups=3)

@@ -12,12 +12,7 @@ from grpo_api.store.leases import Lease, Poll
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.weights.served_store import RedisServedStore, ServedWeights
-from tests.integration.run_store_rig import (
-    LARGE,
-    LIMITS,
-    Run,
-    open_run,
-)
+from tests.integration.run_store_rig import LARGE, LIMITS, Run, open_run
 from tests.support.wait import DEADLINE_S
 
 RUN_ID = "version-tests"
@@ -110,8 +105,7 @@ async def test_a_reset_run_follows_one_server_alone(run: Run, redis_url: str) ->
 
 
 async def test_each_part_of_a_group_carries_the_version_served_when_it_arrived(
-    run: Run,
-    own: RedisServedStore,
+    run: Run, own: RedisServedStore
 ) -> None:
     env_id = await run.start_environment(group_size=4)
     for marker, version in ((1, None), (2, OLD), (3, NEW)):
@@ -125,8 +119,7 @@ async def test_each_part_of_a_group_carries_the_version_served_when_it_arrived(
 
 
 async def test_a_group_that_waited_for_room_carries_the_version_served_when_it_arrived(
-    run: Run,
-    own: RedisServedStore,
+    run: Run, own: RedisServedStore
 ) -> None:
     await serve(own, OLD)
     await run.submit(1, 2, 3, 4)

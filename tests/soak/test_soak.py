@@ -19,9 +19,9 @@ import pytest
 
 from grpo_core.clients.run_api import EnvironmentClient
 from tests.soak.cluster import BATCH_SIZE, Cluster, Settings
-from tests.soak.groups import GroupMaker, digest
 from tests.soak.hits import BATCHES_BETWEEN, ENVIRONMENTS, MAX_DOWN_S, TRAINER, plan_round
 from tests.soak.journal import FILLER, Delivered, Journal, Outcome, Records, journal_path
+from tests.soak.sending import GroupMaker, digest
 from tests.soak.verdict import Evidence, LeftOver, Report, count, missing, problems
 
 REPORT = "soak.json"
