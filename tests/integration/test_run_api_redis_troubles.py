@@ -106,10 +106,18 @@ def fail_to_snapshot(own_redis: redis.Redis) -> None:
     )
 
 
-def assert_refused(answer: httpx.Response, code: str) -> None:
+def assert_unavailable(answer: httpx.Response, detail: str) -> None:
     assert answer.status_code == 503, answer.text
     assert int(answer.headers["retry-after"]) >= 1
-    assert answer.json()["detail"].startswith(f"Redis rejects writes ({code}): ")
+    assert answer.json()["detail"].startswith(detail)
+
+
+def assert_refused(answer: httpx.Response, code: str) -> None:
+    assert_unavailable(answer, f"Redis rejects writes ({code}): ")
+
+
+def assert_given_up(answer: httpx.Response, deadline_s: float) -> None:
+    assert_unavailable(answer, f"Redis did not answer within {deadline_s:g} s")
 
 
 @pytest.mark.parametrize(("refuse", "code"), [(fill_at_once, "OOM"), (fail_to_snapshot, "MISCONF")])
@@ -244,12 +252,6 @@ async def test_a_connection_that_breaks_before_its_first_byte_is_503(
     with pytest.raises(StoreUnavailable, match="closed a connection"):
         await link.call("PING")
     await link.close()
-
-
-def assert_given_up(answer: httpx.Response, deadline_s: float) -> None:
-    assert answer.status_code == 503
-    assert int(answer.headers["retry-after"]) >= 1
-    assert answer.json()["detail"].startswith(f"Redis did not answer within {deadline_s:g} s")
 
 
 async def test_the_log_names_how_often_redis_writes_or_warns_that_it_forgets(
