@@ -11,9 +11,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 
@@ -63,8 +62,7 @@ def run_soak(settings: Settings) -> Report:
             left_behind = cluster.counts()
         except AssertionError as error:
             incidents.append(str(error))
-    records.read_on()
-    evidence = _evidence(records, left_over, left_behind)
+    evidence = replace(_evidence(records), left_over=left_over, left_behind=left_behind)
     counts = count(evidence, records)
     report = Report(
         seed=settings.seed,
@@ -87,18 +85,13 @@ def _hit(cluster: Cluster, settings: Settings, records: Records) -> None:
             _await_batches(cluster, records, dice.choice(BATCHES_BETWEEN))
             cluster.hit(hit, down_s=dice.uniform(0.0, MAX_DOWN_S))
     cluster.wait_until(cluster.all_up)
-    cluster.wait_until(lambda: not _missing(cluster, records))
+    cluster.wait_until(lambda: not missing(count(_evidence(records), records), cluster.hits))
 
 
 def _await_batches(cluster: Cluster, records: Records, batches: int) -> None:
     """Wait until the trainer has received this many more batches."""
     enough = records.batches_received() + batches
     cluster.wait_until(lambda: records.batches_received() >= enough)
-
-
-def _missing(cluster: Cluster, records: Records) -> list[str]:
-    records.read_on()
-    return missing(count(_evidence(records), records), cluster.hits)
 
 
 def _drain(cluster: Cluster, settings: Settings, records: Records) -> LeftOver:
@@ -116,7 +109,6 @@ def _drain(cluster: Cluster, settings: Settings, records: Records) -> LeftOver:
 def _look_at_queue(cluster: Cluster, records: Records) -> LeftOver | None:
     """The state of the queue; None unless checkpoints include every batch, before and after."""
     before = cluster.status()
-    records.read_on()
     evidence = _evidence(records)
     if before.current_step == len(evidence.line) and cluster.status() == before:
         return evidence.look_at_queue(before.queue_size)
@@ -142,16 +134,12 @@ def _is_empty(cluster: Cluster, records: Records) -> bool:
     return status.queue_size == 0 and status.current_step == len(records.line())
 
 
-def _evidence(
-    records: Records,
-    left_over: LeftOver | None = None,
-    left_behind: Mapping[str, float] = MappingProxyType({}),
-) -> Evidence:
+def _evidence(records: Records) -> Evidence:
+    """All that the journals hold by now."""
+    records.read_on()
     return Evidence(
         batch_size=BATCH_SIZE,
         submissions=records.submissions(),
         line=records.line(),
         deliveries=list(records.of_kind(Delivered)),
-        left_over=left_over,
-        left_behind=left_behind,
     )
