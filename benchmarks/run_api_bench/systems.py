@@ -140,7 +140,7 @@ def start_atroposlib(directory: Path) -> RunningServer:
 def start_run_api(directory: Path, appendfsync: str = "always") -> RunningServer:
     """Our `run-api` with its defaults, on a Redis of its own."""
     redis_port = free_port()
-    process = start_redis(redis_port, directory / "redis", appendfsync=appendfsync)
+    process = start_redis(redis_port, directory / "redis", appendfsync, of_host=True)
     redis_server = RedisServer(redis_port, process)
     try:
         port = free_port()

@@ -6,8 +6,14 @@ import shlex
 from collections.abc import Iterable
 
 from docs.generate.markdown import table
-from tests.compat.reference_commands import ENVIRONMENT, FRAGMENT, RUN_API, Command, commands
-from tests.compat.reference_outcomes import outcome
+from tests.compat.reference_commands import (
+    ENVIRONMENT,
+    FRAGMENT,
+    RUN_API,
+    Command,
+    commands,
+    outcome,
+)
 
 _MODEL, _PORT = "model", 9001
 _HIDDEN = frozenset({"MODEL", "CUDA_VISIBLE_DEVICES"})

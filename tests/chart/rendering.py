@@ -42,15 +42,16 @@ def versions_of(shape: str) -> list[str]:
 
 
 @functools.cache
-def rendered(shape: str, version: str = NEWEST) -> str:
-    done = template("--values", f"ci/{shape}-values.yaml", version=version)
+def rendered(shape: str, version: str = NEWEST, *more: str) -> str:
+    """Args: more: further options of Helm"""
+    done = template("--values", f"ci/{shape}-values.yaml", *more, version=version)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @functools.cache
-def objects(shape: str, version: str = NEWEST) -> list[Object]:
-    documents = yaml.load_all(rendered(shape, version), Loader=yaml.CSafeLoader)
+def objects(shape: str, version: str = NEWEST, *more: str) -> list[Object]:
+    documents = yaml.load_all(rendered(shape, version, *more), Loader=yaml.CSafeLoader)
     return [document for document in documents if document]
 
 

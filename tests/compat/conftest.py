@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.compat.upstream_install import NoPackageIndex, Upstream, ensure_upstream
+from tests.compat.upstream_install import Upstream
+from tests.compat.upstream_processes import installed
 
 
 @pytest.fixture(scope="session")
 def upstream() -> Upstream:
-    try:
-        return ensure_upstream()
-    except NoPackageIndex as error:
-        pytest.skip(f"no package index: {error}")
+    return installed()

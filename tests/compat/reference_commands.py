@@ -1,17 +1,23 @@
-"""The command lines of the archived trainer's documents.
-
-`reference_commands.txt` has every command and every row of their tables of options, each with its
-document and line.
-"""
+"""The command lines of the archived trainer's documents, and what our programs make of them."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+
+from grpo_api.settings import RunApiSettings
+from grpo_core.settings import CommandSettings, load_settings
+from grpo_env.settings import EnvServerSettings
+from grpo_local.settings import CompareSettings, RunSettings
+from grpo_trainer.config.cli import CommandLine
+from grpo_vllm.settings import ServerSettings
+from tests.compat import reference_commands as reference
 
 LIST = Path(__file__).parent / "reference_commands.txt"
 
@@ -109,3 +115,54 @@ def commands() -> Iterator[Command]:
         words = words[len(variables) :]
         program = FRAGMENT if words[0].startswith("--") else words.pop(0)
         yield Command(place, program, tuple(words), variables)
+
+
+KINDS: Mapping[str, type[CommandSettings]] = {
+    reference.GRPO: CommandLine,
+    reference.GRPO_RUN: RunSettings,
+    reference.SERVER: ServerSettings,
+    reference.RUN_API: RunApiSettings,
+    reference.ENVIRONMENT: EnvServerSettings,
+    COMPARE: CompareSettings,
+}
+NOT_OURS = "vLLM's own server; the documents name this command as a mistake"
+NEEDS_GPU = frozenset({"--vllm-gpu"})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`refusal`: the sentence that the user sees; None if the command line is accepted.
+    `instead`: the command line of ours, if the archived program does not exist under its name."""
+
+    refusal: str | None = None
+    needs_gpu: bool = False
+    instead: str | None = None
+
+    def __str__(self) -> str:
+        if self.refusal is not None:
+            return f"refused: {self.refusal}"
+        if self.instead is not None:
+            return f"write `{self.instead}`"
+        return "needs a GPU" if self.needs_gpu else "works"
+
+
+def outcome(command: Command, model: str, port: int, *, dry_run: bool = False) -> Outcome:
+    """Args: dry_run: check this machine too, as `--dry-run` does"""
+    if command.command == reference.STOCK_VLLM:
+        return Outcome(NOT_OURS)
+    kind = KINDS[command.command]
+    words = [*command.for_ours(model, port), *(["--dry-run"] if dry_run else [])]
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            load_settings(kind, words, command.environment)
+            status: int | str | None = 0
+        except SystemExit as ended:
+            status = ended.code
+    if status == 0:
+        return Outcome(
+            needs_gpu=bool(NEEDS_GPU.intersection(command.arguments)),
+            instead=" ".join([command.command, *words]) if command.command == COMPARE else None,
+        )
+    lines = [line for line in told.getvalue().splitlines() if ": ignored" not in line]
+    return Outcome("; ".join(line.partition(": ")[2] for line in lines))

@@ -18,11 +18,7 @@ import pytest
 from grpo_core.process import ManagedProcess
 from grpo_local.services import child_environment
 from tests.compat.upstream_install import Upstream
-from tests.compat.upstream_processes import (
-    MAX_TOKEN_LENGTH,
-    left_in_session_of,
-    start_environment,
-)
+from tests.compat.upstream_processes import MAX_TOKEN_LENGTH, left_in_session_of, start_environment
 from tests.fixtures.inference import InferenceServer
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]  # the first use installs atroposlib

@@ -11,8 +11,7 @@ import pytest
 
 from grpo_local.process.ports import free_port
 from tests.compat import reference_commands as reference
-from tests.compat.reference_commands import commands
-from tests.compat.reference_outcomes import NOT_OURS, outcome
+from tests.compat.reference_commands import NOT_OURS, commands, outcome
 
 COMPAT = Path(__file__).parents[2] / "compat"
 REFUSED = {

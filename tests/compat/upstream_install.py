@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import venv
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,53 +19,40 @@ NOT_ON_ANY_INDEX = "(from versions: none)"
 """How pip ends when no index answers, or none that does has the package."""
 
 
-class InstallFailed(Exception):
-    """pip could not install the pins; its words are in the message."""
-
-
-class NoPackageIndex(InstallFailed):
+class NoPackageIndex(Exception):
     """No index that pip is configured for offers the pins."""
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """`python` runs atroposlib's environments; `wheel` holds the unpacked wheel, nothing else."""
+    """`python` runs the packages; `wheel` holds the unpacked wheel of atroposlib, nothing else."""
 
     python: Path
     wheel: Path
 
 
-def ensure_upstream(cache: Path | None = None, pins: Path = PINS) -> Upstream:
-    """Return the cached installation of atroposlib's `pins`. See `ensure_python`."""
-    return _at(_ensured(pins, _install_with_wheel, cache))
-
-
-def ensure_python(pins: Path, cache: Path | None = None) -> Path:
-    """Return the interpreter of the cached installation of `pins`, making it on first use.
+def ensure_upstream(pins: Path = PINS) -> Upstream:
+    """Return the cached installation of `pins`, making it on first use.
 
     Safe to call from several processes at once: it is made beside its final place and renamed,
     and whoever comes second finds it there.
 
     Raises:
-        InstallFailed, NoPackageIndex: nothing was left behind.
+        NoPackageIndex, RuntimeError: nothing was left behind.
     """
-    return _at(_ensured(pins, _install, cache)).python
-
-
-def _ensured(pins: Path, install: Callable[[Path, Path], None], cache: Path | None) -> Path:
-    target = (cache or default_cache_directory()) / f"{pins.stem}-{_digest(pins)}"
+    target = default_cache_directory() / f"{pins.stem}-{_digest(pins)}"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
-            install(staging, pins)
+            _install(_at(staging), pins)
             staging.rename(target)
         except OSError:
             if not target.exists():
                 raise
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-    return target
+    return _at(target)
 
 
 def _at(directory: Path) -> Upstream:
@@ -79,17 +65,13 @@ def _digest(pins: Path) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
 
-def _install(directory: Path, pins: Path) -> None:
-    made = _at(directory)
+def _install(made: Upstream, pins: Path) -> None:
     # Only `bin/python -m` is used later: scripts in bin/ would name the place before the rename.
-    venv.create(directory / "venv", symlinks=True)
+    venv.create(made.python.parents[1], symlinks=True)
     _pip("--python", str(made.python), "install", "--requirement", str(pins))
-
-
-def _install_with_wheel(directory: Path, pins: Path) -> None:
-    _install(directory, pins)
-    (wheel,) = (line for line in pins.read_text().splitlines() if line.startswith("atroposlib=="))
-    _pip("install", "--target", str(_at(directory).wheel), wheel)
+    for line in pins.read_text().splitlines():
+        if line.startswith("atroposlib=="):
+            _pip("install", "--target", str(made.wheel), line)
 
 
 def _pip(*arguments: str) -> None:
@@ -98,5 +80,5 @@ def _pip(*arguments: str) -> None:
     command += ["--no-deps", "--no-compile"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_DEADLINE_S)
     if done.returncode != 0:
-        kind = NoPackageIndex if NOT_ON_ANY_INDEX in done.stderr else InstallFailed
+        kind = NoPackageIndex if NOT_ON_ANY_INDEX in done.stderr else RuntimeError
         raise kind(f"{' '.join(command)}\n{done.stderr}")

@@ -10,18 +10,49 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import psutil
+import pytest
 
 from grpo_core.process import ManagedProcess
 from grpo_local.services import child_environment
-from tests.compat.upstream_install import Upstream
+from tests.compat.upstream_install import PINS, NoPackageIndex, Upstream, ensure_upstream
 from tests.fixtures.inference import InferenceServer
 from tests.support.wait import wait_for
 
 SCRIPTS = Path(__file__).parent / "upstream_side"
 SCRIPT_DEADLINE_S = 300
+TESTS_DEADLINE_S = 400
 MAX_TOKEN_LENGTH = 128
+
+
+def installed(pins: Path = PINS) -> Upstream:
+    """The pins' own environment; skips the test without a package index."""
+    try:
+        return ensure_upstream(pins)
+    except NoPackageIndex as error:
+        pytest.skip(f"no package index: {error}")
+
+
+def require_passes(
+    command: Sequence[str | Path], tests: int, directory: Path, **variables: str
+) -> None:
+    """Run pytest of another environment; that many tests pass, and none is skipped."""
+    report = directory / "report.xml"
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", f"--junitxml={report}"],
+        cwd=directory,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=TESTS_DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stdout
+    suite = ElementTree.parse(report).find("testsuite")
+    assert suite is not None
+    counts = [int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")]
+    assert counts == [tests, 0, 0, 0], counts
 
 
 class ScriptFailed(Exception):
@@ -68,11 +99,7 @@ def run_archived_trainer(upstream: Upstream, request: Any, directory: Path) -> A
 
 
 def _run(
-    python: Sequence[str],
-    script: str,
-    request: Any,
-    directory: Path,
-    environment: dict[str, str],
+    python: Sequence[str], script: str, request: Any, directory: Path, environment: dict[str, str]
 ) -> Any:
     """Raises `ScriptFailed`."""
     request_path, answer_path = directory / "request.json", directory / "answer.json"

@@ -81,9 +81,7 @@ def test_a_service_has_its_own_package_readable_and_compiled_and_the_torch_of_al
 
 
 @pytest.mark.full
-def test_the_gpu_variants_change_nothing_of_the_image_below(
-    stack_settings: dict[str, str],
-) -> None:
+def test_the_gpu_variants_change_nothing_of_the_image_below(stack_settings: dict[str, str]) -> None:
     """On a stand-in that has vLLM and torch, as vLLM's own image has: nobody here reaches that."""
     below = f"grpo-vllm-server:{TAG}-cpu"
     command = ["docker", "compose", "--profile", "none", "--profile", "single", "build"]

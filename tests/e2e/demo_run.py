@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from grpo_core.evaluation.results import EvalResult, read_results
-from tests.e2e.left_over import processes_that_log_below
+from grpo_core.weights.supervisor import SupervisorStatus
+from grpo_local.modes import Mode
 from tests.support.pages import ROOT, command
 
 DEADLINE_S = 1800
@@ -38,6 +41,20 @@ class DemoRun:
         return read_results(self.directory / "eval.jsonl")
 
 
+@dataclass(frozen=True)
+class ModeRun(DemoRun):
+    mode: Mode
+
+    @property
+    def server(self) -> SupervisorStatus:
+        summary: Any = json.loads((self.directory / "summary.json").read_text())
+        return SupervisorStatus.model_validate(summary["server"])
+
+    @property
+    def final(self) -> Path:
+        return self.directory / "checkpoints" / self.mode.final_directory
+
+
 def run_demo(directory: Path, *flags: str, option: str = "--run-dir") -> DemoRun:
     """Run it to its end, which must be a success and leave no process.
 
@@ -47,8 +64,21 @@ def run_demo(directory: Path, *flags: str, option: str = "--run-dir") -> DemoRun
     done = run_local(option, str(directory), *flags)
     logs = [f"{path}\n{path.read_text()[-5000:]}" for path in directory.glob("logs/*.log")]
     assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
-    assert processes_that_log_below(directory / "logs") == []
+    assert _processes_that_log_below(directory / "logs") == []
     return DemoRun(directory, done.stdout)
+
+
+def _processes_that_log_below(logs: Path) -> list[int]:
+    """Ids of processes whose standard output is a file below `logs`, as is the case in a run."""
+    pids = (process.pid for process in psutil.process_iter())
+    return [pid for pid in pids if logs.resolve() in _standard_output(pid).parents]
+
+
+def _standard_output(pid: int) -> Path:
+    try:
+        return Path(f"/proc/{pid}/fd/1").readlink()
+    except OSError:  # it has ended, or belongs to another user
+        return Path("/")
 
 
 def run_local(*words: str) -> subprocess.CompletedProcess[str]:

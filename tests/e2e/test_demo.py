@@ -6,17 +6,14 @@ sums in every mode with three seeds.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_core.weights.supervisor import SupervisorStatus
-from grpo_local.modes import MODES, Mode
+from grpo_local.modes import MODES
 from tests.e2e.conftest import SHORT_STEPS
-from tests.e2e.demo_run import DEADLINE_S, NOISE, DemoRun, accuracy_of, load_model, run_demo
+from tests.e2e.demo_run import DEADLINE_S, NOISE, ModeRun, accuracy_of, load_model, run_demo
 
 STEPS = SHORT_STEPS
 RESTART_EVERY_STEPS = 10
@@ -36,20 +33,6 @@ pytestmark = pytest.mark.timeout(DEADLINE_S + 60)
 def runs() -> list[Any]:
     nightly = [f"{mode}-seed{seed}" for mode in MODES for seed in range(3)]
     return [OWN_REWARD, *(pytest.param(run, marks=pytest.mark.full) for run in nightly)]
-
-
-@dataclass(frozen=True)
-class ModeRun(DemoRun):
-    mode: Mode
-
-    @property
-    def server(self) -> SupervisorStatus:
-        summary: Any = json.loads((self.directory / "summary.json").read_text())
-        return SupervisorStatus.model_validate(summary["server"])
-
-    @property
-    def final(self) -> Path:
-        return self.directory / "checkpoints" / self.mode.final_directory
 
 
 @pytest.fixture(scope="module", params=runs())

@@ -19,12 +19,14 @@ from tests.faults.commands import (
     STATE_INTERVAL,
     TRAINER,
 )
-from tests.faults.line_of_training import (
+from tests.faults.rig import (
+    ENGINE,
+    SUPERVISOR,
+    Rig,
     require_every_batch_trained_once,
     require_own_completions,
     require_progress,
 )
-from tests.faults.rig import ENGINE, SUPERVISOR, Rig
 from tests.faults.stages import (
     HALF_WRITTEN,
     PAUSED,

@@ -60,10 +60,7 @@ def manifest_of(
         for name, tensor in tensors.items()
     }
     return WeightManifest(
-        generation=generation,
-        model="proof",
-        total_bytes=memory.total_bytes,
-        parameters=parameters,
+        generation=generation, model="proof", total_bytes=memory.total_bytes, parameters=parameters
     )
 
 

@@ -6,16 +6,11 @@ The tests in tests/inference also run on a GPU and check what else each mode pro
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from grpo_local.modes import MODES, Mode
-from tests.e2e.left_over import processes_that_log_below
+from grpo_local.modes import MODES
+from tests.e2e.demo_run import ModeRun, run_demo
 from tests.fixtures.inference import FLOAT32_NOISE
 
 STEPS = 6
@@ -25,48 +20,21 @@ BFLOAT16_NOISE = 0.05
 """Bound on the mean |difference| of logprobs."""
 
 
-@dataclass(frozen=True)
-class Run:
-    mode: Mode
-    directory: Path
-
-    @property
-    def records(self) -> list[dict[str, float]]:
-        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-    @property
-    def server(self) -> dict[str, Any]:
-        summary: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
-        server: dict[str, Any] = summary["server"]
-        return server
-
-    def log(self, service: str) -> str:
-        return (self.directory / "logs" / f"{service}.log").read_text()
-
-
 @pytest.fixture(scope="module", params=sorted(MODES))
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    directory = tmp_path_factory.mktemp(request.param) / "run"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "grpo_local", "--mode", request.param),
-            *("--steps", str(STEPS), "--vllm-restart-interval", str(RESTART_EVERY_STEPS)),
-            *("--run-dir", str(directory), "--trainer.optimizer", "adamw"),
-            # vLLM's LoRA kernels for GPUs do not take float32.
-            *("--dtype", "bfloat16" if MODES[request.param].trains_adapter else "float32"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModeRun:
+    mode = MODES[request.param]
+    made = run_demo(
+        tmp_path_factory.mktemp(request.param) / "run",
+        *("--mode", request.param, "--trainer.optimizer", "adamw"),
+        *("--steps", str(STEPS), "--vllm-restart-interval", str(RESTART_EVERY_STEPS)),
+        # vLLM's LoRA kernels for GPUs do not take float32.
+        *("--dtype", "bfloat16" if mode.trains_adapter else "float32"),
     )
-    told = [f"{path.name}\n{path.read_text()}" for path in (directory / "logs").glob("*.log")]
-    assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *told])
-    return Run(MODES[request.param], directory)
+    return ModeRun(made.directory, made.output, mode)
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)
-def test_every_publication_served_what_was_trained(run: Run) -> None:
+def test_every_publication_served_what_was_trained(run: ModeRun) -> None:
     records = run.records
     assert [int(record["step"]) for record in records] == list(range(1, STEPS + 1))
     probed = [r for r in records if "alignment/probe_max" in r]
@@ -80,20 +48,18 @@ def test_every_publication_served_what_was_trained(run: Run) -> None:
     assert all(difference < 10 * FLOAT32_NOISE for difference in fresh)
 
 
-def test_the_engine_ran_on_the_gpu_with_graphs(run: Run) -> None:
-    log = run.log("vllm-server")
+def test_the_engine_ran_on_the_gpu_with_graphs(run: ModeRun) -> None:
+    log = (run.directory / "logs" / "vllm-server.log").read_text()
     assert "enforce_eager=False" in log
     assert "Capturing CUDA graphs" in log or "Graph capturing finished" in log
 
 
-def test_the_trainer_ran_on_the_gpu(run: Run) -> None:
+def test_the_trainer_ran_on_the_gpu(run: ModeRun) -> None:
     times = json.loads((run.directory / "checkpoints" / "benchmark.json").read_text())
     assert times["peak_cuda_bytes"] > 0
 
 
-def test_nothing_was_dropped(run: Run) -> None:
-    assert run.server["dropped_requests"] == 0
-    assert run.server["crashes"] == 0
+def test_nothing_was_dropped(run: ModeRun) -> None:
     expected = STEPS // RESTART_EVERY_STEPS if run.mode.restarts_engine else 0
-    assert run.server["restarts"] == expected
-    assert processes_that_log_below(run.directory / "logs") == []
+    assert run.server.restarts == expected
+    assert (run.server.dropped_requests, run.server.crashes) == (0, 0)

@@ -26,12 +26,7 @@ from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.build import build_weight_sync
 from tests.fixtures.adapters import load
-from tests.fixtures.inference import (
-    FLOAT32_NOISE,
-    InferenceServer,
-    start_inference,
-    stop_inference,
-)
+from tests.fixtures.inference import FLOAT32_NOISE, InferenceServer, start_inference, stop_inference
 from tests.inference.request_load import load_on
 from tests.support.shapes import SHAPES, Shape
 
@@ -48,10 +43,7 @@ REFUSED = {
     ("Qwen3 MoE", LORA_RESTART): NO_EXPERTS,
 }
 """Words of the server's refusal, by shape and mode."""
-IN_MAKE_TEST = {
-    ("Llama", LORA),
-    ("GPT-2", LORA),
-}
+IN_MAKE_TEST = {("Llama", LORA), ("GPT-2", LORA)}
 CASES = [
     pytest.param(name, mode, marks=() if (name, mode) in IN_MAKE_TEST else pytest.mark.full)
     for name in SHAPES

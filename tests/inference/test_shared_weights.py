@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -18,9 +17,10 @@ from grpo_local.process.ports import free_port
 from grpo_tiny_model.model import build_model, build_tokenizer
 from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.errors import MovedParameters, PolicyMismatch, ServedWeightsDiffer
-from grpo_trainer.model.logprobs import probe_tokens, token_values
+from grpo_trainer.model.logprobs import probe_tokens
 from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.shared import SharedVllm
+from tests.fixtures.adapters import logprobs
 from tests.fixtures.inference import (
     FLOAT32_NOISE,
     START_DEADLINE_S,
@@ -49,20 +49,8 @@ ON_CPU = pytest.mark.skipif(
 def sampled_difference(trainer: AttachedTrainer, prompt: list[int]) -> float:
     """Largest |server's - trainer's| logprob over newly sampled tokens."""
     completion = trainer.bridge.sample(prompt, max_tokens=24, temperature=0.7, ignore_eos=True)
-    ours = completion_logprobs(trainer.policy, prompt, completion.token_ids, 0.7)
-    return largest_difference(completion.logprobs, ours)
-
-
-def completion_logprobs(
-    policy: Any, prompt: list[int], completion: list[int], temperature: float = 1.0
-) -> list[float]:
-    device = next(policy.parameters()).device
-    ids = torch.tensor([prompt + completion], device=device)
-    warmth = torch.tensor([temperature], device=device)
-    with torch.no_grad():
-        logp = token_values(policy, ids[:, :-1], ids[:, 1:], warmth).logp
-    values: list[float] = logp[0, len(prompt) - 1 :].tolist()
-    return values
+    ours = logprobs(trainer.policy, prompt, completion.token_ids, 0.7)
+    return largest_difference(completion.logprobs, ours.tolist())
 
 
 def largest_difference(some: list[float], others: list[float]) -> float:
@@ -103,8 +91,8 @@ def test_requests_in_flight_go_on_under_the_new_weights_exactly(
                 update.before,
                 update.after,
             )
-            old = completion_logprobs(update.old_policy, prompt, completion.token_ids)
-            new = completion_logprobs(trainer.policy, prompt, completion.token_ids)
+            old = logprobs(update.old_policy, prompt, completion.token_ids).tolist()
+            new = logprobs(trainer.policy, prompt, completion.token_ids).tolist()
             assert deviation_at_best_switch(completion.logprobs, old, new) < 10 * FLOAT32_NOISE
             assert largest_difference(old, new) > 0.5
 

@@ -22,7 +22,7 @@ from grpo_trainer.weight_sync.base import Published
 from grpo_trainer.weight_sync.shared import SharedVllm
 from grpo_trainer.weight_sync.shared_memory import map_weights
 from tests.fixtures.inference import LEASE_S, START_DEADLINE_S, InferenceServer
-from tests.inference.engine_load import (
+from tests.inference.request_load import (
     posted_in_background,
     unfinished_sequences,
     wait_until_running,

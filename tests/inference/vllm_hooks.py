@@ -145,9 +145,7 @@ _ON_CPU = {
     "vllm.v1.attention.backend": ["MultipleOf"],
     "vllm.platforms:CpuArchEnum": ["X86"],
 }
-_ON_CUDA = {
-    "vllm.platforms.cuda:NvmlCudaPlatform": ["get_device_capability ~ pynvml"],
-}
+_ON_CUDA = {"vllm.platforms.cuda:NvmlCudaPlatform": ["get_device_capability ~ pynvml"]}
 # Places that moved between versions: one of them must exist.
 _MOVED = [
     *(

@@ -6,24 +6,24 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import httpx
 import pytest
 import redis
 
 from tests.fixtures.run_api import RunningApi, start_run_api
+from tests.integration.run_api_calls import ApiClient
 from tests.integration.run_store_rig import Run, open_run
 from tests.support.wait import DEADLINE_S
 
 
 @pytest.fixture(scope="session")
-def _client(run_api_url: str) -> Iterator[httpx.Client]:
+def _client(run_api_url: str) -> Iterator[ApiClient]:
     """One client for the session, because creating one loads certificates and is slow."""
-    with httpx.Client(base_url=run_api_url, timeout=DEADLINE_S) as client:
+    with ApiClient(base_url=run_api_url, timeout=DEADLINE_S) as client:
         yield client
 
 
 @pytest.fixture
-def http(_client: httpx.Client, redis_url: str) -> httpx.Client:
+def http(_client: ApiClient, redis_url: str) -> ApiClient:
     """A client of a run-api without a registered trainer. The first environment gets the id 0."""
     _client.get("/reset_data").raise_for_status()
     with redis.Redis.from_url(redis_url) as connection:

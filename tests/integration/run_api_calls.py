@@ -48,103 +48,91 @@ def bulky(marker: int, tokens: int = 1000) -> dict[str, Any]:
     return {"tokens": [noise, noise], "masks": [noise, noise]}
 
 
-def register(http: httpx.Client, **changes: Any) -> httpx.Response:
-    return http.post("/register", json=REGISTRATION | changes)
+class ApiClient(httpx.Client):
+    """A client of a run-api with the calls of trainers and environments."""
 
+    def register(self, **changes: Any) -> httpx.Response:
+        return self.post("/register", json=REGISTRATION | changes)
 
-def start(http: httpx.Client, **changes: Any) -> None:
-    """Register a trainer and poll once, so that environments can register."""
-    register(http, **changes).raise_for_status()
-    assert http.get("/batch").json() == {"batch": None}
+    def start(self, **changes: Any) -> None:
+        """Register a trainer and poll once, so that environments can register."""
+        self.register(**changes).raise_for_status()
+        assert self.get("/batch").json() == {"batch": None}
 
+    def register_environment(self, **changes: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = self.post("/register-env", json=ENVIRONMENT | changes).json()
+        return answer
 
-def register_environment(http: httpx.Client, **changes: Any) -> dict[str, Any]:
-    answer: dict[str, Any] = http.post("/register-env", json=ENVIRONMENT | changes).json()
-    return answer
+    def disconnect(self, env_id: int) -> dict[str, Any]:
+        answer: dict[str, Any] = self.post("/disconnect-env", json={"env_id": env_id}).json()
+        return answer
 
+    def send_group(self, marker: int, **changes: Any) -> dict[str, Any]:
+        answer = self.post("/scored_data", json=group(marker, **changes)).raise_for_status()
+        received: dict[str, Any] = answer.json()
+        return received
 
-def disconnect(http: httpx.Client, env_id: int) -> dict[str, Any]:
-    answer: dict[str, Any] = http.post("/disconnect-env", json={"env_id": env_id}).json()
-    return answer
+    def submit(self, *markers: int, **changes: Any) -> None:
+        """Submit whole groups."""
+        for marker in markers:
+            assert self.send_group(marker, **changes) == {"status": "received"}
 
+    def send_raw(self, body: Any, path: str = "/scored_data") -> httpx.Response:
+        """JSON text that may contain NaN, which httpx does not write."""
+        return self.post(path, content=json.dumps(body))
 
-def send(http: httpx.Client, marker: int, **changes: Any) -> dict[str, Any]:
-    answer = http.post("/scored_data", json=group(marker, **changes)).raise_for_status()
-    received: dict[str, Any] = answer.json()
-    return received
+    def next_batch(self) -> list[int] | None:
+        """The markers of the groups in the next batch."""
+        batch = self.get("/batch").raise_for_status().json()["batch"]
+        return None if batch is None else [item["tokens"][0][0] for item in batch]
 
+    def status(self) -> tuple[int, int]:
+        """current_step, queue_size"""
+        answer = self.get("/status").raise_for_status().json()
+        return answer["current_step"], answer["queue_size"]
 
-def submit(http: httpx.Client, *markers: int, **changes: Any) -> None:
-    """Submit whole groups."""
-    for marker in markers:
-        assert send(http, marker, **changes) == {"status": "received"}
+    def status_env(self, env_id: Any) -> httpx.Response:
+        return self.request("GET", "/status-env", json={"env_id": env_id})
 
+    def probe(self, path: str) -> httpx.Response:
+        """Retry until Redis answers: a probe waits one second, too little on a busy machine."""
+        return wait_for(
+            lambda: self.get(path), lambda answer: "Redis did not answer within" not in answer.text
+        )
 
-def send_raw(http: httpx.Client, body: Any, path: str = "/scored_data") -> httpx.Response:
-    """JSON text that may contain NaN, which httpx does not write."""
-    return http.post(path, content=json.dumps(body))
+    def told(self, env_id: int) -> dict[str, Any]:
+        """The answer of `/status-env` to an environment."""
+        answer: dict[str, Any] = self.status_env(env_id).raise_for_status().json()
+        return answer
 
+    def lease(self, trainer: int, after: int = 0, **more: float) -> httpx.Response:
+        """Lease the batch after `after`."""
+        return self.get("/batch", params={"trainer": trainer, "after": after, **more})
 
-def next_batch(http: httpx.Client) -> list[int] | None:
-    """The markers of the groups in the next batch."""
-    batch = http.get("/batch").raise_for_status().json()["batch"]
-    return None if batch is None else [item["tokens"][0][0] for item in batch]
+    def acknowledge(self, trainer: int, batch_id: int) -> httpx.Response:
+        return self.post(f"/batch/{batch_id}/ack", params={"trainer": trainer})
 
+    def scrape(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        """Every series of `/metrics`, by name and sorted labels."""
+        answer = self.get("/metrics").raise_for_status()
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(answer.text)
+            for sample in family.samples
+        }
 
-def status(http: httpx.Client) -> tuple[int, int]:
-    """current_step, queue_size"""
-    answer = http.get("/status").raise_for_status().json()
-    return answer["current_step"], answer["queue_size"]
+    def run_facts(self) -> dict[str, float]:
+        """The metrics of the run, without the prefix.
 
-
-def status_env(http: httpx.Client, env_id: Any) -> httpx.Response:
-    return http.request("GET", "/status-env", json={"env_id": env_id})
-
-
-def probe(http: httpx.Client, path: str) -> httpx.Response:
-    """Retry until Redis answers: a probe waits one second, too little on a busy machine."""
-    return wait_for(
-        lambda: http.get(path), lambda answer: "Redis did not answer within" not in answer.text
-    )
-
-
-def told(http: httpx.Client, env_id: int) -> dict[str, Any]:
-    """The answer of `/status-env` to an environment."""
-    answer: dict[str, Any] = status_env(http, env_id).raise_for_status().json()
-    return answer
-
-
-def lease(http: httpx.Client, trainer: int, after: int = 0, **more: float) -> httpx.Response:
-    """Lease the batch after `after`."""
-    return http.get("/batch", params={"trainer": trainer, "after": after, **more})
+        A scrape waits one second for Redis, too little on a busy machine, and then omits the run.
+        """
+        return wait_for(
+            lambda: {name.removeprefix("run_api_"): v for (name, _), v in self.scrape().items()},
+            lambda facts: facts["redis_up"] == 1,
+        )
 
 
 def leased(answer: httpx.Response) -> tuple[int, list[int]]:
     """The batch's id and the markers of its groups."""
     found = answer.raise_for_status().json()
     return found["batch_id"], [item["tokens"][0][0] for item in found["batch"]]
-
-
-def acknowledge(http: httpx.Client, trainer: int, batch_id: int) -> httpx.Response:
-    return http.post(f"/batch/{batch_id}/ack", params={"trainer": trainer})
-
-
-def scrape(http: httpx.Client) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Every series of `/metrics`, by name and sorted labels."""
-    answer = http.get("/metrics").raise_for_status()
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(answer.text)
-        for sample in family.samples
-    }
-
-
-def run_facts(http: httpx.Client) -> dict[str, float]:
-    """The metrics of the run, without the prefix.
-
-    A scrape waits one second for Redis, too little on a busy machine, and then omits the run.
-    """
-    return wait_for(
-        lambda: {name.removeprefix("run_api_"): v for (name, _), v in scrape(http).items()},
-        lambda facts: facts["redis_up"] == 1,
-    )

@@ -23,7 +23,7 @@ from grpo_core.wire.scored_group import ScoredGroup
 from tests.integration.run_api_calls import ENVIRONMENT, REGISTRATION, group
 from tests.support.wait import DEADLINE_S, wait_for_async
 
-Interruption = Callable[[], Awaitable[None]]
+Interruption = Callable[[], Awaitable[object]]
 
 TIMEOUT_S = 60.0
 """An environment counts as disconnected after this long without a poll."""
@@ -124,13 +124,11 @@ class Run:
             yield await dispatcher.next_batch(Poll(claim=claim), wait_s=0.0)
 
     async def lease(
-        self, after: int, *, replica: bool = False, trainer_id: int | None = None, wait_s: float = 0
+        self, after: int, *, replica: bool = False, wait_s: float = 0
     ) -> list[int] | None:
         """The groups of the batch after `after`, leased by the current trainer."""
         dispatcher = self.replica if replica else self.dispatcher
-        return await self.markers(
-            await dispatcher.next_batch(Poll(trainer_id or self.trainer_id, after), wait_s)
-        )
+        return await self.markers(await dispatcher.next_batch(Poll(self.trainer_id, after), wait_s))
 
     async def acknowledge(self, batch_id: int) -> tuple[int, int]:
         """The last acknowledged batch, and the number of deleted batches."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,8 +14,8 @@ import redis
 from structlog.testing import capture_logs
 
 from grpo_core.redis import server
-from grpo_core.redis.server import LocalRedis
-from grpo_core.redis.url import redis_password
+from grpo_core.redis.server import LocalRedis, RedisNotStarted
+from grpo_core.redis.url import redis_password, with_password
 from grpo_local.process.ports import free_port
 from tests.support.redis_server import start_redis
 from tests.support.wait import wait_for
@@ -54,9 +59,57 @@ def test_another_process_starts_it_again_when_its_owner_ends(tmp_path: Path) -> 
 
 def test_somebody_elses_redis_is_used_and_never_replaced(tmp_path: Path) -> None:
     port = free_port()
-    theirs = start_redis(port, tmp_path / "theirs", server.bundled_redis())
+    theirs = start_redis(port, tmp_path / "theirs")
     with LocalRedis(tmp_path / "unwritable" / "ours", port) as ours:
         assert not ours.is_ours
         assert not (tmp_path / "unwritable").exists()
     assert listens(port)
     theirs.stop()
+
+
+ATTACK = """
+import encodings.idna, os, pathlib, socket, sys
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+port, directory = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+with socket.create_connection(("127.0.0.1", port)) as connection:
+    for command in (b"PING", b"FLUSHALL", b"CONFIG SET dir /", b"AUTH guess"):
+        connection.sendall(command + b"\\r\\n")
+        print(connection.recv(100).decode().split()[0])
+for name in ("password", "redis.conf", "appendonly.aof"):
+    try:
+        (directory / name).read_bytes()
+    except PermissionError:
+        print("no access")
+"""
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A directory that every user may enter, unlike pytest's."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name) / "redis"
+
+
+def test_another_user_can_neither_use_it_nor_read_its_files(directory: Path) -> None:
+    if os.getuid():
+        pytest.skip("not root, who alone can start a process of another user")
+    port = free_port()
+    with LocalRedis(directory, port):
+        command = [sys.executable, "-c", ATTACK, str(port), str(directory)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        refused = ["-NOAUTH", "-NOAUTH", "-ERR", "-WRONGPASS"]
+        assert done.stdout.split("\n") == [*refused, *["no access"] * 3, ""]
+
+
+def test_a_redis_of_another_user_is_named(directory: Path, tmp_path: Path) -> None:
+    port = free_port()
+    with LocalRedis(directory, port), pytest.raises(RedisNotStarted, match="another password"):
+        LocalRedis(tmp_path / "mine", port)
+
+
+def test_the_password_suits_a_redis_without_one(redis_url: str, directory: Path) -> None:
+    url = with_password(redis_url, redis_password(directory))
+    with redis.Redis.from_url(url) as client:
+        assert client.ping()

@@ -2,37 +2,94 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from enum import Enum
 from functools import partial
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
-import httpx
 import pytest
 
 from grpo_core.clients.run_api import EnvironmentClient, LeasedBatch, TrainerClient
 from grpo_core.deadline import Deadline
-from grpo_core.errors import (
-    ProtocolViolation,
-    ServiceUnavailable,
-    TrainerSuperseded,
-    UnknownBatch,
-)
+from grpo_core.errors import ProtocolViolation, ServiceUnavailable, TrainerSuperseded, UnknownBatch
 from grpo_core.wire.run_api import EnvironmentRegistration, Registration
 from grpo_core.wire.scored_group import ScoredGroup
-from tests.integration.cutting_proxy import Cut, CuttingProxy, cutting_proxy
-from tests.integration.run_api_calls import (
-    ENVIRONMENT,
-    REGISTRATION,
-    group,
-    start,
-    status,
-    submit,
-)
+from tests.integration.run_api_calls import ENVIRONMENT, REGISTRATION, ApiClient, group
 from tests.support.wait import DEADLINE_S, wait_for
+
+_BY_HOP = ("connection", "content-length", "transfer-encoding")
+
+
+class Cut(Enum):
+    """Which part of the next request is lost. Later requests pass."""
+
+    NOTHING = "nothing"
+    REQUEST = "request"
+    """The connection closes before the service receives the request."""
+    ANSWER = "answer"
+    """The service carries out the request, but its answer is lost."""
+    GATEWAY = "gateway"
+    """As ANSWER, but a gateway answers 504 instead."""
+
+
+class CuttingProxy(ThreadingHTTPServer):
+    def __init__(self, target: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Relay)
+        self.target = target.removeprefix("http://")
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.next_cut = Cut.NOTHING
+
+
+class _Relay(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: CuttingProxy
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        cut, self.server.next_cut = self.server.next_cut, Cut.NOTHING
+        self.close_connection = cut in (Cut.REQUEST, Cut.ANSWER)
+        if cut is Cut.REQUEST:
+            return
+        with closing(HTTPConnection(self.server.target, timeout=DEADLINE_S)) as service:
+            service.request(self.command, self.path, body, dict(self.headers.items()))
+            answer = service.getresponse()
+            content = answer.read()
+        if cut is Cut.NOTHING:
+            self._answer(answer.status, content, answer.getheaders())
+        elif cut is Cut.GATEWAY:
+            self._answer(504, b"", [])
+
+    do_POST = do_GET
+
+    def _answer(self, status: int, content: bytes, headers: list[tuple[str, str]]) -> None:
+        self.send_response_only(status)
+        for name, value in headers:
+            if name.lower() not in _BY_HOP:
+                self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@contextmanager
+def cutting_proxy(target: str) -> Iterator[CuttingProxy]:
+    with CuttingProxy(target) as proxy:
+        threading.Thread(target=proxy.serve_forever, args=(0.05,)).start()
+        try:
+            yield proxy
+        finally:
+            proxy.shutdown()
 
 
 @pytest.fixture
-def proxy(http: httpx.Client) -> Iterator[CuttingProxy]:
+def proxy(http: ApiClient) -> Iterator[CuttingProxy]:
     with cutting_proxy(str(http.base_url)) as proxy:
         yield proxy
 
@@ -55,9 +112,9 @@ def markers(batch: LeasedBatch) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize("cut", [Cut.REQUEST, Cut.ANSWER, Cut.GATEWAY])
 async def test_a_run_that_loses_an_answer_to_every_call_trains_each_group_exactly_once(
-    http: httpx.Client, proxy: CuttingProxy, cut: Cut
+    http: ApiClient, proxy: CuttingProxy, cut: Cut
 ) -> None:
-    start(http)
+    http.start()
     async with EnvironmentClient(proxy.url, DEADLINE_S) as environment:
         proxy.next_cut = cut
         answer = await environment.register(EnvironmentRegistration.model_validate(ENVIRONMENT))
@@ -71,8 +128,8 @@ async def test_a_run_that_loses_an_answer_to_every_call_trains_each_group_exactl
                 ScoredGroup.model_validate(group(marker)), answer["run_uuid"]
             )
             assert sent == {"status": "received"}
-    submit(http, 3, 4, 5, 6)
-    assert status(http) == (0, 6)
+    http.submit(3, 4, 5, 6)
+    assert http.status() == (0, 6)
     proxy.next_cut = cut
     with registered(proxy.url) as trainer:
         for batch in ((1, [1, 2]), (2, [3, 4])):
@@ -83,13 +140,13 @@ async def test_a_run_that_loses_an_answer_to_every_call_trains_each_group_exactl
         trainer.acknowledge(1)  # an older acknowledgement changes nothing
     with registered(str(http.base_url)) as other:
         assert markers(other.next_batch(DEADLINE_S)) == (3, [5, 6])
-    assert status(http) == (3, 0)
+    assert http.status() == (3, 0)
 
 
-def test_a_trainer_that_starts_again_is_handed_what_it_had_not_saved(http: httpx.Client) -> None:
+def test_a_trainer_that_starts_again_is_handed_what_it_had_not_saved(http: ApiClient) -> None:
     url = str(http.base_url)
     with registered(url) as trainer:
-        submit(http, *range(1, 9))
+        http.submit(*range(1, 9))
         before = [trainer.next_batch(DEADLINE_S) for _ in range(3)]
         trainer.acknowledge(1)
     with registered(url) as second:  # without a checkpoint: every unacknowledged batch
@@ -105,24 +162,24 @@ def test_a_trainer_that_starts_again_is_handed_what_it_had_not_saved(http: httpx
 
 @pytest.mark.parametrize("cut", [Cut.NOTHING, Cut.REQUEST, Cut.ANSWER])
 def test_a_batch_requested_ahead_is_the_next_one(
-    http: httpx.Client, proxy: CuttingProxy, trainer: TrainerClient, cut: Cut
+    http: ApiClient, proxy: CuttingProxy, trainer: TrainerClient, cut: Cut
 ) -> None:
-    submit(http, 1, 2, 3, 4)
+    http.submit(1, 2, 3, 4)
     assert markers(trainer.next_batch(DEADLINE_S)) == (1, [1, 2])
     proxy.next_cut = cut
     prepared: list[LeasedBatch] = []
     trainer.request_ahead(1, prepared.append)
     if cut is Cut.NOTHING:
-        wait_for(lambda: status(http) == (2, 0))
+        wait_for(lambda: http.status() == (2, 0))
     found = trainer.next_batch(DEADLINE_S)
     assert markers(found) == (2, [3, 4])
     assert cut is not Cut.NOTHING or prepared == [found]
 
 
-def test_a_trainer_that_another_one_followed_is_told_so(http: httpx.Client) -> None:
+def test_a_trainer_that_another_one_followed_is_told_so(http: ApiClient) -> None:
     url = str(http.base_url)
     with registered(url) as first:
-        submit(http, 1, 2, 3, 4)
+        http.submit(1, 2, 3, 4)
         first.next_batch(DEADLINE_S)
         with registered(url) as second:
             for act in (lambda: first.next_batch(DEADLINE_S), lambda: first.acknowledge(1)):
@@ -131,7 +188,7 @@ def test_a_trainer_that_another_one_followed_is_told_so(http: httpx.Client) -> N
             assert markers(second.next_batch(DEADLINE_S)) == (1, [1, 2])
 
 
-async def test_equal_groups_are_two_groups(http: httpx.Client, trainer: TrainerClient) -> None:
+async def test_equal_groups_are_two_groups(http: ApiClient, trainer: TrainerClient) -> None:
     same = ScoredGroup.model_validate(group(1))
     async with EnvironmentClient(str(http.base_url), DEADLINE_S) as environment:
         for _ in range(2):
@@ -140,7 +197,7 @@ async def test_equal_groups_are_two_groups(http: httpx.Client, trainer: TrainerC
 
 
 def test_an_unknown_batch_and_a_reset_run_are_named(
-    http: httpx.Client, trainer: TrainerClient
+    http: ApiClient, trainer: TrainerClient
 ) -> None:
     trainer.resume_after(7)
     with pytest.raises(UnknownBatch, match="this run never handed out batch 7"):
@@ -151,7 +208,7 @@ def test_an_unknown_batch_and_a_reset_run_are_named(
 
 
 def test_what_is_done_between_the_polls_does_not_count_as_waiting(
-    http: httpx.Client, trainer: TrainerClient, monkeypatch: pytest.MonkeyPatch
+    http: ApiClient, trainer: TrainerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the trainer waits for a server, environments cannot send groups."""
     ahead_s = [0.0]
@@ -161,7 +218,7 @@ def test_what_is_done_between_the_polls_does_not_count_as_waiting(
 
     def work() -> None:
         if ahead_s[0]:
-            submit(http, 1, 2)
+            http.submit(1, 2)
         ahead_s[0] += 10 * DEADLINE_S
 
     batch = trainer.next_batch(DEADLINE_S, meanwhile=work)

@@ -15,7 +15,6 @@ import redis
 from grpo_api.errors import StoreUnavailable
 from grpo_api.store.redis import RedisLink
 from grpo_core.redis.connection import AsyncRedisConnection, RedisConnection
-from grpo_core.redis.server import bundled_redis
 from grpo_local.process.ports import free_port
 from tests.support.redis_server import start_redis
 from tests.support.wait import DEADLINE_S, wait_for
@@ -57,7 +56,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
     ports = free_port(), free_port()
     with contextlib.ExitStack() as stack:
         for port in ports:
-            process = start_redis(port, tmp_path / str(port), bundled_redis())
+            process = start_redis(port, tmp_path / str(port))
             stack.callback(process.stop)
         found = Pair(*ports)
         found.replicates()

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from structlog.testing import capture_logs
 
@@ -20,14 +19,14 @@ from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import BatchSource, Position
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
 from tests.integration.conftest import StartApi
-from tests.integration.run_api_calls import bulky, register, status, submit
+from tests.integration.run_api_calls import ApiClient, bulky
 from tests.support.small_trainer import Side
 from tests.support.wait import DEADLINE_S
 
 STATE = Position(step=2, batch_id=2, epoch=1)
 
 
-def settings(http: httpx.Client, save_path: Path, **changes: Any) -> TrainerSettings:
+def settings(http: ApiClient, save_path: Path, **changes: Any) -> TrainerSettings:
     fixed = {
         **{"model": "m", "mode": "shared_vllm", "save_path": save_path},
         **{"run_api_url": str(http.base_url), "service_deadline_s": DEADLINE_S},
@@ -53,15 +52,15 @@ def found(config: TrainerSettings) -> SavedState:
 
 
 @pytest.fixture
-def trainer(http: httpx.Client) -> Iterator[TrainerClient]:
+def trainer(http: ApiClient) -> Iterator[TrainerClient]:
     with TrainerClient(str(http.base_url)) as client:
         yield client
 
 
-def train_three_batches(http: httpx.Client, config: TrainerSettings) -> None:
+def train_three_batches(http: ApiClient, config: TrainerSettings) -> None:
     """Lease three batches without an acknowledgement, and leave one more in the queue."""
-    register(http)
-    submit(http, *range(1, 9))
+    http.register()
+    http.submit(*range(1, 9))
     with TrainerClient(str(http.base_url)) as trainer:
         trainer.register(config.registration(first_step=0))
         assert [trainer.next_batch(DEADLINE_S).id for _ in range(3)] == [1, 2, 3]
@@ -75,7 +74,7 @@ def first_batch_without_a_state(config: TrainerSettings) -> int:
 
 
 def test_batches_in_the_state_do_not_come_again(
-    http: httpx.Client, trainer: TrainerClient, tmp_path: Path
+    http: ApiClient, trainer: TrainerClient, tmp_path: Path
 ) -> None:
     config = settings(http, tmp_path)
     train_three_batches(http, config)
@@ -86,7 +85,7 @@ def test_batches_in_the_state_do_not_come_again(
 
 
 def test_a_new_run_is_refused_and_learns_nothing(
-    http: httpx.Client, trainer: TrainerClient, tmp_path: Path
+    http: ApiClient, trainer: TrainerClient, tmp_path: Path
 ) -> None:
     """A save path of an earlier run. Environments would count the steps of its checkpoint."""
     config = settings(http, tmp_path)
@@ -94,11 +93,11 @@ def test_a_new_run_is_refused_and_learns_nothing(
     with pytest.raises(StateOfAnotherRun, match=r"has a different run.*\(run-api has no run yet\)"):
         rejoin(trainer, config, found(config))
     assert http.get("/info").json()["batch_size"] == -1
-    assert status(http)[0] == 0
+    assert http.status()[0] == 0
 
 
 def test_a_run_that_has_handed_out_as_many_batches_is_another_all_the_same(
-    http: httpx.Client, trainer: TrainerClient, tmp_path: Path
+    http: ApiClient, trainer: TrainerClient, tmp_path: Path
 ) -> None:
     config = settings(http, tmp_path)
     train_three_batches(http, config)
@@ -112,22 +111,20 @@ def test_a_run_that_has_handed_out_as_many_batches_is_another_all_the_same(
 
 
 def test_a_state_that_is_named_goes_on_in_another_run(
-    http: httpx.Client, trainer: TrainerClient, tmp_path: Path
+    http: ApiClient, trainer: TrainerClient, tmp_path: Path
 ) -> None:
     """Redis lost its data: the trainer keeps its steps and takes the batches of the new run."""
     directory = save(settings(http, tmp_path))
     config = settings(http, tmp_path / "new", resume=str(directory))
-    register(http)
-    submit(http, 1, 2)
+    http.register()
+    http.submit(1, 2)
     with capture_logs() as logs:
         assert rejoin(trainer, config, found(config)) == Position(step=2, batch_id=0, epoch=1)
         assert trainer.next_batch(DEADLINE_S).id == 1
     assert [entry["unknown_batch_id"] for entry in logs] == [2]
 
 
-def test_the_state_that_the_resume_option_names_is_found(
-    http: httpx.Client, tmp_path: Path
-) -> None:
+def test_the_state_that_the_resume_option_names_is_found(http: ApiClient, tmp_path: Path) -> None:
     config = settings(http, tmp_path)
     store = StateStore(tmp_path)
     assert find_state(config, store) is None
@@ -141,37 +138,30 @@ def test_the_state_that_the_resume_option_names_is_found(
         found(settings(http, tmp_path, model="other"))
 
 
+@pytest.mark.parametrize("is_of_this_run", [True, False])
 def test_a_run_whose_steps_are_all_taken_ends_before_it_needs_a_server(
-    http: httpx.Client, tmp_path: Path
+    http: ApiClient, tmp_path: Path, is_of_this_run: bool
 ) -> None:
     config = settings(http, tmp_path, steps=2, inference_url="http://127.0.0.1:1")
-    train_three_batches(http, config)
-    save(config)
-    with capture_logs() as logs:
-        train.train(config)
-    assert [entry["event"] for entry in logs] == ["run.already_complete"]
-    assert first_batch_without_a_state(config) == 3
-
-
-def test_a_finished_run_ends_too_if_run_api_has_another_run(
-    http: httpx.Client, tmp_path: Path
-) -> None:
-    config = settings(http, tmp_path, steps=2, inference_url="http://127.0.0.1:1")
+    if is_of_this_run:
+        train_three_batches(http, config)
     save(config)
     with capture_logs() as logs:
         train.train(config)
     (entry,) = logs
+    assert entry["event"] == "run.already_complete"
     assert entry["reason"] == "nothing was trained, because all 2 steps are done"
     assert "raise --steps to continue" in entry["hint"]
+    assert not is_of_this_run or first_batch_without_a_state(config) == 3
 
 
 def test_full_leases_are_acknowledged_by_an_early_save(own_api: StartApi, tmp_path: Path) -> None:
     api = own_api("early-save", further={"--max-leased-bytes": 1024})
-    with httpx.Client(base_url=api.url) as http, TrainerClient(api.url) as trainer:
+    with ApiClient(base_url=api.url) as http, TrainerClient(api.url) as trainer:
         config = settings(http, tmp_path)
         trainer.register(config.registration(first_step=0))
         for marker in range(1, 7):
-            submit(http, marker, **bulky(marker))
+            http.submit(marker, **bulky(marker))
         unused: Any = None
         saved: list[int] = []
         source = BatchSource(

@@ -18,17 +18,7 @@ import redis
 
 from grpo_api.store.redis import layout_prefix
 from tests.fixtures.run_api import MAX_BODY_BYTES, RUN_ID
-from tests.integration.run_api_calls import (
-    ENVIRONMENT,
-    REGISTRATION,
-    group,
-    lease,
-    next_batch,
-    register,
-    register_environment,
-    start,
-    submit,
-)
+from tests.integration.run_api_calls import ENVIRONMENT, REGISTRATION, ApiClient, group
 from tests.support.wait import DEADLINE_S
 
 BODIES: dict[str, Any] = {
@@ -62,18 +52,18 @@ def stored(redis_url: str) -> dict[bytes, Any]:
 
 
 @pytest.fixture
-def started(http: httpx.Client, redis_url: str) -> Iterator[httpx.Client]:
+def started(http: ApiClient, redis_url: str) -> Iterator[ApiClient]:
     """A run with one queued group of two sequences; the tests must not change it."""
-    start(http)
-    register_environment(http)
-    submit(http, 1)
+    http.start()
+    http.register_environment()
+    http.submit(1)
     before = stored(redis_url)
     assert len(before) > 10
     yield http
     assert stored(redis_url) == before
 
 
-def ask(http: httpx.Client, path: str, content: bytes, **headers: str) -> httpx.Response:
+def ask(http: ApiClient, path: str, content: bytes, **headers: str) -> httpx.Response:
     method = "GET" if path == "/status-env" else "POST"
     return http.request(method, path, content=content, headers=headers)
 
@@ -105,7 +95,7 @@ NOT_JSON: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_bodies_that_are_not_json_are_422(started: httpx.Client, path: str) -> None:
+def test_bodies_that_are_not_json_are_422(started: ApiClient, path: str) -> None:
     for name, spoil in NOT_JSON.items():
         answer = ask(started, path, spoil(json.dumps(BODIES[path]).encode()))
         assert refused(answer) == [], name
@@ -125,7 +115,7 @@ def test_bodies_that_are_not_json_are_422(started: httpx.Client, path: str) -> N
     ],
 )
 def test_a_bad_value_is_refused_by_field(
-    started: httpx.Client, path: str, field: str, value: Any
+    started: ApiClient, path: str, field: str, value: Any
 ) -> None:
     content = json.dumps(BODIES[path] | {field: value}).encode()
     assert refused(ask(started, path, content)) == [field]
@@ -145,7 +135,7 @@ def test_a_bad_value_is_refused_by_field(
     ],
 )
 def test_a_bad_group_is_refused_by_field_alone_and_in_a_list(
-    started: httpx.Client, bad: Any, location: list[str | int]
+    started: ApiClient, bad: Any, location: list[str | int]
 ) -> None:
     assert refused(ask(started, "/scored_data", json.dumps(bad).encode())) == location
     in_a_list = json.dumps([group(8), bad]).encode()
@@ -153,7 +143,7 @@ def test_a_bad_group_is_refused_by_field_alone_and_in_a_list(
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_gzip_is_read_if_it_is_whole_and_within_the_limit(started: httpx.Client, path: str) -> None:
+def test_gzip_is_read_if_it_is_whole_and_within_the_limit(started: ApiClient, path: str) -> None:
     def answered(body: bytes) -> httpx.Response:
         return ask(started, path, body, **{"Content-Encoding": "gzip"})
 
@@ -177,22 +167,22 @@ MEMBERS = gzip.compress(BIG_GROUP[:2000]) + gzip.compress(BIG_GROUP[2000:])
     ("encoding", "body"), [("gzip", MEMBERS), ("identity, GZip", MEMBERS), ("", BIG_GROUP)]
 )
 def test_bodies_are_read_in_any_encoding_and_content_type(
-    http: httpx.Client, encoding: str, body: bytes
+    http: ApiClient, encoding: str, body: bytes
 ) -> None:
-    start(http)
+    http.start()
     headers = {"Content-Encoding": encoding, "Content-Type": "text/plain"}
     answer = http.post("/scored_data", content=body, headers=headers)
     assert answer.json() == {"status": "received"}
-    assert next_batch(http) == [1]
+    assert http.next_batch() == [1]
 
 
 @pytest.mark.parametrize(
     ("accepted", "encoding"), [("deflate, gzip;q=0.1", "gzip"), ("deflate, br", None)]
 )
 def test_long_answers_are_gzip_for_who_accepts_it(
-    http: httpx.Client, accepted: str, encoding: str | None
+    http: ApiClient, accepted: str, encoding: str | None
 ) -> None:
-    start(http)
+    http.start()
     http.post("/scored_data", content=BIG_GROUP).raise_for_status()
     for path in ("/latest_example", "/batch"):
         answer = http.get(path, headers={"Accept-Encoding": accepted})
@@ -212,20 +202,20 @@ def test_long_answers_are_gzip_for_who_accepts_it(
     ],
 )
 def test_values_in_queries_and_paths_are_refused_by_name(
-    started: httpx.Client, method: str, path: str, location: list[str]
+    started: ApiClient, method: str, path: str, location: list[str]
 ) -> None:
     for text in ("-1", "nan", "x", "%ff", "9" * 5000):
         assert location_of(started.request(method, path.format(text))) == location, text[:24]
 
 
-def test_a_batch_that_never_was_is_404_and_another_trainer_409(http: httpx.Client) -> None:
-    uuid = register(http).json()["uuid"]
+def test_a_batch_that_never_was_is_404_and_another_trainer_409(http: ApiClient) -> None:
+    uuid = http.register().json()["uuid"]
     assert http.post(f"/batch/7/ack?trainer={uuid}").status_code == 404
     assert http.post(f"/batch/7/ack?trainer={uuid + 1}").status_code == 409
-    assert lease(http, uuid, after=7).status_code == 409
+    assert http.lease(uuid, after=7).status_code == 409
 
 
-def test_idempotency_keys_are_1_to_255_visible_characters(started: httpx.Client) -> None:
+def test_idempotency_keys_are_1_to_255_visible_characters(started: ApiClient) -> None:
     for path, body in (("/scored_data", group(9)), ("/register-env", ENVIRONMENT)):
         for key in (b"", b"k" * 256, b"two words", b"\xe9"):
             answer = started.post(path, json=body, headers={"Idempotency-Key": key})
@@ -262,7 +252,7 @@ NO_HTTP = {
 
 @pytest.mark.parametrize("sent", NO_HTTP.values(), ids=NO_HTTP.keys())
 def test_bytes_that_are_not_http_are_400_and_the_connection_closed(
-    started: httpx.Client, sent: bytes
+    started: ApiClient, sent: bytes
 ) -> None:
     received = talk(started.base_url, sent)
     assert received.startswith(b"HTTP/1.1 400 ")
@@ -280,12 +270,12 @@ def test_bytes_that_are_not_http_are_400_and_the_connection_closed(
         ),
     ],
 )
-def test_bodies_without_a_plain_length(started: httpx.Client, sent: bytes, status: int) -> None:
+def test_bodies_without_a_plain_length(started: ApiClient, sent: bytes, status: int) -> None:
     answer = f"HTTP/1.1 {status} ".encode()
     assert answer in talk(started.base_url, sent, until=answer)
 
 
-def test_headers_without_end_are_cut_off(started: httpx.Client) -> None:
+def test_headers_without_end_are_cut_off(started: ApiClient) -> None:
     received = b""
     with suppress(ConnectionError):
         # the server may close the connection during the send, which discards its answer

@@ -5,35 +5,21 @@
 
 from __future__ import annotations
 
-import httpx
 import redis
 
 from grpo_api.store.redis import layout_prefix
 from grpo_api.store.run import GONE_TIMEOUTS
 from tests.fixtures.run_api import ENVIRONMENT_TIMEOUT_S, RUN_ID
-from tests.integration.run_api_calls import (
-    WAITING,
-    disconnect,
-    lease,
-    next_batch,
-    register,
-    register_environment,
-    run_facts,
-    send,
-    start,
-    status_env,
-    submit,
-    told,
-)
+from tests.integration.run_api_calls import WAITING, ApiClient
 
 
-def test_environments_wait_until_a_trainer_has_registered_and_polled(http: httpx.Client) -> None:
-    assert register_environment(http) == WAITING
-    register(http, starting_step=3)
-    assert register_environment(http) == WAITING
+def test_environments_wait_until_a_trainer_has_registered_and_polled(http: ApiClient) -> None:
+    assert http.register_environment() == WAITING
+    http.register(starting_step=3)
+    assert http.register_environment() == WAITING
     assert http.get("/environments").json() == []
     http.get("/batch")
-    assert register_environment(http) == {
+    assert http.register_environment() == {
         "status": "success",
         "env_id": 0,
         "wandb_name": "math_0",
@@ -43,92 +29,92 @@ def test_environments_wait_until_a_trainer_has_registered_and_polled(http: httpx
         "num_steps": 100,
         "run_uuid": http.get("/status").json()["run_uuid"],
     }
-    submit(http, 1, 2)
-    assert next_batch(http) == [1, 2]
-    assert register_environment(http)["starting_step"] == 4
+    http.submit(1, 2)
+    assert http.next_batch() == [1, 2]
+    assert http.register_environment()["starting_step"] == 4
 
 
-def test_disconnecting_twice_is_fine_and_nobody_is_named(http: httpx.Client) -> None:
-    start(http)
-    register_environment(http)
+def test_disconnecting_twice_is_fine_and_nobody_is_named(http: ApiClient) -> None:
+    http.start()
+    http.register_environment()
     for _ in range(2):
-        assert disconnect(http, 0) == {"status": "success"}
+        assert http.disconnect(0) == {"status": "success"}
     answer = http.post("/disconnect-env", json={"env_id": 9})
     assert (answer.status_code, answer.json()["status"]) == (200, "failure")
     assert "env_id 9" in answer.json()["error"]
-    unknown = status_env(http, 9)
+    unknown = http.status_env(9)
     assert unknown.status_code == 404
     assert "env_id 9" in unknown.json()["detail"]
 
 
 def test_a_silent_environment_loses_weight_and_minimum_until_it_polls(
-    http: httpx.Client, redis_url: str
+    http: ApiClient, redis_url: str
 ) -> None:
     def stay_silent(seconds: float) -> None:
         """Move the last poll of environment 1 this far into the past."""
         with redis.Redis.from_url(redis_url) as connection:
             connection.hincrby(f"{layout_prefix(RUN_ID)}seen", "1", -int(seconds * 1000))
 
-    start(http)
-    register_environment(http)
-    register_environment(http, min_batch_allocation=0.5)
-    submit(http, 1, 2, 3, 4, env_id=0)
-    told(http, 1)
+    http.start()
+    http.register_environment()
+    http.register_environment(min_batch_allocation=0.5)
+    http.submit(1, 2, 3, 4, env_id=0)
+    http.told(1)
     stay_silent(ENVIRONMENT_TIMEOUT_S - 60)
-    assert told(http, 0)["env_weight"] == 0.5
-    assert next_batch(http) is None
+    assert http.told(0)["env_weight"] == 0.5
+    assert http.next_batch() is None
 
     stay_silent(60)
-    assert next_batch(http) == [1, 2]
-    alone = told(http, 0)
+    assert http.next_batch() == [1, 2]
+    alone = http.told(0)
     assert (alone["env_weight"], alone["unallocated_fraction"]) == (1.0, 1.0)
 
-    back = told(http, 1)
+    back = http.told(1)
     assert (back["env_weight"], back["unallocated_fraction"]) == (0.5, 0.5)
-    assert told(http, 0)["env_weight"] == 0.5
-    assert next_batch(http) is None
-    submit(http, 5, env_id=1)
-    assert next_batch(http) == [3, 5]
+    assert http.told(0)["env_weight"] == 0.5
+    assert http.next_batch() is None
+    http.submit(5, env_id=1)
+    assert http.next_batch() == [3, 5]
 
 
-def test_environments_that_left_are_not_read_again(http: httpx.Client, redis_url: str) -> None:
+def test_environments_that_left_are_not_read_again(http: ApiClient, redis_url: str) -> None:
     """The first one says that it leaves; the second one ends without a word, with a part sent."""
-    start(http)
-    trainer = register(http).json()["uuid"]
+    http.start()
+    trainer = http.register().json()["uuid"]
     for _ in range(3):
-        register_environment(http)
-    disconnect(http, 0)
-    told_trainer = lease(http, trainer).json()["environments"]
+        http.register_environment()
+    http.disconnect(0)
+    told_trainer = http.lease(trainer).json()["environments"]
     assert told_trainer.items() >= {"registered": 3, "connected": 2}.items()
-    assert send(http, 1, size=1, env_id=1)["status"] == "buffered"
+    assert http.send_group(1, size=1, env_id=1)["status"] == "buffered"
     with redis.Redis.from_url(redis_url) as connection:
         gone_ms = int(GONE_TIMEOUTS * ENVIRONMENT_TIMEOUT_S * 1000)
         connection.hincrby(f"{layout_prefix(RUN_ID)}seen", "1", -gone_ms - 1000)
         assert known(http) == [1, 2]
-        assert register_environment(http)["env_id"] == 3
+        assert http.register_environment()["env_id"] == 3
         assert known(http) == [2, 3]
         for name in ("seen", "connected", "group_sizes", "environment_names"):
             key = f"{layout_prefix(RUN_ID)}{name}"
             kind = connection.type(key)
             assert (connection.scard if kind == b"set" else connection.hlen)(key) == 2, name
-    facts = run_facts(http)
+    facts = http.run_facts()
     assert (facts["buffered_parts"], facts["environments_registered"]) == (0, 4)
-    assert status_env(http, 1).status_code == 404
+    assert http.status_env(1).status_code == 404
 
 
-def known(http: httpx.Client) -> list[int]:
+def known(http: ApiClient) -> list[int]:
     return [environment["env_id"] for environment in http.get("/environments").json()]
 
 
-def test_status_env_counts_own_and_shared_sequences(http: httpx.Client) -> None:
+def test_status_env_counts_own_and_shared_sequences(http: ApiClient) -> None:
     """Two environments with minimums of 4 of 16 sequences; the second has weight 3."""
-    start(http, batch_size=16, starting_step=5)
-    register_environment(http, min_batch_allocation=0.25)
-    register_environment(http, weight=3.0, group_size=4, min_batch_allocation=0.25)
-    submit(http, 1, 2, env_id=0)
-    submit(http, 4, 5, size=4, env_id=1)
-    send(http, 3, size=3, env_id=1)  # parts count when they add up to a group
-    assert told(http, 0) == {
+    http.start(batch_size=16, starting_step=5)
+    http.register_environment(min_batch_allocation=0.25)
+    http.register_environment(weight=3.0, group_size=4, min_batch_allocation=0.25)
+    http.submit(1, 2, env_id=0)
+    http.submit(4, 5, size=4, env_id=1)
+    http.send_group(3, size=3, env_id=1)  # parts count when they add up to a group
+    assert http.told(0) == {
         "current_step": 5,
         "queue_size": (4 + (8 - 4)) // 2,  # own, and the other's beyond its minimum
         "unallocated_fraction": 0.5,

@@ -7,17 +7,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.fixtures.run_api import RunningApi
 from tests.integration.conftest import StartApi
-from tests.integration.run_api_calls import (
-    register_environment,
-    send,
-    start,
-    submit,
-)
+from tests.integration.run_api_calls import ApiClient
 
 SETTINGS = Path(__file__).with_name("schemathesis.toml")
 FULL_EXAMPLES = 20
@@ -31,14 +25,14 @@ def api(own_api: StartApi) -> RunningApi:
 
 
 @pytest.fixture
-def client(api: RunningApi) -> Iterator[httpx.Client]:
+def client(api: RunningApi) -> Iterator[ApiClient]:
     """A run with a trainer, an environment, one queued group and one buffered part."""
-    with httpx.Client(base_url=api.url, timeout=120.0) as client:
+    with ApiClient(base_url=api.url, timeout=120.0) as client:
         client.get("/reset_data").raise_for_status()
-        start(client)
-        env_id = register_environment(client)["env_id"]
-        submit(client, 1)
-        send(client, 2, size=1, env_id=env_id)
+        client.start()
+        env_id = client.register_environment()["env_id"]
+        client.submit(1)
+        client.send_group(2, size=1, env_id=env_id)
         yield client
 
 

@@ -22,21 +22,7 @@ from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import RequestRefused
 from tests.fixtures.run_api import RunningApi, start_run_api
 from tests.integration.conftest import StartApi
-from tests.integration.run_api_calls import (
-    REGISTRATION,
-    acknowledge,
-    disconnect,
-    group,
-    lease,
-    probe,
-    register,
-    register_environment,
-    run_facts,
-    scrape,
-    send,
-    start,
-    submit,
-)
+from tests.integration.run_api_calls import REGISTRATION, ApiClient, group
 from tests.support.wait import DEADLINE_S, wait_for
 
 TOKEN = "correct-horse-battery-staple"
@@ -51,22 +37,22 @@ def api(own_api: StartApi) -> RunningApi:
 
 
 @pytest.fixture(scope="module")
-def stranger(api: RunningApi) -> Iterator[httpx.Client]:
+def stranger(api: RunningApi) -> Iterator[ApiClient]:
     """A client without the token."""
-    with httpx.Client(base_url=api.url, timeout=DEADLINE_S) as client:
+    with ApiClient(base_url=api.url, timeout=DEADLINE_S) as client:
         yield client
 
 
 @pytest.fixture
-def client(api: RunningApi) -> Iterator[httpx.Client]:
+def client(api: RunningApi) -> Iterator[ApiClient]:
     """A client with the token, of a run without a trainer."""
-    with httpx.Client(base_url=api.url, timeout=DEADLINE_S, headers=AUTHORIZATION) as known:
+    with ApiClient(base_url=api.url, timeout=DEADLINE_S, headers=AUTHORIZATION) as known:
         known.get("/reset_data").raise_for_status()
         yield known
 
 
 def test_a_defect_is_a_500_whose_traceback_is_found_by_the_id(
-    api: RunningApi, client: httpx.Client, redis_url: str
+    api: RunningApi, client: ApiClient, redis_url: str
 ) -> None:
     with redis.Redis.from_url(redis_url) as connection:
         connection.set(f"{layout_prefix(RUN_ID)}trainer", "not a hash")
@@ -83,7 +69,7 @@ def test_a_defect_is_a_500_whose_traceback_is_found_by_the_id(
 
 
 def test_without_the_token_every_route_but_probes_is_401_and_changes_nothing(
-    api: RunningApi, stranger: httpx.Client, client: httpx.Client
+    api: RunningApi, stranger: ApiClient, client: ApiClient
 ) -> None:
     documented = client.get("/openapi.json").json()["paths"].items()
     routes = [(method, path) for path, methods in documented for method in methods]
@@ -91,12 +77,12 @@ def test_without_the_token_every_route_but_probes_is_401_and_changes_nothing(
     for method, path in [*routes, ("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/none")]:
         answer = stranger.request(method, path.replace("{batch_id}", "1"))
         if path in OPEN:
-            assert probe(stranger, path).status_code == 200
+            assert stranger.probe(path).status_code == 200
         else:
             assert answer.status_code == 401, path
             assert answer.headers["www-authenticate"] == "Bearer"
             assert "Authorization: Bearer" in answer.json()["detail"]
-    assert register(stranger).status_code == 401
+    assert stranger.register().status_code == 401
     assert client.get("/info").json()["batch_size"] == -1
     with TrainerClient(api.url, token=TOKEN) as known, TrainerClient(api.url) as unknown:
         known.status()
@@ -107,9 +93,9 @@ def test_without_the_token_every_route_but_probes_is_401_and_changes_nothing(
     assert TOKEN not in log
 
 
-def test_a_page_of_another_site_resets_nothing_and_takes_no_batch(http: httpx.Client) -> None:
-    start(http)
-    submit(http, 1, 2)
+def test_a_page_of_another_site_resets_nothing_and_takes_no_batch(http: ApiClient) -> None:
+    http.start()
+    http.submit(1, 2)
     pages = [
         ({"Sec-Fetch-Site": "cross-site"}, "a web page of another site"),
         ({"Host": "rebound.example", "Sec-Fetch-Site": "same-origin"}, "--allowed-hosts"),
@@ -119,21 +105,21 @@ def test_a_page_of_another_site_resets_nothing_and_takes_no_batch(http: httpx.Cl
         assert answer.status_code == 403
         assert says in answer.json()["detail"]
         assert "x-request-id" in answer.headers
-    assert run_facts(http)["queued_groups"] == 2
+    assert http.run_facts()["queued_groups"] == 2
 
 
-def assert_facts(http: httpx.Client, **expected: float) -> None:
-    facts = run_facts(http)
+def assert_facts(http: ApiClient, **expected: float) -> None:
+    facts = http.run_facts()
     assert {name: facts[name] for name in expected} == expected
 
 
-def test_requests_are_counted_by_route_and_status(http: httpx.Client) -> None:
-    before = scrape(http)
+def test_requests_are_counted_by_route_and_status(http: ApiClient) -> None:
+    before = http.scrape()
     for path in ("/status", "/status", "/nowhere/1", "/nowhere/2"):
         http.get(path)
     for batch_id in (7, 8):
         http.post(f"/batch/{batch_id}/ack")
-    after = scrape(http)
+    after = http.scrape()
     for method, route, status in (
         ("GET", "/status", "200"),
         ("GET", "unmatched", "404"),
@@ -145,41 +131,41 @@ def test_requests_are_counted_by_route_and_status(http: httpx.Client) -> None:
     assert "nowhere" not in str(after.keys())
 
 
-def test_the_queue_and_what_waits_beside_it(http: httpx.Client) -> None:
+def test_the_queue_and_what_waits_beside_it(http: ApiClient) -> None:
     empty = ("queued_groups", "queued_bytes", "leased_batches", "environments_alive", "step")
     ages = ("oldest_queued_group_age_seconds", "oldest_lease_age_seconds")
     assert_facts(http, **dict.fromkeys((*empty, *ages), 0.0))
-    start(http, starting_step=5)
-    env_id = register_environment(http)["env_id"]
-    register_environment(http)
-    submit(http, 1)
-    assert run_facts(http)["queued_bytes"] > 50
-    submit(http, 2, size=4)
-    send(http, 3, size=1, env_id=env_id)
-    assert run_facts(http)["buffered_bytes"] > 30
-    wait_for(lambda: run_facts(http)[ages[0]])
+    http.start(starting_step=5)
+    env_id = http.register_environment()["env_id"]
+    http.register_environment()
+    http.submit(1)
+    assert http.run_facts()["queued_bytes"] > 50
+    http.submit(2, size=4)
+    http.send_group(3, size=1, env_id=env_id)
+    assert http.run_facts()["buffered_bytes"] > 30
+    wait_for(lambda: http.run_facts()[ages[0]])
     assert_facts(http, queued_groups=2, queued_sequences=6, buffered_parts=1, step=5)
     assert_facts(http, environments_registered=2, environments_alive=2)
-    disconnect(http, env_id)
+    http.disconnect(env_id)
     assert_facts(http, environments_alive=1, buffered_parts=0, buffered_bytes=0)
 
 
-def test_leases_until_they_are_acknowledged(http: httpx.Client) -> None:
-    start(http)
-    submit(http, 1, 2, 3, 4)
-    queued_bytes = run_facts(http)["queued_bytes"]
+def test_leases_until_they_are_acknowledged(http: ApiClient) -> None:
+    http.start()
+    http.submit(1, 2, 3, 4)
+    queued_bytes = http.run_facts()["queued_bytes"]
     trainer = http.post("/register", json=REGISTRATION).json()["uuid"]
-    assert [lease(http, trainer, after).json()["batch_id"] for after in (0, 1)] == [1, 2]
+    assert [http.lease(trainer, after).json()["batch_id"] for after in (0, 1)] == [1, 2]
     assert_facts(http, step=2, batches_delivered_total=2, leased_batches=2)
     assert_facts(http, queued_groups=0, queued_bytes=0, leased_bytes=queued_bytes)
-    wait_for(lambda: run_facts(http)["oldest_lease_age_seconds"])
+    wait_for(lambda: http.run_facts()["oldest_lease_age_seconds"])
 
-    assert lease(http, trainer).json()["batch_id"] == 1
+    assert http.lease(trainer).json()["batch_id"] == 1
     assert_facts(http, batches_redelivered_total=1)
-    acknowledge(http, trainer, 1).raise_for_status()
+    http.acknowledge(trainer, 1).raise_for_status()
     assert_facts(http, batches_acknowledged_total=1, leased_batches=1)
-    assert 0 < run_facts(http)["leased_bytes"] < queued_bytes
-    acknowledge(http, trainer, 2).raise_for_status()
+    assert 0 < http.run_facts()["leased_bytes"] < queued_bytes
+    http.acknowledge(trainer, 2).raise_for_status()
     assert_facts(http, leased_bytes=0, oldest_lease_age_seconds=0, batches_delivered_total=2)
 
 
@@ -194,13 +180,13 @@ BODY_DEADLINE_S = 600
 @contextmanager
 def running_api(
     redis_url: str, directory: Path, grace_s: int = GRACE_S
-) -> Iterator[tuple[RunningApi, httpx.Client]]:
+) -> Iterator[tuple[RunningApi, ApiClient]]:
     """A run-api with a trainer, killed after the test."""
     further = {"--stop-grace-s": grace_s, "--body-deadline-s": BODY_DEADLINE_S}
     running = start_run_api(redis_url, directory, run_id=directory.name, further=further)
     try:
-        with httpx.Client(base_url=running.url, timeout=DEADLINE_S) as client:
-            start(client)
+        with ApiClient(base_url=running.url, timeout=DEADLINE_S) as client:
+            client.start()
             yield running, client
     finally:
         running.process.kill()

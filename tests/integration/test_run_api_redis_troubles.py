@@ -24,27 +24,12 @@ from grpo_api.lifetime import Lifetime
 from grpo_api.settings import RunApiSettings
 from grpo_api.store.redis import RedisLink, check_redis, watch_disk
 from grpo_api.store.run import RunStore
-from grpo_core.redis.server import LocalRedis, bundled_redis
+from grpo_core.redis.server import LocalRedis
 from grpo_core.redis.url import redis_password
 from grpo_local.process.ports import free_port
 from tests.fixtures.run_api import RUN_ID, start_run_api
 from tests.integration.conftest import forget_env_ids
-from tests.integration.run_api_calls import (
-    acknowledge,
-    bulky,
-    group,
-    lease,
-    leased,
-    next_batch,
-    probe,
-    register,
-    register_environment,
-    run_facts,
-    start,
-    status,
-    status_env,
-    submit,
-)
+from tests.integration.run_api_calls import ApiClient, bulky, group, leased
 from tests.support.redis_server import start_redis
 from tests.support.wait import DEADLINE_S, wait_for
 
@@ -68,7 +53,7 @@ class OwnRedis:
         self.start()
 
     def start(self) -> None:
-        self.process = start_redis(self._port, self._directory, bundled_redis())
+        self.process = start_redis(self._port, self._directory)
 
 
 @pytest.fixture(scope="module")
@@ -80,21 +65,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnRedis]:
 
 
 @pytest.fixture(scope="module")
-def api(server: OwnRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def api(server: OwnRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiClient]:
     """A client of a run-api whose Redis deadline is longer than a test."""
     directory = tmp_path_factory.mktemp("run-api")
     running = start_run_api(server.url, directory, redis_deadline_s=DEADLINE_S)
-    with httpx.Client(base_url=running.url, timeout=2 * DEADLINE_S) as client:
+    with ApiClient(base_url=running.url, timeout=2 * DEADLINE_S) as client:
         yield client
     running.process.stop()
 
 
 @pytest.fixture
-def http(api: httpx.Client, server: OwnRedis) -> Iterator[httpx.Client]:
+def http(api: ApiClient, server: OwnRedis) -> Iterator[ApiClient]:
     """A client of a run whose trainer has polled. After the test Redis accepts writes again."""
     api.get("/reset_data").raise_for_status()
     forget_env_ids(server.admin)
-    start(api)
+    api.start()
     yield api
     take_writes(server.admin)
 
@@ -121,41 +106,49 @@ def fail_to_snapshot(own_redis: redis.Redis) -> None:
     )
 
 
-def assert_refused(answer: httpx.Response, code: str) -> None:
+def assert_unavailable(answer: httpx.Response, detail: str) -> None:
     assert answer.status_code == 503, answer.text
     assert int(answer.headers["retry-after"]) >= 1
-    assert answer.json()["detail"].startswith(f"Redis rejects writes ({code}): ")
+    assert answer.json()["detail"].startswith(detail)
+
+
+def assert_refused(answer: httpx.Response, code: str) -> None:
+    assert_unavailable(answer, f"Redis rejects writes ({code}): ")
+
+
+def assert_given_up(answer: httpx.Response, deadline_s: float) -> None:
+    assert_unavailable(answer, f"Redis did not answer within {deadline_s:g} s")
 
 
 @pytest.mark.parametrize(("refuse", "code"), [(fill_at_once, "OOM"), (fail_to_snapshot, "MISCONF")])
 def test_submissions_are_503_and_nothing_is_queued(
-    http: httpx.Client, server: OwnRedis, refuse: Callable[[redis.Redis], None], code: str
+    http: ApiClient, server: OwnRedis, refuse: Callable[[redis.Redis], None], code: str
 ) -> None:
-    register_environment(http, group_size=4)
-    submit(http, 1)
+    http.register_environment(group_size=4)
+    http.submit(1)
     refuse(server.admin)
     large = group(9, **bulky(9, tokens=140_000))  # staged in pieces
     for body in (group(2), group(3, env_id=0), large):
         assert_refused(http.post("/scored_data", json=body), code)
         assert_refused(http.post("/scored_data_list", json=[body]), code)
-    assert status(http) == (0, 1)
+    assert http.status() == (0, 1)
     take_writes(server.admin)
-    assert status(http) == (0, 1)
-    submit(http, 2)
-    assert next_batch(http) == [1, 2]
+    assert http.status() == (0, 1)
+    http.submit(2)
+    assert http.next_batch() == [1, 2]
 
 
 def test_where_nothing_can_be_written_every_route_answers(
-    http: httpx.Client, server: OwnRedis
+    http: ApiClient, server: OwnRedis
 ) -> None:
-    register_environment(http)
-    submit(http, 1, 2, 3, 4)
-    assert next_batch(http) == [1, 2]
+    http.register_environment()
+    http.submit(1, 2, 3, 4)
+    assert http.next_batch() == [1, 2]
     fail_to_snapshot(server.admin)
     needs_writes = (
         http.get("/batch"),
-        register(http),
-        status_env(http, 0),
+        http.register(),
+        http.status_env(0),
         http.post("/disconnect-env", json={"env_id": 0}),
         http.get("/reset_data"),
     )
@@ -163,48 +156,49 @@ def test_where_nothing_can_be_written_every_route_answers(
     for path in ("/status", "/info", "/environments", "/latest_example", "/metrics", "/healthz"):
         assert http.get(path).status_code == 200, path
     for path in ("/readyz", "/health"):
-        assert_refused(probe(http, path), "MISCONF")
+        assert_refused(http.probe(path), "MISCONF")
     take_writes(server.admin)
-    assert probe(http, "/readyz").status_code == 200
-    assert next_batch(http) == [3, 4]
+    assert http.probe("/readyz").status_code == 200
+    assert http.next_batch() == [3, 4]
 
 
 def test_leases_are_handed_out_and_acknowledged_where_memory_is_full(
-    http: httpx.Client, server: OwnRedis
+    http: ApiClient, server: OwnRedis
 ) -> None:
-    submit(http, *range(6))
-    submit(http, 6, size=4)
+    http.submit(*range(6))
+    http.submit(6, size=4)
     fill_at_once(server.admin)
-    trainer = register(http).raise_for_status().json()["uuid"]
-    first = lease(http, trainer)
+    trainer = http.register().raise_for_status().json()["uuid"]
+    first = http.lease(trainer)
     assert leased(first) == (1, [0, 1])
-    assert lease(http, trainer).content == first.content
-    assert leased(lease(http, trainer, after=1)) == (2, [2, 3])
+    assert http.lease(trainer).content == first.content
+    assert leased(http.lease(trainer, after=1)) == (2, [2, 3])
 
-    trainer = register(http).raise_for_status().json()["uuid"]
-    assert lease(http, trainer).content == first.content
-    assert acknowledge(http, trainer, 2).json()["released"] == 2
-    batches = [leased(lease(http, trainer, after)) for after in (2, 3)]
+    trainer = http.register().raise_for_status().json()["uuid"]
+    assert http.lease(trainer).content == first.content
+    done = {"status": "success", "acknowledged": 2, "released": 2}
+    assert http.acknowledge(trainer, 2).json() == done
+    batches = [leased(http.lease(trainer, after)) for after in (2, 3)]
     assert batches == [(3, [4, 5]), (4, [6])]
     # the last batch has only the latest example, which stays, so no memory is freed
     for batch_id in (3, 4):
-        assert acknowledge(http, trainer, batch_id).json()["released"] == 1
-    assert lease(http, trainer, after=4).json()["batch"] is None
-    assert status(http) == (4, 0)
+        assert http.acknowledge(trainer, batch_id).json()["released"] == 1
+    assert http.lease(trainer, after=4).json()["batch"] is None
+    assert http.status() == (4, 0)
 
 
-def test_redis_restart_is_waited_for(http: httpx.Client, server: OwnRedis) -> None:
-    register_environment(http)
-    submit(http, 1, 2)
+def test_redis_restart_is_waited_for(http: ApiClient, server: OwnRedis) -> None:
+    http.register_environment()
+    http.submit(1, 2)
     server.process.stop()
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(lambda: status_env(http, 0))
+        waiting = pool.submit(lambda: http.status_env(0))
         # the probe has its own deadline, although the waiting request began earlier
         wait_for(lambda: http.get("/readyz").status_code, lambda code: code == 503)
         assert not waiting.done()
         server.start()
         assert waiting.result().status_code == 200
-    assert next_batch(http) == [1, 2]
+    assert http.next_batch() == [1, 2]
 
 
 @pytest.fixture
@@ -220,10 +214,10 @@ async def impatient(server: OwnRedis) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def test_redis_that_hangs_or_is_gone_is_503_and_loses_nothing(
-    http: httpx.Client, impatient: httpx.AsyncClient, server: OwnRedis
+    http: ApiClient, impatient: httpx.AsyncClient, server: OwnRedis
 ) -> None:
-    step, _ = status(http)
-    submit(http, 1, 2)
+    step, _ = http.status()
+    http.submit(1, 2)
     server.process.signal(signal.SIGSTOP)
     async with asyncio.timeout(DEADLINE_S):  # a request in this process has none
         assert_given_up(await impatient.get("/batch"), SHORT_S)
@@ -233,16 +227,16 @@ async def test_redis_that_hangs_or_is_gone_is_503_and_loses_nothing(
     assert "run_api_redis_up 0.0" in scraped
     assert "run_api_step" not in scraped
     server.process.signal(signal.SIGCONT)
-    assert next_batch(http) == [1, 2]
-    assert status(http) == (step + 1, 0)
+    assert http.next_batch() == [1, 2]
+    assert http.status() == (step + 1, 0)
 
     server.process.stop()
     for path in ("/status", "/health"):
         assert_given_up(await impatient.get(path), SHORT_S)
     server.start()
-    assert status(http) == (step + 1, 0)
-    assert probe(http, "/readyz").json() == {"status": "ok"}
-    assert run_facts(http)["step"] == step + 1
+    assert http.status() == (step + 1, 0)
+    assert http.probe("/readyz").json() == {"status": "ok"}
+    assert http.run_facts()["step"] == step + 1
 
 
 async def test_a_connection_that_breaks_before_its_first_byte_is_503(
@@ -258,12 +252,6 @@ async def test_a_connection_that_breaks_before_its_first_byte_is_503(
     with pytest.raises(StoreUnavailable, match="closed a connection"):
         await link.call("PING")
     await link.close()
-
-
-def assert_given_up(answer: httpx.Response, deadline_s: float) -> None:
-    assert answer.status_code == 503
-    assert int(answer.headers["retry-after"]) >= 1
-    assert answer.json()["detail"].startswith(f"Redis did not answer within {deadline_s:g} s")
 
 
 async def test_the_log_names_how_often_redis_writes_or_warns_that_it_forgets(
@@ -338,9 +326,7 @@ def test_redis_goes_on_once_a_full_disk_has_room(small_disk: Path) -> None:
     with (
         LocalRedis(small_disk / "redis", port),
         redis.Redis(
-            port=port,
-            password=redis_password(small_disk / "redis"),
-            retry=Retry(NoBackoff(), 0),
+            port=port, password=redis_password(small_disk / "redis"), retry=Retry(NoBackoff(), 0)
         ) as client,
     ):
         acknowledged = 0

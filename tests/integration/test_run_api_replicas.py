@@ -14,14 +14,7 @@ import httpx
 import pytest
 
 from tests.fixtures.run_api import start_run_api
-from tests.integration.run_api_calls import (
-    group,
-    next_batch,
-    register,
-    register_environment,
-    status,
-    submit,
-)
+from tests.integration.run_api_calls import ApiClient, group
 from tests.support.wait import DEADLINE_S, wait_for
 
 ENVIRONMENTS = 6
@@ -31,23 +24,23 @@ GROUPS_EACH = 30
 
 
 @pytest.fixture
-def clients(http: httpx.Client, redis_url: str, tmp_path: Path) -> Iterator[list[httpx.Client]]:
+def clients(http: ApiClient, redis_url: str, tmp_path: Path) -> Iterator[list[ApiClient]]:
     """Clients of the session's run-api and of a second process with the same run."""
     replica = start_run_api(redis_url, tmp_path)
-    with httpx.Client(base_url=replica.url, timeout=DEADLINE_S) as client:
+    with ApiClient(base_url=replica.url, timeout=DEADLINE_S) as client:
         yield [http, client]
     replica.process.stop()
 
 
-def test_pollers_without_leases_are_handed_each_group_once(clients: list[httpx.Client]) -> None:
-    register(clients[0])
+def test_pollers_without_leases_are_handed_each_group_once(clients: list[ApiClient]) -> None:
+    clients[0].register()
     sent = range(200)
     body = [group(marker) for marker in sent]
     clients[0].post("/scored_data_list", json=body).raise_for_status()
 
-    def poll(client: httpx.Client) -> list[int]:
+    def poll(client: ApiClient) -> list[int]:
         taken: list[int] = []
-        while batch := next_batch(client):
+        while batch := client.next_batch():
             taken += batch
         return taken
 
@@ -58,23 +51,23 @@ def test_pollers_without_leases_are_handed_each_group_once(clients: list[httpx.C
 
 @pytest.mark.parametrize("ending", ["client leaves", "server is killed"])
 def test_an_answer_that_was_cut_off_is_given_again_and_no_sooner(
-    http: httpx.Client, redis_url: str, tmp_path: Path, ending: str
+    http: ApiClient, redis_url: str, tmp_path: Path, ending: str
 ) -> None:
-    register(http)
-    submit(http, 0, 1, images="more than sockets hold" * 150_000)
-    submit(http, 2, 3)
+    http.register()
+    http.submit(0, 1, images="more than sockets hold" * 150_000)
+    http.submit(2, 3)
     replica = start_run_api(redis_url, tmp_path)
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect((httpx.URL(replica.url).host, httpx.URL(replica.url).port))
         client.sendall(b"GET /batch HTTP/1.1\r\nHost: run-api\r\n\r\n")
         assert client.recv(4) == b"HTTP"
-        assert [next_batch(http) for _ in range(2)] == [[2, 3], None]
+        assert [http.next_batch() for _ in range(2)] == [[2, 3], None]
         if ending == "client leaves":
             client.close()
         else:
             replica.process.kill()
-        assert wait_for(lambda: next_batch(http)) == [0, 1]
+        assert wait_for(lambda: http.next_batch()) == [0, 1]
     replica.process.stop()
 
 
@@ -84,7 +77,7 @@ class Sender:
     It sometimes repeats a submission with the same key.
     """
 
-    def __init__(self, env_id: int, clients: list[httpx.Client]) -> None:
+    def __init__(self, env_id: int, clients: list[ApiClient]) -> None:
         self._env_id = env_id
         self._clients = clients
         self._random = random.Random(env_id)
@@ -114,11 +107,11 @@ class Sender:
             client.post(path, json=body, headers=headers).raise_for_status()
 
 
-def test_every_group_is_handed_out_once(clients: list[httpx.Client]) -> None:
-    trainer = register(clients[0], batch_size=BATCH_SIZE).json()["uuid"]
+def test_every_group_is_handed_out_once(clients: list[ApiClient]) -> None:
+    trainer = clients[0].register(batch_size=BATCH_SIZE).json()["uuid"]
     clients[1].get("/batch", params={"trainer": trainer})
     env_ids = [
-        register_environment(clients[i % 2], group_size=GROUP_SIZE)["env_id"]
+        clients[i % 2].register_environment(group_size=GROUP_SIZE)["env_id"]
         for i in range(ENVIRONMENTS)
     ]
     assert env_ids == list(range(ENVIRONMENTS))
@@ -129,14 +122,14 @@ def test_every_group_is_handed_out_once(clients: list[httpx.Client]) -> None:
         for done in sending:
             done.result()
     sent = Counter(marker for sender in senders for marker in sender.sent)
-    left = status(clients[0])[1]
+    left = clients[0].status()[1]
     assert set(sent.values()) == {1}
     assert not trained - sent
     assert sum(trained.values()) == len(trained) == len(sent) - left
     assert left < BATCH_SIZE
 
 
-def _train(clients: list[httpx.Client], trainer: int, until: Callable[[], bool]) -> Counter[int]:
+def _train(clients: list[ApiClient], trainer: int, until: Callable[[], bool]) -> Counter[int]:
     """Lease and acknowledge at random replicas, and lease some batches twice.
 
     Returns:

@@ -12,56 +12,46 @@ import pytest
 
 from grpo_core.wire.fields import FLOAT32_MAX
 from tests.integration.conftest import StartApi
-from tests.integration.run_api_calls import (
-    group,
-    next_batch,
-    register_environment,
-    send,
-    send_raw,
-    start,
-    status,
-    submit,
-    told,
-)
+from tests.integration.run_api_calls import ApiClient, group
 from tests.support.wait import DEADLINE_S
 
 
 @pytest.fixture
-def four(http: httpx.Client) -> httpx.Client:
+def four(http: ApiClient) -> ApiClient:
     """A run with batches of 8; environment 0 registered groups of 4."""
-    start(http, batch_size=8)
-    register_environment(http, group_size=4)
+    http.start(batch_size=8)
+    http.register_environment(group_size=4)
     return http
 
 
-def test_parts_wait_until_they_add_up_and_are_served_as_they_were_sent(four: httpx.Client) -> None:
+def test_parts_wait_until_they_add_up_and_are_served_as_they_were_sent(four: ApiClient) -> None:
     for marker, (size, waiting) in enumerate([(3, 3), (2, 5)]):
-        answer = send(four, marker, size=size, env_id=0)
+        answer = four.send_group(marker, size=size, env_id=0)
         assert answer == {"status": "buffered", "buffer_size": waiting}
     assert four.get("/latest_example").json()["tokens"] == []  # never a buffered part
-    assert send(four, 2, size=2, env_id=0) == {"status": "buffered", "buffer_size": 3}
+    assert four.send_group(2, size=2, env_id=0) == {"status": "buffered", "buffer_size": 3}
     assert four.get("/latest_example").json()["tokens"] == group(2)["tokens"]
-    submit(four, 3, size=4, env_id=None)
+    four.submit(3, size=4, env_id=None)
     batch = four.get("/batch").json()["batch"]
     assert [item["tokens"] for item in batch] == [
         group(marker, size=size)["tokens"] for marker, size in ((1, 2), (2, 2), (3, 4))
     ]
 
 
-def test_a_list_says_how_many_were_buffered_and_what_waits_at_the_end(four: httpx.Client) -> None:
+def test_a_list_says_how_many_were_buffered_and_what_waits_at_the_end(four: ApiClient) -> None:
     body = [group(i, size=size, env_id=0) for i, size in enumerate([3, 4, 2, 1])]
-    assert send_raw(four, body, "/scored_data_list").json() == {
+    assert four.send_raw(body, "/scored_data_list").json() == {
         "status": "received",
         "groups_processed": 4,
         "buffered": 3,
         "last_buffer_size": 2,
     }
-    assert status(four) == (0, 3)
-    assert next_batch(four) == [1, 0, 3]
+    assert four.status() == (0, 3)
+    assert four.next_batch() == [1, 0, 3]
 
 
-def test_a_key_stands_for_one_body_that_was_taken(http: httpx.Client) -> None:
-    start(http)
+def test_a_key_stands_for_one_body_that_was_taken(http: ApiClient) -> None:
+    http.start()
 
     def post(body: Any) -> httpx.Response:
         return http.post("/scored_data", json=body, headers={"Idempotency-Key": "key"})
@@ -73,28 +63,28 @@ def test_a_key_stands_for_one_body_that_was_taken(http: httpx.Client) -> None:
     other = post(group(2))
     assert other.status_code == 422
     assert "'key' was used for other groups" in other.json()["detail"]
-    assert status(http) == (0, 1)
+    assert http.status() == (0, 1)
 
 
 def test_a_queue_that_stays_full_is_a_503_and_nothing_is_queued(own_api: StartApi) -> None:
     api = own_api("limited", further={"--max-queued-groups": 4, "--full-queue-wait-s": 0.5})
-    with httpx.Client(base_url=api.url, timeout=DEADLINE_S) as limited:
+    with ApiClient(base_url=api.url, timeout=DEADLINE_S) as limited:
         limited.get("/reset_data").raise_for_status()
-        start(limited)
-        register_environment(limited)
+        limited.start()
+        limited.register_environment()
         for markers, pressure in ((range(3), 0.5), (range(1), 1.0)):
-            submit(limited, *markers, env_id=0)
-            assert told(limited, 0)["pressure"] == pressure
+            limited.submit(*markers, env_id=0)
+            assert limited.told(0)["pressure"] == pressure
         answer = limited.post("/scored_data", json=group(8))
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) > 0
         assert "queue has been full" in answer.json()["detail"]
-        assert status(limited) == (0, 4)
+        assert limited.status() == (0, 4)
         # a limit below one batch does not stop the run
         limited.get("/reset_data").raise_for_status()
-        start(limited, batch_size=16)
-        submit(limited, *range(8))
-        assert next_batch(limited) == list(range(8))
+        limited.start(batch_size=16)
+        limited.submit(*range(8))
+        assert limited.next_batch() == list(range(8))
 
 
 SIZE = 2
@@ -129,9 +119,9 @@ SENT = [
 ]
 
 
-def served(http: httpx.Client, body: Any, path: str = "/scored_data") -> dict[str, Any]:
+def served(http: ApiClient, body: Any, path: str = "/scored_data") -> dict[str, Any]:
     """The group that the trainer receives. Each group fills a batch."""
-    answer = send_raw(http, body, path)
+    answer = http.send_raw(body, path)
     assert (answer.status_code, answer.json()["status"]) == (200, "received")
     (item,) = http.get("/batch").json()["batch"]
     return dict(item)
@@ -139,17 +129,17 @@ def served(http: httpx.Client, body: Any, path: str = "/scored_data") -> dict[st
 
 @pytest.mark.parametrize("sent", SENT)
 def test_every_group_is_served_with_all_keys_as_it_was_sent(
-    http: httpx.Client, sent: dict[str, Any]
+    http: ApiClient, sent: dict[str, Any]
 ) -> None:
     """A single group is stored as sent, if it is a usual one. Others are encoded again."""
-    start(http, batch_size=SIZE)
+    http.start(batch_size=SIZE)
     expected = dict.fromkeys(ALL_KEYS) | sent
     assert served(http, sent) == expected
     assert served(http, [sent], "/scored_data_list") == expected
 
 
-def test_numbers_are_coerced_and_unknown_fields_dropped(http: httpx.Client) -> None:
-    start(http, batch_size=SIZE)
+def test_numbers_are_coerced_and_unknown_fields_dropped(http: ApiClient) -> None:
+    http.start(batch_size=SIZE)
     loose = {
         "tokens": [[1.0, "7", 90], [1, 7, 91]],
         "masks": [["-100", -100.0, 90], [-100, -100, 91]],

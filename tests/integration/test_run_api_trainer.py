@@ -16,23 +16,7 @@ import redis
 from grpo_core.redis.keys import served_weights_key
 from grpo_core.wire.run_api import RUN_UUID_HEADER
 from tests.fixtures.run_api import RUN_ID
-from tests.integration.run_api_calls import (
-    WAITING,
-    acknowledge,
-    group,
-    lease,
-    leased,
-    next_batch,
-    probe,
-    register,
-    register_environment,
-    send,
-    start,
-    status,
-    status_env,
-    submit,
-    told,
-)
+from tests.integration.run_api_calls import WAITING, ApiClient, group, leased
 from tests.support.wait import DEADLINE_S, wait_for
 
 EXAMPLE_KEYS = (
@@ -58,66 +42,66 @@ BEFORE_A_TRAINER = {
 }
 
 
-def test_registering_again_keeps_the_run_and_applies_what_changed(http: httpx.Client) -> None:
-    first = register(http, batch_size="4", max_token_len=128.0).json()
+def test_registering_again_keeps_the_run_and_applies_what_changed(http: ApiClient) -> None:
+    first = http.register(batch_size="4", max_token_len=128.0).json()
     assert 0 <= first["uuid"] < 2**128
     assert http.get("/info").json() == {"batch_size": 4, "max_token_len": 128}
-    assert next_batch(http) is None
-    register_environment(http)
-    submit(http, 1, 2, 3)
-    assert [next_batch(http), next_batch(http)] == [[1, 2], None]
+    assert http.next_batch() is None
+    http.register_environment()
+    http.submit(1, 2, 3)
+    assert [http.next_batch(), http.next_batch()] == [[1, 2], None]
     changed = {"max_token_len": 256, "wandb_group": "", "checkpoint_dir": "elsewhere"}
-    again = register(http, starting_step=50, **changed).json()
+    again = http.register(starting_step=50, **changed).json()
     assert again["uuid"] != first["uuid"]
     assert again["run_uuid"] == first["run_uuid"] == http.get("/status").json()["run_uuid"]
-    assert status(http) == (1, 1)
+    assert http.status() == (1, 1)
     assert len(http.get("/environments").json()) == 1
     assert http.get("/info").json() == {"batch_size": 4, "max_token_len": 256}
     assert http.get("/wandb_info").json() == {"group": "", "project": "project"}
-    assert register_environment(http)["checkpoint_dir"] == "elsewhere"
+    assert http.register_environment()["checkpoint_dir"] == "elsewhere"
 
 
-def test_another_batch_size_must_suit_queue_and_environments(http: httpx.Client) -> None:
-    start(http)
-    register_environment(http)
-    submit(http, 3, size=4)
-    answer = register(http, batch_size=5, max_token_len=256)
+def test_another_batch_size_must_suit_queue_and_environments(http: ApiClient) -> None:
+    http.start()
+    http.register_environment()
+    http.submit(3, size=4)
+    answer = http.register(batch_size=5, max_token_len=256)
     assert answer.status_code == 409
     assert "environment 0 sends groups of 2" in answer.json()["detail"]
     assert http.get("/info").json() == {"batch_size": 4, "max_token_len": 128}
-    assert register(http, batch_size=8, max_token_len=256).status_code == 200
+    assert http.register(batch_size=8, max_token_len=256).status_code == 200
     assert http.get("/info").json() == {"batch_size": 8, "max_token_len": 256}
 
 
-def test_a_reset_forgets_everything_and_a_run_begins_anew(http: httpx.Client) -> None:
-    start(http, starting_step=7)
-    register_environment(http)
-    submit(http, 1, 2, 3)
-    send(http, 4, size=1, env_id=0)
-    assert next_batch(http) == [1, 2]
+def test_a_reset_forgets_everything_and_a_run_begins_anew(http: ApiClient) -> None:
+    http.start(starting_step=7)
+    http.register_environment()
+    http.submit(1, 2, 3)
+    http.send_group(4, size=1, env_id=0)
+    assert http.next_batch() == [1, 2]
     assert http.get("/reset_data").text == "Reset successful"
     for path, expected in BEFORE_A_TRAINER.items():
-        answer = probe(http, path)
+        answer = http.probe(path)
         assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
         assert answer.json() == expected, path
 
-    register(http)
-    assert register_environment(http) == WAITING
-    assert next_batch(http) is None
-    again = register_environment(http)
+    http.register()
+    assert http.register_environment() == WAITING
+    assert http.next_batch() is None
+    again = http.register_environment()
     # an id is never used again, so an environment of the former run is unknown
     assert (again["env_id"], again["wandb_name"]) == (1, "math_0")
-    assert status_env(http, 0).status_code == 404
-    assert send(http, 2, size=1, env_id=1) == {"status": "buffered", "buffer_size": 1}
+    assert http.status_env(0).status_code == 404
+    assert http.send_group(2, size=1, env_id=1) == {"status": "buffered", "buffer_size": 1}
 
 
 @pytest.mark.parametrize("size", [2, 1])
-def test_groups_of_the_run_before_a_reset_are_refused(http: httpx.Client, size: int) -> None:
+def test_groups_of_the_run_before_a_reset_are_refused(http: ApiClient, size: int) -> None:
     runs = []
     for _ in range(2):
         http.get("/reset_data")
-        start(http)
-        runs.append(register_environment(http))
+        http.start()
+        runs.append(http.register_environment())
     former, new = (environment["run_uuid"] for environment in runs)
     one = group(1, size=size, env_id=runs[1]["env_id"])
 
@@ -132,73 +116,73 @@ def test_groups_of_the_run_before_a_reset_are_refused(http: httpx.Client, size: 
 
 
 @pytest.fixture
-def trainer(http: httpx.Client) -> int:
+def trainer(http: ApiClient) -> int:
     """The id of a registered trainer with batches of two groups."""
-    uuid: int = register(http).json()["uuid"]
+    uuid: int = http.register().json()["uuid"]
     return uuid
 
 
 def test_registering_again_redelivers_byte_for_byte_what_is_not_acknowledged(
-    http: httpx.Client, trainer: int
+    http: ApiClient, trainer: int
 ) -> None:
-    submit(http, *range(6))
-    assert leased(lease(http, trainer)) == (1, [0, 1])
-    answers = [lease(http, trainer, after).content for after in range(3)]
-    done = acknowledge(http, trainer, 1).json()
+    http.submit(*range(6))
+    assert leased(http.lease(trainer)) == (1, [0, 1])
+    answers = [http.lease(trainer, after).content for after in range(3)]
+    done = http.acknowledge(trainer, 1).json()
     assert done == {"status": "success", "acknowledged": 1, "released": 1}
-    again = register(http).json()["uuid"]
-    assert [lease(http, again, after).content for after in (0, 2)] == answers[1:]
-    assert lease(http, trainer, after=2).status_code == 409
-    assert acknowledge(http, trainer, 3).status_code == 409
-    assert acknowledge(http, again, 3).json()["released"] == 2
-    assert lease(http, again).json()["batch"] is None
+    again = http.register().json()["uuid"]
+    assert [http.lease(again, after).content for after in (0, 2)] == answers[1:]
+    assert http.lease(trainer, after=2).status_code == 409
+    assert http.acknowledge(trainer, 3).status_code == 409
+    assert http.acknowledge(again, 3).json()["released"] == 2
+    assert http.lease(again).json()["batch"] is None
 
 
 def test_environments_are_told_where_the_run_ends_for_this_trainer(
-    http: httpx.Client, trainer: int
+    http: ApiClient, trainer: int
 ) -> None:
     """Batches count like steps, even if some are skipped or handed out again."""
-    submit(http, *range(4))
-    lease(http, trainer, batches_left=3)
-    register_environment(http)
+    http.submit(*range(4))
+    http.lease(trainer, batches_left=3)
+    http.register_environment()
 
     def step_and_end() -> tuple[int, int | None]:
-        return status(http)[0], told(http, 0)["num_steps"]
+        return http.status()[0], http.told(0)["num_steps"]
 
     assert step_and_end() == (1, 3)
-    lease(http, trainer, after=1, batches_left=3)  # the trainer took no step on the first batch
+    http.lease(trainer, after=1, batches_left=3)  # the trainer took no step on the first batch
     assert step_and_end() == (2, 4)
-    assert acknowledge(http, trainer, 1).is_success
+    assert http.acknowledge(trainer, 1).is_success
 
-    again = register(http, num_steps=1).json()["uuid"]
-    lease(http, again, batches_left=3)  # the second batch, again
+    again = http.register(num_steps=1).json()["uuid"]
+    http.lease(again, batches_left=3)  # the second batch, again
     assert step_and_end() == (2, 4)
-    lease(http, again, after=2, batches_left=0)
+    http.lease(again, after=2, batches_left=0)
     assert step_and_end() == (2, 2)
 
 
 def test_a_lease_says_under_which_version_each_group_was_received(
-    http: httpx.Client, trainer: int, redis_url: str
+    http: ApiClient, trainer: int, redis_url: str
 ) -> None:
-    submit(http, 1)
+    http.submit(1)
     with redis.Redis.from_url(redis_url) as connection:
         connection.hset(served_weights_key(RUN_ID), mapping={"epoch": 3, "step": 17})
-        submit(http, 2)
+        http.submit(2)
         connection.delete(served_weights_key(RUN_ID))
-    answer = lease(http, trainer).json()
+    answer = http.lease(trainer).json()
     assert answer["received_under"] == [None, [3, 17]]
 
 
 def test_a_long_poll_starts_the_run_and_ends_with_the_groups_that_complete_the_batch(
-    http: httpx.Client, trainer: int
+    http: ApiClient, trainer: int
 ) -> None:
-    send(http, 1)
-    assert register_environment(http) == WAITING
+    http.send_group(1)
+    assert http.register_environment() == WAITING
     held = HTTPConnection(http.base_url.host, http.base_url.port, timeout=DEADLINE_S)
     held.request("GET", f"/batch?trainer={trainer}&wait_s=60")
     # environments can register after the trainer's first poll
-    wait_for(lambda: register_environment(http)["status"], lambda answer: answer == "success")
-    send(http, 2)
+    wait_for(lambda: http.register_environment()["status"], lambda answer: answer == "success")
+    http.send_group(2)
     answer = json.load(held.getresponse())
     assert [item["tokens"][0][0] for item in answer["batch"]] == [1, 2]
     held.close()

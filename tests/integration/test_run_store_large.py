@@ -10,12 +10,7 @@ import pytest
 
 from grpo_api.errors import GroupRefused, QueueFull, Refused, StoreUnavailable
 from grpo_api.intake import MAX_WAITING, Intake
-from tests.integration.run_store_rig import (
-    LARGE,
-    LIMITS,
-    Run,
-    open_run,
-)
+from tests.integration.run_store_rig import LARGE, LIMITS, Run, open_run
 from tests.integration.test_run_api_openapi import DEADLINE_S
 from tests.support.wait import wait_for_async
 

@@ -132,11 +132,7 @@ def test_served_logprobs_are_the_trained_ones_in_mode_shared_vllm(
 @pytest.mark.parametrize("objective", [*OBJECTIVES])
 @pytest.mark.parametrize("mode", ["none", "lora_only", "lora_restart"])
 def test_served_logprobs_are_the_trained_ones_in_modes_with_files(
-    mode: str,
-    objective: str,
-    request: pytest.FixtureRequest,
-    redis_url: str,
-    tmp_path: Path,
+    mode: str, objective: str, request: pytest.FixtureRequest, redis_url: str, tmp_path: Path
 ) -> None:
     fixture = "plain" if mode == "none" else "lora"
     served: HandedOffServer = request.getfixturevalue(fixture)

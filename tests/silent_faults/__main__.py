@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.run_api_bench.results_file import replace_section
-from grpo_core.redis.server import bundled_redis
 from grpo_local.process.ports import free_port
 from tests.fixtures.inference import FILE_DTYPE, start_inference, stop_inference
 from tests.fixtures.run_api import start_run_api
@@ -156,7 +155,7 @@ def sites(subject: Subject, directory: Path, modes: set[str]) -> Iterator[dict[s
     model, exercise, dtype = subject.model, subject.exercise, subject.dtype
     with ExitStack() as stack:
         port = free_port()
-        redis = start_redis(port, directory, bundled_redis())
+        redis = start_redis(port, directory)
         stack.callback(redis.stop)
         redis_url = f"redis://127.0.0.1:{port}/0"
         api = start_run_api(redis_url, directory)

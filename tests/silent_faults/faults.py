@@ -367,9 +367,7 @@ FAULTS = {
 }
 ALSO = {
     "logprobs of another unit": Fault(
-        "logprobs times 0.8",
-        (Cause.SCALED, CheckName.IMPORTANCE_RATIO),
-        change=scaled,
+        "logprobs times 0.8", (Cause.SCALED, CheckName.IMPORTANCE_RATIO), change=scaled
     ),
     "group sent twice under two keys": Fault(
         "each batch contains a group twice",
@@ -387,14 +385,10 @@ ALSO = {
         change=rounded,
     ),
     "prompt begun twice": Fault(
-        "the first token of the prompt is sent twice",
-        TOKENS,
-        change=begun_twice,
+        "the first token of the prompt is sent twice", TOKENS, change=begun_twice
     ),
     "another chat template": Fault(
-        "the newline after the question's role is sent as a space",
-        TOKENS,
-        change=another_template,
+        "the newline after the question's role is sent as a space", TOKENS, change=another_template
     ),
     "one token retokenised": Fault(
         "in one completion of each batch, one token is another id than the sampled one",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
@@ -101,9 +102,8 @@ class Producer:
             if self._stop.is_set():
                 return
             is_faulty = number >= FAULT_FROM
-            sample = self._sample_with_fault if is_faulty else self._sample_right
             chosen = itertools.islice(sums, self.exercise.groups_per_batch)
-            groups = list(self._pool.map(sample, chosen))
+            groups = list(self._pool.map(partial(self._sample, is_faulty), chosen))
             if is_faulty:
                 groups = self._changed(groups)
             if is_faulty and self.sends_twice:
@@ -121,15 +121,10 @@ class Producer:
         count = 1 if self.changes_one else len(groups)
         return [self.change(group, self._ids) for group in groups[:count]] + groups[count:]
 
-    def _sample_right(self, numbers: tuple[int, int]) -> ScoredGroup:
-        return self._sample(numbers, self.exercise.max_tokens)
-
-    def _sample_with_fault(self, numbers: tuple[int, int]) -> ScoredGroup:
-        limit = self.exercise.cut_off_at if self.cuts_off else self.exercise.max_tokens
-        group = self._sample(numbers, limit, **self.sampling)
-        return self._rescored(group) if self.rescores else group
-
-    def _sample(self, numbers: tuple[int, int], max_tokens: int, **sampling: Any) -> ScoredGroup:
+    def _sample(self, is_faulty: bool, numbers: tuple[int, int]) -> ScoredGroup:
+        exercise = self.exercise
+        max_tokens = exercise.cut_off_at if is_faulty and self.cuts_off else exercise.max_tokens
+        sampling = self.sampling if is_faulty else {}
         prompt = self._prompt(*numbers)
         started = time.monotonic()
         body = {
@@ -143,7 +138,7 @@ class Producer:
             generation_seconds=time.monotonic() - started,
         )
         sequences = [TrainingSequence().add_prompt(prompt).add_completion(c) for c in completions]
-        return ScoredGroup(
+        group = ScoredGroup(
             tokens=[sequence.tokens for sequence in sequences],
             masks=[sequence.masks for sequence in sequences],
             inference_logprobs=[sequence.logprobs for sequence in sequences],
@@ -151,6 +146,7 @@ class Producer:
             generation_params={"temperature": 1.0, "max_tokens": max_tokens},
             group_overrides=facts.on_the_wire(),
         )
+        return self._rescored(group) if is_faulty and self.rescores else group
 
     def _rescored(self, group: ScoredGroup) -> ScoredGroup:
         rows = []

@@ -108,10 +108,7 @@ def main() -> None:
     for name in ("", "trl", "transformers", "accelerate"):
         logging.getLogger(name).addHandler(handler)
     error = None
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        tempfile.TemporaryDirectory() as directory,
-    ):
+    with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as directory:
         warnings.simplefilter("always")
         try:
             metrics = train(work, directory)

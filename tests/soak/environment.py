@@ -20,9 +20,8 @@ from pydantic import BaseModel
 
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.wire.run_api import EnvironmentRegistration
-from tests.soak.groups import GroupMaker
 from tests.soak.journal import Joined, Journal
-from tests.soak.sending import ListClient, Sender
+from tests.soak.sending import GroupMaker, ListClient, Sender
 
 _WORKERS = 4
 _POLL_S = 0.2

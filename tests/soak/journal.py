@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import TypeVar
 
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from grpo_core.closing import ClosesOnExit
 from tests.soak.hits import ENVIRONMENTS, TRAINER
@@ -30,14 +30,12 @@ class Outcome(StrEnum):
 class Started(BaseModel):
     """A process started its journal. From now on it exits cleanly on SIGTERM."""
 
-    event: Literal["started"] = "started"
     pid: int
 
 
 class Joined(BaseModel):
     """The environment is registered under this id; None: it has disconnected."""
 
-    event: Literal["joined"] = "joined"
     env_id: int | None
     run_uuid: str = ""
 
@@ -45,7 +43,6 @@ class Joined(BaseModel):
 class Sent(BaseModel):
     """Groups that the next call sends: digests and numbers of sequences."""
 
-    event: Literal["sent"] = "sent"
     call: str
     groups: dict[str, int]
 
@@ -53,7 +50,6 @@ class Sent(BaseModel):
 class Settled(BaseModel):
     """Result of that call. The last line of a call counts."""
 
-    event: Literal["settled"] = "settled"
     call: str
     outcome: Outcome
 
@@ -61,14 +57,12 @@ class Settled(BaseModel):
 class Noted(BaseModel):
     """An event that the report counts."""
 
-    event: Literal["noted"] = "noted"
     what: str
 
 
 class Delivered(BaseModel):
     """The trainer received the batch after `after`. `content`: its digest."""
 
-    event: Literal["delivered"] = "delivered"
     after: int
     id: int
     content: str
@@ -84,7 +78,6 @@ class TrainedBatch(BaseModel):
 class Saved(BaseModel):
     """A checkpoint: what the trainer trained on since the previous one."""
 
-    event: Literal["saved"] = "saved"
     batches: list[TrainedBatch]
 
 
@@ -98,7 +91,7 @@ class Submission:
 
 
 Entry = Started | Joined | Sent | Settled | Noted | Delivered | Saved
-_ENTRY: TypeAdapter[Entry] = TypeAdapter(Annotated[Entry, Field(discriminator="event")])
+_ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
 E = TypeVar("E", bound=Entry)
 
 FILLER = "filler"

@@ -11,19 +11,17 @@ import os
 import random
 import sys
 import time
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 
 from grpo_core.clients.run_api import EnvironmentClient
 from tests.soak.cluster import BATCH_SIZE, Cluster, Settings
-from tests.soak.groups import GroupMaker, digest
 from tests.soak.hits import BATCHES_BETWEEN, ENVIRONMENTS, MAX_DOWN_S, TRAINER, plan_round
 from tests.soak.journal import FILLER, Delivered, Journal, Outcome, Records, journal_path
-from tests.soak.report import Report, count, missing, problems
-from tests.soak.verdict import Evidence, LeftOver
+from tests.soak.sending import GroupMaker, digest
+from tests.soak.verdict import Evidence, LeftOver, Report, count, missing, problems
 
 REPORT = "soak.json"
 _FILLER_SENDER = 99
@@ -64,8 +62,7 @@ def run_soak(settings: Settings) -> Report:
             left_behind = cluster.counts()
         except AssertionError as error:
             incidents.append(str(error))
-    records.read_on()
-    evidence = _evidence(records, left_over, left_behind)
+    evidence = replace(_evidence(records), left_over=left_over, left_behind=left_behind)
     counts = count(evidence, records)
     report = Report(
         seed=settings.seed,
@@ -88,18 +85,13 @@ def _hit(cluster: Cluster, settings: Settings, records: Records) -> None:
             _await_batches(cluster, records, dice.choice(BATCHES_BETWEEN))
             cluster.hit(hit, down_s=dice.uniform(0.0, MAX_DOWN_S))
     cluster.wait_until(cluster.all_up)
-    cluster.wait_until(lambda: not _missing(cluster, records))
+    cluster.wait_until(lambda: not missing(count(_evidence(records), records), cluster.hits))
 
 
 def _await_batches(cluster: Cluster, records: Records, batches: int) -> None:
     """Wait until the trainer has received this many more batches."""
     enough = records.batches_received() + batches
     cluster.wait_until(lambda: records.batches_received() >= enough)
-
-
-def _missing(cluster: Cluster, records: Records) -> list[str]:
-    records.read_on()
-    return missing(count(_evidence(records), records), cluster.hits)
 
 
 def _drain(cluster: Cluster, settings: Settings, records: Records) -> LeftOver:
@@ -117,7 +109,6 @@ def _drain(cluster: Cluster, settings: Settings, records: Records) -> LeftOver:
 def _look_at_queue(cluster: Cluster, records: Records) -> LeftOver | None:
     """The state of the queue; None unless checkpoints include every batch, before and after."""
     before = cluster.status()
-    records.read_on()
     evidence = _evidence(records)
     if before.current_step == len(evidence.line) and cluster.status() == before:
         return evidence.look_at_queue(before.queue_size)
@@ -143,16 +134,12 @@ def _is_empty(cluster: Cluster, records: Records) -> bool:
     return status.queue_size == 0 and status.current_step == len(records.line())
 
 
-def _evidence(
-    records: Records,
-    left_over: LeftOver | None = None,
-    left_behind: Mapping[str, float] = MappingProxyType({}),
-) -> Evidence:
+def _evidence(records: Records) -> Evidence:
+    """All that the journals hold by now."""
+    records.read_on()
     return Evidence(
         batch_size=BATCH_SIZE,
         submissions=records.submissions(),
         line=records.line(),
         deliveries=list(records.of_kind(Delivered)),
-        left_over=left_over,
-        left_behind=left_behind,
     )

@@ -9,8 +9,7 @@ import pytest
 
 from tests.soak.hits import HITS
 from tests.soak.journal import Delivered, Outcome, Submission, TrainedBatch
-from tests.soak.report import missing
-from tests.soak.verdict import Evidence, LeftOver, judge
+from tests.soak.verdict import Evidence, LeftOver, judge, missing
 
 
 def submission(digest: str, outcome: Outcome = Outcome.ACKNOWLEDGED) -> Submission:

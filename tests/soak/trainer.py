@@ -21,9 +21,9 @@ from pydantic import BaseModel
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.wire.fields import UNSET
 from grpo_core.wire.run_api import Registration
-from tests.soak.groups import content_digest, digest
 from tests.soak.hits import Moment
 from tests.soak.journal import Delivered, Journal, Saved, TrainedBatch
+from tests.soak.sending import content_digest, digest
 
 DIE_AT = "die-at"
 """A file beside the journal that names the state in which the trainer kills itself."""

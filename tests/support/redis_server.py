@@ -5,18 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from grpo_core.process import ManagedProcess
-from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, redis_command
+from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, bundled_redis, redis_command
 
 
 def start_redis(
-    port: int, directory: Path, binary: str | None = None, appendfsync: str = "always"
+    port: int, directory: Path, appendfsync: str = "always", *, of_host: bool = False
 ) -> ManagedProcess:
-    """Start the command of `redis_command`.
+    """Start the command of `redis_command`: of Redis 6.2, or of the Redis that the host has.
 
     Raises:
         ProcessFailed: it did not answer PING within a minute.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    binary = None if of_host else bundled_redis()
     command = redis_command(port, directory, binary, appendfsync, disabled=())
     process = ManagedProcess("redis", command, directory / "redis.log")
     try:

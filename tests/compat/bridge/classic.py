@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,19 +22,11 @@ from grpo_env.bridges.verifiers import (
     VerifiersTask,
     verifiers_task,
 )
-from grpo_env.tasks import Graded, TaskOptions
+from grpo_env.tasks import TaskOptions
+from tests.compat.bridge.both import CALL, row_of
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 
 ROWS = [{"question": "3+4=", "answer": "7"}]
-CALL = 'I add. <tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
-
-
-@pytest.fixture(autouse=True)
-def _environments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(Path(__file__).parent / "classic_environments")
-    yield
-    for name in ("one_digit_sums", "calculator", "made"):
-        sys.modules.pop(name, None)
 
 
 def task_of(load: Callable[..., Any], **arguments: Any) -> VerifiersTask:
@@ -50,12 +41,6 @@ def single_turn(*functions: Any, **how: Any) -> Callable[..., Any]:
     return lambda: vf.SingleTurnEnv(
         dataset=Dataset.from_list(ROWS), rubric=vf.Rubric(funcs=[*functions]), **how
     )
-
-
-def row_of(task: VerifiersTask, index: int = 0) -> Any:
-    rows = task.rows("train")
-    assert rows is not None
-    return rows[index]
 
 
 def scripted_client(*texts: str) -> OpenAIChatCompletionsClient:
@@ -103,48 +88,6 @@ async def test_reward_and_metrics_equal_those_of_verifiers_itself(
     graded = await verifiers_task(environment, TaskOptions()).run(row, ScriptedDialogue(*texts))
     assert (graded.score, graded.parts) == (expected["reward"], expected["metrics"])
     assert graded.reason == expected["stop_condition"]
-
-
-async def test_one_turn() -> None:
-    task = verifiers_task("one-digit-sums", TaskOptions(args={"largest": 3}))
-    rows = task.rows("train")
-    assert rows is not None
-    assert (len(rows), rows[6]["answer"], task.rows("test")) == (16, "3", None)
-    opening = [
-        {"role": "system", "content": "Answer with the number."},
-        {"role": "user", "content": "1+2="},
-    ]
-    assert task.prompt(rows[6]) == opening
-
-    dialogue = ScriptedDialogue("3")
-    graded = await task.run(rows[6], dialogue)
-    # 1.0 for the result and 0.25 for a short answer
-    assert graded == Graded(
-        {"correct": 1.0, "is_short": 1.0, "num_turns": 1.0}, "max_turns_reached", 1.25
-    )
-    assert dialogue.requests == [opening]
-    evaluated = verifiers_task("one_digit_sums", TaskOptions(args={"with_evaluation": True}))
-    held_out = evaluated.rows("test")
-    assert held_out is not None
-    assert len(held_out) == 3
-
-
-async def test_a_tool_conversation_repeats_what_the_policy_said_to_the_letter() -> None:
-    task = verifiers_task("calculator", TaskOptions())
-    dialogue = ScriptedDialogue(CALL, "2")
-    graded = await task.run(row_of(task, index=4), dialogue)
-
-    assert graded.parts == {
-        "correct": 1.0, "num_turns": 2.0, "total_tool_calls": 1.0, "add_calls": 1.0
-    }  # fmt: skip
-    question = {"role": "user", "content": "What is 1+1?"}
-    assert dialogue.requests == [
-        [question],
-        [question, {"role": "assistant", "content": CALL}, {"role": "tool", "content": "2"}],
-    ]
-    (schema,) = task.tools
-    assert dialogue.options[0]["tools"] == [schema]
-    assert schema["function"]["name"] == "add"
 
 
 def broken() -> float:
@@ -208,12 +151,6 @@ async def test_a_group_is_rated_together_and_every_answer_gets_its_own_reward() 
     assert not task_of(single_turn(broken)).rates_groups
 
 
-async def test_a_conversation_that_becomes_too_long_is_rated_as_far_as_it_went() -> None:
-    task = verifiers_task("calculator", TaskOptions())
-    graded = await task.run(row_of(task), ScriptedDialogue(CALL))
-    assert (graded.reason, graded.parts["num_turns"]) == ("prompt_too_long", 1.0)
-
-
 async def test_limits_of_the_environment_count_and_its_temperature_does_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -262,6 +199,11 @@ def test_what_cannot_be_used_is_refused_by_name(
             module.load_environment = load  # type: ignore[attr-defined]
     with pytest.raises(EnvironmentUnusable, match=problem):
         verifiers_task(name, TaskOptions(**options))
+
+
+def test_rows_for_evaluation_are_held_out() -> None:
+    task = verifiers_task("one_digit_sums", TaskOptions(args={"with_evaluation": True}))
+    assert len(task.rows("test") or ()) == 3
 
 
 def test_an_environment_for_evaluation_alone_cannot_be_trained() -> None:

@@ -55,10 +55,7 @@ def group(tokens: int, **changes: Any) -> dict[str, Any]:
 
 async def calls(url: str, tokenizer: str) -> dict[str, Any]:
     config = BaseEnvConfig(
-        rollout_server_url=url,
-        tokenizer_name=tokenizer,
-        wandb_name="calls",
-        group_size=2,
+        rollout_server_url=url, tokenizer_name=tokenizer, wandb_name="calls", group_size=2
     )
     unused = APIServerConfig(api_key="x", base_url="http://127.0.0.1:9/v1")
     env = RecordingEnvironment(config, [unused])

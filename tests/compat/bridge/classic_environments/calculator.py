@@ -23,8 +23,5 @@ def load_environment() -> vf.Environment:
         {"question": f"What is {a}+{b}?", "answer": str(a + b)} for a in range(3) for b in range(3)
     ]
     return vf.ToolEnv(
-        tools=[add],
-        dataset=Dataset.from_list(rows),
-        rubric=vf.Rubric(funcs=[correct]),
-        max_turns=4,
+        tools=[add], dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[correct]), max_turns=4
     )

@@ -31,9 +31,7 @@ class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
         return [
             SumTask(
                 SumData(
-                    prompt=f"{a}+{b}=",
-                    system_prompt="Answer with the number.",
-                    answer=str(a + b),
+                    prompt=f"{a}+{b}=", system_prompt="Answer with the number.", answer=str(a + b)
                 ),
                 self.config.task,
             )

@@ -1,4 +1,4 @@
-"""Adapters with a stand-in engine that fails on demand, which the real engine cannot do."""
+"""Adapters that fail to load or to be removed, and the rows of a batch on a CPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.http.middleware import InFlight
@@ -88,3 +89,27 @@ async def test_an_adapter_that_is_not_removed_is_let_go_of_and_later_ones_are_re
     await switch.load(Path("/3"), PolicyVersion(1, 3))
     await wait_for_async(lambda: 2 not in engine.there)
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+ROWS, WIDTH, RANK, SLICES = 7, 8, 2, (4, 6)
+SLOTS = torch.tensor([1, -1, 0, 1, -1, 0, 1])
+"""By row; -1: no adapter. Every slot is in use."""
+
+
+@pytest.mark.parametrize("slots", [SLOTS, torch.full((ROWS,), 1), torch.full((ROWS,), -1)])
+def test_rows_of_any_mixture_get_their_own_adapter(slots: torch.Tensor) -> None:
+    from grpo_vllm.engine.vllm_compat import cpu
+
+    torch.manual_seed(0)
+    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, sum(SLICES))
+    a = [torch.randn(2, 1, RANK, WIDTH) for _ in SLICES]
+    b = [torch.randn(2, 1, size, RANK) for size in SLICES]
+    expected = y.clone()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            parts = [bs[slot, 0] @ (as_[slot, 0] @ x[row]) for as_, bs in zip(a, b, strict=True)]
+            expected[row] += 0.5 * torch.cat(parts)
+    ends = torch.bincount(slots + 1, minlength=3).cumsum(0)
+    rows = slots.argsort(stable=True)
+    cpu._add_adapters(y, x, a, b, list(SLICES), 0.5, rows, ends)
+    torch.testing.assert_close(y, expected)

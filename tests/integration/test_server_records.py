@@ -1,4 +1,4 @@
-"""The record of served weights in a real Redis that may be unreachable."""
+"""Records of inference servers in a real Redis: the served weights, and the claim of a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import pytest
 import redis
 from structlog.testing import capture_logs
 
-from grpo_core.redis.keys import served_weights_key
-from grpo_core.redis.server import bundled_redis
+from grpo_core.redis.keys import run_prefix, served_weights_key
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_local.process.ports import free_port
+from grpo_vllm.supervisor import ownership
+from grpo_vllm.supervisor.ownership import RunOwner, ServerExists
 from grpo_vllm.weights import served_store
 from grpo_vllm.weights.served_store import (
     BadServedRecord,
@@ -93,13 +94,13 @@ async def test_a_record_that_could_not_be_read_is_not_replaced_by_the_model(
 ) -> None:
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
-    process = start_redis(port, tmp_path, bundled_redis())
+    process = start_redis(port, tmp_path)
     async with RedisServedStore(url, run_id) as record:
         await record.save(TORN)
     process.stop()
     async with RedisServedStore(url, run_id, required=False) as late:
         assert await late.read(DEADLINE_S) is None
-        process = start_redis(port, tmp_path, bundled_redis())
+        process = start_redis(port, tmp_path)
         await late.save(FIRST)
         assert await stored(url, run_id) == TORN
         await late.save(LATEST)
@@ -130,7 +131,7 @@ async def test_a_redis_that_was_away_gets_the_latest_note_once_it_is_back_or_the
     record = RedisServedStore(url, run_id)
     for served in (FIRST, LATEST):
         await record.save(served)
-    server = await asyncio.to_thread(start_redis, port, tmp_path, bundled_redis())
+    server = await asyncio.to_thread(start_redis, port, tmp_path)
     try:
         if not ends:
             await wait_for_async(lambda: record._catching_up is None)
@@ -157,3 +158,29 @@ async def test_a_redis_that_hangs_costs_one_attempt_and_one_more_at_the_end(
         # The last write may take longer, because no later write replaces it.
         assert record.deadlines_s == [None, 0.2]
     assert events[-1]["event"] == "served_version.not_saved"
+
+
+async def test_a_server_that_lost_its_run_ends(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was suspended until its claim had expired, and another server took the run."""
+    monkeypatch.setattr(ownership, "RENEW_S", 0.01)
+    run_id = uuid.uuid4().hex
+    async with RunOwner(redis_url, run_id, 1) as first, RunOwner(redis_url, run_id, 2) as second:
+        first._owner.place = "another host"
+        await first.claim()
+        await first.attempt("DEL", run_prefix(run_id) + "server:owner")
+        await second.claim()
+        with pytest.raises(ServerExists, match="port 2"):
+            await first.hold()
+
+
+async def test_the_run_of_a_server_that_ended_is_free_at_once(redis_url: str) -> None:
+    run_id = uuid.uuid4().hex
+    first, second = (RunOwner(redis_url, run_id, port) for port in (1, 2))
+    await first.claim()  # the same process id as the second one: its predecessor
+    await second.claim()
+    assert await second._ask() is None
+    await second.close()
+    assert await first.attempt("EXISTS", run_prefix(run_id) + "server:owner") == 0
+    await first.close()

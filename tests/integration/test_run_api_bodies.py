@@ -1,4 +1,5 @@
-"""Large submissions are decoded in the decoder process, which may hang or die."""
+"""Bodies of submissions: large ones are decoded in a process, which may hang or die; slow ones end,
+and all together have a limit."""
 
 from __future__ import annotations
 
@@ -7,9 +8,13 @@ import fcntl
 import gzip
 import http.client
 import json
+import re
 import select
+import socket
 import termios
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +28,8 @@ from grpo_api.errors import StoreUnavailable
 from grpo_api.store.payloads import compress, stored
 from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
 from tests.integration.conftest import StartApi
-from tests.integration.run_api_calls import group, start, status, submit
-from tests.support.wait import DEADLINE_S, wait_for_async
+from tests.integration.run_api_calls import ApiClient, group
+from tests.support.wait import DEADLINE_S, wait_for, wait_for_async
 
 TOKENS = 100_000
 """Tokens per sequence; two sequences are more than 1 MB of JSON, for the decoder process."""
@@ -40,10 +45,10 @@ def api(own_api: StartApi) -> RunningApi:
 
 
 @pytest.fixture
-def large(api: RunningApi) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=api.url, timeout=DEADLINE_S) as client:
+def large(api: RunningApi) -> Iterator[ApiClient]:
+    with ApiClient(base_url=api.url, timeout=DEADLINE_S) as client:
         client.get("/reset_data").raise_for_status()
-        start(client)
+        client.start()
         yield client
 
 
@@ -52,7 +57,7 @@ def large_group(**changes: Any) -> dict[str, Any]:
     return group(1, tokens=[row, row], masks=[row, row], **changes)
 
 
-def post(http: httpx.Client, body: Any, path: str = "/scored_data") -> httpx.Response:
+def post(http: ApiClient, body: Any, path: str = "/scored_data") -> httpx.Response:
     return http.post(path, content=gzipped(body), headers=GZIP)
 
 
@@ -74,13 +79,13 @@ def command(process: psutil.Process) -> list[str]:
         return []
 
 
-def test_large_groups_and_lists_are_taken_and_refused_like_others(large: httpx.Client) -> None:
+def test_large_groups_and_lists_are_taken_and_refused_like_others(large: ApiClient) -> None:
     assert post(large, large_group()).json() == {"status": "received"}
     assert post(large, [group(2), large_group()], "/scored_data_list").json() == {
         "status": "received",
         "groups_processed": 2,
     }
-    assert status(large) == (0, 3)
+    assert large.status() == (0, 3)
     (first, second) = large.get("/batch").json()["batch"]
     assert first["tokens"] == large_group()["tokens"]
     assert second["tokens"] == group(2)["tokens"]
@@ -92,7 +97,7 @@ def test_large_groups_and_lists_are_taken_and_refused_like_others(large: httpx.C
 
 
 def test_others_do_not_wait_while_a_large_submission_is_decoded(
-    api: RunningApi, large: httpx.Client
+    api: RunningApi, large: ApiClient
 ) -> None:
     post(large, large_group()).raise_for_status()
     (worker,), body = decode_processes(api.process.pid), gzipped(large_group())
@@ -101,13 +106,13 @@ def test_others_do_not_wait_while_a_large_submission_is_decoded(
     try:
         decoding.request("POST", "/scored_data", body, GZIP)
         # the body arrived before these requests, which are sent later
-        submit(large, *range(5))
+        large.submit(*range(5))
         assert not select.select([decoding.sock], [], [], 0)[0]
     finally:
         worker.resume()
     assert json.load(decoding.getresponse()) == {"status": "received"}
     decoding.close()
-    assert status(large) == (0, 7)
+    assert large.status() == (0, 7)
 
 
 async def test_others_are_served_between_the_pieces_of_a_group() -> None:
@@ -207,3 +212,100 @@ async def test_a_cancelled_request_ends_its_process_and_leaves_its_turn(
         await cancelled
     assert await behind == 2
     assert process not in decode_processes()
+
+
+BODY_DEADLINE_S = 2.0
+"""Long enough for the sent bytes to arrive, even on a busy machine."""
+SMALL_LIMIT_BYTES = 2 * 1024 * 1024
+LARGE = json.dumps(group(9)).encode() + b" " * (SMALL_LIMIT_BYTES - 4096)
+
+
+@pytest.fixture(scope="module")
+def impatient(own_api: StartApi) -> RunningApi:
+    return own_api("slow", further={"--body-deadline-s": BODY_DEADLINE_S})
+
+
+def connection(api: RunningApi) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(api.url.rpartition(":")[2])), DEADLINE_S)
+
+
+def begin(peer: socket.socket, path: str, length: int, sent: int) -> None:
+    """Start a body of `length` bytes, and send `sent` of them."""
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+    peer.sendall(head.encode() + b" " * sent)
+
+
+def until_closed(peer: socket.socket) -> bytes:
+    received = b""
+    with suppress(ConnectionResetError):  # if some of the sent bytes are still unread
+        while chunk := peer.recv(65536):
+            received += chunk
+    return received
+
+
+STOPPED = [("/scored_data", 0), ("/scored_data_list", 200_000), ("/register", 200_000)]
+
+
+def test_a_body_that_stops_is_408_and_the_connection_closed(impatient: RunningApi) -> None:
+    with ExitStack() as opened:
+        began = time.monotonic()
+        peers = [opened.enter_context(connection(impatient)) for _ in STOPPED]
+        for peer, (path, sent) in zip(peers, STOPPED, strict=True):
+            begin(peer, path, 300_000, sent)
+        answers = [until_closed(peers[0])]
+        assert time.monotonic() - began >= BODY_DEADLINE_S
+        answers += [until_closed(peer) for peer in peers[1:]]
+    for answer, (path, sent) in zip(answers, STOPPED, strict=True):
+        assert answer.startswith(b"HTTP/1.1 408 "), path
+        assert b"connection: close\r\n" in answer
+        arrived = re.search(rb"(\d+) bytes of the body arrived within 2 s", answer)
+        assert arrived is not None
+        # a suspended server has not read all of them
+        assert min(sent, 1) <= int(arrived[1]) <= sent
+
+
+def test_a_body_that_trickles_is_408_all_the_same(impatient: RunningApi) -> None:
+    with connection(impatient) as peer:
+        begin(peer, "/scored_data", 100_000, 0)
+        peer.setblocking(False)
+
+        def answered_to_another_byte() -> bytes:
+            with suppress(ConnectionError):  # already closed after the answer
+                peer.send(b" ")
+            with suppress(BlockingIOError):
+                return peer.recv(65536)
+            return b""
+
+        assert wait_for(answered_to_another_byte).startswith(b"HTTP/1.1 408 ")
+
+
+def status_of(http: ApiClient, body: bytes | Iterator[bytes]) -> int:
+    answer = http.post("/scored_data", content=body)
+    assert ("Retry-After" in answer.headers) == (answer.status_code == 503)
+    return answer.status_code
+
+
+def chunked(body: bytes) -> Iterator[bytes]:
+    """A body without Content-Length."""
+    for at in range(0, len(body), 65536):
+        yield body[at : at + 65536]
+
+
+def test_what_bodies_hold_has_a_limit_that_leaves_room_for_small_ones(own_api: StartApi) -> None:
+    api = own_api("held", further={"--max-body-bytes": SMALL_LIMIT_BYTES})
+    with ApiClient(base_url=api.url, timeout=DEADLINE_S) as http:
+        http.start()
+        with ExitStack() as stalled:
+
+            def is_full_once_more_have_come() -> bool:
+                if {status_of(http, LARGE), status_of(http, chunked(LARGE))} == {503}:
+                    return True
+                peer = stalled.enter_context(connection(api))
+                begin(peer, "/scored_data", SMALL_LIMIT_BYTES, SMALL_LIMIT_BYTES - 1)
+                return False
+
+            wait_for(is_full_once_more_have_come)
+            before = http.status()
+            assert status_of(http, json.dumps(group(1)).encode()) == 200
+            assert http.status() == (before[0], before[1] + 1)
+        wait_for(lambda: status_of(http, LARGE) == 200)
