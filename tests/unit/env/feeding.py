@@ -15,9 +15,9 @@ from grpo_env.settings import load_env_settings
 from grpo_env.tasks import Answer as TaskAnswer
 from grpo_env.tasks import Graded, Message, Row, Split, Task, TaskOptions
 from grpo_env.tasks.tool_calls import CallFormat
+from tests.support.canned import PROMPT, generate_answer, inference_routes
+from tests.support.http_stub import Answer, Route, StubServer, stub_server
 from tests.support.wait import DEADLINE_S
-from tests.unit.env.canned import PROMPT, generate_answer, inference_routes
-from tests.unit.env.http_stub import Answer, Route, StubServer, stub_server
 
 
 class CannedTemplate:

@@ -11,10 +11,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tests.support.canned import inference_routes
+from tests.support.http_stub import Answer, stub_server
 from tests.support.wait import DEADLINE_S
-from tests.unit.env.canned import inference_routes
 from tests.unit.env.feeding import RunApi
-from tests.unit.env.http_stub import Answer, stub_server
 
 _RUN_EACH = """
 import json, sys

@@ -16,9 +16,9 @@ from grpo_env.assembly import TaskSet
 from grpo_env.evaluation import evaluate_once
 from grpo_env.settings import load_env_settings
 from grpo_env.tasks import Row, Split
-from tests.unit.env.canned import PROMPT, generate_answer, inference_routes
+from tests.support.canned import PROMPT, generate_answer, inference_routes
+from tests.support.http_stub import Answer, Route, stub_server
 from tests.unit.env.feeding import CannedTemplate, RunApi, Sevens, feed
-from tests.unit.env.http_stub import Answer, Route, stub_server
 
 
 class TwoSevens(Sevens):

@@ -17,10 +17,10 @@ from grpo_env.evaluation import TrainingEvaluation
 from grpo_env.rollout.producer import NoPromptFits
 from grpo_env.tasks import Message, Row, Split
 from grpo_env.worker import GroupLargerThanBatch
+from tests.support.canned import generate_answer, inference_routes
+from tests.support.http_stub import Answer
 from tests.support.wait import DEADLINE_S, wait_for_async
-from tests.unit.env.canned import generate_answer, inference_routes
 from tests.unit.env.feeding import CannedTemplate, RunApi, Sevens, feed, right_and_wrong, run
-from tests.unit.env.http_stub import Answer
 
 
 async def test_a_run_is_fed_to_its_last_step_and_left_politely() -> None:

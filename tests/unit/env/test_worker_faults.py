@@ -9,9 +9,9 @@ import pytest
 from grpo_core.errors import ServiceUnavailable
 from grpo_env.inference.pool import NoGenerateRoute
 from grpo_env.pacing import MAX_REFUSED_IN_A_ROW, EveryGroupRefused, NoTrainer
-from tests.unit.env.canned import inference_routes
+from tests.support.canned import inference_routes
+from tests.support.http_stub import Answer, DropConnection, Route
 from tests.unit.env.feeding import RunApi, feed, right_and_wrong, run
-from tests.unit.env.http_stub import Answer, DropConnection, Route
 
 
 def failing_twice(route: Route) -> Route:

@@ -11,7 +11,7 @@ from grpo_offline.backends.choice import Sampling, choose
 from grpo_offline.backends.opening import StockVllm
 from grpo_offline.errors import ServerUnsuitable
 from grpo_offline.keys import OfflineKeys
-from tests.unit.env.http_stub import stub_server
+from tests.support.http_stub import stub_server
 
 OURS = {"policy_version": [0, 0], "paused": False, "weights_intact": True}
 

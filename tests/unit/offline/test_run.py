@@ -34,7 +34,7 @@ from grpo_trainer.learner import Learner
 from grpo_trainer.model.policy import limits_of
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, training_steps
-from tests.unit.env.http_stub import stub_server
+from tests.support.http_stub import stub_server
 from tests.unit.offline.conftest import MakeKeys
 
 LOCAL = Sampling("local", "local")

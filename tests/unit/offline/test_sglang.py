@@ -34,7 +34,7 @@ from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.files import WeightDirectories
 from tests.support.directories import names
-from tests.unit.env.http_stub import Route, StubServer, stub_server
+from tests.support.http_stub import Route, StubServer, stub_server
 from tests.unit.trainer.served_model import ServedModel
 from tests.unit.trainer.tiny_policy import LORA, gather_gradient, optimizer_of
 

@@ -8,7 +8,7 @@ import pytest
 from grpo_core.clients.aiohttp_transport import AiohttpTransport
 from grpo_core.clients.inference import BridgeClient, GenerationClient
 from grpo_core.wire.policy_version import PolicyVersion
-from tests.unit.env.canned import PROMPT, generate_answer
+from tests.support.canned import PROMPT, generate_answer
 
 INFO = {"policy_version": [0, 0], "paused": False, "weights_intact": True, "weights_socket": None}
 

@@ -17,8 +17,8 @@ from grpo_core.rollouts.files import (
     steps_in,
     write_step,
 )
+from tests.support.conversations import record
 from tests.support.directories import files_of_at_most, names
-from tests.unit.core.rollouts.records import record
 
 UNKNOWN = {
     **{"env_id": None, "task": None, "item": None, "logprobs": None, "reason": None},

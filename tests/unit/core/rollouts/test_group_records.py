@@ -14,7 +14,7 @@ from grpo_core.rollouts.record import (
     trained_runs,
 )
 from grpo_core.wire.scored_group import ScoredGroup
-from tests.unit.core.rollouts.records import record
+from tests.support.conversations import record
 
 SAID = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 GROUP: dict[str, Any] = {

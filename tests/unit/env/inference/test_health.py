@@ -16,7 +16,7 @@ from grpo_env.inference.health import (
     Standing,
     wait_for_servers,
 )
-from tests.unit.env.http_stub import Route, stub_server
+from tests.support.http_stub import Route, stub_server
 from tests.unit.env.inference.engine import engines
 
 GENEROUS_S = 60.0

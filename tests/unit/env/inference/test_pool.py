@@ -17,8 +17,8 @@ from grpo_env.inference import health
 from grpo_env.inference import pool as inference_pool
 from grpo_env.inference.health import SharedWeightsHaveOneServer
 from grpo_env.inference.pool import Conversation, InferencePool, NoGenerateRoute
+from tests.support.canned import PROMPT, generate_answer
 from tests.support.wait import DEADLINE_S, wait_for_async
-from tests.unit.env.canned import PROMPT, generate_answer
 from tests.unit.env.inference.engine import Engine, engines
 
 GENEROUS_S = 2 * DEADLINE_S

@@ -15,9 +15,9 @@ from grpo_env.rollout.groups import GroupLost, SampledGroup, SamplingPlan
 from grpo_env.rollout.task_code import TaskCode
 from grpo_env.tasks import Row, Split, Task, TaskOptions
 from grpo_env.tasks.items import Item
+from tests.support.http_stub import Route, StubServer, stub_server
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.feeding import CannedTemplate
-from tests.unit.env.http_stub import Route, StubServer, stub_server
 
 PLAN = SamplingPlan(
     group_size=2,

@@ -15,8 +15,8 @@ from grpo_env.rollout.chat_template import ChatTemplate, load_template
 from grpo_env.rollout.engine import TooManySequences
 from grpo_env.rollout.groups import FailureReason
 from grpo_env.tasks import Answer, Dialogue, Graded, Message, Row, State
-from tests.unit.env.canned import generate_answer
-from tests.unit.env.http_stub import Answer as HttpAnswer
+from tests.support.canned import generate_answer
+from tests.support.http_stub import Answer as HttpAnswer
 from tests.unit.env.rollout import rig
 from tests.unit.env.rollout.rig import PLAN, Rewarded, item_of, lost, submitted
 

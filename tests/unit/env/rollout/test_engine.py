@@ -11,8 +11,8 @@ from grpo_env.assembly import TaskSet, sampling_plan
 from grpo_env.evaluation import Evaluation
 from grpo_env.rollout.groups import FailureReason, MisalignedCompletion
 from grpo_env.settings import load_env_settings
-from tests.unit.env.canned import PROMPT, generate_answer
-from tests.unit.env.http_stub import Route
+from tests.support.canned import PROMPT, generate_answer
+from tests.support.http_stub import Route
 from tests.unit.env.rollout.rig import PLAN, Rewarded, lost, sample, sevens, submitted
 
 SEVEN_OR_EIGHT = generate_answer(["7", "8"])

@@ -29,8 +29,8 @@ from grpo_env.rollout.groups import FailureReason
 from grpo_env.rollout.task_code import TaskCode
 from grpo_env.tasks import Answer, Graded, Task
 from grpo_env.tasks.tools import CodeStopped
+from tests.support.canned import generate_answer
 from tests.support.wait import DEADLINE_S
-from tests.unit.env.canned import generate_answer
 from tests.unit.env.rollout.rig import Rewarded, lost, sample
 
 

@@ -12,7 +12,7 @@ from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup
 from grpo_env.rollout.producer import GroupCounts, GroupProducer
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks.items import ItemStream
-from tests.unit.env.canned import generate_answer
+from tests.support.canned import generate_answer
 from tests.unit.env.rollout.rig import PLAN, Rewarded, engine_on, item_of, sevens
 
 

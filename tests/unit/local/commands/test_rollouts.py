@@ -14,7 +14,7 @@ from grpo_local.commands.rollouts import show_rollouts
 from grpo_local.run_directory import RunDirectory
 from grpo_local.settings import RolloutsSettings
 from grpo_tiny_model.model import build_tokenizer
-from tests.unit.core.rollouts.records import record
+from tests.support.conversations import record
 from tests.unit.local.shown import Shown
 
 

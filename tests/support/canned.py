@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.unit.env.http_stub import Route
+from tests.support.http_stub import Route
 
 PROMPT = [5, 6, 7]
 
