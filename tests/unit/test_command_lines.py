@@ -1,8 +1,10 @@
-"""What all commands have in common: `--help`, `--version`, `--config`, `--dry-run`."""
+"""All commands: `--help`, `--version`, `--config`, `--dry-run`; the commands of the pages
+docs/how-to/mode-*.md parse as they stand."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from grpo_core.settings import CommandSettings, load_settings
 from grpo_core.settings.options import options_of
 from grpo_core.settings.sources import Arguments
 from grpo_env.settings import EnvServerSettings
+from grpo_local.modes import MODES
 from grpo_local.process.ports import free_port
 from grpo_local.settings import (
     CompareSettings,
@@ -176,3 +179,31 @@ def test_grpo_run_takes_every_option_of_the_trainer() -> None:
     assert not read.problems
     assert "--gradient-accumulation-steps=true" in read.passed_on
     assert read.values["port"].name == "--vllm-port"
+
+
+PAGES = Path(__file__).parents[2] / "docs" / "how-to"
+BY_NAME: dict[str, type[CommandSettings]] = {
+    "run-api": RunApiSettings,
+    "vllm-api-server": ServerSettings,
+    "env-server": EnvServerSettings,
+    "grpo": CommandLine,
+}
+
+
+def commands(mode: str) -> list[list[str]]:
+    """The blocks of code that begin with a command, in the order of the page's terminals."""
+    page = (PAGES / f"mode-{mode.replace('_', '-')}.md").read_text()
+    blocks = re.findall(r"(?s)```bash\n(.*?)```", page)
+    lines = [shlex.split(block.replace("$MODEL", "my-model")) for block in blocks]
+    return [line for line in lines if line[0] in BY_NAME]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_command_of_a_mode_parses_and_the_trainer_comes_last(mode: str) -> None:
+    lines = commands(mode)
+    server = [] if MODES[mode].restarts_engine else ["vllm-api-server"]
+    assert [line[0] for line in lines] == ["run-api", *server, "env-server", "grpo"]
+    for name, *words in lines:
+        settings = load_settings(BY_NAME[name], words, {})
+    assert isinstance(settings, CommandLine)
+    assert settings.mode == mode

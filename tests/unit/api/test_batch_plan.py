@@ -1,14 +1,16 @@
-"""`plan_batch` finds the oldest exact batch with all minimums, whenever one exists."""
+"""`plan_batch` finds the oldest exact batch with all minimums, whenever one exists; minimum
+allocations, and how far they are scaled down."""
 
 from __future__ import annotations
 
 from collections import Counter
-from itertools import combinations
+from itertools import combinations, product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_api.planning.batch_plan import Demand, Kind, plan_batch
+from grpo_api.planning.batch_plan import Demand, Kind, demand, plan_batch
 
 Least = dict[Kind, int]
 LEAST = st.dictionaries(
@@ -69,3 +71,65 @@ def test_a_deep_queue_with_many_minimums_is_planned() -> None:
     assert planned is not None
     assert Counter(i % 20 for i in planned) == {e: 14 if e == 3 else 6 for e in range(20)}
     assert max(planned) == 3 + 13 * 20
+
+
+BATCH_SIZE = 24
+DIVISORS = [size for size in range(1, BATCH_SIZE + 1) if BATCH_SIZE % size == 0]
+SHARES = st.lists(
+    st.tuples(st.sampled_from(DIVISORS), st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9])), max_size=3
+)
+
+
+def groups_asked(
+    batch_size: int, *shares: tuple[int, float], queued: dict[Kind, int] | None = None
+) -> list[int]:
+    """Minimum number of groups for each (group_size, minimum)."""
+    asked = {Kind(env_id, size): minimum for env_id, (size, minimum) in enumerate(shares)}
+    least = demand(batch_size, asked, queued or {}).least
+    return [least.get(kind, 0) for kind in asked]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "shares", "asked"),
+    [
+        pytest.param(8, [(2, 0.6), (2, 0.0)], [2, 0], id="int(8 * 0.6) = 4 sequences"),
+        pytest.param(8, [(4, 0.2)], [1], id="one sequence takes a whole group"),
+        pytest.param(100, [(1, 0.29)], [28], id="int, as the archived server rounds"),
+        pytest.param(10, [(1, 0.8), (1, 0.4)], [6, 3], id="a sum above one: one factor for all"),
+        pytest.param(12, [(4, 0.3), (6, 0.5)], [0, 0], id="4 and 6 never add up to 12 together"),
+        pytest.param(40, [(12, 0.5), (10, 0.5)], [0, 2], id="12 does not divide 40"),
+    ],
+)
+def test_minimums_in_groups(
+    batch_size: int, shares: list[tuple[int, float]], asked: list[int]
+) -> None:
+    assert groups_asked(batch_size, *shares) == asked
+
+
+def test_queued_data_of_others_may_be_what_makes_a_minimum_fit() -> None:
+    assert groups_asked(12, (4, 0.3), (6, 0.5), queued={Kind(None, 2): 1}) == [1, 1]
+    assert groups_asked(12, (4, 0.3), (6, 0.5), queued={Kind(None, 3): 1}) == [0, 0]
+
+
+def can_hold(sizes: list[int], least: list[int]) -> bool:
+    """Whether any numbers of groups, each at least its minimum, fill the batch; tries all."""
+    ranges = [range(n, BATCH_SIZE // s + 1) for s, n in zip(sizes, least, strict=True)]
+    return not sizes or any(
+        sum(n * s for n, s in zip(numbers, sizes, strict=True)) == BATCH_SIZE
+        for numbers in product(*ranges)
+    )
+
+
+@given(shares=SHARES)
+def test_minimums_are_scaled_down_by_one_factor_and_no_more_than_needed(
+    shares: list[tuple[int, float]],
+) -> None:
+    sizes = [size for size, _ in shares]
+
+    def scaled(step: int) -> list[int]:
+        declared = [int(BATCH_SIZE * minimum) for _, minimum in shares]
+        sequences = [-(-d * step // BATCH_SIZE) for d in declared]
+        return [-(-s // size) for s, size in zip(sequences, sizes, strict=True)]
+
+    largest_that_fits = max(step for step in range(BATCH_SIZE + 1) if can_hold(sizes, scaled(step)))
+    assert groups_asked(BATCH_SIZE, *shares) == scaled(largest_that_fits)

@@ -1,24 +1,34 @@
-"""The command lines and variables of the services of a local run."""
+"""The command lines and variables of the services of a local run: in each weight-sync mode, with
+the options of single services, and with the limits of the model."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from grpo_core.settings import load_settings
 from grpo_local.__main__ import main
 from grpo_local.commands import demo
-from grpo_local.modes import MODES
+from grpo_local.models import longest_sequence
+from grpo_local.modes import MODES, HandOff
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
 from grpo_local.process.stack import Service, Stack, StopRequest
 from grpo_local.run_directory import RunDirectory
-from grpo_local.service_options import MODULES
+from grpo_local.service_options import (
+    MODULES,
+    options_by_service,
+    section,
+    service_words,
+    words_of_sections,
+)
 from grpo_local.services import ServiceFactory, command_lines
 from grpo_local.settings import DemoSettings
 from tests.unit.local.shown import Shown
@@ -183,3 +193,103 @@ def test_a_dry_run_prints_the_command_lines_without_secrets(
     assert "hunter" not in shown
     for name in ("grpo_api", *MODULES.values()):
         assert f" -m {name} " in shown.partition("# Command lines of the services")[2]
+
+
+OF_FILES = {"--no-share-weights", "--weights-dir"}
+TAKES_ADAPTERS = OF_FILES | {"--enable-lora", "--max-loras", "--max-lora-rank"}
+TRAINS_ADAPTERS = {
+    *("--run-id", "--lora-r", "--lora-alpha", "--lora-dropout", "--lora-target-modules"),
+}
+
+
+def hand_off(*argv: str) -> HandOff:
+    return HandOff(
+        options=load_settings(DemoSettings, argv),
+        restart_every_steps=7,
+        target_modules=("q_proj", "v_proj"),
+        redis_url="redis://:a-secret@127.0.0.1:1/0",
+        run_id="one",
+        save_path=Path("checkpoints"),
+        weights_socket=Path("weights.sock"),
+        bridge_config=Path("bridge.json"),
+    )
+
+
+def flags(words: list[str]) -> set[str]:
+    return {word for word in words if word.startswith("--")}
+
+
+@pytest.mark.parametrize(
+    ("mode", "server", "trainer"),
+    [
+        (
+            "shared_vllm",
+            {"--share-weights", "--weights-socket", "--bridge-config-path"},
+            {"--weights-socket"},
+        ),
+        ("lora_only", TAKES_ADAPTERS, TRAINS_ADAPTERS | {"--adapter-sync-interval"}),
+        ("lora_restart", TAKES_ADAPTERS, TRAINS_ADAPTERS | {"--vllm-restart-interval"}),
+        ("none", OF_FILES, {"--run-id", "--vllm-restart-interval"}),
+    ],
+)
+def test_each_mode_tells_server_and_trainer_what_it_needs_and_no_secret(
+    mode: str, server: set[str], trainer: set[str]
+) -> None:
+    chosen = hand_off("--mode", mode)
+    assert flags(chosen.server_flags()) == {"--run-id"} | server
+    assert flags(chosen.trainer_flags()) == {"--mode", "--save-path"} | trainer
+    words = chosen.server_flags() + chosen.trainer_flags()
+    assert not [word for word in words if "secret" in word]
+    assert chosen.environment() == {"REDIS_URL": "redis://:a-secret@127.0.0.1:1/0"}
+
+
+def test_rank_cadence_and_directory_are_the_same_on_both_sides() -> None:
+    chosen = hand_off("--mode", "lora_restart", "--lora-r", "20")
+    server, trainer = chosen.server_flags(), chosen.trainer_flags()
+    assert server[server.index("--max-lora-rank") + 1] == "32"
+    assert trainer[trainer.index("--lora-r") + 1] == "20"
+    assert trainer[trainer.index("--vllm-restart-interval") + 1] == "7"
+    assert server[server.index("--weights-dir") + 1] == f"{Path.cwd()}/checkpoints/served_weights"
+    assert trainer[-3:] == ["--lora-target-modules", "q_proj", "v_proj"]
+
+
+WORDS = [
+    *("--trainer.max_staleness", "4", "--server.enforce-eager", "--env.temperature=0.7"),
+    *("--trainer.lora-target-modules", "q_proj", "v_proj", "--trainer.vllm-flags=--seed 3"),
+]
+
+
+def test_the_last_value_of_an_option_counts() -> None:
+    options = options_by_service(["--env.seed", "1", "--env.steps", "2", "--env.seed=3"])
+    assert service_words(options["env"]) == ["--steps=2", "--seed=3"]
+
+
+def test_sections_of_a_file_mean_the_same() -> None:
+    options = options_by_service(WORDS)
+    content = {service: section(found) for service, found in options.items()} | {"steps": 3}
+    words, rest = words_of_sections(content)
+    assert rest == {"steps": 3}
+    assert options_by_service(words) == options
+    dotted, _ = words_of_sections({"env.seed": 3, "server.x": False, "trainer.y": None})
+    assert dotted == ["--env.seed=3", "--server.no-x"]
+    with pytest.raises(ValueError, match="trainer: expected a section with one option per line"):
+        words_of_sections({"trainer": 3})
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ({"max_position_embeddings": 512}, 512),
+        ({"n_positions": 1024}, 1024),
+        ({"text_config": {"max_position_embeddings": 8192}}, 8192),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_the_limit_of_a_model_is_read_from_its_configuration(
+    config: dict[str, Any] | None, limit: int | None, tmp_path: Path
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert longest_sequence(str(tmp_path)) == limit
+    assert longest_sequence("smollm2") == 8192, "known before it is made"

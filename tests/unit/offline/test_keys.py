@@ -146,7 +146,7 @@ SEEN_ELSEWHERE = {
     **dict.fromkeys(("eval.enabled", "eval.interval", "eval.backend", "eval.base_url"), "test_run"),
     **dict.fromkeys(("eval.max_new_tokens", "eval.seed_base"), "test_run"),
     **dict.fromkeys(("checkpoint.resume", "logging.wandb.run_name"), "test_command_line"),
-    **dict.fromkeys(("generation.backend", "sync.mode"), "test_choice"),
+    **dict.fromkeys(("generation.backend", "sync.mode"), "test_sampling"),
 }
 
 

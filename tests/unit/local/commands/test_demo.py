@@ -28,7 +28,7 @@ from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.settings import DemoSettings
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
 from tests.support.wait import wait_for
-from tests.unit.core.rollouts.page.test_page_data import data_of
+from tests.unit.core.rollouts.test_page import data_of
 from tests.unit.local.records import metrics_line
 from tests.unit.local.shown import Shown
 from tests.unit.local.stand_ins import write_stand_ins
