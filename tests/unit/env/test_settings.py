@@ -7,22 +7,17 @@ import pytest
 
 from grpo_core.security import plain
 from grpo_env.settings import EnvServerSettings, load_env_settings
+from tests.unit.conftest import Refused
 
 BASE = ["arithmetic", "serve", "--openai.model-name", "m"]
 
 
-def from_file(tmp_path: Path, content: str, *arguments: str) -> EnvServerSettings:
+def from_file(
+    tmp_path: Path, content: str, *arguments: str, task: str = "gsm8k"
+) -> EnvServerSettings:
     file = tmp_path / "env.yaml"
     file.write_text(content)
-    return load_env_settings(["gsm8k", "serve", "--config", str(file), *arguments])
-
-
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The error output of a command line that ends with status 2."""
-    with pytest.raises(SystemExit) as caught:
-        load_env_settings(arguments)
-    assert caught.value.code == 2
-    return capsys.readouterr().err
+    return load_env_settings([task, "serve", "--config", str(file), *arguments])
 
 
 def test_a_list_of_servers_is_one_policy_on_each_of_them(tmp_path: Path) -> None:
@@ -40,12 +35,10 @@ BROKEN_FILES = {
 
 
 def test_a_file_that_is_broken_or_names_several_policies_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refused: Refused
 ) -> None:
-    file = tmp_path / "env.yaml"
     for content, problem in BROKEN_FILES.items():
-        file.write_text(content)
-        assert problem in refused(["gsm8k", "serve", f"--config={file}"], capsys)
+        assert problem in refused(from_file, tmp_path, content)
 
 
 ATROPOS = """
@@ -81,17 +74,15 @@ openai: {base_url: "http://localhost:9002/v1", model_name: m, server_type: vllm,
 
 
 def test_every_key_of_the_archived_math_configurations_works(tmp_path: Path) -> None:
-    file = tmp_path / "math_zero_lora.yaml"
-    file.write_text(MATH_ZERO)
-    settings = load_env_settings(["math", "serve", "--config", str(file)])
+    settings = from_file(tmp_path, MATH_ZERO, task="math")
     assert (settings.seq_len, settings.start_completion_tokens) == (8192, 8192)
     evaluation = (settings.eval_every, settings.eval_limit_ratio, settings.eval_requests)
     assert evaluation == (20, 0.1, 256)
     assert (settings.eval_handling, settings.mask_too_long_completions) == ("LIMIT_TRAIN", True)
     assert (settings.max_concurrent_groups, settings.steps, settings.tokenizer) == (24, 120, "t")
     assert settings.inference_url == ("http://localhost:9002",)
-    file.write_text(MATH_ZERO.partition("openai")[0])  # math_zero_shared.yaml has no such section
-    assert load_env_settings(["math", "serve", "--config", str(file)]).tokenizer_name == "t"
+    shared = MATH_ZERO.partition("openai")[0]  # math_zero_shared.yaml has no such section
+    assert from_file(tmp_path, shared, task="math").tokenizer_name == "t"
 
 
 SECTIONS = """
@@ -105,11 +96,9 @@ mixture:
 
 
 def test_named_values_are_sections_of_a_file_or_words_of_a_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refused: Refused
 ) -> None:
-    file = tmp_path / "mixture.yaml"
-    file.write_text(SECTIONS)
-    settings = load_env_settings(["mixture", "serve", "--config", str(file)])
+    settings = from_file(tmp_path, SECTIONS, task="mixture")
     assert settings.columns == {"prompt": "q"}
     assert settings.reward_weights == {"accuracy": 2.0, "overlong": 0.5}
     parts = [(part.task, part.weight, part.data) for part in settings.mixture]
@@ -117,8 +106,8 @@ def test_named_values_are_sections_of_a_file_or_words_of_a_command_line(
     assert settings.mixture[1].task_args == {"level": 2}
     words = ["mixture", "serve", "--model=m", "--mixture=gsm8k=2,arithmetic=1"]
     assert [p.weight for p in load_env_settings(words).mixture] == [2.0, 1.0]
-    assert "--mixture" in refused(["mixture", "serve", "--model=m"], capsys)
-    assert "expected a number" in refused([*BASE, "--reward-weights=a=x"], capsys)
+    assert "--mixture" in refused(load_env_settings, ["mixture", "serve", "--model=m"])
+    assert "expected a number" in refused(load_env_settings, [*BASE, "--reward-weights=a=x"])
 
 
 @pytest.mark.parametrize("words", ["check gsm8k", "gsm8k check", "--task=gsm8k check"])

@@ -7,7 +7,7 @@ import json
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,27 @@ from grpo_local.services import ServiceFactory, command_lines
 from grpo_local.settings import DemoSettings
 from tests.unit.local.shown import Shown
 
+FactoryOf = Callable[[DemoSettings], ServiceFactory]
 
-def test_trainer_and_environment_start_once_they_can_connect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+
+@pytest.fixture
+def factory_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FactoryOf]:
     monkeypatch.chdir(tmp_path)
-    settings, run = load_settings(DemoSettings, ["--mode", "none"]), RunDirectory(tmp_path)
-    hand_off = settings.hand_off("redis://127.0.0.1:2/0", run, Path("weights.sock"))
-    with HealthProbe() as probe, socket.create_server(("127.0.0.1", 0)) as run_api:
-        factory, api_port = ServiceFactory(settings, run, probe), run_api.getsockname()[1]
+    with HealthProbe() as probe:
+        yield lambda settings: ServiceFactory(settings, RunDirectory(tmp_path), probe)
+
+
+def hand_off_of(settings: DemoSettings) -> HandOff:
+    run = RunDirectory(Path())
+    return settings.hand_off("redis://127.0.0.1:2/0", run, Path("weights.sock"))
+
+
+def test_trainer_and_environment_start_once_they_can_connect(factory_of: FactoryOf) -> None:
+    settings = load_settings(DemoSettings, ["--mode", "none"])
+    with socket.create_server(("127.0.0.1", 0)) as run_api:
+        factory, api_port = factory_of(settings), run_api.getsockname()[1]
         server_port = free_port()
-        trainer = factory.trainer("m", api_port, server_port, hand_off)
+        trainer = factory.trainer("m", api_port, server_port, hand_off_of(settings))
         assert not trainer.may_start()
         assert factory.environment("arithmetic", "m", api_port, server_port).may_start()
         with socket.create_server(("127.0.0.1", server_port)):
@@ -53,12 +63,10 @@ def test_trainer_and_environment_start_once_they_can_connect(
 
 @pytest.mark.parametrize(("words", "given"), [([], False), (["--resume", "run"], True)])
 def test_an_environment_of_a_resumed_run_knows_its_last_step(
-    tmp_path: Path, words: list[str], given: bool
+    factory_of: FactoryOf, words: list[str], given: bool
 ) -> None:
-    settings = load_settings(DemoSettings, words)
-    with HealthProbe() as probe:
-        factory = ServiceFactory(settings, RunDirectory(tmp_path), probe)
-        environment = factory.environment("arithmetic", "m", 1, 2)
+    factory = factory_of(load_settings(DemoSettings, words))
+    environment = factory.environment("arithmetic", "m", 1, 2)
     assert ("--steps" in environment.command) is given
 
 
@@ -72,37 +80,27 @@ def test_an_environment_of_a_resumed_run_knows_its_last_step(
     ],
 )
 def test_each_task_has_its_own_longest_completion(
-    tmp_path: Path, words: list[str], limits: dict[str, str | None]
+    factory_of: FactoryOf, words: list[str], limits: dict[str, str | None]
 ) -> None:
-    settings = DemoSettings.model_validate(
-        dict(zip([w[2:].replace("-", "_") for w in words[::2]], words[1::2], strict=True))
+    factory = factory_of(
+        DemoSettings.model_validate(
+            dict(zip([w[2:].replace("-", "_") for w in words[::2]], words[1::2], strict=True))
+        )
     )
-    with HealthProbe() as probe:
-        factory = ServiceFactory(settings, RunDirectory(tmp_path), probe)
-        commands = {task: factory.environment(task, "m", 1, 2).command for task in limits}
-    name = "--max-completion-tokens"
-    found = {
-        task: words[words.index(name) + 1] if name in words else None
-        for task, words in commands.items()
-    }
-    assert found == limits
+    for task, limit in limits.items():
+        command = [*factory.environment(task, "m", 1, 2).command]
+        assert value_of("--max-completion-tokens", command) == limit
 
 
-def test_one_token_reaches_every_service_and_no_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_one_token_reaches_every_service_and_no_command_line(factory_of: FactoryOf) -> None:
     settings = load_settings(DemoSettings, ["--run-api-token", "a-secret"])
-    with HealthProbe() as probe:
-        run = RunDirectory(tmp_path)
-        factory = ServiceFactory(settings, run, probe)
-        hand_off = settings.hand_off("redis://127.0.0.1:2/0", run, Path("weights.sock"))
-        clients = [
-            factory.run_api(1, hand_off),
-            factory.vllm_server(3, "m", hand_off),
-            factory.trainer("m", 1, 3, hand_off),
-            factory.environment("arithmetic", "m", 1, 3),
-        ]
+    factory, hand_off = factory_of(settings), hand_off_of(settings)
+    clients = [
+        factory.run_api(1, hand_off),
+        factory.vllm_server(3, "m", hand_off),
+        factory.trainer("m", 1, 3, hand_off),
+        factory.environment("arithmetic", "m", 1, 3),
+    ]
     for variable in ("RUN_API_TOKEN", "VLLM_API_KEY"):
         assert [service.environment[variable] for service in clients] == ["a-secret"] * 4
     assert not [word for service in clients for word in service.command if "secret" in word]
@@ -113,7 +111,11 @@ def test_one_token_reaches_every_service_and_no_command_line(
     ("words", "flags"), [([], []), (["--model", "smollm2"], ["--smollm2"])], ids=["tiny", "smollm2"]
 )
 def test_a_model_that_this_project_makes_is_made_by_a_job_and_every_service_gets_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], flags: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    factory_of: FactoryOf,
+    words: list[str],
+    flags: list[str],
 ) -> None:
     started: dict[str, Service] = {}
 
@@ -123,9 +125,8 @@ def test_a_model_that_this_project_makes_is_made_by_a_job_and_every_service_gets
             Path(started["model"].command[-1]).write_text(str(tmp_path))
 
     monkeypatch.setattr(demo, "start_on_screen", start)
-    settings, run = load_settings(DemoSettings, words), RunDirectory(tmp_path)
-    with HealthProbe() as probe, StopRequest() as request, Stack(run.logs, request) as stack:
-        factory = ServiceFactory(settings, run, probe)
+    factory = factory_of(load_settings(DemoSettings, words))
+    with StopRequest() as request, Stack(tmp_path / "logs", request) as stack:
         demo.start_services(factory, stack, Shown(), tmp_path / "weights.sock")
     job = started["model"]
     assert job.command[1:-1] == ["-m", "grpo_tiny_model", *flags, "--path-file"]

@@ -149,17 +149,15 @@ class Asking:
         return reason
 
 
-@pytest.mark.parametrize("refusal", [WAITING, GIVEN_UP])
-async def test_requests_that_sample_nothing_always_pass(refusal: GateRefusal) -> None:
+async def test_requests_that_sample_nothing_pass_and_health_says_no_at_once_and_why() -> None:
     posts = ("/tokenize", "/bridge/pause", "/lora/load")
-    for method, path in (("GET", "/v1/models"), *(("POST", path) for path in posts)):
-        assert (await Asking(refusal).done(path, method)).answered, path
-
-
-@pytest.mark.parametrize("path", ["/health", "/ping"])
-async def test_health_says_no_at_once_and_why(path: str) -> None:
+    for refusal in (WAITING, GIVEN_UP):
+        for method, path in (("GET", "/v1/models"), *(("POST", path) for path in posts)):
+            assert (await Asking(refusal).done(path, method)).answered, path
     async with asyncio.timeout(HOLD_S / 2):
-        assert (await Asking(WAITING).done(path, "GET")).refused_because == "weights are missing"
+        for path in ("/health", "/ping"):
+            asking = await Asking(WAITING).done(path, "GET")
+            assert asking.refused_because == "weights are missing"
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])

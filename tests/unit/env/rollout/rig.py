@@ -15,6 +15,7 @@ from grpo_env.rollout.groups import GroupLost, SampledGroup, SamplingPlan
 from grpo_env.rollout.task_code import TaskCode
 from grpo_env.tasks import Row, Split, Task, TaskOptions
 from grpo_env.tasks.items import Item
+from tests.support.canned import inference_routes
 from tests.support.http_stub import Route, StubServer, stub_server
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.feeding import CannedTemplate
@@ -60,8 +61,7 @@ async def engine_on(
     weights: Mapping[str, float] | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> AsyncIterator[tuple[RolloutEngine, StubServer]]:
-    routes = {"GET /health": lambda _body: (200, {}), "POST /generate": generate}
-    with stub_server(routes) as server:
+    with stub_server(inference_routes(generate)) as server:
         async with InferencePool([server.url + "/v1"], DEADLINE_S, 8) as pool:
             with TaskCode(deadline_s) as code:
                 grader = Grader(weights or {}, code)

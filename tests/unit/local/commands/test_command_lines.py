@@ -10,6 +10,7 @@ from grpo_core.settings import load_settings, resolved_yaml
 from grpo_local.__main__ import with_config_of_resumed_run
 from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.settings import DemoSettings
+from tests.unit.conftest import Refused
 
 
 @pytest.fixture
@@ -37,14 +38,13 @@ def test_a_resumed_run_has_its_options_unless_others_are_given(stopped_run: RunD
 
 
 def test_a_run_that_is_complete_or_still_running_is_not_resumed(
-    stopped_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+    stopped_run: RunDirectory, refused: Refused
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        resumed("--resume", str(stopped_run.path), "--steps", "4")
-    assert "all 4 steps are done; pass a larger --steps" in capsys.readouterr().err
-    with stopped_run.hold(), pytest.raises(SystemExit, match="2"):
-        resumed("--resume", str(stopped_run.path))
-    assert "this run is still running; stop it first" in capsys.readouterr().err
+    told = refused(resumed, "--resume", str(stopped_run.path), "--steps", "4")
+    assert "all 4 steps are done; pass a larger --steps" in told
+    with stopped_run.hold():
+        told = refused(resumed, "--resume", str(stopped_run.path))
+    assert "this run is still running; stop it first" in told
 
 
 def test_a_renamed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,14 +57,12 @@ def test_a_renamed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_with_secrets_is_resumed_with_secrets(
-    stopped_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+    stopped_run: RunDirectory, refused: Refused
 ) -> None:
     secrets = ["--run-api-token", "a-secret", "--server.hf-token", "another-secret"]
     settings = load_settings(DemoSettings, ["--steps", "6", *secrets])
     stopped_run.write_config(resolved_yaml(settings.command, settings.resolved()))
-    with pytest.raises(SystemExit, match="2"):
-        resumed("--resume", str(stopped_run.path))
-    told = capsys.readouterr().err
+    told = refused(resumed, "--resume", str(stopped_run.path))
     assert "pass --run-api-token again" in told
     assert "pass --server.hf-token again" in told
     resumed("--resume", str(stopped_run.path), *secrets)
