@@ -126,34 +126,32 @@ ARCHIVED = [
     (
         "--model-name m --weight-bridge-mode lora_only --vllm-port 9002 "
         "--atropos-url http://h:8002 --training-steps 30 --redis-url redis://h",
-        ("m", "lora_only", 30, "http://h:8002", "http://127.0.0.1:9002"),
+        "",
+        ("m", "lora_only", 30, "http://h:8002", "http://127.0.0.1:9002", False),
     ),
     (
         "--model=m --weight_bridge_mode=shared_vllm --vllm_url http://v:1/v1 --training_steps=3",
-        ("m", "shared_vllm", 3, "http://localhost:8000", "http://v:1"),
+        "",
+        ("m", "shared_vllm", 3, "http://localhost:8000", "http://v:1", False),
+    ),
+    (
+        "",
+        "MODEL_NAME=m WEIGHT_BRIDGE_MODE=shared_vllm TRAINING_STEPS=7 VLLM_PORT=9002 "
+        "BENCHMARK=true WANDB_PROJECT=",
+        ("m", "shared_vllm", 7, "http://localhost:8000", "http://127.0.0.1:9002", True),
     ),
 ]
 
 
-@pytest.mark.parametrize(("line", "expected"), ARCHIVED)
-def test_the_archived_trainers_names_are_accepted(line: str, expected: tuple[object, ...]) -> None:
-    chosen = load_settings(CommandLine, line.split(), {}).settings()
-    got = (chosen.model, chosen.sync.mode, chosen.steps, chosen.run_api_url, chosen.inference_url)
-    assert got == expected
-
-
-def test_variables_of_the_archived_names_are_accepted() -> None:
-    variables = {
-        "GRPO_MODEL_NAME": "m",
-        "GRPO_WEIGHT_BRIDGE_MODE": "shared_vllm",
-        "GRPO_TRAINING_STEPS": "7",
-        "GRPO_VLLM_PORT": "9002",
-        "GRPO_BENCHMARK": "true",
-        "GRPO_WANDB_PROJECT": "",
-    }
-    chosen = load_settings(CommandLine, [], variables)
-    assert (chosen.model, chosen.mode, chosen.steps) == ("m", "shared_vllm", 7)
-    assert (chosen.inference_url, chosen.benchmark) == ("http://127.0.0.1:9002", True)
+@pytest.mark.parametrize(("line", "variables", "expected"), ARCHIVED)
+def test_the_archived_trainers_options_and_variables_are_accepted(
+    line: str, variables: str, expected: tuple[object, ...]
+) -> None:
+    environment = dict(f"GRPO_{variable}".split("=") for variable in variables.split())
+    given = load_settings(CommandLine, line.split(), environment)
+    chosen = given.settings()
+    services = (chosen.run_api_url, chosen.inference_url)
+    assert (chosen.model, chosen.sync.mode, chosen.steps, *services, given.benchmark) == expected
 
 
 @pytest.mark.parametrize(

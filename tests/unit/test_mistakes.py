@@ -181,11 +181,7 @@ def places(tmp_path: Path) -> Iterator[dict[str, str]]:
     [(command, *row) for command, rows in MISTAKES.items() for row in rows.items()],
 )
 def test_a_mistake_ends_with_a_line_that_names_the_fix(
-    command: Callable[[], None],
-    arguments: str,
-    told: str,
-    places: dict[str, str],
-    mistake: Mistake,
+    command: Callable[[], None], arguments: str, told: str, places: dict[str, str], mistake: Mistake
 ) -> None:
     for name, value in places.items():
         arguments, told = arguments.replace(name, value), told.replace(name, value)

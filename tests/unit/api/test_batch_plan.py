@@ -24,10 +24,6 @@ def queues(min_size: int, max_size: int, largest: int) -> st.SearchStrategy[list
     return st.lists(kinds, min_size=min_size, max_size=max_size)
 
 
-def plan(queue: list[Kind], batch_size: int, least: Least) -> list[int] | None:
-    return plan_batch(queue, Demand(batch_size, least))
-
-
 def oldest_valid(queue: list[Kind], batch_size: int, least: Least) -> list[int] | None:
     """The same result, found by trying every subset."""
     valid = []
@@ -44,7 +40,7 @@ def oldest_valid(queue: list[Kind], batch_size: int, least: Least) -> list[int] 
 def test_a_plan_is_the_oldest_of_all_valid_batches(
     queue: list[Kind], batch_size: int, least: Least
 ) -> None:
-    assert plan(queue, batch_size, least) == oldest_valid(queue, batch_size, least)
+    assert plan_batch(queue, Demand(batch_size, least)) == oldest_valid(queue, batch_size, least)
 
 
 @given(queue=queues(20, 40, largest=8), batch_size=st.integers(8, 24), least=LEAST)
@@ -58,8 +54,9 @@ def test_groups_behind_a_batch_of_each_kind_do_not_matter(
         seen[kind] += 1
         if seen[kind] <= batch_size // kind.sequences:
             head.append(position)
-    planned = plan([queue[i] for i in head], batch_size, least)
-    whole = plan(queue, batch_size, least)
+    demanded = Demand(batch_size, least)
+    planned = plan_batch([queue[i] for i in head], demanded)
+    whole = plan_batch(queue, demanded)
     assert whole == (None if planned is None else [head[i] for i in planned])
 
 
@@ -67,7 +64,7 @@ def test_a_deep_queue_with_many_minimums_is_planned() -> None:
     """20 environments with a batch's worth of groups each, and one with a minimum."""
     queue = [Kind(i % 20, 8) for i in range(20 * 128)]
     least = {Kind(env_id, 8): 6 for env_id in range(20)} | {Kind(3, 8): 14}
-    planned = plan(queue, 1024, least)
+    planned = plan_batch(queue, Demand(1024, least))
     assert planned is not None
     assert Counter(i % 20 for i in planned) == {e: 14 if e == 3 else 6 for e in range(20)}
     assert max(planned) == 3 + 13 * 20

@@ -11,12 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_api.planning.batch_plan import Kind, plan_batch
-from grpo_api.planning.run_view import (
-    Environment,
-    Limits,
-    RunView,
-    environment_status,
-)
+from grpo_api.planning.run_view import Environment, Limits, RunView, environment_status
 from grpo_core.wire.run_api import EnvironmentRegistration, EnvironmentStatus
 
 

@@ -26,10 +26,7 @@ CONTENT = b'{"tokens":[[1,2,3]],"masks":[[-100,2,3]]}'
 MEMBER = gzip.compress(CONTENT, mtime=0)
 
 
-@given(
-    parts=st.lists(st.binary(max_size=50), max_size=4),
-    padding=st.integers(0, 3),
-)
+@given(parts=st.lists(st.binary(max_size=50), max_size=4), padding=st.integers(0, 3))
 def test_members_add_up_to_the_byte_of_the_limit(parts: list[bytes], padding: int) -> None:
     body = b"".join(gzip.compress(part, mtime=0) + b"\0" * padding for part in parts)
     content = b"".join(parts)

@@ -79,10 +79,7 @@ def test_sigterm_during_generation_ends_politely_and_takes_the_ready_file_along(
         release.wait()
         return 500, {}
 
-    with (
-        stub_server(api.routes()) as run_api,
-        stub_server(inference_routes(generate)) as inference,
-    ):
+    with stub_server(api.routes()) as run_api, stub_server(inference_routes(generate)) as inference:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "grpo_env", "arithmetic", "serve", "--env.group-size=2"),

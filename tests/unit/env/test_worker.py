@@ -18,7 +18,7 @@ from grpo_env.rollout.producer import NoPromptFits
 from grpo_env.tasks import Message, Row, Split
 from grpo_env.worker import GroupLargerThanBatch
 from tests.support.canned import generate_answer, inference_routes
-from tests.support.http_stub import Answer
+from tests.support.http_stub import Answer, Route
 from tests.support.wait import DEADLINE_S, wait_for_async
 from tests.unit.env.feeding import CannedTemplate, RunApi, Sevens, feed, right_and_wrong, run
 
@@ -198,16 +198,11 @@ async def test_a_data_set_without_a_prompt_that_fits_ends_the_work() -> None:
 NAMES = {"group": "trainers-group", "project": "trainers-project"}
 
 
-class Numbering(RunApi):
-    """As run-api does, it adds a number to the name of an environment."""
+class Logging(RunApi):
+    """Its trainer logs to Weights & Biases."""
 
-    def register(self, body: dict[str, Any]) -> Answer:
-        return super().register(body | {"desired_name": f"{body['desired_name']}_0"})
-
-
-async def logged(*options: str) -> None:
-    routes = Numbering(num_steps=2).routes() | {"GET /wandb_info": lambda _body: (200, NAMES)}
-    await feed(routes, inference_routes(right_and_wrong), *options)
+    def routes(self) -> dict[str, Route]:
+        return super().routes() | {"GET /wandb_info": lambda _body: (200, NAMES)}
 
 
 async def test_an_environment_logs_under_its_name_to_the_trainers_project_and_group(
@@ -215,7 +210,8 @@ async def test_an_environment_logs_under_its_name_to_the_trainers_project_and_gr
 ) -> None:
     for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
         monkeypatch.setenv(f"WANDB_{name}", value)
-    await logged("--env.use_wandb", "true", "--env.wandb_name", "my-environment")
+    options = ("--env.use_wandb", "true", "--env.wandb_name", "my-environment")
+    await run(Logging(num_steps=2), right_and_wrong, *options)
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     written = log.read_bytes()
     for word in (*NAMES.values(), "my-environment_0", "env/mean_reward", "env/groups_sent"):
@@ -226,8 +222,7 @@ async def test_an_environment_leaves_the_run_if_wandb_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "no such mode")
-    api = RunApi(num_steps=2)
-    routes = api.routes() | {"GET /wandb_info": lambda _body: (200, NAMES)}
+    api = Logging(num_steps=2)
     with pytest.raises(WandbUnavailable, match="omit --use-wandb"):
-        await feed(routes, inference_routes(right_and_wrong), "--use-wandb")
+        await run(api, right_and_wrong, "--use-wandb")
     assert api.disconnected == [0]

@@ -7,8 +7,11 @@ end after its last step.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
+from grpo_local.process.stack import Service
 from tests.unit.local.records import BENCHMARK, metrics_object
 
 COMMON = """
@@ -155,6 +158,16 @@ import pathlib, sys
 assert sys.argv[1:3] == ["--smollm2", "--path-file"]
 pathlib.Path(sys.argv[3]).write_text("made")
 """
+
+
+FOREVER_S = 3600.0
+"""A deadline that no test reaches."""
+
+
+def script(name: str, code: str, *arguments: object, **changes: Any) -> Service:
+    """A service that runs Python code and is healthy at once, unless `changes` says otherwise."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return Service(name, command, **{"healthy": lambda: True, "deadline_s": FOREVER_S} | changes)
 
 
 def write_stand_ins(folder: Path) -> None:

@@ -33,6 +33,7 @@ from grpo_local.services import ServiceFactory, command_lines
 from grpo_local.settings import DemoSettings
 from tests.unit.local.shown import Shown
 
+REDIS_URL = "redis://:a-secret@127.0.0.1:2/0"
 FactoryOf = Callable[[DemoSettings], ServiceFactory]
 
 
@@ -45,7 +46,7 @@ def factory_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fact
 
 def hand_off_of(settings: DemoSettings) -> HandOff:
     run = RunDirectory(Path())
-    return settings.hand_off("redis://127.0.0.1:2/0", run, Path("weights.sock"))
+    return settings.hand_off(REDIS_URL, run, Path("weights.sock"))
 
 
 def test_trainer_and_environment_start_once_they_can_connect(factory_of: FactoryOf) -> None:
@@ -203,19 +204,6 @@ TRAINS_ADAPTERS = {
 }
 
 
-def hand_off(*argv: str) -> HandOff:
-    return HandOff(
-        options=load_settings(DemoSettings, argv),
-        restart_every_steps=7,
-        target_modules=("q_proj", "v_proj"),
-        redis_url="redis://:a-secret@127.0.0.1:1/0",
-        run_id="one",
-        save_path=Path("checkpoints"),
-        weights_socket=Path("weights.sock"),
-        bridge_config=Path("bridge.json"),
-    )
-
-
 def flags(words: list[str]) -> set[str]:
     return {word for word in words if word.startswith("--")}
 
@@ -236,22 +224,24 @@ def flags(words: list[str]) -> set[str]:
 def test_each_mode_tells_server_and_trainer_what_it_needs_and_no_secret(
     mode: str, server: set[str], trainer: set[str]
 ) -> None:
-    chosen = hand_off("--mode", mode)
+    chosen = hand_off_of(load_settings(DemoSettings, ["--mode", mode]))
     assert flags(chosen.server_flags()) == {"--run-id"} | server
     assert flags(chosen.trainer_flags()) == {"--mode", "--save-path"} | trainer
     words = chosen.server_flags() + chosen.trainer_flags()
     assert not [word for word in words if "secret" in word]
-    assert chosen.environment() == {"REDIS_URL": "redis://:a-secret@127.0.0.1:1/0"}
+    assert chosen.environment() == {"REDIS_URL": REDIS_URL}
 
 
 def test_rank_cadence_and_directory_are_the_same_on_both_sides() -> None:
-    chosen = hand_off("--mode", "lora_restart", "--lora-r", "20")
+    words = "--mode lora_restart --lora-r 20 --vllm-restart-interval 7"
+    modules = ["--lora-target-modules", "q_proj", "v_proj"]
+    chosen = hand_off_of(load_settings(DemoSettings, [*words.split(), *modules]))
     server, trainer = chosen.server_flags(), chosen.trainer_flags()
     assert server[server.index("--max-lora-rank") + 1] == "32"
     assert trainer[trainer.index("--lora-r") + 1] == "20"
     assert trainer[trainer.index("--vllm-restart-interval") + 1] == "7"
     assert server[server.index("--weights-dir") + 1] == f"{Path.cwd()}/checkpoints/served_weights"
-    assert trainer[-3:] == ["--lora-target-modules", "q_proj", "v_proj"]
+    assert trainer[-3:] == modules
 
 
 WORDS = [

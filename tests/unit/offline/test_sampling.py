@@ -72,16 +72,21 @@ def test_sampling_in_this_process_has_one_mode(mode: str) -> None:
         choose(keys("http://h:1", "local", mode))
 
 
-def completions(_body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    choice = {"text": "7", "finish_reason": "stop", "token_ids": [5, 2]}
-    return 200, {"choices": [choice, choice | {"finish_reason": "length"}]}
-
-
-async def test_stock_vllm_is_asked_for_token_ids_and_gives_no_logprobs() -> None:
-    with stub_server({"POST /v1/completions": completions}) as stub:
+async def generated_by_stock_vllm(*choices: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Its answer as the client reads it, and the request."""
+    with stub_server({"POST /v1/completions": lambda _: (200, {"choices": [*choices]})}) as stub:
         async with StockVllm(stub.url, "m", 10.0, 4) as client:
             answer = await client.generate([1, 2, 3], n=2, max_tokens=4, temperature=0.5)
         (body,) = stub.bodies("POST /v1/completions")
+    return answer, body
+
+
+CHOICE = {"text": "7", "finish_reason": "stop"}
+
+
+async def test_stock_vllm_is_asked_for_token_ids_and_gives_no_logprobs() -> None:
+    stopped = CHOICE | {"token_ids": [5, 2]}
+    answer, body = await generated_by_stock_vllm(stopped, stopped | {"finish_reason": "length"})
     assert body["prompt"] == [1, 2, 3]
     assert (body["model"], body["n"], body["temperature"]) == ("m", 2, 0.5)
     assert answer.token_ids == [[5, 2], [5, 2]]
@@ -90,13 +95,8 @@ async def test_stock_vllm_is_asked_for_token_ids_and_gives_no_logprobs() -> None
 
 
 async def test_an_old_vllm_without_token_ids_is_named() -> None:
-    def old(_body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        return 200, {"choices": [{"text": "7", "finish_reason": "stop"}]}
-
-    with stub_server({"POST /v1/completions": old}) as stub:
-        async with StockVllm(stub.url, "m", 10.0, 4) as client:
-            with pytest.raises(ProtocolViolation, match=r"use vLLM 0\.10\.2 or later"):
-                await client.generate([1], max_tokens=4)
+    with pytest.raises(ProtocolViolation, match=r"use vLLM 0\.10\.2 or later"):
+        await generated_by_stock_vllm(CHOICE, CHOICE)
 
 
 PLAN = SamplingPlan(2, 1.0, 64, 4, drop_equal_scores=False)
@@ -209,15 +209,14 @@ def policy_of(model: str, gradient_checkpointing: bool = False) -> Any:
     return policy
 
 
-class LocalEngine:
+class LocalEngine(LocalGeneration):
     """Samples with one policy."""
 
     def __init__(self, model: str, policy: Any) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        self.generation = LocalGeneration(policy, tokenizer, lambda: START, seed=0)
+        super().__init__(policy, AutoTokenizer.from_pretrained(model), lambda: START, seed=0)
 
     async def sample(self, prompt: list[int], **sampling: Any) -> list[Completion]:
-        return (await self.generation.generate(prompt, **sampling)).completions()
+        return (await self.generate(prompt, **sampling)).completions()
 
     async def sample_plainly(self, prompt: list[int], max_tokens: int) -> Completion:
         return (await self.sample(prompt, max_tokens=max_tokens))[0]

@@ -20,12 +20,7 @@ from transformers import AutoModelForCausalLM
 from grpo_core.clients.inference import Completion
 from grpo_core.errors import ProtocolViolation, RequestRefused
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_offline.backends.sglang import (
-    UNTRAINED,
-    ServerInfo,
-    SglangClient,
-    SglangGeneration,
-)
+from grpo_offline.backends.sglang import UNTRAINED, ServerInfo, SglangClient, SglangGeneration
 from grpo_offline.backends.sglang_weights import SglangWeights
 from grpo_offline.errors import ServerUnsuitable
 from grpo_trainer.config.sync import LoraOptions

@@ -13,13 +13,7 @@ import pytest
 
 from grpo_core.weights.directory_checks import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.weights.supervisor import (
-    Action,
-    Command,
-    Outcome,
-    OutcomeState,
-    SupervisorStatus,
-)
+from grpo_core.weights.supervisor import Action, Command, Outcome, OutcomeState, SupervisorStatus
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine_protocol import SupervisorEnd
 from grpo_vllm.settings import load_server_settings

@@ -55,11 +55,7 @@ SLOW = FakeEngine(max_tokens=[8], hangs={"finish and pause"})
         (FakeEngine(max_tokens=[8, 16]), True, ["finish and pause"]),
         (FakeEngine(max_tokens=[8, 17]), True, ["pause"]),
         (FakeEngine(max_tokens=[8, None]), True, ["pause"]),
-        (
-            FakeEngine(max_tokens=[8], hangs={"finish and pause"}),
-            True,
-            ["finish and pause", "pause"],
-        ),
+        (SLOW, True, ["finish and pause", "pause"]),
         # vLLM 0.24 stamps no versions, and pauses by itself.
         (FakeEngine(max_tokens=[8]), False, ["pause_generation keep True"]),
     ],

@@ -20,7 +20,6 @@ from grpo_core.rollouts.files import (
     write_step,
 )
 from grpo_core.rollouts.record import (
-    printable,
     records_of_group,
     split_conversation,
     text_of,
@@ -113,10 +112,6 @@ def test_text_of_messages() -> None:
     assert text_of(SAID[:1]) == "q"
     assert text_of([SAID[0], call]) == 'user: q\nassistant: tool_calls: [{"name": "add"}]'
     assert text_of([{"role": "user", "content": [{"type": "text"}]}]) == '[{"type": "text"}]'
-
-
-def test_control_characters_do_not_reach_the_terminal() -> None:
-    assert printable("7 \x1b[2J\x07 ü 漢") == r"7 \x1b[2J\x07 ü 漢"
 
 
 UNKNOWN = {

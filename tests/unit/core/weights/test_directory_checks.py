@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,19 +75,15 @@ def test_what_cannot_be_read_is_refused(adapter: Path) -> None:
     assert checked(adapter, directory_digest(adapter))
 
 
-def test_half_written_weights_are_refused(adapter: Path) -> None:
+def test_half_written_weights_and_other_bytes_than_announced_are_refused(adapter: Path) -> None:
+    with pytest.raises(UnusableWeights, match="the trainer sent 0000"):
+        checked(adapter, "0" * 64)
     (adapter / ADAPTER_WEIGHTS).unlink()
-    with pytest.raises(
-        UnusableWeights, match=f"not a complete adapter; missing: {ADAPTER_WEIGHTS}"
-    ):
+    missing = f"not a complete adapter; missing: {ADAPTER_WEIGHTS}"
+    with pytest.raises(UnusableWeights, match=missing):
         checked(adapter)
     with pytest.raises(UnusableWeights, match=rf"missing: {MODEL_CONFIG}, \*\.safetensors"):
         checked(adapter, kind=WeightKind.CHECKPOINT)
-
-
-def test_other_bytes_than_announced_are_refused(adapter: Path) -> None:
-    with pytest.raises(UnusableWeights, match="the trainer sent 0000"):
-        checked(adapter, "0" * 64)
 
 
 def test_the_rank_is_the_largest_of_all_modules(adapter: Path) -> None:
@@ -98,15 +93,19 @@ def test_the_rank_is_the_largest_of_all_modules(adapter: Path) -> None:
         require_servable_adapter(adapter, 16)
 
 
-def test_an_adapter_on_the_head_is_refused(adapter: Path) -> None:
-    config = {"r": 8, "target_modules": ["q_proj", "lm_head"]}
-    (adapter / ADAPTER_CONFIG).write_text(json.dumps(config))
-    with pytest.raises(UnusableWeights, match=r"no adapter on lm_head .*; name other modules"):
-        require_servable_adapter(adapter, 8)
+ON_THE_HEAD = '{"r": 8, "target_modules": ["q_proj", "lm_head"]}'
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"r": null}'])
-def test_a_configuration_that_is_none_is_refused(adapter: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (ON_THE_HEAD, r"no adapter on lm_head .*; name other modules"),
+        *((text, "is not a LoRA configuration") for text in ("{", "[]", '{"r": null}')),
+    ],
+)
+def test_a_configuration_that_is_none_and_an_adapter_on_the_head_are_refused(
+    adapter: Path, text: str, problem: str
+) -> None:
     (adapter / ADAPTER_CONFIG).write_text(text)
-    with pytest.raises(UnusableWeights, match="is not a LoRA configuration"):
-        adapter_rank(adapter)
+    with pytest.raises(UnusableWeights, match=problem):
+        require_servable_adapter(adapter, 8)

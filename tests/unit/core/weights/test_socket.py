@@ -14,11 +14,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.errors import GrpoError, ProtocolViolation, ServiceUnavailable
-from grpo_core.weights.shared_memory import (
-    MemfdMemory,
-    WeightGrant,
-    WeightManifest,
-)
+from grpo_core.weights.shared_memory import MemfdMemory, WeightGrant, WeightManifest
 from grpo_core.weights.socket import connect_weights
 
 
@@ -32,10 +28,7 @@ def server_that_sends(content: bytes, directory: Path) -> Iterator[Path]:
 
         def serve() -> None:
             connection, _ = listener.accept()
-            with (
-                connection,
-                contextlib.suppress(BrokenPipeError),
-            ):  # the client may be gone
+            with connection, contextlib.suppress(BrokenPipeError):  # the client may be gone
                 connection.sendall(content)
 
         thread = threading.Thread(target=serve)

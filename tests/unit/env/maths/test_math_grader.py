@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from decimal import Decimal
 from multiprocessing import active_children
+from unittest.mock import create_autospec
 
 import pytest
 from hypothesis import given
@@ -120,25 +121,13 @@ def test_threads_may_ask_at_once(grader: MathGrader) -> None:
     assert [n for n, equal in enumerate(verdicts) if equal] == [36]
 
 
-class NeverStarts:
-    def __init__(self) -> None:
-        self.ended = False
-
-    def works(self) -> bool:
-        raise ChildProcessError("the process ended with exit code 1")
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def test_a_grader_that_does_not_start_says_how_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    process = NeverStarts()
+def test_a_grader_that_does_not_start_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = create_autospec(MathProcess, instance=True)
+    process.works.side_effect = ChildProcessError("the process ended with exit code 1")
     monkeypatch.setattr(math_grader, "MathProcess", lambda: process)
     with pytest.raises(GraderUnusable, match=r"exit code 1\); install math-verify: pip install"):
         MathGrader()
-    assert process.ended
+    process.end.assert_called()
 
 
 def test_a_killed_process_is_replaced_and_a_closed_grader_compares_numbers_only() -> None:

@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_env.rollout.chat_template import (
-    ChatTemplate,
-    TokenizerUnusable,
-    answered,
-    load_template,
-)
+from grpo_env.rollout.chat_template import ChatTemplate, TokenizerUnusable, answered, load_template
 
 QUESTION = [{"role": "user", "content": "3+4="}]
 

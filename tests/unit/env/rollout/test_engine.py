@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import ProtocolViolation
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.assembly import TaskSet, sampling_plan
@@ -16,7 +16,6 @@ from grpo_env.evaluation import Evaluation
 from grpo_env.rollout.groups import FailureReason, GroupLost, MisalignedCompletion, SampledGroup
 from grpo_env.rollout.producer import GroupCounts, GroupProducer
 from grpo_env.settings import EnvServerSettings, load_env_settings
-from grpo_env.tasks.items import ItemStream
 from tests.support.canned import PROMPT, generate_answer
 from tests.support.http_stub import Route
 from tests.unit.env.rollout.rig import (
@@ -167,34 +166,25 @@ async def test_an_impossible_logprob_is_named_with_its_place(bad: float) -> None
     assert str(caught.value).endswith(named)
 
 
-class OneItem:
-    def next(self) -> Any:
-        return item_of(Rewarded(sevens))
-
-
-class SentGroups:
-    def __init__(self) -> None:
-        self.seen: list[tuple[int | None, str]] = []
-
-    async def submit(self, group: ScoredGroup, run_uuid: str) -> None:
-        self.seen.append((group.env_id, run_uuid))
-
-
 async def test_a_group_belongs_to_the_run_in_which_its_sampling_began() -> None:
     """run-api is reset, and the environment registers again, while the group is sampled."""
-    api, settings = SentGroups(), EnvServerSettings(task="arithmetic", model="m")
+    settings, seen = EnvServerSettings(task="arithmetic", model="m"), []
+
+    async def submit(group: ScoredGroup, run_uuid: str) -> None:
+        seen.append((group.env_id, run_uuid))
 
     def generate(_body: dict[str, Any]) -> Any:
         producer.join(1, "new run")
         return 200, generate_answer(["7", "8"])
 
     async with engine_on(generate) as (engine, _):
-        items, client = cast(ItemStream, OneItem()), cast(EnvironmentClient, api)
+        items: Any = SimpleNamespace(next=lambda: item_of(Rewarded(sevens)))
+        client: Any = SimpleNamespace(submit=submit)
         producer = GroupProducer(settings, items, engine, client)
         producer.join(0, "old run")
         await producer.produce(PLAN)
         await producer.produce(PLAN)
-    assert api.seen == [(0, "old run"), (1, "new run")]
+    assert seen == [(0, "old run"), (1, "new run")]
 
 
 def test_only_equal_scores_lower_the_share_of_kept_groups() -> None:

@@ -297,14 +297,10 @@ def test_repetition_is_the_share_of_repeated_ngrams(text: str, penalty: float) -
     assert repetition(Answer(text)) == pytest.approx(penalty)
 
 
-@pytest.mark.parametrize("name", PENALTIES)
-def test_penalties_are_no_rewards_and_handle_100_kb(name: str) -> None:
-    assert -1.0 <= PENALTIES[name](said(100, text="no " * 33_000)) < -0.9
-    assert PENALTIES[name](said(0)) == 0.0
-
-
-@pytest.mark.parametrize("penalty", [length, overlong])
-def test_an_answer_without_a_limit_has_no_share_of_it(penalty: object) -> None:
-    assert callable(penalty)
-    with pytest.raises(ValueError, match="max_tokens of the answer is 0"):
-        penalty(said(1, max_tokens=0))
+def test_penalties_are_no_rewards_handle_100_kb_and_name_a_missing_limit() -> None:
+    for penalty in PENALTIES.values():
+        assert -1.0 <= penalty(said(100, text="no " * 33_000)) < -0.9
+        assert penalty(said(0)) == 0.0
+    for share in (length, overlong):
+        with pytest.raises(ValueError, match="max_tokens of the answer is 0"):
+            share(said(1, max_tokens=0))

@@ -21,7 +21,7 @@ from grpo_local.commands import demo
 from grpo_local.commands.demo import NoTrainingStep, follow_training, run_demo
 from grpo_local.defaults import BY_TASK
 from grpo_local.modes import MODES
-from grpo_local.process.stack import Service, Stack, StopRequest
+from grpo_local.process.stack import Stack, StopRequest
 from grpo_local.report.metrics_file import MetricsFile
 from grpo_local.report.summary import RunFacts, read_record
 from grpo_local.run_directory import RunDirectory, create_run_directory
@@ -31,7 +31,7 @@ from tests.support.wait import wait_for
 from tests.unit.core.rollouts.test_page import data_of
 from tests.unit.local.records import metrics_line
 from tests.unit.local.shown import Shown
-from tests.unit.local.stand_ins import write_stand_ins
+from tests.unit.local.stand_ins import script, write_stand_ins
 
 ENVIRONMENTS = ["environment-arithmetic", "environment-gsm8k"]
 SERVICES = ["redis", "run-api", "vllm-server", "trainer", *ENVIRONMENTS]
@@ -192,14 +192,12 @@ def follow(folder: Path, code: str, deadline_s: float, environment: str | None) 
     run.metrics.write_text(metrics_line(1) + metrics_line(2))
     sizes = replace(BY_TASK["arithmetic"], steps=5, step_deadline_s=deadline_s)
     with StopRequest() as request, Stack(folder / "logs", request) as stack:
-        command = [sys.executable, "-c", code]
-        services = [Service("trainer", command, lambda: True, 60.0, may_finish=True)]
-        names = [] if environment is None else ["env"]
-        for name in names:
+        services, names = [script("trainer", code, may_finish=True)], []
+        if environment is not None:
             (folder / "logs").mkdir()
             (folder / "logs" / "env.log").write_text("run.completed, in an earlier part\n")
-            command = [sys.executable, "-c", str(environment)]
-            services.append(Service(name, command, lambda: True, 60.0, may_finish=True))
+            services.append(script("env", environment, may_finish=True))
+            names.append("env")
         stack.start(services)
         follow_training(stack, run, sizes, MODES["none"], Shown(), environments=names)
 

@@ -45,29 +45,27 @@ def test_open_shows_the_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.Mo
     assert (status, "failed (NoBrowser): no browser was found; open" in screen.err) == (1, True)
 
 
+RUN = {"metrics.jsonl": metrics_line(1)}
+BROKEN = {"rollouts/step-000001.jsonl.gz": "?"}
+
+
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
         ({}, "NothingToReport): {run} has no metrics.jsonl and no rollouts; name the directory"),
         ({"metrics.jsonl": "[]\n"}, "ProtocolViolation): {run}/metrics.jsonl line 1: expected"),
         (
-            {"metrics.jsonl": metrics_line(1), "eval.jsonl": "{}\n"},
+            RUN | {"eval.jsonl": "{}\n"},
             "ResultsUnusable): {run}/eval.jsonl line 1 is no evaluation: task",
         ),
+        (BROKEN, "BrokenRollouts): {run}/rollouts/step-000001.jsonl.gz, "),
         (
-            {"rollouts/step-000001.jsonl.gz": "?"},
-            "BrokenRollouts): {run}/rollouts/step-000001.jsonl.gz, ",
-        ),
-        (
-            {"rollouts/step-000001.jsonl.gz": "?", "rollouts/tokenizer.json": "{}"},
+            BROKEN | {"rollouts/tokenizer.json": "{}"},
             "BrokenRollouts): {run}/rollouts/tokenizer.json cannot be read as a tokenizer",
         ),
+        (RUN | {"config.yaml": "a: ["}, "ProtocolViolation): {run}/config.yaml is no YAML"),
         (
-            {"metrics.jsonl": metrics_line(1), "config.yaml": "a: ["},
-            "ProtocolViolation): {run}/config.yaml is no YAML",
-        ),
-        (
-            {"metrics.jsonl": metrics_line(1), "summary.json": "{}"},
+            RUN | {"summary.json": "{}"},
             "ProtocolViolation): {run}/summary.json has missing or invalid fields: mode, ",
         ),
     ],

@@ -22,9 +22,8 @@ from grpo_local.process.ports import free_port
 from grpo_local.process.stack import Service, Stack, StopRequest, StopRequested
 from grpo_local.services import url
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
+from tests.unit.local.stand_ins import FOREVER_S, script
 
-FOREVER_S = 3600.0
-"""A deadline that no test reaches."""
 FAMILY = f"""
 import pathlib, subprocess, sys, time
 for new_session in (False, True):
@@ -33,17 +32,6 @@ for new_session in (False, True):
         file.write(f"{{child.pid}}\\n")
 time.sleep(600)
 """
-
-
-def script(name: str, code: str, *arguments: object, **changes: object) -> Service:
-    """A service that runs Python code and is healthy at once, unless `changes` says otherwise."""
-    fields: dict[str, object] = {
-        "name": name,
-        "command": [sys.executable, "-c", code, *map(str, arguments)],
-        "healthy": lambda: True,
-        "deadline_s": FOREVER_S,
-    }
-    return Service(**(fields | changes))  # type: ignore[arg-type]
 
 
 @pytest.fixture
