@@ -115,9 +115,11 @@ def right_and_wrong(_body: dict[str, Any]) -> Answer:
     return 200, generate_answer(["7", "8"])
 
 
-async def run(api: RunApi, generate: Route, *options: str) -> None:
-    """Run an environment with one-digit sums until the run is complete."""
-    await feed(api.routes(), inference_routes(generate), *options)
+async def run(
+    api: RunApi, generate: Route, *options: str, **how: Any
+) -> tuple[StubServer, StubServer]:
+    """Run an environment until the run is complete. As `feed`."""
+    return await feed(api.routes(), inference_routes(generate), *options, **how)
 
 
 async def feed(

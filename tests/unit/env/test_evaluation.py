@@ -18,7 +18,7 @@ from grpo_env.settings import load_env_settings
 from grpo_env.tasks import Row, Split
 from tests.support.canned import PROMPT, generate_answer, inference_routes
 from tests.support.http_stub import Answer, Route, stub_server
-from tests.unit.env.feeding import CannedTemplate, RunApi, Sevens, feed
+from tests.unit.env.feeding import CannedTemplate, RunApi, Sevens, feed, run
 
 
 class TwoSevens(Sevens):
@@ -120,7 +120,7 @@ async def test_an_evaluation_that_fails_is_logged_and_ends_no_run(tmp_path: Path
 
     options = ("--eval-every=1", f"--eval-output={tmp_path / 'eval.jsonl'}", "--eval-samples=1")
     with capture_logs() as logs:
-        await feed(api.routes(), inference_routes(generate), *options, task=TwoSevens())
+        await run(api, generate, *options, task=TwoSevens())
     failed = [line["error"] for line in logs if line["event"] == "evaluation.failed"]
     assert failed
     assert all("ProtocolViolation" in error for error in failed)
@@ -129,9 +129,7 @@ async def test_an_evaluation_that_fails_is_logged_and_ends_no_run(tmp_path: Path
 
 async def test_a_run_without_held_out_items_is_not_evaluated() -> None:
     with capture_logs() as logs:
-        await feed(
-            RunApi(num_steps=1).routes(), inference_routes(answering(["7", "8"])), "--eval-every=1"
-        )
+        await run(RunApi(num_steps=1), answering(["7", "8"]), "--eval-every=1")
     assert [line["event"] for line in logs if "evaluation" in line["event"]] == [
         "evaluation.left_out"
     ]

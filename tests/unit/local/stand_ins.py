@@ -167,7 +167,8 @@ FOREVER_S = 3600.0
 def script(name: str, code: str, *arguments: object, **changes: Any) -> Service:
     """A service that runs Python code and is healthy at once, unless `changes` says otherwise."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return Service(name, command, **{"healthy": lambda: True, "deadline_s": FOREVER_S} | changes)
+    fields: dict[str, Any] = {"healthy": lambda: True, "deadline_s": FOREVER_S}
+    return Service(name, command, **fields | changes)
 
 
 def write_stand_ins(folder: Path) -> None:
