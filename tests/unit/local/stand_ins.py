@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_local.process.stack import Service
-from tests.unit.local.records import BENCHMARK, metrics_object
+from tests.unit.local.records import BENCHMARK, evaluation, metrics_object
 
 COMMON = """
 import json, os, pathlib, signal, subprocess, sys, time, urllib.error, urllib.request
@@ -124,14 +124,11 @@ if "STAND_IN_TRAINER_LINGERS" in os.environ:
     time.sleep(600)
 """
 
-EVALUATION = {
-    "task": "arithmetic",
-    "temperature": 1.0,
-    "samples": 8,
-    "item_count": 20,
-    "intervals": {"pass@1": [0.2, 0.4]},
-    "duration_s": 0.5,
-}
+EVALUATION = evaluation(
+    *(None, 0.0),
+    **{"task": "arithmetic", "temperature": 1.0, "samples": 8, "item_count": 20},
+    **{"intervals": {"pass@1": (0.2, 0.4)}, "duration_s": 0.5},
+).model_dump(mode="json")
 ENVIRONMENT = f"""
 from stand_in_common import *
 note_pid("environment")

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,11 +217,3 @@ def test_the_conda_environment_installs_every_package() -> None:
     assert packages == set(re.search(r"^PACKAGES := (.*)$", makefile, re.MULTILINE)[1].split())
     for option, path in words:
         assert (ROOT / path).exists(), option
-
-
-def test_shellcheck_finds_nothing() -> None:
-    shellcheck = Path(sys.executable).with_name("shellcheck")
-    done = subprocess.run(
-        [shellcheck, ROOT / "training.sh"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout

@@ -121,24 +121,22 @@ async def test_code_that_has_not_ended_is_cancelled_at_the_end() -> None:
         await call
 
 
+NOT_FINITE = ", which is not finite in float32"
+EXPECTED = "; expected a number, or a dict of named numbers"
+
+
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (float("nan"), "the reward is nan, which is not finite in float32"),
-        (
-            {"a": 1.0, "b": float("inf")},
-            "the part 'b' of the reward is inf, which is not finite in float32",
-        ),
-        (10**400, "the reward is inf, which is not finite in float32"),
-        (1e39, "the reward is 1e+39, which is not finite in float32"),
-        ("7", "the reward is '7', a str; expected a number, or a dict of named numbers"),
+        (float("nan"), f"the reward is nan{NOT_FINITE}"),
+        ({"a": 1.0, "b": float("inf")}, f"the part 'b' of the reward is inf{NOT_FINITE}"),
+        (10**400, f"the reward is inf{NOT_FINITE}"),
+        (1e39, f"the reward is 1e+39{NOT_FINITE}"),
+        ("7", f"the reward is '7', a str{EXPECTED}"),
         (None, "the reward is None; a part may be None, or one of several rewards, but not all"),
-        (
-            np.zeros(1),
-            "the reward is array([0.]), a ndarray; expected a number, or a dict of named numbers",
-        ),
-        (Graded({"a": 1.0}, score=math.nan), "the reward is nan, which is not finite in float32"),
-        ({}, "the reward is empty; expected a number, or a dict of named numbers"),
+        (np.zeros(1), f"the reward is array([0.]), a ndarray{EXPECTED}"),
+        (Graded({"a": 1.0}, score=math.nan), f"the reward is nan{NOT_FINITE}"),
+        ({}, f"the reward is empty{EXPECTED}"),
     ],
 )
 async def test_what_is_no_number_is_never_a_score(value: Any, problem: str) -> None:

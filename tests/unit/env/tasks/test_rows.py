@@ -17,9 +17,9 @@ from grpo_env.tasks.gsm8k import Gsm8k
 from grpo_env.tasks.items import all_items, evaluation_items, training_items
 from grpo_env.tasks.math import Math
 from grpo_env.tasks.rows import answer_text, rows_of
+from tests.unit.env.conftest import HUB_ROWS
 
-EGGS = {"question": "How many eggs?", "answer": "16 - 3 = <<16-3=13>>13\n#### 13"}
-COST = {"question": "How much?", "answer": "A lot.\n#### 1,080,000"}
+EGGS, COST = HUB_ROWS
 
 
 def write(path: Path, *rows: Any) -> str:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import webbrowser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from grpo_core.evaluation.results import EvalSummary
 from grpo_core.settings import load_settings
 from grpo_local.commands.rollouts import report
 from grpo_local.report.evaluations import Evaluations
 from grpo_local.report.metrics_file import metric_curves
 from grpo_local.settings import ReportSettings
-from tests.unit.local.records import metrics_line
+from tests.unit.local.records import evaluation, metrics_line
 from tests.unit.local.shown import Shown
 
 
@@ -90,15 +88,6 @@ def test_a_curve_has_each_step_once_and_skips_what_is_no_number(tmp_path: Path) 
     assert curves["a"] == [(1, 1), (2, 2.5), (3, 3)]
     assert "b" not in curves
     assert metric_curves(tmp_path / "none") == {}
-
-
-def evaluation(step: int | None, value: float, **fields: Any) -> EvalSummary:
-    given: dict[str, Any] = {
-        **{"task": "sums", "temperature": 0.0, "samples": 1, "item_count": 4, "duration_s": 1.0},
-        **{"step": step, "metrics": {"length": 3.0, "pass@1": value}},
-        "intervals": {"pass@1": (value - 0.125, value + 0.125)},
-    }
-    return EvalSummary(**given | fields)
 
 
 def test_evaluations_give_curves_and_the_change() -> None:
