@@ -7,12 +7,33 @@ end after its last step.
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from grpo_local.process.stack import Service
+from grpo_local.screen import Screen
 from tests.unit.local.records import BENCHMARK, evaluation, metrics_object
+
+
+class Shown(Screen):
+    """A screen that keeps its output for tests."""
+
+    def __init__(self) -> None:
+        self._facts, self._failures = io.StringIO(), io.StringIO()
+        super().__init__(Console(file=self._facts), Console(file=self._failures))
+
+    @property
+    def out(self) -> str:
+        return self._facts.getvalue()
+
+    @property
+    def err(self) -> str:
+        return self._failures.getvalue()
+
 
 COMMON = """
 import json, os, pathlib, signal, subprocess, sys, time, urllib.error, urllib.request

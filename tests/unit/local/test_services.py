@@ -31,7 +31,7 @@ from grpo_local.service_options import (
 )
 from grpo_local.services import ServiceFactory, command_lines
 from grpo_local.settings import DemoSettings
-from tests.unit.local.shown import Shown
+from tests.unit.local.stand_ins import Shown
 
 REDIS_URL = "redis://:a-secret@127.0.0.1:2/0"
 FactoryOf = Callable[[DemoSettings], ServiceFactory]

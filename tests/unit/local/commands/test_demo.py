@@ -33,8 +33,7 @@ from tests.support.wait import wait_for
 from tests.unit.conftest import Refused
 from tests.unit.core.rollouts.test_page import data_of
 from tests.unit.local.records import metrics_line
-from tests.unit.local.shown import Shown
-from tests.unit.local.stand_ins import script, write_stand_ins
+from tests.unit.local.stand_ins import Shown, script, write_stand_ins
 
 ENVIRONMENTS = ["environment-arithmetic", "environment-gsm8k"]
 SERVICES = ["redis", "run-api", "vllm-server", "trainer", *ENVIRONMENTS]

@@ -16,8 +16,7 @@ from grpo_local.commands.evaluate import evaluate_models, visible_gpu
 from grpo_local.settings import EvalSettings
 from tests.support.process_table import is_alive
 from tests.unit.conftest import Mistake
-from tests.unit.local.shown import Shown
-from tests.unit.local.stand_ins import SMOLLM2, write_programs
+from tests.unit.local.stand_ins import SMOLLM2, Shown, write_programs
 
 SERVER = """
 from stand_in_common import *

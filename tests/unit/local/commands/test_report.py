@@ -14,7 +14,7 @@ from grpo_local.report.evaluations import Evaluations
 from grpo_local.report.metrics_file import metric_curves
 from grpo_local.settings import ReportSettings
 from tests.unit.local.records import evaluation, metrics_line
-from tests.unit.local.shown import Shown
+from tests.unit.local.stand_ins import Shown
 
 
 def reported(*words: object) -> tuple[int, Shown]:

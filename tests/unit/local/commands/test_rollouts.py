@@ -16,7 +16,7 @@ from grpo_local.settings import RolloutsSettings
 from grpo_tiny_model.model import build_tokenizer
 from tests.support.conversations import record
 from tests.unit.conftest import Refused
-from tests.unit.local.shown import Shown
+from tests.unit.local.stand_ins import Shown
 
 
 @pytest.fixture
