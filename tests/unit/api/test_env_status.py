@@ -53,10 +53,6 @@ def statuses(run: RunView) -> list[EnvironmentStatus]:
     return [environment_status(own, run, LIMITS) for own in run.environments]
 
 
-def queue_sizes(run: RunView) -> list[int]:
-    return [status.queue_size for status in statuses(run)]
-
-
 def test_one_environment() -> None:
     (status,) = statuses(view([environment(0)], {(0, 4): 2, (0, 3): 1}))
     assert status == EnvironmentStatus(
@@ -104,7 +100,8 @@ def test_weight(environments: list[Environment], weight: float) -> None:
 def test_only_those_whose_minimum_is_missing_go_on() -> None:
     environments = [environment(0), environment(1, minimum=0.25), environment(2, minimum=0.25)]
     # 0: its own 36 + 1's groups beyond its minimum; 1: its own 4 + 36; 2: no own groups
-    assert queue_sizes(view(environments, {(0, 4): 9, (1, 4): 1})) == [9, 10, 0]
+    found = statuses(view(environments, {(0, 4): 9, (1, 4): 1}))
+    assert [status.queue_size for status in found] == [9, 10, 0]
 
 
 @pytest.mark.parametrize(

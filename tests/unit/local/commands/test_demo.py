@@ -188,22 +188,6 @@ def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(tmp_path: Path
         assert is_alive(bystander.pid)
 
 
-def follow(folder: Path, code: str, deadline_s: float, environment: str | None) -> None:
-    """Follow a trainer that has taken 2 of 5 steps and runs `code`, and an environment."""
-    run = RunDirectory(folder)
-    run.metrics.write_text(metrics_line(1) + metrics_line(2))
-    sizes = replace(BY_TASK["arithmetic"], steps=5, step_deadline_s=deadline_s)
-    with StopRequest() as request, Stack(folder / "logs", request) as stack:
-        services, names = [script("trainer", code, may_finish=True)], []
-        if environment is not None:
-            (folder / "logs").mkdir()
-            (folder / "logs" / "env.log").write_text("run.completed, in an earlier part\n")
-            services.append(script("env", environment, may_finish=True))
-            names.append("env")
-        stack.start(services)
-        follow_training(stack, run, sizes, MODES["none"], Shown(), environments=names)
-
-
 @pytest.mark.parametrize(
     ("code", "deadline_s", "environment", "error", "told"),
     [
@@ -226,8 +210,20 @@ def test_a_run_that_does_not_go_on_is_named(
     told: str,
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(error, match=told):
-        follow(tmp_path, code, deadline_s, environment)
+    """A trainer has taken 2 of 5 steps and runs `code`, beside an environment."""
+    run = RunDirectory(tmp_path)
+    run.metrics.write_text(metrics_line(1) + metrics_line(2))
+    sizes = replace(BY_TASK["arithmetic"], steps=5, step_deadline_s=deadline_s)
+    with StopRequest() as request, Stack(run.logs, request) as stack:
+        services, names = [script("trainer", code, may_finish=True)], []
+        if environment is not None:
+            run.logs.mkdir()
+            (run.logs / "env.log").write_text("run.completed, in an earlier part\n")
+            services.append(script("env", environment, may_finish=True))
+            names.append("env")
+        stack.start(services)
+        with pytest.raises(error, match=told):
+            follow_training(stack, run, sizes, MODES["none"], Shown(), environments=names)
 
 
 def test_latest_follows_runs_in_the_default_place(
