@@ -17,9 +17,9 @@ from grpo_core.wire.run_api import Registration
 from grpo_local.process.ports import free_port
 from tests.fixtures.run_api import start_run_api
 from tests.integration.run_api_calls import REGISTRATION
+from tests.support.canned import generate_answer, inference_routes
+from tests.support.http_stub import Answer, StubServer, stub_server
 from tests.support.wait import DEADLINE_S
-from tests.unit.env.canned import generate_answer, inference_routes
-from tests.unit.env.http_stub import Answer, StubServer, stub_server
 
 STEPS_BEYOND_THE_QUEUE = 8
 """More batches than the environment keeps in the queue."""

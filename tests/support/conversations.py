@@ -44,15 +44,12 @@ def conversation(*messages: tuple[str, str], **fields: Any) -> RolloutRecord:
         mask += [0] * len(head) + [int(is_said)] * len(body)
     server = [-float(at % 5) for at in range(sum(mask))]
     given: dict[str, Any] = {
-        **{"step": 1, "group": 0, "index": 0, "env_id": 0, "task": "sums", "item": "ab12"},
         "messages": [{"role": role, "content": content} for role, content in messages],
         **{"tokens": tokens, "mask": mask, "behaviour_logprobs": server},
         "logprobs": [logp - 0.25 * (at % 2) for at, logp in enumerate(server)],
-        **{"score": 1.0, "parts": {}, "reason": None, "advantage": 0.5},
-        **{"versions": [[1, 0], [1, 0]], "staleness": 0, "finish_reason": "stop"},
-        **{"temperature": 1.0, "completion_tokens": sum(mask)},
+        **{"env_id": 0, "parts": {}, "reason": None, "completion_tokens": sum(mask)},
     }
-    return RolloutRecord(**given | fields)
+    return record(**given | fields)
 
 
 def group(
@@ -68,3 +65,20 @@ def group(
         )
         for index, (answer, score) in enumerate(answers)
     ]
+
+
+def record(**changes: Any) -> RolloutRecord:
+    """Prompt 5 6, completion 7 8."""
+    fields: dict[str, Any] = {
+        **{"step": 1, "group": 0, "index": 0, "env_id": 3, "task": "sums", "item": "ab12"},
+        "messages": [
+            {"role": "user", "content": "1 + 2?"},
+            {"role": "assistant", "content": "3"},
+        ],
+        **{"tokens": [5, 6, 7, 8], "mask": [0, 0, 1, 1]},
+        **{"behaviour_logprobs": [-0.25, -1.5], "logprobs": [-0.5, -1.0]},
+        **{"score": 1.0, "parts": {"accuracy": 1.0}, "reason": "equal", "advantage": 0.5},
+        **{"versions": [[1, 0], [1, 0]], "staleness": 0, "finish_reason": "stop"},
+        **{"temperature": 1.0, "completion_tokens": 2},
+    }
+    return RolloutRecord(**fields | changes)

@@ -1,8 +1,10 @@
-"""What all commands have in common: `--help`, `--version`, `--config`, `--dry-run`."""
+"""All commands: `--help`, `--version`, `--config`, `--dry-run`; the commands of the pages
+docs/how-to/mode-*.md parse as they stand."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from grpo_core.settings import CommandSettings, load_settings
 from grpo_core.settings.options import options_of
 from grpo_core.settings.sources import Arguments
 from grpo_env.settings import EnvServerSettings
+from grpo_local.modes import MODES
 from grpo_local.process.ports import free_port
 from grpo_local.settings import (
     CompareSettings,
@@ -123,34 +126,32 @@ ARCHIVED = [
     (
         "--model-name m --weight-bridge-mode lora_only --vllm-port 9002 "
         "--atropos-url http://h:8002 --training-steps 30 --redis-url redis://h",
-        ("m", "lora_only", 30, "http://h:8002", "http://127.0.0.1:9002"),
+        "",
+        ("m", "lora_only", 30, "http://h:8002", "http://127.0.0.1:9002", False),
     ),
     (
         "--model=m --weight_bridge_mode=shared_vllm --vllm_url http://v:1/v1 --training_steps=3",
-        ("m", "shared_vllm", 3, "http://localhost:8000", "http://v:1"),
+        "",
+        ("m", "shared_vllm", 3, "http://localhost:8000", "http://v:1", False),
+    ),
+    (
+        "",
+        "MODEL_NAME=m WEIGHT_BRIDGE_MODE=shared_vllm TRAINING_STEPS=7 VLLM_PORT=9002 "
+        "BENCHMARK=true WANDB_PROJECT=",
+        ("m", "shared_vllm", 7, "http://localhost:8000", "http://127.0.0.1:9002", True),
     ),
 ]
 
 
-@pytest.mark.parametrize(("line", "expected"), ARCHIVED)
-def test_the_archived_trainers_names_are_accepted(line: str, expected: tuple[object, ...]) -> None:
-    chosen = load_settings(CommandLine, line.split(), {}).settings()
-    got = (chosen.model, chosen.sync.mode, chosen.steps, chosen.run_api_url, chosen.inference_url)
-    assert got == expected
-
-
-def test_variables_of_the_archived_names_are_accepted() -> None:
-    variables = {
-        "GRPO_MODEL_NAME": "m",
-        "GRPO_WEIGHT_BRIDGE_MODE": "shared_vllm",
-        "GRPO_TRAINING_STEPS": "7",
-        "GRPO_VLLM_PORT": "9002",
-        "GRPO_BENCHMARK": "true",
-        "GRPO_WANDB_PROJECT": "",
-    }
-    chosen = load_settings(CommandLine, [], variables)
-    assert (chosen.model, chosen.mode, chosen.steps) == ("m", "shared_vllm", 7)
-    assert (chosen.inference_url, chosen.benchmark) == ("http://127.0.0.1:9002", True)
+@pytest.mark.parametrize(("line", "variables", "expected"), ARCHIVED)
+def test_the_archived_trainers_options_and_variables_are_accepted(
+    line: str, variables: str, expected: tuple[object, ...]
+) -> None:
+    environment = dict(f"GRPO_{variable}".split("=") for variable in variables.split())
+    given = load_settings(CommandLine, line.split(), environment)
+    chosen = given.settings()
+    services = (chosen.run_api_url, chosen.inference_url)
+    assert (chosen.model, chosen.sync.mode, chosen.steps, *services, given.benchmark) == expected
 
 
 @pytest.mark.parametrize(
@@ -176,3 +177,31 @@ def test_grpo_run_takes_every_option_of_the_trainer() -> None:
     assert not read.problems
     assert "--gradient-accumulation-steps=true" in read.passed_on
     assert read.values["port"].name == "--vllm-port"
+
+
+PAGES = Path(__file__).parents[2] / "docs" / "how-to"
+BY_NAME: dict[str, type[CommandSettings]] = {
+    "run-api": RunApiSettings,
+    "vllm-api-server": ServerSettings,
+    "env-server": EnvServerSettings,
+    "grpo": CommandLine,
+}
+
+
+def commands(mode: str) -> list[list[str]]:
+    """The blocks of code that begin with a command, in the order of the page's terminals."""
+    page = (PAGES / f"mode-{mode.replace('_', '-')}.md").read_text()
+    blocks = re.findall(r"(?s)```bash\n(.*?)```", page)
+    lines = [shlex.split(block.replace("$MODEL", "my-model")) for block in blocks]
+    return [line for line in lines if line[0] in BY_NAME]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_command_of_a_mode_parses_and_the_trainer_comes_last(mode: str) -> None:
+    lines = commands(mode)
+    server = [] if MODES[mode].restarts_engine else ["vllm-api-server"]
+    assert [line[0] for line in lines] == ["run-api", *server, "env-server", "grpo"]
+    for name, *words in lines:
+        settings = load_settings(BY_NAME[name], words, {})
+    assert isinstance(settings, CommandLine)
+    assert settings.mode == mode

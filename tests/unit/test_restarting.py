@@ -53,12 +53,7 @@ def ended(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def run(directory: Path, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        words,
-        cwd=directory,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
+        words, cwd=directory, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
 
 

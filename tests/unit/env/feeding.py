@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,12 +12,11 @@ from grpo_env import worker
 from grpo_env.assembly import TaskSet
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.settings import load_env_settings
-from grpo_env.tasks import Answer as TaskAnswer
-from grpo_env.tasks import Graded, Message, Row, Split, Task, TaskOptions
+from grpo_env.tasks import Message, Row, Split, Task, TaskOptions
 from grpo_env.tasks.tool_calls import CallFormat
+from tests.support.canned import PROMPT, generate_answer, inference_routes
+from tests.support.http_stub import Answer, Route, StubServer, stub_server
 from tests.support.wait import DEADLINE_S
-from tests.unit.env.canned import PROMPT, generate_answer, inference_routes
-from tests.unit.env.http_stub import Answer, Route, StubServer, stub_server
 
 
 class CannedTemplate:
@@ -35,22 +34,33 @@ class CannedTemplate:
         return [str(token_id) for token_id in token_ids]
 
 
-class Sevens(Task):
-    """Always 3+4, so that canned answers have known scores."""
+class Rewarded(Task):
+    """Prompt "3+4=", so that canned answers have known scores, with the reward that the test
+    gives."""
 
-    name = "sevens"
-    max_completion_tokens = 4
-    held_out = 0.0
-    blocks = False
-
-    def __init__(self) -> None:
+    def __init__(self, reward: Callable[..., Any], *, blocks: bool = True) -> None:
         super().__init__(TaskOptions())
+        self._reward = reward
+        self.blocks = blocks
 
     def rows(self, split: Split) -> Sequence[Row] | None:
         return [{"prompt": "3+4="}] if split == "train" else None
 
-    def reward(self, answer: TaskAnswer, _row: Row) -> Graded | float:
-        return Graded({"accuracy": float(answer == "7")}, "expected 7")
+    def reward(self, answer: Any, row: Row) -> Any:
+        return self._reward(answer, row)
+
+
+def sevens(answer: str, _row: Row) -> float:
+    return float(answer == "7")
+
+
+class Sevens(Rewarded):
+    name = "sevens"
+    max_completion_tokens = 4
+    held_out = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(lambda *asked: {"accuracy": sevens(*asked)}, blocks=False)
 
 
 class RunApi:
@@ -80,9 +90,9 @@ class RunApi:
         self.waits -= 1
         if self.waits >= 0:
             return 200, {"status": "wait for trainer to start"}
-        answer = {"status": "success", "env_id": 0}
-        answer |= {"starting_step": self.steps_before}
-        return 200, answer | {"wandb_name": body["desired_name"], "num_steps": self.num_steps}
+        run = {"starting_step": self.steps_before, "num_steps": self.num_steps}
+        name = f"{body['desired_name']}_0"
+        return 200, {"status": "success", "env_id": 0, "wandb_name": name, **run}
 
     def status(self, _body: dict[str, Any]) -> Answer:
         self.status_polls += 1
@@ -105,9 +115,11 @@ def right_and_wrong(_body: dict[str, Any]) -> Answer:
     return 200, generate_answer(["7", "8"])
 
 
-async def run(api: RunApi, generate: Route, *options: str) -> None:
-    """Run an environment with one-digit sums until the run is complete."""
-    await feed(api.routes(), inference_routes(generate), *options)
+async def run(
+    api: RunApi, generate: Route, *options: str, **how: Any
+) -> tuple[StubServer, StubServer]:
+    """Run an environment until the run is complete. As `feed`."""
+    return await feed(api.routes(), inference_routes(generate), *options, **how)
 
 
 async def feed(

@@ -16,9 +16,9 @@ from grpo_env.assembly import TaskSet
 from grpo_env.evaluation import evaluate_once
 from grpo_env.settings import load_env_settings
 from grpo_env.tasks import Row, Split
-from tests.unit.env.canned import PROMPT, generate_answer, inference_routes
-from tests.unit.env.feeding import CannedTemplate, RunApi, Sevens, feed
-from tests.unit.env.http_stub import Answer, Route, stub_server
+from tests.support.canned import PROMPT, generate_answer, inference_routes
+from tests.support.http_stub import Answer, Route, stub_server
+from tests.unit.env.feeding import CannedTemplate, RunApi, Sevens, feed, run
 
 
 class TwoSevens(Sevens):
@@ -33,8 +33,7 @@ def answering(texts: list[str], **changes: Any) -> Route:
 
 
 async def act(action: Any, generate: Route, *options: str, task: Sevens | None = None) -> Any:
-    routes = inference_routes(generate) | {"GET /bridge/info": lambda _body: (404, {})}
-    with stub_server(routes) as server:
+    with stub_server(inference_routes(generate)) as server:
         words = ["arithmetic", action.__name__.partition("_")[0], "--model=m"]
         settings = load_env_settings([*words, f"--inference-url={server.url}", *options])
         await action(settings, TaskSet((task or TwoSevens(),), (1.0,)), CannedTemplate())
@@ -119,10 +118,9 @@ async def test_an_evaluation_that_fails_is_logged_and_ends_no_run(tmp_path: Path
         broken = {"prompt_token_ids": [9]} if body["n"] == 1 else {}
         return 200, generate_answer(["7", "8"][: body["n"]], **broken)
 
-    routes = inference_routes(generate) | {"GET /bridge/info": lambda _body: (404, {})}
     options = ("--eval-every=1", f"--eval-output={tmp_path / 'eval.jsonl'}", "--eval-samples=1")
     with capture_logs() as logs:
-        await feed(api.routes(), routes, *options, task=TwoSevens())
+        await run(api, generate, *options, task=TwoSevens())
     failed = [line["error"] for line in logs if line["event"] == "evaluation.failed"]
     assert failed
     assert all("ProtocolViolation" in error for error in failed)
@@ -131,9 +129,7 @@ async def test_an_evaluation_that_fails_is_logged_and_ends_no_run(tmp_path: Path
 
 async def test_a_run_without_held_out_items_is_not_evaluated() -> None:
     with capture_logs() as logs:
-        await feed(
-            RunApi(num_steps=1).routes(), inference_routes(answering(["7", "8"])), "--eval-every=1"
-        )
+        await run(RunApi(num_steps=1), answering(["7", "8"]), "--eval-every=1")
     assert [line["event"] for line in logs if "evaluation" in line["event"]] == [
         "evaluation.left_out"
     ]

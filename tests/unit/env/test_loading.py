@@ -1,10 +1,14 @@
-"""Tasks of users: files, modules, entry points, and the mistakes in them."""
+"""Tasks of users: files, modules, entry points, and the mistakes in them; rewards written for TRL
+or verl; the examples in CONTRIBUTING.md and README.md."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
+import textwrap
+import types
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -16,8 +20,9 @@ from grpo_env.actions import RewardWrong, check
 from grpo_env.assembly import open_tasks
 from grpo_env.loading import TaskSpec, TaskUnusable, find_task, problem_of, short_name
 from grpo_env.settings import load_env_settings
-from grpo_env.tasks import Answer, TaskOptions
+from grpo_env.tasks import Answer, Graded, TaskOptions
 from grpo_env.tasks.items import training_items
+from grpo_env.tasks.reward_functions import as_reward
 
 REWARD = """
 from helper import right
@@ -68,22 +73,17 @@ def test_a_function_in_a_file_or_a_module_is_a_task(directory: Path, name: str) 
     assert task.name == short_name(name) == "mine"
 
 
-@pytest.mark.parametrize("name", ["shouting.py:Shout", "shouting:Shout"])
-def test_a_class_in_a_file_or_a_module_is_a_task(directory: Path, name: str) -> None:
-    task = TaskSpec(name, options(directory)).make()
-    reward: Any = task.reward(Answer("HI"), {"word": "hi"})
-    assert asyncio.run(reward) == 1.0
-    assert task.name == "shout"
-
-
-def test_an_installed_package_may_offer_tasks(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["shouting.py:Shout", "shouting:Shout", "loud"])
+def test_a_class_in_a_file_a_module_or_an_installed_package_is_a_task(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.syspath_prepend(directory)
     point = EntryPoint("loud", "shouting:Shout", loading.ENTRY_POINTS)
     monkeypatch.setattr(loading, "entry_points", lambda **_group: [point])
-    assert problem_of("loud") is None
-    assert TaskSpec("loud", options(directory)).make().name == "shout"
+    assert problem_of(name) is None
+    task = TaskSpec(name, options(directory)).make()
+    reward: Any = task.reward(Answer("HI"), {"word": "hi"})
+    assert (asyncio.run(reward), task.name) == (1.0, "shout")
 
 
 BROKEN = {
@@ -112,7 +112,6 @@ def test_a_mistake_in_a_file_is_named_with_its_line(
 
 @pytest.mark.usefixtures("directory")
 def test_names_that_cannot_be_tasks_are_known_without_running_code() -> None:
-    assert "no task 'chess'; expected one of arithmetic, gsm8k" in str(problem_of("chess"))
     assert "cannot read no.py: No such file" in str(problem_of("no.py:reward"))
     assert problem_of("gsm8k") is problem_of("any.module:Task") is problem_of("mine.py") is None
 
@@ -143,3 +142,73 @@ def test_check_grades_answers_of_a_file(
     shown = capsys.readouterr().out
     assert "not graded   '7'" in shown
     assert "KeyError: 'solution'" in shown
+
+
+MESSAGES = [{"role": "user", "content": "3+4="}, {"role": "assistant", "content": "7"}]
+
+
+def test_a_reward_for_trl_gets_texts_or_messages_as_the_prompt_is() -> None:
+    seen: list[Any] = []
+
+    def reward(prompts: Any, completions: Any, answer: Any = None) -> list[float]:
+        seen.append((prompts, completions, answer))
+        return [0.5]
+
+    said = Answer("7", messages=MESSAGES)  # type: ignore[arg-type]
+    rows = [{"prompt": "3+4=", "answer": "7", "id": 1}, {"prompt": MESSAGES[:1], "answer": "7"}]
+    assert {as_reward(reward)(said, row) for row in [*rows, {"question": "3+4="}]} == {0.5}
+    assert seen == [
+        (["3+4="], ["7"], ["7"]),
+        ([MESSAGES[:1]], [MESSAGES[1:]], ["7"]),
+        (["3+4="], ["7"], None),
+    ]
+
+
+def test_a_reward_for_trl_may_look_at_the_tokens_only() -> None:
+    class Shorter:
+        def __call__(self, completion_ids: list[list[int]], **_columns: Any) -> list[float]:
+            return [-float(len(ids)) for ids in completion_ids]
+
+    assert as_reward(Shorter())(Answer("7", token_ids=(1, 2)), {}) == -2.0
+
+
+async def test_a_reward_for_verl_gets_the_right_answer() -> None:
+    def compute_score(
+        data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+    ) -> Any:
+        assert extra_info is None
+        return {"score": float(solution_str == ground_truth), "acc": True, "pred": data_source}
+
+    async def compute_later(solution_str: str, ground_truth: str) -> Any:
+        return {"score": float(solution_str == ground_truth), "acc": 1.0}
+
+    row = {"data_source": "sums", "answer": "7", "prompt": []}
+    assert as_reward(compute_score)(Answer("7"), row) == Graded({"acc": True}, score=1.0)
+    row = {"answer": "a solution", "reward_model": {"ground_truth": "7"}}
+    assert await as_reward(compute_later)(Answer("7"), row) == Graded({"acc": 1.0}, score=1.0)
+
+
+def test_other_functions_stay_as_they_are() -> None:
+    assert as_reward(max) is max
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_task_asks_and_grades(monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = re.findall(r"(?s)```python\n(.*?) *```", (ROOT / "CONTRIBUTING.md").read_text())
+    module = types.ModuleType("reversing")
+    monkeypatch.setitem(sys.modules, "reversing", module)
+    exec(textwrap.dedent(block), vars(module))
+    task = module.Reversing(TaskOptions())
+    [item, *_] = training_items(task)
+    word = item.row["word"]
+    assert word in item.messages[0]["content"]
+    assert task.reward(Answer(word[::-1]), item.row).parts == {"accuracy": 1.0}
+    assert task.reward(Answer(word), item.row).parts == {"accuracy": 0.0}
+
+
+def test_the_reward_in_the_readme_is_the_example() -> None:
+    code = (ROOT / "examples" / "sums.py").read_text().partition("def ")[2]
+    assert f"def {code}" in (ROOT / "README.md").read_text()
+    assert len(code.splitlines()) <= 12

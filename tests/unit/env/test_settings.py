@@ -1,28 +1,35 @@
+"""`env-server`: its settings, and as a process its imports and its exit status."""
+
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from grpo_core.security import plain
 from grpo_env.settings import EnvServerSettings, load_env_settings
+from tests.support.canned import inference_routes
+from tests.support.http_stub import Answer, stub_server
+from tests.support.wait import DEADLINE_S
+from tests.unit.conftest import Refused
+from tests.unit.env.feeding import RunApi
 
 BASE = ["arithmetic", "serve", "--openai.model-name", "m"]
 
 
-def from_file(tmp_path: Path, content: str, *arguments: str) -> EnvServerSettings:
+def from_file(
+    tmp_path: Path, content: str, *arguments: str, task: str = "gsm8k"
+) -> EnvServerSettings:
     file = tmp_path / "env.yaml"
     file.write_text(content)
-    return load_env_settings(["gsm8k", "serve", "--config", str(file), *arguments])
-
-
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The error output of a command line that ends with status 2."""
-    with pytest.raises(SystemExit) as caught:
-        load_env_settings(arguments)
-    assert caught.value.code == 2
-    return capsys.readouterr().err
+    return load_env_settings([task, "serve", "--config", str(file), *arguments])
 
 
 def test_a_list_of_servers_is_one_policy_on_each_of_them(tmp_path: Path) -> None:
@@ -40,12 +47,10 @@ BROKEN_FILES = {
 
 
 def test_a_file_that_is_broken_or_names_several_policies_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refused: Refused
 ) -> None:
-    file = tmp_path / "env.yaml"
     for content, problem in BROKEN_FILES.items():
-        file.write_text(content)
-        assert problem in refused(["gsm8k", "serve", f"--config={file}"], capsys)
+        assert problem in refused(from_file, tmp_path, content)
 
 
 ATROPOS = """
@@ -81,17 +86,15 @@ openai: {base_url: "http://localhost:9002/v1", model_name: m, server_type: vllm,
 
 
 def test_every_key_of_the_archived_math_configurations_works(tmp_path: Path) -> None:
-    file = tmp_path / "math_zero_lora.yaml"
-    file.write_text(MATH_ZERO)
-    settings = load_env_settings(["math", "serve", "--config", str(file)])
+    settings = from_file(tmp_path, MATH_ZERO, task="math")
     assert (settings.seq_len, settings.start_completion_tokens) == (8192, 8192)
     evaluation = (settings.eval_every, settings.eval_limit_ratio, settings.eval_requests)
     assert evaluation == (20, 0.1, 256)
     assert (settings.eval_handling, settings.mask_too_long_completions) == ("LIMIT_TRAIN", True)
     assert (settings.max_concurrent_groups, settings.steps, settings.tokenizer) == (24, 120, "t")
     assert settings.inference_url == ("http://localhost:9002",)
-    file.write_text(MATH_ZERO.partition("openai")[0])  # math_zero_shared.yaml has no such section
-    assert load_env_settings(["math", "serve", "--config", str(file)]).tokenizer_name == "t"
+    shared = MATH_ZERO.partition("openai")[0]  # math_zero_shared.yaml has no such section
+    assert from_file(tmp_path, shared, task="math").tokenizer_name == "t"
 
 
 SECTIONS = """
@@ -105,11 +108,9 @@ mixture:
 
 
 def test_named_values_are_sections_of_a_file_or_words_of_a_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refused: Refused
 ) -> None:
-    file = tmp_path / "mixture.yaml"
-    file.write_text(SECTIONS)
-    settings = load_env_settings(["mixture", "serve", "--config", str(file)])
+    settings = from_file(tmp_path, SECTIONS, task="mixture")
     assert settings.columns == {"prompt": "q"}
     assert settings.reward_weights == {"accuracy": 2.0, "overlong": 0.5}
     parts = [(part.task, part.weight, part.data) for part in settings.mixture]
@@ -117,8 +118,8 @@ def test_named_values_are_sections_of_a_file_or_words_of_a_command_line(
     assert settings.mixture[1].task_args == {"level": 2}
     words = ["mixture", "serve", "--model=m", "--mixture=gsm8k=2,arithmetic=1"]
     assert [p.weight for p in load_env_settings(words).mixture] == [2.0, 1.0]
-    assert "--mixture" in refused(["mixture", "serve", "--model=m"], capsys)
-    assert "expected a number" in refused([*BASE, "--reward-weights=a=x"], capsys)
+    assert "--mixture" in refused(load_env_settings, ["mixture", "serve", "--model=m"])
+    assert "expected a number" in refused(load_env_settings, [*BASE, "--reward-weights=a=x"])
 
 
 @pytest.mark.parametrize("words", ["check gsm8k", "gsm8k check", "--task=gsm8k check"])
@@ -134,3 +135,92 @@ def test_only_the_token_of_run_api_is_read_from_the_variables(
     monkeypatch.setenv("TASK", "other")
     monkeypatch.setenv("RUN_API_TOKEN", "a-secret")
     assert plain(load_env_settings(BASE).run_api_token) == "a-secret"
+
+
+_RUN_EACH = """
+import json, sys
+from grpo_env.__main__ import main
+for arguments in json.loads(sys.argv[1]):
+    try:
+        main(arguments)
+    except SystemExit as end:
+        heavy = [name for name in ("torch", "torch.nn", "transformers") if sys.modules.get(name)]
+        print(json.dumps([end.code, heavy]))
+"""
+
+
+def run_each(*command_lines: list[str], **environment: str) -> tuple[list[Any], str]:
+    """Run all command lines in one process. Returns for each its status and the modules imported so
+    far, and stderr."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _RUN_EACH, json.dumps(command_lines)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in ended.stdout.splitlines() if line[0] == "["], ended.stderr
+
+
+def test_mistakes_import_nothing_heavy_and_no_environment_imports_torch(
+    tokenizer_dir: Path, hub_layout: Path, tmp_path: Path
+) -> None:
+    """The last command line has loaded the tokenizer, read the data (with datasets, which tries to
+    import torch) and queried the server when it connects to run-api."""
+    serve = ["arithmetic", "serve", "--openai.model-name", "none/model"]
+    with stub_server(inference_routes(lambda _body: (500, {}))) as inference:
+        ends, errors = run_each(
+            [*serve, "--env.group_size", "x"],
+            [*serve, "--no-such-option"],
+            serve,
+            [
+                *("gsm8k", "serve", f"--env.data={hub_layout}"),
+                *(f"--openai.base-url={inference.url}", f"--openai.model-name={tokenizer_dir}"),
+                *("--env.rollout-server-url=http://127.0.0.1:9", "--env.run-api-deadline-s=0.1"),
+            ],
+            HF_HOME=str(tmp_path),
+            HF_HUB_OFFLINE="1",
+        )
+
+    assert ends == [[2, []], [2, []], [1, ["transformers"]], [1, ["transformers"]]]
+    assert "env-server: TokenizerUnusable: " in errors
+    assert "not reachable" in errors
+    assert "PyTorch was not found" not in errors
+    assert "Traceback" not in errors
+
+
+def test_sigterm_during_generation_ends_politely_and_takes_the_ready_file_along(
+    tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    ready = tmp_path / "ready"
+    api, generating, release = RunApi(num_steps=1000), threading.Event(), threading.Event()
+
+    def generate(_body: dict[str, Any]) -> Answer:
+        generating.set()
+        release.wait()
+        return 500, {}
+
+    with stub_server(api.routes()) as run_api, stub_server(inference_routes(generate)) as inference:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "grpo_env", "arithmetic", "serve", "--env.group-size=2"),
+                f"--env.rollout-server-url={run_api.url}",
+                f"--openai.base-url={inference.url}",
+                *(f"--openai.model-name={tokenizer_dir}", f"--env.ready-file={ready}"),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert generating.wait(DEADLINE_S)
+            assert ready.exists()
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=DEADLINE_S)
+        finally:
+            release.set()
+            process.kill()
+            process.wait()
+    assert process.returncode == 0
+    assert "environment.stopped" in errors
+    assert api.disconnected == [0]
+    assert not ready.exists()

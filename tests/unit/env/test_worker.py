@@ -1,4 +1,5 @@
-"""The environment's main loop with scripted servers on real sockets."""
+"""The environment's main loop with scripted servers on real sockets; failures that it survives, and
+failures that end it with a named error."""
 
 from __future__ import annotations
 
@@ -12,15 +13,17 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_core.errors import WandbUnavailable
+from grpo_core.errors import ServiceUnavailable, WandbUnavailable
 from grpo_env.evaluation import TrainingEvaluation
+from grpo_env.inference.pool import NoGenerateRoute
+from grpo_env.pacing import MAX_REFUSED_IN_A_ROW, EveryGroupRefused, NoTrainer
 from grpo_env.rollout.producer import NoPromptFits
 from grpo_env.tasks import Message, Row, Split
 from grpo_env.worker import GroupLargerThanBatch
+from tests.support.canned import generate_answer, inference_routes
+from tests.support.http_stub import Answer, DropConnection, Route
 from tests.support.wait import DEADLINE_S, wait_for_async
-from tests.unit.env.canned import generate_answer, inference_routes
 from tests.unit.env.feeding import CannedTemplate, RunApi, Sevens, feed, right_and_wrong, run
-from tests.unit.env.http_stub import Answer
 
 
 async def test_a_run_is_fed_to_its_last_step_and_left_politely() -> None:
@@ -29,7 +32,7 @@ async def test_a_run_is_fed_to_its_last_step_and_left_politely() -> None:
     registration |= {"group_size": 2, "min_batch_allocation": 0.25}
     options = ("--env.min-batch-allocation=0.25", "--env.weight=2", "--env.wandb-name=x")
 
-    run_api, _ = await feed(api.routes(), inference_routes(right_and_wrong), *options)
+    run_api, _ = await run(api, right_and_wrong, *options)
 
     assert run_api.bodies("POST /register-env") == [registration] * 2
     assert len(api.groups) >= 6
@@ -163,6 +166,9 @@ class AsLongAsItsNumber(CannedTemplate):
         return [5] * int(prompt[0]["content"])
 
 
+LONG_AND_SHORT: dict[str, Any] = {"task": LongAndShort(), "template": AsLongAsItsNumber()}
+
+
 async def test_prompts_without_room_for_a_completion_are_never_asked() -> None:
     lengths = []
 
@@ -172,12 +178,7 @@ async def test_prompts_without_room_for_a_completion_are_never_asked() -> None:
         return 200, generate_answer(["7", "8"], prompt_token_ids=ids)
 
     with capture_logs() as logs:
-        await feed(
-            RunApi(num_steps=3).routes(),
-            inference_routes(generate),
-            task=LongAndShort(),
-            template=AsLongAsItsNumber(),
-        )
+        await run(RunApi(num_steps=3), generate, **LONG_AND_SHORT)
     # A completion of 4 tokens and the trainer's limit, below 50, leave 45 tokens for the prompt.
     filtered = [line for line in logs if line["event"] == "prompts.filtered"]
     assert [(line["kept"], line["too_long"]) for line in filtered] == [(100, 0), (45, 55)]
@@ -186,28 +187,17 @@ async def test_prompts_without_room_for_a_completion_are_never_asked() -> None:
 
 async def test_a_data_set_without_a_prompt_that_fits_ends_the_work() -> None:
     with pytest.raises(NoPromptFits, match=r"sevens: all prompts are too long"):
-        await feed(
-            RunApi().routes(),
-            inference_routes(right_and_wrong),
-            "--env.max-token-length=5",
-            task=LongAndShort(),
-            template=AsLongAsItsNumber(),
-        )
+        await run(RunApi(), right_and_wrong, "--env.max-token-length=5", **LONG_AND_SHORT)
 
 
 NAMES = {"group": "trainers-group", "project": "trainers-project"}
 
 
-class Numbering(RunApi):
-    """As run-api does, it adds a number to the name of an environment."""
+class Logging(RunApi):
+    """Its trainer logs to Weights & Biases."""
 
-    def register(self, body: dict[str, Any]) -> Answer:
-        return super().register(body | {"desired_name": f"{body['desired_name']}_0"})
-
-
-async def logged(*options: str) -> None:
-    routes = Numbering(num_steps=2).routes() | {"GET /wandb_info": lambda _body: (200, NAMES)}
-    await feed(routes, inference_routes(right_and_wrong), *options)
+    def routes(self) -> dict[str, Route]:
+        return super().routes() | {"GET /wandb_info": lambda _body: (200, NAMES)}
 
 
 async def test_an_environment_logs_under_its_name_to_the_trainers_project_and_group(
@@ -215,7 +205,8 @@ async def test_an_environment_logs_under_its_name_to_the_trainers_project_and_gr
 ) -> None:
     for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
         monkeypatch.setenv(f"WANDB_{name}", value)
-    await logged("--env.use_wandb", "true", "--env.wandb_name", "my-environment")
+    options = ("--env.use_wandb", "true", "--env.wandb_name", "my-environment")
+    await run(Logging(num_steps=2), right_and_wrong, *options)
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     written = log.read_bytes()
     for word in (*NAMES.values(), "my-environment_0", "env/mean_reward", "env/groups_sent"):
@@ -226,8 +217,121 @@ async def test_an_environment_leaves_the_run_if_wandb_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "no such mode")
-    api = RunApi(num_steps=2)
-    routes = api.routes() | {"GET /wandb_info": lambda _body: (200, NAMES)}
+    api = Logging(num_steps=2)
     with pytest.raises(WandbUnavailable, match="omit --use-wandb"):
-        await feed(routes, inference_routes(right_and_wrong), "--use-wandb")
+        await run(api, right_and_wrong, "--use-wandb")
+    assert api.disconnected == [0]
+
+
+def failing_twice(route: Route) -> Route:
+    """First status 500, which clients do not repeat, then a broken connection, then the route's
+    answer."""
+    left = iter([500, None])
+
+    def answer(body: dict[str, Any]) -> Answer:
+        for failure in left:
+            if failure is None:
+                raise DropConnection
+            return failure, {"detail": "not now"}
+        return route(body)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "route",
+    ["POST /register-env", "GET /info", "GET /status-env", "POST /scored_data", "POST /generate"],
+)
+async def test_a_server_that_fails_for_a_while_is_survived_wherever_it_fails(route: str) -> None:
+    api = RunApi(num_steps=2)
+    both = api.routes() | inference_routes(right_and_wrong)
+    both[route] = failing_twice(both[route])
+
+    await feed(both, both)
+
+    assert len(api.groups) >= 4
+    assert api.disconnected == [0]
+
+
+async def test_a_queue_that_is_full_for_a_while_loses_no_group() -> None:
+    """run-api delays a submission and then requests it again. No other group is sampled for
+    that."""
+    api = RunApi(num_steps=2)
+    routes = api.routes()
+    full = iter([(503, {"detail": "the queue has been full"}, {"Retry-After": "0.3"})] * 6)
+    routes["POST /scored_data"] = lambda body: next(full, None) or api.submit(body)
+
+    _, inference = await feed(
+        routes, inference_routes(right_and_wrong), "--env.max-batches-offpolicy=1"
+    )
+
+    assert len(api.groups) >= 4
+    # Groups that are being sampled when the last batch is delivered are dropped.
+    assert len(inference.bodies("POST /generate")) <= len(api.groups) + 2
+
+
+async def test_groups_that_a_reset_made_homeless_are_no_reason_to_give_up() -> None:
+    api = RunApi(num_steps=10)
+    routes = api.routes()
+    homeless = iter([(409, {"detail": "no trainer has registered"})] * 2 * MAX_REFUSED_IN_A_ROW)
+    routes["POST /scored_data"] = lambda body: next(homeless, None) or api.submit(body)
+    await feed(routes, inference_routes(right_and_wrong))
+
+    assert len(api.groups) >= 20
+
+
+def answering(status: int, detail: str) -> Route:
+    return lambda _body: (status, {"detail": detail})
+
+
+IN_VAIN = {
+    "an inference server that stays broken": (
+        *("POST /generate", answering(500, "broken"), ["--openai.request-deadline-s=0.6"]),
+        *(ServiceUnavailable, r"vllm-server answered no request successfully for [\d.]+ s"),
+    ),
+    "a server without generate": (
+        *("POST /generate", answering(404, "Not Found"), []),
+        *(NoGenerateRoute, r"404 Not Found on /generate at http.*\(stock vLLM has no /generate\)"),
+    ),
+    "an inference server that refuses every request": (
+        *("POST /generate", answering(422, "unknown parameter"), []),
+        *(EveryGroupRefused, "inference server refused.*unknown parameter"),
+    ),
+    "a run-api that refuses every group": (
+        *("POST /scored_data", answering(422, "no"), []),
+        *(EveryGroupRefused, "run-api refused.*no"),
+    ),
+    "a run-api that takes no group and answers all else": (
+        *("POST /scored_data", answering(503, "slow"), ["--env.run-api-deadline-s=0.5"]),
+        *(ServiceUnavailable, r"run-api answered no request successfully for [\d.]+ s.*slow"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("route", "answer", "options", "error", "says"), IN_VAIN.values(), ids=IN_VAIN.keys()
+)
+async def test_a_service_that_never_works_ends_the_work_with_a_name_and_a_goodbye(
+    route: str, answer: Route, options: list[str], error: type[Exception], says: str
+) -> None:
+    api = RunApi(num_steps=1000)
+    both = api.routes() | inference_routes(right_and_wrong) | {route: answer}
+    with pytest.raises(error, match=says):
+        await feed(both, both, *options)
+    assert api.disconnected == [0]
+
+
+async def test_a_trainer_that_never_comes_ends_the_work() -> None:
+    api = RunApi(polls_before_trainer=100)
+
+    with pytest.raises(NoTrainer, match=r"within 0\.3 s"):
+        await run(api, right_and_wrong, "--env.trainer-deadline-s=0.3")
+
+
+async def test_a_trainer_that_takes_no_batch_any_more_ends_the_work() -> None:
+    api = RunApi()
+    api.takes_batches = False
+
+    with pytest.raises(NoTrainer, match=r"the trainer took no batch for 0\.5 s"):
+        await run(api, right_and_wrong, "--env.trainer-deadline-s=0.5")
     assert api.disconnected == [0]

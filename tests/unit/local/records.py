@@ -1,10 +1,11 @@
-"""Makes records of training steps as the trainer writes them."""
+"""Makes records of training steps as the trainer writes them, and lines of evaluations."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from grpo_core.evaluation.results import EvalSummary
 from grpo_local.report.metrics_file import StepRecord
 
 BENCHMARK: dict[str, Any] = {
@@ -47,6 +48,15 @@ def metrics_object(step: int, /, **changes: Any) -> dict[str, Any]:
 
 def metrics_line(step: int, /, **changes: Any) -> str:
     return json.dumps(metrics_object(step, **changes)) + "\n"
+
+
+def evaluation(step: int | None, value: float, **fields: Any) -> EvalSummary:
+    given: dict[str, Any] = {
+        **{"task": "sums", "temperature": 0.0, "samples": 1, "item_count": 4, "duration_s": 1.0},
+        **{"step": step, "metrics": {"length": 3.0, "pass@1": value}},
+        "intervals": {"pass@1": (value - 0.125, value + 0.125)},
+    }
+    return EvalSummary(**given | fields)
 
 
 def record(step: int, /, **changes: Any) -> StepRecord:

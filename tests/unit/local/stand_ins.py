@@ -7,9 +7,33 @@ end after its last step.
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
+from typing import Any
 
-from tests.unit.local.records import BENCHMARK, metrics_object
+from rich.console import Console
+
+from grpo_local.process.stack import Service
+from grpo_local.screen import Screen
+from tests.unit.local.records import BENCHMARK, evaluation, metrics_object
+
+
+class Shown(Screen):
+    """A screen that keeps its output for tests."""
+
+    def __init__(self) -> None:
+        self._facts, self._failures = io.StringIO(), io.StringIO()
+        super().__init__(Console(file=self._facts), Console(file=self._failures))
+
+    @property
+    def out(self) -> str:
+        return self._facts.getvalue()
+
+    @property
+    def err(self) -> str:
+        return self._failures.getvalue()
+
 
 COMMON = """
 import json, os, pathlib, signal, subprocess, sys, time, urllib.error, urllib.request
@@ -121,14 +145,11 @@ if "STAND_IN_TRAINER_LINGERS" in os.environ:
     time.sleep(600)
 """
 
-EVALUATION = {
-    "task": "arithmetic",
-    "temperature": 1.0,
-    "samples": 8,
-    "item_count": 20,
-    "intervals": {"pass@1": [0.2, 0.4]},
-    "duration_s": 0.5,
-}
+EVALUATION = evaluation(
+    *(None, 0.0),
+    **{"task": "arithmetic", "temperature": 1.0, "samples": 8, "item_count": 20},
+    **{"intervals": {"pass@1": (0.2, 0.4)}, "duration_s": 0.5},
+).model_dump(mode="json")
 ENVIRONMENT = f"""
 from stand_in_common import *
 note_pid("environment")
@@ -155,6 +176,17 @@ import pathlib, sys
 assert sys.argv[1:3] == ["--smollm2", "--path-file"]
 pathlib.Path(sys.argv[3]).write_text("made")
 """
+
+
+FOREVER_S = 3600.0
+"""A deadline that no test reaches."""
+
+
+def script(name: str, code: str, *arguments: object, **changes: Any) -> Service:
+    """A service that runs Python code and is healthy at once, unless `changes` says otherwise."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    fields: dict[str, Any] = {"healthy": lambda: True, "deadline_s": FOREVER_S}
+    return Service(name, command, **fields | changes)
 
 
 def write_stand_ins(folder: Path) -> None:

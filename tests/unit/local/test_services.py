@@ -1,39 +1,60 @@
-"""The command lines and variables of the services of a local run."""
+"""The command lines and variables of the services of a local run: in each weight-sync mode, with
+the options of single services, and with the limits of the model."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from grpo_core.settings import load_settings
 from grpo_local.__main__ import main
 from grpo_local.commands import demo
-from grpo_local.modes import MODES
+from grpo_local.models import longest_sequence
+from grpo_local.modes import MODES, HandOff
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
 from grpo_local.process.stack import Service, Stack, StopRequest
 from grpo_local.run_directory import RunDirectory
-from grpo_local.service_options import MODULES
+from grpo_local.service_options import (
+    MODULES,
+    options_by_service,
+    section,
+    service_words,
+    words_of_sections,
+)
 from grpo_local.services import ServiceFactory, command_lines
 from grpo_local.settings import DemoSettings
-from tests.unit.local.shown import Shown
+from tests.unit.local.stand_ins import Shown
+
+REDIS_URL = "redis://:a-secret@127.0.0.1:2/0"
+FactoryOf = Callable[[DemoSettings], ServiceFactory]
 
 
-def test_trainer_and_environment_start_once_they_can_connect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def factory_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FactoryOf]:
     monkeypatch.chdir(tmp_path)
-    settings, run = load_settings(DemoSettings, ["--mode", "none"]), RunDirectory(tmp_path)
-    hand_off = settings.hand_off("redis://127.0.0.1:2/0", run, Path("weights.sock"))
-    with HealthProbe() as probe, socket.create_server(("127.0.0.1", 0)) as run_api:
-        factory, api_port = ServiceFactory(settings, run, probe), run_api.getsockname()[1]
+    with HealthProbe() as probe:
+        yield lambda settings: ServiceFactory(settings, RunDirectory(tmp_path), probe)
+
+
+def hand_off_of(settings: DemoSettings) -> HandOff:
+    run = RunDirectory(Path())
+    return settings.hand_off(REDIS_URL, run, Path("weights.sock"))
+
+
+def test_trainer_and_environment_start_once_they_can_connect(factory_of: FactoryOf) -> None:
+    settings = load_settings(DemoSettings, ["--mode", "none"])
+    with socket.create_server(("127.0.0.1", 0)) as run_api:
+        factory, api_port = factory_of(settings), run_api.getsockname()[1]
         server_port = free_port()
-        trainer = factory.trainer("m", api_port, server_port, hand_off)
+        trainer = factory.trainer("m", api_port, server_port, hand_off_of(settings))
         assert not trainer.may_start()
         assert factory.environment("arithmetic", "m", api_port, server_port).may_start()
         with socket.create_server(("127.0.0.1", server_port)):
@@ -43,12 +64,10 @@ def test_trainer_and_environment_start_once_they_can_connect(
 
 @pytest.mark.parametrize(("words", "given"), [([], False), (["--resume", "run"], True)])
 def test_an_environment_of_a_resumed_run_knows_its_last_step(
-    tmp_path: Path, words: list[str], given: bool
+    factory_of: FactoryOf, words: list[str], given: bool
 ) -> None:
-    settings = load_settings(DemoSettings, words)
-    with HealthProbe() as probe:
-        factory = ServiceFactory(settings, RunDirectory(tmp_path), probe)
-        environment = factory.environment("arithmetic", "m", 1, 2)
+    factory = factory_of(load_settings(DemoSettings, words))
+    environment = factory.environment("arithmetic", "m", 1, 2)
     assert ("--steps" in environment.command) is given
 
 
@@ -62,37 +81,27 @@ def test_an_environment_of_a_resumed_run_knows_its_last_step(
     ],
 )
 def test_each_task_has_its_own_longest_completion(
-    tmp_path: Path, words: list[str], limits: dict[str, str | None]
+    factory_of: FactoryOf, words: list[str], limits: dict[str, str | None]
 ) -> None:
-    settings = DemoSettings.model_validate(
-        dict(zip([w[2:].replace("-", "_") for w in words[::2]], words[1::2], strict=True))
+    factory = factory_of(
+        DemoSettings.model_validate(
+            dict(zip([w[2:].replace("-", "_") for w in words[::2]], words[1::2], strict=True))
+        )
     )
-    with HealthProbe() as probe:
-        factory = ServiceFactory(settings, RunDirectory(tmp_path), probe)
-        commands = {task: factory.environment(task, "m", 1, 2).command for task in limits}
-    name = "--max-completion-tokens"
-    found = {
-        task: words[words.index(name) + 1] if name in words else None
-        for task, words in commands.items()
-    }
-    assert found == limits
+    for task, limit in limits.items():
+        command = [*factory.environment(task, "m", 1, 2).command]
+        assert value_of("--max-completion-tokens", command) == limit
 
 
-def test_one_token_reaches_every_service_and_no_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_one_token_reaches_every_service_and_no_command_line(factory_of: FactoryOf) -> None:
     settings = load_settings(DemoSettings, ["--run-api-token", "a-secret"])
-    with HealthProbe() as probe:
-        run = RunDirectory(tmp_path)
-        factory = ServiceFactory(settings, run, probe)
-        hand_off = settings.hand_off("redis://127.0.0.1:2/0", run, Path("weights.sock"))
-        clients = [
-            factory.run_api(1, hand_off),
-            factory.vllm_server(3, "m", hand_off),
-            factory.trainer("m", 1, 3, hand_off),
-            factory.environment("arithmetic", "m", 1, 3),
-        ]
+    factory, hand_off = factory_of(settings), hand_off_of(settings)
+    clients = [
+        factory.run_api(1, hand_off),
+        factory.vllm_server(3, "m", hand_off),
+        factory.trainer("m", 1, 3, hand_off),
+        factory.environment("arithmetic", "m", 1, 3),
+    ]
     for variable in ("RUN_API_TOKEN", "VLLM_API_KEY"):
         assert [service.environment[variable] for service in clients] == ["a-secret"] * 4
     assert not [word for service in clients for word in service.command if "secret" in word]
@@ -103,7 +112,11 @@ def test_one_token_reaches_every_service_and_no_command_line(
     ("words", "flags"), [([], []), (["--model", "smollm2"], ["--smollm2"])], ids=["tiny", "smollm2"]
 )
 def test_a_model_that_this_project_makes_is_made_by_a_job_and_every_service_gets_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], flags: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    factory_of: FactoryOf,
+    words: list[str],
+    flags: list[str],
 ) -> None:
     started: dict[str, Service] = {}
 
@@ -113,9 +126,8 @@ def test_a_model_that_this_project_makes_is_made_by_a_job_and_every_service_gets
             Path(started["model"].command[-1]).write_text(str(tmp_path))
 
     monkeypatch.setattr(demo, "start_on_screen", start)
-    settings, run = load_settings(DemoSettings, words), RunDirectory(tmp_path)
-    with HealthProbe() as probe, StopRequest() as request, Stack(run.logs, request) as stack:
-        factory = ServiceFactory(settings, run, probe)
+    factory = factory_of(load_settings(DemoSettings, words))
+    with StopRequest() as request, Stack(tmp_path / "logs", request) as stack:
         demo.start_services(factory, stack, Shown(), tmp_path / "weights.sock")
     job = started["model"]
     assert job.command[1:-1] == ["-m", "grpo_tiny_model", *flags, "--path-file"]
@@ -183,3 +195,92 @@ def test_a_dry_run_prints_the_command_lines_without_secrets(
     assert "hunter" not in shown
     for name in ("grpo_api", *MODULES.values()):
         assert f" -m {name} " in shown.partition("# Command lines of the services")[2]
+
+
+OF_FILES = {"--no-share-weights", "--weights-dir"}
+TAKES_ADAPTERS = OF_FILES | {"--enable-lora", "--max-loras", "--max-lora-rank"}
+TRAINS_ADAPTERS = {
+    *("--run-id", "--lora-r", "--lora-alpha", "--lora-dropout", "--lora-target-modules"),
+}
+
+
+def flags(words: list[str]) -> set[str]:
+    return {word for word in words if word.startswith("--")}
+
+
+@pytest.mark.parametrize(
+    ("mode", "server", "trainer"),
+    [
+        (
+            "shared_vllm",
+            {"--share-weights", "--weights-socket", "--bridge-config-path"},
+            {"--weights-socket"},
+        ),
+        ("lora_only", TAKES_ADAPTERS, TRAINS_ADAPTERS | {"--adapter-sync-interval"}),
+        ("lora_restart", TAKES_ADAPTERS, TRAINS_ADAPTERS | {"--vllm-restart-interval"}),
+        ("none", OF_FILES, {"--run-id", "--vllm-restart-interval"}),
+    ],
+)
+def test_each_mode_tells_server_and_trainer_what_it_needs_and_no_secret(
+    mode: str, server: set[str], trainer: set[str]
+) -> None:
+    chosen = hand_off_of(load_settings(DemoSettings, ["--mode", mode]))
+    assert flags(chosen.server_flags()) == {"--run-id"} | server
+    assert flags(chosen.trainer_flags()) == {"--mode", "--save-path"} | trainer
+    words = chosen.server_flags() + chosen.trainer_flags()
+    assert not [word for word in words if "secret" in word]
+    assert chosen.environment() == {"REDIS_URL": REDIS_URL}
+
+
+def test_rank_cadence_and_directory_are_the_same_on_both_sides() -> None:
+    words = "--mode lora_restart --lora-r 20 --vllm-restart-interval 7"
+    modules = ["--lora-target-modules", "q_proj", "v_proj"]
+    chosen = hand_off_of(load_settings(DemoSettings, [*words.split(), *modules]))
+    server, trainer = chosen.server_flags(), chosen.trainer_flags()
+    assert server[server.index("--max-lora-rank") + 1] == "32"
+    assert trainer[trainer.index("--lora-r") + 1] == "20"
+    assert trainer[trainer.index("--vllm-restart-interval") + 1] == "7"
+    assert server[server.index("--weights-dir") + 1] == f"{Path.cwd()}/checkpoints/served_weights"
+    assert trainer[-3:] == modules
+
+
+WORDS = [
+    *("--trainer.max_staleness", "4", "--server.enforce-eager", "--env.temperature=0.7"),
+    *("--trainer.lora-target-modules", "q_proj", "v_proj", "--trainer.vllm-flags=--seed 3"),
+]
+
+
+def test_the_last_value_of_an_option_counts() -> None:
+    options = options_by_service(["--env.seed", "1", "--env.steps", "2", "--env.seed=3"])
+    assert service_words(options["env"]) == ["--steps=2", "--seed=3"]
+
+
+def test_sections_of_a_file_mean_the_same() -> None:
+    options = options_by_service(WORDS)
+    content = {service: section(found) for service, found in options.items()} | {"steps": 3}
+    words, rest = words_of_sections(content)
+    assert rest == {"steps": 3}
+    assert options_by_service(words) == options
+    dotted, _ = words_of_sections({"env.seed": 3, "server.x": False, "trainer.y": None})
+    assert dotted == ["--env.seed=3", "--server.no-x"]
+    with pytest.raises(ValueError, match="trainer: expected a section with one option per line"):
+        words_of_sections({"trainer": 3})
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ({"max_position_embeddings": 512}, 512),
+        ({"n_positions": 1024}, 1024),
+        ({"text_config": {"max_position_embeddings": 8192}}, 8192),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_the_limit_of_a_model_is_read_from_its_configuration(
+    config: dict[str, Any] | None, limit: int | None, tmp_path: Path
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert longest_sequence(str(tmp_path)) == limit
+    assert longest_sequence("smollm2") == 8192, "known before it is made"

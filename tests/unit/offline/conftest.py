@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_offline import screen
 from grpo_offline.keys import OfflineKeys
 from grpo_offline.recipe.reading import TrainingRecipe, read_recipe
 from tests.unit.trainer.tiny_policy import model_directory
@@ -57,6 +59,14 @@ def make_keys(model: str) -> MakeKeys:
         return OfflineKeys.model_validate(content)
 
     return make
+
+
+@pytest.fixture
+def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands leave logging, threads and signal handlers of this process as they are."""
+    monkeypatch.setattr(screen, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(screen, "share_cores", lambda: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
 @pytest.fixture

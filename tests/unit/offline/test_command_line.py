@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from grpo_offline import __main__ as command
-from grpo_offline import loop, screen, sweep
+from grpo_offline import loop, sweep
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.command_line import job_keys, words_for_hydra
 from grpo_offline.errors import KeysInvalid, RolloutsFail, RunUnusable
@@ -167,15 +166,11 @@ def scored(keys: OfflineKeys, _directory: Path, _screen: Any) -> RunResult:
 
 
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchanged_process: None) -> None:  # noqa: ARG001
     """Commands run in an empty directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["run_offline_grpo.py"])
     monkeypatch.setattr(loop, "run_offline", scored)
-    # These would last beyond a test.
-    monkeypatch.setattr(screen, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(screen, "share_cores", lambda: None)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
 def status(*words: str) -> object:
@@ -215,19 +210,14 @@ def test_an_invalid_value_fails_its_job_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("commands")
-def test_a_single_run_ends_with_status_1_and_its_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_run_ends_with_status_1_and_its_error_or_2_if_a_value_is_invalid(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert status("train.lr=2e-5", "train.kl_coef=0.1", "hydra.run.dir=run") == 1
     assert "grpo-offline: RolloutsFail: the server ended" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("commands")
-@pytest.mark.parametrize("word", ["train.lr=-1", "grpo.lr=1"])
-def test_an_invalid_value_ends_a_single_run_with_status_2(
-    monkeypatch: pytest.MonkeyPatch, word: str
-) -> None:
     monkeypatch.setattr(loop, "run_offline", real_run)
     monkeypatch.setattr(loop, "choose", lambda _: Sampling("local", "local"))
-    assert status(word, "hydra.run.dir=run") == 2
+    assert [status(word, "hydra.run.dir=run") for word in ("train.lr=-1", "grpo.lr=1")] == [2, 2]
 
 
 def test_several_ranks_need_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,10 @@
-"""The keys have the names and defaults of the guide, and each changes what it says."""
+"""The keys have the names and defaults of the guide, and each changes what it says; training.sh,
+environment.yml and the page of the guide agree with the code."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +21,8 @@ from grpo_offline.backends.choice import Sampling
 from grpo_offline.evaluating import evaluation_of
 from grpo_offline.items import items_to_evaluate, items_to_train
 from grpo_offline.keys import CONFIG_FILE, OfflineKeys, config_text, put
+from grpo_offline.recipe.keys import TABLE
+from grpo_offline.recipe.reading import GRPOConfig, ModelConfig, ScriptArguments
 from grpo_offline.translate import environment_settings, trainer_command
 from tests.unit.offline.conftest import MakeKeys
 
@@ -95,7 +100,7 @@ def effects(keys: OfflineKeys, directory: Path) -> SimpleNamespace:
 Read = Callable[[SimpleNamespace], Any]
 OTHER = object()
 """Another directory of the model."""
-TABLE: dict[str, tuple[Any, Read, Any]] = {
+EFFECTS: dict[str, tuple[Any, Read, Any]] = {
     "model.train_id": (OTHER, lambda e: (e.grpo.model[-5:], e.env.model[-5:]), ("other", "other")),
     "model.ref_id": (OTHER, lambda e: str(e.grpo.reference_model)[-5:], "other"),
     "model.device": ("auto", lambda e: e.grpo.device, "auto"),
@@ -146,18 +151,18 @@ SEEN_ELSEWHERE = {
     **dict.fromkeys(("eval.enabled", "eval.interval", "eval.backend", "eval.base_url"), "test_run"),
     **dict.fromkeys(("eval.max_new_tokens", "eval.seed_base"), "test_run"),
     **dict.fromkeys(("checkpoint.resume", "logging.wandb.run_name"), "test_command_line"),
-    **dict.fromkeys(("generation.backend", "sync.mode"), "test_choice"),
+    **dict.fromkeys(("generation.backend", "sync.mode"), "test_sampling"),
 }
 
 
 def test_every_key_has_a_row() -> None:
     sections = {"grpo", "env_server"}
-    assert {*leaves(OfflineKeys().model_dump())} | sections == {*TABLE} | {*SEEN_ELSEWHERE}
+    assert {*leaves(OfflineKeys().model_dump())} | sections == {*EFFECTS} | {*SEEN_ELSEWHERE}
 
 
-@pytest.mark.parametrize("name", [*TABLE])
+@pytest.mark.parametrize("name", [*EFFECTS])
 def test_a_key_has_its_effect(name: str, make_keys: MakeKeys, model: str, tmp_path: Path) -> None:
-    value, read, expected = TABLE[name]
+    value, read, expected = EFFECTS[name]
     if value is OTHER:
         (tmp_path / "other").symlink_to(model)
         value = str(tmp_path / "other")
@@ -167,3 +172,48 @@ def test_a_key_has_its_effect(name: str, make_keys: MakeKeys, model: str, tmp_pa
     after = read(effects(make_keys(**content), tmp_path))
     assert before != (after if expected is None else expected)
     assert expected in (None, after)
+
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = (ROOT / "training.sh").read_text()
+PAGE = (ROOT / "docs/how-to/training-guide.md").read_text()
+FIELDS = json.loads((Path(__file__).parent / "trl_1_16_0_fields.json").read_text())
+"""Names and defaults of the fields of TRL's classes, by `dataclasses.fields`."""
+OTHER_DEFAULTS = ("dtype", "eval_dataset_split")
+
+
+def test_every_field_of_trl_is_in_the_table_with_trls_default() -> None:
+    assert [len(fields) for fields in FIELDS.values()] == [189, 19, 6]
+    for kind in (GRPOConfig, ModelConfig, ScriptArguments):
+        for name, default in FIELDS[kind.__name__].items():
+            key = TABLE[name]
+            assert key.owner == kind.__name__, name
+            if key.alias_of or name in OTHER_DEFAULTS:
+                continue
+            assert name in kind.__dataclass_fields__
+            wanted = [default] if key.is_list and isinstance(default, str) else default
+            assert key.default == wanted, name
+
+
+def test_the_page_lists_every_variable() -> None:
+    of_script = set(re.findall(r"^(?:export )?([A-Z_0-9]+)=\$\{\1:-", SCRIPT, re.MULTILINE))
+    of_script |= set(re.findall(r"\$\{([A-Z_0-9]+):-[^}]", SCRIPT))
+    plan = (ROOT / "services/offline/grpo_offline/recipe/server_plan.py").read_text()
+    of_plan = set(re.findall(r'environment\.get\("([A-Z_]+)"', plan)) - {"GPUS"}
+    listed = set(re.findall(r"^\| `([A-Z_]+)` \|", PAGE, re.MULTILINE))
+    ours = {"CONFIG", "USE_CONDA", "PYTHON", "VLLM_MODEL", "SYNC_MODE", *of_plan}
+    from_outside = {"SLURM_CPUS_PER_TASK", "SLURM_SUBMIT_DIR", "CUDA_VISIBLE_DEVICES"}
+
+    assert listed >= ours
+    assert of_script - from_outside - {"TIMESTAMP", "MAIN_PROCESS_PORT"} <= listed
+
+
+def test_the_conda_environment_installs_every_package() -> None:
+    content = yaml.safe_load((ROOT / "environment.yml").read_text())
+    words = [line.split() for line in content["dependencies"][-1]["pip"]]
+    packages = {path.removeprefix("./") for option, path in words if option == "--editable"}
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+
+    assert packages == set(re.search(r"^PACKAGES := (.*)$", makefile, re.MULTILINE)[1].split())
+    for option, path in words:
+        assert (ROOT / path).exists(), option

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from grpo_env.inference.pool import NoGenerateRoute
-from grpo_offline import evaluating, iteration_end, screen
+from grpo_offline import evaluating, iteration_end
 from grpo_offline.backends.choice import Sampling
 from grpo_offline.backends.opening import open_weights
 from grpo_offline.batches import InProcessQueue, optimizer_batches
@@ -34,7 +33,7 @@ from grpo_trainer.learner import Learner
 from grpo_trainer.model.policy import limits_of
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, training_steps
-from tests.unit.env.http_stub import stub_server
+from tests.support.http_stub import stub_server
 from tests.unit.offline.conftest import MakeKeys
 
 LOCAL = Sampling("local", "local")
@@ -195,13 +194,10 @@ def test_the_first_step_is_that_of_grpo_on_the_same_groups(
     assert len(files.metrics.read_text().splitlines()) == steps
 
 
+@pytest.mark.usefixtures("unchanged_process")
 def test_a_recipe_is_trained_with_its_template_which_the_model_keeps(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # These would last beyond a test.
-    monkeypatch.setattr(screen, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(screen, "share_cores", lambda: None)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
     template = "{% for m in messages %}{{ m['content'] }}!{% endfor %}"
     rows = ["--dataset_name", "tests/unit/offline/rows.jsonl", "--chat_template", template]
     reward = ["--reward_funcs", "tests/unit/offline/rewards.py:length", "--tf32"]

@@ -1,5 +1,6 @@
 """Rollouts of this process have the policy's logprobs, lost groups are replaced, stale rollouts are
-refused, and batches hold each sequence."""
+refused, and batches hold each sequence. The server says how new weights can reach it;
+stock vLLM is sampled from as it is."""
 
 from __future__ import annotations
 
@@ -11,15 +12,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.clients.inference import Completion
+from grpo_core.errors import ProtocolViolation
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.items import Item, ItemStream
 from grpo_offline.backends import local
+from grpo_offline.backends.choice import Sampling, choose
 from grpo_offline.backends.local import LocalGeneration
+from grpo_offline.backends.opening import StockVllm
 from grpo_offline.batches import optimizer_batches
-from grpo_offline.errors import KeysInvalid, RolloutsFail, StaleServer
+from grpo_offline.errors import KeysInvalid, RolloutsFail, ServerUnsuitable, StaleServer
+from grpo_offline.keys import OfflineKeys
 from grpo_offline.sampling import Sampler, require_fresh, require_own_policy, versions_of
 from grpo_trainer.advantages import group_advantages
 from grpo_trainer.config.trainer import ForwardOptions
@@ -28,6 +33,71 @@ from grpo_trainer.model.forward import _probe_batch, build_forward_pass
 from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.model.policy import vocabulary_of
 from grpo_trainer.objectives import Objective
+from tests.support.http_stub import stub_server
+
+OURS = {"policy_version": [0, 0], "paused": False, "weights_intact": True}
+
+
+def keys(url: str, backend: str = "vllm_server", mode: str = "auto") -> OfflineKeys:
+    generation = {"backend": backend, "base_url": url}
+    return OfflineKeys.model_validate({"generation": generation, "sync": {"mode": mode}})
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"weights_socket": "/s", "lora_enabled": False}, "shared_vllm"),
+        ({"weights_socket": None, "lora_enabled": True}, "lora_only"),
+        ({"weights_socket": None, "lora_enabled": False}, "none"),
+    ],
+)
+def test_our_server_is_asked_for_its_mode(said: dict[str, Any], expected: str) -> None:
+    with stub_server({"GET /bridge/info": lambda _: (200, OURS | said)}) as stub:
+        assert choose(keys(stub.url)) == Sampling("ours", expected)  # type: ignore[arg-type]
+        assert choose(keys(stub.url, mode="lora_restart")).mode == "lora_restart"
+        assert choose(keys(stub.url, mode="frozen")).is_frozen
+
+
+def test_another_vllm_server_keeps_its_weights() -> None:
+    with stub_server({"GET /bridge/info": lambda _: (404, {})}) as stub:
+        assert choose(keys(stub.url)) == Sampling("stock_vllm", "frozen")
+        with pytest.raises(ServerUnsuitable, match="start vllm-api-server at"):
+            choose(keys(stub.url, mode="shared_vllm"))
+
+
+@pytest.mark.parametrize("mode", ["shared_vllm", "frozen"])
+def test_sampling_in_this_process_has_one_mode(mode: str) -> None:
+    assert choose(keys("http://h:1", "local")) == Sampling("local", "local")
+    with pytest.raises(ServerUnsuitable, match="has no server"):
+        choose(keys("http://h:1", "local", mode))
+
+
+async def generated_by_stock_vllm(*choices: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Its answer as the client reads it, and the request."""
+    with stub_server({"POST /v1/completions": lambda _: (200, {"choices": [*choices]})}) as stub:
+        async with StockVllm(stub.url, "m", 10.0, 4) as client:
+            answer = await client.generate([1, 2, 3], n=2, max_tokens=4, temperature=0.5)
+        (body,) = stub.bodies("POST /v1/completions")
+    return answer, body
+
+
+CHOICE = {"text": "7", "finish_reason": "stop"}
+
+
+async def test_stock_vllm_is_asked_for_token_ids_and_gives_no_logprobs() -> None:
+    stopped = CHOICE | {"token_ids": [5, 2]}
+    answer, body = await generated_by_stock_vllm(stopped, stopped | {"finish_reason": "length"})
+    assert body["prompt"] == [1, 2, 3]
+    assert (body["model"], body["n"], body["temperature"]) == ("m", 2, 0.5)
+    assert answer.token_ids == [[5, 2], [5, 2]]
+    assert answer.finish_reasons == ["stop", "length"]
+    assert [c.logprobs for c in answer.completions()] == [[0.0, 0.0]] * 2
+
+
+async def test_an_old_vllm_without_token_ids_is_named() -> None:
+    with pytest.raises(ProtocolViolation, match=r"use vLLM 0\.10\.2 or later"):
+        await generated_by_stock_vllm(CHOICE, CHOICE)
+
 
 PLAN = SamplingPlan(2, 1.0, 64, 4, drop_equal_scores=False)
 TASK = Task(TaskOptions())
@@ -139,15 +209,14 @@ def policy_of(model: str, gradient_checkpointing: bool = False) -> Any:
     return policy
 
 
-class LocalEngine:
+class LocalEngine(LocalGeneration):
     """Samples with one policy."""
 
     def __init__(self, model: str, policy: Any) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        self.generation = LocalGeneration(policy, tokenizer, lambda: START, seed=0)
+        super().__init__(policy, AutoTokenizer.from_pretrained(model), lambda: START, seed=0)
 
     async def sample(self, prompt: list[int], **sampling: Any) -> list[Completion]:
-        return (await self.generation.generate(prompt, **sampling)).completions()
+        return (await self.generate(prompt, **sampling)).completions()
 
     async def sample_plainly(self, prompt: list[int], max_tokens: int) -> Completion:
         return (await self.sample(prompt, max_tokens=max_tokens))[0]

@@ -20,12 +20,7 @@ from transformers import AutoModelForCausalLM
 from grpo_core.clients.inference import Completion
 from grpo_core.errors import ProtocolViolation, RequestRefused
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_offline.backends.sglang import (
-    UNTRAINED,
-    ServerInfo,
-    SglangClient,
-    SglangGeneration,
-)
+from grpo_offline.backends.sglang import UNTRAINED, ServerInfo, SglangClient, SglangGeneration
 from grpo_offline.backends.sglang_weights import SglangWeights
 from grpo_offline.errors import ServerUnsuitable
 from grpo_trainer.config.sync import LoraOptions
@@ -34,7 +29,7 @@ from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.files import WeightDirectories
 from tests.support.directories import names
-from tests.unit.env.http_stub import Route, StubServer, stub_server
+from tests.support.http_stub import Route, StubServer, stub_server
 from tests.unit.trainer.served_model import ServedModel
 from tests.unit.trainer.tiny_policy import LORA, gather_gradient, optimizer_of
 

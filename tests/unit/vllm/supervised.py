@@ -151,28 +151,20 @@ def supervised(
 ) -> Iterator[Supervised]:
     run_id, port, health_port = run_id or uuid.uuid4().hex, port or free_port(), free_port()
     (directory / "weights").mkdir(exist_ok=True)
-    redis = ("--redis-url", redis_url or "none")
+    options = f"--model some-model --port {port} --health-port {health_port} --run-id {run_id}"
     process = ManagedProcess(
         "vllm-server",
         [
             *(sys.executable, "-c", SUPERVISOR),
-            *("--model", "some-model"),
-            *("--port", str(port)),
-            *("--health-port", str(health_port)),
-            *("--run-id", run_id),
-            *("--weights-dir", str(directory / "weights")),
-            *redis,
+            *options.split(),
+            *("--weights-dir", str(directory / "weights"), "--redis-url", redis_url or "none"),
             *flags,
         ],
         directory / "server.log",
         {DIRECTORY: str(directory), **(environment or {})},
     )
     server = Supervised(
-        process,
-        port,
-        f"http://127.0.0.1:{health_port}",
-        directory,
-        Sender(redis_url or "", run_id),
+        process, port, f"http://127.0.0.1:{health_port}", directory, Sender(redis_url or "", run_id)
     )
     try:
         if waits:

@@ -1,9 +1,12 @@
-"""`vllm_bridge_config.json`: the server writes it and the trainer finds it."""
+"""Where the server shares its weights: `vllm_bridge_config.json`, which it writes and the trainer
+finds, and the places of the socket. `inference/test_shared_weights.py` tests what that grants."""
 
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +20,16 @@ from grpo_core.weights.bridge_config import (
     write_bridge_config,
 )
 from grpo_core.weights.shared_memory import ParameterMapping
-from grpo_vllm.weights.socket_server import bridge_config_written
+from grpo_vllm.engine.control import EngineControl
+from grpo_vllm.settings import load_server_settings
+from grpo_vllm.supervisor.main import supervise
+from grpo_vllm.weights.socket_server import (
+    UnsafeSocketDirectory,
+    bridge_config_written,
+    serve_weights,
+)
+from grpo_vllm.weights.write_lease import WeightBridge
+from tests.unit.vllm.fake_engine import FakeEngine
 
 NOBODY_UID = 65534
 PLACES = ("explicit", "logs", "cwd", "common")
@@ -107,3 +119,37 @@ def test_a_server_removes_its_own_file_and_no_other(root: Path) -> None:
         assert not path.exists()
         write_bridge_config(config("third"), path)
     assert find(root, "third")
+
+
+NO_WEIGHTS: Any = None
+"""An engine that is never called, because no trainer connects."""
+
+
+async def served_at(path: Path) -> int:
+    """The mode of the socket's directory while the socket is open."""
+    async with serve_weights(path, NO_WEIGHTS, WeightBridge(EngineControl(FakeEngine()))):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        return stat.S_IMODE(path.parent.stat().st_mode)
+
+
+async def test_its_directory_is_made_for_one_user(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "weights.sock"
+    assert [await served_at(path) for _ in range(2)] == [0o700, 0o700]
+
+
+@pytest.mark.parametrize(("uid", "mode", "told"), [(None, 0o750, "0750"), (4321, 0o700, "4321")])
+async def test_a_directory_that_others_may_enter_or_own_is_refused_by_name(
+    uid: int | None, mode: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "theirs" / "weights.sock"
+    path.parent.mkdir()
+    path.parent.chmod(mode)
+    if uid is not None:
+        monkeypatch.setattr("os.getuid", lambda: uid)
+    with pytest.raises(UnsafeSocketDirectory, match=f"{path.parent}.*{told}.*chmod 700"):
+        await served_at(path)
+    assert not path.exists()
+    # before the engine loads anything
+    flags = ["--model", "m", "--share-weights", "--weights-socket", str(path)]
+    with pytest.raises(UnsafeSocketDirectory):
+        supervise(load_server_settings(flags), flags, "no.engine")

@@ -73,9 +73,7 @@ def test_parts_of_a_fused_tensor_get_a_region_each_and_adjacent_pieces_one(
     ],
 )
 def test_a_tensor_that_a_view_would_get_wrong_is_named_and_not_shared(
-    arena: WeightMemory,
-    places: list[TensorRegion],
-    permute: Callable[[torch.Tensor], torch.Tensor],
+    arena: WeightMemory, places: list[TensorRegion], permute: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Without this error a trainer would write rows that are not served."""
     seen = load(arena, {"torn": places}, permute)

@@ -56,25 +56,6 @@ def unforked(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterat
         yield server
 
 
-class Client:
-    """A client with one connection that stays open."""
-
-    def __init__(self, server: Supervised) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=START_S)
-
-    def send(self) -> None:
-        self._connection.request("POST", "/generate", "{}")
-
-    def port(self) -> int:
-        """The client's port, as the engine sees it. It stays the same while the connection is
-        open."""
-        port: int = json.loads(self._connection.getresponse().read())["port"]
-        return port
-
-    def close(self) -> None:
-        self._connection.close()
-
-
 def test_a_restart_costs_no_request_and_no_connection(server: Supervised, tmp_path: Path) -> None:
     """One request in flight, and one on an idle connection while no engine accepts requests."""
     before, engine, go_on = server.status(), server.generate()["pid"], tmp_path / "go on"
@@ -82,21 +63,26 @@ def test_a_restart_costs_no_request_and_no_connection(server: Supervised, tmp_pa
     def drains() -> int:
         return server.process.log_path.read_text().count("engine.draining")
 
-    drained = drains()
-    with contextlib.closing(Client(server)) as idle, ThreadPoolExecutor(1) as pool:
-        idle.send()
-        port = idle.port()
+    def port_seen_by_the_engine() -> int:
+        """Of the client. It stays the same while the connection is open."""
+        port: int = json.loads(idle.getresponse().read())["port"]
+        return port
+
+    drained, idle = drains(), http.client.HTTPConnection("127.0.0.1", server.port, timeout=START_S)
+    with contextlib.closing(idle), ThreadPoolExecutor(1) as pool:
+        idle.request("POST", "/generate", "{}")
+        port = port_seen_by_the_engine()
         under_way = pool.submit(server.post, until=str(go_on))
         server.wait_for_requests(1)
         version = server.next_version()
         sent = server.sender.send(CHECKPOINT, version, server.checkpoint("drained-for"))
         server.wait_for(state="draining")
         wait_for(lambda: drains() > drained)  # the supervisor reports it before the engine is told
-        idle.send()
+        idle.request("POST", "/generate", "{}")
         go_on.touch()
         assert under_way.result().json()["pid"] == engine
         assert under_way.result().headers["connection"] == "close"
-        assert idle.port() == port, "the connection was closed"
+        assert port_seen_by_the_engine() == port, "the connection was closed"
     assert server.sender.outcome(sent).state is OutcomeState.DONE
     assert server.serves(version)
     after = server.status()

@@ -30,45 +30,43 @@ SERVED_BEFORE = PolicyVersion(2, 7)
 DEADLINE_S = 300.0
 
 
-async def paused(engine: FakeEngine, lease_s: float = LEASE_S) -> tuple[WeightBridge, str]:
-    """The bridge, and the session of a trainer that holds the pause."""
+async def attached(engine: FakeEngine) -> tuple[WeightBridge, str]:
+    """The bridge, and the session of a trainer."""
     bridge = WeightBridge(EngineControl(engine))
-    session = await bridge.open_session()
-    await bridge.pause(session, lease_s, NEXT)
+    return bridge, await bridge.open_session()
+
+
+async def paused(engine: FakeEngine) -> tuple[WeightBridge, str]:
+    """As `attached`, with a trainer that holds the pause."""
+    bridge, session = await attached(engine)
+    await bridge.pause(session, LEASE_S, NEXT)
     assert bridge.paused
     return bridge, session
 
 
+SLOW = FakeEngine(max_tokens=[8], hangs={"finish and pause"})
+
+
 @pytest.mark.parametrize(
-    ("max_tokens", "expected"),
+    ("engine", "stamps_versions", "expected"),
     [
-        ([], ["finish and pause"]),
-        ([8, 16], ["finish and pause"]),
-        ([8, 17], ["pause"]),
-        ([8, None], ["pause"]),
+        # A pause finishes requests only if all are short and do not take long.
+        (FakeEngine(max_tokens=[]), True, ["finish and pause"]),
+        (FakeEngine(max_tokens=[8, 16]), True, ["finish and pause"]),
+        (FakeEngine(max_tokens=[8, 17]), True, ["pause"]),
+        (FakeEngine(max_tokens=[8, None]), True, ["pause"]),
+        (SLOW, True, ["finish and pause", "pause"]),
+        # vLLM 0.24 stamps no versions, and pauses by itself.
+        (FakeEngine(max_tokens=[8]), False, ["pause_generation keep True"]),
     ],
 )
-async def test_a_pause_finishes_requests_only_if_all_are_short(
-    max_tokens: list[int | None], expected: list[str]
+async def test_how_an_engine_is_paused(
+    engine: FakeEngine, stamps_versions: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = FakeEngine(max_tokens=max_tokens)
+    if not stamps_versions:
+        monkeypatch.delattr(FakeEngine, "update_weight_version")
     await EngineControl(engine, finished_first_tokens=16).pause()
     assert engine.calls == expected
-
-
-async def test_short_requests_that_take_long_are_not_waited_for() -> None:
-    engine = FakeEngine(max_tokens=[8], hangs={"finish and pause"})
-    await EngineControl(engine, finished_first_tokens=16).pause()
-    assert engine.calls == ["finish and pause", "pause"]
-
-
-async def test_an_engine_that_stamps_no_versions_is_paused_by_vllm_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delattr(FakeEngine, "update_weight_version")  # vLLM 0.24
-    engine = FakeEngine(max_tokens=[8])
-    await EngineControl(engine, finished_first_tokens=16).pause()
-    assert engine.calls == ["pause_generation keep True"]
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails"])
@@ -93,8 +91,7 @@ async def test_an_engine_that_does_not_go_on_ends_the_server_and_stays_known_as_
 
 async def test_an_engine_that_does_not_pause_is_told_to_go_on() -> None:
     engine = FakeEngine(hangs={"pause"})
-    bridge = WeightBridge(EngineControl(engine))
-    session = await bridge.open_session()
+    bridge, session = await attached(engine)
     with pytest.raises(EngineTimeout, match="did not pause"):
         await bridge.pause(session, LEASE_S, NEXT)
     assert engine.calls == ["pause", "resume"]
@@ -105,8 +102,7 @@ async def test_an_engine_that_does_not_pause_is_told_to_go_on() -> None:
 async def test_a_trainer_that_leaves_while_its_pause_is_carried_out_leaves_nothing_paused() -> None:
     at_rest = asyncio.Event()
     engine = FakeEngine(held={"pause": at_rest})
-    bridge = WeightBridge(EngineControl(engine))
-    session = await bridge.open_session()
+    bridge, session = await attached(engine)
     pausing = asyncio.create_task(bridge.pause(session, LEASE_S, NEXT))
     await engine.called("pause")
     closing = asyncio.create_task(bridge.close_session(session))
@@ -123,8 +119,13 @@ async def test_a_trainer_that_leaves_while_its_pause_is_carried_out_leaves_nothi
 
 
 async def test_a_lease_that_runs_out_frees_the_place_and_taints_the_weights() -> None:
+    """Asking again extends it."""
     bridge, session = await paused(FakeEngine())
-    await asyncio.sleep(LEASE_S + 1.0)
+    await asyncio.sleep(LEASE_S - 1.0)
+    await bridge.pause(session, LEASE_S, NEXT)
+    await asyncio.sleep(LEASE_S - 1.0)
+    assert bridge.paused
+    await asyncio.sleep(2.0)
     assert not bridge.paused
     assert not bridge.weights_intact
     assert bridge.version == PolicyVersion(1, 0), "the epoch after (0, 0)"
@@ -138,16 +139,6 @@ async def test_a_lease_that_runs_out_frees_the_place_and_taints_the_weights() ->
     assert bridge.weights_intact
 
 
-async def test_asking_again_extends_the_lease() -> None:
-    bridge, session = await paused(FakeEngine())
-    await asyncio.sleep(LEASE_S - 1.0)
-    await bridge.pause(session, LEASE_S, NEXT)
-    await asyncio.sleep(LEASE_S - 1.0)
-    assert bridge.paused
-    await asyncio.sleep(2.0)
-    assert not bridge.paused
-
-
 async def test_a_pause_that_ended_in_time_leaves_no_lease_behind() -> None:
     bridge, session = await paused(FakeEngine())
     await bridge.resume(session, written=True)
@@ -159,8 +150,7 @@ async def test_a_pause_that_ended_in_time_leaves_no_lease_behind() -> None:
 
 
 async def test_of_two_trainers_that_wait_one_is_let_in() -> None:
-    bridge = WeightBridge(EngineControl(FakeEngine()))
-    first = await bridge.open_session()
+    bridge, first = await attached(FakeEngine())
     waiting = [asyncio.create_task(bridge.open_session()) for _ in range(2)]
     await asyncio.sleep(HANDOVER_S / 2)
     await bridge.close_session(first)

@@ -74,17 +74,14 @@ def test_metrics_are_means_over_items() -> None:
     assert set(result(ITEMS).metrics) >= {"pass@1", "pass@4"}  # one answer, and all of them
 
 
-def test_parts_are_averaged_where_they_are_given() -> None:
+def test_parts_are_averaged_where_they_are_given_and_sinks_get_flat_names() -> None:
     found = result([item("a", 1.0, 0.0, accuracy=(1, 0), format=(0.5, 0.3)), item("b", 0.0, 0.0)])
     assert found.metrics["part/accuracy"] == 0.5
     assert found.metrics["part/format"] == pytest.approx(0.4)
-
-
-def test_names_for_metric_sinks() -> None:
-    flat = result([item("a", 1.0), item("b", 0.0)]).flat()
-    assert flat["eval/gsm8k/pass@1"] == 0.5
-    assert flat["eval/gsm8k/pass@1/low"] < 0.5 < flat["eval/gsm8k/pass@1/high"]
-    assert flat["eval/gsm8k/length"] == 10.0
+    flat = found.flat()
+    assert flat["eval/gsm8k/pass@1"] == 0.25
+    assert flat["eval/gsm8k/pass@1/low"] < 0.25 < flat["eval/gsm8k/pass@1/high"]
+    assert flat["eval/gsm8k/length"] == 15.0
 
 
 def test_items_that_do_not_fit_together_are_named_at_once() -> None:

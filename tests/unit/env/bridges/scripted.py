@@ -42,8 +42,5 @@ class ScriptedDialogue:
         self._tokens += [ord(character) for character in text]
         said: Message = {"role": "assistant", "content": text}
         return Answer(
-            text,
-            finished=not self._cut_off,
-            messages=[*messages, said],
-            token_ids=[*self._tokens],
+            text, finished=not self._cut_off, messages=[*messages, said], token_ids=[*self._tokens]
         )

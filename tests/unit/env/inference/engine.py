@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.unit.env.canned import generate_answer
+from tests.support.canned import generate_answer
 
 
 class Engine:

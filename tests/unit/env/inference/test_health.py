@@ -16,7 +16,7 @@ from grpo_env.inference.health import (
     Standing,
     wait_for_servers,
 )
-from tests.unit.env.http_stub import Route, stub_server
+from tests.support.http_stub import Route, stub_server
 from tests.unit.env.inference.engine import engines
 
 GENEROUS_S = 60.0
@@ -123,6 +123,7 @@ def test_an_unhealthy_server_is_away_and_serves_as_soon_as_it_is_healthy(error: 
 @pytest.mark.parametrize("error", [REFUSED, NO_ROUTE])
 @pytest.mark.parametrize("seen_by", ["probed", "asked"])
 def test_a_server_without_a_connection_is_gone_at_once(error: Exception, seen_by: str) -> None:
+    assert Watched().probed(ANOTHER) is GONE  # something else in its place is no restart
     one = Watched()
     with capture_logs() as logs:
         # A request was in flight; then the server starts again.
@@ -161,10 +162,6 @@ def test_only_a_probe_that_saw_no_answer_at_all_is_silence() -> None:
     one.now = 12.0
     found = [one.probed(SILENT, took_s=5.0), one.probed(NOT_NOW, took_s=5.0), one.probed(None)]
     assert [*found, one.probed(SILENT, took_s=1.0)] == [SERVING, AWAY, SERVING, AWAY]
-
-
-def test_something_else_in_the_server_s_place_is_no_restart() -> None:
-    assert Watched().probed(ANOTHER) is GONE
 
 
 def test_a_long_outage_is_probed_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

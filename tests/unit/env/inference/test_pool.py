@@ -17,8 +17,8 @@ from grpo_env.inference import health
 from grpo_env.inference import pool as inference_pool
 from grpo_env.inference.health import SharedWeightsHaveOneServer
 from grpo_env.inference.pool import Conversation, InferencePool, NoGenerateRoute
+from tests.support.canned import PROMPT, generate_answer
 from tests.support.wait import DEADLINE_S, wait_for_async
-from tests.unit.env.canned import PROMPT, generate_answer
 from tests.unit.env.inference.engine import Engine, engines
 
 GENEROUS_S = 2 * DEADLINE_S
@@ -90,12 +90,6 @@ async def test_a_server_that_is_gone_is_skipped_and_taken_back_and_each_is_logge
     (failed, _) = (entry for entry in logs if entry.get("url") == one.url)
     assert failed["log_level"] == "warning"
     assert "Connect call failed" in failed["reason"]
-
-
-@asynccontextmanager
-async def _without(engine: Engine) -> AsyncIterator[None]:
-    await engine.vanish()
-    yield
 
 
 async def give_up_requests(engine: Engine) -> None:
@@ -228,17 +222,15 @@ async def test_a_refused_request_is_not_repeated() -> None:
 
 
 async def test_a_server_that_a_trainer_writes_in_place_is_refused_when_it_appears() -> None:
-    async with (
-        engines(2) as (one, late),
-        _without(late),
-        InferencePool([one.url, late.url], GENEROUS_S, 8) as pool,
-    ):
-        assert await asked(pool) == one.url
-        late.shares_weights = True
-        await late.start()
-        await wait_for_async(lambda: pool._unusable)
-        with pytest.raises(SharedWeightsHaveOneServer, match=f"weights of {late.url} in place"):
-            await asked(pool)
+    async with engines(2) as (one, late):
+        await late.vanish()
+        async with InferencePool([one.url, late.url], GENEROUS_S, 8) as pool:
+            assert await asked(pool) == one.url
+            late.shares_weights = True
+            await late.start()
+            await wait_for_async(lambda: pool._unusable)
+            with pytest.raises(SharedWeightsHaveOneServer, match=f"weights of {late.url} in place"):
+                await asked(pool)
 
 
 async def test_a_conversation_stays_on_the_server_of_its_first_answer() -> None:

@@ -1,17 +1,42 @@
-"""Comparison with `math-verify` in its own process."""
+"""Plain numbers are compared without `math-verify`, with the same verdict; all else with it, in its
+own process."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from decimal import Decimal
 from multiprocessing import active_children
+from unittest.mock import create_autospec
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_env.maths import math_grader
-from grpo_env.maths.math_grader import GraderUnusable, MathGrader, NotGraded
+from grpo_env.maths.math_grader import GraderUnusable, MathGrader, MathProcess, NotGraded
+from grpo_env.maths.numbers import exact_verdict, read_number, respelled_pair
+
+
+@pytest.fixture(scope="session")
+def grader() -> Iterator[MathGrader]:
+    """The real process, with a deadline that every sensible comparison meets."""
+    before = set(active_children())
+    with MathGrader(deadline_s=60.0) as grader:
+        yield grader
+    assert set(active_children()) <= before, "closing ends the process"
+
+
+@pytest.fixture(scope="session")
+def math_verify() -> Iterator[Callable[[str, str], bool]]:
+    """Asks `math-verify` itself, also about plain numbers."""
+    process = MathProcess()
+    assert process.works()
+    yield lambda answer, gold: process.compare(answer, gold, cpu_s=60.0)
+    process.end()
 
 
 class Marked(str):
@@ -96,25 +121,13 @@ def test_threads_may_ask_at_once(grader: MathGrader) -> None:
     assert [n for n, equal in enumerate(verdicts) if equal] == [36]
 
 
-class NeverStarts:
-    def __init__(self) -> None:
-        self.ended = False
-
-    def works(self) -> bool:
-        raise ChildProcessError("the process ended with exit code 1")
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def test_a_grader_that_does_not_start_says_how_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    process = NeverStarts()
+def test_a_grader_that_does_not_start_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = create_autospec(MathProcess, instance=True)
+    process.works.side_effect = ChildProcessError("the process ended with exit code 1")
     monkeypatch.setattr(math_grader, "MathProcess", lambda: process)
     with pytest.raises(GraderUnusable, match=r"exit code 1\); install math-verify: pip install"):
         MathGrader()
-    assert process.ended
+    process.end.assert_called()
 
 
 def test_a_killed_process_is_replaced_and_a_closed_grader_compares_numbers_only() -> None:
@@ -132,3 +145,93 @@ def test_a_killed_process_is_replaced_and_a_closed_grader_compares_numbers_only(
     assert grader.is_equal("18", "18")
     with pytest.raises(NotGraded, match="the grader is closed"):
         grader.is_equal("36/2", "18")
+
+
+MathVerify = Callable[[str, str], bool]
+
+SPELLINGS = {
+    "1080": ["1,080", "$1080", "1080.", "1080.00", "01080", "1080 dollars", "1080 km/h", "1080€"],
+    "-18": ["$-18", "-18 degrees Celsius"],
+    "0.5": [".5", "$0.50", "0.5 square feet", r"\boxed{0.5\text{ cm}}"],
+    "25": ["25%", r"\boxed{25\%}", r"\boxed{25}", r"$25$", r"\(25\)", r"\boxed{\$25}"],
+    "0.25": ["25%"],
+}
+"""Both comparisons find these equal."""
+
+MISREAD = {
+    "18": ["+18", "**18**", r"\$18", r"\boxed{18 km/h}", r"\boxed{18.}"],
+    "-18": ["-$18", "- 18", "\N{MINUS SIGN}18"],
+    "1080": ["1{,}080"],
+    "-0.5": ["-.5"],
+    "2.5": ["2.50%"],
+}
+"""`math-verify` alone finds these unequal."""
+
+NO_NUMBERS = [
+    *("", "$", ".", "-", "%", "eighteen", "1/2", "17 or 18", "17, 18", "1 080", "12,34", "1,0800"),
+    *("--18", "-$-18", "1e3", "18 thousand", "18 pct", "2 pi", "2x", "18\n19"),
+    "\N{SUPERSCRIPT TWO}",
+    *(r"\boxed{17} \boxed{18}", r"\boxed{}", r"\frac{36}{2}", "9" * 200),
+]
+
+
+def pairs(table: dict[str, list[str]]) -> list[tuple[str, str]]:
+    return [(answer, gold) for gold, answers in table.items() for answer in answers]
+
+
+@pytest.mark.parametrize(("answer", "gold"), pairs(SPELLINGS))
+def test_equal_numbers_in_other_spellings(math_verify: MathVerify, answer: str, gold: str) -> None:
+    assert exact_verdict(answer, gold) is True
+    assert math_verify(answer, gold)
+    assert exact_verdict(answer, gold + "1") is False
+    assert not math_verify(answer, gold + "1")
+
+
+@pytest.mark.parametrize(("answer", "gold"), pairs(MISREAD))
+def test_spellings_that_math_verify_misreads(
+    math_verify: MathVerify, answer: str, gold: str
+) -> None:
+    assert exact_verdict(answer, gold) is True
+    assert not math_verify(answer, gold), "no longer misread: move the spelling to SPELLINGS"
+
+
+@pytest.mark.parametrize("text", NO_NUMBERS)
+def test_everything_else_is_left_to_math_verify(text: str) -> None:
+    assert read_number(text) is None
+    assert exact_verdict(text, "18") is None
+    assert exact_verdict("18", text) is None
+
+
+def test_numbers_whose_unit_may_matter_are_left_to_math_verify() -> None:
+    assert exact_verdict("18 dollars", "18 euros") is exact_verdict("25%", "25%") is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("0.3333333", "0.333333"),
+        ("0.5000001", "0.5"),
+        ("0.0000002", "0.0000001"),
+        ("12345678901234567890", "12345678901234567891"),
+        ("0.00001%", "0"),
+    ],
+)
+def test_numbers_are_equal_only_if_all_their_digits_are(answer: str, gold: str) -> None:
+    assert exact_verdict(answer, gold) is False
+    assert exact_verdict(gold, gold) is True
+
+
+DECIMALS = st.decimals(-(10**9), 10**9, places=None, allow_nan=False).map(
+    lambda number: format(round(number, 6).normalize(), "f")
+)
+
+
+@given(answer=DECIMALS, gold=DECIMALS, ulps=st.integers(-2, 2), near=st.booleans())
+def test_both_comparisons_agree(
+    math_verify: MathVerify, answer: str, gold: str, ulps: int, near: bool
+) -> None:
+    if near:
+        answer = format(Decimal(gold) + ulps * Decimal("0.000001"), "f")
+    verdict = exact_verdict(answer, gold)
+    assert verdict is (Decimal(answer) == Decimal(gold))
+    assert math_verify(*respelled_pair(answer, gold)) is verdict

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,11 +13,12 @@ from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grader
 from grpo_env.rollout.groups import GroupLost, SampledGroup, SamplingPlan
 from grpo_env.rollout.task_code import TaskCode
-from grpo_env.tasks import Row, Split, Task, TaskOptions
+from grpo_env.tasks import Task
 from grpo_env.tasks.items import Item
+from tests.support.canned import inference_routes
+from tests.support.http_stub import Route, StubServer, stub_server
 from tests.support.wait import DEADLINE_S
-from tests.unit.env.feeding import CannedTemplate
-from tests.unit.env.http_stub import Route, StubServer, stub_server
+from tests.unit.env.feeding import CannedTemplate, Rewarded, sevens
 
 PLAN = SamplingPlan(
     group_size=2,
@@ -26,25 +27,6 @@ PLAN = SamplingPlan(
     max_completion_tokens=16,
     drop_equal_scores=True,
 )
-
-
-class Rewarded(Task):
-    """Prompt "3+4=", with the reward that the test gives."""
-
-    def __init__(self, reward: Callable[..., Any], *, blocks: bool = True) -> None:
-        super().__init__(TaskOptions())
-        self._reward = reward
-        self.blocks = blocks
-
-    def rows(self, split: Split) -> Sequence[Row] | None:
-        return [{"prompt": "3+4="}] if split == "train" else None
-
-    def reward(self, answer: Any, row: Row) -> Any:
-        return self._reward(answer, row)
-
-
-def sevens(answer: str, _row: Row) -> float:
-    return float(answer == "7")
 
 
 def item_of(task: Task) -> Item:
@@ -60,8 +42,7 @@ async def engine_on(
     weights: Mapping[str, float] | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> AsyncIterator[tuple[RolloutEngine, StubServer]]:
-    routes = {"GET /health": lambda _body: (200, {}), "POST /generate": generate}
-    with stub_server(routes) as server:
+    with stub_server(inference_routes(generate)) as server:
         async with InferencePool([server.url + "/v1"], DEADLINE_S, 8) as pool:
             with TaskCode(deadline_s) as code:
                 grader = Grader(weights or {}, code)
@@ -73,6 +54,11 @@ async def sample(
 ) -> tuple[SampledGroup, StubServer]:
     async with engine_on(generate, **how) as (engine, server):
         return await engine.roll_out(item_of(task or Rewarded(sevens)), plan), server
+
+
+def prompts(server: StubServer) -> list[list[int]]:
+    """Token ids of the prompt of each request."""
+    return [body["prompt"]["prompt_token_ids"] for body in server.bodies("POST /generate")]
 
 
 def submitted(sampled: SampledGroup) -> ScoredGroup:

@@ -8,57 +8,56 @@ from typing import Any
 
 import pytest
 
-from grpo_env.rollout.chat_template import (
-    ChatTemplate,
-    TokenizerUnusable,
-    answered,
-    load_template,
-)
+from grpo_env.rollout.chat_template import ChatTemplate, TokenizerUnusable, answered, load_template
 
 QUESTION = [{"role": "user", "content": "3+4="}]
 
 
-class CountingTokenizer:
-    """Every character of what it renders is a token."""
+class TextTokenizer:
+    """A template with marks, whose tokens are bytes.
 
-    def __init__(self) -> None:
-        self.rendered: list[str] = []
+    Args: opening: what it writes of every answer; chat_template: its text; shows: roles and `tools`
+    that it shows
+    """
 
-    def apply_chat_template(self, messages: Any, tools: Any = None, **_: Any) -> str:
-        self.rendered.append(messages[0]["content"] + str(len(tools or ())))
-        return self.rendered[-1]
+    def __init__(self, opening: str = "", chat_template: str = "", shows: str = "") -> None:
+        self.chat_template = chat_template
+        self._opening = opening
+        self._shows = {"user", "assistant", *shows.split()}
+        self.rendered = 0
+
+    def apply_chat_template(
+        self,
+        messages: Any,
+        tools: Any = None,
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        enable_thinking: bool = True,
+    ) -> str:
+        assert not tokenize
+        assert add_generation_prompt
+        self.rendered += 1
+        shown = [message for message in messages if message["role"] in self._shows]
+        listed = str(tools) if tools and "tools" in self._shows else ""
+        said = "".join(f"<{m['role']}>{m['content']}<end>" for m in shown)
+        empty = "" if enable_thinking else "<think>\n\n</think>\n"
+        return f"{listed}{said}<assistant>{self._opening}{empty}"
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return list(text.encode())
 
 
 def test_equal_prompts_are_rendered_once_and_nobody_changes_what_is_kept() -> None:
-    tokenizer = CountingTokenizer()
+    tokenizer = TextTokenizer(shows="tools")
     template = ChatTemplate(tokenizer)
     first = template.prompt_ids(QUESTION)
     first.append(0)
-    assert template.prompt_ids([*QUESTION]) == list(b"3+4=0")
-    assert template.prompt_ids(QUESTION, [{"name": "f"}]) == list(b"3+4=1")
-    assert tokenizer.rendered == ["3+4=0", "3+4=1"]
-
-
-class TextTokenizer:
-    """A template with marks. Args: opening: what it writes of every answer"""
-
-    def __init__(self, opening: str = "") -> None:
-        self._opening = opening
-
-    def apply_chat_template(
-        self, messages: Any, tools: Any = None, *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        assert not tokenize
-        assert add_generation_prompt
-        del tools
-        said = "".join(f"<{m['role']}>{m['content']}<end>" for m in messages)
-        return f"{said}<assistant>{self._opening}"
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return list(text.encode())
+    assert bytes(template.prompt_ids([*QUESTION])) == b"<user>3+4=<end><assistant>"
+    assert bytes(template.prompt_ids(QUESTION, [{"name": "f"}])).startswith(
+        b"[{'name': 'f'}]<user>"
+    )
+    assert tokenizer.rendered == 2
 
 
 @pytest.mark.parametrize(
@@ -85,34 +84,20 @@ def test_a_last_message_of_the_assistant_is_continued(
     ]
 
 
-class ToolTokenizer(TextTokenizer):
-    """Args: shows: roles and `tools` that the template shows"""
-
-    def __init__(self, chat_template: str, *shows: str) -> None:
-        super().__init__()
-        self.chat_template = chat_template
-        self._shows = {"user", "assistant", *shows}
-
-    def apply_chat_template(self, messages: Any, tools: Any = None, **options: Any) -> str:
-        shown = [message for message in messages if message["role"] in self._shows]
-        listed = str(tools) if tools and "tools" in self._shows else ""
-        return listed + super().apply_chat_template(shown, **options)
-
-
 @pytest.mark.parametrize(
     ("template", "shows", "problem"),
     [
-        ("<tool_call>arguments", ("tools", "tool"), None),
-        ("<tool_call>arguments", ("tool",), "does not show its tools "),
-        ("<tool_call>arguments", ("tools",), "does not show the answers of its tools "),
-        ("", (), "does not show its tools and the answers of its tools "),
-        ("<arg_key>", ("tools", "tool"), "in a form that is not read here"),
+        ("<tool_call>arguments", "tools tool", None),
+        ("<tool_call>arguments", "tool", "does not show its tools "),
+        ("<tool_call>arguments", "tools", "does not show the answers of its tools "),
+        ("", "", "does not show its tools and the answers of its tools "),
+        ("<arg_key>", "tools tool", "in a form that is not read here"),
     ],
 )
 def test_a_template_that_hides_tools_is_refused(
-    template: str, shows: tuple[str, ...], problem: str | None
+    template: str, shows: str, problem: str | None
 ) -> None:
-    checked = ChatTemplate(ToolTokenizer(template, *shows))
+    checked = ChatTemplate(TextTokenizer(chat_template=template, shows=shows))
     schema = {"type": "function", "function": {"name": "adds_two"}}
     if problem is None:
         checked.require_tools("sums", schema)
@@ -122,13 +107,7 @@ def test_a_template_that_hides_tools_is_refused(
 
 
 def test_arguments_of_the_template_reach_it() -> None:
-    class Thinking(TextTokenizer):
-        def apply_chat_template(self, messages: Any, tools: Any = None, **options: Any) -> str:
-            is_on = options.pop("enable_thinking", True)
-            said = super().apply_chat_template(messages, tools, **options)
-            return said if is_on else f"{said}<think>\n\n</think>\n"
-
-    template = ChatTemplate(Thinking(), {"enable_thinking": False})
+    template = ChatTemplate(TextTokenizer(), {"enable_thinking": False})
     assert bytes(template.prompt_ids(QUESTION)).endswith(b"<think>\n\n</think>\n")
     assert template.opening(QUESTION) == "<think>\n\n</think>\n"
 

@@ -15,10 +15,17 @@ from grpo_env.rollout.chat_template import ChatTemplate, load_template
 from grpo_env.rollout.engine import TooManySequences
 from grpo_env.rollout.groups import FailureReason
 from grpo_env.tasks import Answer, Dialogue, Graded, Message, Row, State
-from tests.unit.env.canned import generate_answer
-from tests.unit.env.http_stub import Answer as HttpAnswer
+from tests.support.canned import generate_answer
+from tests.support.http_stub import Answer as HttpAnswer
+from tests.unit.env.feeding import Rewarded
 from tests.unit.env.rollout import rig
-from tests.unit.env.rollout.rig import PLAN, Rewarded, item_of, lost, submitted
+from tests.unit.env.rollout.rig import (
+    PLAN,
+    item_of,
+    lost,
+    prompts,
+    submitted,
+)
 
 END = 257  # <|im_end|> of the tokenizer
 ONE = replace(PLAN, group_size=1, drop_equal_scores=False, max_token_length=400)
@@ -83,9 +90,8 @@ async def test_the_second_turn_continues_the_very_tokens_that_were_sampled(
 
     outcome, server = await sample(scripted("3+4", "3+4"), Talk(twice), ONE)
 
-    first, second = server.bodies("POST /generate")
-    assert (first["n"], first["prompt"]["prompt_token_ids"]) == (1, prompt)
-    assert second["prompt"]["prompt_token_ids"] == prompt + SAID + between
+    assert server.bodies("POST /generate")[0]["n"] == 1
+    assert prompts(server) == [prompt, prompt + SAID + between]
     group = submitted(outcome)
     assert group.tokens == [prompt + SAID + between + SAID]
     masked, unmasked = [-100] * len(prompt), [-100] * len(between)
@@ -103,9 +109,8 @@ async def test_an_answer_that_ends_in_another_token_gets_the_whole_end_of_the_tu
     sample: Any,
 ) -> None:
     _, server = await sample(scripted("3+4", ids=[300, 301]), Talk(twice), ONE)
-    ids = server.bodies("POST /generate")[1]["prompt"]["prompt_token_ids"]
-    first = server.bodies("POST /generate")[0]["prompt"]["prompt_token_ids"]
-    assert ids[len(first) : len(first) + 3] == [300, 301, END]
+    first, second = prompts(server)
+    assert second[len(first) : len(first) + 3] == [300, 301, END]
 
 
 async def test_an_answer_that_was_cut_off_and_the_last_turn_end_the_conversation(
@@ -185,10 +190,10 @@ class SelfDriven(Rewarded):
 async def test_a_task_may_conduct_the_rollout_itself(sample: Any) -> None:
     outcome, server = await sample(scripted("7", "8"), SelfDriven(), ONE, weights={"turns": 0.0})
     assert [(g.score, g.parts) for g in outcome.grades] == [(1.0, {"accuracy": 1.0, "turns": 2.0})]
-    first, second = server.bodies("POST /generate")
-    assert (first["max_tokens"], first["stop"]) == (5, ["."])
-    prompt = first["prompt"]["prompt_token_ids"]
-    assert second["prompt"]["prompt_token_ids"][: len(prompt) + 3] == prompt + SAID
+    asked, _ = server.bodies("POST /generate")
+    assert (asked["max_tokens"], asked["stop"]) == (5, ["."])
+    first, second = prompts(server)
+    assert second[: len(first) + 3] == first + SAID
     assert submitted(outcome).size == 1
 
 
@@ -209,7 +214,7 @@ async def test_an_answer_that_the_prompt_began_is_continued_in_one_sequence(
 ) -> None:
     outcome, server = await sample(scripted("7", "8"), Prefilled(), ONE)
     assert submitted(outcome).size == 1
-    first, second = (b["prompt"]["prompt_token_ids"] for b in server.bodies("POST /generate"))
+    first, second = prompts(server)
     assert template.tokenizer.decode(first).endswith("Sure: ")
     assert second[: len(first) + 3] == first + SAID
 
@@ -227,7 +232,7 @@ async def test_equal_requests_at_the_same_time_are_sequences_of_their_own(sample
     plan = replace(ONE, max_sequences=2)
     outcome, server = await sample(scripted("7", "8"), Branching(), plan)
     group = submitted(outcome)
-    prompt = server.bodies("POST /generate")[0]["prompt"]["prompt_token_ids"]
+    prompt, *_ = prompts(server)
     longer, shorter = group.tokens
     assert shorter == prompt + SAID
     assert longer[: len(shorter)] == shorter
@@ -263,4 +268,4 @@ async def test_a_text_is_continued_without_template(sample: Any) -> None:
     task.prompt = lambda row: row["prompt"]  # type: ignore[method-assign]
     assert item_of(task).messages == [{"role": "user", "content": "3+4="}]
     _, server = await sample(scripted("7"), task, ONE)
-    assert len(server.bodies("POST /generate")[0]["prompt"]["prompt_token_ids"]) == len("3+4=")
+    assert len(prompts(server)[0]) == len("3+4=")

@@ -1,19 +1,32 @@
+"""The rollout engine, and the producer of groups, with a scripted inference server."""
+
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_core.errors import ProtocolViolation
+from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.assembly import TaskSet, sampling_plan
 from grpo_env.evaluation import Evaluation
-from grpo_env.rollout.groups import FailureReason, MisalignedCompletion
-from grpo_env.settings import load_env_settings
-from tests.unit.env.canned import PROMPT, generate_answer
-from tests.unit.env.http_stub import Route
-from tests.unit.env.rollout.rig import PLAN, Rewarded, lost, sample, sevens, submitted
+from grpo_env.rollout.groups import FailureReason, GroupLost, MisalignedCompletion, SampledGroup
+from grpo_env.rollout.producer import GroupCounts, GroupProducer
+from grpo_env.settings import EnvServerSettings, load_env_settings
+from tests.support.canned import PROMPT, generate_answer
+from tests.support.http_stub import Route
+from tests.unit.env.feeding import Rewarded, sevens
+from tests.unit.env.rollout.rig import (
+    PLAN,
+    engine_on,
+    item_of,
+    lost,
+    sample,
+    submitted,
+)
 
 SEVEN_OR_EIGHT = generate_answer(["7", "8"])
 
@@ -152,3 +165,35 @@ async def test_an_impossible_logprob_is_named_with_its_place(bad: float) -> None
         await sample(always(answer), plan=replace(PLAN, group_size=3))
     named = f"completion 1: no tokens; completion 2: invalid logprob {bad} at token 2"
     assert str(caught.value).endswith(named)
+
+
+async def test_a_group_belongs_to_the_run_in_which_its_sampling_began() -> None:
+    """run-api is reset, and the environment registers again, while the group is sampled."""
+    settings, seen = EnvServerSettings(task="arithmetic", model="m"), []
+
+    async def submit(group: ScoredGroup, run_uuid: str) -> None:
+        seen.append((group.env_id, run_uuid))
+
+    def generate(_body: dict[str, Any]) -> Any:
+        producer.join(1, "new run")
+        return 200, generate_answer(["7", "8"])
+
+    async with engine_on(generate) as (engine, _):
+        items: Any = SimpleNamespace(next=lambda: item_of(Rewarded(sevens)))
+        client: Any = SimpleNamespace(submit=submit)
+        producer = GroupProducer(settings, items, engine, client)
+        producer.join(0, "old run")
+        await producer.produce(PLAN)
+        await producer.produce(PLAN)
+    assert seen == [(0, "old run"), (1, "new run")]
+
+
+def test_only_equal_scores_lower_the_share_of_kept_groups() -> None:
+    counts = GroupCounts()
+    assert counts.kept_share == 1
+    for _ in range(3):
+        counts.record(SampledGroup(lost=GroupLost(FailureReason.EQUAL_SCORES, "all 1")))
+    assert counts.kept_share == pytest.approx(1 / 4)
+    for _ in range(64):  # older groups are forgotten
+        counts.record(SampledGroup(lost=GroupLost(FailureReason.UNAVAILABLE, "no server")))
+    assert counts.kept_share == 1

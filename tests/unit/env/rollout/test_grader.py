@@ -29,9 +29,10 @@ from grpo_env.rollout.groups import FailureReason
 from grpo_env.rollout.task_code import TaskCode
 from grpo_env.tasks import Answer, Graded, Task
 from grpo_env.tasks.tools import CodeStopped
+from tests.support.canned import generate_answer
 from tests.support.wait import DEADLINE_S
-from tests.unit.env.canned import generate_answer
-from tests.unit.env.rollout.rig import Rewarded, lost, sample
+from tests.unit.env.feeding import Rewarded
+from tests.unit.env.rollout.rig import lost, sample
 
 
 async def grade(
@@ -121,24 +122,22 @@ async def test_code_that_has_not_ended_is_cancelled_at_the_end() -> None:
         await call
 
 
+NOT_FINITE = ", which is not finite in float32"
+EXPECTED = "; expected a number, or a dict of named numbers"
+
+
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (float("nan"), "the reward is nan, which is not finite in float32"),
-        (
-            {"a": 1.0, "b": float("inf")},
-            "the part 'b' of the reward is inf, which is not finite in float32",
-        ),
-        (10**400, "the reward is inf, which is not finite in float32"),
-        (1e39, "the reward is 1e+39, which is not finite in float32"),
-        ("7", "the reward is '7', a str; expected a number, or a dict of named numbers"),
+        (float("nan"), f"the reward is nan{NOT_FINITE}"),
+        ({"a": 1.0, "b": float("inf")}, f"the part 'b' of the reward is inf{NOT_FINITE}"),
+        (10**400, f"the reward is inf{NOT_FINITE}"),
+        (1e39, f"the reward is 1e+39{NOT_FINITE}"),
+        ("7", f"the reward is '7', a str{EXPECTED}"),
         (None, "the reward is None; a part may be None, or one of several rewards, but not all"),
-        (
-            np.zeros(1),
-            "the reward is array([0.]), a ndarray; expected a number, or a dict of named numbers",
-        ),
-        (Graded({"a": 1.0}, score=math.nan), "the reward is nan, which is not finite in float32"),
-        ({}, "the reward is empty; expected a number, or a dict of named numbers"),
+        (np.zeros(1), f"the reward is array([0.]), a ndarray{EXPECTED}"),
+        (Graded({"a": 1.0}, score=math.nan), f"the reward is nan{NOT_FINITE}"),
+        ({}, f"the reward is empty{EXPECTED}"),
     ],
 )
 async def test_what_is_no_number_is_never_a_score(value: Any, problem: str) -> None:
@@ -297,14 +296,10 @@ def test_repetition_is_the_share_of_repeated_ngrams(text: str, penalty: float) -
     assert repetition(Answer(text)) == pytest.approx(penalty)
 
 
-@pytest.mark.parametrize("name", PENALTIES)
-def test_penalties_are_no_rewards_and_handle_100_kb(name: str) -> None:
-    assert -1.0 <= PENALTIES[name](said(100, text="no " * 33_000)) < -0.9
-    assert PENALTIES[name](said(0)) == 0.0
-
-
-@pytest.mark.parametrize("penalty", [length, overlong])
-def test_an_answer_without_a_limit_has_no_share_of_it(penalty: object) -> None:
-    assert callable(penalty)
-    with pytest.raises(ValueError, match="max_tokens of the answer is 0"):
-        penalty(said(1, max_tokens=0))
+def test_penalties_are_no_rewards_handle_100_kb_and_name_a_missing_limit() -> None:
+    for penalty in PENALTIES.values():
+        assert -1.0 <= penalty(said(100, text="no " * 33_000)) < -0.9
+        assert penalty(said(0)) == 0.0
+    for share in (length, overlong):
+        with pytest.raises(ValueError, match="max_tokens of the answer is 0"):
+            share(said(1, max_tokens=0))

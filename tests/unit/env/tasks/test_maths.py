@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -94,8 +95,7 @@ def test_an_answer_without_a_verdict_raises_and_is_no_zero(gsm8k: Gsm8k) -> None
 
 
 def test_math_counts_the_box_inside_the_answer() -> None:
-    task = Math(TaskOptions())
-    try:
+    with closing(Math(TaskOptions())) as task:
         row = {"problem": "Half of one?", "final_answer": r"\frac{1}{2}"}
         assert task.prompt(row).endswith("Assistant: <think>")
         thought = "it is one half </think> <answer>"
@@ -106,8 +106,6 @@ def test_math_counts_the_box_inside_the_answer() -> None:
         }
         outside = task.reward(Answer(rf"\boxed{{0.5}} {thought} 0.5"), row)
         assert outside.parts == {"accuracy": 0.0, "format": 0.0}
-    finally:
-        task.close()
 
 
 def test_the_prompt_is_the_published_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from grpo_env.tasks.gsm8k import Gsm8k
 from grpo_env.tasks.items import all_items, evaluation_items, training_items
 from grpo_env.tasks.math import Math
 from grpo_env.tasks.rows import answer_text, rows_of
+from tests.unit.env.conftest import HUB_ROWS
 
-EGGS = {"question": "How many eggs?", "answer": "16 - 3 = <<16-3=13>>13\n#### 13"}
-COST = {"question": "How much?", "answer": "A lot.\n#### 1,080,000"}
+EGGS, COST = HUB_ROWS
 
 
 def write(path: Path, *rows: Any) -> str:
@@ -131,8 +132,7 @@ def test_what_does_not_exist_is_named(tmp_path: Path) -> None:
 def test_gsm8k_reads_both_splits_of_a_directory_and_lists_every_bad_row(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", EGGS)
     write(tmp_path / "test.jsonl", COST, EGGS)
-    task = Gsm8k(TaskOptions(data=str(tmp_path)))
-    try:
+    with closing(Gsm8k(TaskOptions(data=str(tmp_path)))) as task:
         assert [item.row["gold"] for item in training_items(task)] == ["13"]
         assert [item.row["gold"] for item in evaluation_items(task)] == ["1080000"]
         bad = {
@@ -145,8 +145,6 @@ def test_gsm8k_reads_both_splits_of_a_directory_and_lists_every_bad_row(tmp_path
         write(tmp_path / "train.jsonl", EGGS, *bad)
         with pytest.raises(DataUnusable) as failure:
             task.rows("train")
-    finally:
-        task.close()
     first, *listed = str(failure.value).splitlines()
     assert first.endswith(": 3 of 4 rows are invalid:")
     for number, (line, problem) in enumerate(zip(listed, bad.values(), strict=True), start=2):
@@ -157,11 +155,8 @@ def test_a_directory_laid_out_like_a_hub_data_set_is_read_with_datasets(
     hub_layout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def golds(split: Any, config: str | None = None) -> list[str]:
-        task = Gsm8k(TaskOptions(data=str(hub_layout), data_config=config))
-        try:
+        with closing(Gsm8k(TaskOptions(data=str(hub_layout), data_config=config))) as task:
             return [row["gold"] for row in task.rows(split) or ()]
-        finally:
-            task.close()
 
     assert golds("train") == ["13", "1080000"]
     assert golds("test") == ["13"]
@@ -257,8 +252,7 @@ def test_math_takes_the_problem_from_messages_and_the_answer_from_a_solution(
         {"problem": "3+4=", "answer": "", "final_answer": "7"},
         {"problem": "3+4=", "answer": float("nan"), "final_answer": 7},
     ]
-    task = Math(TaskOptions(data=write(tmp_path / "rows.jsonl", row)))
-    try:
+    with closing(Math(TaskOptions(data=write(tmp_path / "rows.jsonl", row)))) as task:
         (item,) = all_items(task)
         assert isinstance(item.prompt, str)
         assert "3+4=\n" in item.prompt
@@ -269,8 +263,6 @@ def test_math_takes_the_problem_from_messages_and_the_answer_from_a_solution(
         write(tmp_path / "rows.jsonl", *bad)
         with pytest.raises(DataUnusable) as failure:
             all_items(task)
-    finally:
-        task.close()
     assert "4 of 4 training rows cannot be used" in str(failure.value)
     said = ("one message of the user", "is a list of 2", "a text of 60 words without")
     for problem in (*said, "row 4: expected the right answer in answer or"):

@@ -198,19 +198,15 @@ async def test_a_task_with_tools_answers_calls_by_itself() -> None:
 
 async def test_a_tool_that_exits_answers_with_its_error_and_names_arguments_as_it_likes() -> None:
     def leave() -> str:
-        """Leave."""
         raise SystemExit(3)
 
     async def leave_later() -> str:
-        """Leave."""
         raise SystemExit(4)
 
     def derivative(function: str, args: int) -> str:
-        """Differentiate."""
         return f"{function} {args}"
 
     calls = [call("leave"), call("leave_later"), call("derivative", function="x^2", args=1)]
     answers = await answer_calls("".join(calls), [leave, leave_later, derivative])
-    assert [answer["content"] for answer in answers or ()] == [
-        *("error: SystemExit: 3", "error: SystemExit: 4", "x^2 1")
-    ]
+    contents = [answer["content"] for answer in answers or ()]
+    assert contents == ["error: SystemExit: 3", "error: SystemExit: 4", "x^2 1"]

@@ -16,8 +16,7 @@ from grpo_local.process.stack import MIB
 from grpo_local.report.summary import BenchmarkFacts, RunFacts, summarise
 from grpo_local.settings import CompareSettings
 from tests.unit.local.records import BENCHMARK, metrics_line, record
-from tests.unit.local.shown import Shown
-from tests.unit.local.stand_ins import write_programs
+from tests.unit.local.stand_ins import Shown, write_programs
 
 STEPS = 20
 RUN = """

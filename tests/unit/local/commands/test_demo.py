@@ -1,4 +1,5 @@
-"""`grpo-demo` as a user runs it, with a real Redis and stand-ins for the other services."""
+"""`grpo-demo` as a user runs it, with a real Redis and stand-ins for the other services; the
+options of a run that is resumed."""
 
 from __future__ import annotations
 
@@ -16,22 +17,23 @@ import pytest
 
 from grpo_core.errors import GrpoError
 from grpo_core.process import ProcessFailed
-from grpo_core.settings import load_settings
+from grpo_core.settings import load_settings, resolved_yaml
+from grpo_local.__main__ import with_config_of_resumed_run
 from grpo_local.commands import demo
 from grpo_local.commands.demo import NoTrainingStep, follow_training, run_demo
 from grpo_local.defaults import BY_TASK
 from grpo_local.modes import MODES
-from grpo_local.process.stack import Service, Stack, StopRequest
+from grpo_local.process.stack import Stack, StopRequest
 from grpo_local.report.metrics_file import MetricsFile
 from grpo_local.report.summary import RunFacts, read_record
 from grpo_local.run_directory import RunDirectory, create_run_directory
 from grpo_local.settings import DemoSettings
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
 from tests.support.wait import wait_for
-from tests.unit.core.rollouts.page.test_page_data import data_of
+from tests.unit.conftest import Refused
+from tests.unit.core.rollouts.test_page import data_of
 from tests.unit.local.records import metrics_line
-from tests.unit.local.shown import Shown
-from tests.unit.local.stand_ins import write_stand_ins
+from tests.unit.local.stand_ins import Shown, script, write_stand_ins
 
 ENVIRONMENTS = ["environment-arithmetic", "environment-gsm8k"]
 SERVICES = ["redis", "run-api", "vllm-server", "trainer", *ENVIRONMENTS]
@@ -186,24 +188,6 @@ def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(tmp_path: Path
         assert is_alive(bystander.pid)
 
 
-def follow(folder: Path, code: str, deadline_s: float, environment: str | None) -> None:
-    """Follow a trainer that has taken 2 of 5 steps and runs `code`, and an environment."""
-    run = RunDirectory(folder)
-    run.metrics.write_text(metrics_line(1) + metrics_line(2))
-    sizes = replace(BY_TASK["arithmetic"], steps=5, step_deadline_s=deadline_s)
-    with StopRequest() as request, Stack(folder / "logs", request) as stack:
-        command = [sys.executable, "-c", code]
-        services = [Service("trainer", command, lambda: True, 60.0, may_finish=True)]
-        names = [] if environment is None else ["env"]
-        for name in names:
-            (folder / "logs").mkdir()
-            (folder / "logs" / "env.log").write_text("run.completed, in an earlier part\n")
-            command = [sys.executable, "-c", str(environment)]
-            services.append(Service(name, command, lambda: True, 60.0, may_finish=True))
-        stack.start(services)
-        follow_training(stack, run, sizes, MODES["none"], Shown(), environments=names)
-
-
 @pytest.mark.parametrize(
     ("code", "deadline_s", "environment", "error", "told"),
     [
@@ -226,8 +210,20 @@ def test_a_run_that_does_not_go_on_is_named(
     told: str,
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(error, match=told):
-        follow(tmp_path, code, deadline_s, environment)
+    """A trainer has taken 2 of 5 steps and runs `code`, beside an environment."""
+    run = RunDirectory(tmp_path)
+    run.metrics.write_text(metrics_line(1) + metrics_line(2))
+    sizes = replace(BY_TASK["arithmetic"], steps=5, step_deadline_s=deadline_s)
+    with StopRequest() as request, Stack(run.logs, request) as stack:
+        services, names = [script("trainer", code, may_finish=True)], []
+        if environment is not None:
+            run.logs.mkdir()
+            (run.logs / "env.log").write_text("run.completed, in an earlier part\n")
+            services.append(script("env", environment, may_finish=True))
+            names.append("env")
+        stack.start(services)
+        with pytest.raises(error, match=told):
+            follow_training(stack, run, sizes, MODES["none"], Shown(), environments=names)
 
 
 def test_latest_follows_runs_in_the_default_place(
@@ -258,3 +254,77 @@ def test_a_resume_that_fails_leaves_the_configuration(
     settings = load_settings(DemoSettings, ["--resume", str(run.path), "--seed", "2"])
     assert run_demo(settings, Shown()) == 1
     assert run.config.read_text() == "seed: 1\n"
+
+
+@pytest.fixture
+def stopped_run(tmp_path: Path) -> RunDirectory:
+    """A run of 6 steps that was stopped after a checkpoint of step 4."""
+    run = RunDirectory(tmp_path / "stopped")
+    for number, step in ((1, 9), (2, 4)):
+        (run.checkpoints / "trainer_state" / f"{number:06}_step_{step}").mkdir(parents=True)
+    settings = load_settings(DemoSettings, ["--steps", "6", "--seed", "5", "--lr", "0.25"])
+    run.config.write_text(resolved_yaml(settings.command, settings.resolved()))
+    (tmp_path / "latest").symlink_to("stopped")
+    return run
+
+
+def resumed(*words: str) -> DemoSettings:
+    return load_settings(DemoSettings, with_config_of_resumed_run(words), at_start=True)
+
+
+def test_a_resumed_run_has_its_options_unless_others_are_given(stopped_run: RunDirectory) -> None:
+    latest = stopped_run.path.with_name("latest")
+    settings = resumed("--lr", "0.5", "--resume", str(latest))
+    assert (settings.sizes.steps, settings.seed, settings.sizes.lr) == (6, 5, 0.5)
+    assert settings.resume is not None
+    assert RunDirectory.of(settings.resume).path == stopped_run.path
+
+
+def test_a_run_that_is_complete_or_still_running_is_not_resumed(
+    stopped_run: RunDirectory, refused: Refused
+) -> None:
+    told = refused(resumed, "--resume", str(stopped_run.path), "--steps", "4")
+    assert "all 4 steps are done; pass a larger --steps" in told
+    with stopped_run.hold():
+        told = refused(resumed, "--resume", str(stopped_run.path))
+    assert "this run is still running; stop it first" in told
+
+
+def test_a_renamed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = create_run_directory(tmp_path / "first", seed=0)
+    second = RunDirectory(first.path.rename(tmp_path / "second"))
+    assert second.run_id == "first"
+    (second.path / "run-id").unlink()  # a run of an earlier release
+    monkeypatch.chdir(second.path)
+    assert RunDirectory.of(Path()).run_id == "second"
+
+
+def test_a_run_with_secrets_is_resumed_with_secrets(
+    stopped_run: RunDirectory, refused: Refused
+) -> None:
+    secrets = ["--run-api-token", "a-secret", "--server.hf-token", "another-secret"]
+    settings = load_settings(DemoSettings, ["--steps", "6", *secrets])
+    stopped_run.write_config(resolved_yaml(settings.command, settings.resolved()))
+    told = refused(resumed, "--resume", str(stopped_run.path))
+    assert "pass --run-api-token again" in told
+    assert "pass --server.hf-token again" in told
+    resumed("--resume", str(stopped_run.path), *secrets)
+
+
+def test_a_run_of_smollm2_has_the_sizes_of_a_pretrained_model_and_is_resumed_with_it(
+    stopped_run: RunDirectory,
+) -> None:
+    first = load_settings(DemoSettings, ["--steps", "6", "--model", "smollm2"], at_start=True)
+    pretrained = load_settings(DemoSettings, ["--steps", "6", "--model", "owner/name"])
+    tiny = load_settings(DemoSettings, ["--steps", "6"])
+    assert first.sizes == pretrained.sizes != tiny.sizes
+    stopped_run.write_config(resolved_yaml(first.command, first.resolved()))
+    assert "\nmodel: smollm2\n" in stopped_run.config.read_text()
+    again = resumed("--resume", str(stopped_run.path))
+    assert (again.model, again.sizes) == ("smollm2", first.sizes)
+
+
+def test_help_needs_no_run_to_resume() -> None:
+    assert with_config_of_resumed_run(["--resume", "/none", "--help"]) == [
+        *("--resume", "/none", "--help")
+    ]

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from grpo_core.evaluation.results import read_result, read_summaries
-from grpo_core.settings import EXIT_USAGE, load_settings, resolved_yaml
+from grpo_core.settings import load_settings, resolved_yaml
 from grpo_local.__main__ import evaluate
 from grpo_local.commands.evaluate import evaluate_models, visible_gpu
 from grpo_local.settings import EvalSettings
 from tests.support.process_table import is_alive
-from tests.unit.local.shown import Shown
-from tests.unit.local.stand_ins import SMOLLM2, write_programs
+from tests.unit.conftest import Mistake
+from tests.unit.local.stand_ins import SMOLLM2, Shown, write_programs
 
 SERVER = """
 from stand_in_common import *
@@ -262,23 +260,9 @@ MISTAKES = {
 
 
 @pytest.mark.usefixtures("evaluation")
-def test_a_mistake_ends_with_status_2_before_a_server_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_ends_with_status_2_before_a_server_starts(mistake: Mistake) -> None:
     make_adapter(Path("no-base"), None)
     make_adapter(Path("lost-base"), Path("/none/model"))
     make_adapter(Path("large"), None, rank=1024)
     for arguments, problem in MISTAKES.items():
-        assert problem in refused(arguments.split(), monkeypatch, capsys), arguments
-
-
-def refused(
-    words: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> str:
-    """The one line that the command writes."""
-    monkeypatch.setattr(sys, "argv", ["grpo-eval", *words])
-    with pytest.raises(SystemExit) as ended:
-        evaluate()
-    said = capsys.readouterr()
-    assert (ended.value.code, said.out, said.err.count("\n")) == (EXIT_USAGE, "", 1), said.err
-    return said.err
+        assert problem in mistake(evaluate, arguments), arguments

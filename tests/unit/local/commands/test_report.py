@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import webbrowser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from grpo_core.evaluation.results import EvalSummary
 from grpo_core.settings import load_settings
 from grpo_local.commands.rollouts import report
 from grpo_local.report.evaluations import Evaluations
 from grpo_local.report.metrics_file import metric_curves
 from grpo_local.settings import ReportSettings
-from tests.unit.local.records import metrics_line
-from tests.unit.local.shown import Shown
+from tests.unit.local.records import evaluation, metrics_line
+from tests.unit.local.stand_ins import Shown
 
 
 def reported(*words: object) -> tuple[int, Shown]:
@@ -45,29 +43,27 @@ def test_open_shows_the_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.Mo
     assert (status, "failed (NoBrowser): no browser was found; open" in screen.err) == (1, True)
 
 
+RUN = {"metrics.jsonl": metrics_line(1)}
+BROKEN = {"rollouts/step-000001.jsonl.gz": "?"}
+
+
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
         ({}, "NothingToReport): {run} has no metrics.jsonl and no rollouts; name the directory"),
         ({"metrics.jsonl": "[]\n"}, "ProtocolViolation): {run}/metrics.jsonl line 1: expected"),
         (
-            {"metrics.jsonl": metrics_line(1), "eval.jsonl": "{}\n"},
+            RUN | {"eval.jsonl": "{}\n"},
             "ResultsUnusable): {run}/eval.jsonl line 1 is no evaluation: task",
         ),
+        (BROKEN, "BrokenRollouts): {run}/rollouts/step-000001.jsonl.gz, "),
         (
-            {"rollouts/step-000001.jsonl.gz": "?"},
-            "BrokenRollouts): {run}/rollouts/step-000001.jsonl.gz, ",
-        ),
-        (
-            {"rollouts/step-000001.jsonl.gz": "?", "rollouts/tokenizer.json": "{}"},
+            BROKEN | {"rollouts/tokenizer.json": "{}"},
             "BrokenRollouts): {run}/rollouts/tokenizer.json cannot be read as a tokenizer",
         ),
+        (RUN | {"config.yaml": "a: ["}, "ProtocolViolation): {run}/config.yaml is no YAML"),
         (
-            {"metrics.jsonl": metrics_line(1), "config.yaml": "a: ["},
-            "ProtocolViolation): {run}/config.yaml is no YAML",
-        ),
-        (
-            {"metrics.jsonl": metrics_line(1), "summary.json": "{}"},
+            RUN | {"summary.json": "{}"},
             "ProtocolViolation): {run}/summary.json has missing or invalid fields: mode, ",
         ),
     ],
@@ -92,15 +88,6 @@ def test_a_curve_has_each_step_once_and_skips_what_is_no_number(tmp_path: Path) 
     assert curves["a"] == [(1, 1), (2, 2.5), (3, 3)]
     assert "b" not in curves
     assert metric_curves(tmp_path / "none") == {}
-
-
-def evaluation(step: int | None, value: float, **fields: Any) -> EvalSummary:
-    given: dict[str, Any] = {
-        **{"task": "sums", "temperature": 0.0, "samples": 1, "item_count": 4, "duration_s": 1.0},
-        **{"step": step, "metrics": {"length": 3.0, "pass@1": value}},
-        "intervals": {"pass@1": (value - 0.125, value + 0.125)},
-    }
-    return EvalSummary(**given | fields)
 
 
 def test_evaluations_give_curves_and_the_change() -> None:

@@ -14,8 +14,9 @@ from grpo_local.commands.rollouts import show_rollouts
 from grpo_local.run_directory import RunDirectory
 from grpo_local.settings import RolloutsSettings
 from grpo_tiny_model.model import build_tokenizer
-from tests.unit.core.rollouts.records import record
-from tests.unit.local.shown import Shown
+from tests.support.conversations import record
+from tests.unit.conftest import Refused
+from tests.unit.local.stand_ins import Shown
 
 
 @pytest.fixture
@@ -209,20 +210,12 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_ends_with_status_2_and_one_line(
-    words: str, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        shown(run, *words.split())
-    said = capsys.readouterr()
-    assert (ended.value.code, said.out, said.err.count("\n")) == (2, "", 1)
-    assert MISTAKES[words] in said.err
+def test_a_mistake_ends_with_status_2_and_one_line(words: str, run: Path, refused: Refused) -> None:
+    told = refused(shown, run, *words.split())
+    assert told.count("\n") == 1
+    assert MISTAKES[words] in told
 
 
-def test_a_directory_without_rollouts_is_a_mistake(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for path, told in ((tmp_path, "contains no rollouts"), (tmp_path / "x", "no such directory")):
-        with pytest.raises(SystemExit, match="2"):
-            shown(path)
-        assert told in capsys.readouterr().err
+def test_a_directory_without_rollouts_is_a_mistake(tmp_path: Path, refused: Refused) -> None:
+    assert "contains no rollouts" in refused(shown, tmp_path)
+    assert "no such directory" in refused(shown, tmp_path / "x")

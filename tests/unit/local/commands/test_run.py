@@ -12,8 +12,7 @@ from grpo_local.commands.run import run_together
 from grpo_local.process.ports import free_port
 from grpo_local.settings import RunSettings
 from tests.support.process_table import is_alive
-from tests.unit.local.shown import Shown
-from tests.unit.local.stand_ins import SMOLLM2, write_programs
+from tests.unit.local.stand_ins import SMOLLM2, Shown, write_programs
 
 SERVER = """
 from stand_in_common import *

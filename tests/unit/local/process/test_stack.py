@@ -1,10 +1,14 @@
-"""Processes of a run: start, health, failures and stop."""
+"""Processes of a run: ports, start, health, failures and stop."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shlex
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,15 +16,14 @@ from pathlib import Path
 import pytest
 
 from grpo_core.process import ManagedProcess, ProcessFailed
-from grpo_local.process import health
+from grpo_local.process import health, ports
 from grpo_local.process.health import HealthProbe
 from grpo_local.process.ports import free_port
 from grpo_local.process.stack import Service, Stack, StopRequest, StopRequested
 from grpo_local.services import url
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
+from tests.unit.local.stand_ins import FOREVER_S, script
 
-FOREVER_S = 3600.0
-"""A deadline that no test reaches."""
 FAMILY = f"""
 import pathlib, subprocess, sys, time
 for new_session in (False, True):
@@ -29,17 +32,6 @@ for new_session in (False, True):
         file.write(f"{{child.pid}}\\n")
 time.sleep(600)
 """
-
-
-def script(name: str, code: str, *arguments: object, **changes: object) -> Service:
-    """A service that runs Python code and is healthy at once, unless `changes` says otherwise."""
-    fields: dict[str, object] = {
-        "name": name,
-        "command": [sys.executable, "-c", code, *map(str, arguments)],
-        "healthy": lambda: True,
-        "deadline_s": FOREVER_S,
-    }
-    return Service(**(fields | changes))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -221,3 +213,34 @@ def test_the_end_of_a_log_begins_with_its_errors(tmp_path: Path) -> None:
     assert process.wait(FOREVER_S) == 3
     process.kill()
     assert process.log_tail().splitlines() == [*lines[1:]]
+
+
+ELSEWHERE = """
+import sys
+from pathlib import Path
+from grpo_local.process import ports
+ports._GIVEN_TO_CLIENTS, ports._LOWEST = Path(sys.argv[1]), int(sys.argv[2])
+print(ports.free_port())
+"""
+
+
+def test_a_free_port_is_given_once_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even while nobody listens on it. The single port below those that the kernel gives to
+    clients is one that nothing else asks for: tests that run beside this one take theirs from
+    20000 on."""
+    told = tmp_path / "range"
+    monkeypatch.setattr(ports, "_GIVEN_TO_CLIENTS", told)
+    with socket.socket() as server:
+        while server.getsockname()[1] == 0:
+            with contextlib.suppress(OSError):
+                server.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 20_000)))
+        port = server.getsockname()[1]
+        monkeypatch.setattr(ports, "_LOWEST", port)
+        told.write_text(f"{port + 1}\t60999\n")
+        assert free_port() != port, "somebody listens"
+    assert free_port() == port
+    assert free_port() != port
+    command = [sys.executable, "-c", ELSEWHERE, str(told), str(port)]
+    assert int(subprocess.check_output(command)) != port

@@ -15,7 +15,7 @@ from grpo_local.report.metrics_file import MetricsFile, trim_records
 from grpo_local.report.step_table import flat_start_hint, header_lines, step_line
 from grpo_local.report.summary import summarise
 from tests.unit.local.records import metrics_line, record
-from tests.unit.local.shown import Shown
+from tests.unit.local.stand_ins import Shown
 
 TEXT = "".join(metrics_line(step) for step in range(1, 4))
 

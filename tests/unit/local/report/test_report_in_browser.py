@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from grpo_core.rollouts.record import RolloutRecord
 from grpo_local.report.page import write_report
 from grpo_local.run_directory import RunDirectory
 from tests.support.conversations import TOKENIZER, conversation, group
-from tests.unit.local.records import metrics_line
+from tests.unit.local.records import evaluation, metrics_line
 
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 LONG = "0123456789" * 10_000
@@ -53,12 +52,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     TOKENIZER.save(str(directory / "tokenizer.json"))
     run.metrics.write_text("".join(metrics_line(step) for step in range(1, 41)))
     run.config.write_text("task: [sums, tools]\nmode: lora_only\nmodel: null\nseed: 3\n")
-    evaluation = {"task": "sums", "temperature": 0, "samples": 1, "item_count": 9, "duration_s": 1}
-    lines = (
-        evaluation | {"step": step, "metrics": {"pass@1": value}, "intervals": {"pass@1": ends}}
-        for step, value, ends in [(0, 0.25, [0.125, 0.375]), (40, 0.75, [0.625, 0.875])]
-    )
-    run.evaluations.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [evaluation(0, 0.25), evaluation(40, 0.75)]
+    run.evaluations.write_text("".join(f"{line.model_dump_json()}\n" for line in lines))
     write_report(run)
     return run
 

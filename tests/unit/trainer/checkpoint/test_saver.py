@@ -26,7 +26,7 @@ from grpo_trainer.data.batches import Position
 from grpo_trainer.model.loading import FINAL_MODEL
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from tests.support.directories import names
-from tests.unit.env.http_stub import Answer, Route, stub_server
+from tests.support.http_stub import Answer, Route, stub_server
 
 STEPS = 4
 START = Position(step=0, batch_id=0, epoch=1)

@@ -22,9 +22,9 @@ from grpo_trainer.telemetry.rollouts import (
     prepare_rollouts,
     sample_table,
 )
+from tests.support.conversations import record
 from tests.support.directories import files_of_at_most, names
 from tests.support.wait import DEADLINE_S
-from tests.unit.core.rollouts.records import record
 from tests.unit.trainer.groups import good, group
 from tests.unit.trainer.telemetry.step_rollouts import rollouts_of, usable_of
 from tests.unit.trainer.tiny_policy import model_directory

@@ -24,8 +24,8 @@ from grpo_trainer.weight_sync.build import (
     server_flags,
     sizing_flags,
 )
+from tests.support.http_stub import stub_server
 from tests.support.wait import wait_for
-from tests.unit.env.http_stub import stub_server
 
 REDIS = "redis://:secret@127.0.0.1:6379/0"
 SERVER = """

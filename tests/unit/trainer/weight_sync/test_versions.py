@@ -20,7 +20,7 @@ from grpo_trainer.weight_sync import base
 from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.build import build_weight_sync
 from grpo_trainer.weight_sync.shared import SharedVllm, _usable_after
-from tests.unit.env.http_stub import Answer, Route, stub_server
+from tests.support.http_stub import Answer, Route, stub_server
 
 OURS = PolicyVersion(3, 7)
 

@@ -1,4 +1,4 @@
-"""httpx raises the same errors and reads the same answers through aiohttp."""
+"""What clients send, and errors and answers through aiohttp, which are those of httpx."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ import httpx
 import pytest
 
 from grpo_core.clients.aiohttp_transport import AiohttpTransport
+from grpo_core.clients.inference import BridgeClient, GenerationClient
+from grpo_core.clients.service import AsyncServiceClient
+from grpo_core.wire.policy_version import PolicyVersion
+from tests.support.canned import PROMPT, generate_answer
 
 
 @asynccontextmanager
@@ -107,3 +111,57 @@ def test_a_proxy_of_the_environment_is_used(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert AiohttpTransport("http://run-api:8000", 1)._proxy == expected
+
+
+INFO = {"policy_version": [0, 0], "paused": False, "weights_intact": True, "weights_socket": None}
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[httpx.Request]:
+    """Requests of any client."""
+    seen: list[httpx.Request] = []
+
+    def answered(_: object, request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        body = generate_answer(["7"]) if request.url.path == "/generate" else INFO
+        return httpx.Response(200, json=body, headers={"set-cookie": "replica=2"}, request=request)
+
+    async def answered_later(transport: object, request: httpx.Request) -> httpx.Response:
+        return answered(transport, request)
+
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", answered)
+    monkeypatch.setattr(AiohttpTransport, "handle_async_request", answered_later)
+    return seen
+
+
+async def test_every_request_carries_the_key(seen: list[httpx.Request]) -> None:
+    with BridgeClient("http://server", control_url="http://control", api_key="a-key") as bridge:
+        bridge.info()
+        bridge.pause("session", 1.0, PolicyVersion(1, 1))
+        bridge.resume("session", written=True)
+        bridge.sample(PROMPT)
+    async with GenerationClient("http://server", 1.0, 1, api_key="a-key") as client:
+        await client.generate(PROMPT)
+    paths = ["/bridge/info", "/bridge/pause", "/bridge/resume", "/generate", "/generate"]
+    assert [request.url.path for request in seen] == paths
+    assert {request.headers.get("authorization") for request in seen} == {"Bearer a-key"}
+
+
+@pytest.mark.parametrize(
+    ("url", "authorization"),
+    [
+        ("http://run-api:8000", "Bearer secret"),
+        ("http://me:p%40ss@run-api:8000", "Basic bWU6cEBzcw=="),  # me:p@ss
+    ],
+)
+async def test_requests_have_the_url_the_credentials_and_the_cookies(
+    url: str, authorization: str, seen: list[httpx.Request]
+) -> None:
+    async with AsyncServiceClient("run-api", url + "/base/v1", 1.0, 1.0, token="secret") as client:
+        await client.send("GET", "/status", json={"env_id": 3})
+        await client.send("GET", "/status")
+
+    assert {str(request.url) for request in seen} == {url + "/base/status"}
+    assert {request.headers["authorization"] for request in seen} == {authorization}
+    assert seen[0].content == b'{"env_id":3}'
+    assert [request.headers.get("cookie") for request in seen] == [None, "replica=2"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.unit.env.http_stub import Route
+from tests.support.http_stub import Route
 
 PROMPT = [5, 6, 7]
 
@@ -25,5 +25,9 @@ def generate_answer(texts: list[str], **changes: Any) -> dict[str, Any]:
 
 
 def inference_routes(generate: Route) -> dict[str, Route]:
-    """The routes of a healthy vllm-api-server."""
-    return {"GET /health": lambda _body: (200, {}), "POST /generate": generate}
+    """The routes of a healthy vllm-api-server without shared weights."""
+    return {
+        "GET /health": lambda _body: (200, {}),
+        "GET /bridge/info": lambda _body: (404, {}),
+        "POST /generate": generate,
+    }
