@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,7 @@ def another_value(key: Key) -> Any:
     return 3 if "int" in key.kind_name else 0.25 if "float" in key.kind_name else "other"
 
 
-def by_name(key: Key) -> str:
-    return key.name
+by_name = attrgetter("name")
 
 
 @pytest.mark.parametrize("key", USED, ids=by_name)

@@ -249,8 +249,11 @@ def test_an_evaluation_may_ask_another_server_than_the_rollouts(
         assert stub.bodies("POST /generate")
 
 
+Evaluated = Callable[..., list[dict[str, Any]]]
+
+
 @pytest.fixture
-def evaluated(make_keys: MakeKeys, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+def evaluated(make_keys: MakeKeys, tmp_path: Path) -> Evaluated:
     """The items of the evaluation before the training, then those of the one after it."""
 
     def items(name: str, **options: Any) -> list[dict[str, Any]]:
@@ -262,17 +265,13 @@ def evaluated(make_keys: MakeKeys, tmp_path: Path) -> Callable[..., list[dict[st
     return items
 
 
-def test_evaluations_of_the_same_weights_give_the_same_answers(
-    evaluated: Callable[..., list[dict[str, Any]]],
-) -> None:
+def test_evaluations_of_the_same_weights_give_the_same_answers(evaluated: Evaluated) -> None:
     items = evaluated("run")
     assert items[: len(items) // 2] == items[len(items) // 2 :]
 
 
 @pytest.mark.full
-def test_the_seed_of_an_evaluation_decides_its_answers(
-    evaluated: Callable[..., list[dict[str, Any]]],
-) -> None:
+def test_the_seed_of_an_evaluation_decides_its_answers(evaluated: Evaluated) -> None:
     assert evaluated("a") != evaluated("b", seed_base=1)
     shorter = evaluated("c", max_new_tokens=1)
     assert {length for item in shorter for length in item["lengths"]} == {1}

@@ -173,28 +173,20 @@ def test_of_two_commands_at_once_the_newer_wins_and_a_later_one_finds_it_under_w
     assert server.count("restarts") == restarts + 1
 
 
-def refusals(server: Supervised, served_step: int) -> dict[str, tuple[Path, dict[str, str]]]:
-    """Reason of the refusal → the command's path and other fields."""
-    link = server.weights / "link"
-    link.symlink_to(server.directory)
-    digest = {"sha256": "0" * 64}
-    return {
-        "is not in": (link, digest),
-        "checksum": (server.adapter("other-bytes"), digest),
-        "the adapter has rank 64, but the server accepts at most 16": (
-            server.adapter("large", rank=64),
-            {},
-        ),
-        "not newer than": (server.adapter("old"), {"step": str(served_step)}),
-    }
-
-
 def test_bad_commands_are_refused_with_the_reason_and_change_nothing(lora: Supervised) -> None:
     served, restarts = lora.publish(LOAD), lora.count("restarts")
     version = lora.next_version()
     with Redis.from_url(lora.sender.redis_url) as redis:
         redis.xadd(commands_key(lora.sender.run_id), {b"id": b"\xff"})
-    for reason, (path, other) in refusals(lora, served.step).items():
+    (link := lora.weights / "link").symlink_to(lora.directory)
+    digest, large = {"sha256": "0" * 64}, lora.adapter("large", rank=64)
+    refusals: list[tuple[str, Path, dict[str, str]]] = [
+        ("is not in", link, digest),
+        ("checksum", lora.adapter("other-bytes"), digest),
+        ("the adapter has rank 64, but the server accepts at most 16", large, {}),
+        ("not newer than", lora.adapter("old"), {"step": str(served.step)}),
+    ]
+    for reason, path, other in refusals:
         for action in (LOAD, Action.RESTART_WITH_ADAPTER):
             outcome = lora.sender.ask(action, version, path, **other)
             assert (outcome.state, reason) == (OutcomeState.REFUSED, reason)
