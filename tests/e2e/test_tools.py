@@ -84,7 +84,6 @@ def reader(model: Path) -> Callable[[list[int]], str]:
     return partial(AutoTokenizer.from_pretrained(model).decode, skip_special_tokens=True)
 
 
-@pytest.mark.full
 def test_the_commands_of_the_page_lift_the_accuracy(tmp_path: Path) -> None:
     _, *words = command(PAGE, "grpo_tiny_model", {"tiny-tools": str(tmp_path / "model")})
     subprocess.run([sys.executable, *words], check=True)

@@ -53,7 +53,6 @@ class Commands:
         return f"http://127.0.0.1:{self.ports[name]}"
 
     def of(self, name: str) -> list[str]:
-        """The command line of one process."""
         python = [sys.executable, "-m"]
         return {
             REDIS: self._redis,

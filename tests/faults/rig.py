@@ -198,7 +198,6 @@ class Rig:
         return whole_lines(self.checkpoints / JOURNAL)
 
     def server_status(self) -> dict[str, Any]:
-        """The supervisor's status."""
         return _answer(f"{self._commands.url('health-of-server')}/status")
 
     def bridge_info(self) -> dict[str, Any]:

@@ -50,7 +50,6 @@ class AttachedTrainer:
         return probe_tokens(self.policy.config.vocab_size)
 
     def step(self, step: int) -> Published:
-        """One whole update."""
         self.gather_gradient(step)
         self.optimizer.step(step)
         return self.sync.publish(self.optimizer, step + 1)

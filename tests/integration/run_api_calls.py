@@ -106,7 +106,6 @@ class ApiClient(httpx.Client):
         return answer
 
     def lease(self, trainer: int, after: int = 0, **more: float) -> httpx.Response:
-        """Lease the batch after `after`."""
         return self.get("/batch", params={"trainer": trainer, "after": after, **more})
 
     def acknowledge(self, trainer: int, batch_id: int) -> httpx.Response:

@@ -69,7 +69,6 @@ class GroupMaker:
 
 
 def digest(group: ScoredGroup) -> str:
-    """Digest of a group's tokens."""
     return _digest(json.dumps(group.tokens))
 
 
