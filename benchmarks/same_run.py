@@ -32,7 +32,7 @@ from grpo_core.process import ManagedProcess
 from grpo_core.redis.server import answers_ping, bundled_redis, redis_command
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.run_api import Registration
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from grpo_tiny_model.model import ensure_tiny_model
 
 STEPS = 20
@@ -220,7 +220,7 @@ def run(case: Case, model: Path, groups: list[dict[str, Any]], directory: Path) 
 def run_offline(model: Path, directory: Path) -> dict[str, Any]:
     """What a run of `grpo-offline` computed."""
     ids = (f"model.train_id={model}", f"model.ref_id={model}", f"hydra.run.dir={directory}/run")
-    words = [sys.executable, "-m", "grpo_offline", *ids, *OFFLINE_KEYS]
+    words = [sys.executable, "-m", "grpo_runs.offline", *ids, *OFFLINE_KEYS]
     with running("offline", words, directory, lambda: True) as process:
         if process.wait(DEADLINE_S):
             raise SystemExit(f"grpo-offline failed:\n{process.log_tail(40)}")

@@ -3,8 +3,8 @@
 `python src/grpo.py --help` describes every key.
 """
 
-from grpo_offline.recipe.data import DatasetConfig, DatasetMixtureConfig
-from grpo_offline.recipe.reading import (
+from grpo_runs.recipe.data import DatasetConfig, DatasetMixtureConfig
+from grpo_runs.recipe.reading import (
     Configs,
     GRPOConfig,
     ModelConfig,

@@ -3,7 +3,7 @@ docs/how-to/training-guide.md"""
 
 import rewards  # noqa: F401 - registers the rewards that recipes name
 
-from grpo_offline.recipe.main import main
+from grpo_runs.recipe.main import main
 
 if __name__ == "__main__":
     main("maxent")

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from grpo_core.process import ManagedProcess
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 
 START_DEADLINE_S = 300.0
 POLICY = "policy"

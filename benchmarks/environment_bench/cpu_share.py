@@ -36,7 +36,7 @@ def cpu_shares(steps: int, flags: Sequence[str] = ()) -> Reading:
         run = Path(directory) / "run"
         words = ["--steps", str(steps), "--run-dir", str(run), "--eval-every", "0", *flags]
         with subprocess.Popen(
-            [sys.executable, "-m", "grpo_local", *words], stdout=subprocess.DEVNULL
+            [sys.executable, "-m", "grpo_runs", *words], stdout=subprocess.DEVNULL
         ) as demo:
             metrics = run / "metrics.jsonl"
             first = _after_step(demo, metrics, WARM_UP_STEPS)

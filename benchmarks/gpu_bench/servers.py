@@ -34,7 +34,7 @@ from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import GrpoError
 from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 
 STANDARD_DEVIATION = 0.02
 """Of every matrix, as transformers initialises them."""

@@ -17,7 +17,7 @@ from benchmarks.run_api_bench.errors import ApiBenchmarkFailed
 from benchmarks.run_api_bench.process_tree import cpu_seconds, rss_bytes
 from benchmarks.run_api_bench.settings import SystemName
 from grpo_core.process import ManagedProcess
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from tests.compat.upstream_install import ensure_upstream
 from tests.support.redis_server import start_redis
 

@@ -13,7 +13,7 @@ from typing import Any
 
 def demo_records(flags: Sequence[str]) -> list[dict[str, Any]]:
     """The metrics of each step. Raises `CalledProcessError` if the run failed."""
-    command = [sys.executable, "-m", "grpo_local", *flags]
+    command = [sys.executable, "-m", "grpo_runs", *flags]
     with tempfile.TemporaryDirectory() as directory:
         subprocess.run(command, cwd=directory, check=True, stdout=subprocess.DEVNULL)
         metrics = Path(directory) / "runs" / "latest" / "metrics.jsonl"

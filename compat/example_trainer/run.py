@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_local.__main__ import run
+from grpo_runs.__main__ import run
 
 if __name__ == "__main__":
     run()

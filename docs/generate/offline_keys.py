@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from docs.generate.markdown import table
-from grpo_offline.keys import OfflineKeys
+from grpo_runs.offline.keys import OfflineKeys
 
 
 def keys() -> str:

@@ -14,12 +14,12 @@ from grpo_core.settings.options import Option, options_of
 _MODULES = {
     "env-server": "grpo_env.settings",
     "grpo": "grpo_trainer.config.cli",
-    "grpo-compare": "grpo_local.settings",
-    "grpo-demo": "grpo_local.settings",
-    "grpo-eval": "grpo_local.settings",
-    "grpo-report": "grpo_local.settings",
-    "grpo-rollouts": "grpo_local.settings",
-    "grpo-run": "grpo_local.settings",
+    "grpo-compare": "grpo_runs.settings",
+    "grpo-demo": "grpo_runs.settings",
+    "grpo-eval": "grpo_runs.settings",
+    "grpo-report": "grpo_runs.settings",
+    "grpo-rollouts": "grpo_runs.settings",
+    "grpo-run": "grpo_runs.settings",
     "run-api": "grpo_api.settings",
     "vllm-api-server": "grpo_vllm.settings",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from docs.generate.markdown import table
-from grpo_offline.recipe.keys import KEYS
+from grpo_runs.recipe.keys import KEYS
 
 _HEAD = {"used": "Sets", "without-effect": "Reason", "refused": "Reason"}
 

@@ -14,8 +14,7 @@ PACKAGES = {
     "grpo_api": "services/run-api",
     "grpo_trainer": "services/trainer",
     "grpo_vllm": "services/vllm-server",
-    "grpo_local": "services/local",
-    "grpo_offline": "services/offline",
+    "grpo_runs": "services/runs",
     "grpo_tiny_model": "tiny-model",
 }
 """In the order of the data's way: prompt → rollout → scored group → batch → update → weights."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from grpo_api.settings import RunApiSettings
 from grpo_core.settings import CommandSettings, load_settings
 from grpo_env.settings import EnvServerSettings
-from grpo_local.settings import CompareSettings, RunSettings
+from grpo_runs.settings import CompareSettings, RunSettings
 from grpo_trainer.config.cli import CommandLine
 from grpo_vllm.settings import ServerSettings
 from tests.compat import reference_commands as reference

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.process import ManagedProcess
-from grpo_local.services import child_environment
+from grpo_runs.services import child_environment
 from tests.compat.upstream_install import Upstream
 from tests.compat.upstream_processes import installed
 from tests.e2e.demo_run import NOISE, accuracy_of, load_model

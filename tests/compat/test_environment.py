@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from grpo_core.process import ManagedProcess
-from grpo_local.services import child_environment
+from grpo_runs.services import child_environment
 from tests.compat.upstream_install import Upstream
 from tests.compat.upstream_processes import MAX_TOKEN_LENGTH, left_in_session_of, start_environment
 from tests.fixtures.inference import InferenceServer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from tests.compat import reference_commands as reference
 from tests.compat.reference_commands import NOT_OURS, commands, outcome
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from grpo_core.process import ManagedProcess
-from grpo_local.services import child_environment
+from grpo_runs.services import child_environment
 from tests.compat.upstream_install import PINS, NoPackageIndex, Upstream, ensure_upstream
 from tests.fixtures.inference import InferenceServer
 from tests.support.wait import wait_for

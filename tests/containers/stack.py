@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from tests.support.wait import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -28,7 +28,7 @@ PACKAGES = {
     f"grpo-environment:{TAG}": {"grpo-core", "grpo-environment"},
     f"grpo-vllm-server:{TAG}-cpu": {"grpo-core", "grpo-vllm-server"},
     f"grpo-trainer:{TAG}-cpu": {"grpo-core", "grpo-tiny-model", "grpo-trainer"},
-    f"grpo-single:{TAG}-cpu": {"grpo-core", "grpo-vllm-server", "grpo-trainer", "grpo-local"},
+    f"grpo-single:{TAG}-cpu": {"grpo-core", "grpo-vllm-server", "grpo-trainer", "grpo-runs"},
 }
 LOOK_INSIDE = """
 import grpo_core, importlib.metadata, json, os, pathlib, sys

@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import httpx
 import pytest
 
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from tests.containers.stack import ROOT, TEST_WITHIN_S, Done, docker, run
 from tests.containers.test_images import inside
 from tests.support.wait import wait_for

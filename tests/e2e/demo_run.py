@@ -15,7 +15,7 @@ import psutil
 
 from grpo_core.evaluation.results import EvalResult, read_results
 from grpo_core.weights.supervisor import SupervisorStatus
-from grpo_local.modes import Mode
+from grpo_runs.modes import Mode
 from tests.support.pages import ROOT, command
 
 DEADLINE_S = 1800
@@ -82,9 +82,9 @@ def _standard_output(pid: int) -> Path:
 
 
 def run_local(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of grpo_local in the repository's root to its end."""
+    """Run a command of grpo_runs in the repository's root to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "grpo_local", *words],
+        [sys.executable, "-m", "grpo_runs", *words],
         cwd=ROOT,
         capture_output=True,
         text=True,

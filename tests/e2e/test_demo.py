@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_local.modes import MODES
+from grpo_runs.modes import MODES
 from tests.e2e.conftest import SHORT_STEPS
 from tests.e2e.demo_run import DEADLINE_S, NOISE, ModeRun, accuracy_of, load_model, run_demo
 

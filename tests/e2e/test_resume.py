@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_local.run_directory import RunDirectory
+from grpo_runs.run_directory import RunDirectory
 from tests.e2e.demo_run import DEADLINE_S, NOISE, run_demo
 from tests.support.wait import wait_for
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(3 * DEADLINE_S)]
 
 def stop_after(steps: int, run: RunDirectory, *flags: str) -> None:
     """Start the demo and stop it with SIGTERM once it has taken some steps."""
-    command = [sys.executable, "-m", "grpo_local", "--run-dir", str(run.path), *flags]
+    command = [sys.executable, "-m", "grpo_runs", "--run-dir", str(run.path), *flags]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as demo:
         wait_for(lambda: (run.newest_checkpoint_step() or 0) >= steps, deadline_s=DEADLINE_S)
         demo.send_signal(signal.SIGTERM)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_core.redis.server import bundled_redis, redis_command
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from tests.fixtures.inference import SMALL
 from tests.support.preloaded import MODULE as PRELOADED
 from tests.support.preloaded import VARIABLE as FORK_SOCKET

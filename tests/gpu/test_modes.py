@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from grpo_local.modes import MODES
+from grpo_runs.modes import MODES
 from tests.e2e.demo_run import ModeRun, run_demo
 from tests.fixtures.inference import FLOAT32_NOISE
 

@@ -18,7 +18,7 @@ import torch
 
 from grpo_core.clients.inference import GenerateAnswer
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from grpo_trainer.model.logprobs import probe_tokens
 from tests.fixtures.inference import (
     FLOAT32_NOISE,

@@ -13,7 +13,7 @@ import torch
 
 from grpo_core.clients.inference import BridgeClient, GenerateAnswer
 from grpo_core.weights.shared_memory import TensorRegion
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from grpo_tiny_model.model import build_model, build_tokenizer
 from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.errors import MovedParameters, PolicyMismatch, ServedWeightsDiffer

@@ -14,7 +14,7 @@ import pytest
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.process import ManagedProcess
 from grpo_core.wire.run_api import Registration
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from tests.fixtures.run_api import start_run_api
 from tests.integration.run_api_calls import REGISTRATION
 from tests.support.canned import generate_answer, inference_routes

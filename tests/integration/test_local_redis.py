@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from grpo_core.redis import server
 from grpo_core.redis.server import LocalRedis, RedisNotStarted
 from grpo_core.redis.url import redis_password, with_password
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from tests.support.redis_server import start_redis
 from tests.support.wait import wait_for
 

@@ -15,7 +15,7 @@ import redis
 from grpo_api.errors import StoreUnavailable
 from grpo_api.store.redis import RedisLink
 from grpo_core.redis.connection import AsyncRedisConnection, RedisConnection
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from tests.support.redis_server import start_redis
 from tests.support.wait import DEADLINE_S, wait_for
 

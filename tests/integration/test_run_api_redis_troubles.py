@@ -26,7 +26,7 @@ from grpo_api.store.redis import RedisLink, check_redis, watch_disk
 from grpo_api.store.run import RunStore
 from grpo_core.redis.server import LocalRedis
 from grpo_core.redis.url import redis_password
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from tests.fixtures.run_api import RUN_ID, start_run_api
 from tests.integration.conftest import forget_env_ids
 from tests.integration.run_api_calls import ApiClient, bulky, group, leased

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from grpo_core.redis.keys import run_prefix, served_weights_key
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from grpo_vllm.supervisor import ownership
 from grpo_vllm.supervisor.ownership import RunOwner, ServerExists
 from grpo_vllm.weights import served_store

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from grpo_offline.results import evaluations, train_records
-from grpo_offline.run_files import RunFiles
+from grpo_runs.offline.results import evaluations, train_records
+from grpo_runs.offline.run_files import RunFiles
 from tests.fixtures.file_sync import HandedOffServer
 from tests.fixtures.inference import InferenceServer
 

@@ -20,9 +20,9 @@ from statistics import fmean
 import psutil
 import pytest
 
-from grpo_local.process.ports import free_port
-from grpo_offline.results import train_records
-from grpo_offline.run_files import RunFiles
+from grpo_runs.offline.results import train_records
+from grpo_runs.offline.run_files import RunFiles
+from grpo_runs.process.ports import free_port
 from tests.support.wait import wait_for
 
 pytestmark = [pytest.mark.offline, pytest.mark.timeout(1800)]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from grpo_core.evaluation.tables import compare
-from grpo_local.run_directory import RunDirectory
+from grpo_runs.run_directory import RunDirectory
 from tests.e2e.demo_run import DEADLINE_S, DemoRun, run_demo
 from tests.support.wait import wait_for
 
@@ -93,7 +93,7 @@ def test_a_killed_run_goes_on_and_ends_as_any_other(mode: str, tmp_path: Path) -
 def kill_after(steps: int, run: RunDirectory, *flags: str) -> None:
     """Start the demo, and end it with SIGKILL once it has taken some steps. Its services end with
     it."""
-    command = [sys.executable, "-m", "grpo_local", "--run-dir", str(run.path), *flags]
+    command = [sys.executable, "-m", "grpo_runs", "--run-dir", str(run.path), *flags]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as demo:
         wait_for(lambda: (run.newest_checkpoint_step() or 0) >= steps, deadline_s=DEADLINE_S)
         demo.send_signal(signal.SIGKILL)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.run_api_bench.results_file import replace_section
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from tests.fixtures.inference import FILE_DTYPE, start_inference, stop_inference
 from tests.fixtures.run_api import start_run_api
 from tests.silent_faults import against_trl
@@ -118,7 +118,7 @@ def healthy(subject: Subject, mode: str, steps: int) -> str:
     """Train without any fault; returns a line with the trainer's warnings."""
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory) / "run"
-        command = [sys.executable, "-m", "grpo_local", "--mode", mode, "--steps", str(steps)]
+        command = [sys.executable, "-m", "grpo_runs", "--mode", mode, "--steps", str(steps)]
         command += ["--run-dir", str(run), "--dtype", subject.dtype]
         command += subject.demo or OF_TINY_MODEL[mode]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

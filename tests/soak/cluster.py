@@ -28,7 +28,7 @@ from grpo_core.closing import ClosesOnExit
 from grpo_core.process import ManagedProcess, describe_exit
 from grpo_core.redis.server import answers_ping, bundled_redis, redis_command
 from grpo_core.wire.run_api import RunStatus
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from tests.fixtures.health import is_healthy
 from tests.soak import environment, trainer
 from tests.soak.hits import APIS, ENVIRONMENTS, REDIS, TRAINER, Hit, Moment

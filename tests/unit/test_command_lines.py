@@ -15,9 +15,9 @@ from grpo_core.settings import CommandSettings, load_settings
 from grpo_core.settings.options import options_of
 from grpo_core.settings.sources import Arguments
 from grpo_env.settings import EnvServerSettings
-from grpo_local.modes import MODES
-from grpo_local.process.ports import free_port
-from grpo_local.settings import (
+from grpo_runs.modes import MODES
+from grpo_runs.process.ports import free_port
+from grpo_runs.settings import (
     CompareSettings,
     DemoSettings,
     EvalSettings,
@@ -47,7 +47,7 @@ COMMANDS: dict[type[CommandSettings], list[str]] = {
     ],
     RunSettings: [f"--model m {REDIS}"],
     CompareSettings: [""],
-    EvalSettings: [],  # a dry run needs env-server: tests/unit/local/commands/test_evaluate.py
+    EvalSettings: [],  # a dry run needs env-server: tests/unit/runs/commands/test_evaluate.py
     ReportSettings: [f"{DIRECTORY}", f"{DIRECTORY} --output page.html --open"],
     RolloutsSettings: [],  # needs the directory of a run
 }

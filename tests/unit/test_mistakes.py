@@ -13,9 +13,9 @@ import pytest
 
 from grpo_api.__main__ import main as run_api
 from grpo_env.__main__ import main as env_server
-from grpo_local.__main__ import compare, evaluate, report
-from grpo_local.__main__ import main as demo
-from grpo_local.__main__ import run as grpo_run
+from grpo_runs.__main__ import compare, evaluate, report
+from grpo_runs.__main__ import main as demo
+from grpo_runs.__main__ import run as grpo_run
 from grpo_tiny_model.__main__ import main as tiny_model
 from grpo_trainer.__main__ import main as grpo
 from grpo_vllm.__main__ import main as vllm_api_server

@@ -16,7 +16,7 @@ from grpo_core.settings import (
     without_secrets,
 )
 from grpo_core.settings.machine import SMOLLM2, unusable_model
-from grpo_local.settings import CompareSettings, RunSettings
+from grpo_runs.settings import CompareSettings, RunSettings
 from grpo_trainer.config.cli import CommandLine
 from grpo_vllm.settings import ServerSettings
 from tests.unit.conftest import Refused

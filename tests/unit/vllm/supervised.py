@@ -21,7 +21,7 @@ from grpo_core.redis.keys import served_weights_key
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_CONFIG
 from grpo_core.weights.supervisor import Action, OutcomeState
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from tests.fixtures.command_sender import Sender
 from tests.unit.vllm.stub_engine import DIRECTORY
 

@@ -24,7 +24,7 @@ from grpo_core.weights.supervisor import (
     commands_key,
 )
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from grpo_trainer.errors import GrpoError, LostServer, NotPublished, WeightsRefused
 from grpo_trainer.weight_sync import supervisor as supervisor_commands
 from grpo_trainer.weight_sync.supervisor import Publisher, ServerMonitor

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from grpo_local.process.ports import free_port
+from grpo_runs.process.ports import free_port
 from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import GrpoError, MissingPackage, NoInferenceServer, NoSuchDevice

@@ -1,0 +1,128 @@
+"""Entry points: each command parses its options, then imports the rest.
+
+`python -m grpo_runs` is `grpo-demo`, and `python -m grpo_runs run` is `grpo-run`. The words
+`compare`, `evaluate`, `rollouts` and `report` after `python -m grpo_runs` are `grpo-compare`,
+`grpo-eval`, `grpo-rollouts` and `grpo-report`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+from grpo_core.settings import EXIT_USAGE, CommandSettings, load_settings
+from grpo_runs.run_directory import RunDirectory
+from grpo_runs.settings import (
+    CompareSettings,
+    DemoSettings,
+    EvalSettings,
+    ReportSettings,
+    RolloutsSettings,
+    RunSettings,
+)
+
+
+def main() -> None:
+    """`grpo-demo`"""
+    settings = load_settings(
+        DemoSettings,
+        with_config_of_resumed_run(sys.argv[1:]),
+        at_start=True,
+        dry_run_notes=command_lines_of_services,
+    )
+    _run(settings, "demo", "run_demo")
+
+
+def run() -> None:
+    """`grpo-run`"""
+    _run(load_settings(RunSettings, sys.argv[1:], at_start=True), "run", "run_together")
+
+
+def compare() -> None:
+    """`grpo-compare`"""
+    settings = load_settings(CompareSettings, sys.argv[1:], at_start=True)
+    _run(settings, "compare_modes", "compare_modes")
+
+
+def evaluate() -> None:
+    """`grpo-eval`"""
+    _run(load_settings(EvalSettings, sys.argv[1:], at_start=True), "evaluate", "evaluate_models")
+
+
+def report() -> None:
+    """`grpo-report`"""
+    _run(load_settings(ReportSettings, sys.argv[1:], at_start=True), "rollouts", "report")
+
+
+def rollouts() -> None:
+    """`grpo-rollouts`"""
+    settings = load_settings(RolloutsSettings, sys.argv[1:], at_start=True)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a policy says what not every locale can show
+        sys.stdout.reconfigure(errors="backslashreplace")
+    _run(settings, "rollouts", "show_rollouts")
+
+
+def _run(settings: CommandSettings, module: str, function: str) -> NoReturn:
+    """Import a module of commands only now, so that `--help` and a mistake answer at once."""
+    command = import_module(f"grpo_runs.commands.{module}")
+    from grpo_runs.screen import Screen
+
+    raise SystemExit(getattr(command, function)(settings, Screen()))
+
+
+def command_lines_of_services(settings: DemoSettings) -> Iterator[str]:
+    from grpo_runs.services import command_lines
+
+    yield "Command lines of the services. Each run chooses its own ports:"
+    yield from command_lines(settings)
+
+
+def with_config_of_resumed_run(
+    words: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> list[str]:
+    """Add `--config` with the configuration of the run that `--resume` names."""
+    named = _value_of("--resume", words) or environment.get("GRPO_DEMO_RESUME")
+    if not named or {"-h", "--help", "--version"}.intersection(words):
+        return list(words)
+    config = RunDirectory.of(Path(named).expanduser()).config
+    if _value_of("--config", words):
+        _refuse("--config: --resume reads the configuration of the run; omit --config or --resume")
+    if not config.is_file():
+        _refuse(
+            f"--resume {named}: this directory has no {config.name}; name the directory of a run"
+        )
+    return ["--config", str(config), *words]
+
+
+def _value_of(option: str, words: Sequence[str]) -> str | None:
+    """The last value of an option."""
+    found = None
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        if word == option and not following.startswith("--"):
+            found = following
+        elif word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def _refuse(message: str) -> None:
+    sys.stderr.write(f"grpo-demo: {message}\n")
+    raise SystemExit(EXIT_USAGE)
+
+
+if __name__ == "__main__":
+    commands = {
+        "run": run,
+        "compare": compare,
+        "evaluate": evaluate,
+        "report": report,
+        "rollouts": rollouts,
+    }
+    if named := commands.get("".join(sys.argv[1:2])):
+        del sys.argv[1]
+    (named or main)()

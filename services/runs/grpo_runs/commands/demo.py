@@ -1,0 +1,324 @@
+"""`grpo-demo`: a whole training run on this machine, from start to summary."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_core.errors import GrpoError
+from grpo_core.process import ManagedProcess, ProcessFailed
+from grpo_core.redis.url import redis_password, with_password
+from grpo_core.security import plain
+from grpo_core.settings import resolved_yaml
+from grpo_core.settings.machine import SMOLLM2
+from grpo_core.weights.supervisor import SupervisorClient
+from grpo_runs.defaults import RunSizes
+from grpo_runs.modes import HandOff, Mode
+from grpo_runs.process.health import HealthProbe
+from grpo_runs.process.ports import free_port
+from grpo_runs.process.stack import MemoryPeaks, Stack, StopRequest, StopRequested, start_on_screen
+from grpo_runs.report.evaluations import (
+    EvaluationsFile,
+    evaluation_line,
+    few_items_warning,
+    lift_text,
+)
+from grpo_runs.report.metrics_file import GrowingFile, MetricsFile, StepRecord, trim_records
+from grpo_runs.report.step_table import (
+    HEADER_EVERY_STEPS,
+    flat_start_hint,
+    header_lines,
+    legend_lines,
+    step_line,
+)
+from grpo_runs.report.summary import (
+    BenchmarkFacts,
+    RunFacts,
+    closing_lines,
+    counted,
+    read_record,
+    summarise,
+    summary_lines,
+)
+from grpo_runs.run_directory import RunDirectory, create_run_directory
+from grpo_runs.screen import Screen
+from grpo_runs.services import (
+    MODEL_PATH_FILE,
+    ServiceFactory,
+    model_job,
+    redis_url,
+    weights_socket_path,
+)
+from grpo_runs.settings import DemoSettings
+
+FOLLOW_POLL_S = 0.2
+REDIS_DEADLINE_S = 5.0
+SAVE_GRACE_S = 120.0
+"""After a stop signal, for the end of a step and a checkpoint."""
+COMPLETE = "run.completed"
+"""The event that an environment logs when it ends as it should."""
+INDENT = 9 * " "
+
+
+class NoTrainingStep(GrpoError):
+    """All processes are running, but the trainer finished no step within `--step-deadline-s`."""
+
+
+def run_demo(settings: DemoSettings, screen: Screen) -> int:
+    """Run it all; returns the exit status: 0, 1 after a failure, 128 + n after signal n."""
+    with StopRequest() as stop_request, contextlib.ExitStack() as held:
+        try:
+            run = (
+                create_run_directory(settings.run_dir, settings.seed)
+                if settings.resume is None
+                else RunDirectory.of(settings.resume)
+            )
+            held.enter_context(run.hold())
+        except GrpoError as error:
+            return screen.failed(error)
+        if settings.resume is None:
+            run.write_config(resolved_yaml(settings.command, settings.resolved()))
+        try:
+            _train_and_report(settings, run, screen, stop_request)
+        except StopRequested as stopped:
+            screen.failure(f"{stopped}; every process of this run has ended")
+            status = stopped.exit_status
+        except GrpoError as error:
+            status = screen.failed(error)
+        else:
+            return 0
+        screen.advice(_after_a_failure(run))
+        return status
+
+
+def _command() -> str:
+    """The command as the user can type it again."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "grpo-demo" else "python -m grpo_runs"
+
+
+def _after_a_failure(run: RunDirectory) -> list[str]:
+    lines = [f"logs of all services: {run.logs}"]
+    saved, taken = run.newest_checkpoint_step(), len(GrowingFile(run.metrics).new_lines())
+    if saved is not None:
+        repeated = f" (repeats {counted(taken - saved, 'step')})" if taken > saved else ""
+        lines.append(f"to continue this run: {_command()} --resume {run.path}{repeated}")
+    return lines
+
+
+def _train_and_report(
+    settings: DemoSettings, run: RunDirectory, screen: Screen, stop_request: StopRequest
+) -> None:
+    started = time.monotonic()
+    records: list[StepRecord] = []
+    if settings.resume:  # the steps after the newest checkpoint are repeated
+        records = trim_records(run.metrics, run.newest_checkpoint_step() or 0)
+    screen.lines(opening_lines(settings, run, len(records)))
+    memory, evaluations = MemoryPeaks(), EvaluationsFile(run.evaluations)
+    evaluations.read_new()  # those of the run that is resumed
+    with (
+        tempfile.TemporaryDirectory(prefix="grpo-") as temporary,
+        HealthProbe(plain(settings.run_api_token)) as probe,
+        Stack(run.logs, stop_request, memory.watch) as stack,
+    ):
+        factory = ServiceFactory(settings, run, probe)
+        try:
+            hand_off = start_services(factory, stack, screen, weights_socket_path(Path(temporary)))
+            if settings.resume:  # not earlier, so that a failed start leaves the old one
+                run.write_config(resolved_yaml(settings.command, settings.resolved()))
+            names = [factory.environment_name(task) for task in settings.task]
+            training_started = time.monotonic()
+            records += follow_training(
+                stack,
+                run,
+                settings.sizes,
+                settings.weight_mode,
+                screen,
+                len(records),
+                evaluations,
+                names,
+            )
+            training_s = time.monotonic() - training_started
+            if settings.evaluates_every:
+                wait_for_evaluations(stack, names, settings.sizes, screen)
+                show_evaluations(evaluations, screen)
+            with SupervisorClient(
+                hand_off.redis_url, hand_off.run_id, REDIS_DEADLINE_S
+            ) as supervisor:
+                status = supervisor.status_for_report()
+        except StopRequested:
+            with screen.activity("finishing the step and saving it; Ctrl-C again stops at once"):
+                stack.stop_in_time("trainer", SAVE_GRACE_S)
+            raise
+        finally:
+            with screen.activity("stopping all services"):
+                stack.stop()
+    with screen.activity("drawing the reward plot"):
+        from grpo_runs.report.plots import draw_reward_curve
+
+        title = f"GRPO on {' and '.join(settings.task)}, seed {settings.seed}"
+        draw_reward_curve(records, title, run.reward_plot)
+    benchmark = run.checkpoints / "benchmark.json"
+    facts = RunFacts(
+        mode=settings.mode,
+        seed=settings.seed,
+        summary=summarise(records, time.monotonic() - started, training_s),
+        benchmark=read_record(BenchmarkFacts, benchmark) if benchmark.exists() else None,
+        server=status,
+        peak_bytes=memory.peak_bytes,
+    )
+    run.summary.write_text(facts.model_dump_json(indent=2) + "\n")
+    if settings.report:  # the page shows facts of the summary
+        with screen.activity("writing the page with the rollouts"):
+            from grpo_runs.report.page import write_report
+
+            write_report(run)
+    screen.line("")
+    lifts = [lift_text(*lift) for lift in evaluations.lifts()]
+    screen.lines(summary_lines(facts.summary, facts.publication, lifts), "bold")
+    more = f"{_command()} --resume {run.path} --steps {2 * settings.sizes.steps}"
+    screen.lines(closing_lines(run, settings.weight_mode, more, settings.report))
+    few = [few_items_warning(task, items) for task, _, items in evaluations.lifts()]
+    for warning in (facts.crash_warning(run.server_log), *few):
+        if warning is not None:
+            screen.warning(warning)
+
+
+def opening_lines(settings: DemoSettings, run: RunDirectory, done: int) -> list[str]:
+    """Args: done: steps of a run that is resumed"""
+    sizes, mode = settings.sizes, settings.weight_mode
+    steps = f"steps {done + 1} to {sizes.steps}" if done else counted(sizes.steps, "training step")
+    model = settings.model or "a tiny model"
+    interval = mode.publish_every_steps(sizes.vllm_restart_interval, settings.adapter_sync_interval)
+    return [
+        f"GRPO on {' and '.join(settings.task)} with {model}: {steps}",
+        f"mode {mode.name}: {mode.publication(interval)}",
+        f"files of this run: {run.path}",
+    ]
+
+
+def start_services(
+    factory: ServiceFactory, stack: Stack, screen: Screen, weights_socket: Path
+) -> HandOff:
+    """Start the services, each on a port of its own, and wait until all are ready.
+
+    Most of a start is importing, and services that need each other wait: so they start side by
+    side.
+
+    Raises:
+        ProcessFailed: one of them did not become ready.
+        StopRequested: a stop signal arrived.
+    """
+    settings, run = factory.settings, factory.run
+    redis_port, api_port, vllm_port = free_port(), free_port(), free_port()
+    url = with_password(redis_url(redis_port), redis_password(run.redis))
+    hand_off = settings.hand_off(url, run, weights_socket)
+    hand_off.make_directories()
+    path_file, jobs = run.path / MODEL_PATH_FILE, []
+    if settings.model in (None, SMOLLM2):
+        threads, within_s = 2 * settings.compute_threads, settings.model_deadline_s
+        jobs = [model_job(settings.model, path_file, threads, within_s)]
+    start_on_screen(stack, [factory.redis(redis_port), *jobs], screen)
+    model = path_file.read_text().strip() if jobs else str(settings.model)
+    services = [
+        factory.run_api(api_port, hand_off),
+        factory.vllm_server(vllm_port, model, hand_off),
+        factory.trainer(model, api_port, vllm_port, hand_off),
+        *(factory.environment(task, model, api_port, vllm_port) for task in settings.task),
+    ]
+    start_on_screen(stack, services, screen)
+    return hand_off
+
+
+def follow_training(
+    stack: Stack,
+    run: RunDirectory,
+    sizes: RunSizes,
+    mode: Mode,
+    screen: Screen,
+    done: int = 0,
+    evaluations: EvaluationsFile | None = None,
+    environments: Sequence[str] = (),
+) -> list[StepRecord]:
+    """Show every step until the trainer has ended; returns the records of the steps shown.
+
+    Args:
+        done: steps that are in the metrics file already
+        environments: names of their processes
+    Raises:
+        ProcessFailed: a process failed, the trainer ended before its last step, or an environment
+            before the run was complete.
+        NoTrainingStep: `step_deadline_s` passed without a step.
+        ProtocolViolation: the metrics file breaks its contract.
+        StopRequested: a stop signal arrived.
+    """
+    metrics = MetricsFile(run.metrics)
+    records: list[StepRecord] = []
+    trainer = stack.process("trainer")
+    last_step_at = time.monotonic()
+    screen.lines(legend_lines(), style="dim")
+    while True:
+        finished = trainer.exit_code == 0  # read before the file, which is then complete
+        if evaluations is not None and show_evaluations(evaluations, screen):
+            last_step_at = time.monotonic()
+        for record in metrics.read_new():
+            if record.step <= done:
+                continue
+            if len(records) % HEADER_EVERY_STEPS == 0:
+                screen.lines(header_lines(), style="bold")
+            screen.line(step_line(record))
+            records.append(record)
+            last_step_at = time.monotonic()
+            if not done and (hint := flat_start_hint(records, sizes.lr)):
+                screen.line(f"{INDENT}{hint}", style="dim")
+            if news := mode.news(record.step, record.sync_s):
+                screen.line(f"{INDENT}{news}", style="dim")
+        if finished:
+            if done + len(records) >= sizes.steps:
+                return records
+            raise ProcessFailed(
+                f"the trainer ended with status 0 after {done + len(records)} of {sizes.steps} "
+                f"steps; see {trainer.log_path}\n{trainer.log_tail()}"
+            )
+        for name in environments:
+            _require_unended_or_complete(stack.process(name))
+        if time.monotonic() - last_step_at > sizes.step_deadline_s:
+            raise NoTrainingStep(
+                f"no training step ended within {sizes.step_deadline_s:g} s, after "
+                f"{done + len(records)} of {sizes.steps} steps; see {trainer.log_path} and the "
+                f"logs of the other services, or raise --step-deadline-s\n{trainer.log_tail()}"
+            )
+        stack.sleep(FOLLOW_POLL_S)
+
+
+def _require_unended_or_complete(environment: ManagedProcess) -> None:
+    """The code of a task may end its process, with status 0."""
+    if environment.exit_code == 0 and COMPLETE not in environment.log_text():
+        raise ProcessFailed(
+            f"{environment.name} ended with status 0 before the run was complete; see "
+            f"{environment.log_path}\n{environment.log_tail()}"
+        )
+
+
+def show_evaluations(evaluations: EvaluationsFile, screen: Screen) -> bool:
+    """Show evaluations that are new; returns whether there were any."""
+    new = evaluations.read_new()
+    screen.lines([INDENT + evaluation_line(summary) for summary in new], "bold")
+    return bool(new)
+
+
+def wait_for_evaluations(
+    stack: Stack, environments: Sequence[str], sizes: RunSizes, screen: Screen
+) -> None:
+    """Wait until the environments have evaluated the policy of the last step and ended. They may
+    take as long as a step; a run whose last evaluation takes longer ends without it."""
+    started = time.monotonic()
+    with screen.activity("evaluating the trained policy"):
+        while any(stack.process(name).exit_code is None for name in environments):
+            if time.monotonic() - started > sizes.step_deadline_s:
+                return
+            stack.sleep(FOLLOW_POLL_S)

@@ -1,0 +1,243 @@
+"""`grpo-eval`: evaluates a model, and the one to compare it with, on the test items of tasks."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from grpo_core.clients.service import ServiceClient
+from grpo_core.errors import GrpoError
+from grpo_core.evaluation.results import EvalResult, read_results, save
+from grpo_core.evaluation.tables import compare, comparison_lines, table_lines
+from grpo_core.process import describe_exit
+from grpo_core.security import plain
+from grpo_core.settings.machine import SMOLLM2
+from grpo_runs.models import EvaluatedModel, adapter_flags, by_server
+from grpo_runs.process.health import HealthProbe
+from grpo_runs.process.ports import free_port
+from grpo_runs.process.stack import Service, Stack, StopRequest, StopRequested, start_on_screen
+from grpo_runs.report.metrics_file import GrowingFile
+from grpo_runs.report.summary import counted
+from grpo_runs.screen import Screen
+from grpo_runs.service_options import ENV, MODULES, service_words
+from grpo_runs.services import child_environment, inference_server, make_smollm2, module, url
+from grpo_runs.settings import EvalSettings
+
+ADAPTER_DEADLINE_S = 300.0
+BASELINE = "baseline"
+LOGS = "logs"
+MODELS = ("model", "baseline", "base_model")
+"""Options that name a model."""
+MAKES_ITS_DATA = frozenset({"arithmetic"})
+"""Tasks without a data set. The default of other tasks may be on the hub."""
+_PROG = "env-server: "
+"""Begins the line in which env-server names its failure."""
+
+PROGRESS = "evaluation.progress"
+"""An event in the log of env-server."""
+_FIELD = re.compile(r"(done|items|left_s)=(\d+)")
+
+Results = dict[EvaluatedModel, dict[str, EvalResult]]
+"""By model and task."""
+
+
+class EvaluationFailed(GrpoError):
+    """`env-server TASK evaluate` failed, or wrote no results. The message names the log."""
+
+
+def evaluate_models(settings: EvalSettings, screen: Screen) -> int:
+    """Returns the exit status: 0, 1 after a failure, 128 + n after signal n."""
+    with StopRequest() as stop_request:
+        try:
+            settings = _with_smollm2_made(settings, screen, stop_request)
+            model, baseline = settings.evaluated(), settings.compared_with()
+            models = [baseline, model] if baseline else [model]
+            results: Results = {}
+            for served, group in by_server(models).items():
+                results |= _evaluated(settings, served, group, screen, stop_request)
+            for task, after in results[model].items():
+                if baseline and (before := results[baseline].get(task)):
+                    lift = compare(before, after, settings.seed)
+                    screen.lines(["", *comparison_lines(lift)], "bold")
+            screen.lines(["", f"results: {settings.output}"])
+        except StopRequested as stopped:
+            screen.failure(f"{stopped}; every process of this evaluation has ended")
+            return stopped.exit_status
+        except GrpoError as error:
+            return screen.failed(error)
+    return 0
+
+
+def _with_smollm2_made(
+    settings: EvalSettings, screen: Screen, stop_request: StopRequest
+) -> EvalSettings:
+    """With the model's directory in place of the word."""
+    names = [name for name in MODELS if getattr(settings, name) == SMOLLM2]
+    if not names:
+        return settings
+    with Stack(settings.output.with_suffix("") / LOGS, stop_request) as stack:
+        directory = make_smollm2(stack, screen, settings.server_deadline_s)
+    return settings.model_copy(update=dict.fromkeys(names, directory))
+
+
+def _evaluated(
+    settings: EvalSettings,
+    served: str,
+    models: Sequence[EvaluatedModel],
+    screen: Screen,
+    stop_request: StopRequest,
+) -> Results:
+    """The results of models that one server serves, one after the other."""
+    token = plain(settings.vllm_api_key)
+    port = free_port()
+    with (
+        HealthProbe(token) as probe,
+        Stack(settings.output.with_suffix("") / LOGS, stop_request) as stack,
+    ):
+        flags = ["--redis-url", "none", "--no-share-weights", *adapter_flags(models)]
+        server = inference_server(
+            settings,
+            probe,
+            port,
+            served,
+            flags,
+            _variables(settings),
+            max_model_len=settings.served_length,
+            kv_cache_mib=settings.served_kv_cache_mib,
+            deadline_s=settings.server_deadline_s,
+        )
+        start_on_screen(stack, [server], screen)
+        results: Results = {model: {} for model in models}
+        for model in models:
+            if model.adapter:
+                _load(model.adapter, url(port), token)
+            for task in settings.task:
+                for result, page in _results_of(task, model, url(port), settings, stack, screen):
+                    results[model][result.task] = result
+                    label = "" if model == settings.evaluated() else BASELINE
+                    answers = save(result, settings.output, label).with_suffix(".html")
+                    answers.write_bytes(page)
+                    screen.lines(["", *table_lines(result), f"answers: {answers}"])
+        with screen.activity("stopping the server"):
+            stack.stop()
+    return results
+
+
+def _variables(settings: EvalSettings) -> dict[str, str]:
+    """For the server: its key, which other users could read on a command line, and its GPU."""
+    token = plain(settings.vllm_api_key)
+    _, colon, number = settings.device.partition(":")
+    variables = {} if token is None else {"VLLM_API_KEY": token}
+    return variables | ({"CUDA_VISIBLE_DEVICES": visible_gpu(int(number))} if colon else {})
+
+
+def visible_gpu(number: int, environment: Mapping[str, str] = os.environ) -> str:
+    """The GPU `cuda:<number>` among those that this process may use."""
+    visible = list(filter(None, environment.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+    return visible[number] if number < len(visible) else str(number)
+
+
+def _load(adapter: Path, server_url: str, token: str | None) -> None:
+    """From now on, the server samples with the adapter.
+
+    Raises:
+        GrpoError: the server refuses the adapter, or does not answer.
+    """
+    deadline_s = ADAPTER_DEADLINE_S
+    with ServiceClient("vllm-server", server_url, deadline_s, deadline_s, token) as server:
+        body = {"adapter_path": str(adapter)}
+        server.send("POST", "/lora/load", repeat_lost_answers=False, json=body)
+
+
+def _results_of(
+    task: str,
+    model: EvaluatedModel,
+    server_url: str,
+    settings: EvalSettings,
+    stack: Stack,
+    screen: Screen,
+) -> list[tuple[EvalResult, bytes]]:
+    """One result and the page of its answers per task, since a task may be a mixture of several."""
+    with tempfile.TemporaryDirectory(prefix="grpo-eval-") as temporary:
+        output = Path(temporary) / "eval.jsonl"
+        job = evaluation_job(task, model, server_url, output, settings)
+        log = settings.output.with_suffix("") / LOGS / f"{job.name}.log"
+        written = log.stat().st_size if log.exists() else 0
+        progress = partial(_show_progress, GrowingFile(log, written), screen)
+        with screen.activity(f"evaluating {model.name} on {task}: {_plan(settings)}"):
+            status = stack.join([job], progress)[job.name]
+        if status != 0:
+            raise EvaluationFailed(f"{_why(log, written, status)}; see {log}")
+        found = read_results(output)
+        pages = [page.read_bytes() for page in sorted(output.with_suffix("").glob("*.html"))]
+    if not found:
+        raise EvaluationFailed(f"env-server {task} evaluate wrote no results; see {log}")
+    named = (_named(result, model, settings) for result in found)
+    return [*zip(named, pages, strict=True)]
+
+
+def _show_progress(log: GrowingFile, screen: Screen) -> None:
+    """Show how far `env-server` is, as new lines of its log tell."""
+    for line in log.new_lines():
+        if PROGRESS in line:
+            of = {name: int(number) for name, number in _FIELD.findall(line)}
+            screen.line(
+                f"  {of['done']} of {of['items']} items, about {of['left_s']} s left", "dim"
+            )
+
+
+def evaluation_job(
+    task: str, model: EvaluatedModel, server_url: str, output: Path, settings: EvalSettings
+) -> Service:
+    """`env-server TASK evaluate`, which ends by itself."""
+    return Service(
+        name="evaluate",
+        command=module(
+            MODULES[ENV],
+            *settings.env_words(task, model.served),
+            *("--inference-url", server_url),
+            *("--eval-output", output),
+            *service_words(settings.options_of(ENV)),
+        ),
+        healthy=lambda: True,
+        deadline_s=0.0,
+        environment=child_environment(1, model.served, offline=_needs_no_hub(task, settings.data))
+        | _variables(settings),
+        may_finish=True,
+    )
+
+
+def _needs_no_hub(task: str, data: str | None) -> bool:
+    return Path(data).exists() if data else task in MAKES_ITS_DATA
+
+
+def _plan(settings: EvalSettings) -> str:
+    how = "greedy" if settings.greedy else f"temperature {settings.sampling_temperature:g}"
+    items, answers = counted(settings.items, "item"), counted(settings.answers, "answer")
+    return f"at most {items}, {answers} each, {how}"
+
+
+def _why(log: Path, written: int, status: int) -> str:
+    """The failure as env-server names it, or its exit status."""
+    lines = log.read_bytes()[written:].decode(errors="replace").splitlines()
+    named = [line for line in lines if line.startswith(_PROG)]
+    return named[-1] if named else f"env-server ended with {describe_exit(status)}"
+
+
+def _named(result: EvalResult, model: EvaluatedModel, settings: EvalSettings) -> EvalResult:
+    """With the name of the model, and with the metrics of `--ks`."""
+    return EvalResult.of(
+        result.items,
+        task=result.task,
+        model=model.name,
+        temperature=result.temperature,
+        duration_s=result.duration_s,
+        ks=settings.ks,
+        versions=result.versions,
+        left_out=result.left_out,
+        seed=settings.seed,
+    )

@@ -1,0 +1,170 @@
+"""The batches of an iteration's optimizer steps, and the queue that hands them to the trainer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import torch
+
+from grpo_core.clients.run_api import LeasedBatch
+from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
+from grpo_core.wire.run_api import EnvironmentCount, Registration, RunStatus
+from grpo_core.wire.scored_group import OWN_LOGPROBS, ScoredGroup
+from grpo_runs.offline.errors import KeysInvalid, RolloutsFail
+from grpo_trainer.advantages import group_advantages
+from grpo_trainer.data.batches import Collate
+from grpo_trainer.data.groups import GroupLimits, usable_group
+from grpo_trainer.learner import Learner
+from grpo_trainer.model.policy import device_of
+from grpo_trainer.objectives import Objective
+
+_OF_STEPS = ("maxent", "batch_std")
+"""Advantages that the trainer computes from all groups of a step."""
+
+
+def optimizer_batches(
+    groups: Sequence[ScoredGroup], steps: int, objective: Objective, limits: GroupLimits
+) -> list[list[ScoredGroup]]:
+    """Batches of nearly equal numbers of sequences, in order.
+
+    Advantages follow from whole groups: a group that two batches share carries its advantages
+    along. Token weights follow from the batch that a sequence lands in.
+
+    Args:
+        groups: without padding
+        steps: number of batches
+    Raises:
+        KeysInvalid: a group would be shared, but the objective needs whole ones.
+    """
+    ends = [0]
+    for group in groups:
+        ends.append(ends[-1] + group.size)
+    cuts = [round(number * ends[-1] / steps) for number in range(steps + 1)]
+    if not {*cuts} <= {*ends}:
+        if objective.advantage in _OF_STEPS or (objective.kl_coef and objective.kl_in == "reward"):
+            raise KeysInvalid(
+                "this objective needs whole groups in each optimizer step: make train.batch_size "
+                "times train.grad_accum_steps a multiple of data.rollouts_per_problem"
+            )
+        groups = _with_advantages(groups, objective, limits)
+    return [[*_between(groups, ends, *cut)] for cut in pairwise(cuts)]
+
+
+def _with_advantages(
+    groups: Sequence[ScoredGroup], objective: Objective, limits: GroupLimits
+) -> list[ScoredGroup]:
+    usable = [usable_group(number, group, limits) for number, group in enumerate(groups)]
+    found = group_advantages(usable, objective)
+    return [
+        group
+        if group.advantages
+        else group.model_copy(update={"advantages": [[value] for value in advantages.tolist()]})
+        for group, advantages in zip(groups, found, strict=True)
+    ]
+
+
+def _between(
+    groups: Sequence[ScoredGroup], ends: Sequence[int], first: int, last: int
+) -> Iterator[ScoredGroup]:
+    """The sequences `first` to `last` (not included) of all."""
+    for group, (begin, end) in zip(groups, pairwise(ends), strict=True):
+        kept = range(max(first, begin) - begin, min(last, end) - begin)
+        if len(kept) == group.size:
+            yield group
+        elif kept:
+            yield group.with_sequences(kept)
+
+
+@torch.no_grad()
+def with_own_logprobs(
+    groups: Sequence[ScoredGroup], learner: Learner, collate: Collate, limits: GroupLimits
+) -> list[ScoredGroup]:
+    """The groups with the policy's logprobs of their tokens at the sampling temperature.
+
+    Call it before the iteration's first optimizer step: later steps then have importance ratios,
+    and their clipping.
+    """
+    usable = [usable_group(number, group, limits) for number, group in enumerate(groups)]
+    batch = collate(usable)
+    found: list[list[float]] = []
+    for micro in batch.micro_batches:
+        values = learner.forward(learner.policy, micro.to(device_of(learner.policy)))
+        logp = values.logp.cpu()  # [B, T]
+        found += [row[:length].tolist() for row, length in zip(logp, micro.lengths, strict=True)]
+    of_sequence = dict(zip(batch.order, found, strict=True))
+    done: list[ScoredGroup] = []
+    number = 0
+    for group in groups:
+        rows = [of_sequence[number + at] for at in range(group.size)]
+        number += group.size
+        logprobs = [_aligned(*pair) for pair in zip(rows, group.masks, strict=True)]
+        facts = {**(group.group_overrides or {}), OWN_LOGPROBS: True}
+        changes = {"inference_logprobs": logprobs, "group_overrides": facts}
+        done.append(group.model_copy(update=changes))
+    return done
+
+
+def _aligned(logp: Sequence[float], masks: Sequence[int]) -> list[float]:
+    """[T] Args: logp: of the tokens after the first, as far as they are trained on; masks: [T]"""
+    padded = [PROMPT_LOGPROB, *logp, *[PROMPT_LOGPROB] * (len(masks) - 1 - len(logp))]
+    return [
+        PROMPT_LOGPROB if mask == MASKED else value
+        for mask, value in zip(masks, padded, strict=True)
+    ]
+
+
+RUN_UUID = "offline"
+"""The trainer's checkpoints name the run that their batches came from. Here each directory holds
+one run."""
+
+
+class InProcessQueue:
+    """A `BatchQueue`. Batches are numbered as the optimizer steps are: the first one is 1."""
+
+    base_url = "in this process"
+    run_uuid = RUN_UUID
+
+    def __init__(self) -> None:
+        self._batches: deque[list[ScoredGroup]] = deque()
+        self._handed_out = 0
+
+    def put(self, batches: Sequence[list[ScoredGroup]]) -> None:
+        self._batches.extend(batches)
+
+    def status(self) -> RunStatus:
+        return RunStatus(current_step=self._handed_out, queue_size=0, run_uuid=RUN_UUID)
+
+    def register(self, registration: Registration) -> int:  # noqa: ARG002
+        return 0
+
+    def resume_after(self, batch_id: int) -> None:
+        self._handed_out = batch_id
+
+    def next_batch(
+        self,
+        deadline_s: float,  # noqa: ARG002
+        meanwhile: Callable[[], None] = lambda: None,  # noqa: ARG002
+        batches_left: int | None = None,  # noqa: ARG002
+        look: Callable[[EnvironmentCount], None] = lambda _: None,  # noqa: ARG002
+    ) -> LeasedBatch:
+        if not self._batches:
+            raise RolloutsFail(
+                "the trainer cannot train on a batch of this iteration and has no other one; the "
+                "log names the reason, and the directory quarantine/ of the run holds the batch. "
+                "To sample the iteration again, delete its file below sampled/ and resume"
+            )
+        groups = self._batches.popleft()
+        self._handed_out += 1
+        return LeasedBatch(self._handed_out, groups, [None] * len(groups))
+
+    def request_ahead(
+        self,
+        batches_left: int,
+        prepare: Callable[[LeasedBatch], None] = lambda _: None,
+    ) -> None:
+        """Nothing waits ahead: the next batch may be sampled from the next weights."""
+
+    def acknowledge(self, batch_id: int) -> None:
+        """Nothing is kept."""

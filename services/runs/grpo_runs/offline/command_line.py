@@ -1,0 +1,159 @@
+"""The words of the command line, and the keys that they give to one job."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_origin
+
+from pydantic import ValidationError
+
+from grpo_core.errors import problems_of
+from grpo_runs.offline.errors import KeysInvalid, RunUnusable
+from grpo_runs.offline.keys import OfflineKeys, is_section, put, value_of
+from grpo_runs.offline.run_files import resumed_keys
+
+EXIT_FAILED, EXIT_USAGE = 1, 2
+_MULTIRUN = ("-m", "--multirun")
+_OPEN_SECTIONS = ("grpo.", "env_server.")
+_RESUME, _DIRECTORY = "checkpoint.resume", "hydra.run.dir"
+
+_FOLLOWS = {
+    "model.ref_id": "model.train_id",
+    "eval.backend": "generation.backend",
+    "eval.base_url": "generation.base_url",
+}
+"""Keys whose default is the value of another key."""
+_SIZES = (
+    *("data.problems_per_iteration", "data.rollouts_per_problem"),
+    *("train.batch_size", "train.grad_accum_steps"),
+)
+"""A checkpoint counts optimizer steps, so an iteration must keep its number of them."""
+
+
+def words_for_hydra(words: Sequence[str]) -> list[str]:
+    """- `-m train.lr='[1e-5,2e-5]'`: a list for a key that takes one value becomes choices.
+    - `grpo.objective=dapo`: keys of the open sections are added.
+    - `checkpoint.resume=DIR`: the run goes on in its directory.
+
+    Raises:
+        KeysInvalid: a list for a key that takes one value, without -m; a key that is removed.
+        RunUnusable: checkpoint.resume is not the directory of a run.
+    """
+    is_sweep = any(word in _MULTIRUN for word in words)
+    found = [*_prepared(words, is_sweep)]
+    resumed = [_unquoted(w.partition("=")[2]) for w in words if w.startswith(f"{_RESUME}=")]
+    if resumed and resumed[-1] not in ("", "null"):
+        directory = Path(resumed[-1]).absolute()
+        resumed_keys(directory)  # a mistyped name must not make a directory
+        if not is_sweep and not any(word.startswith(_DIRECTORY) for word in words):
+            found.append(f"{_DIRECTORY}={_quoted(str(directory))}")
+    return found
+
+
+def _unquoted(value: str) -> str:
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    return value[1:-1] if is_quoted else value
+
+
+def _quoted(value: str) -> str:
+    """For Hydra's grammar, in which =, commas and brackets have a meaning."""
+    return "'" + value.replace("'", "\\'") + "'"
+
+
+def _prepared(words: Sequence[str], is_sweep: bool) -> Iterator[str]:
+    for word in words:
+        name, separator, value = word.partition("=")
+        if name.startswith("~"):
+            raise KeysInvalid(f"{word}: every key has a value; write KEY=VALUE")
+        if not separator or name.startswith(("-", "hydra")):
+            yield word
+        elif name == _RESUME and value not in ("", "null"):
+            yield f"{name}={_quoted(_unquoted(value))}"
+        elif name.startswith(_OPEN_SECTIONS):
+            is_list = is_sweep and value.startswith("[")
+            yield f"++{name}={','.join(_choices(value)) if is_list else value}"
+        elif value.startswith("[") and _takes_one_value(name):
+            if not is_sweep:
+                raise KeysInvalid(
+                    f"{word}: {name} takes one value. To run one job for each value of the list, "
+                    f"add -m: python run_offline_grpo.py -m {name}='{value}'"
+                )
+            yield f"{name}={','.join(_choices(value))}"
+        else:
+            yield word
+
+
+def _choices(value: str) -> list[str]:
+    return [part.strip() for part in value.strip().strip("[]").split(",")]
+
+
+def _takes_one_value(name: str) -> bool:
+    section: Any = OfflineKeys
+    for part in name.split("."):
+        fields = section.model_fields if is_section(section) else {}
+        if part not in fields:
+            return False
+        section = fields[part].annotation
+    return not is_section(section) and get_origin(section) not in (tuple, dict)
+
+
+def given_names(overrides: Sequence[str]) -> list[str]:
+    """The keys that the command line gives, for example `train.lr`."""
+    return [word.lstrip("+").partition("=")[0] for word in overrides]
+
+
+def job_keys(composed: Mapping[str, Any], given: Collection[str]) -> OfflineKeys:
+    """Args:
+        composed: every key with its value
+        given: the keys that the command line gives; of a run that goes on, all others stay
+
+    Raises:
+        KeysInvalid: a value is not valid.
+        RunUnusable: `checkpoint.resume` is not the directory of a run.
+    """
+    resume = composed.get("checkpoint", {}).get("resume")
+    content = dict(composed)
+    if resume is not None:
+        earlier = resumed_keys(Path(resume))
+        content = copy.deepcopy(earlier)
+        for name in given:
+            put(content, name, value_of(composed, name))
+        for name, source in _FOLLOWS.items():
+            if name not in given and value_of(earlier, name) == value_of(earlier, source):
+                put(content, name, value_of(content, source))
+        _require_equal_sizes(earlier, content)
+    try:
+        keys = OfflineKeys.model_validate(content)
+    except ValidationError as error:
+        raise KeysInvalid(f"{problems_of(error)}; conf/offline_grpo.yaml lists all keys") from error
+    if keys.logging.wandb.run_name:
+        os.environ["WANDB_NAME"] = keys.logging.wandb.run_name
+    return keys
+
+
+def _require_equal_sizes(earlier: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    if changed := [name for name in _SIZES if value_of(earlier, name) != value_of(content, name)]:
+        raise RunUnusable(
+            f"checkpoint.resume: {', '.join(changed)} differs from that of the run, which counts "
+            "in optimizer steps; leave it out, or start a new run from its final_model"
+        )
+
+
+def exit_on_signals() -> None:
+    """End with status 128 + n after signal n, and clean up."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _exit)
+
+
+def _exit(number: int, _frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def end(prog: str, status: int, message: str) -> NoReturn:
+    sys.stderr.write(f"{prog}: {message}\n")
+    raise SystemExit(status)

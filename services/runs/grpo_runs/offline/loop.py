@@ -1,0 +1,229 @@
+"""One run: sample → reward → train → publish → evaluate → save, iteration by iteration."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from grpo_core.wire.scored_group import ScoredGroup
+from grpo_env.assembly import TaskSet, open_tasks, open_template, sampling_plan
+from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.engine import RolloutEngine
+from grpo_env.settings import EnvServerSettings
+from grpo_env.tasks.items import ItemStream
+from grpo_runs.offline.backends.choice import Sampling, choose
+from grpo_runs.offline.backends.opening import Engines, open_weights
+from grpo_runs.offline.batches import InProcessQueue, optimizer_batches, with_own_logprobs
+from grpo_runs.offline.evaluating import Evaluator
+from grpo_runs.offline.items import Parts, items_to_evaluate, items_to_train
+from grpo_runs.offline.iteration_end import IterationEnd
+from grpo_runs.offline.keys import OfflineKeys
+from grpo_runs.offline.results import RunResult, draw, evaluations, result_of
+from grpo_runs.offline.run_files import BEFORE, RunFiles
+from grpo_runs.offline.sampling import (
+    Sampler,
+    TrainedVersion,
+    require_fresh,
+    require_own_policy,
+    versions_of,
+)
+from grpo_runs.offline.screen import OfflineScreen
+from grpo_runs.offline.translate import environment_settings, trainer_command
+from grpo_trainer.config.trainer import TrainerSettings
+from grpo_trainer.learner import Learner
+from grpo_trainer.model.policy import limits_of
+from grpo_trainer.ranks.group import Ranks, process_group, settings_of_rank
+from grpo_trainer.stop import Stop
+from grpo_trainer.train import Lead, open_run, train, training_steps
+
+T = TypeVar("T")
+
+
+def run_offline(keys: OfflineKeys, directory: Path, screen: OfflineScreen) -> RunResult:
+    """Train, or continue the run of `directory`. If torchrun or accelerate has started several
+    processes, this one is rank 0, and the others call `follow_offline`.
+
+    Raises:
+        GrpoError: the run cannot go on; what it saved stays.
+        SystemExit: with status 2 and a line on standard error, if an option is not valid.
+    """
+    files = RunFiles(directory)
+    files.write_keys(keys)
+    sampling = choose(keys)
+    line = trainer_command(keys, sampling, directory)
+    environment = environment_settings(keys, directory)
+    with open_tasks(environment) as tasks:
+        template = open_template(environment, tasks)
+        _introduce(keys, sampling, files, screen)
+        with process_group(line) as ranks, asyncio.Runner() as runner:
+            settings = settings_of_rank(line.settings(), line)
+            job = OfflineRun(
+                keys, sampling, settings, environment, tasks, template, files, screen, runner
+            )
+            job.run(ranks)
+            return job.finish()
+
+
+def follow_offline(keys: OfflineKeys, directory: Path) -> None:
+    """Take part in the run of `directory` as a rank above 0, until rank 0 ends.
+
+    Args: keys: those of rank 0
+
+    Raises:
+        LostRank: another process ended.
+    """
+    with tempfile.TemporaryDirectory() as written_to:
+        line = trainer_command(keys, choose(keys), directory, Path(written_to))
+    with process_group(line) as ranks:
+        train(settings_of_rank(line.settings(), line), ranks)
+
+
+def _introduce(
+    keys: OfflineKeys, sampling: Sampling, files: RunFiles, screen: OfflineScreen
+) -> None:
+    where = "in this process" if sampling.server == "local" else keys.generation.base_url
+    screen.say(
+        f"{keys.model.train_id} on {keys.data.task}: {keys.train.iterations} iterations of "
+        f"{keys.sequences_per_iteration} rollouts, sampled {where}, weights: {sampling.mode}"
+    )
+    screen.say(f"files: {files.path}")
+    if sampling.is_frozen:
+        screen.warn(
+            f"the weights of {where} stay as they are: every rollout and evaluation is of the "
+            "untrained model, and every record says so (frozen). Start vllm-api-server there to "
+            "train on fresh rollouts"
+        )
+
+
+@contextlib.contextmanager
+def _entered(runner: asyncio.Runner, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
+    stack = contextlib.AsyncExitStack()
+    try:
+        yield runner.run(stack.enter_async_context(manager))
+    finally:
+        runner.run(stack.aclose())
+
+
+@dataclass(frozen=True)
+class OfflineRun:
+    """The parts of one run. `runner`: runs coroutines"""
+
+    keys: OfflineKeys
+    sampling: Sampling
+    settings: TrainerSettings
+    environment: EnvServerSettings
+    tasks: TaskSet
+    template: ChatTemplate
+    files: RunFiles
+    screen: OfflineScreen
+    runner: asyncio.Runner
+
+    def run(self, ranks: Ranks) -> None:
+        keys, sampling, queue = self.keys, self.sampling, InProcessQueue()
+        to_train = items_to_train(self.tasks, keys)
+        to_evaluate = items_to_evaluate(self.tasks, keys) if keys.eval.enabled else []
+        weights = partial(open_weights, keys, sampling)
+        with open_run(self.settings, queue, weights, ranks) as opened:
+            if opened is None:
+                IterationEnd(keys, self.files, sampling.is_frozen).close_complete(self.screen)
+                return
+            learner, lead, position = opened
+            assert lead is not None, "call run_offline on rank 0"
+            version = TrainedVersion(position, lead.sync.begun_as)
+            engines = Engines(
+                keys, sampling, self.environment, self.tasks, self.template, learner.policy, version
+            )
+            with _entered(self.runner, engines.opened()) as (training, evaluating):
+                evaluator = Evaluator(
+                    self.runner,
+                    evaluating,
+                    version,
+                    to_evaluate,
+                    sampling_plan(self.environment, self.tasks),
+                    lead.recorder,
+                    keys,
+                    self.files,
+                    sampling.is_frozen and keys.eval.backend != "local",
+                )
+                self._iterate(learner, lead, version, queue, training, to_train, evaluator)
+
+    def _iterate(
+        self,
+        learner: Learner,
+        lead: Lead,
+        version: TrainedVersion,
+        queue: InProcessQueue,
+        engine: RolloutEngine,
+        to_train: Parts,
+        evaluator: Evaluator,
+    ) -> None:
+        keys, files, is_frozen = self.keys, self.files, self.sampling.is_frozen
+        problems, total = keys.data.problems_per_iteration, keys.train.iterations
+        has_logprobs = self.sampling.server != "stock_vllm"
+        sampler = Sampler(engine, evaluator.plan, keys.generation.batch_size, has_logprobs)
+        end = IterationEnd(keys, files, is_frozen, evaluator.evaluate)
+        begun_at = version.position.step // keys.steps_per_iteration
+        if begun_at == 0:
+            evaluator.evaluate(BEFORE)
+        else:
+            self.screen.say(f"continues after {begun_at} of {total} iterations")
+            end.close_again(begun_at - 1)
+        training = training_steps(learner, lead, version.position, Stop())
+        stream = ItemStream(to_train, keys.seed)
+        for _ in range(begun_at * problems):
+            stream.next()
+        with self.screen.bar(begun_at, total) as bar:
+            for iteration in range(begun_at, total):
+                started = time.monotonic()
+                items = [stream.next() for _ in range(problems)]
+                groups = files.read_groups(iteration)
+                if groups is None:
+                    lead.sync.recover_server()
+                    if has_logprobs and not is_frozen:
+                        self.runner.run(require_own_policy(engine, learner.policy))
+                    spare = ItemStream(to_train, keys.seed + 1 + iteration)
+                    groups = self.runner.run(sampler.groups(items, spare))
+                    if not is_frozen:
+                        require_fresh(versions_of(groups), version.accepted)
+                    files.write_groups(iteration, groups)
+                batches = self._batches(learner, lead, groups)
+                queue.put(batches)
+                for _ in batches:
+                    position = next(training)
+                version.trained(position)
+                record, results = end.close(iteration, groups)
+                self.screen.iteration(record, total, time.monotonic() - started, results)
+                bar.advance(bar.task_ids[0])
+
+    def _batches(
+        self, learner: Learner, lead: Lead, groups: Sequence[ScoredGroup]
+    ) -> Sequence[list[ScoredGroup]]:
+        """Those of the optimizer steps of an iteration."""
+        settings = self.settings
+        limits = limits_of(learner.policy, settings.seq_len, settings.recompute_logprobs)
+        steps = self.keys.steps_per_iteration
+        if settings.recompute_logprobs and steps > 1:
+            groups = with_own_logprobs(groups, learner, lead.batches.collate, limits)
+        return optimizer_batches(groups, steps, settings.resolved_objective, limits)
+
+    def finish(self) -> RunResult:
+        from grpo_runs.report.page import write_report
+        from grpo_runs.run_directory import RunDirectory
+
+        draw(self.files)
+        report = write_report(RunDirectory(self.files.path))
+        found = evaluations(self.files)
+        if found:
+            self.screen.evaluated(found[0][1], found[-1][1])
+        self.screen.say(f"model:  {self.files.model}")
+        self.screen.say(f"curves: {self.files.plot}")
+        self.screen.say(f"report: {report}")
+        return result_of(self.files)

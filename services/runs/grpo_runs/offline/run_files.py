@@ -1,0 +1,126 @@
+"""The files of one run, below its directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_core.wire.scored_group import ScoredGroup
+from grpo_runs.offline.errors import RunUnusable
+from grpo_runs.offline.keys import OfflineKeys
+from grpo_trainer.atomic_files import write_whole
+
+BEFORE = "before"
+_FINAL = ("final_model", "final_adapter")
+_EXPORTED = ("step_{}", "adapter_step_{}")
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Args: path: the run's directory"""
+
+    path: Path
+
+    @property
+    def keys(self) -> Path:
+        """The keys of the run, from which it is resumed."""
+        return self.path / "keys.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per optimizer step, by the trainer."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """One line per evaluation and task."""
+        return self.path / "eval.jsonl"
+
+    @property
+    def plot(self) -> Path:
+        return self.path / "metrics.png"
+
+    @property
+    def model(self) -> Path:
+        """The trained model, or its adapter."""
+        return next(
+            (found for name in _FINAL if (found := self.path / name).is_dir()),
+            self.path / _FINAL[0],
+        )
+
+    def train(self, iteration: int) -> Path:
+        return self.path / "metrics" / f"train_iter_{iteration:03}.json"
+
+    def evaluation(self, iteration: int | str) -> Path:
+        """Args: iteration: its number, or `BEFORE`"""
+        number = iteration if isinstance(iteration, str) else f"iter_{iteration:03}"
+        return self.path / "metrics" / f"eval_{number}.json"
+
+    def groups(self, iteration: int) -> Path:
+        """The rollouts of an iteration, which a resumed run trains on again."""
+        return self.path / "sampled" / f"iter_{iteration:03}.jsonl"
+
+    def write_keys(self, keys: OfflineKeys) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        content = keys.model_dump(mode="json")
+        content["checkpoint"]["resume"] = None
+        write_whole(self.keys, yaml.safe_dump(content, sort_keys=False))
+
+    def write_json(self, path: Path, values: dict[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
+
+    def write_groups(self, iteration: int, groups: Sequence[ScoredGroup]) -> None:
+        path = self.groups(iteration)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, "".join(g.model_dump_json(exclude_none=True) + "\n" for g in groups))
+
+    def read_groups(self, iteration: int) -> list[ScoredGroup] | None:
+        """None if the iteration was not sampled yet."""
+        path = self.groups(iteration)
+        if not path.is_file():
+            return None
+        # Not splitlines: a rollout may hold other characters that end a line.
+        lines = path.read_text(encoding="utf-8").split("\n")
+        return [ScoredGroup.model_validate_json(line) for line in lines if line]
+
+    def name_checkpoints(self, steps_per_iteration: int) -> None:
+        """Let `checkpoints/iter_000` point at the model that the trainer saved after iteration
+        0, and so on. Models that it deleted lose their name."""
+        directory = self.path / "checkpoints"
+        directory.mkdir(exist_ok=True)
+        for link in directory.iterdir():
+            if link.is_symlink() and not link.exists():
+                link.unlink()
+        for pattern in _EXPORTED:
+            for saved in self.path.glob(pattern.format("*")):
+                step = saved.name.rpartition("_")[2]
+                if not step.isdecimal() or int(step) % steps_per_iteration:
+                    continue
+                link = directory / f"iter_{int(step) // steps_per_iteration - 1:03}"
+                if not link.is_symlink():
+                    link.symlink_to(Path("..") / saved.name)
+
+
+def resumed_keys(directory: Path) -> dict[str, Any]:
+    """The keys of an earlier run.
+
+    Raises:
+        RunUnusable: the directory holds none.
+    """
+    file = RunFiles(directory).keys
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise RunUnusable(
+            f"checkpoint.resume={directory}: cannot read {file.name} there ({error}); name the "
+            "directory of a run, for example outputs/2026-01-31/12-00-00"
+        ) from error
+    if not isinstance(content, dict):
+        raise RunUnusable(f"checkpoint.resume={directory}: {file} is not a file of keys")
+    return content

@@ -1,0 +1,161 @@
+"""Samples and grades the rollouts of an iteration, from the trainer's weights alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
+from grpo_env.rollout.engine import RolloutEngine, all_or_none
+from grpo_env.rollout.groups import GroupLost, SampledGroup, SamplingPlan
+from grpo_env.tasks.items import Item, ItemStream
+from grpo_runs.offline.errors import RolloutsFail, StaleServer
+from grpo_trainer.checks.served_weights import START_FACTOR
+from grpo_trainer.data.batches import Position
+from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
+from grpo_trainer.model.policy import CausalLM, vocabulary_of
+from grpo_trainer.token_table import mean_distance
+
+log = structlog.get_logger()
+
+_TRIES = 3
+"""An iteration may try this number of times as many groups as it needs."""
+PROMPT_TOKENS, SAMPLED_TOKENS = 16, 8
+"""Of `require_own_policy`."""
+
+
+@dataclass
+class TrainedVersion:
+    """The version of the trainer's weights, with which rollouts and evaluations are compared.
+
+    `begun_as`: another name of the weights at the start of the run, if the server has one.
+    """
+
+    position: Position
+    begun_as: PolicyVersion | None
+
+    def __call__(self) -> PolicyVersion:
+        return PolicyVersion(self.position.epoch, self.position.step)
+
+    @property
+    def accepted(self) -> set[PolicyVersion]:
+        return {self()} | ({self.begun_as} if self.begun_as else set())
+
+    def trained(self, position: Position) -> None:
+        """The weights are new ones now."""
+        self.position, self.begun_as = position, None
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Args:
+    engine: the rollout engine
+    plan: how to sample
+    requests: largest number of groups that are sampled at the same time
+    has_logprobs: whether the server's logprobs are those of the distribution that is sampled from
+    """
+
+    engine: RolloutEngine
+    plan: SamplingPlan
+    requests: int
+    has_logprobs: bool
+
+    async def groups(self, items: Sequence[Item], spare: ItemStream) -> list[ScoredGroup]:
+        """Sample one group for each item. A group that is lost is replaced.
+
+        Args:
+            spare: items for the replacements
+        Raises:
+            RolloutsFail: two of three groups are lost.
+            ServiceUnavailable, ProtocolViolation: the errors of `RolloutEngine.roll_out`.
+        """
+        placeholders = {} if self.has_logprobs else {"inference_logprobs": None}
+        found: list[ScoredGroup] = []
+        lost: list[GroupLost] = []
+        next_items = items
+        while next_items:
+            for sampled in await self._all(next_items):
+                if sampled.lost is None:
+                    assert sampled.group is not None
+                    found.append(sampled.group.without_padding().model_copy(update=placeholders))
+                else:
+                    lost.append(sampled.lost)
+                    reason, detail = sampled.lost.reason.value, sampled.lost.detail
+                    log.warning("group.lost", reason=reason, detail=detail)
+            if len(lost) > (_TRIES - 1) * len(items):
+                reasons = "; ".join(dict.fromkeys(one.detail for one in lost[-3:]))
+                raise RolloutsFail(
+                    f"{len(lost)} of {len(lost) + len(found)} groups of an iteration were lost, "
+                    f"the last ones because: {reasons}"
+                )
+            next_items = [spare.next() for _ in range(len(items) - len(found))]
+        return found
+
+    async def _all(self, items: Sequence[Item]) -> list[SampledGroup]:
+        places = asyncio.Semaphore(self.requests)
+
+        async def one(item: Item) -> SampledGroup:
+            async with places:
+                return await self.engine.roll_out(item, self.plan)
+
+        return await all_or_none(one(item) for item in items)
+
+
+def versions_of(groups: Sequence[ScoredGroup]) -> set[PolicyVersion]:
+    """Those of the first and of the last tokens."""
+    return {
+        version
+        for group in groups
+        for pair in RolloutFacts.of(group).policy_version
+        for version in pair
+    }
+
+
+def require_fresh(
+    found: set[PolicyVersion], accepted: set[PolicyVersion], what: str = "rollouts"
+) -> None:
+    """Check that all tokens were sampled from the trainer's weights.
+
+    Args: accepted: their version, and other names of it
+
+    Raises:
+        StaleServer: some were not.
+    """
+    if others := sorted(found - accepted):
+        raise StaleServer(
+            f"{what} were sampled from policy version {tuple(others[0])}, but the trainer holds "
+            f"version {tuple(max(accepted))}: another program publishes to this server, or "
+            "eval.base_url is a server that gets no new weights. Give the run a server of its own, "
+            "or set sync.mode=frozen to train on the rollouts of another model"
+        )
+
+
+async def require_own_policy(engine: RolloutEngine, policy: CausalLM) -> None:
+    """Compare a few tokens, sampled at temperature 1, with the trainer's policy.
+
+    The logprobs of rollouts that are sampled with top_p, top_k or a repetition penalty are not
+    those of the policy, so the trainer's own check of rollouts is off then. This one needs no
+    rollout.
+
+    Raises:
+        StaleServer: the logprobs of sampled tokens are not the policy's.
+        ServiceUnavailable, ProtocolViolation: the errors of `RolloutEngine.sample_plainly`.
+    """
+    prompt = probe_tokens(vocabulary_of(policy), PROMPT_TOKENS)
+    completion = await engine.sample_plainly(prompt, SAMPLED_TOKENS)
+    ours = logprobs_of(policy, [*prompt, *completion.token_ids])[len(prompt) - 1 :]  # [K]
+    off = mean_distance(ours, torch.tensor(completion.logprobs))
+    allowed = START_FACTOR * tolerance_of(policy)
+    if not off <= allowed:
+        raise StaleServer(
+            f"the logprobs of {len(completion.token_ids)} tokens, sampled at temperature 1 before "
+            f"the rollouts of this iteration, differ from those of the trainer's policy by "
+            f"{off:.2g} on average (allowed {allowed:.2g}), so the rollouts would not be the "
+            "policy's. Check that generation.base_url is the server of this run; with "
+            "generation.backend=local, report a bug"
+        )

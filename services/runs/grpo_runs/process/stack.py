@@ -1,0 +1,327 @@
+"""The processes of one run: starts them, watches them, and ends them in reverse order.
+
+A signal handler that raises could interrupt the code that starts or ends child processes. So the
+handler of stop signals such as Ctrl-C only counts, and every wait checks the count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+import psutil
+
+from grpo_core.deadline import Deadline
+from grpo_core.errors import GrpoError
+from grpo_core.process import (
+    ManagedProcess,
+    ProcessFailed,
+    adopt_orphans,
+    describe_exit,
+    end_orphans,
+    stop_adopting,
+)
+from grpo_runs.screen import Screen
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopRequested(GrpoError):
+    """The command received a stop signal."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"stopped by {number.name}")
+        self.exit_status = 128 + number
+
+
+class StopRequest:
+    """Counts stop signals while the context is open. On exit the previous handlers are restored."""
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self._previous: dict[signal.Signals, signal._HANDLER] = {}
+
+    def check(self) -> None:
+        """Raises `StopRequested` once a signal has arrived."""
+        if self.received:
+            raise StopRequested(self.received[0])
+
+    @property
+    def is_urgent(self) -> bool:
+        """True after a second signal: stop without waiting."""
+        return len(self.received) > 1
+
+    def __enter__(self) -> Self:
+        for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # started under nohup: the run outlives the terminal
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
+
+
+STOP_GRACE_S = 10.0
+NAME_WIDTH = 11
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Service:
+    """How to start one process, and how to see that it is ready."""
+
+    name: str
+    command: Sequence[str]
+    healthy: Callable[[], bool]
+    deadline_s: float
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    role: str = ""
+    """Its task in a few words, for the user."""
+    may_finish: bool = False
+    """An end with status 0 is no failure."""
+    may_start: Callable[[], bool] = lambda: True
+    """False until the services that it connects to accept connections."""
+
+
+class Stack:
+    """On exit, ends every process that was started since entry, grandchildren included.
+
+    Earlier children of this process are left alone.
+    """
+
+    def __init__(
+        self,
+        log_directory: Path,
+        stop_request: StopRequest,
+        watch: Callable[[Mapping[str, int]], None] = lambda _: None,
+        grace_s: float = STOP_GRACE_S,
+    ) -> None:
+        """Args:
+        watch: called often during every wait, with the process ids by name
+        grace_s: seconds between SIGTERM and SIGKILL for each process
+        """
+        self._log_directory = log_directory
+        self._stop_request = stop_request
+        self._watch = watch
+        self._grace_s = grace_s
+        self._running: list[tuple[Service, ManagedProcess]] = []
+        self._not_ours: frozenset[int] = frozenset()
+
+    def start(
+        self,
+        services: Sequence[Service],
+        ready: Callable[[Service, float], None] = lambda _service, _seconds: None,
+    ) -> None:
+        """Start services side by side and wait until all are healthy. Each process is created once
+        `may_start` holds.
+
+        The deadline of a service begins when the previous one is healthy. A service that may finish
+        also counts as healthy once it has ended with status 0. So a job is a service that may
+        finish and is never healthy.
+
+        Args:
+            ready: called for each healthy service, in the order given, with the seconds since its
+                start
+        Raises:
+            ProcessFailed: a running service ended, or a deadline passed.
+            StopRequested: a stop signal arrived.
+        """
+        self.check()
+        started = [
+            (service, self._spawn_in_time(service), time.monotonic()) for service in services
+        ]
+        for service, process, started_at in started:
+            healthy = partial(self._is_healthy, service, process)
+            process.wait_until(healthy, service.deadline_s)
+            ready(service, time.monotonic() - started_at)
+
+    def check(self) -> None:
+        """Raises `StopRequested` after a stop signal, `ProcessFailed` if a process failed."""
+        self._look_around()
+        self._check_processes(self._running)
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, and call `check` often meanwhile."""
+        until = Deadline(seconds)
+        while not until.has_passed:
+            self.check()
+            time.sleep(min(_POLL_S, until.left_s))
+
+    def join(self, jobs: Sequence[Service], meanwhile: Callable[[], None]) -> dict[str, int]:
+        """Run jobs side by side until all have ended; returns their exit statuses by name.
+
+        A job that fails does not end the others. `meanwhile` is called often.
+
+        Raises:
+            ProcessFailed: a service that was started earlier failed.
+            StopRequested: a stop signal arrived.
+        """
+        services = list(self._running)
+        started = [self._spawn(job) for job in jobs]
+        while any(process.exit_code is None for process in started):
+            self._look_around()
+            self._check_processes(services)
+            meanwhile()
+            time.sleep(_POLL_S)
+        meanwhile()
+        ended = {process.name: process.exit_code for process in started}
+        for process in started:
+            process.kill()  # children that it left in its session
+        self._running = services
+        return {name: code for name, code in ended.items() if code is not None}
+
+    def process(self, name: str) -> ManagedProcess:
+        return next(process for service, process in self._running if service.name == name)
+
+    def stop_in_time(self, name: str, grace_s: float) -> None:
+        """Ask one process to end, and wait until it has. A second stop signal ends the wait."""
+        for service, process in self._running:
+            if service.name == name:
+                process.signal(signal.SIGTERM)
+                with contextlib.suppress(ProcessFailed):
+                    process.wait(grace_s, hurry=lambda: self._stop_request.is_urgent)
+
+    def stop(self) -> None:
+        """End every process, last started first. After a second stop signal, kill them at once."""
+        while self._running:
+            _, process = self._running[-1]
+            process.stop(self._grace_s, hurry=lambda: self._stop_request.is_urgent)
+            self._running.pop()
+        end_orphans(self._not_ours)
+
+    def __enter__(self) -> Self:
+        self._not_ours = adopt_orphans()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        stop_adopting()
+
+    def _spawn_in_time(self, service: Service) -> ManagedProcess:
+        deadline = Deadline(service.deadline_s)
+        while not service.may_start():
+            if deadline.has_passed:
+                raise ProcessFailed(
+                    f"{service.name} was not started, because other services did not accept "
+                    f"connections within {service.deadline_s:g} s; see the log files in "
+                    f"{self._log_directory}"
+                )
+            self.sleep(_POLL_S)
+        return self._spawn(service)
+
+    def _spawn(self, service: Service) -> ManagedProcess:
+        log_path = self._log_directory / f"{service.name}.log"
+        process = ManagedProcess(service.name, service.command, log_path, service.environment)
+        self._running.append((service, process))
+        return process
+
+    def _is_healthy(self, service: Service, process: ManagedProcess) -> bool:
+        self._look_around()
+        self._check_processes([entry for entry in self._running if entry[1] is not process])
+        if process.exit_code is None:
+            return service.healthy()
+        return not _has_failed(service, process)
+
+    def _look_around(self) -> None:
+        self._stop_request.check()
+        self._watch({service.name: process.pid for service, process in self._running})
+
+    def _check_processes(self, running: Sequence[tuple[Service, ManagedProcess]]) -> None:
+        failed = [process for service, process in running if _has_failed(service, process)]
+        if failed:
+            raise ProcessFailed(describe_failures(failed))
+
+
+def start_on_screen(stack: Stack, services: Sequence[Service], screen: Screen) -> None:
+    """Start services side by side; show each that is ready, after how long, and what it does."""
+
+    def show(service: Service, seconds: float) -> None:
+        screen.line(f"  {service.name:<{NAME_WIDTH}} ready after {seconds:5.1f} s: {service.role}")
+
+    with screen.activity(f"starting {', '.join(service.name for service in services)}"):
+        stack.start(services, show)
+
+
+def describe_failures(failed: Sequence[ManagedProcess]) -> str:
+    """One line per process that ended, in the order of their start, and the first one's last log
+    lines.
+
+    Services depend on those in front of them. If several ended at once, the first is the likely
+    cause.
+    """
+    endings = [
+        f"{process.name} ended with {describe_exit(process.exit_code)}; see {process.log_path}"
+        for process in failed
+    ]
+    return "\n".join([*endings, failed[0].log_tail()])
+
+
+def _has_failed(service: Service, process: ManagedProcess) -> bool:
+    code = process.exit_code
+    return code is not None and not (service.may_finish and code == 0)
+
+
+SAMPLE_EVERY_S = 5.0
+"""A sample takes a tenth of a second of CPU time."""
+MIB = 2**20
+
+
+class MemoryPeaks:
+    """The highest memory of each service in bytes, sampled every few seconds.
+
+    It is the proportional set size: a page that n processes map counts 1/n in each. So weights that
+    server and trainer share are not counted twice. If the kernel does not give it, the resident set
+    size is used.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes: dict[str, int] = {}
+        self._next_at = 0.0
+        self._watched: frozenset[str] = frozenset()
+
+    def watch(self, pids: Mapping[str, int]) -> None:
+        """Take a sample if one is due. Call it often.
+
+        A sample is also due when a service has started or ended, so that short runs have some.
+
+        Args:
+            pids: process ids by service
+        """
+        watched = frozenset(pids)
+        if watched == self._watched and time.monotonic() < self._next_at:
+            return
+        self._watched = watched
+        for name, pid in pids.items():
+            self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), tree_bytes(pid))
+        self._next_at = time.monotonic() + SAMPLE_EVERY_S
+
+
+def tree_bytes(pid: int) -> int:
+    """Memory of a process and its descendants; 0 if it has ended."""
+    try:
+        root = psutil.Process(pid)
+        family = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    return sum(_process_bytes(process) for process in family)
+
+
+def _process_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.AccessDenied:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:  # a zombie has no memory either
+        return 0

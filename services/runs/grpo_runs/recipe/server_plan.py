@@ -1,0 +1,156 @@
+"""Prints for training.sh which server a recipe needs, as lines `NAME=VALUE`.
+
+`python -m grpo_runs.recipe.server_plan SCRIPT FLAG...`: SCRIPT is the entry point, FLAG its
+flags. GPUS names the GPUs of the job (`0,1,2`; empty: train on the CPU). A mistake in the recipe
+ends the process with status 2, before a server starts.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from grpo_core.errors import GrpoError
+from grpo_core.weights.directory_checks import LORA_RANKS
+from grpo_runs.offline.backends.choice import Sampling
+from grpo_runs.offline.errors import RecipeInvalid
+from grpo_runs.offline.keys import OfflineKeys
+from grpo_runs.offline.translate import environment_settings, trainer_command
+from grpo_runs.recipe.reading import TrainingRecipe, rank_count, read_recipe
+from grpo_runs.recipe.translation import (
+    LORA_MODES,
+    dtype_of,
+    run_directory,
+    sync_mode,
+    translate,
+)
+from grpo_trainer.config.sync import ModeName, served_weights_directory
+
+_MAX_LEN, _MEMORY, _MEMORY_SHARED = 2048, 0.90, 0.45
+_KV_CACHE_ON_CPU = 512 * 2**20
+_RESIDENT_ADAPTERS = 4
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """Args: server_gpus, train_gpus: for CUDA_VISIBLE_DEVICES; "" on a CPU"""
+
+    model: str
+    mode: str
+    arguments: list[str]
+    server_gpus: str
+    train_gpus: str
+    ranks: int
+
+    @property
+    def needs_redis(self) -> bool:
+        return self.mode not in ("shared_vllm", "frozen")
+
+    def lines(self) -> Iterator[str]:
+        yield f"model={self.model}"
+        yield f"mode={self.mode}"
+        yield f"redis={'yes' if self.needs_redis else 'no'}"
+        yield f"server_gpus={self.server_gpus}"
+        yield f"train_gpus={self.train_gpus}"
+        yield f"ranks={self.ranks}"
+        yield from (f"argument={word}" for word in self.arguments)
+
+
+def server_plan(script: str, recipe: TrainingRecipe, environment: Mapping[str, str]) -> ServerPlan:
+    """Raises `RecipeInvalid`: the recipe or a variable does not fit the GPUs."""
+    gpus = [gpu for gpu in environment.get("GPUS", "").split(",") if gpu]
+    width = _number(
+        "VLLM_TP_SIZE",
+        environment.get("VLLM_TP_SIZE") or str(recipe["vllm_tensor_parallel_size"]),
+    )
+    spare = "1" if sync_mode(recipe) == "shared_vllm" else str(max(1, len(gpus) - width))
+    ranks = _number("TRAIN_RANKS", environment.get("TRAIN_RANKS") or spare)
+    rank_count(environment)
+    keys = translate(recipe, script, lambda: 1, ranks).keys
+    mode = sync_mode(recipe)
+    if mode == "auto":
+        is_one = len(gpus) <= 1 and width == ranks == 1
+        mode = "shared_vllm" if is_one else "none"
+    _check_options(keys, mode)
+    shares_gpu = mode == "shared_vllm" or len(gpus) == 1
+    server, train = gpus[:width], gpus[:ranks] if shares_gpu else gpus[width : width + ranks]
+    if gpus and (len(server) < width or len(train) < ranks):
+        raise RecipeInvalid(
+            f"{len(gpus)} GPUs ({','.join(gpus)}) do not suffice for a server on {width} "
+            f"(VLLM_TP_SIZE) and {ranks} training ranks (TRAIN_RANKS)"
+        )
+    model, dtype = recipe["model_name_or_path"], environment.get("VLLM_DTYPE") or dtype_of(recipe)
+    arguments = [
+        *("--model", model),
+        *("--tensor-parallel-size", str(width)),
+        *(() if dtype == "auto" else ("--dtype", dtype)),
+        *_weights(script, recipe, mode),
+        *_sizes(recipe, environment, bool(gpus), shares_gpu),
+        *shlex.split(environment.get("VLLM_FLAGS", "")),
+    ]
+    return ServerPlan(model, mode, arguments, ",".join(server), ",".join(train), ranks)
+
+
+def _check_options(keys: OfflineKeys, mode: str) -> None:
+    """A mistake ends the process, as it would end the training once the server runs."""
+    sampling = Sampling("ours", cast(ModeName, mode))
+    with tempfile.TemporaryDirectory() as directory:
+        trainer_command(keys, sampling, Path(directory), at_start=False)
+        environment_settings(keys, Path(directory), at_start=False)
+
+
+def _weights(script: str, recipe: TrainingRecipe, mode: str) -> list[str]:
+    if mode == "shared_vllm":
+        return ["--share-weights"]
+    served = served_weights_directory(Path(run_directory(recipe, script)).absolute())
+    words = ["--no-share-weights", "--weights-dir", str(served)]
+    if mode not in LORA_MODES:
+        return words
+    rank = next((rank for rank in LORA_RANKS if rank >= recipe["lora_r"]), None)
+    if rank is None:
+        raise RecipeInvalid(f"lora_r: {recipe['lora_r']}; vLLM has at most {LORA_RANKS[-1]}")
+    return [
+        *(*words, "--enable-lora"),
+        *("--max-lora-rank", str(rank)),
+        *("--max-loras", str(_RESIDENT_ADAPTERS)),
+    ]
+
+
+def _sizes(
+    recipe: TrainingRecipe, environment: Mapping[str, str], on_gpu: bool, shares_gpu: bool
+) -> list[str]:
+    length = environment.get("VLLM_MAX_LEN") or recipe["vllm_max_model_length"] or _MAX_LEN
+    words = ["--max-model-len", str(length)]
+    if not on_gpu:
+        return [*words, "--enforce-eager", "--kv-cache-memory-bytes", str(_KV_CACHE_ON_CPU)]
+    memory: object = environment.get("VLLM_MEM_UTIL")
+    if not memory and recipe.gives("vllm_gpu_memory_utilization"):
+        memory = recipe["vllm_gpu_memory_utilization"]
+    memory = memory or (_MEMORY_SHARED if shares_gpu else _MEMORY)
+    return [*words, "--gpu-memory-utilization", str(memory)]
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise RecipeInvalid(f"{name}: expected a number above 0; got {text!r}")
+    return int(text)
+
+
+def main(argv: Sequence[str]) -> None:
+    script = "maxent" if "maxent" in Path(argv[0]).name else "grpo"
+    try:
+        for line in server_plan(script, read_recipe(argv[1:]), os.environ).lines():
+            sys.stdout.write(f"{line}\n")
+    except GrpoError as error:
+        sys.stderr.write(f"training.sh: {error}\n")
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,118 @@
+"""Writes `report.html` of a run: its curves, and its rollouts to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from grpo_core.errors import GrpoError, ProtocolViolation
+from grpo_core.rollouts.files import TOKENIZER, read_steps
+from grpo_core.rollouts.page import TokenTexts, write_page
+from grpo_core.rollouts.page.encode import PART, REWARD, TITLES, Point
+from grpo_runs.report.evaluations import Evaluations
+from grpo_runs.report.metrics_file import metric_curves
+from grpo_runs.report.summary import RunFacts, counted, read_record, tenth_of
+from grpo_runs.run_directory import RunDirectory
+
+
+class NothingToReport(GrpoError):
+    """A directory contains no metrics and no rollouts."""
+
+
+def write_report(run: RunDirectory, output: Path | None = None) -> Path:
+    """Write the page to `output`, by default `report.html` of the run; returns its path. The run
+    may still be training.
+
+    Raises:
+        NothingToReport: the run has neither metrics nor rollouts.
+        ProtocolViolation: a line of the metrics is no JSON object, the configuration no YAML, or
+            the summary incomplete.
+        ResultsUnusable: a line of the evaluations breaks its contract.
+        BrokenRollouts: a file of rollouts, or their tokenizer, cannot be read.
+        OSError: the page could not be written.
+    """
+    metrics, rollouts = metric_curves(run.metrics), run.rollouts
+    if not metrics and rollouts is None:
+        raise NothingToReport(
+            f"{run.path} has no {run.metrics.name} and no rollouts; name the directory of a run"
+        )
+    evaluations = Evaluations.read(run.evaluations)
+    curves = {
+        name: points for name, points in metrics.items() if name in TITLES or name.startswith(PART)
+    }
+    config = _config(run)
+    texts = _token_texts(rollouts)
+    path = output or run.report
+    write_page(
+        path,
+        _title(config),
+        () if rollouts is None else read_steps(rollouts),
+        curves | evaluations.curves,
+        texts,
+        _facts(run, config, curves, evaluations),
+        intervals=evaluations.intervals,
+        special=texts.special if texts else (),
+    )
+    return path
+
+
+def _token_texts(rollouts: Path | None) -> TokenTexts | None:
+    tokenizer = None if rollouts is None else rollouts / TOKENIZER
+    return TokenTexts.from_file(tokenizer) if tokenizer and tokenizer.exists() else None
+
+
+def _config(run: RunDirectory) -> Mapping[str, Any]:
+    """The options of the run; empty if they are not known."""
+    if not run.config.is_file():
+        return {}
+    try:
+        found = yaml.safe_load(run.config.read_text())
+    except yaml.YAMLError as error:
+        raise ProtocolViolation(f"{run.config} is no YAML: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _title(config: Mapping[str, Any]) -> str:
+    tasks = config.get("task")
+    return f"GRPO on {' and '.join(map(str, tasks))}" if isinstance(tasks, list) else "GRPO run"
+
+
+def _facts(
+    run: RunDirectory,
+    config: Mapping[str, Any],
+    curves: Mapping[str, Sequence[Point]],
+    evaluations: Evaluations,
+) -> dict[str, str]:
+    rewards = [reward for _, reward in curves.get(REWARD, ())]
+    found = {
+        "Run": run.run_id,
+        "Mode": config.get("mode"),
+        "Model": config.get("model") or ("tiny model" if "model" in config else None),
+        "Seed": config.get("seed"),
+        "Steps": max((step for step, _ in curves.get(REWARD, ())), default=None),
+        "Reward": _change(rewards) if rewards else None,
+        **{name[0].upper() + name[1:]: value for name, value in evaluations.facts.items()},
+        "Engine": _crashes(run),
+    }
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def _crashes(run: RunDirectory) -> str | None:
+    """None if the engine did not crash, or if the run has no summary yet."""
+    crashes = read_record(RunFacts, run.summary).crashes if run.summary.is_file() else 0
+    log = run.server_log.relative_to(run.path)
+    return f"crashed {counted(crashes, 'time')}; see {log}" if crashes else None
+
+
+def _change(rewards: Sequence[float]) -> str:
+    """Means of the first and of the last tenth of the steps."""
+    tenth = tenth_of(len(rewards))
+    steps = "step" if tenth == 1 else f"{tenth} steps"
+    return (
+        f"{fmean(rewards[:tenth]):.3f} (first {steps}) → {fmean(rewards[-tenth:]):.3f} "
+        f"(last {steps})"
+    )

@@ -1,0 +1,116 @@
+"""Plots the reward of one run or of several modes. Importing this module imports matplotlib."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from grpo_runs.modes import ModeName
+from grpo_runs.report.metrics_file import StepRecord
+
+# On its first import matplotlib builds a cache of fonts and logs a warning, which would look like a
+# problem of the run.
+_font_log = logging.getLogger("matplotlib.font_manager")
+_font_log.setLevel(logging.ERROR)
+
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
+
+_font_log.setLevel(logging.NOTSET)
+
+DOTS_PER_INCH = 150
+COLOUR = "#1f5fa8"
+SHORTEST_WINDOW = 3
+
+
+STYLES: Mapping[ModeName, tuple[str, str]] = {
+    "shared_vllm": ("#0072B2", "-"),
+    "lora_only": ("#D55E00", "--"),
+    "lora_restart": ("#009E73", "-."),
+    "none": ("#CC79A7", ":"),
+}
+"""Colours of Okabe and Ito, which colour-blind readers can distinguish; dashes work without colour.
+"""
+
+
+def average_window(steps: int) -> int:
+    """Steps of the moving average: a tenth of the run, at least 3."""
+    return max(SHORTEST_WINDOW, steps // 10)
+
+
+def moving_average(values: Sequence[float], window: int) -> list[float]:
+    """Mean of each value and its predecessors, `window` values in all and fewer at the start."""
+    return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+
+
+def draw_reward_curve(records: Sequence[StepRecord], title: str, path: Path) -> None:
+    """Write a PNG of the mean reward per training step and its moving average."""
+    figure = _figure((8.0, 4.5))
+    axes = figure.add_subplot()
+    steps = [record.step for record in records]
+    rewards = [record.reward_mean for record in records]
+    window = average_window(len(rewards))
+    axes.plot(steps, rewards, color=COLOUR, alpha=0.35, linewidth=1.0, marker=".", label="one step")
+    axes.plot(
+        steps,
+        moving_average(rewards, window),
+        color=COLOUR,
+        linewidth=2.2,
+        label=f"moving average over {window} steps",
+    )
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("training step (optimizer updates)")
+    axes.set_ylabel("mean reward (score per completion)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    _open_frame(axes)
+    axes.legend(frameon=False, loc="best")
+    figure.savefig(path, format="png")
+
+
+def draw_comparison(runs: Mapping[ModeName, Sequence[StepRecord]], title: str, path: Path) -> None:
+    """Write a PNG of each mode's mean reward, over steps on the left and over time on the right."""
+    figure = _figure((12.0, 4.8))
+    by_step, by_time = figure.subplots(1, 2, sharey=True)
+    for mode, records in runs.items():
+        rewards = [record.reward_mean for record in records]
+        _draw_curve(by_step, mode, [record.step for record in records], rewards)
+        _draw_curve(by_time, mode, [record.time_s for record in records], rewards)
+    by_step.set_xlabel("training step", fontsize=12)
+    by_time.set_xlabel("seconds since the first step began", fontsize=12)
+    by_step.set_ylabel("mean reward (moving average)", fontsize=12)
+    for axes in (by_step, by_time):
+        _open_frame(axes)
+        axes.tick_params(labelsize=11)
+    by_step.legend(frameon=False, loc="best", fontsize=11)
+    figure.suptitle(title, fontsize=13)
+    figure.savefig(path, format="png")
+
+
+def _figure(size_inches: tuple[float, float]) -> Figure:
+    figure = Figure(figsize=size_inches, dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _open_frame(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+
+
+def _draw_curve(
+    axes: Axes, mode: ModeName, positions: Sequence[float], rewards: Sequence[float]
+) -> None:
+    colour, dashes = STYLES[mode]
+    axes.plot(positions, rewards, color=colour, alpha=0.2, linewidth=0.8)
+    axes.plot(
+        positions,
+        moving_average(rewards, average_window(len(rewards))),
+        color=colour,
+        linestyle=dashes,
+        linewidth=2.4,
+        label=mode,
+    )

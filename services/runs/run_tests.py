@@ -1,0 +1,153 @@
+#!/usr/bin/env python3
+"""Seven tests of this installation without a server: `python run_tests.py`.
+
+They use a small model in this process. Exit status 1 if one fails.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from grpo_core.cpu import share_cores
+from grpo_core.evaluation.statistics import mean_at_k, pass_at_k
+from grpo_runs.offline.command_line import words_for_hydra
+from grpo_runs.offline.errors import KeysInvalid
+from grpo_runs.offline.keys import CONFIG_FILE, OfflineKeys, config_text
+from grpo_runs.offline.run_files import RunFiles, resumed_keys
+from grpo_runs.offline.screen import OfflineScreen
+from grpo_trainer.coefficients import KlCoefficient
+from grpo_trainer.objectives import Objective
+
+ITERATIONS = 2
+
+
+def run_small(directory: Path, iterations: int, evaluated: int) -> RunFiles:
+    """A run of a small model in this process. Args: evaluated: number of items"""
+    from grpo_runs.offline.loop import run_offline
+    from grpo_tiny_model.model import ensure_tiny_model
+
+    model = str(ensure_tiny_model())
+    keys = OfflineKeys.model_validate(
+        {
+            "model": {"train_id": model, "ref_id": model, "device": "cpu"},
+            "generation": {"backend": "local", "max_new_tokens": 8},
+            "eval": {"backend": "local", "max_new_tokens": 8, "num_ids": evaluated},
+            "train": {"iterations": iterations, "lr": 1e-4},
+        }
+    )
+    run_offline(keys, directory, OfflineScreen())
+    return RunFiles(directory)
+
+
+@cache
+def run() -> RunFiles:
+    """A run of two iterations, which several tests look at."""
+    return run_small(Path(tempfile.mkdtemp(prefix="grpo-offline-")), ITERATIONS, 4)
+
+
+def records() -> list[dict[str, Any]]:
+    return [json.loads(run().train(number).read_text()) for number in range(ITERATIONS)]
+
+
+def test_configuration() -> None:
+    assert CONFIG_FILE.read_text() == config_text()
+    assert words_for_hydra(["-m", "train.lr=[1e-5,2e-5]"]) == ["-m", "train.lr=1e-5,2e-5"]
+    try:
+        words_for_hydra(["train.lr=[1e-5,2e-5]"])
+    except KeysInvalid as error:
+        assert "-m" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("a list for train.lr was accepted without -m")
+
+
+def test_kl_divergence_and_its_control() -> None:
+    import torch
+
+    from grpo_trainer.kl import kl_terms
+
+    distance = torch.tensor([math.log(2)])
+    found = [float(kl_terms(distance, torch.zeros(1), name)) for name in ("k1", "k2", "k3")]
+    assert all(abs(a - b) < 1e-4 for a, b in zip(found, (0.6931, 0.2402, 0.1931), strict=True))
+    coefficient = KlCoefficient("adaptive", 0.05, 0.04, 10_000)
+    coefficient.observe(0.08, 128)
+    assert abs(coefficient.value - 0.050128) < 1e-6, coefficient.value
+
+
+def test_maxent_weights() -> None:
+    import torch
+
+    from grpo_trainer.advantages import completion_weights
+
+    scores, reference = torch.tensor([1.0, 0, 0, 0]), torch.tensor([-0.5, -0.4, -1, -2])
+    found = completion_weights(scores, reference, Objective(maxent_tau=0.2), beta=0.1)
+    expected = torch.tensor([0.918511, 0.033878, 0.027737, 0.019874])
+    assert torch.allclose(found.float(), expected, atol=1e-5)
+
+
+def test_evaluation_metrics() -> None:
+    assert abs(mean_at_k((0.0, 0.3, 1.0, 0.0), 2) - 0.6) < 1e-9
+    assert pass_at_k(4, 1, 2) == 0.5
+
+
+def test_training_records() -> None:
+    for record in records():
+        parts = record["loss_pg"] + record["loss_kl"] + record["loss_entropy"]
+        assert abs(record["loss_total"] - parts) < 1e-6
+        assert abs(record["loss_kl"] - record["kl_coef"] * record["kl_divergence"]) < 1e-6
+        assert record["served_step"] < record["trained_step"]
+
+
+def test_evaluations_and_pages() -> None:
+    for number in range(ITERATIONS):
+        evaluation = json.loads(run().evaluation(number).read_text())
+        assert {"pass@1", "mean@1"} <= evaluation.keys()
+    assert run().plot.stat().st_size > 0
+    assert (run().path / "report.html").stat().st_size > 0
+
+
+def test_models_and_resuming() -> None:
+    for number in range(ITERATIONS):
+        assert (run().path / "checkpoints" / f"iter_{number:03}" / "config.json").is_file()
+    from grpo_runs.offline.loop import run_offline
+
+    keys = OfflineKeys.model_validate(resumed_keys(run().path))
+    before = len(records())
+    run_offline(keys, run().path, OfflineScreen())
+    assert len(records()) == before
+
+
+def run_tests(names: Mapping[str, Any]) -> tuple[int, int]:
+    """Run all functions that begin with `test_`; returns how many passed, and their number.
+
+    Args: names: those of the script's module
+    """
+    tests = [value for name, value in names.items() if name.startswith("test_")]
+    passed = 0
+    for test in tests:
+        try:
+            test()
+        except Exception:  # noqa: BLE001 any failure is a failed test
+            sys.stdout.write(f"FAILED {test.__name__}\n{traceback.format_exc()}\n")
+        else:
+            passed += 1
+            sys.stdout.write(f"passed {test.__name__}\n")
+    return passed, len(tests)
+
+
+def main() -> None:
+    share_cores()  # before torch is imported
+    passed, count = run_tests(globals())
+    sys.stdout.write(f"{passed}/{count} tests passed\n")
+    raise SystemExit(passed < count)
+
+
+if __name__ == "__main__":
+    main()

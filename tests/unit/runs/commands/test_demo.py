@@ -1,0 +1,330 @@
+"""`grpo-demo` as a user runs it, with a real Redis and stand-ins for the other services; the
+options of a run that is resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from grpo_core.errors import GrpoError
+from grpo_core.process import ProcessFailed
+from grpo_core.settings import load_settings, resolved_yaml
+from grpo_runs.__main__ import with_config_of_resumed_run
+from grpo_runs.commands import demo
+from grpo_runs.commands.demo import NoTrainingStep, follow_training, run_demo
+from grpo_runs.defaults import BY_TASK
+from grpo_runs.modes import MODES
+from grpo_runs.process.stack import Stack, StopRequest
+from grpo_runs.report.metrics_file import MetricsFile
+from grpo_runs.report.summary import RunFacts, read_record
+from grpo_runs.run_directory import RunDirectory, create_run_directory
+from grpo_runs.settings import DemoSettings
+from tests.support.process_table import SLEEP, is_alive, unrelated_process
+from tests.support.wait import wait_for
+from tests.unit.conftest import Refused
+from tests.unit.core.rollouts.test_page import data_of
+from tests.unit.runs.records import metrics_line
+from tests.unit.runs.stand_ins import Shown, script, write_stand_ins
+
+ENVIRONMENTS = ["environment-arithmetic", "environment-gsm8k"]
+SERVICES = ["redis", "run-api", "vllm-server", "trainer", *ENVIRONMENTS]
+LAST_SERVICE = "environment"
+
+
+@dataclass(frozen=True)
+class Demo:
+    """`grpo-demo` in an empty working directory."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit status, stdout, stderr."""
+        out, err = self.process.communicate(timeout=180)
+        return self.process.returncode, out, err
+
+    @property
+    def pids(self) -> Path:
+        return self.folder / "pids"
+
+    def all_ended(self) -> bool:
+        return not any(is_alive(int(path.read_text())) for path in self.pids.iterdir())
+
+    def wait_for_steps(self) -> None:
+        metrics = self.folder / "run" / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and (self.pids / LAST_SERVICE).exists())
+
+
+@contextmanager
+def started(folder: Path, *arguments: str, **environment: str) -> Iterator[Demo]:
+    write_stand_ins(folder / "stand-ins")
+    for name in ("pids", "tmp", "data"):
+        (folder / name).mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo_runs", *arguments],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(folder / "stand-ins"),
+            "STAND_IN_PIDS": str(folder / "pids"),
+            "TMPDIR": str(folder / "tmp"),
+            **environment,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield Demo(folder, process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@dataclass(frozen=True)
+class Finished:
+    demo: Demo
+    status: int
+    out: str
+    err: str
+
+    @property
+    def run(self) -> RunDirectory:
+        return RunDirectory((self.demo.folder / "runs" / "latest").resolve())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """25 steps on two tasks."""
+    flags = ("--task", "arithmetic,gsm8k", "--data", "data", "--seq-len", "2000", "--steps", "25")
+    with started(tmp_path_factory.mktemp("demo"), *flags, "--seed", "4") as demo:
+        return Finished(demo, *demo.finish())
+
+
+def test_every_service_starts_and_ends_and_leaves_its_log(finished: Finished) -> None:
+    assert finished.status == 0
+    ready = [line.split()[0] for line in finished.out.splitlines() if " ready after " in line]
+    assert ready == ["redis", "model", *SERVICES[1:]]
+    assert {path.stem for path in finished.run.logs.iterdir()} == {"model", *SERVICES}
+    assert "loading stand-in-model " in (finished.run.logs / "vllm-server.log").read_text()
+    assert finished.demo.all_ended()
+    assert list((finished.demo.folder / "tmp").iterdir()) == []
+
+
+def test_every_step_is_shown_and_summed_up(finished: Finished) -> None:
+    lines = finished.out.splitlines()
+    assert "\x1b" not in finished.out
+    steps = [line.split()[0] for line in lines if "/25 " in line]
+    assert steps == [f"{step}/25" for step in range(1, 26)]
+    # rewards 0.04, 0.08, ... 1.0; a tenth of 25 steps is 2
+    assert "reward:   0.060 in the first 2 steps, 0.980 in the last 2 steps (mean)" in lines
+    assert (finished.run.path / "reward.png").stat().st_size > 5_000
+
+
+def test_crashes_of_the_engine_are_shown_and_three_warn(finished: Finished) -> None:
+    log = Path("runs") / finished.run.path.name / "logs" / "vllm-server.log"
+    assert (
+        "weights:  25 publications, 5 engine restarts, 3 of them not planned (the engine crashed), "
+        "0 dropped requests"
+    ) in finished.out.splitlines()
+    expected = f"the engine crashed 3 times; read the lines before engine.crashed in {log}"
+    assert finished.err == f"warning: {expected}\n"
+    content = data_of(finished.run.report)["content"]
+    assert ["Engine", "crashed 3 times; see logs/vllm-server.log"] in content["facts"]
+
+
+def test_evaluations_are_shown(finished: Finished) -> None:
+    lines = [line.strip() for line in finished.out.splitlines()]
+    shown = [line for line in lines if line.startswith("evaluation of arithmetic")]
+    between = "(0.200 to 0.400), 20 held-out items x 8, 0.5 s"
+    assert shown == [
+        f"evaluation of arithmetic after 0 steps: pass@1 0.300 {between}",
+        f"evaluation of arithmetic after 25 steps: pass@1 0.750 {between}",
+    ]
+
+
+def test_other_programs_can_read_what_the_run_took(finished: Finished) -> None:
+    facts = read_record(RunFacts, finished.run.summary)
+    assert (facts.mode, facts.seed, facts.summary.steps) == ("shared_vllm", 4, 25)
+    assert facts.benchmark is not None
+    assert facts.server is not None
+    assert facts.benchmark.publishes == 25
+    assert (facts.server.restarts, facts.server.dropped_requests) == (5, 0)
+    assert facts.server.generation_tokens == 5000
+    assert set(facts.peak_bytes) >= set(SERVICES[:-1])
+    assert len(MetricsFile(finished.run.metrics).read_new()) == 25
+
+
+def test_every_task_has_an_environment_of_its_own(finished: Finished) -> None:
+    for name in ENVIRONMENTS:
+        said = (finished.run.logs / f"{name}.log").read_text()
+        assert said.startswith(f"{name.removeprefix('environment-')} serve ")
+        assert "--seq-len 2000 " in said
+    assert "--data data" in said
+
+
+def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(tmp_path: Path) -> None:
+    with (
+        unrelated_process() as bystander,
+        started(tmp_path, "--run-dir", "run", STAND_IN_TRAINER_LINGERS="1") as demo,
+    ):
+        demo.wait_for_steps()
+        demo.process.send_signal(signal.SIGTERM)
+        status, _, err = demo.finish()
+        assert status == 143
+        first, second = err.splitlines()
+        assert first == "stopped by SIGTERM; every process of this run has ended"
+        assert second == "logs of all services: run/logs"
+        assert demo.all_ended()
+        assert is_alive(bystander.pid)
+
+
+@pytest.mark.parametrize(
+    ("code", "deadline_s", "environment", "error", "told"),
+    [
+        (SLEEP, 0.1, None, NoTrainingStep, r"no training step ended within 0\.1 s, after 2 of 5"),
+        ("", 300.0, None, ProcessFailed, r"trainer ended with status 0 after 2 of 5 steps; see"),
+        # A model's program may call `os._exit(0)` in a task.
+        (
+            *(SLEEP, 300.0, "import os; os._exit(0)", ProcessFailed),
+            "env ended with status 0 before the run was complete",
+        ),
+        (SLEEP, 1.0, "print('run.completed')", NoTrainingStep, "no training step"),
+    ],
+    ids=["no step", "the trainer ends", "an environment ends", "the environment is done"],
+)
+def test_a_run_that_does_not_go_on_is_named(
+    code: str,
+    deadline_s: float,
+    environment: str | None,
+    error: type[GrpoError],
+    told: str,
+    tmp_path: Path,
+) -> None:
+    """A trainer has taken 2 of 5 steps and runs `code`, beside an environment."""
+    run = RunDirectory(tmp_path)
+    run.metrics.write_text(metrics_line(1) + metrics_line(2))
+    sizes = replace(BY_TASK["arithmetic"], steps=5, step_deadline_s=deadline_s)
+    with StopRequest() as request, Stack(run.logs, request) as stack:
+        services, names = [script("trainer", code, may_finish=True)], []
+        if environment is not None:
+            run.logs.mkdir()
+            (run.logs / "env.log").write_text("run.completed, in an earlier part\n")
+            services.append(script("env", environment, may_finish=True))
+            names.append("env")
+        stack.start(services)
+        with pytest.raises(error, match=told):
+            follow_training(stack, run, sizes, MODES["none"], Shown(), environments=names)
+
+
+def test_latest_follows_runs_in_the_default_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    create_run_directory(None, seed=3)
+    second = create_run_directory(Path("runs/second"), seed=3)
+    assert Path("runs/latest").resolve() == second.path.resolve()
+
+
+def test_a_directory_that_was_used_since_the_check_is_refused(tmp_path: Path) -> None:
+    settings, shown = load_settings(DemoSettings, ["--run-dir", str(tmp_path)]), Shown()
+    (tmp_path / "config.yaml").touch()
+    assert run_demo(settings, shown) == 1
+    expected = f"failed (RunDirectoryUnusable): --run-dir {tmp_path}: this directory holds"
+    assert shown.err.startswith(expected)
+    assert shown.out == ""
+
+
+def test_a_resume_that_fails_leaves_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = create_run_directory(tmp_path / "run", seed=0)
+    run.config.write_text("seed: 1\n")
+    failure = ProcessFailed("redis ended with status 1")
+    monkeypatch.setattr(demo, "start_services", Mock(side_effect=failure))
+    settings = load_settings(DemoSettings, ["--resume", str(run.path), "--seed", "2"])
+    assert run_demo(settings, Shown()) == 1
+    assert run.config.read_text() == "seed: 1\n"
+
+
+@pytest.fixture
+def stopped_run(tmp_path: Path) -> RunDirectory:
+    """A run of 6 steps that was stopped after a checkpoint of step 4."""
+    run = RunDirectory(tmp_path / "stopped")
+    for number, step in ((1, 9), (2, 4)):
+        (run.checkpoints / "trainer_state" / f"{number:06}_step_{step}").mkdir(parents=True)
+    settings = load_settings(DemoSettings, ["--steps", "6", "--seed", "5", "--lr", "0.25"])
+    run.config.write_text(resolved_yaml(settings.command, settings.resolved()))
+    (tmp_path / "latest").symlink_to("stopped")
+    return run
+
+
+def resumed(*words: str) -> DemoSettings:
+    return load_settings(DemoSettings, with_config_of_resumed_run(words), at_start=True)
+
+
+def test_a_resumed_run_has_its_options_unless_others_are_given(stopped_run: RunDirectory) -> None:
+    latest = stopped_run.path.with_name("latest")
+    settings = resumed("--lr", "0.5", "--resume", str(latest))
+    assert (settings.sizes.steps, settings.seed, settings.sizes.lr) == (6, 5, 0.5)
+    assert settings.resume is not None
+    assert RunDirectory.of(settings.resume).path == stopped_run.path
+
+
+def test_a_run_that_is_complete_or_still_running_is_not_resumed(
+    stopped_run: RunDirectory, refused: Refused
+) -> None:
+    told = refused(resumed, "--resume", str(stopped_run.path), "--steps", "4")
+    assert "all 4 steps are done; pass a larger --steps" in told
+    with stopped_run.hold():
+        told = refused(resumed, "--resume", str(stopped_run.path))
+    assert "this run is still running; stop it first" in told
+
+
+def test_a_renamed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = create_run_directory(tmp_path / "first", seed=0)
+    second = RunDirectory(first.path.rename(tmp_path / "second"))
+    assert second.run_id == "first"
+    (second.path / "run-id").unlink()  # a run of an earlier release
+    monkeypatch.chdir(second.path)
+    assert RunDirectory.of(Path()).run_id == "second"
+
+
+def test_a_run_with_secrets_is_resumed_with_secrets(
+    stopped_run: RunDirectory, refused: Refused
+) -> None:
+    secrets = ["--run-api-token", "a-secret", "--server.hf-token", "another-secret"]
+    settings = load_settings(DemoSettings, ["--steps", "6", *secrets])
+    stopped_run.write_config(resolved_yaml(settings.command, settings.resolved()))
+    told = refused(resumed, "--resume", str(stopped_run.path))
+    assert "pass --run-api-token again" in told
+    assert "pass --server.hf-token again" in told
+    resumed("--resume", str(stopped_run.path), *secrets)
+
+
+def test_a_run_of_smollm2_has_the_sizes_of_a_pretrained_model_and_is_resumed_with_it(
+    stopped_run: RunDirectory,
+) -> None:
+    first = load_settings(DemoSettings, ["--steps", "6", "--model", "smollm2"], at_start=True)
+    pretrained = load_settings(DemoSettings, ["--steps", "6", "--model", "owner/name"])
+    tiny = load_settings(DemoSettings, ["--steps", "6"])
+    assert first.sizes == pretrained.sizes != tiny.sizes
+    stopped_run.write_config(resolved_yaml(first.command, first.resolved()))
+    assert "\nmodel: smollm2\n" in stopped_run.config.read_text()
+    again = resumed("--resume", str(stopped_run.path))
+    assert (again.model, again.sizes) == ("smollm2", first.sizes)
+
+
+def test_help_needs_no_run_to_resume() -> None:
+    assert with_config_of_resumed_run(["--resume", "/none", "--help"]) == [
+        *("--resume", "/none", "--help")
+    ]

@@ -1,0 +1,268 @@
+"""`grpo-eval` as a user runs it, with small programs that replace the server and env-server."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from grpo_core.evaluation.results import read_result, read_summaries
+from grpo_core.settings import load_settings, resolved_yaml
+from grpo_runs.__main__ import evaluate
+from grpo_runs.commands.evaluate import evaluate_models, visible_gpu
+from grpo_runs.settings import EvalSettings
+from tests.support.process_table import is_alive
+from tests.unit.conftest import Mistake
+from tests.unit.runs.stand_ins import SMOLLM2, Shown, write_programs
+
+SERVER = """
+from stand_in_common import *
+
+if "--dry-run" in sys.argv:
+    sys.exit(0)
+print(*sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+pathlib.Path(f"pid-{os.getpid()}").touch()
+served = [option("--model")]
+
+def answer(path, body, headers):
+    if not body:
+        return 200, {"served": served[0]}
+    if headers.get("Authorization") != "Bearer a-secret":
+        return 401, {"detail": "no key"}
+    if "--enable-lora" not in sys.argv:
+        return 404, {"detail": "no adapters"}
+    served[0] = json.loads(body)["adapter_path"]
+    return 200, {}
+
+serve(answer)
+"""
+ENVIRONMENT = """
+from grpo_core.evaluation.results import EvalItem, EvalResult, save
+from stand_in_common import *
+
+task = sys.argv[1]
+if task == "gsm9k":
+    sys.exit("env-server: TASK: expected one of arithmetic, gsm8k; got 'gsm9k'")
+if "--dry-run" in sys.argv:
+    sys.exit(0)
+print(*sys.argv[1:], flush=True)
+if task == "broken":
+    sys.exit("env-server: DataUnusable: rows.jsonl line 3: the row is not JSON")
+if task == "stopped":
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(600)
+served = json.loads(fetch(option("--inference-url") + "/which"))["served"]
+assert os.environ["VLLM_API_KEY"] == "a-secret"
+right = 36 if "trained" in served else 12  # of 40
+k = int(option("--eval-samples"))
+items = [
+    EvalItem.graded(task, str(n), [float(n < right)] * k, [{}] * k, [3] * k, [False] * k)
+    for n in range(40)
+]
+temperature = float(option("--eval-temperature"))
+result = EvalResult.of(items, task=task, temperature=temperature, duration_s=1.0)
+if task != "silent":
+    print("evaluation.progress done=20 items=40 left_s=7 task=x", flush=True)
+    details = save(result, pathlib.Path(option("--eval-output")))
+    details.with_suffix(".html").write_text("answers of " + served)
+"""
+
+
+@dataclass
+class Evaluation:
+    folder: Path
+    shown: Shown
+
+    def run(self, *words: str) -> int:
+        """Returns the exit status after every server has ended."""
+        status = evaluate_models(settings(*words), self.shown)
+        pids = [int(path.name.removeprefix("pid-")) for path in self.folder.glob("pid-*")]
+        assert not any(is_alive(pid) for pid in pids)
+        return status
+
+    def log(self, name: str) -> list[str]:
+        return (self.folder / "eval/logs" / f"{name}.log").read_text().splitlines()
+
+
+def settings(*words: str) -> EvalSettings:
+    key = {"VLLM_API_KEY": "a-secret"}
+    return load_settings(EvalSettings, words, key, at_start=True)
+
+
+def make_model(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text('{"max_position_embeddings": 512}')
+    return path
+
+
+def make_adapter(path: Path, base: Path | None, rank: int = 12) -> Path:
+    path.mkdir(parents=True)
+    config = {"r": rank} | ({"base_model_name_or_path": str(base)} if base else {})
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    (path / "adapter_model.safetensors").touch()
+    return path
+
+
+@pytest.fixture
+def evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluation:
+    stand_ins = tmp_path / "stand-ins"
+    write_programs(stand_ins, grpo_vllm=SERVER, grpo_env=ENVIRONMENT, grpo_tiny_model=SMOLLM2)
+    path = os.pathsep.join([str(stand_ins), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("VLLM_API_KEY", "another")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "plain")
+    return Evaluation(tmp_path, Shown())
+
+
+def test_two_models_are_evaluated_on_the_same_items_and_the_lift_is_printed(
+    evaluation: Evaluation,
+) -> None:
+    make_model(Path("trained"))
+    words = ["--model", "./trained", "--baseline", "./plain", "--task", "arithmetic,gsm8k"]
+    words += ["--samples", "4", "--ks", "1,2", "--server.swap-space=2", "--env.weight=3"]
+    assert (evaluation.run(*words), evaluation.shown.err) == (0, "")
+
+    out = evaluation.shown.out
+    assert "20 of 40 items, about 7 s left" in out
+    pages = {path.read_text() for path in evaluation.folder.rglob("*.html")}
+    assert {page.rpartition("/")[2].rpartition(" ")[2] for page in pages} == {"trained", "plain"}
+    assert "gsm8k: ./trained\n  40 items, 4 answers each, temperature 1" in out
+    for task in ("arithmetic", "gsm8k"):
+        lift = out.partition(f"{task}: lift, paired by item (40 items in both)")[2]
+        assert "  pass@1        0.300    0.900   +0.600" in lift
+    assert "pass@2" in out
+    assert "pass@4" not in out
+    lines = read_summaries(Path("eval.jsonl"))
+    assert [(line.model, line.task, line.metrics["pass@1"]) for line in lines] == [
+        ("./plain", "arithmetic", 0.3),
+        ("./plain", "gsm8k", 0.3),
+        ("./trained", "arithmetic", 0.9),
+        ("./trained", "gsm8k", 0.9),
+    ]
+    assert sorted(path.name for path in Path("eval").glob("*.json")) == [
+        *("arithmetic-baseline.json", "arithmetic.json"),
+        *("gsm8k-baseline.json", "gsm8k.json"),
+    ]
+    assert len(read_result(Path("eval/gsm8k.json")).items) == 40
+    served = evaluation.log("vllm-server")
+    assert [line.split()[1] for line in served if "--model" in line] == ["./plain", "./trained"]
+    assert "--redis-url none --no-share-weights" in served[0]
+    assert "--max-model-len 512" in served[0]
+    assert "--swap-space=2" in served[0]
+    asked = evaluation.log("evaluate")
+    expected = "--eval-items 200 --eval-samples 4 --eval-temperature 1 --seq-len 512 --seed 0"
+    assert asked[0].startswith(f"arithmetic evaluate --model ./plain {expected}")
+    assert asked[0].endswith("--weight=3")
+
+
+def test_an_adapter_and_its_base_model_share_one_server(evaluation: Evaluation) -> None:
+    adapter = make_adapter(Path("run/trained"), Path("plain").resolve())
+    words = ["--model", str(adapter), "--baseline", "base", "--task", "arithmetic", "--greedy"]
+    assert (evaluation.run(*words, "--device", "cuda:1"), evaluation.shown.err) == (0, "")
+
+    (served,) = [line for line in evaluation.log("vllm-server") if "--model" in line]
+    weights_dir = adapter.parent.resolve()
+    assert f"--enable-lora --max-lora-rank 16 --weights-dir {weights_dir}" in served
+    assert served.endswith(" 1")  # the GPU
+    assert "pass@1        0.300    0.900   +0.600" in evaluation.shown.out
+    base, trained = read_summaries(Path("eval.jsonl"))
+    assert base.model == f"{Path('plain').resolve()} (base)"
+    assert (trained.model, trained.samples, trained.temperature) == ("run/trained", 1, 0.0)
+
+
+def test_smollm2_is_made_before_it_is_evaluated(evaluation: Evaluation) -> None:
+    make_model(Path("made"))
+    words = ["--model", "plain", "--baseline", "smollm2", "--task", "arithmetic"]
+    assert evaluation.run(*words) == 0
+    assert "model       ready after" in evaluation.shown.out
+    lines = evaluation.log("vllm-server")
+    assert [line.split()[1] for line in lines if "--model" in line] == ["made", "plain"]
+
+
+def test_without_a_task_the_options_of_the_run_apply(
+    evaluation: Evaluation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(Path("run/checkpoints/trained"))
+    Path("run/config.yaml").write_text(
+        "task: [gsm8k]\ndata: rows\nmax-completion-tokens: 32\nsteps: 3\n"
+        "trainer: {lr: 1}\nenv: {format-reward: 0.1, temperature: 0.5}\n"
+    )
+    Path("latest").symlink_to("run")
+    assert evaluation.run("--model", "latest/checkpoints/trained", "--env.weight", "2") == 0
+    asked = evaluation.log("evaluate")[0]
+    assert asked.startswith("gsm8k evaluate --model latest/checkpoints/trained --data rows")
+    assert "--max-completion-tokens 32" in asked
+    assert asked.endswith("--format-reward=0.1 --weight=2")
+    told = "task and options of the environment: those of latest/config.yaml\n"
+    assert capsys.readouterr().err == f"grpo-eval: {told}"
+    assert settings("--model", "latest/checkpoints/trained", "--task", "t").data is None
+
+
+@pytest.mark.parametrize(
+    ("task", "told"),
+    [
+        (
+            "arithmetic,broken",
+            "env-server: DataUnusable: rows.jsonl line 3: the row is not JSON; see eval/l",
+        ),
+        ("silent", "env-server silent evaluate wrote no results; see eval/logs/evaluate.log"),
+    ],
+)
+def test_a_failure_is_named_in_one_line(evaluation: Evaluation, task: str, told: str) -> None:
+    assert evaluation.run("--model", "plain", "--task", task) == 1
+    assert evaluation.shown.err.startswith(f"failed (EvaluationFailed): {told}")
+    assert evaluation.shown.err.count("\n") == 1
+    assert Path("eval.jsonl").exists() is ("arithmetic" in task), "earlier results are kept"
+
+
+def test_a_signal_ends_every_process(evaluation: Evaluation) -> None:
+    assert evaluation.run("--model", "plain", "--task", "stopped") == 130
+    assert "stopped by SIGINT; every process of this evaluation has ended" in evaluation.shown.err
+
+
+def test_a_device_is_counted_among_the_visible_ones() -> None:
+    assert visible_gpu(1, {"CUDA_VISIBLE_DEVICES": "4,7"}) == "7"
+    assert visible_gpu(1, {}) == "1"
+
+
+def test_the_resolved_configuration_can_be_read_again(
+    evaluation: Evaluation, tmp_path: Path
+) -> None:
+    first = settings("--model", "plain", "--task", "a,b", "--greedy", "--env.weight", "3")
+    config = tmp_path / "eval.yaml"
+    config.write_text(resolved_yaml(first.command, first.resolved()))
+    again = settings("--config", str(config))
+    assert again.resolved() == first.resolved()
+    assert evaluation.folder == tmp_path
+
+
+MISTAKES = {
+    "--model plain": "--task: name the task, for example --task gsm8k",
+    "--model ./none --task t": "--model: no such directory: ./none",
+    "--model plain --task t --baseline base": "--baseline: plain is no adapter, so it has no base",
+    "--model plain --task t --base-model plain": "--base-model: plain is no adapter; omit",
+    "--model plain --task t --greedy --samples 4": "--samples: --greedy samples one answer to",
+    "--model plain --task t --samples 4 --ks 1,8": "--ks: expected at most 4, the number",
+    "--model plain --task t --output results": "--output: expected a suffix, as in results.jsonl",
+    "--model plain --task t --output /proc/1/e.jsonl": "cannot write to /proc",
+    "--model plain --task arithmetic,gsm9k": "--task gsm9k: expected one of arithmetic, gsm8k; got",
+    "--model plain --task t --server.port 3": "--server.port: grpo-eval sets this option itself",
+    "--model plain --task t --trainer.lr 3": "--trainer.lr: grpo-eval starts no such service",
+    "--model no-base --task t": "--model: no-base/adapter_config.json names no base_model_name_or_",
+    "--model lost-base --task t": "the base model of lost-base: no such directory: /none/model",
+    "--model large --task t --base-model plain": "the adapter has rank 1024, and vLLM serves at mo",
+}
+
+
+@pytest.mark.usefixtures("evaluation")
+def test_a_mistake_ends_with_status_2_before_a_server_starts(mistake: Mistake) -> None:
+    make_adapter(Path("no-base"), None)
+    make_adapter(Path("lost-base"), Path("/none/model"))
+    make_adapter(Path("large"), None, rank=1024)
+    for arguments, problem in MISTAKES.items():
+        assert problem in mistake(evaluate, arguments), arguments

@@ -1,0 +1,106 @@
+"""`grpo-report`: what it reads of a run, where it writes, and its failures."""
+
+from __future__ import annotations
+
+import json
+import webbrowser
+from pathlib import Path
+
+import pytest
+
+from grpo_core.settings import load_settings
+from grpo_runs.commands.rollouts import report
+from grpo_runs.report.evaluations import Evaluations
+from grpo_runs.report.metrics_file import metric_curves
+from grpo_runs.settings import ReportSettings
+from tests.unit.runs.records import evaluation, metrics_line
+from tests.unit.runs.stand_ins import Shown
+
+
+def reported(*words: object) -> tuple[int, Shown]:
+    screen = Shown()
+    return report(load_settings(ReportSettings, [*map(str, words)]), screen), screen
+
+
+def test_the_page_is_written_into_the_run_or_to_a_path(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other.html"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(metrics_line(1))
+    status, screen = reported(run)
+    assert status == 0
+    assert f"report: {run / 'report.html'}\n" in screen.out
+    assert reported(run, "--output", other)[0] == 0
+    assert other.read_text() == (run / "report.html").read_text()
+
+
+def test_open_shows_the_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").write_text(metrics_line(1))
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or len(opened) == 1)
+    assert reported(tmp_path, "--open")[0] == 0
+    assert opened == [(tmp_path / "report.html").as_uri()]
+    status, screen = reported(tmp_path, "--open")
+    assert (status, "failed (NoBrowser): no browser was found; open" in screen.err) == (1, True)
+
+
+RUN = {"metrics.jsonl": metrics_line(1)}
+BROKEN = {"rollouts/step-000001.jsonl.gz": "?"}
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({}, "NothingToReport): {run} has no metrics.jsonl and no rollouts; name the directory"),
+        ({"metrics.jsonl": "[]\n"}, "ProtocolViolation): {run}/metrics.jsonl line 1: expected"),
+        (
+            RUN | {"eval.jsonl": "{}\n"},
+            "ResultsUnusable): {run}/eval.jsonl line 1 is no evaluation: task",
+        ),
+        (BROKEN, "BrokenRollouts): {run}/rollouts/step-000001.jsonl.gz, "),
+        (
+            BROKEN | {"rollouts/tokenizer.json": "{}"},
+            "BrokenRollouts): {run}/rollouts/tokenizer.json cannot be read as a tokenizer",
+        ),
+        (RUN | {"config.yaml": "a: ["}, "ProtocolViolation): {run}/config.yaml is no YAML"),
+        (
+            RUN | {"summary.json": "{}"},
+            "ProtocolViolation): {run}/summary.json has missing or invalid fields: mode, ",
+        ),
+    ],
+)
+def test_a_failure_names_the_file(tmp_path: Path, files: dict[str, str], problem: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    status, screen = reported(tmp_path)
+    assert status == 1
+    assert problem.format(run=tmp_path) in screen.err
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_curve_has_each_step_once_and_skips_what_is_no_number(tmp_path: Path) -> None:
+    """A resumed run may repeat steps. The last line is still being written."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 1, "a": 1}, {"step": 3, "a": 7}, {"step": 2, "a": 2.5, "b": "x"}]
+    lines.append({"step": 3, "a": 3})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4')
+    curves = metric_curves(path)
+    assert curves["a"] == [(1, 1), (2, 2.5), (3, 3)]
+    assert "b" not in curves
+    assert metric_curves(tmp_path / "none") == {}
+
+
+def test_evaluations_give_curves_and_the_change() -> None:
+    """In order of steps. One without a step is of another model."""
+    found = Evaluations([evaluation(8, 0.75), evaluation(None, 0.5), evaluation(0, 0.25)])
+    assert found.curves == {"eval/sums/pass@1": [(0, 0.25), (8, 0.75)]}
+    assert found.intervals == {"eval/sums/pass@1": [(0, 0.125, 0.375), (8, 0.625, 0.875)]}
+    assert found.facts == {"pass@1 on sums": "0.25 (0.12 to 0.38) → 0.75 (0.62 to 0.88)"}
+
+
+def test_evaluations_at_several_temperatures_are_kept_apart() -> None:
+    found = Evaluations([evaluation(0, 0.25), evaluation(0, 0.5, temperature=0.7, intervals={})])
+    assert found.facts == {
+        "pass@1 on sums greedy": "0.25 (0.12 to 0.38)",
+        "pass@1 on sums at 0.7": "0.50",
+    }

@@ -1,0 +1,233 @@
+"""The command line: what it does to the words before Hydra reads them, the keys that its messages
+name, and the jobs of a sweep."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from grpo_runs.offline import __main__ as command
+from grpo_runs.offline import loop, sweep
+from grpo_runs.offline.backends.choice import Sampling
+from grpo_runs.offline.command_line import job_keys, words_for_hydra
+from grpo_runs.offline.errors import KeysInvalid, RolloutsFail, RunUnusable
+from grpo_runs.offline.key_names import KEY_OF_OPTION, in_keys, in_recipe, line_in_keys
+from grpo_runs.offline.keys import CONFIG_FILE, OfflineKeys, value_of
+from grpo_runs.offline.results import RunResult
+from grpo_runs.offline.run_files import RunFiles
+from grpo_runs.offline.translate import environment_settings
+from grpo_runs.recipe.translation import names_of_recipe
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train.lr=1e-5"], ["train.lr=1e-5"]),
+        (["-m", "train.lr=[5e-6, 1e-5]", "seed=1"], ["-m", "train.lr=5e-6,1e-5", "seed=1"]),
+        (["train.lr=1,2", "--multirun"], ["train.lr=1,2", "--multirun"]),
+        (["eval.ids=[1,2]"], ["eval.ids=[1,2]"]),
+        (["-m", "eval.ids=[1,2],[3]"], ["-m", "eval.ids=[1,2],[3]"]),
+        (["grpo.objective=dapo"], ["++grpo.objective=dapo"]),
+        (["-m", "grpo.clip_eps=0.1,0.2"], ["-m", "++grpo.clip_eps=0.1,0.2"]),
+        (["hydra.run.dir=d", "--cfg", "job"], ["hydra.run.dir=d", "--cfg", "job"]),
+        (["-m", "grpo.clip_eps=[0.1,0.2]"], ["-m", "++grpo.clip_eps=0.1,0.2"]),
+        (["checkpoint.resume=null"], ["checkpoint.resume=null"]),
+    ],
+)
+def test_words(words: list[str], expected: list[str]) -> None:
+    assert words_for_hydra(words) == expected
+
+
+def test_a_run_goes_on_in_its_directory_whatever_its_name(tmp_path: Path) -> None:
+    directory = tmp_path / "lr=1, it's (new)"
+    RunFiles(directory).write_keys(OfflineKeys())
+    quoted = "'" + str(directory).replace("'", "\\'") + "'"
+    words = words_for_hydra([f"checkpoint.resume={directory}", "train.iterations=20"])
+    assert words == [
+        f"checkpoint.resume={quoted}",
+        "train.iterations=20",
+        f"hydra.run.dir={quoted}",
+    ]
+    with initialize_config_dir(str(CONFIG_FILE.parent)):
+        found = compose("offline_grpo", words[:2])
+    assert found.checkpoint.resume == str(directory)
+
+
+@pytest.mark.parametrize(
+    ("word", "error", "reason"),
+    [
+        ("checkpoint.resume=typo", RunUnusable, "name the directory of a run"),
+        ("~train.lr", KeysInvalid, "write KEY=VALUE"),
+        ("train.lr=[5e-6,1e-5]", KeysInvalid, r"add -m: .* -m train.lr='\[5e-6,1e-5\]'"),
+    ],
+)
+def test_a_wrong_word_names_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, error: type[Exception], reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=reason):
+        words_for_hydra([word])
+    assert not [*tmp_path.iterdir()]  # a mistyped name makes no directory
+
+
+def resumed(directory: Path, earlier: dict[str, Any], **given: Any) -> OfflineKeys:
+    """The keys of a run that goes on. Args: given: by section"""
+    RunFiles(directory).write_keys(OfflineKeys.model_validate(earlier))
+    composed = OfflineKeys.model_validate(given | {"checkpoint": {"resume": str(directory)}})
+    names = [f"{section}.{name}" for section, keys in given.items() for name in keys]
+    return job_keys(composed.model_dump(), names)
+
+
+@pytest.mark.parametrize("name", ["train.batch_size", "data.rollouts_per_problem"])
+def test_sizes_that_checkpoints_count_in_cannot_change(tmp_path: Path, name: str) -> None:
+    section, _, key = name.partition(".")
+    with pytest.raises(RunUnusable, match=name):
+        resumed(tmp_path, {}, **{section: {key: 2}})
+
+
+def test_a_run_goes_on_with_its_keys_but_for_those_that_are_given(tmp_path: Path) -> None:
+    """An evaluation that followed the rollouts follows them to another server."""
+    earlier = {"train": {"lr": 3e-4, "iterations": 7}, "seed": 3}
+    server = {"base_url": "http://h:2"}
+    keys = resumed(tmp_path, earlier, train={"iterations": 9}, generation=server)
+    assert (keys.train.lr, keys.train.iterations, keys.seed) == (3e-4, 9, 3)
+    assert keys.eval.base_url == keys.generation.base_url == "http://h:2"
+
+
+def test_the_name_of_a_run_reaches_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_NAME", "before")
+    job_keys({"logging": {"wandb": {"run_name": "mine"}}}, [])
+    assert os.environ["WANDB_NAME"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("said", "in_hydra", "in_a_recipe"),
+    [
+        ("raise --steps", "raise train.iterations", "raise max_steps"),
+        ("lower --lr.", "lower train.lr.", "lower learning_rate."),
+        ("--lora-r 7: no", "grpo.lora_r 7: no", "lora_r 7: no"),
+        ("--clip-eps", "grpo.clip_eps", "grpo.clip_eps"),
+        ("set sync.mode=none", "set sync.mode=none", "set sync_mode=none"),
+        ("vllm-api-server --enable-lora", "vllm-api-server --enable-lora", None),
+        (
+            "read /a/model.bin, grpo_trainer.model.x",
+            "read /a/model.bin, grpo_trainer.model.x",
+            None,
+        ),
+    ],
+)
+def test_options_become_keys(said: str, in_hydra: str, in_a_recipe: str | None) -> None:
+    assert in_keys(said) == in_hydra
+    assert in_recipe(said, names_of_recipe()) == (in_a_recipe or in_hydra)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("grpo: runs/x/grpo.yaml: lr: expected a number", "train.lr: expected a number"),
+        ("env-server: x/env-server.yaml: seq-len: expected", "env_server.seq_len: expected"),
+        ("env-server: x/env-server.yaml: bogus: no such", "env_server.bogus: no such"),
+        ("grpo: --steps excludes --config", "grpo: train.iterations excludes --config"),
+    ],
+)
+def test_a_line_about_the_files_of_a_run_names_the_key(line: str, expected: str) -> None:
+    assert line_in_keys(line) == expected
+
+
+def test_every_key_exists() -> None:
+    content = OfflineKeys(model={"train_id": "m"}, data={"task": "gsm8k"}).model_dump()
+    for key in KEY_OF_OPTION.values():
+        if not key.startswith("hydra."):
+            value_of(content, key)
+
+
+def test_a_mistake_of_the_environment_names_its_key(tmp_path: Path) -> None:
+    keys = OfflineKeys.model_validate(
+        {"model": {"train_id": "m"}, "data": {"task": "gsm8k"}, "env_server": {"held_out": 2}}
+    )
+    with pytest.raises(KeysInvalid, match=r"^env_server\.held_out: expected .*; got '2'$"):
+        environment_settings(keys, tmp_path)
+
+
+real_run = loop.run_offline
+
+
+def scored(keys: OfflineKeys, _directory: Path, _screen: Any) -> RunResult:
+    """Instead of a run: the learning rate is the score, and one of them fails."""
+    if keys.train.lr == 2e-5 and keys.train.kl_coef == 0.1:
+        raise RolloutsFail("the server ended")
+    return RunResult(keys.train.lr * 1e4, keys.train.lr * 1e4, 0.1, 0.2)
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchanged_process: None) -> None:  # noqa: ARG001
+    """Commands run in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run_offline_grpo.py"])
+    monkeypatch.setattr(loop, "run_offline", scored)
+
+
+def status(*words: str) -> object:
+    """The exit status of the command."""
+    with pytest.raises(SystemExit) as ended:
+        command.main(words)
+    return ended.value.code
+
+
+@pytest.mark.usefixtures("commands")
+def test_jobs_are_ranked_and_one_that_fails_is_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train.lr=[1e-5,2e-5]", "train.kl_coef=[0.05,0.1]"]
+    assert status("-m", *words, f"hydra.sweep.dir={tmp_path}/sweep") == 1
+    jobs = json.loads((tmp_path / "sweep/sweep.json").read_text())["jobs"]
+    assert [job["error"] is None for job in jobs] == [True] * 3 + [False]
+    scores = [job["score"] for job in jobs[:3]]
+    assert scores == sorted(scores, reverse=True)
+    assert jobs[0]["overrides"]["train.lr"] == 2e-5
+    assert (tmp_path / "sweep/sweep.png").stat().st_size > 0
+    said = capfd.readouterr()
+    assert said.err.count("RolloutsFail: the server ended") == 1
+    assert "HYDRA" not in said.out + said.err
+    sweep.main([str(tmp_path / "sweep")])
+    table = capfd.readouterr().out
+    assert "train.kl_coef" in table
+    assert table.count("failed: RolloutsFail: the server ended") == 1
+
+
+@pytest.mark.usefixtures("commands")
+def test_an_invalid_value_fails_its_job_alone(tmp_path: Path) -> None:
+    assert status("-m", "train.lr=1e-5,-1", f"hydra.sweep.dir={tmp_path}/sweep") == 1
+    jobs = json.loads((tmp_path / "sweep/sweep.json").read_text())["jobs"]
+    assert [job["error"] is None for job in jobs] == [True, False]
+    assert "train.lr" in jobs[1]["error"]
+
+
+@pytest.mark.usefixtures("commands")
+def test_a_single_run_ends_with_status_1_and_its_error_or_2_if_a_value_is_invalid(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status("train.lr=2e-5", "train.kl_coef=0.1", "hydra.run.dir=run") == 1
+    assert "grpo-offline: RolloutsFail: the server ended" in capsys.readouterr().err
+    monkeypatch.setattr(loop, "run_offline", real_run)
+    monkeypatch.setattr(loop, "choose", lambda _: Sampling("local", "local"))
+    assert [status(word, "hydra.run.dir=run") for word in ("train.lr=-1", "grpo.lr=1")] == [2, 2]
+
+
+def test_several_ranks_need_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert status() == 2
+
+
+def test_a_directory_without_jobs_is_no_sweep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        sweep.main([str(tmp_path)])
+    assert "holds no jobs" in capsys.readouterr().err
