@@ -21,7 +21,7 @@ from benchmarks.train_bench.demo import demo_records
 from benchmarks.train_bench.turns import in_turn, spread, values
 from grpo_core.logs import configure_logging
 from grpo_core.settings import Command, CommandSettings, load_settings
-from grpo_trainer.objectives import ObjectiveName
+from grpo_core.tree.objectives import ObjectiveName
 
 SECTION = "objectives"
 COUNTED = 10

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
 from grpo_trainer.data.collate import collate
 from grpo_trainer.data.groups import GroupLimits, Tokens, usable_group
 from grpo_trainer.model.logprobs import TokenValues
-from grpo_trainer.objectives import GRPO
 from grpo_trainer.telemetry.rollouts import RolloutWriter, StepRollouts
 from grpo_trainer.token_table import TokenTable
 

@@ -39,7 +39,7 @@ from benchmarks.gpu_bench.training import (
 )
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.errors import GrpoError
-from grpo_trainer.config.trainer import ForwardOptions
+from grpo_core.tree.trainer import ForwardOptions
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.master_update import MasterUpdate
 from grpo_trainer.optim.rules import AdamW32, State, StepOptions

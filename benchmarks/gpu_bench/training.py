@@ -34,17 +34,17 @@ from benchmarks.gpu_bench.settings import (
     train_flops,
 )
 from grpo_core.errors import GrpoError
+from grpo_core.tree.objectives import GRPO
+from grpo_core.tree.trainer import ForwardOptions, TrainerSettings
+from grpo_core.tree.trainer_command import CommandLine, missing_packages
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
-from grpo_trainer.config.cli import CommandLine, missing_packages
-from grpo_trainer.config.trainer import ForwardOptions, TrainerSettings
 from grpo_trainer.data.collate import Batch, by_length, collate
 from grpo_trainer.data.groups import GroupLimits, usable_group
 from grpo_trainer.errors import MissingPackage
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
-from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
 
 Options = Mapping[str, object]

@@ -15,15 +15,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from benchmarks.train_bench.memory import PeakMemory
+from grpo_core.tree.objectives import GRPO
+from grpo_core.tree.trainer import ForwardOptions
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
-from grpo_trainer.config.trainer import ForwardOptions
 from grpo_trainer.data.collate import Batch, Cut, collate
 from grpo_trainer.data.groups import GroupLimits, common_prefix, usable_group
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import build_forward_pass
-from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 

@@ -13,15 +13,15 @@ from grpo_core.settings.options import Option, options_of
 
 _MODULES = {
     "env-server": "grpo_env.settings",
-    "grpo": "grpo_trainer.config.cli",
+    "grpo": "grpo_core.tree.trainer_command",
     "grpo-compare": "grpo_runs.settings",
     "grpo-demo": "grpo_runs.settings",
     "grpo-eval": "grpo_runs.settings",
     "grpo-report": "grpo_runs.settings",
     "grpo-rollouts": "grpo_runs.settings",
     "grpo-run": "grpo_runs.settings",
-    "run-api": "grpo_api.settings",
-    "vllm-api-server": "grpo_vllm.settings",
+    "run-api": "grpo_core.tree.run_api",
+    "vllm-api-server": "grpo_core.tree.server",
 }
 """Module or package of the class that describes the command."""
 _PARAGRAPH = "\n\n"

@@ -18,13 +18,13 @@ from typing import Any
 
 from grpo_core.cpu import share_cores
 from grpo_core.evaluation.statistics import mean_at_k, pass_at_k
+from grpo_core.tree.objectives import Objective
 from grpo_runs.offline.command_line import words_for_hydra
 from grpo_runs.offline.errors import KeysInvalid
 from grpo_runs.offline.keys import CONFIG_FILE, OfflineKeys, config_text
 from grpo_runs.offline.run_files import RunFiles, resumed_keys
 from grpo_runs.offline.screen import OfflineScreen
 from grpo_trainer.coefficients import KlCoefficient
-from grpo_trainer.objectives import Objective
 
 ITERATIONS = 2
 

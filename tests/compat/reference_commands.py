@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
-from grpo_api.settings import RunApiSettings
 from grpo_core.settings import CommandSettings, load_settings
+from grpo_core.tree.run_api import RunApiSettings
+from grpo_core.tree.server import ServerSettings
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_env.settings import EnvServerSettings
 from grpo_runs.settings import CompareSettings, RunSettings
-from grpo_trainer.config.cli import CommandLine
-from grpo_vllm.settings import ServerSettings
 from tests.compat import reference_commands as reference
 
 LIST = Path(__file__).parent / "reference_commands.txt"

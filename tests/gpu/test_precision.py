@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.config.cli import parse_command
-from grpo_trainer.config.trainer import ForwardOptions
+from grpo_core.tree.objectives import GRPO
+from grpo_core.tree.trainer import ForwardOptions
+from grpo_core.tree.trainer_command import parse_command
 from grpo_trainer.data.collate import by_prefix
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
 from grpo_trainer.model.packing import AttentionCalls, Layout, PackedBounds, Part, packed
-from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.master_update import build_update
 from tests.unit.trainer.forward_rig import qwen, ragged_batch

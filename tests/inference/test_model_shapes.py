@@ -17,8 +17,8 @@ import torch
 from transformers import LlamaConfig
 
 from grpo_core.process import ProcessFailed
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.checks.served_weights import PublicationCheck
-from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of, sampled_tokens

@@ -11,11 +11,11 @@ from structlog.testing import capture_logs
 
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import LeasesFull
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer import train
 from grpo_trainer.checkpoint.resume import find_state, rejoin
 from grpo_trainer.checkpoint.store import SavedState, StateStore, capture
-from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import BatchSource, Position
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
 from tests.integration.conftest import StartApi

@@ -21,11 +21,11 @@ from structlog.testing import capture_logs
 from grpo_api.app import create_app
 from grpo_api.errors import StoreUnavailable, UnsuitableRedis
 from grpo_api.lifetime import Lifetime
-from grpo_api.settings import RunApiSettings
 from grpo_api.store.redis import RedisLink, check_redis, watch_disk
 from grpo_api.store.run import RunStore
 from grpo_core.redis.server import LocalRedis
 from grpo_core.redis.url import redis_password
+from grpo_core.tree.run_api import RunApiSettings
 from grpo_runs.process.ports import free_port
 from tests.fixtures.run_api import RUN_ID, start_run_api
 from tests.integration.conftest import forget_env_ids

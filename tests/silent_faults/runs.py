@@ -15,10 +15,10 @@ import torch
 from structlog.testing import capture_logs
 
 from grpo_core.errors import GrpoError
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer_command import CommandLine
+from grpo_core.tree.weights import served_weights_directory
 from grpo_trainer import train
-from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.sync import served_weights_directory
-from grpo_trainer.config.trainer import TrainerSettings
 from tests.fixtures.inference import FILE_DTYPE, InferenceServer, start_inference, stop_inference
 from tests.inference.trainer_side import next_epoch, write_weights
 from tests.silent_faults.exercise import TINY, Exercise

@@ -9,9 +9,9 @@ import numpy
 import torch
 from torch import nn
 
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.checkpoint.resume import require_fit
 from grpo_trainer.checkpoint.store import SavedState, StateStore, capture
-from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.data.batches import Position
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.master_update import Schedule

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_api.settings import RunApiSettings
 from grpo_core.settings import CommandSettings, load_settings
 from grpo_core.settings.options import options_of
 from grpo_core.settings.sources import Arguments
+from grpo_core.tree.run_api import RunApiSettings
+from grpo_core.tree.server import ServerSettings
+from grpo_core.tree.trainer_command import CommandLine, config_yaml
 from grpo_env.settings import EnvServerSettings
 from grpo_runs.modes import MODES
 from grpo_runs.process.ports import free_port
@@ -25,8 +27,6 @@ from grpo_runs.settings import (
     RolloutsSettings,
     RunSettings,
 )
-from grpo_trainer.config.cli import CommandLine, config_yaml
-from grpo_vllm.settings import ServerSettings
 
 PORTS = f"--port {free_port()} --health-port {free_port()}"
 DIRECTORY = Path(__file__).parent

@@ -13,7 +13,8 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_env.settings import PROG, EnvServerSettings, load_env_settings
+from grpo_core.tree.environment import PROG
+from grpo_env.settings import EnvServerSettings, load_env_settings
 
 if TYPE_CHECKING:
     from grpo_env.assembly import TaskSet

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_core.errors import GrpoError
-from grpo_env.option_values import MIXTURE
+from grpo_core.tree.environment_values import MIXTURE
 from grpo_env.tasks import Answer, Reward, Row, Task, TaskOptions
 from grpo_env.tasks.reward_functions import as_reward
 

@@ -6,9 +6,9 @@ import sys
 
 import structlog
 
-from grpo_api.settings import RunApiSettings
 from grpo_core.errors import GrpoError
 from grpo_core.settings import load_settings
+from grpo_core.tree.run_api import RunApiSettings
 
 EXIT_FAILED = 1
 

@@ -24,13 +24,13 @@ from grpo_api.routes import admin, environments, scored_data, trainer
 from grpo_api.routes.openapi import DESCRIPTION, OPEN_PATHS, OPENAPI_PATH, describe, refusals
 from grpo_api.routes.requests import MAX_RECORD_BYTES, AppServices, BodyReader
 from grpo_api.server import HttpServer, forward_library_logs, keep_freed_memory
-from grpo_api.settings import RunApiSettings
 from grpo_api.store.redis import RedisLink, check_redis, watch_disk
 from grpo_api.store.run import RunStore
 from grpo_core.logs import configure_logging
 from grpo_core.redis.server import LocalRedis, disk_bytes
 from grpo_core.redis.url import local_redis_directory
 from grpo_core.security import BearerTokenGuard, SameSiteOnly, listed
+from grpo_core.tree.run_api import RunApiSettings
 
 _HELD_BODIES = 4
 """Waiting submissions may hold this many bodies of the largest size in memory."""

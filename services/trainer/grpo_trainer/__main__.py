@@ -13,9 +13,9 @@ from grpo_core.cpu import share_cores
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_core.settings.machine import does_not_answer
-from grpo_trainer.config.cli import parse_command
-from grpo_trainer.config.optimizer import ProcessOptions
-from grpo_trainer.config.trainer import TrainerSettings
+from grpo_core.tree.optim import ProcessOptions
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer_command import parse_command
 from grpo_trainer.stop import STOP_SIGNALS, Stop
 
 EXIT_FAILED = 1

@@ -17,13 +17,13 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from grpo_core.tree.objectives import ADVANTAGES, KlEstimatorName, Objective
 from grpo_core.wire.fields import MASKED
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.errors import FunctionUnusable
 from grpo_trainer.functions import function_of
 from grpo_trainer.kl import kl_terms
-from grpo_trainer.objectives import ADVANTAGES, KlEstimatorName, Objective
 from grpo_trainer.ranks.group import ALONE, Ranks
 
 MIN_STD = 1e-8

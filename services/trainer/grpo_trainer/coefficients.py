@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grpo_trainer.objectives import KlControlName
+from grpo_core.tree.objective import ObjectiveOptions
+from grpo_core.tree.objectives import KlControlName
 
 ADAPTIVE_ERROR = 0.2
 
@@ -131,3 +132,17 @@ class Coefficients:
         self.kl.observe(divergence, sequences)
         if entropy is not None:
             self.tau.observe(entropy, step)
+
+
+def coefficients_of(options: ObjectiveOptions) -> Coefficients:
+    """As they are at the start of a run."""
+    target = options.kl_target or math.inf
+    return Coefficients(
+        KlCoefficient(options.kl_control, options.kl_coef, target, options.kl_horizon),
+        Tau(
+            options.resolved_objective.maxent_tau,
+            options.maxent_target_entropy,
+            options.maxent_tau_lr,
+            options.maxent_tau_warmup_steps,
+        ),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_trainer.objectives import KlEstimatorName
+from grpo_core.tree.objectives import KlEstimatorName
 
 MAX_LOG_RATIO = 20.0
 """Bound on |log ratio|, far outside every clipping interval."""

@@ -16,8 +16,9 @@ import structlog
 import torch
 from torch import Tensor
 
+from grpo_core.tree.objectives import Objective
+from grpo_core.tree.trainer import TrainerSettings
 from grpo_trainer.advantages import with_advantages
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.errors import NonFiniteLoss, NonFiniteStep
@@ -38,7 +39,6 @@ from grpo_trainer.model.forward import (
 from grpo_trainer.model.logprobs import TokenValues, values_of_all
 from grpo_trainer.model.policy import CausalLM, device_of, train_only
 from grpo_trainer.model.reference import Reference, build_reference
-from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
 from grpo_trainer.optim.sharding import RankOptimizer, is_divided, shard
 from grpo_trainer.ranks.group import ALONE, Ranks

@@ -19,16 +19,16 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from grpo_trainer.data.collate import MicroBatch
-from grpo_trainer.functions import function_of
-from grpo_trainer.kl import MAX_LOG_RATIO, kl_terms
-from grpo_trainer.model.logprobs import TokenValues
-from grpo_trainer.objectives import (
+from grpo_core.tree.objectives import (
     LOSSES,
     KlEstimatorName,
     Level,
     Objective,
 )
+from grpo_trainer.data.collate import MicroBatch
+from grpo_trainer.functions import function_of
+from grpo_trainer.kl import MAX_LOG_RATIO, kl_terms
+from grpo_trainer.model.logprobs import TokenValues
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from grpo_core.cpu import is_slow_in_bfloat16
 from grpo_core.errors import ModelNotFound
-from grpo_trainer.config.optimizer import OptimizerName
-from grpo_trainer.config.trainer import AUTO_DEVICE, TrainerSettings
+from grpo_core.tree.optim import OptimizerName
+from grpo_core.tree.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.fused_head import CHUNK_LOGITS

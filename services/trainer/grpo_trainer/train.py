@@ -16,6 +16,9 @@ import torch
 
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.security import plain
+from grpo_core.tree.objectives import Objective
+from grpo_core.tree.trainer import AUTO, TrainerSettings
+from grpo_core.tree.trainer_command import CONFIG_FILE, config_yaml
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.atomic_files import hold_save_path, remove_unfinished, write_whole
 from grpo_trainer.checkpoint import resume
@@ -24,9 +27,7 @@ from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.checks.data_checks import DataChecks
 from grpo_trainer.checks.self_test import SelfTest, require_own_functions
 from grpo_trainer.checks.served_weights import Bound
-from grpo_trainer.coefficients import Coefficients
-from grpo_trainer.config.cli import CONFIG_FILE, config_yaml
-from grpo_trainer.config.trainer import AUTO, TrainerSettings
+from grpo_trainer.coefficients import Coefficients, coefficients_of
 from grpo_trainer.data.batches import BatchQueue, BatchSource, Position, TakenBatch
 from grpo_trainer.data.collate import broadcast_batch
 from grpo_trainer.data.filter import VersionHistory
@@ -35,7 +36,6 @@ from grpo_trainer.learner import GradientStats, Learner, build_learner
 from grpo_trainer.model.loading import broadcast_policy, warn_of_slow_type
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy import limits_of
-from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE, BATCH_FOLLOWS, CHECKPOINT_FIRST, Ranks
 from grpo_trainer.stop import Stop
@@ -309,7 +309,7 @@ def start_rank_0(
 ) -> tuple[Lead, Position]:
     """Restore the checkpoint, publish the first weights, and build what rank 0 alone has."""
     settings, policy, optimizer = learner.settings, learner.policy, learner.optimizer
-    coefficients = settings.coefficients
+    coefficients = coefficients_of(settings)
     if saved is None:
         api.register(settings.registration(first_step=0))
         position = Position(step=0, batch_id=0, epoch=0)

@@ -9,7 +9,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_vllm.settings import load_server_settings
+from grpo_core.tree.server import load_server_settings
 
 EXIT_FAILED = 1
 

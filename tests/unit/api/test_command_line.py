@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from grpo_api.settings import RunApiSettings
 from grpo_core.settings import load_settings
+from grpo_core.tree.run_api import RunApiSettings
 from tests.unit.conftest import Refused
 
 HEAVY = ("fastapi", "starlette", "uvicorn", "uvloop", "redis", "prometheus_client")

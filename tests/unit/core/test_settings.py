@@ -7,7 +7,6 @@ from typing import ClassVar
 import pytest
 from pydantic import Field, SecretStr
 
-from grpo_api.settings import RunApiSettings
 from grpo_core.settings import (
     Command,
     CommandSettings,
@@ -16,9 +15,10 @@ from grpo_core.settings import (
     without_secrets,
 )
 from grpo_core.settings.machine import SMOLLM2, unusable_model
+from grpo_core.tree.run_api import RunApiSettings
+from grpo_core.tree.server import ServerSettings
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_runs.settings import CompareSettings, RunSettings
-from grpo_trainer.config.cli import CommandLine
-from grpo_vllm.settings import ServerSettings
 from tests.unit.conftest import Refused
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
@@ -17,7 +18,6 @@ from grpo_trainer.data.collate import Batch, Cut, MicroBatch, by_prefix, collate
 from grpo_trainer.data.groups import GroupLimits, usable_group
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.forward import ForwardPass
-from grpo_trainer.objectives import GRPO
 from tests.unit.trainer.tiny_policy import LORA
 
 VOCABULARY = 48

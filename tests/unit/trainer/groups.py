@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_core.clients.run_api import LeasedBatch
+from grpo_core.tree.objectives import GRPO, Objective
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
@@ -14,7 +15,6 @@ from grpo_trainer.advantages import with_advantages
 from grpo_trainer.data.collate import Batch, Cut, collate
 from grpo_trainer.data.filter import GroupFilter, digest
 from grpo_trainer.data.groups import GroupLimits, Tokens, UsableGroup, usable_group
-from grpo_trainer.objectives import GRPO, Objective
 
 P = PROMPT_LOGPROB
 VOCABULARY = 100

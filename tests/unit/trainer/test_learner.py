@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from grpo_core.tree.objectives import GRPO
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.losses import policy_loss
 from grpo_trainer.model.forward import FastForward
 from grpo_trainer.model.fused_head import EAGER
-from grpo_trainer.objectives import GRPO
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from grpo_trainer.config.cli import CommandLine
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.memory_plan import GIB, MemoryPlan, memory_plan, text_of
 
 WIDTH = 100

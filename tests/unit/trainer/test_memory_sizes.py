@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_core.tree.objectives import GRPO
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_tiny_model.model import build_model
 from grpo_tiny_model.recipe import Recipe
-from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.memory_plan import KeptBytes, memory_plan
 from grpo_trainer.model.forward import FastForward
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.policy import train_only
 from grpo_trainer.model.reference import build_reference
-from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import build_optimizer
 from grpo_trainer.weight_sync.shared_memory import build_policy
 from tests.unit.trainer.groups import collated, group

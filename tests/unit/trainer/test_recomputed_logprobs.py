@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.groups import GroupLimits, usable_group
 from grpo_trainer.learner import GradientStats, accumulate_gradients
 from grpo_trainer.model.forward import FastForward
-from grpo_trainer.objectives import GRPO
 from tests.unit.trainer.forward_rig import VOCABULARY, qwen
 from tests.unit.trainer.groups import P, batch_of, group, sampled_by
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from grpo_core.tree.weights import LoraOptions
 from grpo_tiny_model.model import build_model, build_tokenizer
 from grpo_tiny_model.recipe import Recipe
-from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 

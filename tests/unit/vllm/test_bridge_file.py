@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from grpo_core.tree.server import load_server_settings
 from grpo_core.weights import bridge_config
 from grpo_core.weights.bridge_config import (
     FILE_NAME,
@@ -21,7 +22,6 @@ from grpo_core.weights.bridge_config import (
 )
 from grpo_core.weights.shared_memory import ParameterMapping
 from grpo_vllm.engine.control import EngineControl
-from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.main import supervise
 from grpo_vllm.weights.socket_server import (
     UnsafeSocketDirectory,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from grpo_core.tree.server import load_server_settings
 from grpo_core.weights.directory_checks import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.supervisor import (
@@ -22,7 +23,6 @@ from grpo_core.weights.supervisor import (
 )
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine_protocol import SupervisorEnd
-from grpo_vllm.settings import load_server_settings
 from grpo_vllm.supervisor.commands import ControlPlane
 from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.weights.served_store import ServedWeights

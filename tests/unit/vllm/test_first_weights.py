@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from grpo_core.tree.server import load_server_settings
 from grpo_core.weights.directory_checks import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -16,7 +17,6 @@ from grpo_core.weights.directory_checks import (
 )
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.settings import load_server_settings
 from grpo_vllm.weights.served_store import ServedWeights, first_weights
 from tests.unit.vllm.fake_engine import Record
 

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_core.security import plain
 from grpo_core.settings import load_settings
-from grpo_vllm.settings import ServerSettings
+from grpo_core.tree.server import ServerSettings
 from tests.unit.conftest import Refused
 
 SHARED = {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}

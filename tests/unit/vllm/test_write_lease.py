@@ -10,10 +10,10 @@ import asyncio
 
 import pytest
 
+from grpo_core.tree.server import load_server_settings
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.control import EngineControl, EngineTimeout
-from grpo_vllm.settings import load_server_settings
 from grpo_vllm.weights.served_store import ServedWeights
 from grpo_vllm.weights.write_lease import (
     HANDOVER_S,

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 
 from grpo_core.clients.run_api import LeasedBatch
+from grpo_core.tree.objectives import Objective
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.run_api import EnvironmentCount, Registration, RunStatus
 from grpo_core.wire.scored_group import OWN_LOGPROBS, ScoredGroup
@@ -18,7 +19,6 @@ from grpo_trainer.data.batches import Collate
 from grpo_trainer.data.groups import GroupLimits, usable_group
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.policy import device_of
-from grpo_trainer.objectives import Objective
 
 _OF_STEPS = ("maxent", "batch_std")
 """Advantages that the trainer computes from all groups of a step."""

@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 from grpo_core.settings.options import options_of
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_env.settings import EnvServerSettings
-from grpo_trainer.config.cli import CommandLine
 
 GRPO_OPTIONS: Mapping[str, str] = {
     "model": "model.train_id",

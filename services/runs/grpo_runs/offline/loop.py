@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.assembly import TaskSet, open_tasks, open_template, sampling_plan
 from grpo_env.rollout.chat_template import ChatTemplate
@@ -37,7 +38,6 @@ from grpo_runs.offline.sampling import (
 )
 from grpo_runs.offline.screen import OfflineScreen
 from grpo_runs.offline.translate import environment_settings, trainer_command
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.policy import limits_of
 from grpo_trainer.ranks.group import Ranks, process_group, settings_of_rank

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import yaml
 
 from grpo_core.settings import EXIT_USAGE, CommandSettings, load_settings
+from grpo_core.tree.objectives import RECIPES
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_env.settings import EnvServerSettings
 from grpo_runs.offline.backends.choice import Sampling
 from grpo_runs.offline.errors import KeysInvalid
 from grpo_runs.offline.key_names import ENVIRONMENT_OPTIONS, GRPO_OPTIONS, line_in_keys
 from grpo_runs.offline.keys import OfflineKeys
-from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.objectives import RECIPES
 
 S = TypeVar("S", bound=CommandSettings)
 

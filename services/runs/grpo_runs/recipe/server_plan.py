@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from grpo_core.errors import GrpoError
+from grpo_core.tree.weights import ModeName, served_weights_directory
 from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_runs.offline.backends.choice import Sampling
 from grpo_runs.offline.errors import RecipeInvalid
@@ -30,7 +31,6 @@ from grpo_runs.recipe.translation import (
     sync_mode,
     translate,
 )
-from grpo_trainer.config.sync import ModeName, served_weights_directory
 
 _MAX_LEN, _MEMORY, _MEMORY_SHARED = 2048, 0.90, 0.45
 _KV_CACHE_ON_CPU = 512 * 2**20

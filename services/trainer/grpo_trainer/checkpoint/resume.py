@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 
 from grpo_core.errors import UnknownBatch
+from grpo_core.tree.trainer import AUTO, NEVER, TrainerSettings
 from grpo_trainer.checkpoint.store import (
     RECORD,
     OpenedEpochs,
@@ -19,7 +20,6 @@ from grpo_trainer.checkpoint.store import (
     read_state,
     shapes_of,
 )
-from grpo_trainer.config.trainer import AUTO, NEVER, TrainerSettings
 from grpo_trainer.data.batches import BatchQueue, Position
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
 from grpo_trainer.model.policy import CausalLM, device_of

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.weights import SERVED_KEPT
 from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
 from grpo_trainer.checkpoint.store import StateStore, capture
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.coefficients import Coefficients
-from grpo_trainer.config.sync import SERVED_KEPT
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import BatchQueue, Position
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import (

@@ -29,6 +29,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.weights import LoraOptions, ModeName
 from grpo_trainer.atomic_files import (
     make_directory,
     remove_directory,
@@ -36,8 +38,6 @@ from grpo_trainer.atomic_files import (
     write_tensors,
     write_whole,
 )
-from grpo_trainer.config.sync import LoraOptions, ModeName
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import Position
 from grpo_trainer.errors import DamagedState
 from grpo_trainer.model.adapter import trained_parameters

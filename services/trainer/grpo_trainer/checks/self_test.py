@@ -18,6 +18,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from grpo_core.tree.objectives import ADVANTAGES, GRPO, LOSSES, Objective
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.collate import Batch, broadcast_batch, collate
@@ -29,7 +30,6 @@ from grpo_trainer.losses import LossInputs
 from grpo_trainer.model.adapter import adapter_dropouts
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
 from grpo_trainer.model.policy import CausalLM, device_of, vocabulary_of
-from grpo_trainer.objectives import ADVANTAGES, GRPO, LOSSES, Objective
 from grpo_trainer.optim.loss_scale import LossScale
 
 log = structlog.get_logger()

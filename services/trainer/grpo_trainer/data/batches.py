@@ -15,9 +15,9 @@ import structlog
 from grpo_core.clients.run_api import REFUSED_GROUPS_HINT, LeasedBatch, named_refusals
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, LeasesFull
+from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wire.run_api import EnvironmentCount, Registration, RunStatus
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, Cut, collate
 from grpo_trainer.data.filter import GroupFilter, VersionHistory, digest
 from grpo_trainer.data.groups import GroupLimits, UsableGroup

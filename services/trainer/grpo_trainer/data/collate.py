@@ -17,11 +17,11 @@ import numpy
 import torch
 from torch import Tensor
 
+from grpo_core.tree.objectives import AggregationName, Objective
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.data.groups import Tokens, UsableGroup, common_prefix
 from grpo_trainer.data.stats import BatchStats, batch_stats
-from grpo_trainer.objectives import AggregationName, Objective
 from grpo_trainer.ranks.group import Ranks
 
 KEYS_PER_TOKEN = 8

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo_core.tree.weights import LoraOptions
 from grpo_core.weights.directory_checks import LORA_RANKS
-from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.policy import CausalLM, text_config_of
 

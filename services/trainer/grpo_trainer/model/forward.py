@@ -15,8 +15,8 @@ import structlog
 import torch
 from torch import Tensor, nn
 
+from grpo_core.tree.trainer import Choice, ForwardOptions
 from grpo_core.wire.fields import PROMPT_LOGPROB
-from grpo_trainer.config.trainer import Choice, ForwardOptions
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model import fused_head, packed_attention

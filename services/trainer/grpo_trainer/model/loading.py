@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from grpo_core.cpu import SLOW, is_slow_in_bfloat16
+from grpo_core.tree.trainer import AUTO_DEVICE, TrainerSettings
+from grpo_core.tree.weights import LoraOptions
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB
 from grpo_core.weights.ref import WeightKind
 from grpo_trainer.atomic_files import remove_directory, whole_directory
-from grpo_trainer.config.sync import LoraOptions
-from grpo_trainer.config.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_trainer.errors import (
     NoSuchDevice,
     PolicyMismatch,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from grpo_trainer.config.trainer import TrainerSettings
+from grpo_core.tree.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass

@@ -19,14 +19,14 @@ import structlog
 import torch
 from torch import Tensor
 
-from grpo_trainer.config.optimizer import (
+from grpo_core.tree.optim import (
     BITSANDBYTES,
     BITSANDBYTES_PIN,
     OptimizerName,
     OptimizerOptions,
     ScheduleName,
 )
-from grpo_trainer.config.trainer import TrainerSettings
+from grpo_core.tree.trainer import TrainerSettings
 from grpo_trainer.errors import MissingPackage, UnusableOptimizer
 from grpo_trainer.optim.rules import (
     Adafactor,

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_trainer.config.optimizer import ProcessOptions
-from grpo_trainer.config.trainer import AUTO_DEVICE, TrainerSettings
+from grpo_core.tree.optim import ProcessOptions
+from grpo_core.tree.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_trainer.errors import LostRank
 
 LEADER = 0

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.weights.supervisor import SupervisorClient, SupervisorStatus
 from grpo_trainer.checkpoint.store import StateStore
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.loading import FINAL_ADAPTER, FINAL_MODEL
 
 FILE_NAME = "benchmark.json"

@@ -31,11 +31,11 @@ from grpo_core.rollouts.files import (
     write_step,
 )
 from grpo_core.rollouts.record import RolloutRecord, records_of_group, split_conversation, text_of
+from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wandb_run import Table
 from grpo_core.wire.fields import FLOAT32_MAX
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.atomic_files import write_whole
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.errors import CheckpointNotSaved

@@ -16,10 +16,10 @@ from pathlib import Path
 import structlog
 
 from grpo_core.errors import WandbUnavailable
+from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wandb_run import WandbRun, WandbSink, start_wandb
 from grpo_trainer.atomic_files import write_whole
 from grpo_trainer.checks.findings import RangeWatch
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import CheckpointNotSaved, MetricsNotWritten
 from grpo_trainer.telemetry.benchmark import RunTotals, server_status
 from grpo_trainer.telemetry.metrics import Record, StepOutcome, step_record

@@ -12,9 +12,9 @@ import structlog
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
+from grpo_core.tree.trainer import AUTO_DEVICE
 from grpo_core.weights.bridge_config import find_bridge_config
 from grpo_core.weights.socket import WeightConnection, connect_weights
-from grpo_trainer.config.trainer import AUTO_DEVICE
 from grpo_trainer.errors import LostServer, PolicyMismatch, WeightSyncError
 from grpo_trainer.model.loading import require_device
 from grpo_trainer.weight_sync.shared_memory import MappedWeights, map_weights

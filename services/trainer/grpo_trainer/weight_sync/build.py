@@ -19,9 +19,8 @@ from grpo_core.clients.inference import BridgeClient
 from grpo_core.deadline import Deadline
 from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_core.security import plain
-from grpo_core.weights.supervisor import Action, SupervisorClient
-from grpo_trainer.checkpoint.store import OpenedEpochs
-from grpo_trainer.config.sync import (
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.weights import (
     CheckpointRestartSettings,
     LoraOnlySettings,
     LoraRestartSettings,
@@ -29,7 +28,8 @@ from grpo_trainer.config.sync import (
     SharedVllmSettings,
     served_weights_directory,
 )
-from grpo_trainer.config.trainer import TrainerSettings
+from grpo_core.weights.supervisor import Action, SupervisorClient
+from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.errors import MissingPackage, NoInferenceServer, NoSuchDevice
 from grpo_trainer.model.adapter import served_rank
 from grpo_trainer.model.loading import TrainedWeights

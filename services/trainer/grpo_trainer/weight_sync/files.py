@@ -19,6 +19,7 @@ import torch
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
 from grpo_core.deadline import Deadline
+from grpo_core.tree.weights import SERVED_KEPT
 from grpo_core.weights.directory_checks import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.supervisor import SupervisorClient, SupervisorStatus
@@ -31,7 +32,6 @@ from grpo_trainer.checks.served_weights import (
     PublicationCheck,
     Server,
 )
-from grpo_trainer.config.sync import SERVED_KEPT
 from grpo_trainer.errors import CheckpointNotSaved, PolicyMismatch
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on, import_architecture
 from grpo_trainer.model.policy import CausalLM

@@ -7,6 +7,7 @@ import argparse
 import structlog
 
 from grpo_core.security import plain
+from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.ref import WeightRef
 from grpo_vllm.engine.plugin import LOAD_FORMAT, WORKER_EXTENSION
 from grpo_vllm.engine.vllm_compat.launch import (
@@ -16,7 +17,6 @@ from grpo_vllm.engine.vllm_compat.launch import (
     refuse_parallel_engines,
     switch_lora_pdl_off,
 )
-from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.lora import BASE_SUFFIX
 
 log = structlog.get_logger()

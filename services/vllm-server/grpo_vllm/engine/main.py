@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from grpo_core.errors import GrpoError
 from grpo_core.security import SameSiteOnly, listed
+from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.bridge_config import BridgeConfig
 from grpo_vllm.engine.args import parsed_engine_arguments
 from grpo_vllm.engine.control import FINISHED_FIRST_TOKENS, EngineControl
@@ -35,7 +36,6 @@ from grpo_vllm.http.middleware import InFlight, ReadinessGate
 from grpo_vllm.http.server import DrainingServer, require_api_key, serve_until
 from grpo_vllm.routes.control import bridge_router, engine_router, info_router, lora_router
 from grpo_vllm.routes.generation import generation_router
-from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.lora import AdapterNames, AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
 from grpo_vllm.weights.served_store import RedisServedStore, ServedStore

@@ -14,7 +14,8 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 
-SHARE_WEIGHTS_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
+from grpo_core.tree.server import SHARE_WEIGHTS_VARIABLE
+
 LOAD_FORMAT = "grpo_shared"
 WORKER_EXTENSION = "grpo_vllm.weights.loader.WeightExport"
 SERVER_VARIABLE = "GRPO_VLLM_SERVER"

@@ -13,13 +13,12 @@ import structlog
 from grpo_core.cpu import share_cores
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
+from grpo_core.tree.server import SHARE_WEIGHTS_VARIABLE, load_server_settings
 from grpo_vllm.engine.plugin import (
     SERVER_VARIABLE,
-    SHARE_WEIGHTS_VARIABLE,
     tie_children_to_this_process,
 )
 from grpo_vllm.engine_protocol import EnginePlan
-from grpo_vllm.settings import load_server_settings
 
 EXIT_FAILED = 1
 

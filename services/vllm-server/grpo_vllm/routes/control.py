@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
+from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.bridge_config import BridgeConfig
 from grpo_core.weights.directory_checks import inside, require_complete, require_servable_adapter
 from grpo_core.weights.ref import WeightKind
@@ -19,7 +20,6 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.vllm_compat.launch import device_type, generation_tokens
 from grpo_vllm.http.middleware import InFlight
 from grpo_vllm.routes.errors import ErrorHandlingRoute, NotOffered
-from grpo_vllm.settings import ServerSettings
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
 from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge

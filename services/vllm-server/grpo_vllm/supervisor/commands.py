@@ -15,6 +15,7 @@ import structlog
 from grpo_core.errors import ProtocolViolation
 from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, words
 from grpo_core.redis.keys import run_prefix
+from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.directory_checks import (
     UnusableWeights,
     check_weights,
@@ -33,7 +34,6 @@ from grpo_core.weights.supervisor import (
     outcome_key,
     status_key,
 )
-from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.engine import EngineDoesNotAnswer, EngineRefused, EngineSlot
 
 log = structlog.get_logger()

@@ -17,9 +17,9 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.process import end_orphans, killed_with_parent
+from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.ref import WeightRef
 from grpo_vllm.engine_protocol import EnginePlan, SupervisorEnd, receive_fact, send_plan
-from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.host import Sockets, gpu_memory_mib, memory_is_back
 
 log = structlog.get_logger()

@@ -20,8 +20,8 @@ import structlog
 from grpo_core.closing import ClosesOnExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
+from grpo_core.tree.server import ServerSettings
 from grpo_vllm.http.server import BACKLOG
-from grpo_vllm.settings import ServerSettings
 
 log = structlog.get_logger()
 

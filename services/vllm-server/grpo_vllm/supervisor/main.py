@@ -18,9 +18,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from grpo_core.process import adopt_orphans, children
+from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.supervisor import SupervisorPhase, SupervisorStatus
 from grpo_vllm.http.server import require_api_key, serving
-from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.commands import CommandStream, ControlPlane
 from grpo_vllm.supervisor.engine import ENGINE_MODULE, ForkServer
 from grpo_vllm.supervisor.host import Sockets, require_shared_memory

@@ -17,6 +17,7 @@ import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from grpo_core.security import refuse
+from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.directory_checks import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.supervisor import (
@@ -27,7 +28,6 @@ from grpo_core.weights.supervisor import (
 )
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.http.server import serving
-from grpo_vllm.settings import ServerSettings
 from grpo_vllm.supervisor.commands import CommandHandler, ControlPlane, SupervisorState
 from grpo_vllm.supervisor.engine import Engine, EngineSlot, ForkServer
 from grpo_vllm.supervisor.host import Sockets

@@ -18,10 +18,10 @@ from grpo_core.clients.service import async_retrying
 from grpo_core.errors import GrpoError
 from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, words
 from grpo_core.redis.keys import served_weights_followers_key, served_weights_key
+from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.directory_checks import UnusableWeights, check_weights
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.settings import ServerSettings
 
 log = structlog.get_logger()
 

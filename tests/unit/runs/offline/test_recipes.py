@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from grpo_core.tree.objectives import Objective, resolved
 from grpo_runs.offline.errors import RecipeInvalid
 from grpo_runs.recipe.keys import KEYS, TABLE, Key
 from grpo_runs.recipe.objective import optimization
@@ -27,7 +28,6 @@ from grpo_runs.recipe.reading import (
 from grpo_runs.recipe.server_plan import server_plan
 from grpo_runs.recipe.translation import Translated, translate
 from grpo_trainer.losses import bounds
-from grpo_trainer.objectives import Objective, resolved
 from tests.unit.runs.offline.conftest import Recipes
 
 ROOT = Path(__file__).parents[4]

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.clients.inference import Completion
 from grpo_core.errors import ProtocolViolation
+from grpo_core.tree.objectives import Objective
+from grpo_core.tree.trainer import ForwardOptions
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
@@ -27,12 +29,10 @@ from grpo_runs.offline.errors import KeysInvalid, RolloutsFail, ServerUnsuitable
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.offline.sampling import Sampler, require_fresh, require_own_policy, versions_of
 from grpo_trainer.advantages import group_advantages
-from grpo_trainer.config.trainer import ForwardOptions
 from grpo_trainer.data.groups import GroupLimits, usable_group
 from grpo_trainer.model.forward import _probe_batch, build_forward_pass
 from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.model.policy import vocabulary_of
-from grpo_trainer.objectives import Objective
 from tests.support.http_stub import stub_server
 
 OURS = {"policy_version": [0, 0], "paused": False, "weights_intact": True}

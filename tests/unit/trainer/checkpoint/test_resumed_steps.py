@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_core.tree.objectives import GRPO
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.checkpoint.resume import require_fit
 from grpo_trainer.checkpoint.store import StateStore, capture
-from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import Position
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of
-from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import build_optimizer
 from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.tiny_policy import model_directory

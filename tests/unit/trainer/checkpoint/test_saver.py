@@ -14,14 +14,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.clients.run_api import TrainerClient
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_tiny_model.model import build_model, build_tokenizer
 from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.checkpoint.saver import Due, Saver, due_after
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.coefficients import Coefficients, KlCoefficient, Tau
-from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.batches import Position
 from grpo_trainer.model.loading import FINAL_MODEL
 from grpo_trainer.optim.master_optimizer import MasterOptimizer

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from grpo_core.tree.weights import LoraOnlySettings
 from grpo_trainer import atomic_files
 from grpo_trainer.checkpoint.resume import require_fit
 from grpo_trainer.checkpoint.store import RECORD, TENSORS, StateStore, read_state
-from grpo_trainer.config.sync import LoraOnlySettings
 from grpo_trainer.data.batches import Position
 from grpo_trainer.errors import CheckpointNotSaved, DamagedState, StateMismatch
 from tests.support.directories import files_of_at_most, names

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from grpo_core.errors import ServiceUnavailable
+from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
@@ -31,7 +32,6 @@ from grpo_trainer.data.collate import Origin
 from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.logprobs import token_values
-from grpo_trainer.objectives import GRPO
 from grpo_trainer.token_table import TokenTable
 from tests.unit.trainer.forward_rig import qwen
 from tests.unit.trainer.groups import collated

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_core.tree.objectives import RECIPES
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer import learner
 from grpo_trainer.checks.self_test import SelfTest
-from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import SelfTestFailed
 from grpo_trainer.learner import Learner, accumulate_gradients
 from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.packing import PADDED
 from grpo_trainer.model.reference import Reference
-from grpo_trainer.objectives import RECIPES
 from grpo_trainer.ranks.group import ALONE
 from tests.silent_faults import faults
 from tests.silent_faults.faults import Fault, micro_batch_dropped

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from grpo_core.errors import ModelNotFound
-from grpo_trainer.config.cli import parse_command
-from grpo_trainer.config.optimizer import BITSANDBYTES_PIN
+from grpo_core.tree.optim import BITSANDBYTES_PIN
+from grpo_core.tree.trainer_command import parse_command
 from grpo_trainer.errors import MissingPackage
 from grpo_trainer.model.download import provide
 from grpo_trainer.optim.master_update import build_update

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from grpo_core.settings import load_settings
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer_command import CommandLine, parse_command
 from grpo_trainer import train
-from grpo_trainer.config.cli import CommandLine, parse_command
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import NoInferenceServer
 
 

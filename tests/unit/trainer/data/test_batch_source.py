@@ -14,13 +14,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.clients.run_api import LeasedBatch
+from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import EnvironmentCount
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.batches import BatchSource, EnvironmentWatch, Position
 from grpo_trainer.data.filter import VersionHistory
 from grpo_trainer.errors import NoEnvironmentLeft, StaleData
-from grpo_trainer.objectives import GRPO
 from tests.unit.trainer.groups import LIMITS, good, in_order, sampled_by
 
 NOBODY_YET = EnvironmentCount(registered=0, connected=0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.fields import MASKED
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
@@ -26,7 +27,6 @@ from grpo_trainer.data.groups import (
     usable_group,
 )
 from grpo_trainer.errors import DuplicatedBatch, UnusableGroup, UnusableReason
-from grpo_trainer.objectives import GRPO
 from tests.unit.trainer.groups import (
     LIMITS,
     VOCABULARY,

@@ -15,11 +15,12 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from grpo_core.clients.run_api import LeasedBatch
+from grpo_core.tree.objectives import Objective
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_tiny_model.model import build_model
 from grpo_tiny_model.recipe import Recipe
-from grpo_trainer.coefficients import Tau
-from grpo_trainer.config.cli import CommandLine
+from grpo_trainer.coefficients import Tau, coefficients_of
 from grpo_trainer.data.batches import BatchSource, Position
 from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.data.filter import NO_HISTORY
@@ -30,7 +31,6 @@ from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.packing import Layout, padded
 from grpo_trainer.model.reference import Reference
-from grpo_trainer.objectives import Objective
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE
 from grpo_trainer.stop import Stop
@@ -128,7 +128,7 @@ class Bench:
         )
         sinks = Sinks([self.records.append], [self.rollouts.append])
         recorder = Recorder(settings, sinks)
-        lead = Lead(sync, source, checks, recorder, saver, settings.coefficients)
+        lead = Lead(sync, source, checks, recorder, saver, coefficients_of(settings))
         forward: Any = self
         learner = Learner(
             *(settings, ALONE, self.policy, forward, self.reference, self.optimizer),

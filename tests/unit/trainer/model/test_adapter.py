@@ -11,14 +11,14 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_core.tree.objectives import GRPO
+from grpo_core.tree.weights import LoraOptions
 from grpo_core.weights.directory_checks import LORA_RANKS
-from grpo_trainer.config.sync import LoraOptions
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.learner import GradientStats, accumulate_gradients
 from grpo_trainer.model.adapter import adapter_dropouts, served_rank, trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of
-from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from tests.unit.trainer.groups import collated, group
 from tests.unit.trainer.tiny_policy import LORA, move, optimizer_of

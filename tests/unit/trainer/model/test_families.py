@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from grpo_trainer.config.trainer import ForwardOptions
+from grpo_core.tree.objectives import GRPO
+from grpo_core.tree.trainer import ForwardOptions
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.model.logprobs import PROBE_LENGTH, logprobs_of, sampled_tokens
 from grpo_trainer.model.policy import end_tokens_of, vocabulary_of
-from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from tests.unit.trainer.forward_rig import VOCABULARY, ragged_batch
 from tests.unit.trainer.tiny_policy import LORA

@@ -22,7 +22,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from grpo_trainer.config.trainer import Choice, ForwardOptions
+from grpo_core.tree.objectives import GRPO
+from grpo_core.tree.trainer import Choice, ForwardOptions
 from grpo_trainer.data.collate import Cut, by_prefix
 from grpo_trainer.errors import FastPathRefused, NonFiniteLoss
 from grpo_trainer.learner import GradientStats, accumulate_gradients
@@ -36,7 +37,6 @@ from grpo_trainer.model.forward import (
 )
 from grpo_trainer.model.fused_head import EAGER
 from grpo_trainer.model.packing import PACKED, PADDED
-from grpo_trainer.objectives import GRPO
 from tests.unit.trainer.forward_rig import (
     SMALL,
     WINDOW,

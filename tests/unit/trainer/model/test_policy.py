@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_trainer.config.trainer import Choice, ForwardOptions
+from grpo_core.tree.objectives import GRPO
+from grpo_core.tree.trainer import Choice, ForwardOptions
 from grpo_trainer.errors import FastPathRefused, MissingPackage, PolicyMismatch
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model import forward, packed_attention
@@ -25,7 +26,6 @@ from grpo_trainer.model.forward import (
 from grpo_trainer.model.fused_head import EAGER
 from grpo_trainer.model.packing import PACKED
 from grpo_trainer.model.policy import base_model, compile_layers, train_only
-from grpo_trainer.objectives import GRPO
 from tests.unit.trainer.forward_rig import (
     adapted,
     outcome,

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grpo_core.tree.objectives import Objective
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.advantages import divergences, with_advantages
 from grpo_trainer.checks.data_checks import ReferenceCheck
-from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.model.forward import FastForward, build_forward_pass, plain_forward
 from grpo_trainer.model.reference import Reference, build_reference
-from grpo_trainer.objectives import Objective
 from tests.unit.trainer.forward_rig import adapted, qwen, ragged_batch
 from tests.unit.trainer.groups import P, group, in_order, usable
 

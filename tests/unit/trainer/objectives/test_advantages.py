@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_core.tree.objectives import Objective, resolved
 from grpo_core.wire.fields import MASKED
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import (
@@ -24,7 +25,6 @@ from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import plain_forward
-from grpo_trainer.objectives import Objective, resolved
 from tests.unit.trainer.forward_rig import qwen
 from tests.unit.trainer.groups import P, batch_of, collated, group, usable
 

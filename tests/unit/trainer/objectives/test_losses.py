@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from grpo_core.tree.objectives import Objective
 from grpo_trainer.advantages import group_std
 from grpo_trainer.losses import NO_SUMS, LossSums, loss_sums, policy_loss
 from grpo_trainer.model.logprobs import token_values
-from grpo_trainer.objectives import Objective
 
 GRPO = Objective()
 LOG_HALF, LOG_3_2 = math.log(0.5), math.log(1.5)

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from grpo_core.tree.objectives import Objective
 from grpo_trainer.advantages import completion_weights, entropy_of, improved
 from grpo_trainer.coefficients import Tau
-from grpo_trainer.objectives import Objective
 
 SCORES = torch.tensor([1.0, 0.0, 0.0, 0.0])
 REFERENCE = torch.tensor([-0.5, -0.4, -1.0, -2.0])

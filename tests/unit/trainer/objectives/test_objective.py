@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from grpo_core.settings import Mistake
-from grpo_trainer import advantages
-from grpo_trainer.advantages import overlong_penalty
-from grpo_trainer.config.objective import ObjectiveOptions
-from grpo_trainer.data.collate import token_weights
-from grpo_trainer.objectives import (
+from grpo_core.tree.objective import ObjectiveOptions
+from grpo_core.tree.objectives import (
     AggregationName,
     Objective,
     resolved,
 )
+from grpo_trainer import advantages
+from grpo_trainer.advantages import overlong_penalty
+from grpo_trainer.data.collate import token_weights
 from tests.unit.trainer.objectives.test_losses import judged
 
 ROOT = 1.5**0.5

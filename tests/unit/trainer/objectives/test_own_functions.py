@@ -8,10 +8,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.advantages import group_advantages
 from grpo_trainer.checks.self_test import require_own_functions
-from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.groups import usable_group
 from grpo_trainer.errors import FunctionUnusable
 from grpo_trainer.losses import policy_loss

@@ -12,12 +12,12 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
-from grpo_trainer.config.cli import CommandLine, parse_command
-from grpo_trainer.config.trainer import TrainerSettings
+from grpo_core.tree.objectives import GRPO
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer_command import CommandLine, parse_command
 from grpo_trainer.errors import NonFiniteGradient, UnusableOptimizer
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.adapter import with_adapter
-from grpo_trainer.objectives import GRPO
 from grpo_trainer.optim.loss_scale import GROWTH_STEPS, LossScale, ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
 from grpo_trainer.optim.master_update import build_update

@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.optimizer import ScheduleName
+from grpo_core.tree.optim import ScheduleName
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.optim import master_update
 from grpo_trainer.optim.master_update import Schedule, StochasticRounding
 

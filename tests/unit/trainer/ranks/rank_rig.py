@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.optimizer import ProcessOptions
-from grpo_trainer.config.trainer import TrainerSettings
+from grpo_core.tree.optim import ProcessOptions
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.data.collate import Batch, broadcast_batch
 from grpo_trainer.errors import LostRank, NonFiniteLoss
 from grpo_trainer.learner import GradientStats, build_learner

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.errors import LeasesFull
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.run_api import RunStatus
 from grpo_runs.offline.backends.local import WeightsInProcess
-from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.ranks.group import ALONE, Ranks
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, training_steps

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_trainer.config.cli import CommandLine
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import build_forward_pass

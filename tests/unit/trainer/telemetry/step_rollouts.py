@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.groups import GroupLimits, Tokens, UsableGroup, usable_group
 from grpo_trainer.model.logprobs import TokenValues
-from grpo_trainer.objectives import GRPO
 from grpo_trainer.telemetry.rollouts import StepRollouts
 from grpo_trainer.token_table import TokenTable
 from tests.unit.trainer.groups import VOCABULARY, batch_of

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import Alignment
 from grpo_trainer.data.batches import TakenBatch
@@ -18,7 +19,6 @@ from grpo_trainer.data.collate import Batch, Origin
 from grpo_trainer.data.stats import BatchStats
 from grpo_trainer.learner import GradientStats
 from grpo_trainer.losses import NO_SUMS
-from grpo_trainer.objectives import GRPO
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch, step_record
 from grpo_trainer.token_table import Distance, TokenTable
 from grpo_trainer.weight_sync.base import Published

@@ -10,9 +10,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.rollouts.files import read_steps, steps_in, write_step
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.errors import CheckpointNotSaved
 from grpo_trainer.telemetry import rollouts

@@ -14,9 +14,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.errors import WandbUnavailable
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.checkpoint.resume import continued_settings
-from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import MetricsNotWritten, NonFiniteLoss
 from grpo_trainer.telemetry.rollouts import COLUMNS
 from grpo_trainer.telemetry.sinks import (

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from grpo_core.clients.inference import BridgeClient
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.resume import require_fit
 from grpo_trainer.checkpoint.store import capture
-from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.data.batches import Position
 from grpo_trainer.errors import PolicyMismatch, StateMismatch
 from grpo_trainer.model.adapter import trained_parameters, with_adapter

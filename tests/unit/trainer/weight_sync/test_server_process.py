@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_runs.process.ports import free_port
-from grpo_trainer.config.cli import CommandLine
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.errors import GrpoError, MissingPackage, NoInferenceServer, NoSuchDevice
 from grpo_trainer.weight_sync import build as server_process
 from grpo_trainer.weight_sync.build import (
@@ -46,7 +46,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 TRAINER = """
 import sys
 from grpo_trainer.weight_sync import build as server_process
-from grpo_trainer.config.cli import parse_command
+from grpo_core.tree.trainer_command import parse_command
 server_process.PACKAGE = "stand_in_vllm"
 server_process._has_gpu = lambda: False  # to find out, it imports torch
 with server_process.inference_server(parse_command(sys.argv[1:]).settings()):

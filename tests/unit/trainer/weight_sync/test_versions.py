@@ -12,9 +12,9 @@ from torch import nn
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
 from grpo_core.errors import ServiceUnavailable
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
-from grpo_trainer.config.cli import CommandLine
 from grpo_trainer.errors import EngineCrashed, ServedWeightsDiffer, TornWeights
 from grpo_trainer.weight_sync import base
 from grpo_trainer.weight_sync.attachment import ServerConnection

@@ -8,9 +8,9 @@ from typing import Literal
 from grpo_core.clients.inference import BridgeInfo
 from grpo_core.clients.service import ServiceClient
 from grpo_core.errors import RequestRefused
+from grpo_core.tree.weights import ModeName
 from grpo_runs.offline.errors import ServerUnsuitable
 from grpo_runs.offline.keys import OfflineKeys
-from grpo_trainer.config.sync import ModeName
 
 _DEADLINE_S, _REQUEST_S = 60.0, 30.0
 _NO_ROUTE = (404, 405)

@@ -12,9 +12,9 @@ import torch
 from transformers import GenerationConfig
 
 from grpo_core.clients.inference import GenerateAnswer
+from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import Bound
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
 from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.model.policy import CausalLM, device_of, end_tokens_of, vocabulary_of

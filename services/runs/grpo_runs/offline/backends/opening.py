@@ -13,6 +13,8 @@ from grpo_core.clients.inference import GenerateAnswer
 from grpo_core.clients.service import AsyncServiceClient
 from grpo_core.errors import ProtocolViolation, problems_of
 from grpo_core.security import plain
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.weights import served_weights_directory
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.assembly import TaskSet, engine_on, open_engine
 from grpo_env.rollout.chat_template import ChatTemplate
@@ -23,8 +25,6 @@ from grpo_runs.offline.backends.local import LocalGeneration, WeightsInProcess
 from grpo_runs.offline.backends.sglang import SglangClient, SglangGeneration
 from grpo_runs.offline.backends.sglang_weights import SglangWeights
 from grpo_runs.offline.keys import OfflineKeys
-from grpo_trainer.config.sync import served_weights_directory
-from grpo_trainer.config.trainer import TrainerSettings
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.weight_sync.base import WeightSync

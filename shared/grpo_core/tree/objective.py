@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -11,8 +10,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from grpo_core.settings import Mistake, Shown
-from grpo_trainer.coefficients import Coefficients, KlCoefficient, Tau
-from grpo_trainer.objectives import (
+from grpo_core.tree.objectives import (
     ADVANTAGES,
     LOSSES,
     AggregationName,
@@ -185,18 +183,6 @@ class ObjectiveOptions(BaseModel):
         if value is None or value in table or re.fullmatch(r".+\.py:\w+", value):
             return value
         raise ValueError(f"expected {', '.join(table)}, or FILE.py:FUNCTION")
-
-    @property
-    def coefficients(self) -> Coefficients:
-        """As they are at the start of a run."""
-        tau = self.resolved_objective.maxent_tau
-        target = self.maxent_target_entropy
-        return Coefficients(
-            KlCoefficient(
-                self.kl_control, self.kl_coef, self.kl_target or math.inf, self.kl_horizon
-            ),
-            Tau(tau, target, self.maxent_tau_lr, self.maxent_tau_warmup_steps),
-        )
 
     @property
     def resolved_objective(self) -> Objective:

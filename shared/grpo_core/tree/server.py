@@ -32,8 +32,8 @@ from grpo_core.settings import (
 from grpo_core.settings.machine import cannot_listen, missing_model, state_directory
 from grpo_core.weights.bridge_config import FILE_NAME
 from grpo_core.weights.directory_checks import LORA_RANKS, SERVED_WEIGHTS
-from grpo_vllm.engine.plugin import SHARE_WEIGHTS_VARIABLE
 
+SHARE_WEIGHTS_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
 NODES_VARIABLE = "NUM_INFERENCE_NODES"
 """The archived server shares its weights if this variable is set, also to 0."""
 UNIX_PATH_MAX_BYTES = 107

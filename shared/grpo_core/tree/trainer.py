@@ -12,16 +12,16 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, fi
 from grpo_core.redis.url import LOCAL_REDIS, RedisUrl, local_redis
 from grpo_core.security import usable_token
 from grpo_core.settings import HttpUrl, InferenceUrl, LogLevel, Shown
-from grpo_core.wire.run_api import Registration
-from grpo_trainer.config.objective import ObjectiveOptions
-from grpo_trainer.config.optimizer import OptimizerOptions
-from grpo_trainer.config.sync import (
+from grpo_core.tree.objective import ObjectiveOptions
+from grpo_core.tree.optim import OptimizerOptions
+from grpo_core.tree.weights import (
     FullModelSettings,
     LoraOptions,
     LoraSettings,
     SharedVllmSettings,
     SyncSettings,
 )
+from grpo_core.wire.run_api import Registration
 
 AUTO, NEVER = "auto", "never"
 AUTO_DEVICE = "auto"

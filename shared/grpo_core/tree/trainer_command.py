@@ -20,14 +20,15 @@ from grpo_core.settings import (
     resolved_yaml,
 )
 from grpo_core.settings.machine import missing_model, not_writable
-from grpo_trainer.config.objective import ObjectiveOptions
-from grpo_trainer.config.optimizer import (
+from grpo_core.tree.objective import ObjectiveOptions
+from grpo_core.tree.optim import (
     BITSANDBYTES,
     BITSANDBYTES_PIN,
     OptimizerOptions,
     ProcessOptions,
 )
-from grpo_trainer.config.sync import (
+from grpo_core.tree.trainer import AUTO, NEVER, ForwardOptions, RunOptions, TrainerSettings
+from grpo_core.tree.weights import (
     MODES,
     CheckpointRestartSettings,
     LoraOnlySettings,
@@ -37,7 +38,6 @@ from grpo_trainer.config.sync import (
     ModeOptions,
     SharedVllmSettings,
 )
-from grpo_trainer.config.trainer import AUTO, NEVER, ForwardOptions, RunOptions, TrainerSettings
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -1,0 +1,474 @@
+"""Options of the `env-server` command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import BeforeValidator, Field, SecretStr, field_validator
+
+from grpo_core.security import usable_token
+from grpo_core.settings import (
+    Command,
+    CommandSettings,
+    CommaSeparated,
+    HttpUrl,
+    InferenceUrl,
+    LogLevel,
+    Mistake,
+    Shown,
+)
+from grpo_core.settings.machine import missing_data, missing_directory, not_writable
+from grpo_core.tree.environment_values import (
+    ALIASES,
+    MIXTURE,
+    REFUSED,
+    WITHOUT_EFFECT,
+    Arguments,
+    Columns,
+    Mixture,
+    Weights,
+    one_policy,
+    with_sections,
+)
+from grpo_core.wire.fields import Weight
+
+PROG = "env-server"
+Action = Literal["serve", "process", "evaluate", "check"]
+ACTIONS: tuple[str, ...] = get_args(Action)
+
+
+def _upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
+
+
+class EnvironmentOptions(CommandSettings):
+    """Environment: samples groups for a task, grades them and submits them to run-api.
+
+    TASK is arithmetic, gsm8k, math or mixture; a function or a class in a file (my.py:reward) or in
+    a module (package.module:MyTask); an entry point of the group grpo.tasks; or
+    verifiers:ENVIRONMENT.
+
+    ACTION is serve: sample groups until the run has finished; process: sample --steps groups
+    without a trainer and write them to --output; evaluate: sample held-out items and print the
+    results; check: grade eight answers and print a table.
+
+    Names of options of Atropos environments are accepted too, for example --env.group_size and
+    --openai.base_url."""
+
+    command: ClassVar[Command] = Command(
+        prog=PROG,
+        positional=("task", "action"),
+        groups={
+            "Model": ("model", "tokenizer", "inference_url", "vllm_api_key", "server_type"),
+            "Sampling": (
+                "group_size",
+                "temperature",
+                "top_p",
+                "top_k",
+                "repetition_penalty",
+                "seq_len",
+                "max_completion_tokens",
+                "start_completion_tokens",
+                "max_concurrent_groups",
+                "max_batches_offpolicy",
+                "drop_equal_scores",
+            ),
+            "Data": (
+                "data",
+                "data_config",
+                "columns",
+                "system_prompt",
+                "template_args",
+                "task_args",
+                "mixture",
+                "seed",
+            ),
+            "Reward": (
+                "reward_weights",
+                "reward_deadline_s",
+                "reward_workers",
+                "max_failed_rewards",
+                "mask_too_long_completions",
+            ),
+            "Evaluation": (
+                "eval_every",
+                "eval_data",
+                "held_out",
+                "eval_items",
+                "eval_samples",
+                "eval_temperature",
+                "eval_handling",
+                "eval_limit_ratio",
+                "eval_requests",
+                "eval_output",
+            ),
+            "Actions process and check": ("output", "answers"),
+            "Run": (
+                "run_api_url",
+                "run_api_token",
+                "steps",
+                "wandb_name",
+                "weight",
+                "min_batch_allocation",
+            ),
+            "Deadlines": (
+                "start_deadline_s",
+                "request_deadline_s",
+                "run_api_deadline_s",
+                "trainer_deadline_s",
+                "next_run_deadline_s",
+            ),
+            "Logging": ("log_level", "ready_file", "use_wandb"),
+        },
+        examples=(
+            "env-server arithmetic serve --model ./model --group-size 8",
+            "env-server check my.py:reward --data rows.jsonl --answers answers.txt",
+            "env-server my.py:reward serve --data rows.jsonl --model ./model",
+            "env-server gsm8k serve --model Qwen/Qwen2.5-0.5B-Instruct --data ./gsm8k --dry-run",
+        ),
+        aliases=ALIASES,
+        without_effect=WITHOUT_EFFECT,
+        refused=REFUSED,
+    )
+
+    task: str = Field(
+        min_length=1, description="Name of the task, or its file or module, as described above"
+    )
+    action: Action = Field("serve", description="What to do with the task, as described above")
+    run_api_url: HttpUrl = Field("http://localhost:8000", description="URL of run-api")
+    run_api_token: SecretStr | None = Field(None, description="Access token that run-api requires")
+    group_size: int = Field(8, ge=1, description="Number of completions sampled for each prompt")
+    seq_len: int = Field(
+        2048,
+        ge=2,
+        description="A group is dropped if one of its sequences has this number of tokens or more. "
+        "A smaller --seq-len of the trainer takes precedence",
+    )
+    max_completion_tokens: Annotated[int | None, Shown(default="by task; gsm8k: 512")] = Field(
+        None,
+        ge=1,
+        description="Longest completion, in tokens. A completion that reaches this length is cut "
+        "off and then graded",
+    )
+    start_completion_tokens: Annotated[int | None, Shown(default="--max-completion-tokens")] = (
+        Field(
+            None,
+            ge=1,
+            description="Longest completion at the first training step, in tokens. It grows "
+            "linearly to --max-completion-tokens at the last step",
+        )
+    )
+    temperature: float = Field(1.0, gt=0.0, allow_inf_nan=False, description="Sampling temperature")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Sample from the most likely tokens that together have this probability. With "
+        "this option, --top-k or --repetition-penalty, the trainer needs --recompute-logprobs. "
+        "Evaluations sample without all three",
+    )
+    top_k: int = Field(
+        0, ge=0, description="Sample from this number of most likely tokens. 0: from all tokens"
+    )
+    repetition_penalty: float = Field(
+        1.0,
+        ge=0.01,
+        le=100,
+        description="Above 1, tokens that the prompt or the completion contains get less likely",
+    )
+    steps: Annotated[int, Shown(default="-1, which means the trainer's last step")] = Field(
+        -1, ge=-1, description="Number of the training step after which this environment stops"
+    )
+    max_batches_offpolicy: int = Field(
+        3,
+        ge=1,
+        description="Largest number of batches that are queued or being sampled. More batches keep "
+        "the trainer busier, fewer batches keep the data fresher",
+    )
+    max_concurrent_groups: int = Field(
+        32,
+        ge=1,
+        le=64,
+        description="Largest number of groups that all environments of a run together sample at the"
+        " same time",
+    )
+    drop_equal_scores: bool = Field(
+        True,
+        description="Drop groups whose scores are all equal, because the advantages of such a group"
+        " are zero. Rewards of dropped groups still count in the reported mean reward",
+    )
+    tokenizer: Annotated[str | None, Shown(default="the model's")] = Field(
+        None, description="Tokenizer: a directory or an id on the Hugging Face hub"
+    )
+    data: Annotated[str | None, Shown(default="by task; gsm8k: openai/gsm8k from the hub")] = Field(
+        None,
+        min_length=1,
+        description="Data set: a file (JSON lines, CSV or Parquet), a directory that contains "
+        "train.jsonl, or an id on the Hugging Face hub",
+    )
+    data_config: Annotated[str | None, Shown(default="by task; gsm8k: main")] = Field(
+        None, description="Name of the data set's configuration on the Hugging Face hub"
+    )
+    columns: Annotated[Columns, Shown(metavar="NAME=COLUMN,...")] = Field(
+        default_factory=dict,
+        description="Names of columns: the task's name and the data set's, for example "
+        "prompt=instruction",
+    )
+    system_prompt: Annotated[str | None, Shown(default="the task's")] = Field(
+        None, description="System message of every prompt. An empty text removes the task's own"
+    )
+    template_args: Annotated[Arguments, Shown(metavar="NAME=VALUE,...")] = Field(
+        default_factory=dict,
+        description="Arguments of the chat template, for example enable_thinking=false for Qwen3. "
+        "JSON is accepted too",
+    )
+    task_args: Annotated[Arguments, Shown(metavar="NAME=VALUE,...")] = Field(
+        default_factory=dict,
+        description="Arguments of the task, for example level=2 for arithmetic. JSON is accepted "
+        "too",
+    )
+    mixture: Annotated[Mixture, Shown(metavar="TASK=WEIGHT,...")] = Field(
+        (),
+        description="Tasks of a mixture and their shares of the groups, for example "
+        "gsm8k=0.7,arithmetic=0.3. In a YAML file, each task can have its own data and columns",
+    )
+    reward_weights: Annotated[
+        Weights, Shown(default="by task; 1 for each part", metavar="PART=WEIGHT,...")
+    ] = Field(
+        default_factory=dict,
+        description="Weights of the parts of the reward. Every task also has the penalties length, "
+        "repetition and overlong (-1 to 0), which count if they have a weight",
+    )
+    reward_deadline_s: float = Field(
+        30.0, gt=0.0, description="Seconds that the reward of one answer may take"
+    )
+    reward_workers: int = Field(
+        16,
+        ge=0,
+        le=256,
+        description="Number of processes in which rewards and tools run, side by side. With 0 they "
+        "run in threads of env-server: without a hard deadline, but with all state of the task",
+    )
+    max_failed_rewards: float = Field(
+        0.5,
+        ge=0.0,
+        le=1.0,
+        description="Largest share (0 to 1) of recent groups whose reward may fail. Above it, the "
+        "environment stops with the error RewardsFail",
+    )
+    mask_too_long_completions: bool = Field(
+        False,
+        description="Give completions that reached the token limit an advantage of 0",
+    )
+    eval_every: int = Field(
+        0,
+        ge=0,
+        description="Evaluate after this number of training steps, and before the first and after "
+        "the last one. 0: never",
+    )
+    eval_data: Annotated[
+        str | None, Shown(default="test.jsonl beside train.jsonl, or --held-out")
+    ] = Field(None, min_length=1, description="Data set for evaluation, in the forms of --data")
+    held_out: Annotated[float | None, Shown(default="0.1; arithmetic: 0.2")] = Field(
+        None,
+        ge=0.0,
+        lt=1.0,
+        description="Share (0 to 1) of the rows that is kept for evaluation, if there is no other "
+        "data for it",
+    )
+    eval_items: int = Field(
+        200, ge=1, description="Largest number of items in an evaluation, chosen by --seed"
+    )
+    eval_samples: int = Field(
+        8, ge=1, description="Number of completions for each item in an evaluation"
+    )
+    eval_temperature: Annotated[float | None, Shown(default="--temperature")] = Field(
+        None,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Sampling temperature in an evaluation. 0: the most likely tokens, with one "
+        "completion for each item",
+    )
+    eval_handling: Annotated[
+        Literal["STOP_TRAIN", "LIMIT_TRAIN", "NONE"], BeforeValidator(_upper)
+    ] = Field(
+        "STOP_TRAIN",
+        description="Sampling for training during an evaluation. STOP_TRAIN: none, so that one "
+        "policy version is evaluated. LIMIT_TRAIN: with fewer groups. NONE: as usual",
+    )
+    eval_limit_ratio: float = Field(
+        0.5,
+        ge=0.0,
+        le=1.0,
+        description="Share (0 to 1) of --max-concurrent-groups that LIMIT_TRAIN leaves to training",
+    )
+    eval_requests: int = Field(
+        64, ge=1, description="Largest number of items that are evaluated at the same time"
+    )
+    eval_output: Annotated[Path | None, Shown(default="none; evaluate: eval.jsonl")] = Field(
+        None, description="File that gets one JSON line for each evaluation"
+    )
+    output: Annotated[Path, Shown(default="rollouts.jsonl")] = Field(
+        Path("rollouts.jsonl"),
+        description="File of the action process, with one group per line. A page for a browser is "
+        "written beside it",
+    )
+    answers: Path | None = Field(
+        None,
+        description="File with answers for the action check, one per line. Without it, eight "
+        "answers are sampled from the inference server",
+    )
+    wandb_name: Annotated[str | None, Shown(default="the task's name")] = Field(
+        None, min_length=1, description="Name of this environment in metrics and in logs"
+    )
+    use_wandb: bool = Field(
+        False,
+        description="Log this environment's metrics to Weights & Biases, as a separate W&B run in "
+        "the trainer's project and group",
+    )
+    weight: Weight = Field(
+        1.0,
+        description="Weight of this environment when the limit --max-concurrent-groups is divided "
+        "among environments. -1: this environment takes no part in the division and may use the "
+        "whole limit",
+    )
+    min_batch_allocation: float | None = Field(
+        None,
+        ge=0.0,
+        le=1.0,
+        allow_inf_nan=False,
+        description="Minimum fraction (0 to 1) of every batch that must come from this "
+        "environment. run-api delays a batch until the queue contains enough groups of this "
+        "environment",
+    )
+    seed: int = Field(0, description="Random seed for the order of the prompts")
+    run_api_deadline_s: float = Field(
+        120.0,
+        gt=0.0,
+        description="Seconds to retry requests while run-api is unreachable",
+    )
+    trainer_deadline_s: float = Field(
+        1800.0,
+        gt=0.0,
+        description="Seconds to wait until a trainer registers. If this environment can queue no "
+        "more groups, also the seconds to wait until the trainer takes a batch",
+    )
+    next_run_deadline_s: float = Field(
+        0.0,
+        ge=0.0,
+        description="Seconds to wait for a trainer to continue the run, if the run has already "
+        "finished when this environment starts",
+    )
+    ready_file: Path | None = Field(
+        None,
+        description="File for a container's health check. The file exists while this environment "
+        "runs",
+    )
+    inference_url: CommaSeparated[InferenceUrl] = Field(
+        ("http://localhost:9001",),
+        min_length=1,
+        description="URL of the inference server. Several URLs, separated by commas, share the "
+        "requests, and a server that is gone is skipped. Mode shared_vllm allows only one URL",
+    )
+    model: Annotated[str | None, Shown(default="--tokenizer")] = Field(
+        None,
+        min_length=1,
+        description="Model that the inference server serves: a directory or an id on the "
+        "Hugging Face hub",
+    )
+    vllm_api_key: SecretStr | None = Field(
+        None, description="API key that the inference server requires"
+    )
+    server_type: Literal["vllm"] = Field(
+        "vllm",
+        description="Type of the inference server. Only vllm returns the logprobs that training "
+        "needs",
+    )
+    request_deadline_s: float = Field(
+        300.0,
+        gt=0.0,
+        description="Seconds to wait for all completions of one prompt, retries included",
+    )
+    start_deadline_s: float = Field(
+        1800.0, gt=0.0, description="Seconds to wait for an inference server to become healthy"
+    )
+    log_level: LogLevel = Field(
+        "INFO", description="Least severe level of the messages that are logged"
+    )
+
+    _usable_token = field_validator("run_api_token", "vllm_api_key")(usable_token)
+
+    @field_validator("inference_url")
+    @classmethod
+    def _each_server_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(value))
+
+    @field_validator("server_type", mode="before")
+    @classmethod
+    def _generates_with_logprobs(cls, value: Any) -> Any:
+        if value != "vllm":
+            raise ValueError(
+                "expected the server type vllm, because training needs the logprob of every "
+                "sampled token, which only /generate of vllm-api-server returns"
+            )
+        return value
+
+    @classmethod
+    def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
+        content = with_sections(content)
+        servers = content.get("openai")
+        return content | ({"openai": one_policy(servers)} if isinstance(servers, list) else {})
+
+    def mistakes(self) -> Iterator[Mistake]:
+        needs_tokenizer = self.action != "check" or self.answers is None
+        if needs_tokenizer and not self.tokenizer_name:
+            yield Mistake(None, "--model is required")
+        if bool(self.mixture) != (self.task == MIXTURE):
+            yield Mistake(
+                "mixture",
+                "the task mixture needs tasks and weights, for example gsm8k=0.7,arithmetic=0.3"
+                if self.task == MIXTURE
+                else "only the task mixture has this option; write `env-server mixture serve`",
+            )
+        if self.group_size == 1 and self.drop_equal_scores:
+            yield Mistake(
+                "group_size",
+                "the scores of a group of 1 are always equal, so every group is dropped; pass 2 or "
+                "more, or --no-drop-equal-scores",
+            )
+        if (self.max_completion_tokens or 0) >= self.seq_len:
+            yield Mistake(
+                "max_completion_tokens",
+                f"a prompt and {self.max_completion_tokens} completion tokens exceed --seq-len "
+                f"{self.seq_len}; lower --max-completion-tokens or raise --seq-len",
+            )
+
+    def start_mistakes(self) -> Iterator[Mistake]:
+        checks = {
+            "tokenizer" if self.tokenizer else "model": missing_directory,
+            "data": missing_data,
+            "eval_data": missing_data,
+        }
+        for name, check in checks.items():
+            if (path := getattr(self, name)) and (problem := check(path)):
+                yield Mistake(name, problem)
+        output = self.output if self.action == "process" else None
+        files = {"output": output, "eval_output": self.eval_output, "ready_file": self.ready_file}
+        for name, path in files.items():
+            if path and (problem := not_writable(path.parent)):
+                yield Mistake(name, problem)
+        if self.answers and not self.answers.is_file():
+            yield Mistake("answers", f"{self.answers}: no such file")
+        if self.use_wandb and find_spec("wandb") is None:
+            yield Mistake(
+                "use_wandb",
+                "needs the package wandb: pip install wandb, or build the image with "
+                "ENVIRONMENT_EXTRAS=wandb",
+            )
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer or self.model or ""
