@@ -65,8 +65,8 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         ),
         "--config {tmp}/gone.yaml": "--config: cannot read {tmp}/gone.yaml",
         "--config {tmp}/broken.yaml": "broken.yaml is not YAML: line 2",
-        "--config {tmp}/key.yaml": "key.yaml: traning-steps: no such option; did you mean",
-        f"{TRAINER} --config {{tmp}}/value.yaml": "value.yaml: steps: expected a whole number",
+        "--config {tmp}/key.yaml": "key.yaml:1: traning-steps: no such option; did you mean",
+        f"{TRAINER} --config {{tmp}}/value.yaml": "value.yaml:1: steps: expected a whole number",
         f"{TRAINER} --save-path {{tmp}}/key.yaml/run": "--save-path: {tmp}/key.yaml is not a",
         f"{TRAINER} --config=": "--config: ",
         f"{TRAINER} --dry-run=false": "--dry-run takes no value",
@@ -261,7 +261,8 @@ def test_a_server_without_its_redis_ends_with_the_option() -> None:
         unused.bind(("127.0.0.1", 0))
         redis = f"redis://127.0.0.1:{unused.getsockname()[1]}"
         flags = ("--model", "m", "--redis-url", redis, "--redis-deadline-s", "0.1")
-        ended = run("grpo_vllm", *flags, "--port", str(_free_port()))
+        ports = ("--port", str(_free_port()), "--health-port", str(_free_port()))
+        ended = run("grpo_vllm", *flags, *ports)
     lines = [line for line in ended.stderr.splitlines() if "RedisUnreachable" in line]
     assert ended.returncode == 1
     assert len(lines) == 1

@@ -12,7 +12,7 @@ from grpo_core.settings.command import (
     Shown,
     flag_for,
 )
-from grpo_core.settings.load import EXIT_USAGE, load_settings
+from grpo_core.settings.load import EXIT_USAGE, OptionsInvalid, load_settings, settings_of
 from grpo_core.settings.messages import resolved_yaml, without_secrets
 from grpo_core.settings.sources import Given
 
@@ -27,9 +27,11 @@ __all__ = [
     "InferenceUrl",
     "LogLevel",
     "Mistake",
+    "OptionsInvalid",
     "Shown",
     "flag_for",
     "load_settings",
     "resolved_yaml",
+    "settings_of",
     "without_secrets",
 ]

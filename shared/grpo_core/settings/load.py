@@ -9,20 +9,30 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 
-from grpo_core.settings.command import Command, CommandSettings
+from grpo_core.errors import GrpoError
+from grpo_core.settings.command import CommandSettings
 from grpo_core.settings.messages import help_text, lines_of, name_of, resolved_yaml
 from grpo_core.settings.options import Option, options_of
-from grpo_core.settings.sources import Arguments, ConfigFile, Variables, merge
+from grpo_core.settings.sources import Arguments, ConfigFile, Given, Variables, merge
 
 EXIT_USAGE = 2
 
 VERSION = (Path(__file__).parents[1] / "VERSION").read_text(encoding="utf-8").strip()
 
 S = TypeVar("S", bound=CommandSettings)
+
+
+class OptionsInvalid(GrpoError):
+    """Options do not exist, have no valid value, or exclude each other. `lines`: one for each."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = [*lines]
 
 
 def load_settings(
@@ -51,38 +61,25 @@ def load_settings(
         _print_and_exit(f"{command.prog} {VERSION}\n")
     path = line.common.get("config")
     file = ConfigFile(settings_type, options, Path(path).expanduser() if path else None)
-    variables = Variables(command, options, environment, line.values)
-    _end_on_mistakes(command, [*line.problems, *file.problems, *variables.problems])
     if ignored := [*file.without_effect, *line.without_effect]:
         sys.stderr.write(
             f"{command.prog}: ignored these options, which have no effect: {', '.join(ignored)}\n"
         )
     given = dict(file.values)
+    if command.passes_on and line.passed_on:
+        words = given.get(command.passes_on, Given([], "")).value
+        given[command.passes_on] = Given([*words, *line.passed_on], "")
+    variables = Variables(command, options, environment, line.values)
     merge(given, variables.values)
     merge(given, line.values)
+    problems = [*line.problems, *file.problems, *variables.problems]
     try:
-        for message in settings_type.drop_unused(given, environment):
-            sys.stderr.write(f"{command.prog}: {message}\n")
-    except ValueError as error:
-        _end_on_mistakes(command, [str(error)])
-    values = {name: _expanded(options.get(name), found.value) for name, found in given.items()}
-    if command.passes_on and line.passed_on:
-        values[command.passes_on] = [*values.get(command.passes_on, ()), *line.passed_on]
-    try:
-        settings = settings_type.model_validate(values)
-    except ValidationError as error:
-        _end_on_mistakes(command, lines_of(error, command, options, given))
-        raise  # not reached: a ValidationError has at least one line
-    mistakes = [*settings.mistakes()]
-    if at_start or "dry-run" in line.common:
-        mistakes += settings.start_mistakes()
-    _end_on_mistakes(
-        command,
-        (
-            f"{name_of(command, options[name], given)}: {message}" if name else message
-            for name, message in mistakes
-        ),
-    )
+        settings = settings_of(
+            settings_type, given, environment, at_start or "dry-run" in line.common, problems
+        )
+    except OptionsInvalid as error:
+        sys.stderr.write("".join(f"{command.prog}: {line}\n" for line in error.lines))
+        raise SystemExit(EXIT_USAGE) from None
     if "dry-run" in line.common:
         notes = "".join(
             f"# {line}\n" for note in dry_run_notes(settings) for line in note.splitlines()
@@ -91,18 +88,53 @@ def load_settings(
     return settings
 
 
+def settings_of(
+    settings_type: type[S],
+    given: Mapping[str, Given],
+    environment: Mapping[str, str] = MappingProxyType({}),
+    at_start: bool = False,
+    problems: Sequence[str] = (),
+) -> S:
+    """Settings of values that are at hand, by field. Notes for the user go to stderr.
+
+    Args:
+        environment: variables that a command may heed beside its options; see `drop_unused`
+        at_start: check this machine too
+        problems: mistakes that are known already
+
+    Raises:
+        OptionsInvalid: with all mistakes, under the names of `given`
+    """
+    command, options = settings_type.command, options_of(settings_type)
+    held = dict(given)
+    try:
+        for message in settings_type.drop_unused(held, environment):
+            sys.stderr.write(f"{command.prog}: {message}\n")
+    except ValueError as error:
+        raise OptionsInvalid([*problems, str(error)]) from None
+    values = {name: _expanded(options.get(name), found.value) for name, found in held.items()}
+    try:
+        settings = settings_type.model_validate(values)
+    except ValidationError as error:
+        found = lines_of(error, command, options, held, with_missing=not problems)
+        raise OptionsInvalid([*problems, *found]) from None
+    mistakes = [*settings.mistakes()]
+    if at_start:
+        mistakes += settings.start_mistakes()
+    lines = [
+        f"{name_of(command, options[name], held)}: {message}" if name else message
+        for name, message in mistakes
+    ]
+    if problems or lines:
+        raise OptionsInvalid([*problems, *lines])
+    return settings
+
+
 def _expanded(option: Option | None, value: Any) -> Any:
     """`~/model` → `/home/me/model`. A shell leaves `--model=~/model` as it is."""
     if option is None or option.kind not in (Path, str) or not isinstance(value, str):
         return value
     return os.path.expanduser(value) if value == "~" or value.startswith("~/") else value
-
-
-def _end_on_mistakes(command: Command, lines: Iterable[str]) -> None:
-    mistakes = [f"{command.prog}: {line}\n" for line in lines]
-    if mistakes:
-        sys.stderr.write("".join(mistakes))
-        raise SystemExit(EXIT_USAGE)
 
 
 def _print_and_exit(text: str) -> NoReturn:

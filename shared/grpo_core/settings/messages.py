@@ -201,8 +201,13 @@ def lines_of(
     command: Command,
     options: Mapping[str, Option],
     given: Mapping[str, Given],
+    *,
+    with_missing: bool = True,
 ) -> Iterator[str]:
+    """Args: with_missing: also those that are missing, which a misspelt option seems to be"""
     for problem in error.errors():
+        if problem["type"] == "missing" and not with_missing:
+            continue
         field_name = str(problem["loc"][0]) if problem["loc"] else ""
         message = problem["msg"].removeprefix("Value error, ")
         if field_name not in options:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import tomllib
 from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any, NamedTuple
 from grpo_core.settings.command import Alias, Command, CommandSettings
 from grpo_core.settings.options import COMMON, Names, Option
 
+_TOML_SECTION = re.compile(r"\s*\[([\w.-]+)\]")
+_TOML_KEY = re.compile(r"\s*([\w.-]+)\s*=")
 BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 _NOT = {"true": "false", "false": "true"}
 
@@ -216,7 +220,8 @@ class Variables(_Source):
 
 
 class ConfigFile(_Source):
-    """A YAML file. Its keys are option names, with dashes or underscores. `path`: None for none."""
+    """A YAML or TOML file. Its keys are option names, with dashes or underscores, or sections of
+    them. `path`: None for none."""
 
     def __init__(
         self,
@@ -228,7 +233,7 @@ class ConfigFile(_Source):
         if path is None:
             return
         try:
-            content = content_of(path)
+            content, lines = read_file(path)
         except ValueError as error:
             self.problems.append(f"--config: {error}")
             return
@@ -238,7 +243,8 @@ class ConfigFile(_Source):
             self.problems.append(f"--config: {path}: {error}")
             return
         for key, value in _flat(prepared):
-            self._read_key(key, value, f"{path}: {key}")
+            line = f":{lines[key]}" if key in lines else ""
+            self._read_key(key, value, f"{path}{line}: {key}")
 
     def _read_key(self, key: str, value: Any, where: str) -> None:
         command, name = self._command, key.replace("_", "-")
@@ -266,19 +272,50 @@ def _converted(alias: Alias, name: str, value: Any) -> Given:
         raise ValueError(f"{name}: {error}") from None
 
 
-def content_of(path: Path) -> dict[Any, Any]:
-    """The content of a YAML file with options. Raises `ValueError` with a message for the user."""
+def read_file(path: Path) -> tuple[dict[Any, Any], dict[str, int]]:
+    """The content of a YAML or TOML file with options, and the line of each dotted key.
+
+    Raises:
+        ValueError: it cannot be read, or is no such file; with a message for the user
+    """
     import yaml
 
+    kind = "TOML" if path.suffix == ".toml" else "YAML"
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if kind == "TOML":
+            content, lines = tomllib.loads(text), _lines_of_toml(text)
+        else:
+            content, lines = yaml.safe_load(text), {}
+            if isinstance(content, dict):
+                lines = dict(_lines_of(yaml.compose(text)))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} is not YAML: {_in_one_line(error)}") from None
+    except (UnicodeDecodeError, yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path} is not {kind}: {_in_one_line(error)}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected lines such as `batch-size: 8`")
-    return content
+    return content, lines
+
+
+def _lines_of(node: Any, section: str = "") -> Iterator[tuple[str, int]]:
+    """Args: node: a mapping as yaml.compose returns it"""
+    for key, value in node.value:
+        name = f"{section}{key.value}"
+        yield name, key.start_mark.line + 1
+        if value.id == "mapping":
+            yield from _lines_of(value, f"{name}.")
+
+
+def _lines_of_toml(text: str) -> dict[str, int]:
+    """tomllib tells no lines, so each is found by its key."""
+    found, section = {}, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if heading := _TOML_SECTION.match(line):
+            section = f"{heading[1]}."
+        elif key := _TOML_KEY.match(line):
+            found[section + key[1]] = number
+    return found
 
 
 def _with_words(content: Mapping[Any, Any], passes_on: str | None) -> dict[Any, Any]:

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, SecretStr, field_validator
 from grpo_core.security import usable_token
 from grpo_core.settings import Command, CommaSeparated, Given, Mistake, Shown
 from grpo_core.settings.machine import not_writable
-from grpo_core.settings.sources import content_of
+from grpo_core.settings.sources import read_file
 from grpo_core.weights.directory_checks import UnusableWeights
 from grpo_runs.models import (
     BASE,
@@ -59,7 +59,7 @@ def add_options_of_run(
         ValueError: the configuration cannot be read.
     """
     try:
-        words, options = words_of_sections(content_of(config))
+        words, options = words_of_sections(read_file(config)[0])
     except ValueError as error:
         raise ValueError(f"{error}; pass --task") from None
     for field in fields:
