@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from grpo_core.rollouts.record import printable
 
@@ -64,6 +71,19 @@ class Screen:
         with Progress(*columns, console=self._out, transient=True) as progress:
             progress.add_task(text, total=None)
             yield
+
+    @contextmanager
+    def bar(self, text: str, done: int, total: int) -> Iterator[Callable[[], None]]:
+        """Draw a bar on a terminal. The function that it gives moves the bar on by one."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(
+            *(*columns, TimeElapsedColumn()),
+            console=self._out,
+            transient=True,
+            disable=not self._out.is_terminal,
+        ) as progress:
+            task = progress.add_task(text, total=total, completed=done)
+            yield lambda: progress.advance(task)
 
 
 def _write(console: Console, text: str, style: str | None) -> None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from grpo_core.evaluation.results import EvalSummary
-from grpo_runs.report.metrics_file import StepRecord
+from grpo_runs.report.steps import StepRecord
 
 BENCHMARK: dict[str, Any] = {
     "sync_s_mean": 0.25,

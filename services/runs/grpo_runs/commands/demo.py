@@ -27,13 +27,16 @@ from grpo_runs.report.evaluations import (
     few_items_warning,
     lift_text,
 )
-from grpo_runs.report.metrics_file import GrowingFile, MetricsFile, StepRecord, trim_records
-from grpo_runs.report.step_table import (
+from grpo_runs.report.steps import (
     HEADER_EVERY_STEPS,
+    GrowingFile,
+    MetricsFile,
+    StepRecord,
     flat_start_hint,
     header_lines,
     legend_lines,
     step_line,
+    trim_records,
 )
 from grpo_runs.report.summary import (
     BenchmarkFacts,

@@ -20,7 +20,7 @@ from grpo_runs.models import EvaluatedModel, adapter_flags, by_server
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.stack import Service, Stack, StopRequest, StopRequested, start_on_screen
-from grpo_runs.report.metrics_file import GrowingFile
+from grpo_runs.report.steps import GrowingFile
 from grpo_runs.report.summary import counted
 from grpo_runs.screen import Screen
 from grpo_runs.service_options import ENV, MODULES, service_words

@@ -16,7 +16,7 @@ from grpo_runs.models import default_max_model_len
 from grpo_runs.modes import HandOff
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.stack import Service, Stack, StopRequest, StopRequested, start_on_screen
-from grpo_runs.report.metrics_file import GrowingFile
+from grpo_runs.report.steps import GrowingFile
 from grpo_runs.screen import EXIT_FAILED, Screen
 from grpo_runs.service_options import MODULES, SERVER, TRAINER, service_words
 from grpo_runs.services import make_smollm2, module, weights_socket_path

@@ -102,7 +102,7 @@ def _trained(
     from grpo_runs.offline.loop import run_offline
 
     if is_job:
-        screen.say(f"\njob {directory.name}: {' '.join(f'{n}={v}' for n, v in given.items())}")
+        screen.line(f"\njob {directory.name}: {' '.join(f'{n}={v}' for n, v in given.items())}")
     return run_offline(keys, directory, screen)
 
 

@@ -122,7 +122,7 @@ class IterationEnd:
         if not self.files.train(last).is_file():
             self.close(last, self._saved_groups(last))
         if self._lacks_evaluation(last):
-            screen.warn(
+            screen.warning(
                 "the run was killed before its last evaluation, which is missing; raise "
                 "train.iterations to go on, or evaluate final_model with grpo-eval"
             )

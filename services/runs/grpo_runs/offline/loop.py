@@ -27,7 +27,7 @@ from grpo_runs.offline.evaluating import Evaluator
 from grpo_runs.offline.items import Parts, items_to_evaluate, items_to_train
 from grpo_runs.offline.iteration_end import IterationEnd
 from grpo_runs.offline.keys import OfflineKeys
-from grpo_runs.offline.results import RunResult, draw, evaluations, result_of
+from grpo_runs.offline.results import RunResult, draw, lift_lines, result_of
 from grpo_runs.offline.run_files import BEFORE, RunFiles
 from grpo_runs.offline.sampling import (
     Sampler,
@@ -90,13 +90,13 @@ def _introduce(
     keys: OfflineKeys, sampling: Sampling, files: RunFiles, screen: OfflineScreen
 ) -> None:
     where = "in this process" if sampling.server == "local" else keys.generation.base_url
-    screen.say(
+    screen.line(
         f"{keys.model.train_id} on {keys.data.task}: {keys.train.iterations} iterations of "
         f"{keys.sequences_per_iteration} rollouts, sampled {where}, weights: {sampling.mode}"
     )
-    screen.say(f"files: {files.path}")
+    screen.line(f"files: {files.path}")
     if sampling.is_frozen:
-        screen.warn(
+        screen.warning(
             f"the weights of {where} stay as they are: every rollout and evaluation is of the "
             "untrained model, and every record says so (frozen). Start vllm-api-server there to "
             "train on fresh rollouts"
@@ -174,13 +174,13 @@ class OfflineRun:
         if begun_at == 0:
             evaluator.evaluate(BEFORE)
         else:
-            self.screen.say(f"continues after {begun_at} of {total} iterations")
+            self.screen.line(f"continues after {begun_at} of {total} iterations")
             end.close_again(begun_at - 1)
         training = training_steps(learner, lead, version.position, Stop())
         stream = ItemStream(to_train, keys.seed)
         for _ in range(begun_at * problems):
             stream.next()
-        with self.screen.bar(begun_at, total) as bar:
+        with self.screen.bar("iterations", begun_at, total) as advance:
             for iteration in range(begun_at, total):
                 started = time.monotonic()
                 items = [stream.next() for _ in range(problems)]
@@ -201,7 +201,7 @@ class OfflineRun:
                 version.trained(position)
                 record, results = end.close(iteration, groups)
                 self.screen.iteration(record, total, time.monotonic() - started, results)
-                bar.advance(bar.task_ids[0])
+                advance()
 
     def _batches(
         self, learner: Learner, lead: Lead, groups: Sequence[ScoredGroup]
@@ -216,14 +216,11 @@ class OfflineRun:
 
     def finish(self) -> RunResult:
         from grpo_runs.report.page import write_report
-        from grpo_runs.run_directory import RunDirectory
 
         draw(self.files)
-        report = write_report(RunDirectory(self.files.path))
-        found = evaluations(self.files)
-        if found:
-            self.screen.evaluated(found[0][1], found[-1][1])
-        self.screen.say(f"model:  {self.files.model}")
-        self.screen.say(f"curves: {self.files.plot}")
-        self.screen.say(f"report: {report}")
+        report = write_report(self.files)
+        self.screen.lines(lift_lines(self.files))
+        self.screen.line(f"model:  {self.files.model}")
+        self.screen.line(f"curves: {self.files.plot}")
+        self.screen.line(f"report: {report}")
         return result_of(self.files)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from grpo_core.rollouts.page.encode import Point
 from grpo_runs.offline.run_files import BEFORE, RunFiles
 
 Metrics = dict[str, Any]
-_SIZE_INCHES, _DPI = (10.0, 6.5), 110
 _LOSSES = {"loss_total": "total", "loss_pg": "policy", "loss_kl": "KL", "loss_entropy": "entropy"}
+_PENALTY = {"kl_divergence": "KL divergence (nats per token)", "kl_coef": "coefficient"}
 
 
 @dataclass(frozen=True)
@@ -62,40 +63,37 @@ def _by_task(path: Path) -> list[Metrics]:
 
 def draw(files: RunFiles) -> None:
     """Rewards and evaluations, losses, the KL divergence, the gradient norm; by iteration."""
-    from matplotlib.figure import Figure
+    from grpo_runs.report.plots import draw_panels
 
-    records = train_records(files)
-    figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
-    (rewards, losses), (divergence, gradient) = figure.subplots(2, 2)
-    _reward_panel(rewards, files, records)
-    for name, label in _LOSSES.items():
-        _line(losses, records, name, label)
-    losses.set_title("loss")
-    _line(divergence, records, "kl_divergence", "KL divergence (nats per token)")
-    _line(divergence, records, "kl_coef", "coefficient")
-    divergence.set_title("KL penalty")
-    _line(gradient, records, "grad_norm", "gradient norm")
-    gradient.set_title("gradient norm before clipping")
-    for axes in (rewards, losses, divergence, gradient):
-        axes.set_xlabel("iterations")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="small", frameon=False)
-    figure.savefig(files.plot)
-
-
-def _reward_panel(axes: Any, files: RunFiles, records: Sequence[Metrics]) -> None:
-    _line(axes, records, "reward_mean", "reward of the rollouts")
-    found = evaluations(files)
+    records, found = train_records(files), evaluations(files)
+    rewards = _curves(records, {"reward_mean": "reward of the rollouts"})
     for index, first in enumerate(found[0][1] if found else ()):
-        points = [(done, tasks[index]["mean@1"]) for done, tasks in found]
-        label = f"mean@1, {first['task']}"
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
-    axes.set_title("reward")
+        points: list[Point] = [(done, tasks[index]["mean@1"]) for done, tasks in found]
+        rewards[f"mean@1, {first['task']}"] = points
+    panels = {
+        "reward": rewards,
+        "loss": _curves(records, _LOSSES),
+        "KL penalty": _curves(records, _PENALTY),
+        "gradient norm before clipping": _curves(records, {"grad_norm": "gradient norm"}),
+    }
+    draw_panels(panels, "iterations", files.plot)
 
 
-def _line(axes: Any, records: Sequence[Metrics], name: str, label: str) -> None:
-    points = [(r["iteration"] + 1, r[name]) for r in records if r.get(name) is not None]
-    if points:
-        axes.plot(*zip(*points, strict=True), label=label)
+def _curves(records: Sequence[Metrics], labels: Mapping[str, str]) -> dict[str, list[Point]]:
+    """Args: labels: by the name of the metric"""
+    return {
+        label: [(r["iteration"] + 1, r[name]) for r in records if r.get(name) is not None]
+        for name, label in labels.items()
+    }
+
+
+def lift_lines(files: RunFiles) -> Iterator[str]:
+    """The change of every metric of every task since the first evaluation."""
+    found = evaluations(files)
+    for first, last in zip(found[0][1], found[-1][1], strict=True) if found else ():
+        for name in [name for name in last if "@" in name]:
+            change = last[name] - first[name]
+            yield (
+                f"{last['task']}: {name} {first[name]:.3f} to {last[name]:.3f} ({change:+.3f}) "
+                f"on {last['items']} items"
+            )

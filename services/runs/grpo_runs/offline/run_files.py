@@ -1,10 +1,9 @@
-"""The files of one run, below its directory."""
+"""The files of a run without services, beside those of every run."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import yaml
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_runs.offline.errors import RunUnusable
 from grpo_runs.offline.keys import OfflineKeys
+from grpo_runs.run_directory import RunDirectory
 from grpo_trainer.atomic_files import write_whole
 
 BEFORE = "before"
@@ -20,30 +20,15 @@ _FINAL = ("final_model", "final_adapter")
 _EXPORTED = ("step_{}", "adapter_step_{}")
 
 
-@dataclass(frozen=True)
-class RunFiles:
-    """Args: path: the run's directory"""
+class RunFiles(RunDirectory):
+    """`metrics`: one line per optimizer step, by the trainer. `evaluations`: one per evaluation and
+    task."""
 
-    path: Path
-
-    @property
-    def keys(self) -> Path:
-        """The keys of the run, from which it is resumed."""
-        return self.path / "keys.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """One line per optimizer step, by the trainer."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """One line per evaluation and task."""
-        return self.path / "eval.jsonl"
-
-    @property
-    def plot(self) -> Path:
-        return self.path / "metrics.png"
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.keys = path / "keys.yaml"
+        """From which the run is resumed."""
+        self.plot = path / "metrics.png"
 
     @property
     def model(self) -> Path:

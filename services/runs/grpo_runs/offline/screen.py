@@ -1,84 +1,47 @@
-"""What a run prints: its beginning, a line per iteration under a bar, and its results."""
+"""The screen of a run without services: what every command shows, and a line per iteration."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from grpo_core.cpu import share_cores
 from grpo_core.evaluation.results import EvalResult
 from grpo_core.logs import configure_logging
 from grpo_runs.offline.key_names import renamed
 from grpo_runs.offline.keys import OfflineKeys
+from grpo_runs.report.steps import HEADER_EVERY_STEPS, Column, cells, optional, titles
+from grpo_runs.screen import Screen
 
-_HEAD_EVERY = 20
 _IDLE = 5e-7
 """Losses smaller than this are rounding: the policy's is 0 on fresh rollouts."""
-_COLUMNS = ("iteration", "reward", "loss", "kl", "kl coef", "grad norm", "seconds", "mean@1")
-_WIDTH = 10
+_COLUMNS: Sequence[Column[Mapping[str, Any]]] = (
+    Column("iteration", 10, lambda r: f"{r['iteration']}/{r['total'] - 1}"),
+    Column("reward", 8, lambda r: f"{r['reward_mean']:.3f}"),
+    Column("loss", 8, lambda r: _shown_loss(r["loss_total"])),
+    Column("kl", 8, lambda r: optional(r["kl_divergence"], ".4f")),
+    Column("kl coef", 8, lambda r: optional(r.get("kl_coef"), ".3g")),
+    Column("grad norm", 9, lambda r: f"{r['grad_norm']:.3f}"),
+    Column("seconds", 8, lambda r: f"{r['seconds']:.1f}"),
+    Column("mean@1", 8, lambda r: " ".join(f"{score:.3f}" for score in r["scores"]) or "-"),
+)
 
 
-class OfflineScreen:
-    """Args: console: where to print; a bar is drawn only on a terminal"""
-
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
+class OfflineScreen(Screen):
+    def __init__(self, out: Console | None = None, err: Console | None = None) -> None:
+        super().__init__(out, err)
         self._lines = 0
-
-    def say(self, text: str) -> None:
-        self._console.print(text, markup=False)
-
-    def warn(self, text: str) -> None:
-        self._console.print(f"warning: {text}", markup=False, style="yellow")
-
-    @contextlib.contextmanager
-    def bar(self, done: int, total: int) -> Iterator[Progress]:
-        with Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        ) as progress:
-            progress.add_task("iterations", total=total, completed=done)
-            yield progress
 
     def iteration(
         self, record: Mapping[str, Any], total: int, seconds: float, results: Sequence[EvalResult]
     ) -> None:
-        if self._lines % _HEAD_EVERY == 0:
-            self.say("".join(f"{name:>{_WIDTH}}" for name in _COLUMNS))
+        if self._lines % HEADER_EVERY_STEPS == 0:
+            self.line(titles(_COLUMNS))
         self._lines += 1
-        divergence = record["kl_divergence"]
-        cells = [
-            f"{record['iteration']}/{total - 1}",
-            f"{record['reward_mean']:.3f}",
-            _shown_loss(record["loss_total"]),
-            "-" if divergence is None else f"{divergence:.4f}",
-            f"{record['kl_coef']:.3g}" if "kl_coef" in record else "-",
-            f"{record['grad_norm']:.3f}",
-            f"{seconds:.1f}",
-            " ".join(f"{result.metrics['mean@1']:.3f}" for result in results) or "-",
-        ]
-        self.say("".join(f"{cell:>{_WIDTH}}" for cell in cells))
-
-    def evaluated(
-        self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Args: metrics of each task, in the same order"""
-        for first, last in zip(before, after, strict=True):
-            for name in [name for name in last if "@" in name]:
-                change = last[name] - first[name]
-                self.say(
-                    f"{last['task']}: {name} {first[name]:.3f} to {last[name]:.3f} ({change:+.3f}) "
-                    f"on {last['items']} items"
-                )
+        scores = [result.metrics["mean@1"] for result in results]
+        self.line(cells(_COLUMNS, {**record, "total": total, "seconds": seconds, "scores": scores}))
 
 
 def _shown_loss(value: float) -> str:

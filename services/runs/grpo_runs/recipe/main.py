@@ -96,10 +96,10 @@ def _run(recipe: TrainingRecipe, translated: Translated) -> None:
     from grpo_runs.offline.loop import run_offline
 
     for note in translated.notes:
-        screen.say(f"without effect: {note}")
+        screen.line(f"without effect: {note}")
     moved = open_directory(recipe, directory)
     if moved is not None:
-        screen.say(f"the earlier run is in {moved}")
+        screen.line(f"the earlier run is in {moved}")
     if template is not None:
         tokenizer = directory.absolute() / TOKENIZER
         save_tokenizer(keys.model.train_id, template, tokenizer)
@@ -110,10 +110,10 @@ def _run(recipe: TrainingRecipe, translated: Translated) -> None:
     if template is not None:  # the model gets the template that it was trained with
         save_tokenizer(model, template, model)
     for benchmark in recipe["benchmarks"]:
-        screen.say(f"benchmark {benchmark.partition('=')[0]}:")
+        screen.line(f"benchmark {benchmark.partition('=')[0]}:")
         evaluate(benchmark, keys, directory)
     if target is not None:
-        screen.say(f"uploaded: {upload(target, model)}")
+        screen.line(f"uploaded: {upload(target, model)}")
 
 
 def open_directory(recipe: TrainingRecipe, directory: Path) -> Path | None:

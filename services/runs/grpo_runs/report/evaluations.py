@@ -16,7 +16,7 @@ from grpo_core.evaluation.results import (
 )
 from grpo_core.evaluation.tables import Lift, NotComparable, compare
 from grpo_core.rollouts.page.encode import Interval, Point
-from grpo_runs.report.metrics_file import GrowingFile
+from grpo_runs.report.steps import GrowingFile
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from grpo_runs.modes import ModeName
 from grpo_runs.process.stack import MIB
-from grpo_runs.report.metrics_file import MetricsFile
+from grpo_runs.report.steps import MetricsFile
 from grpo_runs.report.summary import BenchmarkFacts, RunFacts
 from grpo_runs.screen import Screen
 

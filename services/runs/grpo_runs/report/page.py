@@ -14,7 +14,7 @@ from grpo_core.rollouts.files import TOKENIZER, read_steps
 from grpo_core.rollouts.page import TokenTexts, write_page
 from grpo_core.rollouts.page.encode import PART, REWARD, TITLES, Point
 from grpo_runs.report.evaluations import Evaluations
-from grpo_runs.report.metrics_file import metric_curves
+from grpo_runs.report.steps import metric_curves
 from grpo_runs.report.summary import RunFacts, counted, read_record, tenth_of
 from grpo_runs.run_directory import RunDirectory
 

@@ -1,4 +1,4 @@
-"""Plots the reward of one run or of several modes. Importing this module imports matplotlib."""
+"""Plots the curves of one run or of several modes. Importing this module imports matplotlib."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from grpo_core.rollouts.page.encode import Point
 from grpo_runs.modes import ModeName
-from grpo_runs.report.metrics_file import StepRecord
+from grpo_runs.report.steps import StepRecord
 
 # On its first import matplotlib builds a cache of fonts and logs a warning, which would look like a
 # problem of the run.
@@ -87,6 +88,26 @@ def draw_comparison(runs: Mapping[ModeName, Sequence[StepRecord]], title: str, p
         axes.tick_params(labelsize=11)
     by_step.legend(frameon=False, loc="best", fontsize=11)
     figure.suptitle(title, fontsize=13)
+    figure.savefig(path, format="png")
+
+
+def draw_panels(
+    panels: Mapping[str, Mapping[str, Sequence[Point]]], x_label: str, path: Path
+) -> None:
+    """Write a PNG with two panels a row, each with curves by their labels. Curves without points
+    are left out."""
+    figure = _figure((10.0, 6.5))
+    places = figure.subplots(-(-len(panels) // 2), 2).flat
+    for axes, (title, curves) in zip(places, panels.items(), strict=True):
+        for label, points in curves.items():
+            if points:
+                axes.plot(*zip(*points, strict=True), label=label, marker=".")
+        axes.set_title(title, fontsize=11)
+        axes.set_xlabel(x_label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _open_frame(axes)
+        if any(curves.values()):
+            axes.legend(fontsize="small", frameon=False)
     figure.savefig(path, format="png")
 
 

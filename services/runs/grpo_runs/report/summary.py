@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from grpo_core.errors import ProtocolViolation
+from grpo_core.errors import ProtocolViolation, problems_of
 from grpo_core.weights.supervisor import SupervisorStatus
 from grpo_runs.modes import Mode, ModeName
-from grpo_runs.report.metrics_file import StepRecord
+from grpo_runs.report.steps import StepRecord
 from grpo_runs.run_directory import RunDirectory
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -134,10 +134,9 @@ def read_record(kind: type[Model], path: Path) -> Model:
     except OSError as error:
         raise ProtocolViolation(f"cannot read {path}: {error.strerror}") from None
     except ValidationError as error:
-        keys = ", ".join(
-            ".".join(map(str, p["loc"])) or "all (not a JSON object)" for p in error.errors()
-        )
-        raise ProtocolViolation(f"{path} has missing or invalid fields: {keys}") from None
+        raise ProtocolViolation(
+            f"{path} has missing or invalid fields: {problems_of(error)}"
+        ) from None
 
 
 def summary_lines(summary: Summary, publication: str, lifts: Sequence[str] = ()) -> list[str]:

@@ -24,7 +24,7 @@ from grpo_runs.commands.demo import NoTrainingStep, follow_training, run_demo
 from grpo_runs.defaults import BY_TASK
 from grpo_runs.modes import MODES
 from grpo_runs.process.stack import Stack, StopRequest
-from grpo_runs.report.metrics_file import MetricsFile
+from grpo_runs.report.steps import MetricsFile
 from grpo_runs.report.summary import RunFacts, read_record
 from grpo_runs.run_directory import RunDirectory, create_run_directory
 from grpo_runs.settings import DemoSettings

@@ -11,7 +11,7 @@ import pytest
 from grpo_core.settings import load_settings
 from grpo_runs.commands.rollouts import report
 from grpo_runs.report.evaluations import Evaluations
-from grpo_runs.report.metrics_file import metric_curves
+from grpo_runs.report.steps import metric_curves
 from grpo_runs.settings import ReportSettings
 from tests.unit.runs.records import evaluation, metrics_line
 from tests.unit.runs.stand_ins import Shown
@@ -64,7 +64,7 @@ BROKEN = {"rollouts/step-000001.jsonl.gz": "?"}
         (RUN | {"config.yaml": "a: ["}, "ProtocolViolation): {run}/config.yaml is no YAML"),
         (
             RUN | {"summary.json": "{}"},
-            "ProtocolViolation): {run}/summary.json has missing or invalid fields: mode, ",
+            "ProtocolViolation): {run}/summary.json has missing or invalid fields: mode: ",
         ),
     ],
 )

@@ -43,7 +43,8 @@ PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0
 def run(keys: OfflineKeys, directory: Path) -> tuple[RunFiles, str]:
     """The files of a run, and what it printed."""
     printed = io.StringIO()
-    run_offline(keys, directory, OfflineScreen(Console(file=printed, width=200)))
+    console = Console(file=printed, width=200)
+    run_offline(keys, directory, OfflineScreen(console, console))
     return RunFiles(directory), printed.getvalue()
 
 

@@ -11,8 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.errors import ProtocolViolation
-from grpo_runs.report.metrics_file import MetricsFile, trim_records
-from grpo_runs.report.step_table import flat_start_hint, header_lines, step_line
+from grpo_runs.report.steps import (
+    MetricsFile,
+    flat_start_hint,
+    header_lines,
+    step_line,
+    trim_records,
+)
 from grpo_runs.report.summary import summarise
 from tests.unit.runs.records import metrics_line, record
 from tests.unit.runs.stand_ins import Shown

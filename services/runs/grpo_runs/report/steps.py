@@ -1,0 +1,250 @@
+"""Training steps: their records in the trainer's metrics file, which grows, a line for each on the
+screen, their curves, and a hint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from grpo_core.errors import ProtocolViolation, problems_of
+
+Record = TypeVar("Record")
+
+
+class StepRecord(BaseModel):
+    """Measurements of one training step. Other keys of the file are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    step: int = Field(ge=1)
+    steps: int = Field(ge=1)
+    time_s: float = 0.0
+    """From the start of the first step to the end of this one."""
+    reward_mean: float = Field(alias="reward/mean")
+    loss: float = Field(alias="train/loss")
+    # None if no token was trained on, or if the server reported nothing to compare with.
+    mean_ratio: float | None = Field(None, alias="grpo/mean_ratio")
+    clipped_fraction: float | None = Field(None, alias="grpo/clipped_fraction")
+    alignment_abs_mean: float | None = Field(None, alias="alignment/diff_abs_mean")
+    staleness_mean: float | None = Field(None, alias="staleness/mean")
+    generation_s: float | None = Field(None, alias="rollout/generation_time")
+    tokens_per_s: float = Field(alias="throughput/tokens_per_s")
+    fetch_s: float = Field(alias="train/data_fetch_time")
+    compute_s: float = Field(alias="train/compute_time")
+    sync_s: float = Field(alias="train/sync_time")
+    step_s: float = Field(alias="train/step_time")
+
+
+class MetricsFile:
+    """Reads complete lines only: the trainer may be writing the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = GrowingFile(path)
+        self._lines = 0
+
+    def read_new(self) -> list[StepRecord]:
+        """New records since the last call; none if there is no file.
+
+        Raises:
+            ProtocolViolation: a complete line is not a step record. Names the line.
+        """
+        return [self._parse(line) for line in self._file.new_lines()]
+
+    def _parse(self, line: str) -> StepRecord:
+        self._lines += 1
+        try:
+            return StepRecord.model_validate_json(line)
+        except ValidationError as error:
+            raise ProtocolViolation(
+                f"{self._path} line {self._lines}: the record of a training step has missing or "
+                f"invalid fields: {problems_of(error)}"
+            ) from None
+
+
+class GrowingFile:
+    """A text file that another process appends to. Only complete lines are read.
+
+    Args: offset: bytes to skip, which end with a newline
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self._path = path
+        self._offset = offset
+
+    def new_lines(self) -> list[str]:
+        """New lines since the last call; none if there is no file."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        return data[:end].decode(errors="replace").splitlines()
+
+
+def metric_curves(path: Path) -> dict[str, list[tuple[float, float]]]:
+    """Steps and values of every metric, in order of steps; of a repeated step, the last values.
+    Empty if there is no file.
+
+    Raises:
+        ProtocolViolation: a complete line is not the record of a step.
+    """
+    records: dict[int, dict[str, float]] = {}
+    for number, line in enumerate(GrowingFile(path).new_lines(), start=1):
+        try:
+            record = json.loads(line)
+            records[int(record["step"])] = record
+        except (ValueError, TypeError, KeyError):
+            raise ProtocolViolation(
+                f"{path} line {number}: expected the record of a training step, a JSON object with "
+                "the key step"
+            ) from None
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for step, record in sorted(records.items()):
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                curves.setdefault(name, []).append((step, value))
+    return curves
+
+
+def trim_records(path: Path, steps: int) -> list[StepRecord]:
+    """Remove the records of later steps than `steps` from the file; returns the others.
+
+    Raises:
+        ProtocolViolation: a line is not a step record.
+    """
+    lines = GrowingFile(path).new_lines()
+    records = MetricsFile(path).read_new()
+    kept = {r.step: line for r, line in zip(records, lines, strict=True) if r.step <= steps}
+    if len(kept) < len(lines):
+        path.write_text("".join(f"{line}\n" for line in kept.values()))
+    return [record for record in records if record.step <= steps]
+
+
+HEADER_EVERY_STEPS = 20
+NOT_MEASURED = "-"
+_INDENT = "  "
+_GAP = "  "
+
+
+@dataclass(frozen=True)
+class Column(Generic[Record]):
+    """Of a table that grows by a line per record."""
+
+    title: str
+    width: int
+    value: Callable[[Record], str]
+    unit: str = ""
+    meaning: str = ""
+
+
+def titles(columns: Sequence[Column[Record]]) -> str:
+    return _GAP.join(column.title.rjust(column.width) for column in columns)
+
+
+def cells(columns: Sequence[Column[Record]], record: Record) -> str:
+    return _GAP.join(column.value(record).rjust(column.width) for column in columns)
+
+
+def optional(value: float | None, form: str, scale: float = 1.0) -> str:
+    return NOT_MEASURED if value is None else format(scale * value, form)
+
+
+def seconds(value: float | None) -> str:
+    """Two decimals below 100 s and none above, so that long times fit the column too."""
+    return optional(value, ".2f" if value is None or value < 99.995 else ".0f")
+
+
+STEP_COLUMNS: Sequence[Column[StepRecord]] = (
+    Column("step", 7, lambda r: f"{r.step}/{r.steps}", "", "training steps done / in all"),
+    Column("reward", 7, lambda r: f"{r.reward_mean:.3f}", "mean", "mean reward of the completions"),
+    Column(
+        *("loss", 8, lambda r: f"{r.loss:.4f}", ""),
+        "GRPO's loss, which stays near 0 even while the reward rises",
+    ),
+    Column(
+        *("ratio", 6, lambda r: optional(r.mean_ratio, ".3f"), "mean"),
+        "importance ratio: a token's probability now / when it was sampled",
+    ),
+    Column(
+        *("clip", 5, lambda r: optional(r.clipped_fraction, ".1f", scale=100.0), "%"),
+        "tokens whose importance ratio is outside the clipping range",
+    ),
+    Column(
+        *("align", 7, lambda r: optional(r.alignment_abs_mean, ".1e"), "nats"),
+        "mean difference between the logprobs of trainer and server",
+    ),
+    Column(
+        *("stale", 5, lambda r: optional(r.staleness_mean, ".2f"), "steps"),
+        "mean number of updates since the completions were sampled",
+    ),
+    Column(
+        *("speed", 6, lambda r: f"{r.tokens_per_s:.0f}", "tok/s"),
+        "prompt and completion tokens per second",
+    ),
+    Column(
+        *("generate", 8, lambda r: seconds(r.generation_s), "s"),
+        "time to sample one group (mean)",
+    ),
+    Column("wait", 5, lambda r: seconds(r.fetch_s), "s", "time the trainer waited for its batch"),
+    Column(
+        *("train", 5, lambda r: seconds(r.compute_s), "s"),
+        "time to compute gradients and the update",
+    ),
+    Column(
+        *("publish", 7, lambda r: seconds(r.sync_s), "s"),
+        "time to publish the new weights and check the served weights",
+    ),
+)
+
+
+def legend_lines() -> list[str]:
+    """The meaning of each column."""
+    width = max(len(column.title) for column in STEP_COLUMNS)
+    meanings = (f"{_INDENT}{column.title:<{width}}  {column.meaning}" for column in STEP_COLUMNS)
+    return [f"training; the columns are ({NOT_MEASURED}: not measured):", *meanings]
+
+
+def header_lines() -> list[str]:
+    """Titles, and their units below."""
+    units = _GAP.join(column.unit.rjust(column.width) for column in STEP_COLUMNS)
+    return [titles(STEP_COLUMNS), units]
+
+
+def step_line(record: StepRecord) -> str:
+    return cells(STEP_COLUMNS, record)
+
+
+FIRST_STEPS = 10
+_STILL = 1e-3
+"""A mean importance ratio this close to 1 means that the policy has hardly moved."""
+
+
+def flat_start_hint(first: Sequence[StepRecord], lr: float) -> str | None:
+    """The line to show after `FIRST_STEPS` steps, if neither the policy nor the reward has moved.
+
+    The reward counts as flat if the means of both halves differ by less than the standard error of
+    their difference.
+    """
+    if len(first) != FIRST_STEPS:
+        return None
+    ratios = [record.mean_ratio for record in first if record.mean_ratio is not None]
+    rewards = [record.reward_mean for record in first]
+    half = FIRST_STEPS // 2
+    error = stdev(rewards) * (2 / half) ** 0.5
+    has_moved = abs(fmean(rewards[half:]) - fmean(rewards[:half])) > error
+    if has_moved or any(abs(ratio - 1) > _STILL for ratio in ratios):
+        return None
+    return (
+        f"hint: in {FIRST_STEPS} steps neither the policy (ratio 1.000) nor the reward has moved. "
+        f"If this goes on, raise --lr (now {lr:g}) threefold, or look at the rewards in the "
+        "rollouts: prompts that are always or never solved teach nothing"
+    )
