@@ -1,4 +1,7 @@
-"""`grpo-rollouts` and `grpo-report`: show the sequences of a run, in a terminal or on a page."""
+"""`grpo-rollouts` and `grpo-report`: show the sequences of a run, in a terminal or on a page.
+
+Lines in a terminal fit its width and hold no control characters.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,32 @@ import itertools
 import json
 import os
 import sys
+import unicodedata
 import webbrowser
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from statistics import fmean, quantiles
+from typing import TYPE_CHECKING
 
-from grpo_core.errors import GrpoError
-from grpo_core.rollouts.files import read_steps, steps_in
-from grpo_core.rollouts.record import RolloutRecord
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.text import Text
+
+from grpo_core.errors import BrokenRollouts, GrpoError
+from grpo_core.rollouts.files import TOKENIZER, read_steps, steps_in
+from grpo_core.rollouts.record import RolloutRecord, split_conversation, text_of
 from grpo_runs.report.page import write_report
-from grpo_runs.report.rollouts import RolloutText, StepComparison, pair_lines, sample_lines
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import EXIT_FAILED, Screen
 from grpo_runs.settings import ReportSettings, RolloutsSettings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Styled = tuple[str, str | None]
+"""A line and its style."""
+Records = list[RolloutRecord]
 
 
 def show_rollouts(settings: RolloutsSettings, screen: Screen) -> int:
@@ -78,23 +96,6 @@ def _show(settings: RolloutsSettings, records: Iterable[RolloutRecord], screen: 
     return any_passed
 
 
-def _show_diff(settings: RolloutsSettings, steps: tuple[int, int], screen: Screen) -> bool:
-    """False if no sequence of a step passes the filters."""
-    first, second = (
-        [*filter(settings.includes, read_steps(settings.directory, {step}))] for step in steps
-    )
-    if not (first and second):
-        return False
-    comparison, text = StepComparison(first, second), RolloutText(settings.directory)
-    screen.lines([*comparison.distributions(), ""])
-    pairs = comparison.pairs(settings.worst, settings.best)
-    screen.line(f"prompts of both steps: {len(pairs)}")
-    for pair in pairs[: settings.shown]:
-        for line, style in pair_lines(pair, text, screen.width, settings.worst, settings.best):
-            screen.line(line, style)
-    return True
-
-
 def report(settings: ReportSettings, screen: Screen) -> int:
     """Returns the exit status."""
     try:
@@ -110,3 +111,217 @@ def report(settings: ReportSettings, screen: Screen) -> int:
 
 class NoBrowser(GrpoError):
     """`--open` was given, and no browser could be started."""
+
+
+HEADING, LABEL = "bold", "cyan"
+_INDENT = "  "
+_GAP = "  "
+_CONTROLS = {
+    code: f"\\x{code:02x}"
+    for code in range(256)
+    if unicodedata.category(chr(code)) == "Cc" and chr(code) not in "\n\t"
+}
+
+
+class RolloutText:
+    """Prompts and completions. Those of an environment that sends no messages are decoded from the
+    tokens.
+
+    Args: directory: with the rollouts
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / TOKENIZER
+
+    def prompt(self, record: RolloutRecord) -> str:
+        if record.messages:
+            return text_of(split_conversation(record)[0])
+        return self._decoded(record.tokens[: record.prompt_length])
+
+    def completion(self, record: RolloutRecord) -> str:
+        if record.messages:
+            return text_of(split_conversation(record)[1])
+        return self._decoded(record.tokens[record.prompt_length :])
+
+    def _decoded(self, tokens: list[int]) -> str:
+        if self._tokenizer is None:
+            return f"token ids: {' '.join(map(str, tokens))}"
+        decoded: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return decoded
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        """Raises `BrokenRollouts`."""
+        from tokenizers import Tokenizer
+
+        if not self._file.exists():
+            return None
+        try:
+            return Tokenizer.from_file(str(self._file))
+        except Exception as error:  # the library raises no narrower one
+            raise BrokenRollouts(f"{self._file}: {error}; remove this file") from error
+
+
+def sample_lines(record: RolloutRecord, text: RolloutText, width: int) -> Iterator[Styled]:
+    """One sequence: what is known of it, the prompt, the completion and the grader's reason."""
+    yield from ((line, HEADING) for line in _filled(_facts(record), width))
+    parts = {"prompt": text.prompt(record), "completion": text.completion(record)}
+    if record.reason:
+        parts["reason"] = record.reason
+    for label, part in parts.items():
+        yield label, LABEL
+        yield from ((f"{_INDENT}{line}", None) for line in wrapped(part, width - len(_INDENT)))
+    yield "", None
+
+
+def _facts(record: RolloutRecord) -> Iterator[str]:
+    yield f"step {record.step}"
+    yield f"group {record.group}.{record.index}"
+    if record.task:
+        yield record.task
+    yield f"score {number(record.score)}"
+    yield from (f"{name} {number(value)}" for name, value in record.parts.items())
+    if record.advantage is not None:
+        yield f"advantage {record.advantage:+.3g}"
+    ended = f" ({record.finish_reason})" if record.finish_reason else ""
+    prompt = len(record.tokens) - record.completion_tokens
+    yield f"tokens {prompt} + {record.completion_tokens}{ended}"
+    if record.staleness is not None:
+        yield f"staleness {record.staleness}"
+    if (difference := record.mean_logprob_difference) is not None:
+        yield f"|logprob difference| {difference:.1e}"
+
+
+def number(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most `width` columns. Wide characters count as two."""
+    console = Console(width=width)
+    safe = text.translate(_CONTROLS)
+    return [
+        part.plain.rstrip()
+        for line in safe.split("\n")
+        for part in Text(line).wrap(console, width, overflow="fold") or [Text()]
+    ]
+
+
+def _filled(words: Iterator[str], width: int) -> Iterator[str]:
+    """The words in lines of at most `width` columns, none of them divided."""
+    line = next(words)
+    for word in words:
+        if len(line) + len(_GAP) + len(word) > width:
+            yield line
+            line = _INDENT + word
+        else:
+            line += _GAP + word
+    yield line
+
+
+NAME_WIDTH, CELL_WIDTH = 20, 7
+"""The table has a name and eight cells: 76 columns."""
+TITLES = ("step", "count", "mean", "min", "25%", "median", "75%", "max")
+BETWEEN = " | "
+
+
+def _show_diff(settings: RolloutsSettings, steps: tuple[int, int], screen: Screen) -> bool:
+    """False if no sequence of a step passes the filters."""
+    first, second = (
+        [*filter(settings.includes, read_steps(settings.directory, {step}))] for step in steps
+    )
+    if not (first and second):
+        return False
+    screen.lines([*distributions(first, second), ""])
+    pairs = prompts_of_both(first, second)
+    if settings.worst or settings.best:
+        pairs.sort(key=_gain, reverse=settings.best)
+    screen.line(f"prompts of both steps: {len(pairs)}")
+    text = RolloutText(settings.directory)
+    for pair in pairs[: settings.shown]:
+        for line, style in pair_lines(pair, text, settings, screen.width):
+            screen.line(line, style)
+    return True
+
+
+def distributions(first: Records, second: Records) -> Iterator[str]:
+    """A table of score, length and each part of the reward, of two steps."""
+    yield _table_line("", TITLES)
+    values: dict[str, Callable[[RolloutRecord], float | None]] = {
+        "score": lambda record: record.score,
+        "completion tokens": lambda record: record.completion_tokens,
+    }
+    for part in dict.fromkeys(part for record in (*first, *second) for part in record.parts):
+        values[f"part {part}"] = partial(_part, part)
+    for name, value in values.items():
+        for records in (first, second):
+            found = [one for record in records if (one := value(record)) is not None]
+            if found:
+                cells = [f"{records[0].step}", f"{len(found)}", *map(number, _summary(found))]
+                yield _table_line(name, cells)
+                name = ""
+
+
+def prompts_of_both(first: Records, second: Records) -> list[tuple[Records, Records]]:
+    """The sequences of each prompt at both steps, in the order of the first."""
+    before, after = _by_prompt(first), _by_prompt(second)
+    return [(before[prompt], after[prompt]) for prompt in before if prompt in after]
+
+
+def pair_lines(
+    pair: tuple[Records, Records], text: RolloutText, settings: RolloutsSettings, width: int
+) -> Iterator[Styled]:
+    """The prompt, and one completion of each step side by side: that with the lowest or highest
+    score for --worst or --best, otherwise the first."""
+    before, after = map(_mean_score, pair)
+    task = pair[0][0].task
+    heading = f"mean score {number(before)} -> {number(after)}"
+    yield f"{task}: {heading}" if task else heading, HEADING
+    for line in wrapped(text.prompt(pair[0][0]), width - 2):
+        yield f"  {line}", None
+    chosen = [next(iter(ranked(settings, records))) for records in pair]
+    column = (width - len(BETWEEN)) // 2
+    titles = [f"step {r.step}, score {number(r.score)}" for r in chosen]
+    yield _beside(titles, column), LABEL
+    left, right = (wrapped(text.completion(record), column) for record in chosen)
+    for cells in itertools.zip_longest(left, right, fillvalue=""):
+        yield _beside(cells, column), None
+    yield "", None
+
+
+def _by_prompt(records: Records) -> dict[Hashable, Records]:
+    """By the item of the task, or by the prompt's tokens if the environment names no items."""
+    found: dict[Hashable, Records] = {}
+    for record in records:
+        prompt = record.item or tuple(record.tokens[: record.prompt_length])
+        found.setdefault((record.task, prompt), []).append(record)
+    return found
+
+
+def _mean_score(records: Records) -> float:
+    return fmean(record.score for record in records)
+
+
+def _gain(pair: tuple[Records, Records]) -> float:
+    """How much higher the mean score is at the second step."""
+    return _mean_score(pair[1]) - _mean_score(pair[0])
+
+
+def _part(name: str, record: RolloutRecord) -> float | None:
+    return record.parts.get(name)
+
+
+def _summary(values: Sequence[float]) -> list[float]:
+    """Mean, minimum, quartiles and maximum."""
+    quarters = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    return [fmean(values), min(values), *quarters, max(values)]
+
+
+def _table_line(name: str, cells: Sequence[str]) -> str:
+    return set_cell_size(name, NAME_WIDTH) + "".join(cell.rjust(CELL_WIDTH) for cell in cells)
+
+
+def _beside(cells: Sequence[str], width: int) -> str:
+    """Two cells of at most `width` columns."""
+    left, right = cells
+    return f"{left}{' ' * (width - cell_len(left))}{BETWEEN}{right}".rstrip()
