@@ -47,7 +47,10 @@ COMMANDS: dict[type[CommandSettings], list[str]] = {
     ],
     RunSettings: [f"--model m {REDIS}"],
     CompareSettings: [""],
-    EvalSettings: [],  # a dry run needs env-server: tests/unit/runs/commands/test_evaluate.py
+    EvalSettings: [
+        "--model m --task math,gsm8k --max-model-len 128 --greedy "
+        "--env.held-out 0.5 --env.no-drop-equal-scores --server.block-size=32"
+    ],
     ReportSettings: [f"{DIRECTORY}", f"{DIRECTORY} --output page.html --open"],
     RolloutsSettings: [],  # needs the directory of a run
 }

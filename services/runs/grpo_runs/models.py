@@ -18,6 +18,11 @@ from grpo_core.weights.directory_checks import (
 )
 from grpo_core.weights.ref import WeightKind
 
+HUB_OR_SMOLLM2 = (
+    "an id on the Hugging Face hub, or smollm2 (SmolLM2-135M-Instruct, made from two optional "
+    "packages)"
+)
+"""Values of --model that are no directory, for the user."""
 _LIMITS = ("max_position_embeddings", "n_positions")
 _LIMIT_OF_SMOLLM2 = 8192
 """Options are checked before it is made."""

@@ -23,9 +23,9 @@ from grpo_runs.process.stack import Service, Stack, StopRequest, StopRequested, 
 from grpo_runs.report.steps import GrowingFile
 from grpo_runs.report.summary import counted
 from grpo_runs.screen import Screen
-from grpo_runs.service_options import ENV, MODULES, service_words
 from grpo_runs.services import child_environment, inference_server, make_smollm2, module, url
 from grpo_runs.settings import EvalSettings
+from grpo_runs.settings.passed_on import ENV, words_of
 
 ADAPTER_DEADLINE_S = 300.0
 BASELINE = "baseline"
@@ -100,7 +100,7 @@ def _evaluated(
     ):
         flags = ["--redis-url", "none", "--no-share-weights", *adapter_flags(models)]
         server = inference_server(
-            settings,
+            settings,  # type: ignore[arg-type]  # has what it reads
             probe,
             port,
             served,
@@ -194,14 +194,18 @@ def evaluation_job(
     task: str, model: EvaluatedModel, server_url: str, output: Path, settings: EvalSettings
 ) -> Service:
     """`env-server TASK evaluate`, which ends by itself."""
+    words: list[str] = []
+    for field, (value, *_) in settings.environment(task, model.served).items():
+        if value is not None and field not in ("task", "action"):
+            words += [f"--{field.replace('_', '-')}", str(value)]
     return Service(
         name="evaluate",
         command=module(
-            MODULES[ENV],
-            *settings.env_words(task, model.served),
+            *("grpo_env", task, "evaluate"),
+            *words,
             *("--inference-url", server_url),
             *("--eval-output", output),
-            *service_words(settings.options_of(ENV)),
+            *words_of(settings.options_of(ENV)),
         ),
         healthy=lambda: True,
         deadline_s=0.0,

@@ -1,21 +1,35 @@
-"""Options of `grpo-eval`."""
+"""Options of `grpo-eval`: its own, and those of the services that answer and grade."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, SecretStr, field_validator
+from pydantic import AfterValidator, BaseModel, Field, SecretStr, field_validator
 
 from grpo_core.security import usable_token
-from grpo_core.settings import Command, CommaSeparated, Given, Mistake, Shown
+from grpo_core.settings import (
+    Command,
+    CommandSettings,
+    CommaSeparated,
+    Given,
+    LogLevel,
+    Mistake,
+    Shown,
+)
 from grpo_core.settings.machine import not_writable
+from grpo_core.settings.options import Names, options_of
 from grpo_core.settings.sources import read_file
+from grpo_core.tree.environment import EnvironmentOptions
+from grpo_core.tree.server import ServerSettings
+from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.weights.directory_checks import UnusableWeights
 from grpo_runs.models import (
     BASE,
+    HUB_OR_SMOLLM2,
     EvaluatedModel,
     adapter_flags,
     default_max_model_len,
@@ -23,68 +37,54 @@ from grpo_runs.models import (
     without_adapter,
 )
 from grpo_runs.run_directory import RunDirectory
-from grpo_runs.service_options import (
+from grpo_runs.settings.passed_on import (
     ENV,
     SERVER,
+    TRAINER,
+    Options,
+    UnexpectedWord,
+    by_service,
+    in_sections,
     mistakes_in,
-    options_by_service,
-    service_words,
-    words_of_sections,
+    words_of,
 )
-from grpo_runs.settings.services import HUB_OR_SMOLLM2, ServerOptions, each_once
 
 _CHECKPOINTS = "checkpoints"
-
-
-def config_of_run(model: Path) -> Path | None:
-    """The configuration of the run that wrote this model or adapter; None if it is in no run."""
-    config = RunDirectory(model.parent.parent).config
-    return config if model.parent.name == _CHECKPOINTS and config.is_file() else None
-
-
-def add_options_of_run(
-    given: dict[str, Given],
-    config: Path,
-    fields: Collection[str],
-    service_options: str,
-    own: Collection[str],
-) -> None:
-    """Add the values of `fields` that are not given, and in front of `service_options` those of
-    the environment.
-
-    Args:
-        own: options of the environment that the command sets, so the run's values do not count
-
-    Raises:
-        ValueError: the configuration cannot be read.
-    """
-    try:
-        words, options = words_of_sections(read_file(config)[0])
-    except ValueError as error:
-        raise ValueError(f"{error}; pass --task") from None
-    for field in fields:
-        value = options.get(field.replace("_", "-"))
-        if field not in given and value is not None:
-            given[field] = Given(value, f"{config}: {field}")
-    of_environment = options_by_service(words).get(ENV, {})
-    kept = {f"{ENV}.{name}": found for name, found in of_environment.items() if name not in own}
-    if kept:
-        later = given.get(service_options)
-        all_words = [*service_words(kept), *(later.value if later else ())]
-        given[service_options] = Given(all_words, f"{config}: {ENV}")
-
-
-SAMPLES = 8
+SAMPLES: int = EnvironmentOptions.model_fields["eval_samples"].default
 CPU_KV_CACHE_MIB = 1024
-_FROM_THE_RUN = ("task", "data", "max_completion_tokens")
-_OF_ENV_SERVER = f"{ENV}: env-server: "
+_EVALUATION = ("items", "samples", "temperature", "output")
+_MAY_DIFFER = frozenset({"dtype", "gpu_memory_utilization", "log_level", "max_model_len"})
+"""Options that may have another value for one service."""
+_SET = {
+    ENV: ("run_api_url", "inference_url", *(f"eval_{name}" for name in _EVALUATION)),
+    SERVER: (
+        *("host", "port", "health_port", "redis_url", "run_id", "share_weights", "weights_socket"),
+        *("bridge_config_path", "weights_dir", "api_key"),
+        *("enable_lora", "max_loras", "max_lora_rank"),
+    ),
+}
+"""Options of services that nothing here stands for."""
+GPU_CONTROL = Path("/dev/nvidiactl")
+"""Exists if the NVIDIA driver is loaded."""
+
+
+def of(view: type[BaseModel], option: str, **changes: Any) -> Any:
+    """The option of a service: its bounds, default and description, but for `changes`."""
+    known = view.model_fields[option]
+    info: Any = Field(**{"default": known.default, "description": known.description} | changes)
+    info.metadata = [*known.metadata]
+    return info
 
 
 def all_cores() -> int:
     return os.cpu_count() or 1
 
 
-class EvalSettings(ServerOptions):
+def _each_once(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+class EvalSettings(CommandSettings):
     """Measures a model on the test items of a task: starts an inference server, samples and grades
     answers, and prints success rates and mean rewards with their 95 % intervals. grpo-eval needs no
     Redis.
@@ -92,7 +92,7 @@ class EvalSettings(ServerOptions):
     With --baseline, grpo-eval evaluates a second model on the same items, and prints the lift.
 
     To set any further option of a service, put the service's name in front: --server.block-size 32
-    (options of vllm-api-server and vLLM), --env.format-reward 0.1 (options of env-server)."""
+    (options of vllm-api-server and vLLM), --env.held-out 0.1 (options of env-server)."""
 
     command: ClassVar[Command] = Command(
         prog="grpo-eval",
@@ -120,10 +120,6 @@ class EvalSettings(ServerOptions):
         aliases={"model-name": "model"},
         passes_on="service_options",
     )
-    services: ClassVar[tuple[str, ...]] = (SERVER, ENV)
-    sets_too: ClassVar[Mapping[str, frozenset[str]]] = {
-        ENV: frozenset(f"eval-{name}" for name in ("items", "samples", "temperature", "output")),
-    }
 
     model: str = Field(
         min_length=1,
@@ -139,40 +135,39 @@ class EvalSettings(ServerOptions):
     base_model: Annotated[str | None, Shown(default="the one that the adapter names")] = Field(
         None, min_length=1, description="Base model of the adapter"
     )
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        Shown(default="float32; on a GPU bfloat16"),
+    ] = Field(None, description="Data type of the weights")
+    device: str = of(
+        *(TrainerSettings, "device"),
+        default="auto",
+        description="Device to compute on: cpu, cuda or cuda:N. auto: a GPU if there is one, "
+        "otherwise cpu",
+    )
     task: Annotated[
         CommaSeparated[str],
-        AfterValidator(each_once),
+        AfterValidator(_each_once),
         Shown(default="those of the run, if --model is in the directory of a run"),
     ] = Field(
         (),
         description="Tasks of env-server, separated by commas. Without this option, the tasks, the "
         "data, the token limit and the --env options of the run apply",
     )
-    data: Annotated[str | None, Shown(default="by task")] = Field(
-        None,
-        min_length=1,
-        description="Data set, as env-server accepts it: its test items are evaluated",
-    )
-    items: int = Field(
-        200,
-        ge=1,
-        description="Largest number of test items. Fewer items are evaluated if the "
-        "data set has fewer",
-    )
+    data: str | None = of(EnvironmentOptions, "data")
+    items: int = of(EnvironmentOptions, "eval_items")
     seed: int = Field(0, ge=0, description="Random seed: chooses the test items, if there are more")
-    samples: Annotated[int | None, Shown(default=f"{SAMPLES}; with --greedy 1")] = Field(
-        None, ge=1, description="Number of answers to each item"
+    samples: Annotated[int | None, Shown(default=f"{SAMPLES}; with --greedy 1")] = of(
+        EnvironmentOptions, "eval_samples", default=None
     )
     greedy: bool = Field(
         False, description="One answer to each item, of the most likely token at each position"
     )
-    temperature: Annotated[float | None, Shown(default="1.0, as in training")] = Field(
-        None, gt=0, allow_inf_nan=False, description="Sampling temperature"
+    temperature: Annotated[float | None, Shown(default="1.0, as in training")] = of(
+        EnvironmentOptions, "temperature", default=None
     )
-    max_completion_tokens: Annotated[int | None, Shown(default="by task")] = Field(
-        None, ge=1, description="Longest answer, in tokens. Longer answers are cut off and graded"
-    )
-    ks: Annotated[CommaSeparated[int], AfterValidator(each_once), Shown(default="1,<samples>")] = (
+    max_completion_tokens: int | None = of(EnvironmentOptions, "max_completion_tokens")
+    ks: Annotated[CommaSeparated[int], AfterValidator(_each_once), Shown(default="1,<samples>")] = (
         Field(
             (),
             description="Values of k, separated by commas: pass@k is the probability that one of k "
@@ -191,6 +186,11 @@ class EvalSettings(ServerOptions):
         int | None,
         Shown(default=f"{CPU_KV_CACHE_MIB}; on a GPU what --gpu-memory-utilization leaves"),
     ] = Field(None, ge=1, description="Size of the server's KV cache, in MiB")
+    eager: Annotated[bool | None, Shown(default="on; on a GPU off")] = Field(
+        None,
+        description="Start the server sooner, without compilation and CUDA graphs. With --no-eager,"
+        " the server starts later but samples faster, which saves time in long runs",
+    )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, lt=1, description="Fraction of the GPU's memory that the server may use"
     )
@@ -199,11 +199,14 @@ class EvalSettings(ServerOptions):
         ge=1,
         description="Number of CPU threads that the server computes with",
     )
-    server_deadline_s: float = Field(
-        1800.0, gt=0, description="Seconds to wait for the inference server to start"
+    server_deadline_s: float = of(EnvironmentOptions, "start_deadline_s")
+    vllm_api_key: SecretStr | None = of(EnvironmentOptions, "vllm_api_key")
+    log_level: LogLevel = of(
+        *(EnvironmentOptions, "log_level"),
+        description="Least severe level of the messages in the services' log files",
     )
-    vllm_api_key: SecretStr | None = Field(
-        None, description="API key that clients must send to the inference server"
+    service_options: tuple[str, ...] = Field(
+        (), description="Options for one service, such as --env.held-out 0.1 for env-server"
     )
 
     _usable_token = field_validator("vllm_api_key")(usable_token)
@@ -226,15 +229,23 @@ class EvalSettings(ServerOptions):
     @property
     def served_length(self) -> int:
         """Longest sequence that the server accepts."""
-        return self.max_model_len or default_max_model_len(self._served)
+        return self.max_model_len or default_max_model_len(self.evaluated().served)
+
+    @property
+    def on_gpu(self) -> bool:
+        return GPU_CONTROL.exists() if self.device == "auto" else self.device.startswith("cuda")
+
+    @property
+    def weights_dtype(self) -> str:
+        return self.dtype or ("bfloat16" if self.on_gpu else "float32")
+
+    @property
+    def starts_eager(self) -> bool:
+        return self.eager if self.eager is not None else not self.on_gpu
 
     @property
     def served_kv_cache_mib(self) -> int | None:
         return self.kv_cache_mib or (None if self.on_gpu else CPU_KV_CACHE_MIB)
-
-    @property
-    def _served(self) -> str:
-        return self.evaluated().served
 
     def evaluated(self) -> EvaluatedModel:
         """Raises `UnusableWeights`."""
@@ -246,15 +257,46 @@ class EvalSettings(ServerOptions):
             return without_adapter(self.evaluated())
         return evaluated_model(self.baseline, self.base_model) if self.baseline else None
 
+    def options_of(self, service: str) -> Options:
+        """Those that are passed on to the service."""
+        return by_service(self.service_options).get(service, {})
+
+    def environment(self, task: str, served: str) -> dict[str, Given]:
+        """Values for `env-server TASK evaluate` by its fields, under the names of the options here.
+        The URL of the server and the output are left out."""
+        return {
+            "task": Given(task, f"--task {task}"),
+            "action": Given("evaluate", "ACTION"),
+            "model": Given(served, "--model"),
+            "data": Given(self.data, "--data"),
+            "eval_items": Given(self.items, "--items"),
+            "eval_samples": Given(self.answers, "--samples"),
+            "eval_temperature": Given(self.sampling_temperature, "--temperature"),
+            "max_completion_tokens": Given(self.max_completion_tokens, "--max-completion-tokens"),
+            "seq_len": Given(self.served_length, "--max-model-len"),
+            "seed": Given(self.seed, "--seed"),
+            "log_level": Given(self.log_level, "--log-level"),
+        }
+
+    @classmethod
+    def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
+        words, rest = in_sections(content)
+        return rest | ({"service-options": words} if words else {})
+
+    def resolved(self) -> dict[str, Any]:
+        values = super().resolved()
+        if not self.service_options:
+            del values["service_options"]
+        return values
+
     @classmethod
     def drop_unused(cls, given: dict[str, Given], environment: Mapping[str, str]) -> Iterator[str]:
         """Without --task, take the options of the run that the model belongs to."""
         yield from super().drop_unused(given, environment)
         model = given.get("model")
-        config = config_of_run(Path(str(model.value))) if model else None
+        config = _config_of_run(Path(str(model.value))) if model else None
         if config and "task" not in given:
-            own = {name.replace("_", "-") for name in cls.model_fields} | cls.sets_too[ENV]
-            add_options_of_run(given, config, _FROM_THE_RUN, "service_options", own)
+            _add_options_of_run(given, config)
             yield f"task and options of the environment: those of {config}"
 
     def mistakes(self) -> Iterator[Mistake]:
@@ -275,14 +317,42 @@ class EvalSettings(ServerOptions):
             )
         if not self.output.suffix:
             yield Mistake("output", f"expected a suffix, as in {self.output}.jsonl")
-        yield from super().mistakes()
+        try:
+            options = by_service(self.service_options)
+        except UnexpectedWord as word:
+            yield Mistake(None, self._unexpected(str(word)))
+            return
+        for name in options.get(TRAINER, {}):
+            yield Mistake(
+                None, f"--trainer.{name}: grpo-eval starts no such service; omit this option"
+            )
+        if SERVER in options:
+            model = {"model": Given(self.model, "--model")}
+            refused = _refused(SERVER)
+            for line in mistakes_in(SERVER, options[SERVER], ServerSettings, model, refused):
+                yield Mistake(None, line)
+
+    def _unexpected(self, word: str) -> str:
+        if not word.startswith("--"):
+            return f"{word!r}: unexpected; every option begins with --"
+        typed = word.partition("=")[0]
+        name = typed.removeprefix("--").replace("_", "-")
+        return f"{typed}: {Names(self.command, options_of(type(self))).unknown(name)}"
+
+    def start_mistakes(self) -> Iterator[Mistake]:
+        """Tasks and data are checked too, before a server starts for nothing."""
+        found = [*self._machine_mistakes()]
+        yield from found
+        if not found and not any(self.mistakes()):
+            lines = [line for task in self.task for line in self._mistakes_of(task)]
+            yield from (Mistake(None, line) for line in dict.fromkeys(lines))
 
     def _machine_mistakes(self) -> Iterator[Mistake]:
         if problem := not_writable(self.output.absolute().parent):
             yield Mistake("output", problem)
-        for name, of in (("model", self.evaluated), ("baseline", self.compared_with)):
+        for name, find in (("model", self.evaluated), ("baseline", self.compared_with)):
             try:
-                found = of()
+                found = find()
                 adapter_flags([found] if found else [])
             except UnusableWeights as error:
                 yield Mistake(name, str(error))
@@ -297,39 +367,57 @@ class EvalSettings(ServerOptions):
             )
         if self.base_model:
             yield Mistake("base_model", f"{self.model} is no adapter; omit this option")
+        if find_spec("grpo_env") is None:
+            yield Mistake(None, "env-server is not installed; install services/environment")
 
-    def env_words(self, task: str, served: str) -> list[str]:
-        """Options of `env-server TASK evaluate`, except for the server's URL and the output."""
-        return [
-            *(task, "evaluate"),
-            *("--model", served),
-            *(("--data", self.data) if self.data else ()),
-            *("--eval-items", str(self.items)),
-            *("--eval-samples", str(self.answers)),
-            *("--eval-temperature", f"{self.sampling_temperature:g}"),
-            *(
-                ("--max-completion-tokens", str(self.max_completion_tokens))
-                if self.max_completion_tokens
-                else ()
-            ),
-            *("--seq-len", str(self.served_length)),
-            *("--seed", str(self.seed)),
-            *("--log-level", self.log_level),
-        ]
+    def _mistakes_of(self, task: str) -> Iterator[str]:
+        from grpo_env.settings import EnvServerSettings  # the tasks; a mistyped option needs none
 
-    def _words_for(self, service: str) -> tuple[list[str], Mapping[str, str]]:
-        if service == SERVER:
-            return ["--model", self._served, "--redis-url", "none", "--no-share-weights"], {}
-        return self.env_words(self.task[0], self._served), {}
+        values = self.environment(task, self.evaluated().served)
+        yield from mistakes_in(
+            *(ENV, self.options_of(ENV), EnvServerSettings, values, _refused(ENV)), at_start=True
+        )
 
-    def _mistakes_of_services(self) -> Iterator[Mistake]:
-        """env-server checks tasks and data in any case, before a server starts for nothing."""
-        given = self.options_of(SERVER)
-        if given:
-            for message in mistakes_in(SERVER, given, *self._words_for(SERVER)):
-                yield Mistake(None, message)
-        for task in self.task:
-            words = self.env_words(task, self._served)
-            for message in mistakes_in(ENV, self.options_of(ENV), words):
-                own = message.removeprefix(_OF_ENV_SERVER).replace("TASK:", f"--task {task}:", 1)
-                yield Mistake(None, own)
+
+def _refused(service: str) -> dict[str, str]:
+    """Options that are not passed on, and what to do instead."""
+    own = {name: f"--{name.replace('_', '-')}" for name in EvalSettings.model_fields}
+    written = {
+        name: f"grpo-eval sets this option; write {flag}"
+        for name, flag in own.items()
+        if name not in _MAY_DIFFER
+    }
+    return written | dict.fromkeys(_SET[service], "grpo-eval sets this option itself; omit it")
+
+
+def _config_of_run(model: Path) -> Path | None:
+    """The configuration of the run that wrote this model or adapter; None if it is in no run."""
+    config = RunDirectory(model.parent.parent).config
+    return config if model.parent.name == _CHECKPOINTS and config.is_file() else None
+
+
+def _add_options_of_run(given: dict[str, Given], config: Path) -> None:
+    """Add the task, its data and its token limit unless they are given, and in front of the other
+    options those of the environment.
+
+    Raises:
+        ValueError: the configuration cannot be read.
+    """
+    try:
+        words, own = in_sections(read_file(config)[0])
+    except ValueError as error:
+        raise ValueError(f"{error}; pass --task") from None
+    for field in ("task", "data", "max_completion_tokens"):
+        value = own.get(field.replace("_", "-"))
+        if field not in given and value is not None:
+            given[field] = Given(value, f"{config}: {field}")
+    of_environment = by_service(words).get(ENV, {})
+    kept = {
+        f"{ENV}.{name}": found
+        for name, found in of_environment.items()
+        if name.replace("-", "_") not in (*EvalSettings.model_fields, *_SET[ENV])
+    }
+    if kept:
+        later = given.get("service_options")
+        all_words = [*words_of(kept), *(later.value if later else ())]
+        given["service_options"] = Given(all_words, f"{config}: {ENV}")
