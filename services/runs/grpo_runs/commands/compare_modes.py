@@ -13,16 +13,17 @@ from grpo_core.process import describe_exit
 from grpo_core.settings import without_secrets
 from grpo_runs.modes import ModeName
 from grpo_runs.process.stack import Service, Stack, StopRequest, StopRequested
-from grpo_runs.report.mode_comparison import (
+from grpo_runs.report.plots import draw_comparison
+from grpo_runs.report.steps import MetricsFile
+from grpo_runs.report.summary import (
     ModeComparison,
     ModeResult,
+    RunFacts,
     document,
+    read_record,
     show_new_steps,
     table_lines,
 )
-from grpo_runs.report.plots import draw_comparison
-from grpo_runs.report.steps import MetricsFile
-from grpo_runs.report.summary import RunFacts, read_record
 from grpo_runs.run_directory import (
     RUNS,
     RunDirectory,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from grpo_core.evaluation.results import (
     METRICS_PREFIX,
@@ -17,8 +16,6 @@ from grpo_core.evaluation.results import (
 from grpo_core.evaluation.tables import Lift, NotComparable, compare
 from grpo_core.rollouts.page.encode import Interval, Point
 from grpo_runs.report.steps import GrowingFile
-
-T = TypeVar("T")
 
 SHOWN = "pass@1"
 FEW_ITEMS = 10
@@ -113,26 +110,23 @@ class Evaluations:
     @property
     def curves(self) -> dict[str, list[Point]]:
         """`pass@k` and `mean@k` by names such as `eval/gsm8k/pass@1`."""
-        return self._over_steps(lambda step, one, metric: (step, one.metrics[metric]))
+        return {
+            name: [(step, one.metrics[metric]) for step, one in series if metric in one.metrics]
+            for name, metric, series in self._over_steps()
+        }
 
     @property
     def intervals(self) -> dict[str, list[Interval]]:
-        return self._over_steps(
-            lambda step, one, metric: (step, *one.intervals[metric]), with_interval=True
-        )
-
-    def _over_steps(
-        self, value: Callable[[int, EvalSummary, str], T], with_interval: bool = False
-    ) -> dict[str, list[T]]:
         return {
-            f"{METRICS_PREFIX}/{name}/{metric}": [
-                value(step, one, metric)
-                for step, one in sorted(series.items())
-                if metric in (one.intervals if with_interval else one.metrics)
-            ]
-            for name, series in self._series.items()
-            for metric in _metrics(series.values())
+            name: [(s, *one.intervals[metric]) for s, one in series if metric in one.intervals]
+            for name, metric, series in self._over_steps()
         }
+
+    def _over_steps(self) -> Iterator[tuple[str, str, list[tuple[int, EvalSummary]]]]:
+        """Name of the curve, metric, and the evaluations in order of their steps."""
+        for name, series in self._series.items():
+            for metric in _metrics(series.values()):
+                yield f"{METRICS_PREFIX}/{name}/{metric}", metric, sorted(series.items())
 
     @property
     def facts(self) -> dict[str, str]:
