@@ -29,7 +29,6 @@ from grpo_runs.settings.passed_on import ENV, words_of
 
 ADAPTER_DEADLINE_S = 300.0
 BASELINE = "baseline"
-LOGS = "logs"
 MODELS = ("model", "baseline", "base_model")
 """Options that name a model."""
 MAKES_ITS_DATA = frozenset({"arithmetic"})
@@ -39,6 +38,7 @@ _PROG = "env-server: "
 
 PROGRESS = "evaluation.progress"
 """An event in the log of env-server."""
+_KEPT = ("task", "temperature", "duration_s", "versions", "left_out")
 _FIELD = re.compile(r"(done|items|left_s)=(\d+)")
 
 Results = dict[EvaluatedModel, dict[str, EvalResult]]
@@ -79,7 +79,7 @@ def _with_smollm2_made(
     names = [name for name in MODELS if getattr(settings, name) == SMOLLM2]
     if not names:
         return settings
-    with Stack(settings.output.with_suffix("") / LOGS, stop_request) as stack:
+    with Stack(settings.logs, stop_request) as stack:
         directory = make_smollm2(stack, screen, settings.server_deadline_s)
     return settings.model_copy(update=dict.fromkeys(names, directory))
 
@@ -94,10 +94,7 @@ def _evaluated(
     """The results of models that one server serves, one after the other."""
     token = plain(settings.vllm_api_key)
     port = free_port()
-    with (
-        HealthProbe(token) as probe,
-        Stack(settings.output.with_suffix("") / LOGS, stop_request) as stack,
-    ):
+    with HealthProbe(token) as probe, Stack(settings.logs, stop_request) as stack:
         flags = ["--redis-url", "none", "--no-share-weights", *adapter_flags(models)]
         server = inference_server(
             settings,  # type: ignore[arg-type]  # has what it reads
@@ -165,7 +162,7 @@ def _results_of(
     with tempfile.TemporaryDirectory(prefix="grpo-eval-") as temporary:
         output = Path(temporary) / "eval.jsonl"
         job = evaluation_job(task, model, server_url, output, settings)
-        log = settings.output.with_suffix("") / LOGS / f"{job.name}.log"
+        log = settings.logs / f"{job.name}.log"
         written = log.stat().st_size if log.exists() else 0
         progress = partial(_show_progress, GrowingFile(log, written), screen)
         with screen.activity(f"evaluating {model.name} on {task}: {_plan(settings)}"):
@@ -195,9 +192,9 @@ def evaluation_job(
 ) -> Service:
     """`env-server TASK evaluate`, which ends by itself."""
     words: list[str] = []
-    for field, (value, *_) in settings.environment(task, model.served).items():
-        if value is not None and field not in ("task", "action"):
-            words += [f"--{field.replace('_', '-')}", str(value)]
+    for field, given in settings.environment(task, model.served).items():
+        if field not in ("task", "action"):
+            words += [f"--{field.replace('_', '-')}", str(given.value)]
     return Service(
         name="evaluate",
         command=module(
@@ -234,14 +231,6 @@ def _why(log: Path, written: int, status: int) -> str:
 
 def _named(result: EvalResult, model: EvaluatedModel, settings: EvalSettings) -> EvalResult:
     """With the name of the model, and with the metrics of `--ks`."""
-    return EvalResult.of(
-        result.items,
-        task=result.task,
-        model=model.name,
-        temperature=result.temperature,
-        duration_s=result.duration_s,
-        ks=settings.ks,
-        versions=result.versions,
-        left_out=result.left_out,
-        seed=settings.seed,
-    )
+    kept = {name: getattr(result, name) for name in _KEPT}
+    ks, seed = settings.ks, settings.seed
+    return EvalResult.of(result.items, **kept, model=model.name, ks=ks, seed=seed)

@@ -219,6 +219,11 @@ class EvalSettings(CommandSettings):
         return tuple(sorted(value))
 
     @property
+    def logs(self) -> Path:
+        """Directory of the logs of the processes."""
+        return self.output.with_suffix("") / "logs"
+
+    @property
     def answers(self) -> int:
         return 1 if self.greedy else self.samples or SAMPLES
 
@@ -264,7 +269,7 @@ class EvalSettings(CommandSettings):
     def environment(self, task: str, served: str) -> dict[str, Given]:
         """Values for `env-server TASK evaluate` by its fields, under the names of the options here.
         The URL of the server and the output are left out."""
-        return {
+        values = {
             "task": Given(task, f"--task {task}"),
             "action": Given("evaluate", "ACTION"),
             "model": Given(served, "--model"),
@@ -277,6 +282,7 @@ class EvalSettings(CommandSettings):
             "seed": Given(self.seed, "--seed"),
             "log_level": Given(self.log_level, "--log-level"),
         }
+        return {field: given for field, given in values.items() if given.value is not None}
 
     @classmethod
     def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def mistakes_in(
 
     Args:
         view: the settings of the service
-        values: what the command itself gives the service, by field; None: nothing
+        values: what the command itself gives the service, by field
         refused: fields and other options that the command sets, and what to do instead
         at_start: check this machine too
     """
@@ -124,8 +124,7 @@ def mistakes_in(
         *(_named(service, problem) for problem in line.problems),
         *(f"{name}: {refused[field]}" for name, field in names.items() if field in refused),
     ]
-    given = {field: value for field, value in values.items() if value.value is not None}
-    given |= {field: value for field, value in typed.items() if field not in refused}
+    given = {**values, **{name: found for name, found in typed.items() if name not in refused}}
     if view.command.passes_on and line.passed_on:
         given[view.command.passes_on] = Given(line.passed_on, "")
     try:
