@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -11,10 +11,21 @@ from typing import Any
 
 from grpo_core.rollouts.page.encode import Point
 from grpo_runs.offline.run_files import BEFORE, RunFiles
+from grpo_runs.report.steps import curves_of
 
 Metrics = dict[str, Any]
-_LOSSES = {"loss_total": "total", "loss_pg": "policy", "loss_kl": "KL", "loss_entropy": "entropy"}
-_PENALTY = {"kl_divergence": "KL divergence (nats per token)", "kl_coef": "coefficient"}
+_PANELS = {
+    "reward": {"reward_mean": "reward of the rollouts"},
+    "loss": {
+        "loss_total": "total",
+        "loss_pg": "policy",
+        "loss_kl": "KL",
+        "loss_entropy": "entropy",
+    },
+    "KL penalty": {"kl_divergence": "KL divergence (nats per token)", "kl_coef": "coefficient"},
+    "gradient norm before clipping": {"grad_norm": "gradient norm"},
+}
+"""Labels of the curves by the names of the metrics, for each panel of the plot."""
 
 
 @dataclass(frozen=True)
@@ -65,26 +76,16 @@ def draw(files: RunFiles) -> None:
     """Rewards and evaluations, losses, the KL divergence, the gradient norm; by iteration."""
     from grpo_runs.report.plots import draw_panels
 
-    records, found = train_records(files), evaluations(files)
-    rewards = _curves(records, {"reward_mean": "reward of the rollouts"})
+    curves = curves_of({record["iteration"] + 1: record for record in train_records(files)})
+    panels = {
+        title: {label: curves.get(name, []) for name, label in labels.items()}
+        for title, labels in _PANELS.items()
+    }
+    found = evaluations(files)
     for index, first in enumerate(found[0][1] if found else ()):
         points: list[Point] = [(done, tasks[index]["mean@1"]) for done, tasks in found]
-        rewards[f"mean@1, {first['task']}"] = points
-    panels = {
-        "reward": rewards,
-        "loss": _curves(records, _LOSSES),
-        "KL penalty": _curves(records, _PENALTY),
-        "gradient norm before clipping": _curves(records, {"grad_norm": "gradient norm"}),
-    }
+        panels["reward"][f"mean@1, {first['task']}"] = points
     draw_panels(panels, "iterations", files.plot)
-
-
-def _curves(records: Sequence[Metrics], labels: Mapping[str, str]) -> dict[str, list[Point]]:
-    """Args: labels: by the name of the metric"""
-    return {
-        label: [(r["iteration"] + 1, r[name]) for r in records if r.get(name) is not None]
-        for name, label in labels.items()
-    }
 
 
 def lift_lines(files: RunFiles) -> Iterator[str]:

@@ -22,20 +22,19 @@ FEW_ITEMS = 10
 """With fewer items, an interval is so wide that it tells little."""
 
 
-class EvaluationsFile:
+class EvaluationsFile(GrowingFile):
     """The evaluations of a run, in the order in which they were finished.
 
     Args: path: `eval.jsonl`. It may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = GrowingFile(path)
+        super().__init__(path)
         self.found: list[EvalSummary] = []
 
     def read_new(self) -> list[EvalSummary]:
         """Those since the last call."""
-        new = [EvalSummary.model_validate_json(line) for line in self._file.new_lines()]
+        new = [EvalSummary.model_validate_json(line) for line in self.new_lines()]
         self.found += new
         return new
 
@@ -45,7 +44,7 @@ class EvaluationsFile:
             of_task = [summary for summary in self.found if summary.task == task]
             try:
                 first, last = (
-                    read_result(details_path(summary, self._path))
+                    read_result(details_path(summary, self.path))
                     for summary in (of_task[0], of_task[-1])
                 )
                 comparison = compare(first, last)

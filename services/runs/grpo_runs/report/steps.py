@@ -4,15 +4,16 @@ screen, their curves, and a hint."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_core.errors import ProtocolViolation, problems_of
+from grpo_core.rollouts.page.encode import Point
 
 Record = TypeVar("Record")
 
@@ -41,12 +42,33 @@ class StepRecord(BaseModel):
     step_s: float = Field(alias="train/step_time")
 
 
-class MetricsFile:
-    """Reads complete lines only: the trainer may be writing the last one."""
+class GrowingFile:
+    """A text file that another process appends to. Only complete lines are read.
+
+    Args: offset: bytes to skip, which end with a newline
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path = path
+        self._offset = offset
+
+    def new_lines(self) -> list[str]:
+        """New lines since the last call; none if there is no file."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        return data[:end].decode(errors="replace").splitlines()
+
+
+class MetricsFile(GrowingFile):
+    """The trainer's metrics file. The trainer may be writing its last line."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = GrowingFile(path)
+        super().__init__(path)
         self._lines = 0
 
     def read_new(self) -> list[StepRecord]:
@@ -55,7 +77,7 @@ class MetricsFile:
         Raises:
             ProtocolViolation: a complete line is not a step record. Names the line.
         """
-        return [self._parse(line) for line in self._file.new_lines()]
+        return [self._parse(line) for line in self.new_lines()]
 
     def _parse(self, line: str) -> StepRecord:
         self._lines += 1
@@ -63,41 +85,18 @@ class MetricsFile:
             return StepRecord.model_validate_json(line)
         except ValidationError as error:
             raise ProtocolViolation(
-                f"{self._path} line {self._lines}: the record of a training step has missing or "
+                f"{self.path} line {self._lines}: the record of a training step has missing or "
                 f"invalid fields: {problems_of(error)}"
             ) from None
 
 
-class GrowingFile:
-    """A text file that another process appends to. Only complete lines are read.
-
-    Args: offset: bytes to skip, which end with a newline
-    """
-
-    def __init__(self, path: Path, offset: int = 0) -> None:
-        self._path = path
-        self._offset = offset
-
-    def new_lines(self) -> list[str]:
-        """New lines since the last call; none if there is no file."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        end = data.rfind(b"\n") + 1
-        self._offset += end
-        return data[:end].decode(errors="replace").splitlines()
-
-
-def metric_curves(path: Path) -> dict[str, list[tuple[float, float]]]:
-    """Steps and values of every metric, in order of steps; of a repeated step, the last values.
-    Empty if there is no file.
+def metric_curves(path: Path) -> dict[str, list[Point]]:
+    """Steps and values of every metric. Empty if there is no file.
 
     Raises:
         ProtocolViolation: a complete line is not the record of a step.
     """
-    records: dict[int, dict[str, float]] = {}
+    records: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(GrowingFile(path).new_lines(), start=1):
         try:
             record = json.loads(line)
@@ -107,11 +106,19 @@ def metric_curves(path: Path) -> dict[str, list[tuple[float, float]]]:
                 f"{path} line {number}: expected the record of a training step, a JSON object with "
                 "the key step"
             ) from None
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for step, record in sorted(records.items()):
+    return curves_of(records)
+
+
+def curves_of(records: Mapping[int, Mapping[str, Any]]) -> dict[str, list[Point]]:
+    """Positions and values of everything that is a number, in order of the positions.
+
+    Args: records: by position, so that of a repeated step the last one counts
+    """
+    curves: dict[str, list[Point]] = {}
+    for position, record in sorted(records.items()):
         for name, value in record.items():
             if isinstance(value, int | float):
-                curves.setdefault(name, []).append((step, value))
+                curves.setdefault(name, []).append((position, value))
     return curves
 
 

@@ -22,7 +22,6 @@ from grpo_core.settings import (
 )
 from grpo_core.settings.machine import not_writable
 from grpo_core.settings.options import Names, options_of
-from grpo_core.settings.sources import read_file
 from grpo_core.tree.environment import EnvironmentOptions
 from grpo_core.tree.server import ServerSettings
 from grpo_core.tree.trainer import TrainerSettings
@@ -36,7 +35,6 @@ from grpo_runs.models import (
     evaluated_model,
     without_adapter,
 )
-from grpo_runs.run_directory import RunDirectory
 from grpo_runs.settings.passed_on import (
     ENV,
     SERVER,
@@ -44,12 +42,14 @@ from grpo_runs.settings.passed_on import (
     Options,
     UnexpectedWord,
     by_service,
+    config_of_run,
     in_sections,
     mistakes_in,
+    options_of_run,
     words_of,
 )
 
-_CHECKPOINTS = "checkpoints"
+_PASSED_ON = "service_options"
 SAMPLES: int = EnvironmentOptions.model_fields["eval_samples"].default
 CPU_KV_CACHE_MIB = 1024
 _EVALUATION = ("items", "samples", "temperature", "output")
@@ -118,7 +118,7 @@ class EvalSettings(CommandSettings):
             "grpo-eval --model ./adapter --baseline base --task gsm8k --data ./gsm8k --greedy",
         ),
         aliases={"model-name": "model"},
-        passes_on="service_options",
+        passes_on=_PASSED_ON,
     )
 
     model: str = Field(
@@ -292,7 +292,7 @@ class EvalSettings(CommandSettings):
     def resolved(self) -> dict[str, Any]:
         values = super().resolved()
         if not self.service_options:
-            del values["service_options"]
+            del values[_PASSED_ON]
         return values
 
     @classmethod
@@ -300,10 +300,23 @@ class EvalSettings(CommandSettings):
         """Without --task, take the options of the run that the model belongs to."""
         yield from super().drop_unused(given, environment)
         model = given.get("model")
-        config = _config_of_run(Path(str(model.value))) if model else None
-        if config and "task" not in given:
-            _add_options_of_run(given, config)
-            yield f"task and options of the environment: those of {config}"
+        config = config_of_run(Path(str(model.value))) if model else None
+        if config is None or "task" in given:
+            return
+        own, of_environment = options_of_run(config)
+        for field in ("task", "data", "max_completion_tokens"):
+            value = own.get(field.replace("_", "-"))
+            if field not in given and value is not None:
+                given[field] = Given(value, f"{config}: {field}")
+        set_here = (*cls.model_fields, *_SET[ENV])
+        kept = {
+            f"{ENV}.{name}": found
+            for name, found in of_environment.items()
+            if name.replace("-", "_") not in set_here
+        }
+        later = given.get(_PASSED_ON, Given((), "")).value
+        given[_PASSED_ON] = Given([*words_of(kept), *later], f"{config}: {ENV}")
+        yield f"task and options of the environment: those of {config}"
 
     def mistakes(self) -> Iterator[Mistake]:
         if not self.task:
@@ -394,36 +407,3 @@ def _refused(service: str) -> dict[str, str]:
         if name not in _MAY_DIFFER
     }
     return written | dict.fromkeys(_SET[service], "grpo-eval sets this option itself; omit it")
-
-
-def _config_of_run(model: Path) -> Path | None:
-    """The configuration of the run that wrote this model or adapter; None if it is in no run."""
-    config = RunDirectory(model.parent.parent).config
-    return config if model.parent.name == _CHECKPOINTS and config.is_file() else None
-
-
-def _add_options_of_run(given: dict[str, Given], config: Path) -> None:
-    """Add the task, its data and its token limit unless they are given, and in front of the other
-    options those of the environment.
-
-    Raises:
-        ValueError: the configuration cannot be read.
-    """
-    try:
-        words, own = in_sections(read_file(config)[0])
-    except ValueError as error:
-        raise ValueError(f"{error}; pass --task") from None
-    for field in ("task", "data", "max_completion_tokens"):
-        value = own.get(field.replace("_", "-"))
-        if field not in given and value is not None:
-            given[field] = Given(value, f"{config}: {field}")
-    of_environment = by_service(words).get(ENV, {})
-    kept = {
-        f"{ENV}.{name}": found
-        for name, found in of_environment.items()
-        if name.replace("-", "_") not in (*EvalSettings.model_fields, *_SET[ENV])
-    }
-    if kept:
-        later = given.get("service_options")
-        all_words = [*words_of(kept), *(later.value if later else ())]
-        given["service_options"] = Given(all_words, f"{config}: {ENV}")

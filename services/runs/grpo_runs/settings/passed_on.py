@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from grpo_core.settings import CommandSettings, Given, OptionsInvalid, settings_of
 from grpo_core.settings.options import options_of
-from grpo_core.settings.sources import Arguments
+from grpo_core.settings.sources import Arguments, read_file
+from grpo_runs.run_directory import RunDirectory
 
 TRAINER, SERVER, ENV = "trainer", "server", "env"
 SERVICES = (TRAINER, SERVER, ENV)
@@ -139,3 +141,25 @@ def mistakes_in(
 def _named(service: str, text: str) -> str:
     """`--weihgt: no such option; did you mean --weight?` as the user writes these options."""
     return re.sub(r"(^|\bdid you mean |\bor )--", rf"\1--{service}.", text)
+
+
+_CHECKPOINTS = "checkpoints"
+
+
+def config_of_run(model: Path) -> Path | None:
+    """The configuration of the run that wrote this model or adapter; None if it is in no run."""
+    config = RunDirectory(model.parent.parent).config
+    return config if model.parent.name == _CHECKPOINTS and config.is_file() else None
+
+
+def options_of_run(config: Path) -> tuple[dict[str, Any], Options]:
+    """The options of the run's own command, and those of its environments.
+
+    Raises:
+        ValueError: the configuration cannot be read.
+    """
+    try:
+        words, own = in_sections(read_file(config)[0])
+    except ValueError as error:
+        raise ValueError(f"{error}; pass --task") from None
+    return own, by_service(words).get(ENV, {})
