@@ -52,11 +52,10 @@ from grpo_runs.settings.passed_on import (
 _PASSED_ON = "service_options"
 SAMPLES: int = EnvironmentOptions.model_fields["eval_samples"].default
 CPU_KV_CACHE_MIB = 1024
-_EVALUATION = ("items", "samples", "temperature", "output")
 _MAY_DIFFER = frozenset({"dtype", "gpu_memory_utilization", "log_level", "max_model_len"})
 """Options that may have another value for one service."""
 _SET = {
-    ENV: ("run_api_url", "inference_url", *(f"eval_{name}" for name in _EVALUATION)),
+    ENV: ("run_api_url", "inference_url"),
     SERVER: (
         *("host", "port", "health_port", "redis_url", "run_id", "share_weights", "weights_socket"),
         *("bridge_config_path", "weights_dir", "api_key"),
@@ -68,7 +67,7 @@ GPU_CONTROL = Path("/dev/nvidiactl")
 """Exists if the NVIDIA driver is loaded."""
 
 
-def of(view: type[BaseModel], option: str, **changes: Any) -> Any:
+def option_of(view: type[BaseModel], option: str, **changes: Any) -> Any:
     """The option of a service: its bounds, default and description, but for `changes`."""
     known = view.model_fields[option]
     info: Any = Field(**{"default": known.default, "description": known.description} | changes)
@@ -139,8 +138,9 @@ class EvalSettings(CommandSettings):
         Literal["float32", "bfloat16", "float16"] | None,
         Shown(default="float32; on a GPU bfloat16"),
     ] = Field(None, description="Data type of the weights")
-    device: str = of(
-        *(TrainerSettings, "device"),
+    device: str = option_of(
+        TrainerSettings,
+        "device",
         default="auto",
         description="Device to compute on: cpu, cuda or cuda:N. auto: a GPU if there is one, "
         "otherwise cpu",
@@ -154,19 +154,19 @@ class EvalSettings(CommandSettings):
         description="Tasks of env-server, separated by commas. Without this option, the tasks, the "
         "data, the token limit and the --env options of the run apply",
     )
-    data: str | None = of(EnvironmentOptions, "data")
-    items: int = of(EnvironmentOptions, "eval_items")
+    data: str | None = option_of(EnvironmentOptions, "data")
+    items: int = option_of(EnvironmentOptions, "eval_items")
     seed: int = Field(0, ge=0, description="Random seed: chooses the test items, if there are more")
-    samples: Annotated[int | None, Shown(default=f"{SAMPLES}; with --greedy 1")] = of(
+    samples: Annotated[int | None, Shown(default=f"{SAMPLES}; with --greedy 1")] = option_of(
         EnvironmentOptions, "eval_samples", default=None
     )
     greedy: bool = Field(
         False, description="One answer to each item, of the most likely token at each position"
     )
-    temperature: Annotated[float | None, Shown(default="1.0, as in training")] = of(
+    temperature: Annotated[float | None, Shown(default="1.0, as in training")] = option_of(
         EnvironmentOptions, "temperature", default=None
     )
-    max_completion_tokens: int | None = of(EnvironmentOptions, "max_completion_tokens")
+    max_completion_tokens: int | None = option_of(EnvironmentOptions, "max_completion_tokens")
     ks: Annotated[CommaSeparated[int], AfterValidator(_each_once), Shown(default="1,<samples>")] = (
         Field(
             (),
@@ -199,10 +199,11 @@ class EvalSettings(CommandSettings):
         ge=1,
         description="Number of CPU threads that the server computes with",
     )
-    server_deadline_s: float = of(EnvironmentOptions, "start_deadline_s")
-    vllm_api_key: SecretStr | None = of(EnvironmentOptions, "vllm_api_key")
-    log_level: LogLevel = of(
-        *(EnvironmentOptions, "log_level"),
+    server_deadline_s: float = option_of(EnvironmentOptions, "start_deadline_s")
+    vllm_api_key: SecretStr | None = option_of(EnvironmentOptions, "vllm_api_key")
+    log_level: LogLevel = option_of(
+        EnvironmentOptions,
+        "log_level",
         description="Least severe level of the messages in the services' log files",
     )
     service_options: tuple[str, ...] = Field(
@@ -308,11 +309,11 @@ class EvalSettings(CommandSettings):
             value = own.get(field.replace("_", "-"))
             if field not in given and value is not None:
                 given[field] = Given(value, f"{config}: {field}")
-        set_here = (*cls.model_fields, *_SET[ENV])
+        refused = _refused(ENV)
         kept = {
             f"{ENV}.{name}": found
             for name, found in of_environment.items()
-            if name.replace("-", "_") not in set_here
+            if name.replace("-", "_") not in refused
         }
         later = given.get(_PASSED_ON, Given((), "")).value
         given[_PASSED_ON] = Given([*words_of(kept), *later], f"{config}: {ENV}")
@@ -386,11 +387,12 @@ class EvalSettings(CommandSettings):
             )
         if self.base_model:
             yield Mistake("base_model", f"{self.model} is no adapter; omit this option")
-        if find_spec("grpo_env") is None:
-            yield Mistake(None, "env-server is not installed; install services/environment")
 
     def _mistakes_of(self, task: str) -> Iterator[str]:
-        from grpo_env.settings import EnvServerSettings  # the tasks; a mistyped option needs none
+        if find_spec("grpo_env") is None:
+            yield "env-server is not installed; install services/environment"
+            return
+        from grpo_env.settings import EnvServerSettings
 
         values = self.environment(task, self.evaluated().served)
         yield from mistakes_in(
@@ -400,10 +402,10 @@ class EvalSettings(CommandSettings):
 
 def _refused(service: str) -> dict[str, str]:
     """Options that are not passed on, and what to do instead."""
-    own = {name: f"--{name.replace('_', '-')}" for name in EvalSettings.model_fields}
     written = {
-        name: f"grpo-eval sets this option; write {flag}"
-        for name, flag in own.items()
+        f"{prefix}{name}": f"grpo-eval sets this option; write --{name.replace('_', '-')}"
+        for name in EvalSettings.model_fields
+        for prefix in ("", "eval_")
         if name not in _MAY_DIFFER
     }
     return written | dict.fromkeys(_SET[service], "grpo-eval sets this option itself; omit it")

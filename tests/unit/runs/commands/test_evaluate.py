@@ -227,6 +227,17 @@ def test_a_device_is_counted_among_the_visible_ones() -> None:
     assert visible_gpu(1, {}) == "1"
 
 
+@pytest.mark.usefixtures("evaluation")
+def test_sections_of_a_file_are_options_of_services() -> None:
+    lines = ("model: plain", "task: math", "env.weight: 3", "env: {data: null, eval-requests: 2}")
+    server = "server: {await-weights: false, block-size: 32, stop: [a, b]}"
+    Path("eval.yaml").write_text("\n".join([*lines, server]))
+    found = settings("--config", "eval.yaml", "--env.weight", "4")
+    assert found.options_of("env") == {"eval-requests": ("2",), "weight": ("4",)}
+    expected = {"no-await-weights": (), "block-size": ("32",), "stop": ("a", "b")}
+    assert found.options_of("server") == expected
+
+
 MISTAKES = {
     "--model plain": "--task: name the task, for example --task gsm8k",
     "--model ./none MATH": "--model: no such directory: ./none",
@@ -245,10 +256,12 @@ MISTAKES = {
     "--model plain MATH --server.drian-s 1": "--server.drian-s: no such option; did you mean --se",
     "--model plain MATH --server.logprobs-mode raw": "--server.logprobs-mode: vllm-api-server sets",
     "--model plain MATH --trainer.lr 3": "--trainer.lr: grpo-eval starts no such service",
-    "--model plain MATH --env.eval-items 3": "--env.eval-items: grpo-eval sets this option itself",
+    "--model plain MATH --env.eval-items 3": "--env.eval-items: grpo-eval sets this option; wr",
     "--model plain MATH --env.weight x": "--env.weight: expected a number, at least 0 and at most",
     "--model plain MATH --env.wieght 1": "--env.wieght: no such option; did you mean --env.weight",
     "--model plain --task mixture": "--env.mixture: the task mixture needs tasks and weights",
+    "--model plain MATH --env.weight=1 word": "'word': unexpected; every option begins with --",
+    "--config bad.yaml": "env: expected a section with one option per line",
     "--model no-base MATH": "--model: no-base/adapter_config.json names no base_model_name_or_",
     "--model lost-base MATH": "the base model of lost-base: no such directory: /none/model",
     "--model large MATH --base-model plain": "the adapter has rank 1024, and vLLM serves at mo",
@@ -257,6 +270,7 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("evaluation")
 def test_a_mistake_ends_with_status_2_before_a_server_starts(mistake: Mistake) -> None:
+    Path("bad.yaml").write_text("env: 3")
     make_adapter(Path("no-base"), None)
     make_adapter(Path("lost-base"), Path("/none/model"))
     make_adapter(Path("large"), None, rank=1024)
