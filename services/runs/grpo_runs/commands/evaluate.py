@@ -19,13 +19,21 @@ from grpo_core.settings.machine import SMOLLM2
 from grpo_runs.models import EvaluatedModel, adapter_flags, by_server
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
-from grpo_runs.process.stack import Service, Stack, StopRequest, StopRequested, start_on_screen
+from grpo_runs.process.stack import MIB, Service, Stack, StopRequest, StopRequested, start_on_screen
 from grpo_runs.report.steps import GrowingFile
 from grpo_runs.report.summary import counted
 from grpo_runs.screen import Screen
-from grpo_runs.services import child_environment, inference_server, make_smollm2, module, url
+from grpo_runs.services import (
+    HOST,
+    MAX_NUM_SEQS,
+    NO_COMPILER,
+    child_environment,
+    make_smollm2,
+    module,
+    url,
+)
 from grpo_runs.settings import EvalSettings
-from grpo_runs.settings.passed_on import ENV, words_of
+from grpo_runs.settings.passed_on import ENV, SERVER
 
 ADAPTER_DEADLINE_S = 300.0
 BASELINE = "baseline"
@@ -95,18 +103,7 @@ def _evaluated(
     token = plain(settings.vllm_api_key)
     port = free_port()
     with HealthProbe(token) as probe, Stack(settings.logs, stop_request) as stack:
-        flags = ["--redis-url", "none", "--no-share-weights", *adapter_flags(models)]
-        server = inference_server(
-            settings,  # type: ignore[arg-type]  # has what it reads
-            probe,
-            port,
-            served,
-            flags,
-            _variables(settings),
-            max_model_len=settings.served_length,
-            kv_cache_mib=settings.served_kv_cache_mib,
-            deadline_s=settings.server_deadline_s,
-        )
+        server = inference_server(settings, probe, port, served, adapter_flags(models))
         start_on_screen(stack, [server], screen)
         results: Results = {model: {} for model in models}
         for model in models:
@@ -122,6 +119,37 @@ def _evaluated(
         with screen.activity("stopping the server"):
             stack.stop()
     return results
+
+
+def inference_server(
+    settings: EvalSettings, probe: HealthProbe, port: int, model: str, flags: Sequence[str]
+) -> Service:
+    """Args: flags: for the adapters"""
+    memory, gpu_share = settings.served_kv_cache_mib, settings.gpu_memory_utilization
+    return Service(
+        name="vllm-server",
+        role="samples completions from the policy",
+        command=module(
+            *("grpo_vllm", "--model", model),
+            *("--host", HOST, "--port", port, "--health-port", free_port()),
+            *("--redis-url", "none", "--no-share-weights"),
+            *flags,
+            *("--log-level", settings.log_level),
+            *("--dtype", settings.weights_dtype),
+            *("--max-model-len", settings.served_length),
+            *("--max-num-seqs", MAX_NUM_SEQS),
+            *(("--enforce-eager",) if settings.starts_eager else ()),
+            *(("--gpu-memory-utilization", gpu_share) if settings.on_gpu else ()),
+            *(("--kv-cache-memory-bytes", memory * MIB) if memory else ()),
+            *("--seed", settings.seed),
+            *settings.words_for(SERVER),
+        ),
+        healthy=lambda: probe.answers(url(port)),
+        deadline_s=settings.server_deadline_s,
+        environment=child_environment(settings.compute_threads, model)
+        | (NO_COMPILER if settings.starts_eager else {})
+        | _variables(settings),
+    )
 
 
 def _variables(settings: EvalSettings) -> dict[str, str]:
@@ -202,7 +230,7 @@ def evaluation_job(
             *words,
             *("--inference-url", server_url),
             *("--eval-output", output),
-            *words_of(settings.options_of(ENV)),
+            *settings.words_for(ENV),
         ),
         healthy=lambda: True,
         deadline_s=0.0,

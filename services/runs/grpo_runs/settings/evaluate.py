@@ -39,14 +39,12 @@ from grpo_runs.settings.passed_on import (
     ENV,
     SERVER,
     TRAINER,
-    Options,
     UnexpectedWord,
     by_service,
     config_of_run,
     in_sections,
     mistakes_in,
     options_of_run,
-    words_of,
 )
 
 _PASSED_ON = "service_options"
@@ -263,9 +261,9 @@ class EvalSettings(CommandSettings):
             return without_adapter(self.evaluated())
         return evaluated_model(self.baseline, self.base_model) if self.baseline else None
 
-    def options_of(self, service: str) -> Options:
-        """Those that are passed on to the service."""
-        return by_service(self.service_options).get(service, {})
+    def words_for(self, service: str) -> list[str]:
+        """The options that are passed on to the service, as it takes them."""
+        return by_service(self.service_options).get(service, [])
 
     def environment(self, task: str, served: str) -> dict[str, Given]:
         """Values for `env-server TASK evaluate` by its fields, under the names of the options here.
@@ -304,19 +302,12 @@ class EvalSettings(CommandSettings):
         config = config_of_run(Path(str(model.value))) if model else None
         if config is None or "task" in given:
             return
-        own, of_environment = options_of_run(config)
+        options, words = options_of_run(config, _refused(ENV))
         for field in ("task", "data", "max_completion_tokens"):
-            value = own.get(field.replace("_", "-"))
-            if field not in given and value is not None:
-                given[field] = Given(value, f"{config}: {field}")
-        refused = _refused(ENV)
-        kept = {
-            f"{ENV}.{name}": found
-            for name, found in of_environment.items()
-            if name.replace("-", "_") not in refused
-        }
+            if field not in given and options.get(field) is not None:
+                given[field] = Given(options[field], f"{config}: {field}")
         later = given.get(_PASSED_ON, Given((), "")).value
-        given[_PASSED_ON] = Given([*words_of(kept), *later], f"{config}: {ENV}")
+        given[_PASSED_ON] = Given([*words, *later], f"{config}: {ENV}")
         yield f"task and options of the environment: those of {config}"
 
     def mistakes(self) -> Iterator[Mistake]:
@@ -338,18 +329,16 @@ class EvalSettings(CommandSettings):
         if not self.output.suffix:
             yield Mistake("output", f"expected a suffix, as in {self.output}.jsonl")
         try:
-            options = by_service(self.service_options)
+            words = by_service(self.service_options)
         except UnexpectedWord as word:
             yield Mistake(None, self._unexpected(str(word)))
             return
-        for name in options.get(TRAINER, {}):
-            yield Mistake(
-                None, f"--trainer.{name}: grpo-eval starts no such service; omit this option"
-            )
-        if SERVER in options:
-            model = {"model": Given(self.model, "--model")}
-            refused = _refused(SERVER)
-            for line in mistakes_in(SERVER, options[SERVER], ServerSettings, model, refused):
+        for first in words.get(TRAINER, [])[:1]:
+            option = f"--{TRAINER}.{first[2:].partition('=')[0]}"
+            yield Mistake(None, f"{option}: grpo-eval starts no such service; omit this option")
+        if SERVER in words:
+            model, refused = {"model": Given(self.model, "--model")}, _refused(SERVER)
+            for line in mistakes_in(SERVER, words[SERVER], ServerSettings, model, refused):
                 yield Mistake(None, line)
 
     def _unexpected(self, word: str) -> str:
@@ -396,7 +385,7 @@ class EvalSettings(CommandSettings):
 
         values = self.environment(task, self.evaluated().served)
         yield from mistakes_in(
-            *(ENV, self.options_of(ENV), EnvServerSettings, values, _refused(ENV)), at_start=True
+            *(ENV, self.words_for(ENV), EnvServerSettings, values, _refused(ENV)), at_start=True
         )
 
 

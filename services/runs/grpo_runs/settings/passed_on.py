@@ -1,24 +1,23 @@
-"""Options that a command passes on to a service, such as `--env.weight 3`: read as words or as a
-section of a file, and checked in this process by the settings of that service."""
+"""Options that `grpo-eval` passes on to a service, such as `--env.weight 3`: read as words, as a
+section of a file or from a run, and checked in this process by the settings of that service."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from grpo_core.settings import CommandSettings, Given, OptionsInvalid, settings_of
 from grpo_core.settings.options import options_of
 from grpo_core.settings.sources import Arguments, read_file
+from grpo_core.tree.environment import EnvironmentOptions
 from grpo_runs.run_directory import RunDirectory
 
 TRAINER, SERVER, ENV = "trainer", "server", "env"
 SERVICES = (TRAINER, SERVER, ENV)
-
-Options = dict[str, tuple[str, ...]]
-"""Words of the value by option name; an option without a value has none."""
 _OPTION = re.compile(rf"--({'|'.join(SERVICES)})\.([^=]+)(=.*)?", re.DOTALL)
 
 
@@ -26,37 +25,29 @@ class UnexpectedWord(ValueError):
     """A word of the command line is not an option of a service. Its text is that word."""
 
 
-def by_service(words: Iterable[str]) -> dict[str, Options]:
-    """`--server.seed 3 --env.weight=3` → `{"server": {"seed": ("3",)}, "env": {"weight": ("3",)}}`.
+def by_service(words: Iterable[str]) -> dict[str, list[str]]:
+    """The words of each service, as it takes them itself: `--server.seed 3 --env.weight=3` →
+    `{"server": ["--seed", "3"], "env": ["--weight=3"]}`.
 
     Of an option that is given twice, the last one counts.
 
     Raises:
         UnexpectedWord: a word is neither an option of a service nor a value of one
     """
-    found: dict[str, Options] = {}
-    open_option: tuple[str, str] | None = None
+    found: dict[str, dict[str, list[str]]] = {}
+    open_option: list[str] | None = None
     for word in words:
         if match := _OPTION.fullmatch(word):
             service, name, value = match[1], match[2].replace("_", "-"), match[3]
             options = found.setdefault(service, {})
             options.pop(name, None)
-            options[name] = () if value is None else (value[1:],)
-            open_option = (service, name) if value is None else None
+            options[name] = [f"--{name}{value or ''}"]
+            open_option = options[name] if value is None else None
         elif open_option and not word.startswith("--"):
-            service, name = open_option
-            found[service][name] += (word,)
+            open_option.append(word)
         else:
             raise UnexpectedWord(word)
-    return found
-
-
-def words_of(options: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """As the service itself takes them."""
-    words: list[str] = []
-    for name, values in options.items():
-        words += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
-    return words
+    return {service: [*chain(*options.values())] for service, options in found.items()}
 
 
 def in_sections(content: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
@@ -75,7 +66,7 @@ def in_sections(content: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
             rest[key] = value
         elif dot or isinstance(value, Mapping):
             for option, held in ({name: value} if dot else value).items():
-                words += _words(f"{service}.{option}", held)
+                words += _words(service, option, held)
         else:
             raise ValueError(
                 f"{key}: expected a section with one option per line, for example "
@@ -84,21 +75,61 @@ def in_sections(content: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     return words, rest
 
 
-def _words(name: str, value: Any) -> list[str]:
+def _words(service: str, name: str, value: Any) -> list[str]:
     if value is None:
         return []
     if isinstance(value, bool):
-        service, _, option = name.partition(".")
-        return [f"--{name}" if value else f"--{service}.no-{option}"]
-    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
-        return [f"--{name}", *map(str, value)]
+        return [f"--{service}.{'' if value else 'no-'}{name}"]
+    if isinstance(value, list) and not any(isinstance(item, Mapping) for item in value):
+        return [f"--{service}.{name}", *map(str, value)] if value else []
     text = json.dumps(value) if isinstance(value, Mapping | list) else str(value)
-    return [f"--{name}={text}"]
+    return [f"--{service}.{name}={text}"]
+
+
+_CHECKPOINTS = "checkpoints"
+_SECTIONS = ("task", "sampling")
+_GROUPS = EnvironmentOptions.command.groups
+_OF_ITEMS = (*_GROUPS["Data"], *_GROUPS["Reward"], "eval_data", "held_out")
+"""Options of a run's environments that its evaluation must have too."""
+
+
+def config_of_run(model: Path) -> Path | None:
+    """The configuration of the run that wrote this model or adapter; None if it is in no run."""
+    config = RunDirectory(model.parent.parent).config
+    return config if model.parent.name == _CHECKPOINTS and config.is_file() else None
+
+
+def options_of_run(config: Path, refused: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """The options of the run by field, and the words for its environments without the options that
+    are `refused`.
+
+    Raises:
+        ValueError: the configuration cannot be read.
+    """
+    try:
+        content = read_file(config)[0]
+    except ValueError as error:
+        raise ValueError(f"{error}; pass --task") from None
+    own: dict[str, Any] = {}
+    for key, value in content.items():
+        if key in _SECTIONS and isinstance(value, Mapping):  # `task: {name: gsm8k, data: rows}`
+            own |= {key if name == "name" else _field(name): held for name, held in value.items()}
+        else:
+            own[_field(key)] = value
+    section = own.get(ENV)
+    found = {name: own[name] for name in _OF_ITEMS if name in own}
+    found |= {_field(name): value for name, value in section.items()} if section else {}
+    names = [name for name in found if name not in {*refused}]
+    return own, [*chain(*(_words(ENV, name.replace("_", "-"), found[name]) for name in names))]
+
+
+def _field(name: str) -> str:
+    return str(name).replace("-", "_")
 
 
 def mistakes_in(
     service: str,
-    options: Options,
+    words: list[str],
     view: type[CommandSettings],
     values: Mapping[str, Given],
     refused: Mapping[str, str],
@@ -113,7 +144,7 @@ def mistakes_in(
         refused: fields and other options that the command sets, and what to do instead
         at_start: check this machine too
     """
-    line = Arguments(view.command, options_of(view), words_of(options))
+    line = Arguments(view.command, options_of(view), words)
     typed = {
         field: found._replace(name=_named(service, found.name))
         for field, found in line.values.items()
@@ -121,7 +152,7 @@ def mistakes_in(
     }
     names = {found.name: field for field, found in typed.items()}
     passed = [word.partition("=")[0] for word in line.passed_on if word.startswith("--")]
-    names |= {_named(service, word): word[2:].replace("-", "_") for word in passed}
+    names |= {_named(service, word): _field(word[2:]) for word in passed}
     problems = [
         *(_named(service, problem) for problem in line.problems),
         *(f"{name}: {refused[field]}" for name, field in names.items() if field in refused),
@@ -141,25 +172,3 @@ def mistakes_in(
 def _named(service: str, text: str) -> str:
     """`--weihgt: no such option; did you mean --weight?` as the user writes these options."""
     return re.sub(r"(^|\bdid you mean |\bor )--", rf"\1--{service}.", text)
-
-
-_CHECKPOINTS = "checkpoints"
-
-
-def config_of_run(model: Path) -> Path | None:
-    """The configuration of the run that wrote this model or adapter; None if it is in no run."""
-    config = RunDirectory(model.parent.parent).config
-    return config if model.parent.name == _CHECKPOINTS and config.is_file() else None
-
-
-def options_of_run(config: Path) -> tuple[dict[str, Any], Options]:
-    """The options of the run's own command, and those of its environments.
-
-    Raises:
-        ValueError: the configuration cannot be read.
-    """
-    try:
-        words, own = in_sections(read_file(config)[0])
-    except ValueError as error:
-        raise ValueError(f"{error}; pass --task") from None
-    return own, by_service(words).get(ENV, {})

@@ -178,20 +178,35 @@ def test_smollm2_is_made_before_it_is_evaluated(evaluation: Evaluation) -> None:
     assert [line.split()[1] for line in lines if "--model" in line] == ["made", "plain"]
 
 
+FLAT = """
+task: [gsm8k]
+data: rows
+max-completion-tokens: 32
+steps: 3
+seq-len: 100
+trainer: {lr: 1}
+env: {columns: {prompt: question}, temperature: 0.5}
+"""
+IN_SECTIONS = """
+model: {name: tiny}
+task: {name: [gsm8k], data: rows, columns: {prompt: question}, mixture: [], held-out: null}
+sampling: {max-completion-tokens: 32, seq-len: 100, temperature: 0.5}
+optim: {lr: 1}
+"""
+
+
+@pytest.mark.parametrize("config", [FLAT, IN_SECTIONS], ids=["flat", "sections"])
 def test_without_a_task_the_options_of_the_run_apply(
-    evaluation: Evaluation, capsys: pytest.CaptureFixture[str]
+    evaluation: Evaluation, capsys: pytest.CaptureFixture[str], config: str
 ) -> None:
     make_model(Path("run/checkpoints/trained"))
-    Path("run/config.yaml").write_text(
-        "task: [gsm8k]\ndata: rows\nmax-completion-tokens: 32\nsteps: 3\n"
-        "trainer: {lr: 1}\nenv: {columns: {prompt: question}, temperature: 0.5}\n"
-    )
+    Path("run/config.yaml").write_text(config)
     Path("latest").symlink_to("run")
     assert evaluation.run("--model", "latest/checkpoints/trained", "--env.weight", "2") == 0
     asked = evaluation.log("evaluate")[0]
     assert asked.startswith("gsm8k evaluate --model latest/checkpoints/trained --data rows")
-    assert "--max-completion-tokens 32" in asked
-    assert asked.endswith('--columns={"prompt": "question"} --weight=2')
+    assert "--max-completion-tokens 32 --seq-len 512" in asked
+    assert asked.endswith('eval.jsonl --columns={"prompt": "question"} --weight 2')
     told = "task and options of the environment: those of latest/config.yaml\n"
     assert capsys.readouterr().err == f"grpo-eval: {told}"
     assert settings("--model", "latest/checkpoints/trained", "--task", "math").data is None
@@ -233,9 +248,9 @@ def test_sections_of_a_file_are_options_of_services() -> None:
     server = "server: {await-weights: false, block-size: 32, stop: [a, b]}"
     Path("eval.yaml").write_text("\n".join([*lines, server]))
     found = settings("--config", "eval.yaml", "--env.weight", "4")
-    assert found.options_of("env") == {"eval-requests": ("2",), "weight": ("4",)}
-    expected = {"no-await-weights": (), "block-size": ("32",), "stop": ("a", "b")}
-    assert found.options_of("server") == expected
+    assert found.words_for("env") == ["--eval-requests=2", "--weight", "4"]
+    expected = ["--no-await-weights", "--block-size=32", "--stop", "a", "b"]
+    assert found.words_for("server") == expected
 
 
 MISTAKES = {
