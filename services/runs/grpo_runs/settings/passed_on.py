@@ -153,22 +153,20 @@ def mistakes_in(
     names = {found.name: field for field, found in typed.items()}
     passed = [word.partition("=")[0] for word in line.passed_on if word.startswith("--")]
     names |= {_named(service, word): _field(word[2:]) for word in passed}
-    problems = [
-        *(_named(service, problem) for problem in line.problems),
-        *(f"{name}: {refused[field]}" for name, field in names.items() if field in refused),
-    ]
+    problems = [*line.problems]
+    problems += [f"{name}: {refused[field]}" for name, field in names.items() if field in refused]
     given = {**values, **{name: found for name, found in typed.items() if name not in refused}}
     if view.command.passes_on and line.passed_on:
         given[view.command.passes_on] = Given(line.passed_on, "")
     try:
         settings_of(view, given, at_start=at_start, problems=problems)
     except OptionsInvalid as error:
-        named = tuple(f"{found.name}:" for found in given.values())
+        own = tuple(f"{found.name}:" for found in values.values())
         for text in error.lines:
-            is_named = text in problems or text.startswith(named)
-            yield text if is_named else _named(service, text)
+            yield text if text.startswith(own) else _named(service, text)
 
 
 def _named(service: str, text: str) -> str:
     """`--weihgt: no such option; did you mean --weight?` as the user writes these options."""
-    return re.sub(r"(^|\bdid you mean |\bor )--", rf"\1--{service}.", text)
+    begin = "" if text.startswith(f"--{service}.") else "^|"
+    return re.sub(rf"({begin}\bdid you mean |\bor )--", rf"\1--{service}.", text)

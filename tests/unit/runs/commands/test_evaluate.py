@@ -273,7 +273,9 @@ MISTAKES = {
     "--model plain MATH --trainer.lr 3": "--trainer.lr: grpo-eval starts no such service",
     "--model plain MATH --env.eval-items 3": "--env.eval-items: grpo-eval sets this option; wr",
     "--model plain MATH --env.weight x": "--env.weight: expected a number, at least 0 and at most",
-    "--model plain MATH --env.wieght 1": "--env.wieght: no such option; did you mean --env.weight",
+    "--model plain MATH --env.reward-wieghts length=1": "--env.reward-wieghts: no such option; did "
+    "you mean --env.reward-weights or --env.env.reward-weights?",
+    "--model plain MATH --env.group-size 1": "pass 2 or more, or --env.no-drop-equal-scores",
     "--model plain --task mixture": "--env.mixture: the task mixture needs tasks and weights",
     "--model plain MATH --env.weight=1 word": "'word': unexpected; every option begins with --",
     "--config bad.yaml": "env: expected a section with one option per line",
