@@ -39,7 +39,7 @@ from grpo_runs.settings.passed_on import (
     ENV,
     SERVER,
     TRAINER,
-    UnexpectedWord,
+    UNKNOWN,
     by_service,
     config_of_run,
     in_sections,
@@ -328,11 +328,9 @@ class EvalSettings(CommandSettings):
             )
         if not self.output.suffix:
             yield Mistake("output", f"expected a suffix, as in {self.output}.jsonl")
-        try:
-            words = by_service(self.service_options)
-        except UnexpectedWord as word:
-            yield Mistake(None, self._unexpected(str(word)))
-            return
+        words = by_service(self.service_options)
+        for word in words.get(UNKNOWN, [])[:1]:
+            yield Mistake(None, self._unexpected(word))
         for first in words.get(TRAINER, [])[:1]:
             option = f"--{TRAINER}.{first[2:].partition('=')[0]}"
             yield Mistake(None, f"{option}: grpo-eval starts no such service; omit this option")

@@ -18,35 +18,30 @@ from grpo_runs.run_directory import RunDirectory
 
 TRAINER, SERVER, ENV = "trainer", "server", "env"
 SERVICES = (TRAINER, SERVER, ENV)
+UNKNOWN = ""
 _OPTION = re.compile(rf"--({'|'.join(SERVICES)})\.([^=]+)(=.*)?", re.DOTALL)
-
-
-class UnexpectedWord(ValueError):
-    """A word of the command line is not an option of a service. Its text is that word."""
 
 
 def by_service(words: Iterable[str]) -> dict[str, list[str]]:
     """The words of each service, as it takes them itself: `--server.seed 3 --env.weight=3` →
-    `{"server": ["--seed", "3"], "env": ["--weight=3"]}`.
+    `{"server": ["--seed", "3"], "env": ["--weight=3"]}`. Words that are neither an option of a
+    service nor a value of one are those of `UNKNOWN`.
 
     Of an option that is given twice, the last one counts.
-
-    Raises:
-        UnexpectedWord: a word is neither an option of a service nor a value of one
     """
     found: dict[str, dict[str, list[str]]] = {}
     open_option: list[str] | None = None
     for word in words:
-        if match := _OPTION.fullmatch(word):
-            service, name, value = match[1], match[2].replace("_", "-"), match[3]
-            options = found.setdefault(service, {})
-            options.pop(name, None)
-            options[name] = [f"--{name}{value or ''}"]
-            open_option = options[name] if value is None else None
-        elif open_option and not word.startswith("--"):
+        if open_option is not None and not word.startswith("--"):
             open_option.append(word)
-        else:
-            raise UnexpectedWord(word)
+            continue
+        match = _OPTION.fullmatch(word)
+        service, name = (match[1], match[2].replace("_", "-")) if match else (UNKNOWN, word)
+        options = found.setdefault(service, {})
+        options.pop(name, None)
+        options[name] = [f"--{name}{match[3] or ''}" if match else word]
+        takes_value = word.startswith("--") and "=" not in word
+        open_option = options[name] if takes_value else None
     return {service: [*chain(*options.values())] for service, options in found.items()}
 
 
