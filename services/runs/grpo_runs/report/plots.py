@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from grpo_core.rollouts.page.encode import Point
-from grpo_runs.modes import ModeName
+from grpo_core.tree.weights import ModeName
 from grpo_runs.report.steps import StepRecord
 
 # On its first import matplotlib builds a cache of fonts and logs a warning, which would look like a
