@@ -24,8 +24,9 @@ from grpo_runs.report.metrics_file import GrowingFile
 from grpo_runs.report.summary import counted
 from grpo_runs.screen import Screen
 from grpo_runs.service_options import ENV, MODULES, service_words
-from grpo_runs.services import child_environment, inference_server, make_smollm2, module, url
+from grpo_runs.services import child_environment, inference_server, make_model, module
 from grpo_runs.settings import EvalSettings
+from grpo_runs.views import url
 
 ADAPTER_DEADLINE_S = 300.0
 BASELINE = "baseline"
@@ -80,7 +81,7 @@ def _with_smollm2_made(
     if not names:
         return settings
     with Stack(settings.output.with_suffix("") / LOGS, stop_request) as stack:
-        directory = make_smollm2(stack, screen, settings.server_deadline_s)
+        directory = make_model(stack, screen, SMOLLM2, settings.server_deadline_s)
     return settings.model_copy(update=dict.fromkeys(names, directory))
 
 

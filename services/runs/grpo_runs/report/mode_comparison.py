@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from grpo_runs.modes import ModeName
+from grpo_core.tree.weights import ModeName
 from grpo_runs.process.stack import MIB
 from grpo_runs.report.metrics_file import MetricsFile
 from grpo_runs.report.summary import BenchmarkFacts, RunFacts

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from grpo_runs.modes import ModeName
+from grpo_core.tree.weights import ModeName
 from grpo_runs.report.metrics_file import StepRecord
 
 # On its first import matplotlib builds a cache of fonts and logs a warning, which would look like a

@@ -11,8 +11,9 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.errors import ProtocolViolation
+from grpo_core.tree.weights import ModeName
 from grpo_core.weights.supervisor import SupervisorStatus
-from grpo_runs.modes import Mode, ModeName
+from grpo_runs.modes import Mode
 from grpo_runs.report.metrics_file import StepRecord
 from grpo_runs.run_directory import RunDirectory
 
