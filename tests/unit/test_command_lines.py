@@ -42,8 +42,8 @@ COMMANDS: dict[type[CommandSettings], list[str]] = {
         f"--model m --mode none --vllm-flags=--enforce-eager {REDIS}",
     ],
     DemoSettings: [
-        "--model tiny --task arithmetic --mode lora_only --trainer.lora-layer-indices 0-1 --env.temperature=0.5 "
-        "--server.enable-prefix-caching --server.no-await-weights"
+        "--model tiny --task arithmetic --mode lora_only --trainer.lora-layer-indices 0-1 "
+        "--env.temperature=0.5 --server.enable-prefix-caching --server.no-await-weights"
     ],
     RunSettings: [f"--model m {REDIS}"],
     CompareSettings: [""],

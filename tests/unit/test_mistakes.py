@@ -104,7 +104,7 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         "--seq-len 100 --max-model-len 50": "--max-model-len 50 is less than --seq-len 100",
         "--max-completion-tokens 128": "--max-completion-tokens 128 leaves no room for a prompt",
         "--run-dir /dev": "--run-dir /dev: this path is not an empty directory; name",
-        "--resume /dev": "--resume /dev: this directory has no config.yaml; name",
+        "--resume /dev": "--resume: /dev: no config.yaml in it; name the directory of a run",
         "--server.api-key y": "--server.api-key: grpo-demo sets this option; write --run-api-",
         "--trainer.vllm-api-key y": "this option; write --run-api-token",
         "--trainer.metrics-file m": "--trainer.metrics-file: grpo-demo sets this option itself",

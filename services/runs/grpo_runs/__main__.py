@@ -101,11 +101,8 @@ def with_config_of_resumed_run(
             command,
             "--config: --resume reads the configuration of the run; omit --config or --resume",
         )
-    if not config.is_file():
-        _refuse(
-            command,
-            f"--resume {named}: this directory has no {config.name}; name the directory of a run",
-        )
+    if not config.is_file():  # of a trainer alone it is another directory, auto or never
+        return list(words)
     return ["--config", str(config), *words]
 
 

@@ -270,7 +270,7 @@ def make_model(stack: Stack, screen: Screen, model: str, deadline_s: float) -> s
 
 def command_lines(settings: LaunchOptions) -> list[str]:
     """One line per service, without secrets. Starts nothing."""
-    run = RunDirectory(settings.resume or settings.run_dir or RUNS / "new")
+    run = RunDirectory(settings.resumed or settings.run_dir or RUNS / "new")
     api_port, server_port = free_port(), free_port()
     with HealthProbe() as probe:
         if not settings.starts_all:

@@ -248,7 +248,7 @@ def environment_values(settings: LaunchOptions, places: Places, task: str) -> di
         "run_api_token": settings.run_api_token,
         "vllm_api_key": settings.run_api_token,
         # run-api reports the earlier run until the trainer of the resumed run registers.
-        "steps": sizes.steps if settings.resume else None,
+        "steps": sizes.steps if settings.resumed else None,
         "eval_every": settings.evaluates_every or None,
     }
     if run is not None and settings.evaluates_every:

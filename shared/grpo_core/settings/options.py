@@ -213,8 +213,10 @@ class Names:
         if reason := self._command.refused.get(name):
             return reason
         section, dot, plain = name.rpartition(".")
-        if section and plain in self._found:
-            return f"no such option; did you mean --{plain}?"
+        if section and (elsewhere := self._found.get(plain)):
+            titles = (t for t, names in self._command.groups.items() if elsewhere.field in names)
+            right = f"{next(titles)}.{plain}" if self._command.sections else plain
+            return f"no such option; did you mean --{right}?"
         begin = section + dot
         names = [*self._found, *self._negated, *COMMON]
         beside = [

@@ -113,15 +113,17 @@ def service_of(field: str) -> str | None:
 def given_words(view: type[CommandSettings], values: Mapping[str, Any]) -> list[str]:
     """The words that give a service's command these values, by field. Secrets are left out, as
     other users can read command lines."""
-    words = []
+    words: list[str] = []
     for option in options_of(view).values():
         value = values.get(option.field)
         if value is None or isinstance(value, SecretStr) or option.field in view.command.positional:
             continue
         if isinstance(value, bool):
             words.append(f"--{option.name}" if value else f"--no-{option.name}")
+        elif (text := _text(value)).startswith("--"):
+            words.append(f"--{option.name}={text}")
         else:
-            words.append(f"--{option.name}={_text(value)}")
+            words += [f"--{option.name}", text]
     return words
 
 

@@ -77,13 +77,13 @@ def run_demo(settings: LaunchOptions, screen: Screen) -> int:
         try:
             run = (
                 create_run_directory(settings.run_dir, settings.seed)
-                if settings.resume is None
-                else RunDirectory.of(settings.resume)
+                if settings.resumed is None
+                else RunDirectory.of(settings.resumed)
             )
             held.enter_context(run.hold())
         except GrpoError as error:
             return screen.failed(error)
-        if settings.resume is None:
+        if settings.resumed is None:
             run.write_config(resolved_yaml(settings.command, settings.resolved()))
         try:
             _train_and_report(settings, run, screen, stop_request)
@@ -118,7 +118,7 @@ def _train_and_report(
 ) -> None:
     started = time.monotonic()
     records: list[StepRecord] = []
-    if settings.resume:  # the steps after the newest checkpoint are repeated
+    if settings.resumed:  # the steps after the newest checkpoint are repeated
         records = trim_records(run.metrics, run.newest_checkpoint_step() or 0)
     screen.lines(opening_lines(settings, run, len(records)))
     memory, evaluations = MemoryPeaks(), EvaluationsFile(run.evaluations)
@@ -131,7 +131,7 @@ def _train_and_report(
         factory = ServiceFactory(settings, run, probe)
         try:
             places = start_services(factory, stack, screen, weights_socket_path(Path(temporary)))
-            if settings.resume:  # not earlier, so that a failed start leaves the old one
+            if settings.resumed:  # not earlier, so that a failed start leaves the old one
                 run.write_config(resolved_yaml(settings.command, settings.resolved()))
             names = [factory.environment_name(task) for task in settings.task]
             training_started = time.monotonic()

@@ -108,7 +108,7 @@ class LaunchOptions(CommandSettings):
     run_dir: Annotated[Path | None, Shown(default="runs/<UTC time>-<seed>")] = Field(
         None, description="New or empty directory for the files of the run"
     )
-    resume: Path | None = Field(
+    resume: Annotated[str | None, Shown(default="none; without --task: auto, as of grpo")] = Field(
         None,
         description="Resume the run in this directory, for example runs/latest. Command-line "
         "options override the directory's config.yaml. To continue a run that has finished, "
@@ -228,6 +228,11 @@ class LaunchOptions(CommandSettings):
         return bool(self.task)
 
     @property
+    def resumed(self) -> Path | None:
+        """The directory of the run that goes on; None for a new one."""
+        return Path(self.resume) if self.starts_all and self.resume else None
+
+    @property
     def weight_mode(self) -> Mode:
         return MODES[self.mode]
 
@@ -288,6 +293,7 @@ class LaunchOptions(CommandSettings):
     def given(self, service: str) -> dict[str, Any]:
         """The options of this service that the user has given, by field."""
         names = self.model_fields_set & VIEWS[service].model_fields.keys()
+        names -= {"stop_grace_s"} | ({"resume"} if self.starts_all else set())
         return {name: getattr(self, name) for name in names}
 
     def resolved(self) -> dict[str, Any]:
@@ -323,8 +329,6 @@ class LaunchOptions(CommandSettings):
                 yield Mistake(
                     None, f"--port and --health-port are both {self.port}; change one of them"
                 )
-            if self.resume is not None:
-                yield Mistake("resume", "needs the run's --task")
             return
         for name in _SETS_ITSELF:
             if name in self.model_fields_set:
@@ -383,8 +387,8 @@ class LaunchOptions(CommandSettings):
                 yield Mistake("log_dir", problem)
             if problem := cannot_listen(self.host, self.port):
                 yield Mistake("port", problem)
-        elif self.resume is not None:
-            yield from self._mistakes_of_resumed(self.resume)
+        elif self.resumed is not None:
+            yield from self._mistakes_of_resumed(self.resumed)
         elif problem := not_writable(self.run_dir or RUNS):
             yield Mistake("run_dir", problem)
         elif self.run_dir is not None and (problem := unusable(self.run_dir, "--run-dir")):
@@ -398,6 +402,11 @@ class LaunchOptions(CommandSettings):
 
     def _mistakes_of_resumed(self, resume: Path) -> Iterator[Mistake]:
         run = RunDirectory.of(resume)
+        if not run.config.is_file():
+            yield Mistake(
+                "resume", f"{resume}: no {run.config.name} in it; name the directory of a run"
+            )
+            return
         yield from self._lacking_secrets(run)
         if run.is_in_use():
             yield Mistake(None, f"--resume {resume}: this run is still running; stop it first")
