@@ -8,8 +8,9 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from docs.generate.markdown import table
-from grpo_core.settings.command import CommandSettings
+from grpo_core.settings.command import Command, CommandSettings
 from grpo_core.settings.options import Option, options_of
+from grpo_core.tree.sections import VIEWS, service_of
 
 _MODULES = {
     "env-server": "grpo_env.settings",
@@ -50,6 +51,9 @@ def _parts(settings: type[CommandSettings]) -> Iterator[str]:
     yield inspect.getdoc(settings) or ""
     if command.examples:
         yield "\n".join(["```bash", *command.examples, "```"])
+    if isinstance(parent := getattr(settings.__base__, "command", None), Command):
+        yield f"All options are those of [`{parent.prog}`]({parent.prog}.md)."
+        return
     options = options_of(settings)
     grouped = {field for fields in command.groups.values() for field in fields}
     groups = {
@@ -58,10 +62,21 @@ def _parts(settings: type[CommandSettings]) -> Iterator[str]:
         "Other options" if grouped else "Options": options.keys() - grouped - {*command.positional},
     }
     for title, fields in groups.items():
-        if rows := [_row(settings, options[field]) for field in options if field in fields]:
+        shown = [options[field] for field in options if field in fields]
+        if shown:
             yield f"## {title}"
+        if rows := [_row(settings, one) for one in shown if one.field not in command.brief]:
             yield table(["Option", "Value", "Default", "Meaning"], rows)
+        if named := [one for one in shown if one.field in command.brief]:
+            yield f"Also {', '.join(map(_link, named))}."
     yield from _notes(settings)
+
+
+def _link(option: Option) -> str:
+    """An option that the page of another command describes."""
+    service = service_of(option.field)
+    prog = VIEWS[service].command.prog if service else ""
+    return f"[`--{option.name}`]({prog}.md)"
 
 
 def _row(settings: type[CommandSettings], option: Option) -> list[str]:
@@ -83,7 +98,16 @@ def _row(settings: type[CommandSettings], option: Option) -> list[str]:
 def _aliases(settings: type[CommandSettings], option: Option) -> list[str]:
     command = settings.command
     fields = {name: command.alias(name) for name in command.aliases}
-    return [f"--{name}" for name, alias in fields.items() if alias and alias.field == option.field]
+    return [
+        f"--{name}"
+        for name, alias in fields.items()
+        if alias and alias.field == option.field and not _is_prefixed(command, name)
+    ]
+
+
+def _is_prefixed(command: Command, name: str) -> bool:
+    """Whether this is a name such as `--optim.lr`, which the page explains for all options."""
+    return command.sections and "." in name
 
 
 def _value(option: Option) -> str:

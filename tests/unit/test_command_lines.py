@@ -42,8 +42,8 @@ COMMANDS: dict[type[CommandSettings], list[str]] = {
         f"--model m --mode none --vllm-flags=--enforce-eager {REDIS}",
     ],
     DemoSettings: [
-        "--mode lora_only --trainer.lora-layer-indices 0-1 --env.temperature=0.5 "
-        "--server.enable-prefix-caching --server.no-await-weights"
+        "--model tiny --task arithmetic --mode lora_only --trainer.lora-layer-indices 0-1 "
+        "--env.temperature=0.5 --server.enable-prefix-caching --server.no-await-weights"
     ],
     RunSettings: [f"--model m {REDIS}"],
     CompareSettings: [""],
@@ -176,10 +176,11 @@ def test_a_flag_may_be_written_in_several_ways(words: str, expected: bool) -> No
 def test_grpo_run_takes_every_option_of_the_trainer() -> None:
     names = [option.name for option in options_of(CommandLine).values()]
     words = [f"--{name}=true" for name in (*names, *CommandLine.command.aliases)]
-    read = Arguments(RunSettings.command, options_of(RunSettings), words)
-    assert not read.problems
-    assert "--gradient-accumulation-steps=true" in read.passed_on
-    assert read.values["port"].name == "--vllm-port"
+    read = Arguments(RunSettings.command, options_of(RunSettings), [*words, "--vllm-port=1"])
+    named = {problem.removeprefix("--").partition(":")[0] for problem in read.problems}
+    assert named == {"inference-url", "weights-socket", "memory-plan", "vllm-url"}  # with a reason
+    assert not [problem for problem in read.problems if "no such option" in problem]
+    assert (read.values["port"].name, read.passed_on) == ("--vllm-port", [])
 
 
 PAGES = Path(__file__).parents[2] / "docs" / "how-to"

@@ -104,8 +104,7 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         "--seq-len 100 --max-model-len 50": "--max-model-len 50 is less than --seq-len 100",
         "--max-completion-tokens 128": "--max-completion-tokens 128 leaves no room for a prompt",
         "--run-dir /dev": "--run-dir /dev: this path is not an empty directory; name",
-        "--resume /dev": "--resume /dev: this directory has no config.yaml; name",
-        "--trainer.steps 3": "--trainer.steps: grpo-demo sets this option; write --steps",
+        "--resume /dev": "--resume: /dev: no config.yaml in it; name the directory of a run",
         "--server.api-key y": "--server.api-key: grpo-demo sets this option; write --run-api-",
         "--trainer.vllm-api-key y": "this option; write --run-api-token",
         "--trainer.metrics-file m": "--trainer.metrics-file: grpo-demo sets this option itself",
@@ -132,9 +131,8 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         f"{RUN} --batchsize 30": "--batchsize: no such option; did you mean --batch-size?",
         f"{RUN} --world-size 2": "--world-size: grpo-run starts one trainer process; omit it",
         f"{RUN} --weights-socket x": "--weights-socket: grpo-run sets this option itself",
-        f"{RUN} -- --lora_r=8": "--trainer.lora-r: grpo-run sets this option; write --lora-r",
+        f"{RUN} -- --batch_size=x": "--batch_size: expected a whole number",
         f"{RUN} -- --weights-socket x": "--weights-socket: grpo-run sets this option itself",
-        f"{RUN} --env.seed 3": "--env.seed: grpo-run starts no such service",
         f"{RUN} --server-flags='half": (
             "--server-flags: cannot split the value into words as a shell does"
         ),

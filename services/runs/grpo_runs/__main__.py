@@ -15,32 +15,38 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from grpo_core.settings import EXIT_USAGE, CommandSettings, load_settings
+from grpo_core.settings import EXIT_USAGE, Command, CommandSettings, load_settings
 from grpo_runs.run_directory import RunDirectory
-from grpo_runs.settings import (
-    CompareSettings,
-    DemoSettings,
-    EvalSettings,
-    ReportSettings,
-    RolloutsSettings,
-    RunSettings,
-)
+from grpo_runs.settings import CompareSettings, EvalSettings, ReportSettings, RolloutsSettings
+from grpo_runs.settings.run import DEMO_FILE, DemoSettings, LaunchOptions, RunSettings
+
+FILES = (".yaml", ".yml", ".toml")
 
 
 def main() -> None:
     """`grpo-demo`"""
-    settings = load_settings(
-        DemoSettings,
-        with_config_of_resumed_run(sys.argv[1:]),
-        at_start=True,
-        dry_run_notes=command_lines_of_services,
-    )
-    _run(settings, "demo", "run_demo")
+    _start(DemoSettings, DEMO_FILE)
 
 
 def run() -> None:
     """`grpo-run`"""
-    _run(load_settings(RunSettings, sys.argv[1:], at_start=True), "run", "run_together")
+    _start(RunSettings)
+
+
+def _start(kind: type[LaunchOptions], below: Path | None = None) -> NoReturn:
+    words = with_config_of_resumed_run(kind.command, file_first(sys.argv[1:]))
+    settings = load_settings(
+        kind, words, at_start=True, below=below, dry_run_notes=command_lines_of_services
+    )
+    if settings.starts_all:
+        _run(settings, "demo", "run_demo")
+    _run(settings, "run", "run_together")
+
+
+def file_first(words: Sequence[str]) -> list[str]:
+    """`run.yaml --lr 1e-5` → `--config run.yaml --lr 1e-5`."""
+    is_file = words and Path(words[0]).suffix in FILES and not words[0].startswith("-")
+    return ["--config", *words] if is_file else [*words]
 
 
 def compare() -> None:
@@ -75,7 +81,7 @@ def _run(settings: CommandSettings, module: str, function: str) -> NoReturn:
     raise SystemExit(getattr(command, function)(settings, Screen()))
 
 
-def command_lines_of_services(settings: DemoSettings) -> Iterator[str]:
+def command_lines_of_services(settings: LaunchOptions) -> Iterator[str]:
     from grpo_runs.services import command_lines
 
     yield "Command lines of the services. Each run chooses its own ports:"
@@ -83,19 +89,20 @@ def command_lines_of_services(settings: DemoSettings) -> Iterator[str]:
 
 
 def with_config_of_resumed_run(
-    words: Sequence[str], environment: Mapping[str, str] = os.environ
+    command: Command, words: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> list[str]:
     """Add `--config` with the configuration of the run that `--resume` names."""
-    named = _value_of("--resume", words) or environment.get("GRPO_DEMO_RESUME")
+    named = _value_of("--resume", words) or environment.get(f"{command.env_prefix}RESUME")
     if not named or {"-h", "--help", "--version"}.intersection(words):
         return list(words)
     config = RunDirectory.of(Path(named).expanduser()).config
     if _value_of("--config", words):
-        _refuse("--config: --resume reads the configuration of the run; omit --config or --resume")
-    if not config.is_file():
         _refuse(
-            f"--resume {named}: this directory has no {config.name}; name the directory of a run"
+            command,
+            "--config: --resume reads the configuration of the run; omit --config or --resume",
         )
+    if not config.is_file():  # of a trainer alone it is another directory, auto or never
+        return list(words)
     return ["--config", str(config), *words]
 
 
@@ -110,8 +117,8 @@ def _value_of(option: str, words: Sequence[str]) -> str | None:
     return found
 
 
-def _refuse(message: str) -> None:
-    sys.stderr.write(f"grpo-demo: {message}\n")
+def _refuse(command: Command, message: str) -> None:
+    sys.stderr.write(f"{command.prog}: {message}\n")
     raise SystemExit(EXIT_USAGE)
 
 

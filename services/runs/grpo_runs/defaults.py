@@ -28,7 +28,7 @@ RESTART_DEADLINE_S = 180.0
 
 @dataclass(frozen=True)
 class RunSizes:
-    """Options of `DemoSettings` whose default depends on the task, the model or the mode."""
+    """Options of a run whose default depends on the task, the model or the mode."""
 
     steps: int
     batch_size: int
@@ -45,6 +45,7 @@ class RunSizes:
     start_deadline_s: float = 300.0
     vllm_restart_interval: int = 10
     lora_target_modules: Sequence[str] = EVERY_LINEAR_LAYER
+    gpu_memory_utilization: float = 0.4
 
 
 BY_TASK: Mapping[str, RunSizes] = {

@@ -6,31 +6,47 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grpo_core.errors import GrpoError
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, disk_bytes, redis_command
 from grpo_core.redis.url import redis_password
-from grpo_core.rollouts.files import ROLLOUTS
 from grpo_core.security import plain
-from grpo_core.settings import without_secrets
+from grpo_core.settings import Given, without_secrets
 from grpo_core.settings.machine import SMOLLM2, does_not_answer
+from grpo_core.tree.sections import ENVIRONMENT, RUN_API, SERVER, TRAINER, VIEWS, given_words
 from grpo_runs.defaults import name_of_task
-from grpo_runs.modes import HandOff
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.stack import Service, Stack, start_on_screen
 from grpo_runs.run_directory import RUNS, RunDirectory
 from grpo_runs.screen import Screen
-from grpo_runs.service_options import ENV, MODULES, SERVER, TRAINER, service_words
-from grpo_runs.settings import DemoSettings
-from grpo_runs.settings.demo import TINY_MODEL
+from grpo_runs.service_options import service_words
+from grpo_runs.settings.run import LaunchOptions
 from grpo_runs.settings.services import ServerOptions
+from grpo_runs.views import (
+    HOST,
+    MAX_NUM_SEQS,
+    Places,
+    environment_values,
+    run_api_values,
+    server_values,
+    token_variables,
+    trainer_values,
+    url,
+    vllm_words,
+)
 
-HOST = "127.0.0.1"
-MAX_NUM_SEQS = 256
+MODULES = {TRAINER: "grpo_trainer", SERVER: "grpo_vllm", ENVIRONMENT: "grpo_env"}
+"""The module that runs each service."""
+SAMPLES = "samples completions from the policy"
+TRAINS = "trains the policy and publishes its weights"
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+PAIR_DEADLINE_S = 1800.0
+"""For a server to start, without --task."""
 NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """Without it the first request takes seconds, since vLLM compiles one function in eager mode too.
 """
@@ -44,9 +60,9 @@ class SocketPathTooLong(GrpoError):
 
 @dataclass(frozen=True)
 class ServiceFactory:
-    """Builds the services of one run. `model` is a directory or an id on the hub."""
+    """Builds the services of one run that are all started here."""
 
-    settings: DemoSettings
+    settings: LaunchOptions
     run: RunDirectory
     probe: HealthProbe
 
@@ -64,126 +80,77 @@ class ServiceFactory:
             deadline_s=REDIS_DEADLINE_S,
         )
 
-    def run_api(self, port: int, hand_off: HandOff) -> Service:
+    def services(self, places: Places, api_port: int) -> list[Service]:
+        """All but Redis."""
+        tasks = self.settings.task
+        return [
+            self.run_api(places, api_port),
+            self.vllm_server(places),
+            self.trainer(places, api_port),
+            *(self.environment(task, places, api_port) for task in tasks),
+        ]
+
+    def run_api(self, places: Places, port: int) -> Service:
+        values = run_api_values(self.settings, places, port)
         return Service(
             name="run-api",
             role="queues scored groups and hands out batches",
             command=module(
                 "grpo_api",
-                *("--host", HOST),
-                *("--port", port),
-                *("--redis-disk-bytes", disk_bytes(self.run.redis)),
-                *("--run-id", self.run.run_id),
-                *("--log-level", self.settings.log_level),
+                *words_of(RUN_API, {"redis_disk_bytes": disk_bytes(self.run.redis)} | values),
             ),
             healthy=lambda: self.probe.answers(url(port)),
             deadline_s=self.settings.sizes.start_deadline_s,
             environment=child_environment(threads=1)
-            | {"REDIS_URL": hand_off.redis_url}
-            | self._token(),
+            | places.environment
+            | token_variables(self.settings),
         )
 
-    def vllm_server(self, port: int, model: str, hand_off: HandOff) -> Service:
-        settings, sizes = self.settings, self.settings.sizes
-        return inference_server(
-            settings,
-            self.probe,
-            port,
-            model,
-            hand_off.server_flags(),
-            hand_off.environment() | self._token(),
-            max_model_len=sizes.max_model_len,
-            kv_cache_mib=sizes.kv_cache_mib,
-            deadline_s=sizes.server_deadline_s,
+    def vllm_server(self, places: Places) -> Service:
+        settings = self.settings
+        return Service(
+            name="vllm-server",
+            role=SAMPLES,
+            command=module(MODULES[SERVER], *_server_words(settings, places, free_port())),
+            healthy=lambda: self.probe.answers(url(places.server_port)),
+            deadline_s=settings.sizes.server_deadline_s,
+            environment=child_environment(settings.compute_threads, places.model)
+            | (NO_COMPILER if settings.starts_eager else {})
+            | places.environment
+            | token_variables(settings),
         )
 
-    def trainer(self, model: str, run_api_port: int, vllm_port: int, hand_off: HandOff) -> Service:
-        settings, sizes = self.settings, self.settings.sizes
+    def trainer(self, places: Places, api_port: int) -> Service:
+        settings = self.settings
         return Service(
             name="trainer",
-            role="trains the policy and publishes its weights",
-            command=module(
-                MODULES[TRAINER],
-                *("--model", model),
-                *hand_off.trainer_flags(),
-                *("--run-api-url", url(run_api_port)),
-                *("--inference-url", url(vllm_port)),
-                *("--steps", sizes.steps),
-                *("--batch-size", sizes.batch_size),
-                *("--gradient-accumulation-steps", sizes.gradient_accumulation_steps),
-                *("--lr", sizes.lr),
-                *("--warmup-steps", settings.warmup_steps),
-                # On a GPU the trainer chooses the optimizer that needs less memory.
-                *(() if settings.on_gpu else ("--optimizer", "adamw")),
-                *("--dtype", settings.weights_dtype),
-                *("--device", settings.device),
-                *("--seq-len", sizes.seq_len),
-                *("--seed", settings.seed),
-                *("--metrics-file", self.run.metrics),
-                *("--rollouts-dir", self.run.path / ROLLOUTS),
-                "--benchmark",
-                *("--log-level", settings.log_level),
-                # Steps take a second, and a model for each would fill the disk.
-                *("--checkpoint-interval", 0),
-                # It starts together with the server and must wait for it.
-                *("--service-deadline-s", sizes.server_deadline_s),
-                *service_words(settings.options_of(TRAINER)),
-            ),
-            healthy=lambda: self.probe.trainer_is_registered(url(run_api_port)),
-            deadline_s=sizes.start_deadline_s,
-            environment=child_environment(settings.compute_threads, model)
-            | hand_off.environment()
-            | self._token(),
+            role=TRAINS,
+            command=module(MODULES[TRAINER], *words_of(TRAINER, trainer_values(settings, places))),
+            healthy=lambda: self.probe.trainer_is_registered(url(api_port)),
+            deadline_s=settings.sizes.start_deadline_s,
+            environment=child_environment(settings.compute_threads, places.model)
+            | places.environment
+            | token_variables(settings),
             may_finish=True,
             # In some modes grpo starts a server itself if nothing listens yet.
-            may_start=lambda: _accept_connections(run_api_port, vllm_port),
+            may_start=lambda: _accept_connections(api_port, places.server_port),
         )
 
-    def environment(self, task: str, model: str, run_api_port: int, vllm_port: int) -> Service:
-        settings, sizes, name = self.settings, self.settings.sizes, name_of_task(task)
+    def environment(self, task: str, places: Places, api_port: int) -> Service:
+        settings, name = self.settings, name_of_task(task)
+        values = environment_values(settings, places, task)
+        is_offline = not self._data_is_on_the_hub(task)
         return Service(
             name=self.environment_name(task),
             role=f"asks for completions of {name} and grades them",
-            command=module(
-                MODULES[ENV],
-                *(task, "serve"),
-                *("--run-api-url", url(run_api_port)),
-                *("--inference-url", url(vllm_port)),
-                *("--model", model),
-                *("--group-size", settings.group_size),
-                *("--seq-len", sizes.seq_len),
-                *(
-                    ("--max-completion-tokens", limit)
-                    if (limit := settings.completion_limit(task))
-                    else ()
-                ),
-                *("--max-batches-offpolicy", settings.max_batches_offpolicy),
-                *("--seed", settings.seed),
-                *(("--data", settings.data) if settings.data else ()),
-                *("--wandb-name", name),
-                *(
-                    ("--eval-every", every, "--eval-output", self.run.evaluations)
-                    if (every := settings.evaluates_every)
-                    else ()
-                ),
-                *("--start-deadline-s", sizes.server_deadline_s),
-                *("--log-level", settings.log_level),
-                # run-api reports the earlier run until the trainer of the resumed run registers.
-                *(("--steps", sizes.steps) if settings.resume else ()),
-                *service_words(settings.options_of(ENV)),
-            ),
-            healthy=lambda: self.probe.has_environment(url(run_api_port), name),
-            deadline_s=sizes.start_deadline_s,
-            environment=child_environment(1, model, offline=not self._data_is_on_the_hub(task))
-            | self._token(),
+            command=module(MODULES[ENVIRONMENT], task, "serve", *words_of(ENVIRONMENT, values)),
+            healthy=lambda: self.probe.has_environment(url(api_port), name),
+            deadline_s=settings.sizes.start_deadline_s,
+            environment=child_environment(1, places.model, offline=is_offline)
+            | token_variables(settings),
             may_finish=True,  # after the last batch
-            may_start=lambda: _accept_connections(run_api_port),
+            may_start=lambda: _accept_connections(api_port),
         )
-
-    def _token(self) -> dict[str, str]:
-        """Variables for run-api and the server; other users can read command lines."""
-        token = plain(self.settings.run_api_token)
-        return {} if token is None else {"RUN_API_TOKEN": token, "VLLM_API_KEY": token}
 
     def environment_name(self, task: str) -> str:
         return (
@@ -193,6 +160,23 @@ class ServiceFactory:
     def _data_is_on_the_hub(self, task: str) -> bool:
         data = self.settings.data
         return task != "arithmetic" and data is not None and not Path(data).expanduser().exists()
+
+
+def words_of(service: str, values: Mapping[str, Any]) -> list[str]:
+    """The words of a service's command line."""
+    given = {name: Given(value, name) for name, value in values.items() if value is not None}
+    for _ in VIEWS[service].drop_unused(given, {}):
+        pass  # the user was told
+    known = {name: found.value for name, found in given.items()}
+    return given_words(VIEWS[service], known)
+
+
+def _server_words(
+    settings: LaunchOptions, places: Places, health_port: int | None = None
+) -> list[str]:
+    values = server_values(settings, places)
+    words = [*vllm_words(settings, places.model), *values.pop("engine_arguments")]
+    return words_of(SERVER, {"health_port": health_port} | values) + words
 
 
 def inference_server(
@@ -245,14 +229,14 @@ def inference_server(
     )
 
 
-def model_job(model: str | None, path_file: Path, threads: int, deadline_s: float) -> Service:
+def model_job(model: str, path_file: Path, threads: int, deadline_s: float) -> Service:
     """A job that makes a model, and writes the path of its directory into `path_file`.
 
     Args:
-        model: SMOLLM2; None: the tiny model
+        model: SMOLLM2, or the tiny model
     """
-    flags = [] if model is None else [f"--{SMOLLM2}"]
-    named = "the tiny model" if model is None else f"{SMOLLM2}, which takes 25 s,"
+    flags = [f"--{SMOLLM2}"] if model == SMOLLM2 else []
+    named = f"{SMOLLM2}, which takes 25 s," if flags else "the tiny model"
     return Service(
         name="model",
         role=f"makes {named} or finds it in the cache",
@@ -264,8 +248,14 @@ def model_job(model: str | None, path_file: Path, threads: int, deadline_s: floa
     )
 
 
-def make_smollm2(stack: Stack, screen: Screen, deadline_s: float) -> str:
-    """The model's directory.
+def make_weights_directory(settings: LaunchOptions, places: Places) -> None:
+    """Call it before the server starts, which requires its weights directory to exist."""
+    if not settings.weight_mode.shares_memory:
+        places.weights_directory.mkdir(parents=True, exist_ok=True)
+
+
+def make_model(stack: Stack, screen: Screen, model: str, deadline_s: float) -> str:
+    """The directory of SMOLLM2 or the tiny model.
 
     Raises:
         ProcessFailed: the model could not be made, or not within the deadline.
@@ -273,34 +263,61 @@ def make_smollm2(stack: Stack, screen: Screen, deadline_s: float) -> str:
     """
     with tempfile.TemporaryDirectory(prefix="grpo-") as temporary:
         path_file = Path(temporary) / MODEL_PATH_FILE
-        job = model_job(SMOLLM2, path_file, os.cpu_count() or 1, deadline_s)
+        job = model_job(model, path_file, os.cpu_count() or 1, deadline_s)
         start_on_screen(stack, [job], screen)
         return path_file.read_text().strip()
 
 
-def command_lines(settings: DemoSettings) -> list[str]:
+def command_lines(settings: LaunchOptions) -> list[str]:
     """One line per service, without secrets. Starts nothing."""
-    run = RunDirectory(settings.resume or settings.run_dir or RUNS / "new")
-    model = settings.model or TINY_MODEL
-    redis_port, api_port, vllm_port = free_port(), free_port(), free_port()
-    hand_off = settings.hand_off(redis_url(redis_port), run, Path("weights.sock"))
+    run = RunDirectory(settings.resumed or settings.run_dir or RUNS / "new")
+    api_port, server_port = free_port(), free_port()
     with HealthProbe() as probe:
-        factory = ServiceFactory(settings, run, probe)
-        services = [
-            factory.run_api(api_port, hand_off),
-            factory.vllm_server(vllm_port, model, hand_off),
-            factory.trainer(model, api_port, vllm_port, hand_off),
-            *(factory.environment(task, model, api_port, vllm_port) for task in settings.task),
-        ]
+        if not settings.starts_all:
+            places = Places.of_pair(settings, settings.model, Path("weights.sock"))
+            services = [server_of(settings, places, probe), trainer_of(settings, places)]
+        else:
+            redis = redis_url(free_port())
+            places = Places.of_run(
+                run, settings.model, api_port, server_port, redis, Path("weights.sock")
+            )
+            services = ServiceFactory(settings, run, probe).services(places, api_port)
     return [shlex.join(without_secrets(service.command)[0]) for service in services]
+
+
+def server_of(settings: LaunchOptions, places: Places, probe: HealthProbe) -> Service:
+    """The server of a run whose run-api and environments run already."""
+    return Service(
+        name="vllm-server",
+        role=SAMPLES,
+        command=module(MODULES[SERVER], *_server_words(settings, places)),
+        healthy=lambda: probe.responds(settings.server_url),
+        deadline_s=settings.server_deadline_s or PAIR_DEADLINE_S,
+        environment=UNBUFFERED | places.environment | _keys(settings, "api_key"),
+    )
+
+
+def trainer_of(settings: LaunchOptions, places: Places) -> Service:
+    """The trainer of a run whose run-api and environments run already."""
+    return Service(
+        name=TRAINER,
+        role=TRAINS,
+        command=module(MODULES[TRAINER], *words_of(TRAINER, trainer_values(settings, places))),
+        healthy=lambda: True,
+        deadline_s=settings.server_deadline_s or PAIR_DEADLINE_S,
+        environment=UNBUFFERED | places.environment | _keys(settings, "vllm_api_key"),
+        may_finish=True,
+    )
+
+
+def _keys(settings: LaunchOptions, name: str) -> dict[str, str]:
+    """Secrets that were given, as variables."""
+    token, key = plain(settings.run_api_token), plain(getattr(settings, name))
+    return ({"RUN_API_TOKEN": token} if token else {}) | ({"VLLM_API_KEY": key} if key else {})
 
 
 def _accept_connections(*ports: int) -> bool:
     return not any(does_not_answer(url(port)) for port in ports)
-
-
-def url(port: int) -> str:
-    return f"http://{HOST}:{port}"
 
 
 def redis_url(port: int) -> str:

@@ -12,7 +12,14 @@ from grpo_core.settings.command import (
     Shown,
     flag_for,
 )
-from grpo_core.settings.load import EXIT_USAGE, OptionsInvalid, load_settings, settings_of
+from grpo_core.settings.load import (
+    EXIT_USAGE,
+    OptionsInvalid,
+    load_settings,
+    mistakes_of,
+    parsed,
+    settings_of,
+)
 from grpo_core.settings.messages import resolved_yaml, without_secrets
 from grpo_core.settings.sources import Given
 
@@ -31,6 +38,8 @@ __all__ = [
     "Shown",
     "flag_for",
     "load_settings",
+    "mistakes_of",
+    "parsed",
     "resolved_yaml",
     "settings_of",
     "without_secrets",

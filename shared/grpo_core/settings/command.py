@@ -77,6 +77,10 @@ class Command:
         without_effect: names that are accepted, reported and ignored
         refused: names that do not exist here, and what to do instead
         passes_on: field that receives all words that are not options of this command
+        passes_on_below: only those that begin with this, for example "server."; it is taken off
+        sections: the groups are sections of a file, named as their headings
+        defaults: texts for options whose default is another than the field's
+        brief: fields that `--help` only names, since another command describes them
         others: names that are passed on although they resemble options of this command
     """
 
@@ -90,6 +94,10 @@ class Command:
     without_effect: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
     passes_on: str | None = None
+    passes_on_below: str = ""
+    sections: bool = False
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    brief: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
 
     def alias(self, name: str) -> Alias | None:

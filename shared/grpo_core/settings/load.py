@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
@@ -15,8 +15,14 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import ValidationError
 
 from grpo_core.errors import GrpoError
-from grpo_core.settings.command import CommandSettings
-from grpo_core.settings.messages import help_text, lines_of, name_of, resolved_yaml
+from grpo_core.settings.command import Command, CommandSettings, Mistake
+from grpo_core.settings.messages import (
+    IS_REQUIRED,
+    help_text,
+    name_of,
+    problems_by_field,
+    resolved_yaml,
+)
 from grpo_core.settings.options import Option, options_of
 from grpo_core.settings.sources import Arguments, ConfigFile, Given, Variables, merge
 
@@ -41,12 +47,14 @@ def load_settings(
     environment: Mapping[str, str] = os.environ,
     *,
     at_start: bool = False,
+    below: Path | None = None,
     dry_run_notes: Callable[[S], Iterable[str]] = lambda _settings: (),
 ) -> S:
     """Parse a command's settings. Options win over variables, and those over `--config FILE`.
 
     Args:
         at_start: check this machine too, as `--dry-run` does in any case
+        below: a file whose values all others win over
         dry_run_notes: lines that `--dry-run` prints after the values, as comments
 
     Raises:
@@ -54,18 +62,49 @@ def load_settings(
             `--version` and `--dry-run`
     """
     command, options = settings_type.command, options_of(settings_type)
-    line = Arguments(command, options, argv)
-    if "help" in line.common:
+    common = Arguments(command, options, argv).common
+    if "help" in common:
         _print_and_exit(help_text(settings_type, options))
-    if "version" in line.common:
+    if "version" in common:
         _print_and_exit(f"{command.prog} {VERSION}\n")
+    is_dry = "dry-run" in common
+    try:
+        settings = parsed(
+            settings_type, argv, environment, at_start=at_start or is_dry, below=below
+        )
+    except OptionsInvalid as error:
+        sys.stderr.write("".join(f"{command.prog}: {line}\n" for line in error.lines))
+        raise SystemExit(EXIT_USAGE) from None
+    if is_dry:
+        notes = "".join(
+            f"# {line}\n" for note in dry_run_notes(settings) for line in note.splitlines()
+        )
+        _print_and_exit(resolved_yaml(command, settings.resolved()) + notes)
+    return settings
+
+
+def parsed(
+    settings_type: type[S],
+    argv: Sequence[str],
+    environment: Mapping[str, str] = os.environ,
+    *,
+    at_start: bool = False,
+    below: Path | None = None,
+) -> S:
+    """Settings of a command line. Args: as of `load_settings`
+
+    Raises:
+        OptionsInvalid: with all mistakes
+    """
+    command, options = settings_type.command, options_of(settings_type)
+    line = Arguments(command, options, argv)
     path = line.common.get("config")
     file = ConfigFile(settings_type, options, Path(path).expanduser() if path else None)
     if ignored := [*file.without_effect, *line.without_effect]:
         sys.stderr.write(
             f"{command.prog}: ignored these options, which have no effect: {', '.join(ignored)}\n"
         )
-    given = dict(file.values)
+    given = ConfigFile(settings_type, options, below).values | file.values
     if command.passes_on and line.passed_on:
         words = given.get(command.passes_on, Given([], "")).value
         given[command.passes_on] = Given([*words, *line.passed_on], "")
@@ -73,19 +112,7 @@ def load_settings(
     merge(given, variables.values)
     merge(given, line.values)
     problems = [*line.problems, *file.problems, *variables.problems]
-    try:
-        settings = settings_of(
-            settings_type, given, environment, at_start or "dry-run" in line.common, problems
-        )
-    except OptionsInvalid as error:
-        sys.stderr.write("".join(f"{command.prog}: {line}\n" for line in error.lines))
-        raise SystemExit(EXIT_USAGE) from None
-    if "dry-run" in line.common:
-        notes = "".join(
-            f"# {line}\n" for note in dry_run_notes(settings) for line in note.splitlines()
-        )
-        _print_and_exit(resolved_yaml(command, settings.resolved()) + notes)
-    return settings
+    return settings_of(settings_type, given, environment, at_start, problems)
 
 
 def settings_of(
@@ -116,18 +143,48 @@ def settings_of(
     try:
         settings = settings_type.model_validate(values)
     except ValidationError as error:
-        found = lines_of(error, command, options, held, with_missing=not problems)
-        raise OptionsInvalid([*problems, *found]) from None
+        found = problems_by_field(error, options, with_missing=not problems)
+        raise OptionsInvalid([*problems, *_lines(found, command, options, held)]) from None
     mistakes = [*settings.mistakes()]
     if at_start:
         mistakes += settings.start_mistakes()
-    lines = [
-        f"{name_of(command, options[name], held)}: {message}" if name else message
-        for name, message in mistakes
-    ]
+    lines = [*dict.fromkeys(_lines(mistakes, command, options, held))]
     if problems or lines:
         raise OptionsInvalid([*problems, *lines])
     return settings
+
+
+def _lines(
+    mistakes: Iterable[Mistake],
+    command: Command,
+    options: Mapping[str, Option],
+    given: Mapping[str, Given],
+) -> Iterator[str]:
+    """Under the names that the user wrote."""
+    for field, message in mistakes:
+        if field is None:
+            yield message
+        else:
+            separator = "" if message.startswith(IS_REQUIRED) else ":"
+            yield f"{name_of(command, options[field], given)}{separator} {message}"
+
+
+def mistakes_of(
+    settings_type: type[CommandSettings], values: Mapping[str, Any], at_start: bool
+) -> Iterator[Mistake]:
+    """What a command would refuse in these values, by field. Args: as of `settings_of`"""
+    given = {name: Given(value, name) for name, value in values.items() if value is not None}
+    for _ in settings_type.drop_unused(given, {}):
+        pass
+    options = options_of(settings_type)
+    try:
+        settings = settings_type.model_validate({name: held.value for name, held in given.items()})
+    except ValidationError as error:
+        yield from problems_by_field(error, options)
+        return
+    yield from settings.mistakes()
+    if at_start:
+        yield from settings.start_mistakes()
 
 
 def _expanded(option: Option | None, value: Any) -> Any:

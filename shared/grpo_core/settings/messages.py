@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import SecretStr, ValidationError
 
-from grpo_core.settings.command import Command, CommandSettings
+from grpo_core.settings.command import Command, CommandSettings, Mistake
 from grpo_core.settings.options import Option
 from grpo_core.settings.sources import Given
 
@@ -37,18 +37,29 @@ def help_text(settings_type: type[CommandSettings], options: Mapping[str, Option
     heading = {name: title for title, names in command.groups.items() for name in names}
     rest = "Other options" if command.groups else "Options"
     titles = dict.fromkeys(["Arguments", *command.groups, rest])
-    groups = {title: parser.add_argument_group(title) for title in titles}
+    groups = {
+        title: parser.add_argument_group(title, _named_only(command, title)) for title in titles
+    }
     for option in options.values():
         if option.field in command.positional:
             groups["Arguments"].add_argument(
                 option.field, metavar=option.name.upper(), help=_escaped(_described(option, None))
             )
-        else:
+        elif option.field not in command.brief:
             variable = command.variable(option.field)
             group = groups[heading.get(option.field, rest)]
             _add(group, option, _escaped(_described(option, variable)))
     _add_common(parser.add_argument_group("Configuration and help"))
     return parser.format_help()
+
+
+def _named_only(command: Command, title: str) -> str | None:
+    """The options below a heading that another command describes."""
+    names = [name for name in command.groups.get(title, ()) if name in command.brief]
+    if not names:
+        return None
+    listed = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+    return textwrap.fill(f"also {listed}", _WIDTH - 4, break_on_hyphens=False)
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -101,7 +112,7 @@ def _usage(settings_type: type[CommandSettings], options: Mapping[str, Option]) 
     words += [
         f"--{option.name} {option.metavar}"
         for option in options.values()
-        if option.info.is_required() and option.field not in command.positional
+        if option.default is None and option.field not in command.positional
     ]
     words.append("[options]")
     if command.passes_on:
@@ -133,8 +144,10 @@ def resolved_yaml(command: Command, values: Mapping[str, Any]) -> str:
     title = None
     for name in dict.fromkeys([*command.positional, *order, *values]):
         if title != heading.get(name) and (title := heading.get(name)):
-            lines.append(f"# {title}")
-        lines += _lines(name, values[name])
+            lines.append(f"{title}:" if command.sections else f"# {title}")
+        is_inside = command.sections and name in heading
+        key = "name" if is_inside and name == title else name
+        lines += [f"  {line}" if is_inside else line for line in _lines(key, values[name])]
     return "\n".join(lines) + "\n"
 
 
@@ -194,36 +207,30 @@ def _split_secrets(value: Any) -> tuple[Any, list[str]]:
 
 
 _OWN = "value_error"
+IS_REQUIRED = "is required"
 
 
-def lines_of(
-    error: ValidationError,
-    command: Command,
-    options: Mapping[str, Option],
-    given: Mapping[str, Given],
-    *,
-    with_missing: bool = True,
-) -> Iterator[str]:
+def problems_by_field(
+    error: ValidationError, options: Mapping[str, Option], *, with_missing: bool = True
+) -> Iterator[Mistake]:
     """Args: with_missing: also those that are missing, which a misspelt option seems to be"""
     for problem in error.errors():
-        if problem["type"] == "missing" and not with_missing:
-            continue
-        field_name = str(problem["loc"][0]) if problem["loc"] else ""
+        name = str(problem["loc"][0]) if problem["loc"] else ""
         message = problem["msg"].removeprefix("Value error, ")
-        if field_name not in options:
-            yield message
+        if name not in options:
+            yield Mistake(None, message)
             continue
-        option = options[field_name]
-        where = name_of(command, option, given)
+        option = options[name]
         if problem["type"] == "missing":
-            yield f"{where} is required. {_first_sentence(option)}"
+            if with_missing:
+                yield Mistake(name, f"{IS_REQUIRED}. {_first_sentence(option)}")
         elif problem["type"] == _OWN:
-            yield f"{where}: {message}{_got(option, problem['input'])}"
+            yield Mistake(name, f"{message}{_got(option, problem['input'])}")
         else:
             near = difflib.get_close_matches(str(problem["input"]), map(str, option.choices), n=1)
             hint = f", did you mean {near[0]}?" if near else ""
             got = _got(option, problem["input"])
-            yield f"{where}: expected {_expected(option, problem)}{got}{hint}"
+            yield Mistake(name, f"expected {_expected(option, problem)}{got}{hint}")
 
 
 def name_of(command: Command, option: Option, given: Mapping[str, Given]) -> str:

@@ -48,6 +48,8 @@ _BOUNDS = (
 class Option:
     field: str
     info: FieldInfo
+    own_default: str | None = None
+    """Text that a command shows in the place of the field's default."""
 
     @property
     def name(self) -> str:
@@ -65,6 +67,11 @@ class Option:
     @cached_property
     def is_list(self) -> bool:
         return _item(self.info.annotation)[1]
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether a section of a file is its value."""
+        return get_origin(self.kind) is dict
 
     @cached_property
     def width(self) -> int | None:
@@ -98,8 +105,12 @@ class Option:
     def default(self) -> str | None:
         """None if the option is required."""
         if self.info.is_required():
-            return None
-        return self.shown.default or default_text(self.info.get_default(call_default_factory=True))
+            return self.own_default
+        return (
+            self.own_default
+            or self.shown.default
+            or default_text(self.info.get_default(call_default_factory=True))
+        )
 
     @property
     def expected(self) -> str:
@@ -122,7 +133,11 @@ def options_of(settings_type: type[CommandSettings]) -> dict[str, Option]:
     fields = settings_type.model_fields
     named = [name for names in command.groups.values() for name in names]
     order = dict.fromkeys([*command.positional, *named, *fields])
-    return {name: Option(name, fields[name]) for name in order if name != command.passes_on}
+    return {
+        name: Option(name, fields[name], command.defaults.get(name))
+        for name in order
+        if name != command.passes_on
+    }
 
 
 def default_text(value: Any) -> str:
@@ -197,10 +212,20 @@ class Names:
         """Tells what is wrong with a name that was not found, and what to write."""
         if reason := self._command.refused.get(name):
             return reason
+        section, dot, plain = name.rpartition(".")
+        if section and (elsewhere := self._found.get(plain)):
+            titles = (t for t, names in self._command.groups.items() if elsewhere.field in names)
+            right = f"{next(titles)}.{plain}" if self._command.sections else plain
+            return f"no such option; did you mean --{right}?"
+        begin = section + dot
         names = [*self._found, *self._negated, *COMMON]
-        near = [
-            f"--{found}" for found in difflib.get_close_matches(name, names, n=2, cutoff=NEAR_RATIO)
+        beside = [
+            known.removeprefix(begin)
+            for known in names
+            if known.startswith(begin) and "." not in known.removeprefix(begin)
         ]
+        close = difflib.get_close_matches(plain, beside, n=2, cutoff=NEAR_RATIO)
+        near = [f"--{begin}{found}" for found in close]
         return f"no such option; did you mean {' or '.join(near)}?" if near else "no such option"
 
     def one_typo_from(self, name: str) -> str | None:

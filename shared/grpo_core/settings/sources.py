@@ -60,8 +60,9 @@ class Arguments(_Source):
             if word in ("-h", "--help"):
                 self.common["help"] = ""
             elif word == "--" and command.passes_on is not None:
-                self.passed_on += self._words
-                self._words.clear()
+                if not command.passes_on_below:  # otherwise it only separates
+                    self.passed_on += self._words
+                    self._words.clear()
             elif word.startswith("-") and word != "-":
                 self._option(word)
             else:
@@ -137,7 +138,11 @@ class Arguments(_Source):
         return bool(self._words) and not self._words[0].startswith("--")
 
     def _unknown(self, word: str, typed: str, name: str) -> None:
-        if self._command.passes_on is None:
+        below = self._command.passes_on_below
+        if below and name.startswith(below) and name not in self._command.refused:
+            self.passed_on += self._with_values(f"--{word.removeprefix('--')[len(below) :]}")
+            return
+        if self._command.passes_on is None or below:
             self.problems.append(f"{typed}: {self._names.unknown(name)}")
         elif name not in self._command.others and (near := self._names.one_typo_from(name)):
             self.problems.append(f"{typed}: no such option; did you mean --{near}?")
@@ -147,8 +152,13 @@ class Arguments(_Source):
         if "=" not in word and self._next_is_value():
             self._words.popleft()
 
+    def _with_values(self, option: str) -> Iterator[str]:
+        yield option
+        while "=" not in option and self._next_is_value():
+            yield self._words.popleft()
+
     def _word(self, word: str) -> None:
-        if self._command.passes_on is not None:
+        if self._command.passes_on is not None and not self._command.passes_on_below:
             self.passed_on.append(word)
         elif self._positional:
             name = self._positional[0]
@@ -242,9 +252,20 @@ class ConfigFile(_Source):
         except ValueError as error:
             self.problems.append(f"--config: {path}: {error}")
             return
-        for key, value in _flat(prepared):
+        for key, value in self._flat(prepared):
             line = f":{lines[key]}" if key in lines else ""
             self._read_key(key, value, f"{path}{line}: {key}")
+
+    def _flat(self, content: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+        """`{env: {seed: 1}}` → `env.seed`, 1. An option whose value is a mapping keeps it."""
+        for key, value in content.items():
+            name = f"{section}{key}"
+            found = self._names.find(name.replace("_", "-"))
+            is_value = found is not None and self._options[found.field].is_mapping
+            if isinstance(value, dict) and not is_value:
+                yield from self._flat(value, f"{name}.")
+            else:
+                yield name, value
 
     def _read_key(self, key: str, value: Any, where: str) -> None:
         command, name = self._command, key.replace("_", "-")
@@ -252,6 +273,12 @@ class ConfigFile(_Source):
             self.without_effect.append(key)
             return
         found = self._names.find(name)
+        below = command.passes_on_below
+        if found is None and below and name.startswith(below) and command.passes_on:
+            words = _as_words(name.removeprefix(below), value)
+            earlier = self.values.get(command.passes_on, Given([], ""))
+            self.values[command.passes_on] = Given([*earlier.value, *words], where)
+            return
         if found is None:
             found = Alias(name.replace("-", "_"))
             if found.field not in (*command.positional, command.passes_on):
@@ -318,6 +345,13 @@ def _lines_of_toml(text: str) -> dict[str, int]:
     return found
 
 
+def _as_words(name: str, value: Any) -> list[str]:
+    """`block-size: 32` → `--block-size=32`."""
+    if value is None or isinstance(value, bool):
+        return [] if value is None else [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
+
+
 def _with_words(content: Mapping[Any, Any], passes_on: str | None) -> dict[Any, Any]:
     """`engine-arguments: --seed 3` → `engine-arguments: [--seed, "3"]`, split as a shell does.
 
@@ -335,15 +369,6 @@ def _with_words(content: Mapping[Any, Any], passes_on: str | None) -> dict[Any, 
                     "its quotes"
                 ) from None
     return found
-
-
-def _flat(content: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """`{env: {seed: 1}}` → `env.seed`, 1."""
-    for key, value in content.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{section}{key}.")
-        else:
-            yield f"{section}{key}", value
 
 
 def _in_one_line(error: Exception) -> str:

@@ -77,7 +77,9 @@ MIXTURE = "mixture"
 
 
 def _parts(value: Any) -> Any:
-    """`gsm8k=0.7,arithmetic=0.3` → two parts; a list of mappings stays as it is."""
+    """`gsm8k=0.7,arithmetic=0.3` → two parts; a list of mappings stays as it is, also in JSON."""
+    if isinstance(value, str) and value.startswith("["):
+        value = json.loads(value)
     if isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
         value = ",".join(value)
     if not isinstance(value, str | dict):

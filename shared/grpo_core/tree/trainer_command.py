@@ -87,15 +87,15 @@ COMMAND = Command(
         "Data": (
             "run_api_url",
             "run_api_token",
-            "batch_size",
-            "gradient_accumulation_steps",
-            "tokens_per_micro_batch",
             "max_staleness",
             "batch_deadline_s",
             "environment_return_deadline_s",
         ),
         "Optimizer": (
             "steps",
+            "batch_size",
+            "gradient_accumulation_steps",
+            "tokens_per_micro_batch",
             *(name for name in OptimizerOptions.model_fields if name != "fsdp"),
         ),
         "Objective": tuple(ObjectiveOptions.model_fields),

@@ -13,28 +13,22 @@ from typing import Any
 
 import pytest
 
-from grpo_core.settings import load_settings
+from grpo_core.settings import OptionsInvalid, load_settings, parsed
 from grpo_runs.__main__ import main
 from grpo_runs.commands import demo
 from grpo_runs.models import longest_sequence
-from grpo_runs.modes import MODES, HandOff
+from grpo_runs.modes import MODES
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.stack import Service, Stack, StopRequest
 from grpo_runs.run_directory import RunDirectory
-from grpo_runs.service_options import (
-    MODULES,
-    options_by_service,
-    section,
-    service_words,
-    words_of_sections,
-)
-from grpo_runs.services import ServiceFactory, command_lines
-from grpo_runs.settings import DemoSettings
+from grpo_runs.services import MODULES, ServiceFactory, command_lines
+from grpo_runs.settings.run import DEMO_FILE, DemoSettings, LaunchOptions, RunSettings
+from grpo_runs.views import Places
 from tests.unit.runs.stand_ins import Shown
 
 REDIS_URL = "redis://:a-secret@127.0.0.1:2/0"
-FactoryOf = Callable[[DemoSettings], ServiceFactory]
+FactoryOf = Callable[[LaunchOptions], ServiceFactory]
 
 
 @pytest.fixture
@@ -44,30 +38,32 @@ def factory_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fact
         yield lambda settings: ServiceFactory(settings, RunDirectory(tmp_path), probe)
 
 
-def hand_off_of(settings: DemoSettings) -> HandOff:
-    run = RunDirectory(Path())
-    return settings.hand_off(REDIS_URL, run, Path("weights.sock"))
+def load(*words: str) -> LaunchOptions:
+    return load_settings(DemoSettings, words, {}, below=DEMO_FILE)
+
+
+def places(api_port: int = 1, server_port: int = 3) -> Places:
+    run, socket = RunDirectory(Path()), Path("weights.sock")
+    return Places.of_run(run, "m", api_port, server_port, REDIS_URL, socket)
 
 
 def test_trainer_and_environment_start_once_they_can_connect(factory_of: FactoryOf) -> None:
-    settings = load_settings(DemoSettings, ["--mode", "none"])
     with socket.create_server(("127.0.0.1", 0)) as run_api:
-        factory, api_port = factory_of(settings), run_api.getsockname()[1]
+        factory, api_port = factory_of(load("--mode", "none")), run_api.getsockname()[1]
         server_port = free_port()
-        trainer = factory.trainer("m", api_port, server_port, hand_off_of(settings))
+        trainer = factory.trainer(places(api_port, server_port), api_port)
         assert not trainer.may_start()
-        assert factory.environment("arithmetic", "m", api_port, server_port).may_start()
+        assert factory.environment("arithmetic", places(), api_port).may_start()
         with socket.create_server(("127.0.0.1", server_port)):
             assert trainer.may_start()
-        assert not factory.environment("arithmetic", "m", server_port, api_port).may_start()
+    assert not factory.environment("arithmetic", places(), api_port).may_start()
 
 
 @pytest.mark.parametrize(("words", "given"), [([], False), (["--resume", "run"], True)])
 def test_an_environment_of_a_resumed_run_knows_its_last_step(
     factory_of: FactoryOf, words: list[str], given: bool
 ) -> None:
-    factory = factory_of(load_settings(DemoSettings, words))
-    environment = factory.environment("arithmetic", "m", 1, 2)
+    environment = factory_of(load(*words)).environment("arithmetic", places(), 1)
     assert ("--steps" in environment.command) is given
 
 
@@ -83,25 +79,15 @@ def test_an_environment_of_a_resumed_run_knows_its_last_step(
 def test_each_task_has_its_own_longest_completion(
     factory_of: FactoryOf, words: list[str], limits: dict[str, str | None]
 ) -> None:
-    factory = factory_of(
-        DemoSettings.model_validate(
-            dict(zip([w[2:].replace("-", "_") for w in words[::2]], words[1::2], strict=True))
-        )
-    )
+    settings = load(*words)
     for task, limit in limits.items():
-        command = [*factory.environment(task, "m", 1, 2).command]
+        command = [*factory_of(settings).environment(task, places(), 1).command]
         assert value_of("--max-completion-tokens", command) == limit
 
 
 def test_one_token_reaches_every_service_and_no_command_line(factory_of: FactoryOf) -> None:
-    settings = load_settings(DemoSettings, ["--run-api-token", "a-secret"])
-    factory, hand_off = factory_of(settings), hand_off_of(settings)
-    clients = [
-        factory.run_api(1, hand_off),
-        factory.vllm_server(3, "m", hand_off),
-        factory.trainer("m", 1, 3, hand_off),
-        factory.environment("arithmetic", "m", 1, 3),
-    ]
+    settings = load("--run-api-token", "a-secret")
+    clients = factory_of(settings).services(places(), 1)
     for variable in ("RUN_API_TOKEN", "VLLM_API_KEY"):
         assert [service.environment[variable] for service in clients] == ["a-secret"] * 4
     assert not [word for service in clients for word in service.command if "secret" in word]
@@ -126,7 +112,7 @@ def test_a_model_that_this_project_makes_is_made_by_a_job_and_every_service_gets
             Path(started["model"].command[-1]).write_text(str(tmp_path))
 
     monkeypatch.setattr(demo, "start_on_screen", start)
-    factory = factory_of(load_settings(DemoSettings, words))
+    factory = factory_of(load(*words))
     with StopRequest() as request, Stack(tmp_path / "logs", request) as stack:
         demo.start_services(factory, stack, Shown(), tmp_path / "weights.sock")
     job = started["model"]
@@ -139,9 +125,13 @@ def test_a_model_that_this_project_makes_is_made_by_a_job_and_every_service_gets
 
 def command_line(name: str, words: list[str]) -> list[str]:
     """Of one service, as `--dry-run` shows it."""
-    lines = [shlex.split(line) for line in command_lines(load_settings(DemoSettings, words))]
+    lines = [shlex.split(line) for line in command_lines(load(*words))]
     (found,) = [line for line in lines if line[2] == name]
     return found[3:]
+
+
+def flags(*names: str) -> set[str]:
+    return {f"--{name}" for name in names}
 
 
 def value_of(option: str, line: list[str]) -> str | None:
@@ -199,13 +189,11 @@ def test_a_dry_run_prints_the_command_lines_without_secrets(
 
 OF_FILES = {"--no-share-weights", "--weights-dir"}
 TAKES_ADAPTERS = OF_FILES | {"--enable-lora", "--max-loras", "--max-lora-rank"}
-TRAINS_ADAPTERS = {
-    *("--run-id", "--lora-r", "--lora-alpha", "--lora-dropout", "--lora-target-modules"),
-}
-
-
-def flags(words: list[str]) -> set[str]:
-    return {word for word in words if word.startswith("--")}
+IN_EVERY_MODE = flags(
+    *("share-weights", "no-share-weights", "weights-dir", "weights-socket"),
+    *("bridge-config-path", "enable-lora", "max-loras", "max-lora-rank", "run-id"),
+    *("lora-target-modules", "vllm-restart-interval"),
+)
 
 
 @pytest.mark.parametrize(
@@ -216,55 +204,83 @@ def flags(words: list[str]) -> set[str]:
             {"--share-weights", "--weights-socket", "--bridge-config-path"},
             {"--weights-socket"},
         ),
-        ("lora_only", TAKES_ADAPTERS, TRAINS_ADAPTERS | {"--adapter-sync-interval"}),
-        ("lora_restart", TAKES_ADAPTERS, TRAINS_ADAPTERS | {"--vllm-restart-interval"}),
+        ("lora_only", TAKES_ADAPTERS, {"--run-id", "--lora-target-modules"}),
+        (
+            "lora_restart",
+            TAKES_ADAPTERS,
+            {"--run-id", "--lora-target-modules", "--vllm-restart-interval"},
+        ),
         ("none", OF_FILES, {"--run-id", "--vllm-restart-interval"}),
     ],
 )
 def test_each_mode_tells_server_and_trainer_what_it_needs_and_no_secret(
-    mode: str, server: set[str], trainer: set[str]
+    factory_of: FactoryOf, mode: str, server: set[str], trainer: set[str]
 ) -> None:
-    chosen = hand_off_of(load_settings(DemoSettings, ["--mode", mode]))
-    assert flags(chosen.server_flags()) == {"--run-id"} | server
-    assert flags(chosen.trainer_flags()) == {"--mode", "--save-path"} | trainer
-    words = chosen.server_flags() + chosen.trainer_flags()
-    assert not [word for word in words if "secret" in word]
-    assert chosen.environment() == {"REDIS_URL": REDIS_URL}
+    factory = factory_of(load("--mode", mode))
+    pair = (factory.vllm_server(places()), factory.trainer(places(), 1))
+    for service, expected in zip(pair, (server | {"--run-id"}, trainer), strict=True):
+        assert IN_EVERY_MODE.intersection(service.command) == expected
+        assert service.environment["REDIS_URL"] == REDIS_URL
+        assert not [word for word in service.command if "secret" in word]
 
 
-def test_rank_cadence_and_directory_are_the_same_on_both_sides() -> None:
+def test_rank_cadence_and_directory_are_the_same_on_both_sides(factory_of: FactoryOf) -> None:
     words = "--mode lora_restart --lora-r 20 --vllm-restart-interval 7"
-    modules = ["--lora-target-modules", "q_proj", "v_proj"]
-    chosen = hand_off_of(load_settings(DemoSettings, [*words.split(), *modules]))
-    server, trainer = chosen.server_flags(), chosen.trainer_flags()
-    assert server[server.index("--max-lora-rank") + 1] == "32"
-    assert trainer[trainer.index("--lora-r") + 1] == "20"
-    assert trainer[trainer.index("--vllm-restart-interval") + 1] == "7"
-    assert server[server.index("--weights-dir") + 1] == f"{Path.cwd()}/checkpoints/served_weights"
-    assert trainer[-3:] == modules
+    factory = factory_of(load(*words.split(), "--lora-target-modules", "q_proj", "v_proj"))
+    server, trainer = (
+        [*factory.vllm_server(places()).command],
+        [*factory.trainer(places(), 1).command],
+    )
+    assert value_of("--max-lora-rank", server) == "32"
+    assert value_of("--lora-r", trainer) == "20"
+    assert value_of("--vllm-restart-interval", trainer) == "7"
+    assert value_of("--weights-dir", server) == f"{Path.cwd()}/checkpoints/served_weights"
+    assert value_of("--lora-target-modules", trainer) == "q_proj,v_proj"
 
 
-WORDS = [
-    *("--trainer.max_staleness", "4", "--server.enforce-eager", "--env.temperature=0.7"),
-    *("--trainer.lora-target-modules", "q_proj", "v_proj", "--trainer.vllm-flags=--seed 3"),
-]
+FILE = """
+model: tiny
+task: {name: "my.py:reward", columns: {prompt: question}, held-out: 0.2}
+sampling: {temperature: 0.7}
+optim: {lr: 1.0e-3, adam_beta2: 0.95}
+server: {block-size: 32, enable-prefix-caching: true}
+queue: {max-staleness: 4, max-queued-groups: 50}
+"""
 
 
-def test_the_last_value_of_an_option_counts() -> None:
-    options = options_by_service(["--env.seed", "1", "--env.steps", "2", "--env.seed=3"])
-    assert service_words(options["env"]) == ["--steps=2", "--seed=3"]
+def test_a_file_of_sections_reaches_the_services_that_read_them(
+    factory_of: FactoryOf, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(FILE)
+    settings = load_settings(RunSettings, ["--config", "run.yaml", "--optim.lr", "2e-3"], {})
+    run_api, server, trainer, env = (
+        [*service.command] for service in factory_of(settings).services(places(), 1)
+    )
+    assert value_of("--max-queued-groups", run_api) == "50"
+    assert server[-2:] == ["--block-size=32", "--enable-prefix-caching"]
+    assert [value_of(f"--{name}", trainer) for name in ("lr", "adam-beta2", "max-staleness")] == [
+        *("0.002", "0.95", "4")
+    ]
+    assert env[3:5] == ["my.py:reward", "serve"]
+    assert value_of("--columns", env) == '{"prompt": "question"}'
+    assert [value_of(f"--{name}", env) for name in ("held-out", "temperature")] == ["0.2", "0.7"]
 
 
-def test_sections_of_a_file_mean_the_same() -> None:
-    options = options_by_service(WORDS)
-    content = {service: section(found) for service, found in options.items()} | {"steps": 3}
-    words, rest = words_of_sections(content)
-    assert rest == {"steps": 3}
-    assert options_by_service(words) == options
-    dotted, _ = words_of_sections({"env.seed": 3, "server.x": False, "trainer.y": None})
-    assert dotted == ["--env.seed=3", "--server.no-x"]
-    with pytest.raises(ValueError, match="trainer: expected a section with one option per line"):
-        words_of_sections({"trainer": 3})
+def test_every_mistake_of_a_file_is_named_with_its_line_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'model = "tiny"\ntask = "arithmetic"\n[optim]\nlr = -1\nlearning_rat = 3\n'
+        '[sampling]\ntemperature = "warm"\nlr = 1\n[server]\nport = 3\n'
+    )
+    with pytest.raises(OptionsInvalid) as invalid:
+        parsed(RunSettings, ["--config", str(file)], {})
+    told = [line.removeprefix(f"{file}:") for line in invalid.value.lines]
+    assert told == [
+        "5: optim.learning_rat: no such option",
+        "8: sampling.lr: no such option; did you mean optim.lr?",
+        "7: sampling.temperature: expected a number, greater than 0; got 'warm'",
+        "4: optim.lr: expected a number, greater than 0; got '-1'",
+    ]
 
 
 @pytest.mark.parametrize(

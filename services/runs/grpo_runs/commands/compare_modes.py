@@ -11,7 +11,7 @@ from pathlib import Path
 from grpo_core.errors import GrpoError, ProtocolViolation
 from grpo_core.process import describe_exit
 from grpo_core.settings import without_secrets
-from grpo_runs.modes import ModeName
+from grpo_core.tree.weights import ModeName
 from grpo_runs.process.stack import Service, Stack, StopRequest, StopRequested
 from grpo_runs.report.plots import draw_comparison
 from grpo_runs.report.steps import MetricsFile

@@ -17,7 +17,7 @@ from grpo_core.settings import resolved_yaml
 from grpo_core.settings.machine import SMOLLM2
 from grpo_core.weights.supervisor import SupervisorClient
 from grpo_runs.defaults import RunSizes
-from grpo_runs.modes import HandOff, Mode
+from grpo_runs.modes import Mode
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.stack import MemoryPeaks, Stack, StopRequest, StopRequested, start_on_screen
@@ -52,11 +52,13 @@ from grpo_runs.screen import Screen
 from grpo_runs.services import (
     MODEL_PATH_FILE,
     ServiceFactory,
+    make_weights_directory,
     model_job,
     redis_url,
     weights_socket_path,
 )
-from grpo_runs.settings import DemoSettings
+from grpo_runs.settings.run import TINY, LaunchOptions
+from grpo_runs.views import Places
 
 FOLLOW_POLL_S = 0.2
 REDIS_DEADLINE_S = 5.0
@@ -65,25 +67,26 @@ SAVE_GRACE_S = 120.0
 COMPLETE = "run.completed"
 """The event that an environment logs when it ends as it should."""
 INDENT = 9 * " "
+COMMANDS = ("grpo-run", "grpo-demo")
 
 
 class NoTrainingStep(GrpoError):
     """All processes are running, but the trainer finished no step within `--step-deadline-s`."""
 
 
-def run_demo(settings: DemoSettings, screen: Screen) -> int:
+def run_demo(settings: LaunchOptions, screen: Screen) -> int:
     """Run it all; returns the exit status: 0, 1 after a failure, 128 + n after signal n."""
     with StopRequest() as stop_request, contextlib.ExitStack() as held:
         try:
             run = (
                 create_run_directory(settings.run_dir, settings.seed)
-                if settings.resume is None
-                else RunDirectory.of(settings.resume)
+                if settings.resumed is None
+                else RunDirectory.of(settings.resumed)
             )
             held.enter_context(run.hold())
         except GrpoError as error:
             return screen.failed(error)
-        if settings.resume is None:
+        if settings.resumed is None:
             run.write_config(resolved_yaml(settings.command, settings.resolved()))
         try:
             _train_and_report(settings, run, screen, stop_request)
@@ -101,7 +104,7 @@ def run_demo(settings: DemoSettings, screen: Screen) -> int:
 def _command() -> str:
     """The command as the user can type it again."""
     called = Path(sys.argv[0])
-    return str(called) if called.name == "grpo-demo" else "python -m grpo_runs"
+    return str(called) if called.name in COMMANDS else "python -m grpo_runs"
 
 
 def _after_a_failure(run: RunDirectory) -> list[str]:
@@ -114,11 +117,11 @@ def _after_a_failure(run: RunDirectory) -> list[str]:
 
 
 def _train_and_report(
-    settings: DemoSettings, run: RunDirectory, screen: Screen, stop_request: StopRequest
+    settings: LaunchOptions, run: RunDirectory, screen: Screen, stop_request: StopRequest
 ) -> None:
     started = time.monotonic()
     records: list[StepRecord] = []
-    if settings.resume:  # the steps after the newest checkpoint are repeated
+    if settings.resumed:  # the steps after the newest checkpoint are repeated
         records = trim_records(run.metrics, run.newest_checkpoint_step() or 0)
     screen.lines(opening_lines(settings, run, len(records)))
     memory, evaluations = MemoryPeaks(), EvaluationsFile(run.evaluations)
@@ -130,8 +133,8 @@ def _train_and_report(
     ):
         factory = ServiceFactory(settings, run, probe)
         try:
-            hand_off = start_services(factory, stack, screen, weights_socket_path(Path(temporary)))
-            if settings.resume:  # not earlier, so that a failed start leaves the old one
+            places = start_services(factory, stack, screen, weights_socket_path(Path(temporary)))
+            if settings.resumed:  # not earlier, so that a failed start leaves the old one
                 run.write_config(resolved_yaml(settings.command, settings.resolved()))
             names = [factory.environment_name(task) for task in settings.task]
             training_started = time.monotonic()
@@ -149,9 +152,7 @@ def _train_and_report(
             if settings.evaluates_every:
                 wait_for_evaluations(stack, names, settings.sizes, screen)
                 show_evaluations(evaluations, screen)
-            with SupervisorClient(
-                hand_off.redis_url, hand_off.run_id, REDIS_DEADLINE_S
-            ) as supervisor:
+            with SupervisorClient(places.redis_url, places.run_id, REDIS_DEADLINE_S) as supervisor:
                 status = supervisor.status_for_report()
         except StopRequested:
             with screen.activity("finishing the step and saving it; Ctrl-C again stops at once"):
@@ -191,11 +192,11 @@ def _train_and_report(
             screen.warning(warning)
 
 
-def opening_lines(settings: DemoSettings, run: RunDirectory, done: int) -> list[str]:
+def opening_lines(settings: LaunchOptions, run: RunDirectory, done: int) -> list[str]:
     """Args: done: steps of a run that is resumed"""
     sizes, mode = settings.sizes, settings.weight_mode
     steps = f"steps {done + 1} to {sizes.steps}" if done else counted(sizes.steps, "training step")
-    model = settings.model or "a tiny model"
+    model = "a tiny model" if settings.model == TINY else settings.model
     interval = mode.publish_every_steps(sizes.vllm_restart_interval, settings.adapter_sync_interval)
     return [
         f"GRPO on {' and '.join(settings.task)} with {model}: {steps}",
@@ -206,7 +207,7 @@ def opening_lines(settings: DemoSettings, run: RunDirectory, done: int) -> list[
 
 def start_services(
     factory: ServiceFactory, stack: Stack, screen: Screen, weights_socket: Path
-) -> HandOff:
+) -> Places:
     """Start the services, each on a port of its own, and wait until all are ready.
 
     Most of a start is importing, and services that need each other wait: so they start side by
@@ -219,22 +220,16 @@ def start_services(
     settings, run = factory.settings, factory.run
     redis_port, api_port, vllm_port = free_port(), free_port(), free_port()
     url = with_password(redis_url(redis_port), redis_password(run.redis))
-    hand_off = settings.hand_off(url, run, weights_socket)
-    hand_off.make_directories()
     path_file, jobs = run.path / MODEL_PATH_FILE, []
-    if settings.model in (None, SMOLLM2):
+    if settings.model in (TINY, SMOLLM2):
         threads, within_s = 2 * settings.compute_threads, settings.model_deadline_s
         jobs = [model_job(settings.model, path_file, threads, within_s)]
     start_on_screen(stack, [factory.redis(redis_port), *jobs], screen)
-    model = path_file.read_text().strip() if jobs else str(settings.model)
-    services = [
-        factory.run_api(api_port, hand_off),
-        factory.vllm_server(vllm_port, model, hand_off),
-        factory.trainer(model, api_port, vllm_port, hand_off),
-        *(factory.environment(task, model, api_port, vllm_port) for task in settings.task),
-    ]
-    start_on_screen(stack, services, screen)
-    return hand_off
+    model = path_file.read_text().strip() if jobs else settings.model
+    places = Places.of_run(run, model, api_port, vllm_port, url, weights_socket)
+    make_weights_directory(settings, places)
+    start_on_screen(stack, factory.services(places, api_port), screen)
+    return places
 
 
 def follow_training(

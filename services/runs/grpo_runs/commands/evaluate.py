@@ -23,17 +23,10 @@ from grpo_runs.process.stack import MIB, Service, Stack, StopRequest, StopReques
 from grpo_runs.report.steps import GrowingFile
 from grpo_runs.report.summary import counted
 from grpo_runs.screen import Screen
-from grpo_runs.services import (
-    HOST,
-    MAX_NUM_SEQS,
-    NO_COMPILER,
-    child_environment,
-    make_smollm2,
-    module,
-    url,
-)
+from grpo_runs.services import NO_COMPILER, child_environment, make_model, module
 from grpo_runs.settings import EvalSettings
 from grpo_runs.settings.passed_on import ENV, SERVER
+from grpo_runs.views import HOST, MAX_NUM_SEQS, url
 
 ADAPTER_DEADLINE_S = 300.0
 BASELINE = "baseline"
@@ -88,7 +81,7 @@ def _with_smollm2_made(
     if not names:
         return settings
     with Stack(settings.logs, stop_request) as stack:
-        directory = make_smollm2(stack, screen, settings.server_deadline_s)
+        directory = make_model(stack, screen, SMOLLM2, settings.server_deadline_s)
     return settings.model_copy(update=dict.fromkeys(names, directory))
 
 

@@ -1,10 +1,9 @@
 """Options of the commands, and checks of them before a start."""
 
 from grpo_runs.settings.compare import CompareSettings
-from grpo_runs.settings.demo import DemoSettings
 from grpo_runs.settings.evaluate import EvalSettings
 from grpo_runs.settings.rollouts import ReportSettings, RolloutsSettings
-from grpo_runs.settings.run import RunSettings
+from grpo_runs.settings.run import DemoSettings, RunSettings
 
 __all__ = [
     "CompareSettings",

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, ClassVar, get_args
 
 from pydantic import AfterValidator, Field
 
-from grpo_core.settings import Command, CommandSettings, CommaSeparated, Mistake, Shown
+from grpo_core.settings import (
+    Command,
+    CommandSettings,
+    CommaSeparated,
+    Mistake,
+    OptionsInvalid,
+    Shown,
+    parsed,
+)
 from grpo_core.settings.machine import not_writable
 from grpo_core.settings.options import COMMON, Names, options_of
-from grpo_runs.modes import ModeName
+from grpo_core.tree.weights import ModeName
 from grpo_runs.run_directory import RUNS, unusable
-from grpo_runs.service_options import words_of_sections
-from grpo_runs.settings.demo import DemoSettings
-from grpo_runs.settings.services import each_once
+from grpo_runs.settings.run import DEMO_FILE, DemoSettings, each_once
 
 SEPARATOR = "--"
 SET_FOR_EACH_RUN = frozenset({"mode", "run_dir", "resume", "steps", "seed"})
 """Options of a run that differ from run to run, or that are options of the comparison too."""
-_DEMO = "grpo-demo: "
 
 
 class CompareSettings(CommandSettings):
@@ -73,11 +76,6 @@ class CompareSettings(CommandSettings):
         (), description="Options that grpo-compare passes to grpo-demo in every run"
     )
 
-    @classmethod
-    def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
-        words, rest = words_of_sections(content)
-        return rest | ({"run-options": [*rest.get("run-options", ()), *words]} if words else {})
-
     @property
     def passed_on(self) -> list[str]:
         return [word for word in self.run_options if word != SEPARATOR]
@@ -117,20 +115,12 @@ class CompareSettings(CommandSettings):
                 )
 
     def _mistakes_of_runs(self) -> Iterator[Mistake]:
-        """Messages of `grpo-demo --dry-run` in each mode, each once."""
-        if not self.run_options:
-            return
-        command = [sys.executable, "-m", "grpo_runs", *self.passed_on, "--steps", str(self.steps)]
-        checks = [
-            subprocess.Popen(
-                [*command, "--mode", mode, "--dry-run"],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for mode in self.modes
-        ]
-        messages = [(check.communicate()[1], check.returncode) for check in checks]
-        refused = [text for text, status in messages if status != 0]
-        lines = dict.fromkeys(line for text in refused for line in text.splitlines())
-        yield from (Mistake(None, line.removeprefix(_DEMO)) for line in lines)
+        """Messages of grpo-demo in each mode, each once."""
+        lines: dict[str, None] = {}
+        for mode in self.modes if self.run_options else ():
+            words = [*self.passed_on, "--steps", str(self.steps), "--mode", mode]
+            try:
+                parsed(DemoSettings, words, at_start=True, below=DEMO_FILE)
+            except OptionsInvalid as error:
+                lines |= dict.fromkeys(error.lines)
+        yield from (Mistake(None, line) for line in lines)

@@ -1,155 +1,205 @@
-"""Options of `grpo-run`."""
+"""Options of `grpo-run` and `grpo-demo`: the tree of all services' options, and those of starting
+them."""
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, SecretStr, create_model, field_validator
 
-from grpo_core.redis.keys import default_run_id
-from grpo_core.redis.url import LOCAL_REDIS, RedisUrl, local_redis
+from grpo_core.redis.keys import is_run_id
+from grpo_core.security import plain, usable_token
 from grpo_core.settings import (
     Command,
+    CommandSettings,
     CommaSeparated,
-    HttpUrl,
-    LogLevel,
+    Given,
     Mistake,
     Shown,
-    flag_for,
+    mistakes_of,
 )
 from grpo_core.settings.machine import cannot_listen, not_writable, unusable_model
-from grpo_core.weights.directory_checks import without_head
-from grpo_runs.modes import ADAPTER_OPTIONS, HandOff, WeightOptions
-from grpo_runs.service_options import SERVER, TRAINER
-from grpo_runs.settings.services import HUB_OR_SMOLLM2, WithServiceOptions
+from grpo_core.tree.sections import (
+    ENVIRONMENT,
+    SERVER,
+    SET_BY_LAUNCHER,
+    TRAINER,
+    VIEWS,
+    fields_below,
+    names_of,
+    sections_of,
+)
+from grpo_core.tree.trainer_command import CommandLine
+from grpo_core.tree.weights import ModeName
+from grpo_runs.defaults import BY_TASK, SIZE_NAMES, RunSizes, name_of_task, sizes_for
+from grpo_runs.modes import MODES, Mode
+from grpo_runs.run_directory import RUNS, RunDirectory, unusable
+from grpo_runs.views import Places, environment_values, server_values, trainer_values
 
+TINY = "tiny"
+"""As a value of --model: the tiny model, which is made on first use."""
+DEMO_FILE = Path(__file__).with_name("demo.yaml")
+GPU_CONTROL = Path("/dev/nvidiactl")
+"""Exists if the NVIDIA driver is loaded."""
 LOOPBACK = "127.0.0.1"
 EVERY_ADDRESS = ("0.0.0.0", "::")
+_HIDDEN = re.compile(r"^ *# ([\w.-]+):(?: --([\w.-]+))? \*\*\*$", re.MULTILINE)
+"""A line of config.yaml for an option with a secret; the second name is an option of vLLM."""
+_SETS_ITSELF = (
+    *("redis_url", "run_id", "run_api_url", "save_path", "metrics_file", "rollouts_dir"),
+    *("host", "port", "health_port", "control_host", "control_port", "log_dir"),
+    *("wandb_name", "eval_output"),
+)
+"""Options of a run whose services are all started here: each run has its own."""
+_OF_PAIR = frozenset({"log_dir", "stop_grace_s"})
+"""Of a run without --task, of which server and trainer are started here."""
+_API_KEYS = ("vllm_api_key", "api_key")
 
 
-class RunSettings(WithServiceOptions, WeightOptions):
-    """Runs the inference server and the trainer of one run on this host: starts the server, then
-    the trainer, and stops server and trainer at the end. run-api and environments are started
-    separately. The exit status is the trainer's exit status.
+def each_once(values: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(values))
 
-    All other options are options of the trainer (grpo), for example --lr 1e-6. To set an option of
-    the server, put its name in front: --server.max-num-seqs 64 (options of vllm-api-server and
-    vLLM)."""
 
-    command: ClassVar[Command] = Command(
-        prog="grpo-run",
-        env_prefix="GRPO_RUN_",
-        groups={
-            "Model": ("model", "dtype"),
-            "Weights": ("mode", "vllm_restart_interval", "adapter_sync_interval"),
-            "Adapter in lora_only and lora_restart": ADAPTER_OPTIONS,
-            "Run": ("run_api_url", "redis_url", "run_id", "save_path"),
-            "Inference server": (
-                "host",
-                "port",
-                "health_port",
-                "gpu_memory_utilization",
-                "max_model_len",
-                "server_flags",
-            ),
-            "Deadlines": ("server_deadline_s", "stop_grace_s"),
-            "Logging": ("log_level", "log_dir"),
-        },
-        examples=(
-            "grpo-run --model ./model --steps 100",
-            "grpo-run --model ./model --redis-url redis://db:6379 --mode lora_only --dry-run",
-        ),
-        aliases={
-            "model-name": "model",
-            "weight-bridge-mode": "mode",
-            "atropos-url": "run_api_url",
-            "vllm-port": "port",
-            "vllm-gpu-memory-utilization": "gpu_memory_utilization",
-            "single-copy": flag_for("mode", "shared_vllm"),
-            "debug-loading": flag_for("log_level", "DEBUG"),
-        },
-        passes_on="service_options",
-        others=frozenset({"service-deadline-s"}),
+def half_the_cores() -> int:
+    """Server and trainer compute at the same time, so each gets half."""
+    return max(1, (os.cpu_count() or 1) // 2)
+
+
+class LaunchOptions(CommandSettings):
+    """Trains a model with GRPO on this machine. With --task, or a file that names one, grpo-run
+    starts Redis, run-api, the inference server, the trainer and an environment for each task as
+    local processes, and shows the progress. Without it, it starts the inference server and the
+    trainer of a run whose run-api and environments run already; the exit status is then the
+    trainer's.
+
+    Every option of grpo, env-server, vllm-api-server and run-api is an option of the run too, under
+    its own name, that of its section (--optim.lr) or that of its service (--trainer.lr). All other
+    options of vLLM begin with --server., for example --server.block-size 32.
+
+    FILE is a YAML or TOML file with these options, in sections or without. What is only named here
+    is described by `grpo --help`, `env-server --help`, `vllm-api-server --help` or
+    `run-api --help`."""
+
+    model: str = Field(
+        min_length=1,
+        description="Model: a directory, an id on the Hugging Face hub, smollm2 "
+        "(SmolLM2-135M-Instruct, made from two optional packages) or tiny (a model of one million "
+        "parameters, made on first use)",
     )
-    services: ClassVar[tuple[str, ...]] = (TRAINER, SERVER)
-    default_service: ClassVar[str | None] = TRAINER
-
-    model: str = Field(min_length=1, description=f"Model: a directory, {HUB_OR_SMOLLM2}")
-    vllm_restart_interval: int = Field(
-        3,
-        ge=1,
-        description="Steps between two restarts of the engine, in mode lora_restart or mode none",
+    task: Annotated[CommaSeparated[str], AfterValidator(each_once)] = Field(
+        (),
+        description="Task: arithmetic (one-digit sums), gsm8k or math (both need --data), your own "
+        "reward (my.py:reward) or task (my.py:MyTask), or several of them, separated by commas. "
+        "Each task gets its own environment",
     )
-    lora_target_modules: Annotated[
-        CommaSeparated[str] | None, AfterValidator(without_head), Shown(default="q_proj,v_proj")
+    mode: ModeName = Field(
+        "shared_vllm",
+        description="Weight-sync mode, which decides how the server gets new weights. shared_vllm: "
+        "trainer and server share one copy in memory. lora_only: the running server "
+        "loads each new adapter. lora_restart: the engine restarts with each new "
+        "adapter. none: the engine restarts with each new model",
+    )
+    run_dir: Annotated[Path | None, Shown(default="runs/<UTC time>-<seed>")] = Field(
+        None, description="New or empty directory for the files of the run"
+    )
+    resume: Annotated[str | None, Shown(default="none; without --task: auto, as of grpo")] = Field(
+        None,
+        description="Resume the run in this directory, for example runs/latest. Command-line "
+        "options override the directory's config.yaml. To continue a run that has finished, "
+        "raise --steps",
+    )
+    report: bool = Field(
+        True, description="Write report.html, a page to read the rollouts of the run"
+    )
+    kv_cache_mib: Annotated[
+        int | None, Shown(default="64; gsm8k: 256; on a GPU what --gpu-memory-utilization leaves")
+    ] = Field(None, ge=1, description="Size of the server's KV cache, in MiB")
+    eager: Annotated[bool | None, Shown(default="on; on a GPU off")] = Field(
+        None,
+        description="Start the server sooner, without compilation and CUDA graphs. With --no-eager,"
+        " the server starts later but samples faster, which saves time in long runs",
+    )
+    step_deadline_s: Annotated[
+        float | None,
+        Shown(default="300; pretrained models: 1800; 180 more in modes lora_restart and none"),
     ] = Field(
         None,
-        min_length=1,
-        description="Names of the modules that get an adapter, separated by commas",
+        gt=0,
+        description="The run fails if no training step ends within this number of seconds",
     )
-    redis_url: Annotated[RedisUrl, Shown(default=LOCAL_REDIS)] = Field(
-        default_factory=local_redis,
-        description="URL of the Redis that run-api uses. If this option is not given and no Redis "
-        "runs at its default, grpo-run starts one",
+    model_deadline_s: float = Field(
+        600.0, gt=0, description="Seconds to wait until the tiny model or smollm2 is made"
     )
-    run_id: Annotated[str | None, Shown(default="port-<port>, for example port-9001")] = Field(
-        None, description="Name of the run, which is also the name of the run's data in Redis"
+    server_deadline_s: Annotated[
+        float | None, Shown(default="600; pretrained models, and without --task: 1800")
+    ] = Field(None, gt=0, description="Seconds to wait for the inference server to start")
+    start_deadline_s: Annotated[float | None, Shown(default="300; pretrained models: 600")] = Field(
+        None,
+        gt=0,
+        description="Seconds to wait for run-api, the trainer and each environment to start",
     )
-    run_api_url: HttpUrl = Field("http://localhost:8000", description="URL of run-api")
-    host: str = Field("127.0.0.1", min_length=1, description="Address that the server listens on")
-    port: int = Field(9001, ge=1, le=65535, description="TCP port of the server")
-    health_port: Annotated[int | None, Shown(default="1000 above --port")] = Field(
-        None, ge=1, le=65535, description="TCP port of the server's health routes"
+    stop_grace_s: float = Field(
+        120.0,
+        gt=0,
+        description="Without --task: seconds to wait for each process to stop before it is killed",
     )
-    save_path: Path = Field(
-        Path("trained_model_checkpoints"),
-        description="Directory for checkpoints and exported models",
+    compute_threads: Annotated[int, Shown(default="half the cores")] = Field(
+        default_factory=half_the_cores,
+        ge=1,
+        description="Number of CPU threads that the server computes with. The trainer uses the "
+        "same number",
     )
-    log_dir: Path = Field(Path("logs"), description="Directory for vllm-server.log and trainer.log")
-    dtype: Literal["bfloat16", "float16", "float32", "auto"] = Field(
-        "auto",
-        description="Data type of the weights in the server and in the trainer. auto: the model's; "
-        "float32 on a CPU without instructions for bfloat16",
+    redis_appendfsync: Literal["always", "everysec"] = Field(
+        "always",
+        description="When Redis writes its data to the disk. always: after every change, so nothing"
+        " is lost. everysec: once per second, so a killed Redis loses 1 to 2 seconds of"
+        " changes",
     )
-    gpu_memory_utilization: float = Field(
-        0.45, gt=0, le=1, description="Fraction of the GPU's memory that the server may use"
+    run_api_token: SecretStr | None = Field(
+        None,
+        description="Access token that clients must send to run-api and to the inference server",
     )
-    max_model_len: Annotated[int | None, Shown(default="the model's limit, at most 4096")] = Field(
-        None, ge=1, description="Longest sequence, in tokens, that the server accepts"
+    log_dir: Path = Field(
+        Path("logs"),
+        description="Without --task: directory for vllm-server.log and trainer.log",
     )
     server_flags: str = Field(
         "",
         description="More options for the inference server, in one string, for example "
         "--server-flags='--max-num-seqs 64'",
     )
-    server_deadline_s: float = Field(
-        1800.0, gt=0, description="Seconds to wait for the inference server to start"
-    )
-    stop_grace_s: float = Field(
-        120.0,
-        gt=0,
-        description="Seconds to wait for each process to stop before the process is killed",
-    )
-    log_level: LogLevel = Field(
-        "INFO", description="Least severe level of the messages that are logged"
-    )
+    server_options: tuple[str, ...] = ()
+    """Options of vLLM."""
 
-    @property
-    def may_start_redis(self) -> bool:
-        return "redis_url" not in self.model_fields_set
+    if TYPE_CHECKING:  # of the tree: `RunSettings` has them
+        adapter_sync_interval: int
+        data: str | None
+        device: str
+        dtype: str
+        eval_every: int
+        gpu_memory_utilization: float
+        group_size: int
+        health_port: int | None
+        host: str
+        log_level: str
+        max_completion_tokens: int | None
+        max_model_len: int | None
+        port: int
+        redis_url: SecretStr
+        run_api_url: str
+        run_id: str | None
+        save_path: Path
+        seed: int
+        vllm_restart_interval: int
+        world_size: int
 
-    @property
-    def server_words(self) -> list[str]:
-        return shlex.split(self.server_flags)
-
-    @property
-    def server_url(self) -> str:
-        """For clients on this host."""
-        host = LOOPBACK if self.host in EVERY_ADDRESS else self.host
-        return f"http://{host}:{self.port}"
+    _usable_token = field_validator("run_api_token")(usable_token)
 
     @field_validator("server_flags")
     @classmethod
@@ -162,35 +212,358 @@ class RunSettings(WithServiceOptions, WeightOptions):
             ) from None
         return value
 
-    def mistakes(self) -> Iterator[Mistake]:
-        if self.port == self.health_port:
-            yield Mistake(
-                None, f"--port and --health-port are both {self.port}; change one of them"
-            )
-        yield from super().mistakes()
+    @classmethod
+    def drop_unused(cls, given: dict[str, Given], environment: Mapping[str, str]) -> Iterator[str]:
+        if "task" in given:  # variables such as REDIS_URL are about another run
+            for name in (*_SETS_ITSELF, *_API_KEYS):
+                if name in given and given[name].name in environment:
+                    del given[name]
+        mode = given.setdefault("mode", Given("shared_vllm", "--mode"))
+        if mode.value in MODES:
+            yield from CommandLine.drop_unused(given, environment)
 
-    def _machine_mistakes(self) -> Iterator[Mistake]:
-        if problem := unusable_model(self.model):
-            yield Mistake("model", problem)
-        for name, path in (("save_path", self.save_path), ("log_dir", self.log_dir)):
-            if problem := not_writable(path):
-                yield Mistake(name, problem)
-        if problem := cannot_listen(self.host, self.port):
-            yield Mistake("port", problem)
+    @property
+    def starts_all(self) -> bool:
+        """Whether all services are started here, and not only server and trainer."""
+        return bool(self.task)
 
-    def hand_off(self, weights_socket: Path, bridge_config: Path) -> HandOff:
-        return HandOff(
-            options=self,
-            restart_every_steps=self.vllm_restart_interval,
-            target_modules=self.lora_target_modules or (),
-            redis_url=self.redis_url.get_secret_value(),
-            run_id=self.run_id or default_run_id(self.port),
-            save_path=self.save_path,
-            weights_socket=weights_socket,
-            bridge_config=bridge_config,
+    @property
+    def resumed(self) -> Path | None:
+        """The directory of the run that goes on; None for a new one."""
+        return Path(self.resume) if self.starts_all and self.resume else None
+
+    @property
+    def weight_mode(self) -> Mode:
+        return MODES[self.mode]
+
+    @property
+    def on_gpu(self) -> bool:
+        """All services use the same device."""
+        return GPU_CONTROL.exists() if self.device == "auto" else self.device.startswith("cuda")
+
+    @property
+    def weights_dtype(self) -> str:
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if self.on_gpu else "float32"
+
+    @property
+    def starts_eager(self) -> bool:
+        return self.eager if self.eager is not None else not self.on_gpu
+
+    @property
+    def evaluates_every(self) -> int:
+        """Steps between evaluations; 0: none. By default before and after the run."""
+        return self.eval_every if "eval_every" in self.model_fields_set else self.sizes.steps
+
+    @property
+    def vllm_words(self) -> list[str]:
+        """Options of vLLM."""
+        return [*shlex.split(self.server_flags), *self.server_options]
+
+    @property
+    def may_start_redis(self) -> bool:
+        return "redis_url" not in self.model_fields_set
+
+    @property
+    def server_url(self) -> str:
+        """For clients on this host."""
+        host = LOOPBACK if self.host in EVERY_ADDRESS else self.host
+        return f"http://{host}:{self.port}"
+
+    @cached_property
+    def sizes(self) -> RunSizes:
+        """The options whose default depends on others."""
+        return self._sizes_of(self.task)
+
+    def _sizes_of(self, tasks: Sequence[str]) -> RunSizes:
+        given = {name: getattr(self, name) for name in self.model_fields_set & {*SIZE_NAMES}}
+        return sizes_for(
+            tasks,
+            self.weight_mode,
+            is_tiny=self.model == TINY,
+            on_gpu=self.on_gpu,
+            given={name: value for name, value in given.items() if value is not None},
         )
 
-    def _words_for(self, service: str) -> tuple[list[str], Mapping[str, str]]:
-        hand_off = self.hand_off(Path("weights.sock"), Path("bridge.json"))
-        flags = hand_off.trainer_flags() if service == TRAINER else hand_off.server_flags()
-        return ["--model", self.model, *flags], hand_off.environment()
+    def completion_limit(self, task: str) -> int | None:
+        """Of one task's completions, in tokens; None for the task's own limit."""
+        return self.sizes.max_completion_tokens or self._sizes_of([task]).max_completion_tokens
+
+    def given(self, service: str) -> dict[str, Any]:
+        """The options of this service that the user has given, by field."""
+        names = self.model_fields_set & VIEWS[service].model_fields.keys()
+        names -= {"stop_grace_s"} | ({"resume"} if self.starts_all else set())
+        return {name: getattr(self, name) for name in names}
+
+    def resolved(self) -> dict[str, Any]:
+        """What was given, and what follows from it. Without the directories: this configuration can
+        be used for another run."""
+        own = LaunchOptions.model_fields.keys() | self.model_fields_set
+        own -= _OF_PAIR - self.model_fields_set if self.starts_all else {*()}
+        values = {name: getattr(self, name) for name in type(self).model_fields if name in own}
+        if self.starts_all:
+            values |= {name: getattr(self.sizes, name) for name in SIZE_NAMES}
+            values |= {"dtype": self.weights_dtype, "eager": self.starts_eager}
+            if not self.weight_mode.trains_adapter:
+                del values["lora_target_modules"]
+            else:
+                values["lora_target_modules"] = tuple(self.sizes.lora_target_modules) or None
+            if not self.weight_mode.restarts_engine:
+                del values["vllm_restart_interval"]
+        del values["run_dir"], values["resume"]
+        return {name: value for name, value in values.items() if value not in (None, "", ())}
+
+    def mistakes(self) -> Iterator[Mistake]:
+        found = [*self._mistakes_here()]
+        yield from found
+        if not found:
+            yield from self._mistakes_of_services(at_start=False)
+
+    def _mistakes_here(self) -> Iterator[Mistake]:
+        prog = self.command.prog
+        if self.world_size != 1:
+            yield Mistake("world_size", f"{prog} starts one trainer process; omit it")
+        if not self.starts_all:
+            if self.port == self.health_port:
+                yield Mistake(
+                    None, f"--port and --health-port are both {self.port}; change one of them"
+                )
+            return
+        for name in _SETS_ITSELF:
+            if name in self.model_fields_set:
+                yield Mistake(name, f"{prog} sets this option itself; omit it")
+        for name in _API_KEYS:
+            if name in self.model_fields_set:
+                yield Mistake(name, f"{prog} sets this option; write --run-api-token")
+        if self.data is None and "gsm8k" in self.task:
+            yield Mistake(
+                None,
+                "gsm8k needs --data (with make: DATA=): a directory with train.jsonl, one object "
+                "with question and answer per line, or a data set on the hub such as openai/gsm8k",
+            )
+        names = [name_of_task(task) for task in self.task]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            yield Mistake("task", f"two tasks have the name {twice}")
+        yield from self._mistakes_of_sizes()
+        if self.resume is not None and self.run_dir is not None:
+            yield Mistake("run_dir", "--resume already names the run's directory; omit this option")
+
+    def _mistakes_of_sizes(self) -> Iterator[Mistake]:
+        sizes = self.sizes
+        sequences = sizes.batch_size * sizes.gradient_accumulation_steps
+        if sequences % self.group_size:
+            yield Mistake(
+                None,
+                f"--group-size {self.group_size} does not divide the {sequences} sequences of a "
+                f"step (--batch-size {sizes.batch_size} x --gradient-accumulation-steps "
+                f"{sizes.gradient_accumulation_steps}); choose a group size that divides them",
+            )
+        if (sizes.max_completion_tokens or 0) >= sizes.seq_len:
+            yield Mistake(
+                None,
+                f"--max-completion-tokens {sizes.max_completion_tokens} leaves no room for a "
+                f"prompt in --seq-len {sizes.seq_len}; lower --max-completion-tokens or raise "
+                "--seq-len",
+            )
+        if sizes.max_model_len < sizes.seq_len:
+            yield Mistake(
+                None,
+                f"--max-model-len {sizes.max_model_len} is less than --seq-len {sizes.seq_len}, so "
+                "the server would refuse prompts; raise --max-model-len or lower --seq-len",
+            )
+
+    def start_mistakes(self) -> Iterator[Mistake]:
+        found = [*self._mistakes_of_machine()]
+        yield from found
+        if not found and not any(self.mistakes()):
+            yield from self._mistakes_of_services(at_start=True)
+
+    def _mistakes_of_machine(self) -> Iterator[Mistake]:
+        if self.model != TINY and (problem := unusable_model(self.model)):
+            yield Mistake("model", problem)
+        if not self.starts_all:
+            if problem := not_writable(self.log_dir):
+                yield Mistake("log_dir", problem)
+            if problem := cannot_listen(self.host, self.port):
+                yield Mistake("port", problem)
+        elif self.resumed is not None:
+            yield from self._mistakes_of_resumed(self.resumed)
+        elif problem := not_writable(self.run_dir or RUNS):
+            yield Mistake("run_dir", problem)
+        elif self.run_dir is not None and (problem := unusable(self.run_dir, "--run-dir")):
+            yield Mistake(None, problem)
+        elif self.run_dir and not is_run_id(run_id := RunDirectory(self.run_dir).run_id):
+            yield Mistake(
+                "run_dir",
+                f"the run's id would be {run_id!r}, but spaces and braces are not allowed; "
+                "choose another directory name",
+            )
+
+    def _mistakes_of_resumed(self, resume: Path) -> Iterator[Mistake]:
+        run = RunDirectory.of(resume)
+        if not run.config.is_file():
+            yield Mistake(
+                "resume", f"{resume}: no {run.config.name} in it; name the directory of a run"
+            )
+            return
+        yield from self._lacking_secrets(run)
+        if run.is_in_use():
+            yield Mistake(None, f"--resume {resume}: this run is still running; stop it first")
+        step = run.newest_checkpoint_step()
+        if step is None:
+            yield Mistake(None, f"--resume {resume}: no checkpoint in it; start a new run instead")
+        elif step >= self.sizes.steps:
+            yield Mistake(
+                None,
+                f"--resume {resume}: all {step} steps are done; pass a larger --steps, for "
+                f"example --steps {2 * step}. For its evaluation, run grpo-eval --model "
+                f"{run.checkpoints / self.weight_mode.final_directory}; for its page, grpo-report "
+                f"{resume}",
+            )
+
+    def _lacking_secrets(self, run: RunDirectory) -> Iterator[Mistake]:
+        """Options of the resumed run whose values its config.yaml does not contain."""
+        for name, of_vllm in _HIDDEN.findall(run.config.read_text()):
+            option = f"--server.{of_vllm}" if of_vllm else f"--{name}"
+            words = [word.partition("=")[0] for word in self.vllm_words]
+            is_given = f"--{of_vllm}" in words if of_vllm else plain(self.run_api_token)
+            if not is_given:
+                yield Mistake(
+                    None,
+                    f"--resume {self.resume}: the run had {option}, and {run.config.name} does not "
+                    f"contain its value; pass {option} again",
+                )
+
+    def _mistakes_of_services(self, at_start: bool) -> Iterator[Mistake]:
+        """What the services would refuse, in the options that they get."""
+        places = Places.not_yet_known(self)
+        yield from self._mistakes_of_view(TRAINER, trainer_values(self, places), at_start)
+        yield from self._mistakes_of_view(SERVER, server_values(self, places), False)
+        for task in self.task:
+            values = environment_values(self, places, task)
+            yield from self._mistakes_of_view(ENVIRONMENT, values, at_start, task)
+
+    def _mistakes_of_view(
+        self, service: str, values: Mapping[str, Any], at_start: bool, task: str | None = None
+    ) -> Iterator[Mistake]:
+        view = VIEWS[service]
+        if at_start and task is not None and task not in BY_TASK:
+            from grpo_env.settings import EnvServerSettings as view
+        for field, message in mistakes_of(view, values, at_start):
+            is_ours = field in type(self).model_fields
+            yield (
+                Mistake(field, message)
+                if is_ours
+                else Mistake(None, f"{service}: {field}: {message}" if field else message)
+            )
+
+
+_OWN = {
+    "model": ("model",),
+    "task": ("task",),
+    "weights": ("mode",),
+    "queue": ("redis_appendfsync", "run_api_token"),
+    "server": ("kv_cache_mib", "eager", "server_flags"),
+    "run": (
+        *("run_dir", "resume", "report", "compute_threads", "step_deadline_s", "model_deadline_s"),
+        *("server_deadline_s", "start_deadline_s", "stop_grace_s", "log_dir"),
+    ),
+}
+_GROUPS = sections_of(_OWN)
+_ALSO_SHOWN = frozenset(
+    {
+        *("data", "group_size", "device", "seed", "log_level", "save_path", "run_api_url"),
+        *("redis_url", "run_id", "host", "port", "health_port", "adapter_sync_interval"),
+        *("lora_r", "lora_alpha", "lora_dropout", "reward_weights"),
+    }
+)
+"""Options of services that most runs set."""
+_OF_TRAINER = {
+    name: alias for name, alias in CommandLine.command.aliases.items() if name != "vllm-url"
+}
+_ALIASES = {
+    **names_of(_GROUPS),
+    **_OF_TRAINER,
+    "vllm-port": "port",
+    "server.dtype": "dtype",
+    "server.max-model-len": "max_model_len",
+    "server.gpu-memory-utilization": "gpu_memory_utilization",
+    "server.kv-cache-mib": "kv_cache_mib",
+}
+
+
+_DEFAULTS = {
+    "steps": "250; gsm8k: 60; at most 60 with a pretrained model, and in modes lora_restart and "
+    "none; without --task: 10",
+    "batch_size": "64; gsm8k: 16; pretrained models: at most 32; without --task: 2",
+    "gradient_accumulation_steps": "2; without --task: 32",
+    "lr": "3e-4; gsm8k: 1e-4; six times as high with an adapter; pretrained models: 1e-5, with an "
+    "adapter 3e-4; without --task: 1e-5",
+    "warmup_steps": "5; without --task: 0",
+    "max_completion_tokens": "8; gsm8k: 32; with a pretrained model, gsm8k and reward functions on "
+    "a CPU: 256; other tasks: their own limit",
+    "seq_len": "128; gsm8k: 1152; your own task: 256, with a pretrained model 1152; without "
+    "--task: 2048",
+    "max_model_len": "512; gsm8k: 1536; at least --seq-len; without --task: the model's limit, at "
+    "most 4096",
+    "max_batches_offpolicy": "1",
+    "gpu_memory_utilization": "0.4; without --task: 0.45",
+    "dtype": "float32; on a GPU bfloat16; without --task: the model's",
+    "vllm_restart_interval": "10; without --task: 3",
+    "lora_target_modules": "q_proj,v_proj; with the tiny model every linear layer",
+    "eval_every": "before and after the run",
+    "checkpoint_interval": "0; without --task: 3",
+}
+"""What applies if these are not given, for the user."""
+_BRIEF = frozenset(fields_below(LaunchOptions)) - _DEFAULTS.keys() - _ALSO_SHOWN
+
+
+def _command(prog: str, env_prefix: str, *examples: str, defaults: Mapping[str, str]) -> Command:
+    refusal = f"{prog} sets this option itself; omit it"
+    names = ["vllm-url", *(name.replace("_", "-") for name in SET_BY_LAUNCHER)]
+    prefixes = ("", *(f"{service}." for service in VIEWS))
+    return Command(
+        prog=prog,
+        env_prefix=env_prefix,
+        groups=_GROUPS,
+        sections=True,
+        defaults={**_DEFAULTS, **defaults},
+        brief=_BRIEF,
+        examples=examples,
+        aliases=_ALIASES,
+        refused={f"{prefix}{name}": refusal for prefix in prefixes for name in names}
+        | {"memory-plan": "write grpo --memory-plan, which starts nothing"},
+        without_effect=frozenset({"fused-step", "head-kernel"}),  # of 0.1.0
+        passes_on="server_options",
+        passes_on_below=f"{SERVER}.",
+    )
+
+
+class RunSettings(create_model("Tree", __base__=LaunchOptions, **fields_below(LaunchOptions))):  # type: ignore[misc]
+    __doc__ = LaunchOptions.__doc__
+
+    command: ClassVar[Command] = _command(
+        "grpo-run",
+        "GRPO_RUN_",
+        "grpo-run run.yaml",
+        "grpo-run --model ./model --task my.py:reward --data rows.jsonl",
+        "grpo-run --model ./model --redis-url redis://db:6379 --mode lora_only --dry-run",
+        defaults={},
+    )
+
+
+class DemoSettings(RunSettings):
+    """Trains a tiny model with GRPO on this machine and shows the progress: grpo-run with the file
+    demo.yaml, which names the model and the task. grpo-demo needs no GPU, no container and no model
+    hub. All options of grpo-run override the file."""
+
+    command: ClassVar[Command] = _command(
+        "grpo-demo",
+        "GRPO_DEMO_",
+        "grpo-demo --steps 20",
+        "grpo-demo --task my.py:reward --data rows.jsonl",
+        "grpo-demo --model ./model --task gsm8k --data ./gsm8k --dry-run",
+        "grpo-demo --resume runs/latest --steps 500",
+        defaults={"model": "tiny", "task": "arithmetic"},
+    )

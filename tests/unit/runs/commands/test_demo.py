@@ -27,7 +27,7 @@ from grpo_runs.process.stack import Stack, StopRequest
 from grpo_runs.report.steps import MetricsFile
 from grpo_runs.report.summary import RunFacts, read_record
 from grpo_runs.run_directory import RunDirectory, create_run_directory
-from grpo_runs.settings import DemoSettings
+from grpo_runs.settings.run import DEMO_FILE, DemoSettings, LaunchOptions
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
 from tests.support.wait import wait_for
 from tests.unit.conftest import Refused
@@ -226,6 +226,10 @@ def test_a_run_that_does_not_go_on_is_named(
             follow_training(stack, run, sizes, MODES["none"], Shown(), environments=names)
 
 
+def load(*words: str, at_start: bool = False) -> LaunchOptions:
+    return load_settings(DemoSettings, words, {}, at_start=at_start, below=DEMO_FILE)
+
+
 def test_latest_follows_runs_in_the_default_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +240,7 @@ def test_latest_follows_runs_in_the_default_place(
 
 
 def test_a_directory_that_was_used_since_the_check_is_refused(tmp_path: Path) -> None:
-    settings, shown = load_settings(DemoSettings, ["--run-dir", str(tmp_path)]), Shown()
+    settings, shown = load(*["--run-dir", str(tmp_path)]), Shown()
     (tmp_path / "config.yaml").touch()
     assert run_demo(settings, shown) == 1
     expected = f"failed (RunDirectoryUnusable): --run-dir {tmp_path}: this directory holds"
@@ -251,7 +255,7 @@ def test_a_resume_that_fails_leaves_the_configuration(
     run.config.write_text("seed: 1\n")
     failure = ProcessFailed("redis ended with status 1")
     monkeypatch.setattr(demo, "start_services", Mock(side_effect=failure))
-    settings = load_settings(DemoSettings, ["--resume", str(run.path), "--seed", "2"])
+    settings = load(*["--resume", str(run.path), "--seed", "2"])
     assert run_demo(settings, Shown()) == 1
     assert run.config.read_text() == "seed: 1\n"
 
@@ -262,22 +266,23 @@ def stopped_run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path / "stopped")
     for number, step in ((1, 9), (2, 4)):
         (run.checkpoints / "trainer_state" / f"{number:06}_step_{step}").mkdir(parents=True)
-    settings = load_settings(DemoSettings, ["--steps", "6", "--seed", "5", "--lr", "0.25"])
+    settings = load(*["--steps", "6", "--seed", "5", "--lr", "0.25"])
     run.config.write_text(resolved_yaml(settings.command, settings.resolved()))
     (tmp_path / "latest").symlink_to("stopped")
     return run
 
 
-def resumed(*words: str) -> DemoSettings:
-    return load_settings(DemoSettings, with_config_of_resumed_run(words), at_start=True)
+def resumed(*words: str) -> LaunchOptions:
+    given = with_config_of_resumed_run(DemoSettings.command, words)
+    return load(*given, at_start=True)
 
 
 def test_a_resumed_run_has_its_options_unless_others_are_given(stopped_run: RunDirectory) -> None:
     latest = stopped_run.path.with_name("latest")
     settings = resumed("--lr", "0.5", "--resume", str(latest))
     assert (settings.sizes.steps, settings.seed, settings.sizes.lr) == (6, 5, 0.5)
-    assert settings.resume is not None
-    assert RunDirectory.of(settings.resume).path == stopped_run.path
+    assert settings.resumed is not None
+    assert RunDirectory.of(settings.resumed).path == stopped_run.path
 
 
 def test_a_run_that_is_complete_or_still_running_is_not_resumed(
@@ -303,7 +308,7 @@ def test_a_run_with_secrets_is_resumed_with_secrets(
     stopped_run: RunDirectory, refused: Refused
 ) -> None:
     secrets = ["--run-api-token", "a-secret", "--server.hf-token", "another-secret"]
-    settings = load_settings(DemoSettings, ["--steps", "6", *secrets])
+    settings = load(*["--steps", "6", *secrets])
     stopped_run.write_config(resolved_yaml(settings.command, settings.resolved()))
     told = refused(resumed, "--resume", str(stopped_run.path))
     assert "pass --run-api-token again" in told
@@ -314,17 +319,17 @@ def test_a_run_with_secrets_is_resumed_with_secrets(
 def test_a_run_of_smollm2_has_the_sizes_of_a_pretrained_model_and_is_resumed_with_it(
     stopped_run: RunDirectory,
 ) -> None:
-    first = load_settings(DemoSettings, ["--steps", "6", "--model", "smollm2"], at_start=True)
-    pretrained = load_settings(DemoSettings, ["--steps", "6", "--model", "owner/name"])
-    tiny = load_settings(DemoSettings, ["--steps", "6"])
+    first = load(*["--steps", "6", "--model", "smollm2"], at_start=True)
+    pretrained = load(*["--steps", "6", "--model", "owner/name"])
+    tiny = load(*["--steps", "6"])
     assert first.sizes == pretrained.sizes != tiny.sizes
     stopped_run.write_config(resolved_yaml(first.command, first.resolved()))
-    assert "\nmodel: smollm2\n" in stopped_run.config.read_text()
+    assert "model:\n  name: smollm2\n" in stopped_run.config.read_text()
     again = resumed("--resume", str(stopped_run.path))
     assert (again.model, again.sizes) == ("smollm2", first.sizes)
 
 
 def test_help_needs_no_run_to_resume() -> None:
-    assert with_config_of_resumed_run(["--resume", "/none", "--help"]) == [
+    assert with_config_of_resumed_run(DemoSettings.command, ["--resume", "/none", "--help"]) == [
         *("--resume", "/none", "--help")
     ]

@@ -32,10 +32,10 @@ def end(number, _):
 
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, end)
-does = sys.argv[-1].rpartition("=")[2]
-if does == "--fail":
+does = os.environ.get("STAND_IN_DOES", "")
+if does == "fails":
     sys.exit("no such module: lm_tail")
-if does == "--kill-the-server":
+if does == "kills the server":
     os.kill(int(pathlib.Path("pids").read_text().split()[0]), signal.SIGKILL)
     time.sleep(600)
 if does.startswith("SIG"):
@@ -48,11 +48,13 @@ if does.startswith("SIG"):
 class Together:
     folder: Path
     shown: Shown
+    patch: pytest.MonkeyPatch
 
-    def run(self, *arguments: str, trainer: tuple[str, ...] = ()) -> int:
+    def run(self, *arguments: str, does: str = "") -> int:
         """Returns the exit status after server, engine and trainer have ended."""
+        self.patch.setenv("STAND_IN_DOES", does)
         given = ["--model", "m", "--redis-url", "redis://127.0.0.1:1/0", "--port", str(free_port())]
-        words = [*given, *arguments, "--", *trainer]
+        words = [*given, *arguments]
         status = run_together(load_settings(RunSettings, words), self.shown)
         pids = (self.folder / "pids").read_text().split()
         assert not any(is_alive(int(pid)) for pid in pids)
@@ -71,7 +73,7 @@ def together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Together:
     for model in ("m", "made"):
         (tmp_path / model).mkdir()
         (tmp_path / model / "config.json").write_text("{}")
-    return Together(tmp_path, Shown())
+    return Together(tmp_path, Shown(), monkeypatch)
 
 
 def test_server_and_trainer_start_with_what_the_mode_needs_and_both_end(together: Together) -> None:
@@ -79,17 +81,17 @@ def test_server_and_trainer_start_with_what_the_mode_needs_and_both_end(together
         *("--mode", "lora_restart", "--vllm-restart-interval", "5", "--server-flags=--seed 3"),
         *("--save-path", "saved"),
         *("--trainer.lr", "1", "--server.swap-space=2", "--dtype", "float32", "--batch-size", "4"),
-        trainer=("--training-steps", "4"),
+        *("--", "--training-steps", "4"),
     )
     assert (status, together.shown.err) == (0, "")
     assert "vllm-server ready after" in together.shown.out
     served, trained = together.said("vllm-server"), together.said("trainer")
-    assert f"--weights-dir {together.folder}/saved/served_weights --enable-lora" in served
+    assert f"--weights-dir {together.folder}/saved/served_weights" in served
+    assert "--enable-lora" in served
     assert "--seed 3 --swap-space=2" in served
     for flags in (
-        "--vllm-restart-interval 5",
-        "--save-path saved",
-        "--lr=1 --batch-size=4 --training-steps=4",
+        *("--vllm-restart-interval 5", "--save-path saved", "--lr 1.0", "--batch-size 4"),
+        "--steps 4",
     ):
         assert flags in trained
     assert "--dtype float32 --gpu-memory-utilization 0.45 --max-model-len 4096" in served
@@ -105,16 +107,16 @@ def test_smollm2_is_made_before_server_and_trainer_start(together: Together) -> 
 
 
 def test_the_exit_status_is_the_trainers_and_its_last_words_are_shown(together: Together) -> None:
-    assert together.run(trainer=("--fail",)) == 1
+    assert together.run(does="fails") == 1
     assert "no such module: lm_tail" in together.shown.out
 
 
 def test_a_signal_reaches_the_trainer_which_may_finish(together: Together) -> None:
-    assert together.run(trainer=("--signal", "SIGINT")) == 130
+    assert together.run(does="SIGINT") == 130
     assert "ending after SIGINT" in together.shown.out
 
 
 def test_a_server_that_dies_ends_the_trainer(together: Together) -> None:
-    assert together.run(trainer=("--kill-the-server",)) == 1
+    assert together.run(does="kills the server") == 1
     assert together.shown.err.startswith("failed (ProcessFailed): vllm-server ended with SIGKILL")
     assert "ending after SIGTERM" in together.said("trainer")

@@ -20,7 +20,7 @@ from grpo_runs.process import health, ports
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.stack import Service, Stack, StopRequest, StopRequested
-from grpo_runs.services import url
+from grpo_runs.views import url
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
 from tests.unit.runs.stand_ins import FOREVER_S, script
 

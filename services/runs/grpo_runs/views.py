@@ -1,0 +1,275 @@
+"""What each service of a run reads of its settings: the values of its options, by field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import SecretStr
+
+from grpo_core.redis.keys import default_run_id
+from grpo_core.rollouts.files import ROLLOUTS
+from grpo_core.security import plain
+from grpo_core.tree.sections import ENVIRONMENT, RUN_API, SERVER, TRAINER
+from grpo_core.weights import bridge_config
+from grpo_core.weights.directory_checks import LORA_RANKS, SERVED_WEIGHTS
+from grpo_runs.defaults import name_of_task
+from grpo_runs.models import default_max_model_len
+from grpo_runs.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from grpo_runs.settings.run import LaunchOptions
+
+HOST = "127.0.0.1"
+MAX_NUM_SEQS = 256
+RESIDENT_ADAPTERS = 2
+"""The newest one, and the previous one until its requests in flight are answered."""
+WARMUP_STEPS = 5
+_UNKNOWN_PORT = 1
+_UNKNOWN_REDIS = "redis://127.0.0.1:6379/0"
+
+
+def url(port: int) -> str:
+    return f"http://{HOST}:{port}"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the services of one run find each other, and their files.
+
+    Args:
+        model: a directory or an id on the hub
+        redis_url: may hold a password, so it is never in a command line
+        weights_socket: for `shared_vllm`
+        bridge_config: for `shared_vllm`
+        run: the directory of a run whose services are all started here
+    """
+
+    model: str
+    run_api_url: str
+    server_port: int
+    redis_url: str = field(repr=False)
+    run_id: str
+    save_path: Path
+    weights_socket: Path
+    bridge_config: Path
+    run: RunDirectory | None = None
+
+    @classmethod
+    def of_run(
+        cls,
+        run: RunDirectory,
+        model: str,
+        api_port: int,
+        server_port: int,
+        redis_url: str,
+        weights_socket: Path,
+    ) -> Places:
+        """Of a run whose services are all started here."""
+        return cls(
+            model,
+            url(api_port),
+            server_port,
+            redis_url,
+            run.run_id,
+            run.checkpoints,
+            weights_socket,
+            run.path / bridge_config.FILE_NAME,
+            run,
+        )
+
+    @classmethod
+    def of_pair(cls, settings: LaunchOptions, model: str, weights_socket: Path) -> Places:
+        """Of a server and a trainer, whose run-api and Redis run already."""
+        return cls(
+            model,
+            settings.run_api_url,
+            settings.port,
+            settings.redis_url.get_secret_value(),
+            settings.run_id or default_run_id(settings.port),
+            settings.save_path,
+            weights_socket,
+            settings.log_dir / bridge_config.FILE_NAME,
+        )
+
+    @classmethod
+    def not_yet_known(cls, settings: LaunchOptions) -> Places:
+        """For checks before the model is made and before the ports are chosen."""
+        model = settings.model if "/" in settings.model else "model"
+        socket = Path("weights.sock")
+        if not settings.starts_all:
+            return cls.of_pair(settings, model, socket)
+        run = RunDirectory(Path("run"))
+        return cls.of_run(run, model, _UNKNOWN_PORT, _UNKNOWN_PORT, _UNKNOWN_REDIS, socket)
+
+    @property
+    def weights_directory(self) -> Path:
+        """Absolute, so that server and trainer mean the same directory."""
+        return (self.save_path / SERVED_WEIGHTS).absolute()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of server and trainer."""
+        return {"REDIS_URL": self.redis_url}
+
+
+def trainer_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
+    mode = settings.weight_mode
+    whole = {} if places.run is None else _of_whole_run(settings, places.run)
+    url_here = settings.server_url if places.run is None else url(places.server_port)
+    values: dict[str, Any] = {
+        **(_DEFAULTS_OF_TRAINER if whole else {}),
+        **settings.given(TRAINER),
+        **whole,
+        "mode": mode.name,
+        "model": places.model,
+        "save_path": places.save_path,
+        "run_api_url": places.run_api_url,
+        "inference_url": url_here,
+        "log_level": settings.log_level,
+        "redis_url": SecretStr(places.redis_url),
+    }
+    if mode.shares_memory:
+        values["weights_socket"] = places.weights_socket
+    else:
+        values["run_id"] = places.run_id
+    return values
+
+
+_DEFAULTS_OF_TRAINER: Mapping[str, Any] = {
+    "benchmark": True,
+    # Steps take a second, and a model for each would fill the disk.
+    "checkpoint_interval": 0,
+}
+"""Of a run whose services are all started here."""
+
+
+def _of_whole_run(settings: LaunchOptions, run: RunDirectory) -> dict[str, Any]:
+    sizes, given = settings.sizes, settings.given(TRAINER)
+    values: dict[str, Any] = {
+        "steps": sizes.steps,
+        "batch_size": sizes.batch_size,
+        "gradient_accumulation_steps": sizes.gradient_accumulation_steps,
+        "lr": sizes.lr,
+        "warmup_steps": given.get(
+            "warmup_steps", None if "warmup_ratio" in given else WARMUP_STEPS
+        ),
+        # On a GPU the trainer chooses the optimizer that needs less memory.
+        "optimizer": given.get("optimizer", None if settings.on_gpu else "adamw"),
+        "seq_len": sizes.seq_len,
+        "seed": settings.seed,
+        "device": settings.device,
+        "dtype": settings.weights_dtype,
+        # It starts together with the server and must wait for it.
+        "service_deadline_s": given.get("service_deadline_s", sizes.server_deadline_s),
+        "metrics_file": run.metrics,
+        "rollouts_dir": run.path / ROLLOUTS,
+        "run_api_token": settings.run_api_token,
+        "vllm_api_key": settings.run_api_token,
+    }
+    if settings.weight_mode.restarts_engine:
+        values["vllm_restart_interval"] = sizes.vllm_restart_interval
+    if settings.weight_mode.trains_adapter and sizes.lora_target_modules:
+        values["lora_target_modules"] = tuple(sizes.lora_target_modules)
+    return values
+
+
+def server_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
+    """Without what the launcher adds for vLLM: see `vllm_words`."""
+    mode, is_run = settings.weight_mode, places.run is not None
+    values = settings.given(SERVER) | {
+        "model": places.model,
+        "host": HOST if is_run else settings.host,
+        "port": places.server_port,
+        "run_id": places.run_id,
+        "redis_url": SecretStr(places.redis_url),
+        "log_level": settings.log_level,
+        # A variable such as VLLM_ENABLE_SHARED_WEIGHTS may say otherwise.
+        "share_weights": mode.shares_memory,
+        "engine_arguments": settings.vllm_words,
+    }
+    if is_run:
+        values["api_key"] = settings.run_api_token
+    if mode.shares_memory:
+        values["weights_socket"] = places.weights_socket
+        values["bridge_config_path"] = places.bridge_config
+    else:
+        values["weights_dir"] = places.weights_directory
+    if mode.trains_adapter:
+        rank = trainer_values(settings, places).get("lora_r", 16)
+        values |= {
+            "enable_lora": True,
+            "max_loras": RESIDENT_ADAPTERS,
+            "max_lora_rank": next((held for held in LORA_RANKS if held >= rank), LORA_RANKS[-1]),
+        }
+    return values
+
+
+def vllm_words(settings: LaunchOptions, model: str) -> list[str]:
+    """Options of vLLM that follow from the settings. The user's own come later and win."""
+    if not settings.starts_all:
+        dtype = [] if settings.dtype == "auto" else ["--dtype", settings.dtype]
+        length = settings.max_model_len or default_max_model_len(model)
+        share = ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
+        return [*dtype, *share, "--max-model-len", str(length)]
+    sizes = settings.sizes
+    words = ["--dtype", settings.weights_dtype, "--max-model-len", str(sizes.max_model_len)]
+    words += ["--max-num-seqs", str(MAX_NUM_SEQS), "--seed", str(settings.seed)]
+    words += ["--enforce-eager"] if settings.starts_eager else []
+    if settings.on_gpu:
+        # vLLM would take nearly all of a GPU, and the trainer needs the rest.
+        words += ["--gpu-memory-utilization", str(sizes.gpu_memory_utilization)]
+    if sizes.kv_cache_mib:
+        words += ["--kv-cache-memory-bytes", str(sizes.kv_cache_mib * 2**20)]
+    return words
+
+
+def environment_values(settings: LaunchOptions, places: Places, task: str) -> dict[str, Any]:
+    sizes, run = settings.sizes, places.run
+    defaults: dict[str, Any] = {
+        "group_size": settings.group_size,
+        "max_batches_offpolicy": 1,
+        "start_deadline_s": sizes.server_deadline_s,
+    }
+    values = defaults | settings.given(ENVIRONMENT)
+    values |= {
+        "task": task,
+        "action": "serve",
+        "model": places.model,
+        "run_api_url": places.run_api_url,
+        "inference_url": url(places.server_port),
+        "seq_len": sizes.seq_len,
+        "max_completion_tokens": settings.completion_limit(task),
+        "seed": settings.seed,
+        "wandb_name": name_of_task(task),
+        "log_level": settings.log_level,
+        "run_api_token": settings.run_api_token,
+        "vllm_api_key": settings.run_api_token,
+        # run-api reports the earlier run until the trainer of the resumed run registers.
+        "steps": sizes.steps if settings.resumed else None,
+        "eval_every": settings.evaluates_every or None,
+    }
+    if run is not None and settings.evaluates_every:
+        values["eval_output"] = run.evaluations
+    return without_none(values)
+
+
+def run_api_values(settings: LaunchOptions, places: Places, port: int) -> dict[str, Any]:
+    return settings.given(RUN_API) | {
+        "host": HOST,
+        "port": port,
+        "run_id": places.run_id,
+        "log_level": settings.log_level,
+    }
+
+
+def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def token_variables(settings: LaunchOptions) -> dict[str, str]:
+    """For run-api and the server; other users can read command lines."""
+    token = plain(settings.run_api_token)
+    return {} if token is None else {"RUN_API_TOKEN": token, "VLLM_API_KEY": token}

@@ -1,0 +1,151 @@
+"""The tree of a run's options: those of all services, each once, in sections."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+
+from grpo_core.settings import CommandSettings
+from grpo_core.settings.command import Alias
+from grpo_core.settings.options import options_of
+from grpo_core.tree.environment import EnvironmentOptions
+from grpo_core.tree.run_api import RunApiSettings
+from grpo_core.tree.server import ServerSettings
+from grpo_core.tree.trainer_command import CommandLine
+
+TRAINER, SERVER, ENVIRONMENT, RUN_API = "trainer", "server", "env", "run-api"
+VIEWS: Mapping[str, type[CommandSettings]] = {
+    TRAINER: CommandLine,
+    ENVIRONMENT: EnvironmentOptions,
+    SERVER: ServerSettings,
+    RUN_API: RunApiSettings,
+}
+"""What each service reads of the tree. An option of several is that of the first."""
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "model": ("trainer.Model", "trainer.Forward pass"),
+    "task": ("env.Data", "env.Reward", "env.Evaluation"),
+    "sampling": ("env.Sampling", "env.Model"),
+    "objective": ("trainer.Objective",),
+    "optim": ("trainer.Optimizer",),
+    "weights": (
+        "trainer.Weights",
+        "trainer.Weights in shared_vllm",
+        "trainer.Adapter in lora_only and lora_restart",
+        "server.Weights",
+        "server.Weights in shared_vllm",
+    ),
+    "queue": ("trainer.Data", "run-api.Limits", "env.Run", "env.Deadlines"),
+    "server": ("trainer.Inference server", "server.Network", "server.Engine"),
+    "run": ("trainer.Run", "trainer.Logging", "trainer.Processes", "env.Logging"),
+}
+"""The options of a section, by the headings of the services."""
+SET_BY_LAUNCHER = frozenset(
+    {
+        *(
+            "inference_url",
+            "weights_socket",
+            "bridge_config_path",
+            "weights_dir",
+        ),
+        *("share_weights", "enable_lora", "max_loras", "max_lora_rank"),
+    }
+)
+"""Options that connect trainer and server, which whoever starts both sets."""
+LEFT_OUT = SET_BY_LAUNCHER | {
+    *("memory_plan", "logdir"),
+    *("action", "answers", "output", "ready_file", "server_type", "engine_arguments"),
+}
+"""These, and options of other uses of the services than a run."""
+NAME = "name"
+"""`task: {name: my.py:reward, data: rows.jsonl}` means `task: my.py:reward` and its data."""
+
+
+def fields_below(own: type[CommandSettings]) -> dict[str, tuple[Any, FieldInfo]]:
+    """The options of all services that `own` does not declare itself, for `create_model`."""
+    found: dict[str, tuple[Any, FieldInfo]] = {}
+    for section in SECTIONS:
+        for name, info in _options_in(section):
+            if name not in own.model_fields:
+                found.setdefault(name, (info.annotation, copy.copy(info)))
+    return found
+
+
+def sections_of(own: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The options of each section. Args: own: those that come first in it"""
+    found: dict[str, tuple[str, ...]] = {}
+    taken = {name for names in own.values() for name in names}
+    for section in SECTIONS:
+        more = [name for name, _ in _options_in(section) if name not in taken]
+        found[section] = (*own.get(section, ()), *dict.fromkeys(more))
+        taken.update(more)
+    return found
+
+
+def names_of(sections: Mapping[str, tuple[str, ...]]) -> dict[str, str | Alias]:
+    """`--optim.lr` and `--trainer.lr` for `lr`, `--env.total-steps` for an option of env-server."""
+    found: dict[str, str | Alias] = {}
+    for section, fields in sections.items():
+        found |= {f"{section}.{field.replace('_', '-')}": field for field in fields}
+        if section in fields:
+            found[f"{section}.{NAME}"] = section
+    known = {field for fields in sections.values() for field in fields}
+    for service, view in VIEWS.items():
+        read = [name for name in view.model_fields if name in known]
+        found |= {f"{service}.{field.replace('_', '-')}": field for field in read}
+        for name in view.command.aliases:
+            alias = view.command.alias(name)
+            if alias and alias.field in read:
+                prefix = "" if name.startswith(f"{service}.") else f"{service}."
+                found.setdefault(f"{prefix}{name}", alias)
+    return found
+
+
+def service_of(field: str) -> str | None:
+    """The service whose command describes this option; None if a run has it only."""
+    return next((name for name, view in VIEWS.items() if field in view.model_fields), None)
+
+
+def given_words(view: type[CommandSettings], values: Mapping[str, Any]) -> list[str]:
+    """The words that give a service's command these values, by field. Secrets are left out, as
+    other users can read command lines."""
+    words: list[str] = []
+    for option in options_of(view).values():
+        value = values.get(option.field)
+        if value is None or isinstance(value, SecretStr) or option.field in view.command.positional:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{option.name}" if value else f"--no-{option.name}")
+        elif (text := _text(value)).startswith("--"):
+            words.append(f"--{option.name}={text}")
+        else:
+            words += [f"--{option.name}", text]
+    return words
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value)
+    if isinstance(value, tuple | list):
+        parts = [
+            part.model_dump(mode="json") if isinstance(part, BaseModel) else part for part in value
+        ]
+        return (
+            json.dumps(parts)
+            if any(isinstance(part, dict) for part in parts)
+            else ",".join(map(str, parts))
+        )
+    return str(value)
+
+
+def _options_in(section: str) -> Iterator[tuple[str, FieldInfo]]:
+    for heading in SECTIONS[section]:
+        service, _, title = heading.partition(".")
+        view = VIEWS[service]
+        for name in view.command.groups[title]:
+            if service_of(name) == service and name not in LEFT_OUT:
+                yield name, view.model_fields[name]
