@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,9 @@ from grpo_runs.process.ports import free_port
 from grpo_runs.process.stack import Service, Stack, start_on_screen
 from grpo_runs.run_directory import RUNS, RunDirectory
 from grpo_runs.screen import Screen
-from grpo_runs.service_options import service_words
 from grpo_runs.settings.run import LaunchOptions
-from grpo_runs.settings.services import ServerOptions
 from grpo_runs.views import (
     HOST,
-    MAX_NUM_SEQS,
     Places,
     environment_values,
     run_api_values,
@@ -177,56 +174,6 @@ def _server_words(
     values = server_values(settings, places)
     words = [*vllm_words(settings, places.model), *values.pop("engine_arguments")]
     return words_of(SERVER, {"health_port": health_port} | values) + words
-
-
-def inference_server(
-    settings: ServerOptions,
-    probe: HealthProbe,
-    port: int,
-    model: str,
-    flags: Sequence[str],
-    variables: dict[str, str],
-    *,
-    max_model_len: int,
-    kv_cache_mib: int | None,
-    deadline_s: float,
-) -> Service:
-    """
-    Args:
-        flags, variables: those of the command that starts the server
-        kv_cache_mib: None: vLLM takes what the weights leave of its share of the GPU's memory
-    """
-    return Service(
-        name="vllm-server",
-        role="samples completions from the policy",
-        command=module(
-            MODULES[SERVER],
-            *("--model", model),
-            *("--host", HOST),
-            *("--port", port),
-            *("--health-port", free_port()),
-            *flags,
-            *("--log-level", settings.log_level),
-            *("--dtype", settings.weights_dtype),
-            *("--max-model-len", max_model_len),
-            *("--max-num-seqs", MAX_NUM_SEQS),
-            *(["--enforce-eager"] if settings.starts_eager else []),
-            # vLLM would take nearly all of a GPU, and the trainer needs the rest.
-            *(
-                ("--gpu-memory-utilization", settings.gpu_memory_utilization)
-                if settings.on_gpu
-                else ()
-            ),
-            *(("--kv-cache-memory-bytes", kv_cache_mib * 2**20) if kv_cache_mib else ()),
-            *("--seed", settings.seed),
-            *service_words(settings.options_of(SERVER)),
-        ),
-        healthy=lambda: probe.answers(url(port)),
-        deadline_s=deadline_s,
-        environment=child_environment(settings.compute_threads, model)
-        | (NO_COMPILER if settings.starts_eager else {})
-        | variables,
-    )
 
 
 def model_job(model: str, path_file: Path, threads: int, deadline_s: float) -> Service:

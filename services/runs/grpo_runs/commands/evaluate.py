@@ -16,6 +16,7 @@ from grpo_core.evaluation.tables import compare, comparison_lines, table_lines
 from grpo_core.process import describe_exit
 from grpo_core.security import plain
 from grpo_core.settings.machine import SMOLLM2
+from grpo_core.tree.sections import ENVIRONMENT, SERVER
 from grpo_runs.models import EvaluatedModel, adapter_flags, by_server
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
@@ -23,9 +24,8 @@ from grpo_runs.process.stack import MIB, Service, Stack, StopRequest, StopReques
 from grpo_runs.report.steps import GrowingFile
 from grpo_runs.report.summary import counted
 from grpo_runs.screen import Screen
-from grpo_runs.services import NO_COMPILER, child_environment, make_model, module
+from grpo_runs.services import MODULES, NO_COMPILER, child_environment, make_model, module
 from grpo_runs.settings import EvalSettings
-from grpo_runs.settings.passed_on import ENV, SERVER
 from grpo_runs.views import HOST, MAX_NUM_SEQS, url
 
 ADAPTER_DEADLINE_S = 300.0
@@ -123,7 +123,7 @@ def inference_server(
         name="vllm-server",
         role="samples completions from the policy",
         command=module(
-            *("grpo_vllm", "--model", model),
+            *(MODULES[SERVER], "--model", model),
             *("--host", HOST, "--port", port, "--health-port", free_port()),
             *("--redis-url", "none", "--no-share-weights"),
             *flags,
@@ -219,11 +219,11 @@ def evaluation_job(
     return Service(
         name="evaluate",
         command=module(
-            *("grpo_env", task, "evaluate"),
+            *(MODULES[ENVIRONMENT], task, "evaluate"),
             *words,
             *("--inference-url", server_url),
             *("--eval-output", output),
-            *settings.words_for(ENV),
+            *settings.words_for(ENVIRONMENT),
         ),
         healthy=lambda: True,
         deadline_s=0.0,

@@ -23,6 +23,7 @@ from grpo_core.settings import (
 from grpo_core.settings.machine import not_writable
 from grpo_core.settings.options import Names, options_of
 from grpo_core.tree.environment import EnvironmentOptions
+from grpo_core.tree.sections import ENVIRONMENT, SERVER, TRAINER
 from grpo_core.tree.server import ServerSettings
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.weights.directory_checks import UnusableWeights
@@ -36,9 +37,6 @@ from grpo_runs.models import (
     without_adapter,
 )
 from grpo_runs.settings.passed_on import (
-    ENV,
-    SERVER,
-    TRAINER,
     UNKNOWN,
     by_service,
     config_of_run,
@@ -46,6 +44,7 @@ from grpo_runs.settings.passed_on import (
     mistakes_in,
     options_of_run,
 )
+from grpo_runs.settings.run import GPU_CONTROL, each_once
 
 _PASSED_ON = "service_options"
 SAMPLES: int = EnvironmentOptions.model_fields["eval_samples"].default
@@ -53,7 +52,7 @@ CPU_KV_CACHE_MIB = 1024
 _MAY_DIFFER = frozenset({"dtype", "gpu_memory_utilization", "log_level", "max_model_len"})
 """Options that may have another value for one service."""
 _SET = {
-    ENV: ("run_api_url", "inference_url"),
+    ENVIRONMENT: ("run_api_url", "inference_url"),
     SERVER: (
         *("host", "port", "health_port", "redis_url", "run_id", "share_weights", "weights_socket"),
         *("bridge_config_path", "weights_dir", "api_key"),
@@ -61,8 +60,6 @@ _SET = {
     ),
 }
 """Options of services that nothing here stands for."""
-GPU_CONTROL = Path("/dev/nvidiactl")
-"""Exists if the NVIDIA driver is loaded."""
 
 
 def option_of(view: type[BaseModel], option: str, **changes: Any) -> Any:
@@ -75,10 +72,6 @@ def option_of(view: type[BaseModel], option: str, **changes: Any) -> Any:
 
 def all_cores() -> int:
     return os.cpu_count() or 1
-
-
-def _each_once(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys(values))
 
 
 class EvalSettings(CommandSettings):
@@ -145,7 +138,7 @@ class EvalSettings(CommandSettings):
     )
     task: Annotated[
         CommaSeparated[str],
-        AfterValidator(_each_once),
+        AfterValidator(each_once),
         Shown(default="those of the run, if --model is in the directory of a run"),
     ] = Field(
         (),
@@ -165,7 +158,7 @@ class EvalSettings(CommandSettings):
         EnvironmentOptions, "temperature", default=None
     )
     max_completion_tokens: int | None = option_of(EnvironmentOptions, "max_completion_tokens")
-    ks: Annotated[CommaSeparated[int], AfterValidator(_each_once), Shown(default="1,<samples>")] = (
+    ks: Annotated[CommaSeparated[int], AfterValidator(each_once), Shown(default="1,<samples>")] = (
         Field(
             (),
             description="Values of k, separated by commas: pass@k is the probability that one of k "
@@ -302,12 +295,12 @@ class EvalSettings(CommandSettings):
         config = config_of_run(Path(str(model.value))) if model else None
         if config is None or "task" in given:
             return
-        options, words = options_of_run(config, _refused(ENV))
+        options, words = options_of_run(config, _refused(ENVIRONMENT))
         for field in ("task", "data", "max_completion_tokens"):
             if field not in given and options.get(field) is not None:
                 given[field] = Given(options[field], f"{config}: {field}")
         later = given.get(_PASSED_ON, Given((), "")).value
-        given[_PASSED_ON] = Given([*words, *later], f"{config}: {ENV}")
+        given[_PASSED_ON] = Given([*words, *later], str(config))
         yield f"task and options of the environment: those of {config}"
 
     def mistakes(self) -> Iterator[Mistake]:
@@ -381,9 +374,10 @@ class EvalSettings(CommandSettings):
             return
         from grpo_env.settings import EnvServerSettings
 
+        words, refused = self.words_for(ENVIRONMENT), _refused(ENVIRONMENT)
         values = self.environment(task, self.evaluated().served)
         yield from mistakes_in(
-            *(ENV, self.words_for(ENV), EnvServerSettings, values, _refused(ENV)), at_start=True
+            ENVIRONMENT, words, EnvServerSettings, values, refused, at_start=True
         )
 
 

@@ -14,10 +14,10 @@ from grpo_core.settings import CommandSettings, Given, OptionsInvalid, settings_
 from grpo_core.settings.options import options_of
 from grpo_core.settings.sources import Arguments, read_file
 from grpo_core.tree.environment import EnvironmentOptions
+from grpo_core.tree.sections import ENVIRONMENT, SERVER, TRAINER
 from grpo_runs.run_directory import RunDirectory
 
-TRAINER, SERVER, ENV = "trainer", "server", "env"
-SERVICES = (TRAINER, SERVER, ENV)
+SERVICES = (TRAINER, SERVER, ENVIRONMENT)
 UNKNOWN = ""
 _OPTION = re.compile(rf"--({'|'.join(SERVICES)})\.([^=]+)(=.*)?", re.DOTALL)
 
@@ -111,11 +111,13 @@ def options_of_run(config: Path, refused: Iterable[str]) -> tuple[dict[str, Any]
             own |= {key if name == "name" else _field(name): held for name, held in value.items()}
         else:
             own[_field(key)] = value
-    section = own.get(ENV)
+    section = own.get(ENVIRONMENT)
     found = {name: own[name] for name in _OF_ITEMS if name in own}
     found |= {_field(name): value for name, value in section.items()} if section else {}
-    names = [name for name in found if name not in {*refused}]
-    return own, [*chain(*(_words(ENV, name.replace("_", "-"), found[name]) for name in names))]
+    words: list[str] = []
+    for name in [name for name in found if name not in {*refused}]:
+        words += _words(ENVIRONMENT, name.replace("_", "-"), found[name])
+    return own, words
 
 
 def _field(name: str) -> str:

@@ -274,7 +274,7 @@ MISTAKES = {
     "--model plain MATH --env.eval-items 3": "--env.eval-items: grpo-eval sets this option; wr",
     "--model plain MATH --env.weight x": "--env.weight: expected a number, at least 0 and at most",
     "--model plain MATH --env.reward-wieghts length=1": "--env.reward-wieghts: no such option; did "
-    "you mean --env.reward-weights or --env.env.reward-weights?",
+    "you mean --env.reward-weights or --env.reward-workers?",
     "--model plain MATH --env.group-size 1": "pass 2 or more, or --env.no-drop-equal-scores",
     "--model plain --task mixture": "--env.mixture: the task mixture needs tasks and weights",
     "--model plain MATH --env.weight=1 word": "'word': unexpected; every option begins with --",
