@@ -6,12 +6,14 @@ import contextlib
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from grpo_core.errors import GrpoError
 from grpo_core.rollouts.files import ROLLOUTS, steps_in
+from grpo_core.tree.sections import NAME, SECTIONS
 
 RUNS = Path("runs")
 LATEST = "latest"
@@ -94,6 +96,22 @@ class RunDirectory:
                 return False
         except RunDirectoryUnusable:
             return True
+
+
+def options_in(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a run's configuration by field, in sections or without:
+    `task: {name: gsm8k, held-out: 0.3}` → `{"task": "gsm8k", "held_out": 0.3}`."""
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            found |= {key if name == NAME else _field(name): held for name, held in value.items()}
+        else:
+            found[_field(key)] = value
+    return found
+
+
+def _field(name: str) -> str:
+    return str(name).replace("-", "_")
 
 
 def create_run_directory(path: Path | None, seed: int) -> RunDirectory:

@@ -16,7 +16,7 @@ from grpo_core.rollouts.page.encode import PART, REWARD, TITLES, Point
 from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.report.steps import metric_curves
 from grpo_runs.report.summary import RunFacts, counted, read_record, tenth_of
-from grpo_runs.run_directory import RunDirectory
+from grpo_runs.run_directory import RunDirectory, options_in
 
 
 class NothingToReport(GrpoError):
@@ -66,14 +66,14 @@ def _token_texts(rollouts: Path | None) -> TokenTexts | None:
 
 
 def _config(run: RunDirectory) -> Mapping[str, Any]:
-    """The options of the run; empty if they are not known."""
+    """The options of the run by field; empty if they are not known."""
     if not run.config.is_file():
         return {}
     try:
         found = yaml.safe_load(run.config.read_text())
     except yaml.YAMLError as error:
         raise ProtocolViolation(f"{run.config} is no YAML: {error}") from None
-    return found if isinstance(found, dict) else {}
+    return options_in(found) if isinstance(found, dict) else {}
 
 
 def _title(config: Mapping[str, Any]) -> str:
@@ -91,8 +91,8 @@ def _facts(
     found = {
         "Run": run.run_id,
         "Mode": config.get("mode"),
-        "Model": config.get("model") or ("tiny model" if "model" in config else None),
-        "Seed": config.get("seed"),
+        "Model": "tiny model" if config.get("model", "") in (None, "tiny") else config.get("model"),
+        "Seed": config.get("seed", 0) if config else None,
         "Steps": max((step for step, _ in curves.get(REWARD, ())), default=None),
         "Reward": _change(rewards) if rewards else None,
         **{name[0].upper() + name[1:]: value for name, value in evaluations.facts.items()},

@@ -15,7 +15,7 @@ from grpo_core.settings.options import options_of
 from grpo_core.settings.sources import Arguments, read_file
 from grpo_core.tree.environment import EnvironmentOptions
 from grpo_core.tree.sections import ENVIRONMENT, SERVER, TRAINER
-from grpo_runs.run_directory import RunDirectory
+from grpo_runs.run_directory import RunDirectory, options_in
 
 SERVICES = (TRAINER, SERVER, ENVIRONMENT)
 UNKNOWN = ""
@@ -82,7 +82,6 @@ def _words(service: str, name: str, value: Any) -> list[str]:
 
 
 _CHECKPOINTS = "checkpoints"
-_SECTIONS = ("task", "sampling")
 _GROUPS = EnvironmentOptions.command.groups
 _OF_ITEMS = (*_GROUPS["Data"], *_GROUPS["Reward"], "eval_data", "held_out")
 """Options of a run's environments that its evaluation must have too."""
@@ -102,15 +101,9 @@ def options_of_run(config: Path, refused: Iterable[str]) -> tuple[dict[str, Any]
         ValueError: the configuration cannot be read.
     """
     try:
-        content = read_file(config)[0]
+        own = options_in(read_file(config)[0])
     except ValueError as error:
         raise ValueError(f"{error}; pass --task") from None
-    own: dict[str, Any] = {}
-    for key, value in content.items():
-        if key in _SECTIONS and isinstance(value, Mapping):  # `task: {name: gsm8k, data: rows}`
-            own |= {key if name == "name" else _field(name): held for name, held in value.items()}
-        else:
-            own[_field(key)] = value
     section = own.get(ENVIRONMENT)
     found = {name: own[name] for name in _OF_ITEMS if name in own}
     found |= {_field(name): value for name, value in section.items()} if section else {}

@@ -33,6 +33,20 @@ def test_the_page_is_written_into_the_run_or_to_a_path(tmp_path: Path) -> None:
     assert other.read_text() == (run / "report.html").read_text()
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        "task: [sums, tools]\nmode: lora_only\n",
+        "task: {name: [sums, tools], held-out: 0.2}\nweights: {mode: lora_only}\n",
+    ],
+)
+def test_the_page_names_the_tasks_of_the_run(tmp_path: Path, config: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(metrics_line(1))
+    (tmp_path / "config.yaml").write_text(config)
+    assert reported(tmp_path)[0] == 0
+    assert "<title>GRPO on sums and tools" in (tmp_path / "report.html").read_text()
+
+
 def test_open_shows_the_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "metrics.jsonl").write_text(metrics_line(1))
     opened: list[str] = []
