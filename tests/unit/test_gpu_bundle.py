@@ -1,5 +1,5 @@
-"""What `gpu/` packs for hosts without network, and `make install DEVICE=cuda` up to where a GPU is
-needed: the lists of packages are complete and fit together, the scripts work."""
+"""What `scripts/gpu/` packs for hosts without network, and `make install DEVICE=cuda` up to where a
+GPU is needed: the lists of packages are complete and fit together, the scripts work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-GPU = ROOT / "gpu"
+GPU = ROOT / "scripts" / "gpu"
 LIST = "vllm-0.24-cp312.txt"
 PROJECTS = sorted(
     [
