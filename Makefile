@@ -53,7 +53,7 @@ LANES ?= "unit integration" "lint chart inference faults e2e soak"
 TIER ?= not full and not gpu and not offline and not real
 PYTEST = $(BIN)/python -m pytest -m "$(TIER)" $(PYTEST_FLAGS)
 
-CHECKED = $(PACKAGES) src compat containers examples scripts/gpu tests benchmarks docs/generate
+CHECKED = $(PACKAGES) src scripts/compat containers examples scripts/gpu tests benchmarks docs/generate
 # The variable keeps the theme from advertising another builder.
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
@@ -147,7 +147,7 @@ test-full: $(VENV)/.installed-dev ## Run all tests that need no GPU, before a re
 lint: $(VENV)/.installed-dev ## Check style, types, import boundaries and documentation
 	@$(BIN)/ruff check $(CHECKED)
 	@$(BIN)/ruff format --check $(CHECKED)
-	@$(BIN)/mypy $(SOURCES) compat benchmarks docs/generate containers/*.py scripts/gpu/*.py
+	@$(BIN)/mypy $(SOURCES) scripts/compat benchmarks docs/generate containers/*.py scripts/gpu/*.py
 	@PATH=$(abspath $(BIN)):$$PATH lint-imports
 	@$(BIN)/python -m docs.generate --check
 	@$(MKDOCS) build --strict

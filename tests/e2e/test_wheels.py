@@ -33,7 +33,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each wheel is built from the source distribution."""
     dist = tmp_path_factory.mktemp("dist")
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist)]
-    for directory in [ROOT, *(file.parent for file in PACKAGES if file.parent.name != "compat")]:
+    for directory in [ROOT, *(file.parent for file in PACKAGES)]:
         run([*build, str(directory)], ROOT)
     return dist
 
