@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 PACKAGES := shared services/run-api services/environment services/vllm-server services/trainer \
-  services/runs tiny-model
+  services/runs services/tiny-model
 SOURCES := $(PACKAGES)
 
 # cpu or cuda: the build of vLLM and torch, and where `make demo` and `make compare` train. Without it,

@@ -20,7 +20,7 @@ site=$(cd "$site" && pwd)
 metadata=$(mktemp -d)
 trap 'rm -rf "$metadata"' EXIT
 
-"$python" - "$metadata" "$repo/shared" "$repo"/services/* "$repo/tiny-model" <<'END' >/dev/null
+"$python" - "$metadata" "$repo/shared" "$repo"/services/* <<'END' >/dev/null
 import os
 import sys
 
@@ -36,7 +36,7 @@ for project in projects:
 END
 rm -rf "$site"/grpo_*.dist-info
 cp -R "$metadata"/*/*.dist-info "$site"
-for package in "$repo"/shared/*/__init__.py "$repo"/services/*/*/__init__.py "$repo"/tiny-model/*/__init__.py; do
+for package in "$repo"/shared/*/__init__.py "$repo"/services/*/*/__init__.py; do
   ln -sfn "$(dirname "$package")" "$site/"
 done
 

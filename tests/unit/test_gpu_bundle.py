@@ -22,12 +22,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 GPU = ROOT / "scripts" / "gpu"
 LIST = "vllm-0.24-cp312.txt"
-PROJECTS = sorted(
-    [
-        *(ROOT / "shared/pyproject.toml", ROOT / "tiny-model/pyproject.toml"),
-        *ROOT.glob("services/*/pyproject.toml"),
-    ]
-)
+PROJECTS = sorted([ROOT / "shared/pyproject.toml", *ROOT.glob("services/*/pyproject.toml")])
 
 EXTRAS_LEFT_OUT = {"cpu", "hub", "tensorboard", "wandb"}
 """vLLM's CPU build, what needs a network, which such a host lacks, and TensorBoard."""
