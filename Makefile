@@ -150,12 +150,12 @@ lint: $(VENV)/.installed-dev ## Check style, types, import boundaries and docume
 	@$(BIN)/mypy $(SOURCES) scripts/compat benchmarks docs/generate containers/*.py scripts/gpu/*.py
 	@PATH=$(abspath $(BIN)):$$PATH lint-imports
 	@$(BIN)/python -m docs.generate --check
-	@$(MKDOCS) build --strict
+	@$(MKDOCS) build --strict --config-file docs/generate/mkdocs.yml
 
 .PHONY: docs
 docs: $(VENV)/.installed-dev ## Generate parts of the documentation and build the site into site/; SERVE=1 serves the site
 	@$(BIN)/python -m docs.generate
-	@$(MKDOCS) $(if $(SERVE),serve,build --strict)
+	@$(MKDOCS) $(if $(SERVE),serve,build --strict) --config-file docs/generate/mkdocs.yml
 
 .PHONY: unit integration faults e2e
 unit integration faults e2e: $(VENV)/.installed-dev
