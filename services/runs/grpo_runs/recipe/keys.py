@@ -9,7 +9,7 @@ import json
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_type_hints
 
@@ -26,11 +26,7 @@ Script = Literal["grpo", "maxent"]
 Owner = Literal["GRPOConfig", "ModelConfig", "ScriptArguments"]
 Use = Literal["used", "without effect", "refused"]
 _OWNERS: Mapping[str, Owner] = {"model": "ModelConfig", "script": "ScriptArguments"}
-_USES: Mapping[str, Use] = {
-    **dict.fromkeys(("sets", "words", "rule"), "used"),
-    "idle": "without effect",
-    "refused": "refused",
-}
+_USES: Mapping[str, Use] = {"idle": "without effect", "refused": "refused"}
 _LAX = ConfigDict(coerce_numbers_to_str=True)
 _WIDTH, _INDENT = 98, " " * 6
 _HEADINGS: Mapping[Use, str] = {
@@ -81,13 +77,11 @@ class Key:
     def is_list(self) -> bool:
         return self.kind_name.startswith("list[")
 
-    @cached_property
-    def _adapter(self) -> TypeAdapter[Any]:
-        return TypeAdapter(self.kind, config=_LAX)
-
     def read(self, value: Any) -> Any:
         """A value of YAML or of the command line, as this key's type. Raises `ValueError`."""
-        if isinstance(value, str):
+        if value is False and (self.kind is str or self.default == "no"):
+            value = "no"  # which YAML 1.1 reads as false
+        elif isinstance(value, str):
             if value[:1] in ("{", "[") and (self.is_list or "dict[" in self.kind_name):
                 try:
                     value = json.loads(value)
@@ -100,7 +94,7 @@ class Key:
         elif self.is_list and isinstance(value, float | int) and not isinstance(value, bool):
             value = [value]
         try:
-            return self._adapter.validate_python(value)
+            return TypeAdapter(self.kind, config=_LAX).validate_python(value)
         except ValidationError as error:
             raise ValueError(
                 f"expected {self.kind_name}, got {value!r} ({problems_of(error)})"
@@ -116,7 +110,7 @@ class Key:
 def _key(name: str, row: Sequence[Any], kind: Any, owner: Owner) -> Key:
     kind_name, default, use, first, *more = row
     use, _, conditions = use.partition(" if ")
-    key = Key(name, kind, kind_name, default, _USES[use], first, owner)
+    key = Key(name, kind, kind_name, default, _USES.get(use, "used"), first, owner)
     key = replace(key, conditions=frozenset(conditions.split()))
     if use == "sets":
         paths = (first,) if isinstance(first, str) else tuple(first)
@@ -150,14 +144,11 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C: the other takes
 KEYS = tuple(_read_keys(yaml.load(_TEXT, _LOADER)))
 TABLE: Mapping[str, Key] = {key.name: key for key in KEYS}
 MAIN_KEYS = tuple(key for key in KEYS if not key.alias_of)
+_MAIN_NAMES = {key.name: key.alias_of or key.name for key in KEYS}
 
 
-def help_text(prog: str) -> str:
+def help_lines(prog: str) -> Iterator[str]:
     """The help of the recipe scripts: every key, and what becomes of it."""
-    return "\n".join(_help_lines(prog)) + "\n"
-
-
-def _help_lines(prog: str) -> Iterator[str]:
     yield f"usage: {prog} --config RECIPE.yaml [--KEY VALUE]...\n"
     yield "Trains a model as a recipe says. Flags win over the recipe."
     for use, heading in _HEADINGS.items():
@@ -169,10 +160,7 @@ def _help_lines(prog: str) -> Iterator[str]:
                 yield textwrap.indent(textwrap.fill(text, _WIDTH - len(_INDENT)), _INDENT)
 
 
-ENVIRONMENT = "env"
-"""Section of the file with variables for the process."""
 _CONFIG, _NEGATED = "config", "no_"
-_WITH_NO = "include_num_input_tokens_seen"
 
 
 @dataclass(frozen=True)
@@ -183,7 +171,6 @@ class TrainingRecipe:
         given: the keys that the file or the command line gives, by their main names
         mistakes: of the reading
         places: `FILE:LINE` of each key that a file gives
-        variables: for the process's environment
     """
 
     script: Script
@@ -191,7 +178,6 @@ class TrainingRecipe:
     given: Mapping[str, Any]
     mistakes: Sequence[Mistake] = ()
     places: Mapping[str, str] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -206,16 +192,11 @@ class TrainingRecipe:
         Raises `RecipeInvalid`, with a line for each."""
         lines: dict[str, str] = {}
         for name, text in (*self.mistakes, *mistakes):
-            main = _main_name(str(name))
+            main = _MAIN_NAMES.get(str(name), str(name))
             place = f"{self.places[main]}: " if main in self.places else ""
             lines.setdefault(main, f"{place}{name}: {text}")
         if lines:
             raise RecipeInvalid("\n".join(lines.values()))
-
-
-def _main_name(name: str) -> str:
-    key = TABLE.get(name)
-    return key.alias_of if key and key.alias_of else name
 
 
 def read_recipe(argv: Sequence[str], script: Script = "grpo") -> TrainingRecipe:
@@ -225,21 +206,19 @@ def read_recipe(argv: Sequence[str], script: Script = "grpo") -> TrainingRecipe:
     content: dict[str, Any] = {}
     places: dict[str, str] = {}
     for name in flags.pop(_CONFIG, []):
-        more, lines = _file(Path(name))
-        content |= more
-        places |= {_main_name(key): f"{name}:{line}" for key, line in lines.items()}
-    variables = content.pop(ENVIRONMENT, None) or {}
-    if not isinstance(variables, Mapping):
-        mistakes.append(Mistake(ENVIRONMENT, "expected a section with variables"))
-        variables = {}
-    given = dict(_checked(content, mistakes))
+        try:
+            more, lines = read_file(Path(name))
+        except ValueError as error:
+            raise RecipeInvalid(f"--config: {error}") from error
+        content |= {str(key): value for key, value in more.items()}
+        places |= {_MAIN_NAMES.get(key, key): f"{name}:{line}" for key, line in lines.items()}
+    given = _checked(content, mistakes)
     for name, words in flags.items():
-        places.pop(_main_name(name), None)
+        places.pop(_MAIN_NAMES.get(name, name), None)
         flags[name] = words[0] if len(words) == 1 else words
     given |= _checked(flags, mistakes)
     values = {key.name: copy.deepcopy(key.default) for key in MAIN_KEYS} | given
-    texts = {str(name): str(text) for name, text in variables.items()}
-    return TrainingRecipe(script, values, given, mistakes, places, texts)
+    return TrainingRecipe(script, values, given, mistakes, places)
 
 
 def _checked(content: Mapping[str, Any], mistakes: list[Mistake]) -> dict[str, Any]:
@@ -257,7 +236,7 @@ def _checked(content: Mapping[str, Any], mistakes: list[Mistake]) -> dict[str, A
         except ValueError as error:
             mistakes.append(Mistake(name, str(error)))
             continue
-        main = _main_name(name)
+        main = _MAIN_NAMES[name]
         if main in found and found[main] != read:
             mistakes.append(Mistake(name, f"differs from {main}, which has the same meaning"))
         if key.refuses(read):
@@ -289,21 +268,6 @@ def _flags(argv: Sequence[str], mistakes: list[Mistake]) -> dict[str, Any]:
         mistakes.append(Mistake("--config", "expected a file"))
         del found[_CONFIG]
     return {name: words or [True] for name, words in found.items()}
-
-
-def _file(path: Path) -> tuple[dict[str, Any], Mapping[str, int]]:
-    """Its keys, and the line of each. Raises `RecipeInvalid`."""
-    try:
-        content, lines = read_file(path)
-    except ValueError as error:
-        raise RecipeInvalid(f"--config: {error}") from error
-    # YAML 1.1 reads `no` as false, which `eval_strategy: no` does not mean.
-    words = {name for name in content if str(name).endswith("_strategy")} | {_WITH_NO}
-    found = {
-        str(name): "no" if value is False and name in words else value
-        for name, value in content.items()
-    }
-    return found, lines
 
 
 def _class_of(owner: Owner, docstring: str) -> type[Any]:

@@ -19,7 +19,7 @@ from grpo_runs.offline.key_names import in_recipe
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.offline.run_files import RunFiles
 from grpo_runs.offline.screen import open_screen
-from grpo_runs.recipe.keys import Script, TrainingRecipe, help_text, read_recipe
+from grpo_runs.recipe.keys import Script, TrainingRecipe, help_lines, read_recipe
 from grpo_runs.recipe.task import row_count
 from grpo_runs.recipe.translation import names_of, notes, rank_count, run_directory, translate
 
@@ -34,7 +34,7 @@ def main(script: Script, argv: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else [*argv]
     prog = PROGS[script]
     if "--help" in words or "-h" in words:
-        sys.stdout.write(help_text(prog))
+        sys.stdout.writelines(f"{line}\n" for line in help_lines(prog))
         return
     exit_on_signals()
     names = names_of()
@@ -42,7 +42,7 @@ def main(script: Script, argv: Sequence[str] | None = None) -> None:
         ranks = rank_count(os.environ)
         recipe = read_recipe(words, script)
         names = names_of(recipe)
-        os.environ.update(recipe.variables)
+        os.environ.update({name: str(value) for name, value in recipe["env"].items()})
         keys = translate(recipe, row_count, ranks)
         if os.environ.get("RANK", "0") != "0":
             _follow(keys, run_directory(recipe))
