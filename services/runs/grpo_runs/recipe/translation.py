@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def translate(
     content: dict[str, Any] = {}
     mistakes: list[Mistake] = []
 
+    @cache
     def rows() -> int:
         is_valid = not (mistakes or recipe.mistakes)
         return row_count(content["env_server"] | recipe["env_server"]) if is_valid else 1

@@ -13,8 +13,10 @@ import pytest
 import yaml
 
 from grpo_core.tree.objectives import Objective, resolved
+from grpo_runs.offline import loop
 from grpo_runs.offline.errors import RecipeInvalid
 from grpo_runs.offline.keys import OfflineKeys, value_of
+from grpo_runs.recipe import main
 from grpo_runs.recipe.keys import (
     KEYS,
     MAIN_KEYS,
@@ -353,6 +355,20 @@ def test_the_number_of_ranks_and_sharding_by_others() -> None:
     assert rank_count({"WORLD_SIZE": "6", "ACCELERATE_USE_FSDP": "false"}) == 6
     with pytest.raises(RecipeInvalid, match="does not use DeepSpeed"):
         rank_count({"ACCELERATE_USE_DEEPSPEED": "true"})
+
+
+@pytest.mark.usefixtures("unchanged_process")
+def test_a_rank_above_0_follows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    followed: list[Path] = []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(main, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(main, "share_cores", lambda: None)
+    monkeypatch.setattr(loop, "follow_offline", lambda _, directory: followed.append(directory))
+
+    main.main("grpo", ["--config", str(TINY), "--output_dir", str(tmp_path / "run")])
+
+    assert followed == [tmp_path / "run"]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_dataclasses_hold_the_values_of_a_recipe() -> None:
