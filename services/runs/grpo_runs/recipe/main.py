@@ -42,7 +42,7 @@ def main(script: Script, argv: Sequence[str] | None = None) -> None:
         ranks = rank_count(os.environ)
         recipe = read_recipe(words, script)
         names = names_of(recipe)
-        os.environ.update({name: str(value) for name, value in recipe["env"].items()})
+        os.environ.update({str(name): str(text) for name, text in recipe["env"].items()})
         keys = translate(recipe, row_count, ranks)
         if os.environ.get("RANK", "0") != "0":
             _follow(keys, run_directory(recipe))
