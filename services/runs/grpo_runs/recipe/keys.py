@@ -160,7 +160,7 @@ def help_lines(prog: str) -> Iterator[str]:
                 yield textwrap.indent(textwrap.fill(text, _WIDTH - len(_INDENT)), _INDENT)
 
 
-_CONFIG, _NEGATED = "config", "no_"
+_CONFIG = "config"
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,8 @@ def _flags(argv: Sequence[str], mistakes: list[Mistake]) -> dict[str, Any]:
         if word.startswith("--"):
             name, separator, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            negated = name.removeprefix(_NEGATED)
-            if name not in TABLE and negated != name and negated in TABLE:
+            negated = name.removeprefix("no_")
+            if name not in TABLE and negated in TABLE:
                 found[negated], words = [False], None
                 continue
             earlier = found.get(name, []) if name == _CONFIG else []
