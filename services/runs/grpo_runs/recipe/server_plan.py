@@ -97,12 +97,18 @@ def server_plan(recipe: TrainingRecipe, environment: Mapping[str, str]) -> Serve
 def _check_options(recipe: TrainingRecipe, keys: OfflineKeys, mode: str) -> None:
     """A mistake ends the process, as it would end the training once the server runs."""
     sampling = Sampling("ours", cast(ModeName, mode))
-    try:
-        with tempfile.TemporaryDirectory() as directory:
-            trainer_command(keys, sampling, Path(directory), at_start=False)
-            environment_settings(keys, Path(directory), at_start=False)
-    except KeysInvalid as error:
-        raise RecipeInvalid(in_recipe(str(error), names_of(recipe))) from error
+    mistakes = []
+    with tempfile.TemporaryDirectory() as directory:
+        for check in (
+            lambda path: trainer_command(keys, sampling, path, at_start=False),
+            lambda path: environment_settings(keys, path, at_start=False),
+        ):
+            try:
+                check(Path(directory))
+            except KeysInvalid as error:
+                mistakes.append(str(error))
+    if mistakes:
+        raise RecipeInvalid(in_recipe("\n".join(mistakes), names_of(recipe)))
 
 
 def _weights(recipe: TrainingRecipe, mode: str) -> list[str]:

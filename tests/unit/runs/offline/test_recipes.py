@@ -334,6 +334,9 @@ def test_the_server_fits_the_recipe_and_the_variables_win(recipe_of: Recipes) ->
     assert "--max-model-len 99" in words
     assert "--gpu-memory-utilization 0.5" in words
 
+    wrong = recipe_of(**BASE, grpo={"clip_epss": 1}, env_server={"held_out": 2})
+    with pytest.raises(RecipeInvalid, match=r"clip.epss: no such(.|\n)*held.out: expected"):
+        server_plan(wrong, {})
     with pytest.raises(RecipeInvalid, match="1 GPUs"):
         server_plan(recipe, {"GPUS": "0", "VLLM_TP_SIZE": "2"})
 
