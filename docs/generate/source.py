@@ -15,7 +15,7 @@ PACKAGES = {
     "grpo_trainer": "services/trainer",
     "grpo_vllm": "services/vllm-server",
     "grpo_runs": "services/runs",
-    "grpo_tiny_model": "tiny-model",
+    "grpo_tiny_model": "services/tiny-model",
 }
 """In the order of the data's way: prompt → rollout → scored group → batch → update → weights."""
 

@@ -79,7 +79,7 @@ class Command:
 
     @property
     def typed(self) -> list[str]:
-        """The words of the document without the variables, to run in the directory `compat/`."""
+        """The words of the document without the variables, to run in `scripts/compat/`."""
         if self.program == RUN_API or self.program.startswith("./"):
             return [self.program, *self.arguments]
         if self.program == FRAGMENT:

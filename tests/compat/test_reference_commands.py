@@ -13,7 +13,7 @@ from grpo_runs.process.ports import free_port
 from tests.compat import reference_commands as reference
 from tests.compat.reference_commands import NOT_OURS, commands, outcome
 
-COMPAT = Path(__file__).parents[2] / "compat"
+COMPAT = Path(__file__).parents[2] / "scripts" / "compat"
 REFUSED = {
     "early:567": NOT_OURS,
     "latest:297": "--openai.server_type: expected the server type vllm, because training needs",

@@ -19,7 +19,7 @@ from tests.compat.reference_commands import ENVIRONMENT, GRPO, GRPO_RUN, SERVER,
 from tests.compat.terminals import Terminal, has_namespaces, run_session
 from tests.fixtures.inference import ENVIRONMENT as ON_A_CPU
 
-COMPAT = Path(__file__).parents[2] / "compat"
+COMPAT = Path(__file__).parents[2] / "scripts" / "compat"
 STEPS = "3"
 FULL, ADAPTER = "final_model", "final_adapter"
 SESSIONS = {

@@ -36,7 +36,8 @@ def test_its_environments_run_as_tasks(pins: str, checks: str, tests: int, tmp_p
 
 @pytest.mark.parametrize("pins", ["verifiers.txt", "verifiers-classic.txt"])
 def test_all_other_versions_are_those_of_the_project(pins: str) -> None:
-    ours, theirs = _versions(ROOT / "constraints.txt"), _versions(ROOT / "requirements" / pins)
+    lists = ROOT / "requirements"
+    ours, theirs = _versions(lists / "constraints.txt"), _versions(lists / pins)
     assert theirs["verifiers"]
     common = ours.keys() & theirs.keys() - OTHERS
     assert {name: theirs[name] for name in common} == {name: ours[name] for name in common}

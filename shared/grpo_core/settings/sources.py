@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import tomllib
@@ -275,7 +276,7 @@ class ConfigFile(_Source):
         found = self._names.find(name)
         below = command.passes_on_below
         if found is None and below and name.startswith(below) and command.passes_on:
-            words = _as_words(name.removeprefix(below), value)
+            words = as_words(name.removeprefix(below), value)
             earlier = self.values.get(command.passes_on, Given([], ""))
             self.values[command.passes_on] = Given([*earlier.value, *words], where)
             return
@@ -345,8 +346,10 @@ def _lines_of_toml(text: str) -> dict[str, int]:
     return found
 
 
-def _as_words(name: str, value: Any) -> list[str]:
-    """`block-size: 32` → `--block-size=32`."""
+def as_words(name: str, value: Any) -> list[str]:
+    """`block-size: 32` of a file → `--block-size=32`. A mapping becomes JSON."""
+    if isinstance(value, dict):
+        return [f"--{name}={json.dumps(value)}"]
     if value is None or isinstance(value, bool):
         return [] if value is None else [f"--{name}" if value else f"--no-{name}"]
     return [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]

@@ -11,7 +11,7 @@ from grpo_core.settings import Mistake, Shown
 
 BITSANDBYTES = "bitsandbytes"
 BITSANDBYTES_PIN = "bitsandbytes==0.50.2"
-"""As in constraints.txt."""
+"""As in requirements/constraints.txt."""
 ScheduleName = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 

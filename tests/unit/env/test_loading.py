@@ -196,7 +196,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_task_asks_and_grades(monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = re.findall(r"(?s)```python\n(.*?) *```", (ROOT / "CONTRIBUTING.md").read_text())
+    page = (ROOT / ".github/CONTRIBUTING.md").read_text()
+    (block,) = re.findall(r"(?s)```python\n(.*?) *```", page)
     module = types.ModuleType("reversing")
     monkeypatch.setitem(sys.modules, "reversing", module)
     exec(textwrap.dedent(block), vars(module))

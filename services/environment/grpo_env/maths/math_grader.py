@@ -167,7 +167,7 @@ def _check(process: MathProcess) -> None:
     except (TimeoutError, ChildProcessError) as error:
         raise GraderUnusable(
             f"the grading process does not start ({error}); install math-verify: "
-            "pip install -c constraints.txt math-verify"
+            "pip install -c requirements/constraints.txt math-verify"
         ) from error
     if not works:
         raise GraderUnusable(

@@ -182,6 +182,6 @@ def _why_no_datasets() -> str:
         if not any(own.is_relative_to(packages) for packages in places):
             return f"{own} hides the Python package datasets, which is needed; rename this file"
     return (
-        "it needs the Python package datasets: pip install -c constraints.txt datasets; or set "
-        "--data to a file of JSON lines"
+        "it needs the Python package datasets: pip install -c requirements/constraints.txt "
+        "datasets; or set --data to a file of JSON lines"
     )

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, field, replace
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field, ValidationError, field_validator
+from pydantic.dataclasses import dataclass
+
+from grpo_core.errors import problems_of
+from grpo_core.settings import Mistake
 from grpo_env.tasks import Row, Split
 from grpo_env.tasks.data_files import DataUnusable, is_file_name, read_records
 from grpo_env.tasks.rows import ANSWER, checked_rows
-from grpo_runs.offline.errors import RecipeInvalid
-from grpo_runs.recipe.reading import TrainingRecipe
+from grpo_runs.recipe.keys import TrainingRecipe
+
+TASK = "grpo_runs.recipe.task:RecipeTask"
+Found = Iterator[tuple[str, Any] | Mistake]
+"""Keys of the offline trainer with their values, and mistakes."""
+_STRICT = ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_STRICT)
 class DatasetConfig:
     """One data set.
 
@@ -22,22 +31,18 @@ class DatasetConfig:
         id: a file, a directory, or an id on the hub
         config: its configuration on the hub
         columns: those that are kept; None: all
-        weight: share of the rows that is taken, above 0 and at most 1. It is no sampling
-            probability: the rows that are taken count equally
+        weight: share of the rows that is taken. It is no sampling probability: the rows that are
+            taken count equally
     """
 
     id: str
     config: str | None = None
     split: str = "train"
     columns: list[str] | None = None
-    weight: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.weight is not None and not 0 < self.weight <= 1:
-            raise ValueError(f"{self.id}: weight is {self.weight}; expected above 0, at most 1")
+    weight: Annotated[float, Field(gt=0, le=1)] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_STRICT)
 class DatasetMixtureConfig:
     """Several data sets, whose rows are trained on together.
 
@@ -46,33 +51,20 @@ class DatasetMixtureConfig:
         test_split_size: share of the rows that is kept for evaluation
     """
 
-    datasets: list[DatasetConfig]
+    datasets: Annotated[list[DatasetConfig], Field(min_length=1)]
     seed: int = 0
-    test_split_size: float | None = None
+    test_split_size: Annotated[float, Field(gt=0, lt=1)] | None = None
 
-    def __post_init__(self) -> None:
-        if self.test_split_size is not None and not 0 < self.test_split_size < 1:
-            raise ValueError("test_split_size: expected above 0 and below 1")
-        named = {tuple(sorted(one.columns)) for one in self.datasets if one.columns is not None}
-        if len(named) > 1:
-            raise ValueError(
-                f"columns: the data sets of a mixture must have the same; got {sorted(named)}"
-            )
-
+    @field_validator("datasets")
     @classmethod
-    def read(cls, content: Mapping[str, Any]) -> DatasetMixtureConfig:
-        """Raises `ValueError`: a key is unknown or missing."""
-        found = content.get("datasets")
-        if not isinstance(found, list) or not found:
-            raise ValueError("dataset_mixture: expected a list `datasets`")
-        try:
-            datasets = [DatasetConfig(**one) for one in found]
-            return cls(**{**content, "datasets": datasets})
-        except TypeError as error:
-            raise ValueError(f"dataset_mixture: {str(error).partition('__init__() ')[2]}") from None
+    def _require_equal_columns(cls, datasets: list[DatasetConfig]) -> list[DatasetConfig]:
+        named = {tuple(sorted(one.columns)) for one in datasets if one.columns is not None}
+        if len(named) > 1:
+            raise ValueError(f"columns must be the same in each; got {sorted(named)}")
+        return datasets
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_STRICT)
 class RecipeData:
     """What a recipe says of its data, as the task's arguments hold it.
 
@@ -85,19 +77,8 @@ class RecipeData:
     seed: int = 0
     test: DatasetConfig | None = None
     may_lack_test: bool = False
-    columns: Mapping[str, str] = field(default_factory=dict)
-    test_columns: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of_arguments(cls, content: Mapping[str, Any]) -> RecipeData:
-        test = content.get("test")
-        return cls(
-            **{
-                **content,
-                "train": [DatasetConfig(**one) for one in content["train"]],
-                "test": DatasetConfig(**test) if test else None,
-            }
-        )
+    columns: dict[str, str] = field(default_factory=dict)
+    test_columns: dict[str, str] = field(default_factory=dict)
 
     def rows(self, split: Split) -> Sequence[Row] | None:
         """Raises `DataUnusable`: there are no such rows."""
@@ -130,22 +111,50 @@ def _rows(source: DatasetConfig, columns: Mapping[str, str], seed: int) -> list[
     return [{key: value for key, value in row.items() if key in kept} for row in rows]
 
 
-def _mixture_of(recipe: TrainingRecipe) -> DatasetMixtureConfig:
-    """Raises `RecipeInvalid`: the recipe names no data, or too much."""
-    if recipe["dataset_mixture"] is not None:
-        if recipe["dataset_name"] is not None or recipe.gives("dataset_config", "columns"):
-            raise RecipeInvalid(
-                "dataset_mixture: excludes dataset_name, dataset_config and columns; name them in "
-                "its list `datasets`"
-            )
-        try:
-            return DatasetMixtureConfig.read(recipe["dataset_mixture"])
-        except ValueError as error:
-            raise RecipeInvalid(str(error)) from error
-    if recipe["dataset_name"] is None:
-        raise RecipeInvalid("dataset_name or dataset_mixture is required")
-    names = ("dataset_name", "dataset_config", "dataset_train_split", "columns")
-    return DatasetMixtureConfig([DatasetConfig(*(recipe[name] for name in names))])
+def environment_options(recipe: TrainingRecipe) -> Found:
+    """The task, its data and rewards, and what is kept for evaluation."""
+    mixture = _mixture_of(recipe)
+    names, weights = recipe["reward_funcs"], recipe["reward_weights"] or []
+    if recipe["reward_weights"] is None:
+        weights = [1.0] * len(names)
+    elif len(weights) != len(names):
+        text = f"{len(weights)} weights for the {len(names)} names of reward_funcs"
+        yield Mistake("reward_weights", text)
+    yield "data.task", TASK
+    yield "env_server.reward_weights", dict(zip(names, weights, strict=False))
+    if recipe["max_prompt_length"] is not None:
+        # A sequence as long as the limit is dropped.
+        longest = recipe["max_prompt_length"] + (recipe["max_completion_length"] or 0) + 1
+        yield "grpo.seq_len", longest
+        yield "env_server.seq_len", longest
+    if isinstance(mixture, Mistake):
+        yield mixture
+        return
+    stop = recipe["vllm_stop_sequences"] or []
+    data = asdict(_data_of(recipe, mixture))
+    yield "env_server.task_args", {"data": data, "rewards": names, "stop": stop}
+    if mixture.test_split_size is not None:
+        yield "env_server.held_out", mixture.test_split_size
+    elif recipe["eval_strategy"] == "no":
+        yield "env_server.held_out", 0.0
+
+
+def _mixture_of(recipe: TrainingRecipe) -> DatasetMixtureConfig | Mistake:
+    name, mixture = recipe["dataset_name"], recipe["dataset_mixture"]
+    if mixture is None and name is None:
+        return Mistake("dataset_name", "it or dataset_mixture is required")
+    if mixture is None:
+        keys = ("dataset_name", "dataset_config", "dataset_train_split", "columns")
+        return DatasetMixtureConfig([DatasetConfig(*(recipe[key] for key in keys))])
+    if name is not None or recipe.given.keys() & {"dataset_config", "columns"}:
+        return Mistake(
+            "dataset_mixture",
+            "excludes dataset_name, dataset_config and columns; name them in its list `datasets`",
+        )
+    try:
+        return DatasetMixtureConfig(**mixture)
+    except ValidationError as error:
+        return Mistake("dataset_mixture", problems_of(error))
 
 
 def _data_of(recipe: TrainingRecipe, mixture: DatasetMixtureConfig) -> RecipeData:
@@ -155,7 +164,7 @@ def _data_of(recipe: TrainingRecipe, mixture: DatasetMixtureConfig) -> RecipeDat
         return data
     if recipe["eval_dataset_name"] is not None:
         name, split = recipe["eval_dataset_name"], recipe["eval_dataset_split"]
-        if is_file_name(name) and not recipe.gives("eval_dataset_split"):
+        if is_file_name(name) and "eval_dataset_split" not in recipe.given:
             split = "train"  # the only one that a file has
         test = DatasetConfig(name, recipe["eval_dataset_config"], split)
         own = _columns(recipe["eval_dataset_prompt_column"], recipe["eval_dataset_solution_column"])
@@ -163,50 +172,9 @@ def _data_of(recipe: TrainingRecipe, mixture: DatasetMixtureConfig) -> RecipeDat
     if recipe["dataset_mixture"] is not None or is_file_name(mixture.datasets[0].id):
         return data
     own_test = replace(mixture.datasets[0], split=recipe["dataset_test_split"])
-    must_exist = recipe.gives("dataset_test_split")
-    return replace(data, test=own_test, may_lack_test=not must_exist)
+    return replace(data, test=own_test, may_lack_test="dataset_test_split" not in recipe.given)
 
 
 def _columns(prompt: str | None, solution: str | None) -> dict[str, str]:
     named = {"prompt": prompt, ANSWER: solution}
     return {ours: theirs for ours, theirs in named.items() if theirs is not None}
-
-
-def environment_options(recipe: TrainingRecipe) -> dict[str, Any]:
-    """Raises `RecipeInvalid`: the recipe names no data, or too much, or too few weights."""
-    mixture = _mixture_of(recipe)
-    arguments = {
-        "data": asdict(_data_of(recipe, mixture)),
-        "rewards": recipe["reward_funcs"],
-        "stop": recipe["vllm_stop_sequences"] or [],
-    }
-    options: dict[str, Any] = {"task_args": arguments, "reward_weights": _weights(recipe)}
-    options |= lengths(recipe)
-    if recipe["system_prompt"] is not None:
-        options["system_prompt"] = recipe["system_prompt"]
-    if recipe["chat_template_kwargs"]:
-        options["template_args"] = recipe["chat_template_kwargs"]
-    if mixture.test_split_size is not None:
-        options["held_out"] = mixture.test_split_size
-    elif recipe["eval_strategy"] == "no":
-        options["held_out"] = 0.0
-    return options
-
-
-def lengths(recipe: TrainingRecipe) -> dict[str, Any]:
-    """Options of both commands for `max_prompt_length`."""
-    if recipe["max_prompt_length"] is None:
-        return {}
-    # A sequence as long as the limit is dropped.
-    return {"seq_len": recipe["max_prompt_length"] + recipe["max_completion_length"] + 1}
-
-
-def _weights(recipe: TrainingRecipe) -> dict[str, float]:
-    names, weights = recipe["reward_funcs"], recipe["reward_weights"]
-    if weights is None:
-        return dict.fromkeys(names, 1.0)
-    if len(weights) != len(names):
-        raise RecipeInvalid(
-            f"reward_weights: {len(weights)} weights for the {len(names)} names of reward_funcs"
-        )
-    return dict(zip(names, weights, strict=True))

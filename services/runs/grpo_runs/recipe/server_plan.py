@@ -14,19 +14,22 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from grpo_core.errors import GrpoError
 from grpo_core.tree.weights import ModeName, served_weights_directory
 from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_runs.offline.backends.choice import Sampling
-from grpo_runs.offline.errors import RecipeInvalid
+from grpo_runs.offline.command_line import EXIT_USAGE, end
+from grpo_runs.offline.errors import KeysInvalid, RecipeInvalid
+from grpo_runs.offline.key_names import in_recipe
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.offline.translate import environment_settings, trainer_command
-from grpo_runs.recipe.reading import TrainingRecipe, rank_count, read_recipe
+from grpo_runs.recipe.keys import Script, TrainingRecipe, read_recipe
 from grpo_runs.recipe.translation import (
     LORA_MODES,
-    dtype_of,
+    names_of,
+    rank_count,
     run_directory,
     sync_mode,
     translate,
@@ -43,41 +46,33 @@ class ServerPlan:
 
     model: str
     mode: str
-    arguments: list[str]
+    redis: Literal["yes", "no"]
     server_gpus: str
     train_gpus: str
     ranks: int
-
-    @property
-    def needs_redis(self) -> bool:
-        return self.mode not in ("shared_vllm", "frozen")
+    arguments: list[str]
 
     def lines(self) -> Iterator[str]:
-        yield f"model={self.model}"
-        yield f"mode={self.mode}"
-        yield f"redis={'yes' if self.needs_redis else 'no'}"
-        yield f"server_gpus={self.server_gpus}"
-        yield f"train_gpus={self.train_gpus}"
-        yield f"ranks={self.ranks}"
-        yield from (f"argument={word}" for word in self.arguments)
+        values = {**vars(self)}
+        arguments = values.pop("arguments")
+        yield from (f"{name}={value}" for name, value in values.items())
+        yield from (f"argument={word}" for word in arguments)
 
 
-def server_plan(script: str, recipe: TrainingRecipe, environment: Mapping[str, str]) -> ServerPlan:
+def server_plan(recipe: TrainingRecipe, environment: Mapping[str, str]) -> ServerPlan:
     """Raises `RecipeInvalid`: the recipe or a variable does not fit the GPUs."""
     gpus = [gpu for gpu in environment.get("GPUS", "").split(",") if gpu]
-    width = _number(
-        "VLLM_TP_SIZE",
-        environment.get("VLLM_TP_SIZE") or str(recipe["vllm_tensor_parallel_size"]),
-    )
+    own_width = str(recipe["vllm_tensor_parallel_size"])
+    width = _number("VLLM_TP_SIZE", environment.get("VLLM_TP_SIZE") or own_width)
     spare = "1" if sync_mode(recipe) == "shared_vllm" else str(max(1, len(gpus) - width))
     ranks = _number("TRAIN_RANKS", environment.get("TRAIN_RANKS") or spare)
     rank_count(environment)
-    keys = translate(recipe, script, lambda: 1, ranks).keys
-    mode = sync_mode(recipe)
+    keys = translate(recipe, lambda _: 1, ranks)
+    mode = keys.sync.mode
     if mode == "auto":
         is_one = len(gpus) <= 1 and width == ranks == 1
         mode = "shared_vllm" if is_one else "none"
-    _check_options(keys, mode)
+    _check_options(recipe, keys, mode)
     shares_gpu = mode == "shared_vllm" or len(gpus) == 1
     server, train = gpus[:width], gpus[:ranks] if shares_gpu else gpus[width : width + ranks]
     if gpus and (len(server) < width or len(train) < ranks):
@@ -85,41 +80,49 @@ def server_plan(script: str, recipe: TrainingRecipe, environment: Mapping[str, s
             f"{len(gpus)} GPUs ({','.join(gpus)}) do not suffice for a server on {width} "
             f"(VLLM_TP_SIZE) and {ranks} training ranks (TRAIN_RANKS)"
         )
-    model, dtype = recipe["model_name_or_path"], environment.get("VLLM_DTYPE") or dtype_of(recipe)
+    dtype = environment.get("VLLM_DTYPE") or keys.model.dtype
     arguments = [
-        *("--model", model),
+        *("--model", keys.model.train_id),
         *("--tensor-parallel-size", str(width)),
         *(() if dtype == "auto" else ("--dtype", dtype)),
-        *_weights(script, recipe, mode),
+        *_weights(recipe, mode),
         *_sizes(recipe, environment, bool(gpus), shares_gpu),
         *shlex.split(environment.get("VLLM_FLAGS", "")),
     ]
-    return ServerPlan(model, mode, arguments, ",".join(server), ",".join(train), ranks)
+    redis: Literal["yes", "no"] = "no" if mode in ("shared_vllm", "frozen") else "yes"
+    gpus_of_both = ",".join(server), ",".join(train)
+    return ServerPlan(keys.model.train_id, mode, redis, *gpus_of_both, ranks, arguments)
 
 
-def _check_options(keys: OfflineKeys, mode: str) -> None:
+def _check_options(recipe: TrainingRecipe, keys: OfflineKeys, mode: str) -> None:
     """A mistake ends the process, as it would end the training once the server runs."""
     sampling = Sampling("ours", cast(ModeName, mode))
+    mistakes = []
     with tempfile.TemporaryDirectory() as directory:
-        trainer_command(keys, sampling, Path(directory), at_start=False)
-        environment_settings(keys, Path(directory), at_start=False)
+        for check in (
+            lambda path: trainer_command(keys, sampling, path, at_start=False),
+            lambda path: environment_settings(keys, path, at_start=False),
+        ):
+            try:
+                check(Path(directory))
+            except KeysInvalid as error:
+                mistakes.append(str(error))
+    if mistakes:
+        raise RecipeInvalid(in_recipe("\n".join(mistakes), names_of(recipe)))
 
 
-def _weights(script: str, recipe: TrainingRecipe, mode: str) -> list[str]:
+def _weights(recipe: TrainingRecipe, mode: str) -> list[str]:
     if mode == "shared_vllm":
         return ["--share-weights"]
-    served = served_weights_directory(Path(run_directory(recipe, script)).absolute())
+    served = served_weights_directory(run_directory(recipe).absolute())
     words = ["--no-share-weights", "--weights-dir", str(served)]
     if mode not in LORA_MODES:
         return words
     rank = next((rank for rank in LORA_RANKS if rank >= recipe["lora_r"]), None)
     if rank is None:
         raise RecipeInvalid(f"lora_r: {recipe['lora_r']}; vLLM has at most {LORA_RANKS[-1]}")
-    return [
-        *(*words, "--enable-lora"),
-        *("--max-lora-rank", str(rank)),
-        *("--max-loras", str(_RESIDENT_ADAPTERS)),
-    ]
+    adapters = ("--max-lora-rank", str(rank), "--max-loras", str(_RESIDENT_ADAPTERS))
+    return [*words, "--enable-lora", *adapters]
 
 
 def _sizes(
@@ -129,9 +132,7 @@ def _sizes(
     words = ["--max-model-len", str(length)]
     if not on_gpu:
         return [*words, "--enforce-eager", "--kv-cache-memory-bytes", str(_KV_CACHE_ON_CPU)]
-    memory: object = environment.get("VLLM_MEM_UTIL")
-    if not memory and recipe.gives("vllm_gpu_memory_utilization"):
-        memory = recipe["vllm_gpu_memory_utilization"]
+    memory = environment.get("VLLM_MEM_UTIL") or recipe.given.get("vllm_gpu_memory_utilization")
     memory = memory or (_MEMORY_SHARED if shares_gpu else _MEMORY)
     return [*words, "--gpu-memory-utilization", str(memory)]
 
@@ -143,13 +144,12 @@ def _number(name: str, text: str) -> int:
 
 
 def main(argv: Sequence[str]) -> None:
-    script = "maxent" if "maxent" in Path(argv[0]).name else "grpo"
+    script: Script = "maxent" if "maxent" in Path(argv[0]).name else "grpo"
     try:
-        for line in server_plan(script, read_recipe(argv[1:]), os.environ).lines():
+        for line in server_plan(read_recipe(argv[1:], script), os.environ).lines():
             sys.stdout.write(f"{line}\n")
     except GrpoError as error:
-        sys.stderr.write(f"training.sh: {error}\n")
-        raise SystemExit(2) from None
+        end("training.sh", EXIT_USAGE, "\ntraining.sh: ".join(str(error).splitlines()))
 
 
 if __name__ == "__main__":

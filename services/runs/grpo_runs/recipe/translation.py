@@ -1,84 +1,187 @@
-"""Translates a recipe to the keys of the offline trainer, by the rules that the table names."""
+"""Translates a recipe to the keys of the offline trainer: what `keys.yaml` says of each key, and
+the rules that take several keys."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_core.errors import problems_of
+from grpo_core.errors import message_of
+from grpo_core.settings import Mistake
 from grpo_runs.offline.errors import RecipeInvalid
 from grpo_runs.offline.key_names import in_recipe
 from grpo_runs.offline.keys import OfflineKeys, put
-from grpo_runs.recipe.data import environment_options, lengths
-from grpo_runs.recipe.keys import KEYS
-from grpo_runs.recipe.objective import kl_coef, optimization, unused_keys
-from grpo_runs.recipe.reading import TrainingRecipe
-from grpo_runs.recipe.task import TASK
+from grpo_runs.recipe.data import Found, environment_options
+from grpo_runs.recipe.keys import MAIN_KEYS, TABLE, TrainingRecipe
 
+RUNS = Path("runs")
+LORA_MODES = ("lora_only", "lora_restart")
 _MOST = 1_000_000
 """Models to keep, and training seeds: all."""
 _EVAL_STEPS = 10
-RUNS = Path("runs")
-_LEVELS = {"passive": "WARNING", "critical": "ERROR", "detail": "DEBUG"}
-LORA_MODES = ("lora_only", "lora_restart")
+_SHARDED = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "accelerate's FSDP; write `fsdp: full_shard` in the recipe",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
 
 
-@dataclass(frozen=True)
-class Translated:
-    """What a recipe asks of the offline trainer.
+def rank_count(environment: Mapping[str, str]) -> int:
+    """Number of the training processes that accelerate or torchrun has started.
 
-    Args:
-        directory: of the run
-        notes: a line per given key that changes nothing
-    """
-
-    keys: OfflineKeys
-    directory: Path
-    notes: list[str]
+    Raises `RecipeInvalid`: accelerate shards the model."""
+    for variable, name in _SHARDED.items():
+        if environment.get(variable, "").lower() == "true":
+            raise RecipeInvalid(
+                f"{variable}: the trainer does not use {name}; pass the --config_file "
+                "recipes/accelerate_configs/ranks.yaml"
+            )
+    return int(environment.get("WORLD_SIZE", "1"))
 
 
 def translate(
-    recipe: TrainingRecipe, script: str, row_count: Callable[[], int], ranks: int = 1
-) -> Translated:
+    recipe: TrainingRecipe, row_count: Callable[[Mapping[str, Any]], int], ranks: int = 1
+) -> OfflineKeys:
     """Args:
-        script: grpo or maxent, whose script runs
-        row_count: number of rows of training, which may take long to find
+        row_count: number of rows of training, by options of the environment; it may take long
         ranks: number of training processes
 
     Raises:
-        RecipeInvalid: values are missing, not supported or exclude each other.
+        RecipeInvalid: it lists values that are missing, not supported or exclude each other.
     """
-    if not recipe["model_name_or_path"]:
-        raise RecipeInvalid("model_name_or_path is required")
     content: dict[str, Any] = {}
-    for key in KEYS:
-        if key.path and (recipe[key.name] is not None):
-            put(content, key.path, recipe[key.name])
-    for path, value in _ruled(recipe, script, row_count, ranks).items():
-        put(content, path, value)
+    mistakes: list[Mistake] = []
+
+    @cache
+    def rows() -> int:
+        is_valid = not (mistakes or recipe.mistakes)
+        return row_count(content["env_server"] | recipe["env_server"]) if is_valid else 1
+
+    unmet = _unmet_conditions(recipe)
+    for found in chain(
+        _of_table(recipe, unmet),
+        _run(recipe),
+        _model(recipe),
+        _optimizer(recipe),
+        _objective(recipe, unmet),
+        environment_options(recipe),
+        _batches(recipe, ranks),
+        _lengths(recipe, content, rows),
+    ):
+        if isinstance(found, Mistake):
+            mistakes.append(found)
+        else:
+            put(content, *found)
     for section in ("grpo", "env_server"):
         content.setdefault(section, {}).update(recipe[section])
     try:
         keys = OfflineKeys.model_validate(content)
     except ValidationError as error:
-        raise RecipeInvalid(in_recipe(problems_of(error), names_of_recipe())) from error
-    notes = [*recipe.without_effect, *unused_keys(recipe, script)]
-    return Translated(keys, run_directory(recipe, script), notes)
+        names = names_of(recipe)
+        for problem in error.errors():
+            path = ".".join(map(str, problem["loc"]))
+            text = in_recipe(message_of(problem), names)
+            mistakes.append(Mistake(names.get(path, path), text))
+    recipe.require_valid(mistakes)
+    return keys
 
 
-def run_directory(recipe: TrainingRecipe, script: str) -> Path:
+def names_of(recipe: TrainingRecipe | None = None) -> dict[str, str]:
+    """The keys of a recipe, given ones first, by those of the offline trainer that they set."""
+    keys = MAIN_KEYS if recipe is None else recipe.keys_in_order()
+    return {path: key.name for key in keys for path in key.names}
+
+
+def run_directory(recipe: TrainingRecipe) -> Path:
     resumed = recipe["resume_from_checkpoint"]
     if isinstance(resumed, str) and resumed.lower() not in ("true", "false"):
         return Path(resumed)
-    return Path(recipe["output_dir"] or RUNS / (recipe["run_name"] or script))
+    return Path(recipe["output_dir"] or RUNS / (recipe["run_name"] or recipe.script))
 
 
-def base_url(recipe: TrainingRecipe) -> str:
+def sync_mode(recipe: TrainingRecipe) -> str:
+    is_free = recipe["use_peft"] and recipe["sync_mode"] == "auto"
+    return LORA_MODES[0] if is_free else str(recipe["sync_mode"])
+
+
+def notes(recipe: TrainingRecipe) -> Iterator[str]:
+    """A line per given key that changes nothing."""
+    unmet = _unmet_conditions(recipe)
+    for name, value in recipe.given.items():
+        key = TABLE[name]
+        reasons = [reason for condition, reason in unmet.items() if condition in key.conditions]
+        is_of_other_method = key.conditions & unmet.keys() & {"grpo", "maxent"}
+        if key.use == "without effect":
+            yield f"{name}: {key.text}"
+        elif is_of_other_method or (reasons and value):
+            yield f"{name}: {reasons[0]}"
+
+
+def _unmet_conditions(recipe: TrainingRecipe) -> dict[str, str]:
+    """The conditions of `keys.yaml` that do not hold, each with the reason."""
+    is_maxent = recipe.script == "maxent" and not recipe["train_grpo_objective"]
+    corrects = recipe["vllm_importance_sampling_correction"]
+    has_cap = recipe["vllm_importance_sampling_clip_max"] is not None
+    is_adaptive = recipe["kl_target"] and recipe["kl_horizon"]
+    conditions = {
+        "grpo": (not is_maxent, "MaxEnt-GRPO has no such part"),
+        "maxent": (is_maxent, "only src/maxent-grpo.py uses it"),
+        "kl": (_kl_coef(recipe) > 0, "needs beta or init_kl_coeff above 0"),
+        "adaptive": (is_adaptive, "needs kl_target and kl_horizon above 0"),
+        "clipped": (recipe["loss_type"].lower() != "cispo", "loss_type cispo has no such bound"),
+        "corrected": (corrects and has_cap, "importance ratios are not corrected"),
+        "target": (recipe["maxent_target_entropy"] is not None, "needs maxent_target_entropy"),
+        "adapter": (recipe["use_peft"], "needs use_peft"),
+    }
+    return {name: reason for name, (holds, reason) in conditions.items() if not holds}
+
+
+def _kl_coef(recipe: TrainingRecipe) -> float:
+    first = recipe["init_kl_coeff"]
+    return float(recipe["beta"] if first is None else first)
+
+
+def _of_table(recipe: TrainingRecipe, unmet: Mapping[str, str]) -> Found:
+    for key in recipe.keys_in_order():
+        value = recipe[key.name]
+        if value is None or value == [] or key.conditions & unmet.keys():
+            continue
+        yield from ((path, value) for path in key.paths)
+        if key.words:
+            found = key.words.get(str(value).lower())
+            if isinstance(found, str):
+                yield Mistake(key.name, f"{value!r} is not supported: {found}")
+            elif found is None:
+                known = [word for word, sets in key.words.items() if not isinstance(sets, str)]
+                yield Mistake(key.name, f"expected one of {', '.join(known)}; got {value!r}")
+            else:
+                yield from found.items()
+
+
+def _run(recipe: TrainingRecipe) -> Found:
+    yield "data.train_seed_start", 0
+    yield "data.num_train_seeds", _MOST
+    yield "checkpoint.keep_last_k", recipe["save_total_limit"] or _MOST
+    yield "generation.base_url", _base_url(recipe)
+    yield "eval.base_url", _base_url(recipe)
+    for report in recipe["report_to"]:
+        if report == "wandb":
+            yield "logging.wandb.enabled", True
+        elif report == "tensorboard":
+            yield "grpo.tensorboard_dir", str(run_directory(recipe) / "tensorboard")
+        elif report != "none":
+            yield Mistake("report_to", f"expected wandb, tensorboard or none; got {report!r}")
+    if recipe["fsdp"]:
+        yield "grpo.fsdp", True
+
+
+def _base_url(recipe: TrainingRecipe) -> str:
     given = recipe["vllm_server_base_url"]
     if given is not None:
         return str(given).rstrip("/").removesuffix("/generate")
@@ -86,154 +189,118 @@ def base_url(recipe: TrainingRecipe) -> str:
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{recipe['vllm_server_port']}"
 
 
-def dtype_of(recipe: TrainingRecipe) -> str:
-    """Raises `RecipeInvalid`: two keys differ."""
+def _model(recipe: TrainingRecipe) -> Found:
+    """The mode must train what `use_peft` asks for, and something must sample from an adapter."""
+    if not recipe["model_name_or_path"]:
+        yield Mistake("model_name_or_path", "a model is required")
     if recipe["bf16"] and recipe["fp16"]:
-        raise RecipeInvalid("bf16: excludes fp16")
-    mixed = "bfloat16" if recipe["bf16"] else "float16" if recipe["fp16"] else None
-    return mixed or recipe["dtype"] or "auto"
-
-
-def sync_mode(recipe: TrainingRecipe) -> str:
-    """Raises `RecipeInvalid`: the mode does not train what `use_peft` asks for, or nothing could
-    sample from an adapter."""
-    mode: str = recipe["sync_mode"]
-    if recipe["use_peft"] and not recipe["use_vllm"]:
-        raise RecipeInvalid(
-            "use_peft: an adapter is sampled by a server; start `vllm-api-server --enable-lora` at "
-            f"{base_url(recipe)} and set use_vllm: true, or set use_peft: false"
+        yield Mistake("bf16", "excludes fp16")
+    mode, is_adapter = sync_mode(recipe), recipe["use_peft"]
+    yield "sync.mode", mode
+    if is_adapter and not recipe["use_vllm"]:
+        yield Mistake(
+            "use_peft",
+            "an adapter is sampled by a server; start `vllm-api-server --enable-lora` at "
+            f"{_base_url(recipe)} and set use_vllm: true, or set use_peft: false",
         )
-    if recipe["use_peft"] and mode == "auto":
-        return LORA_MODES[0]
-    if mode != "auto" and mode != "frozen" and recipe["use_peft"] != (mode in LORA_MODES):
-        raise RecipeInvalid(
-            f"sync_mode: {mode} does not fit use_peft: {str(recipe['use_peft']).lower()}; "
-            f"an adapter needs {' or '.join(LORA_MODES)}"
+    elif mode not in ("auto", "frozen") and is_adapter != (mode in LORA_MODES):
+        yield Mistake(
+            "sync_mode",
+            f"{mode} does not fit use_peft: {str(is_adapter).lower()}; an adapter needs "
+            f"{' or '.join(LORA_MODES)}",
         )
-    return mode
 
 
-def _ruled(
-    recipe: TrainingRecipe, script: str, row_count: Callable[[], int], ranks: int
-) -> dict[str, Any]:
-    """Values by path, of the keys without a path of their own."""
-    url = base_url(recipe)
-    backend = "vllm_server" if recipe["use_vllm"] else "local"
-    sizes = _sizes(recipe, row_count, ranks)
-    found: dict[str, Any] = {
-        "model.train_id": recipe["model_name_or_path"],
-        "model.ref_id": recipe["model_name_or_path"],
-        "model.dtype": dtype_of(recipe),
-        "generation.backend": backend,
-        "generation.base_url": url,
-        "eval.backend": backend,
-        "eval.base_url": url,
-        "eval.max_new_tokens": recipe["max_completion_length"],
-        "eval.temperature": recipe["temperature"],
-        "eval.top_p": recipe["top_p"],
-        "eval.enabled": recipe["eval_strategy"] != "no",
-        "data.task": TASK,
-        "data.train_seed_start": 0,
-        "data.num_train_seeds": _MOST,
-        "train.kl_coef": kl_coef(recipe),
-        "train.grad_accum_steps": recipe["gradient_accumulation_steps"] * ranks,
-        "checkpoint.keep_last_k": recipe["save_total_limit"] or _MOST,
-        "sync.mode": sync_mode(recipe),
-        "logging.level": _LEVELS.get(recipe["log_level"].lower(), recipe["log_level"].upper()),
-    } | sizes
-    if recipe["num_generations_eval"] is None:
-        found["eval.replicates"] = recipe["num_generations"]
-    if recipe["fsdp"]:
-        found["grpo.fsdp"] = True
-    if recipe["use_cpu"]:
-        found["model.device"] = "cpu"
-    found |= _logging(recipe, run_directory(recipe, script))
-    steps = sizes["train.iterations"] * _steps_per_iteration(recipe, ranks)
-    grpo = lengths(recipe) | _adapter(recipe) | optimization(recipe, script, steps)
-    found |= {f"grpo.{name}": value for name, value in grpo.items()}
-    environment = environment_options(recipe)
-    return found | {f"env_server.{name}": value for name, value in environment.items()}
-
-
-def _sizes(recipe: TrainingRecipe, row_count: Callable[[], int], ranks: int) -> dict[str, int]:
-    """Batches, iterations and intervals, counted as the offline trainer counts.
-
-    Raises `RecipeInvalid`: the sizes do not fit."""
-    problems, steps = _problems(recipe, ranks), _steps_per_iteration(recipe, ranks)
-    if recipe["max_steps"] > 0:
-        iterations = -(-int(recipe["max_steps"]) // steps)
-    elif recipe["num_train_epochs"] > 0:
-        iterations = max(1, math.ceil(recipe["num_train_epochs"] * row_count() / problems))
+def _optimizer(recipe: TrainingRecipe) -> Found:
+    warmup, ratio = recipe["warmup_steps"], recipe["warmup_ratio"]
+    if warmup and ratio:
+        yield Mistake("warmup_ratio", "excludes warmup_steps")
+    if ratio or 0 < warmup < 1:
+        yield "grpo.warmup_ratio", ratio or warmup
     else:
-        raise RecipeInvalid("num_train_epochs: expected above 0, or max_steps")
-    if recipe["save_strategy"] == "steps" and recipe["save_steps"] < 1:
-        raise RecipeInvalid("save_steps: expected a number of steps, not a share of the run")
-
-    def interval(name: str, iterations: float) -> int:
-        if recipe[name] not in ("no", "steps", "epoch"):
-            raise RecipeInvalid(f"{name}: expected no, steps or epoch; got {recipe[name]!r}")
-        return max(1, row_count() // problems if recipe[name] == "epoch" else round(iterations))
-
-    save_interval = interval("save_strategy", recipe["save_steps"] / steps)
-    every = recipe["eval_steps"] or _EVAL_STEPS
-    return {
-        "data.problems_per_iteration": problems,
-        "generation.batch_size": problems,
-        "train.iterations": iterations,
-        "checkpoint.save_interval": 0 if recipe["save_strategy"] == "no" else save_interval,
-        "eval.interval": interval(
-            "eval_strategy", every * iterations if every < 1 else every / steps
-        ),
-    }
+        yield "grpo.warmup_steps", int(warmup)
+    if recipe["optim"].lower() == "adafactor":  # grpo refuses options of another optimizer
+        for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+            if name in recipe.given:
+                yield Mistake(name, "has no effect on optim: adafactor")
 
 
-def _problems(recipe: TrainingRecipe, ranks: int) -> int:
-    """Of one iteration."""
-    size = recipe["num_generations"]
-    per_generation = recipe["steps_per_generation"] or recipe["gradient_accumulation_steps"]
-    if recipe["generation_batch_size"] is not None and recipe["steps_per_generation"] is not None:
-        raise RecipeInvalid("generation_batch_size: excludes steps_per_generation")
-    completions = recipe["generation_batch_size"] or (
-        recipe["per_device_train_batch_size"] * ranks * per_generation
-    )
-    if size < 2:
-        raise RecipeInvalid(f"num_generations: expected 2 or more; got {size}")
-    if completions % size:
-        raise RecipeInvalid(
-            f"num_generations: {size} does not divide the {completions} completions of a "
-            "generation; change per_device_train_batch_size, gradient_accumulation_steps or "
-            "generation_batch_size"
+def _objective(recipe: TrainingRecipe, unmet: Mapping[str, str]) -> Found:
+    first = recipe["init_kl_coeff"]
+    if first is not None and "beta" in recipe.given and recipe["beta"] != first:
+        yield Mistake("init_kl_coeff", "differs from beta, which has the same meaning")
+    if "adaptive" not in unmet:
+        yield "grpo.kl_control", "adaptive"
+        if "kl" in unmet:
+            yield Mistake("kl_target", "needs init_kl_coeff or beta above 0, which it changes")
+    if "grpo" in unmet:
+        yield "grpo.objective", "maxent"
+        return
+    if "corrected" in unmet:
+        yield "grpo.importance_correction", "none"
+    if recipe["loss_type"].lower() == "dr_grpo":
+        yield "grpo.aggregation_tokens", recipe["max_completion_length"]
+    highest = recipe["epsilon_high"]  # of cispo in TRL: torch.clamp(ratio, max=epsilon_high)
+    if "clipped" in unmet and highest is not None:
+        yield "grpo.clip_eps_high", highest - 1.0
+        if highest <= 1:
+            yield Mistake(
+                "epsilon_high",
+                "with loss_type cispo it is the highest importance ratio, so it is above 1, for "
+                f"example 5.0; got {highest:g}",
+            )
+
+
+def _batches(recipe: TrainingRecipe, ranks: int) -> Found:
+    size, accumulated = recipe["num_generations"], recipe["gradient_accumulation_steps"]
+    per_generation, completions = recipe["steps_per_generation"], recipe["generation_batch_size"]
+    yield "train.grad_accum_steps", accumulated * ranks
+    if completions is not None and per_generation is not None:
+        yield Mistake("generation_batch_size", "excludes steps_per_generation")
+    if recipe["max_completion_length"] is None:
+        yield Mistake("max_completion_length", "a length is required")
+    micro_batch = recipe["per_device_train_batch_size"] * ranks
+    completions = completions or micro_batch * (per_generation or accumulated)
+    if size is None or size < 2:
+        yield Mistake("num_generations", f"expected 2 or more; got {size}")
+    elif completions < size or completions % size:
+        yield Mistake(
+            "num_generations",
+            f"{size} does not divide the {completions} completions of a generation; change "
+            "per_device_train_batch_size, gradient_accumulation_steps or generation_batch_size",
         )
-    return int(completions // size)
+    else:
+        yield "data.problems_per_iteration", completions // size
+        yield "generation.batch_size", completions // size
 
 
-def _steps_per_iteration(recipe: TrainingRecipe, ranks: int) -> int:
-    per_micro_batch = recipe["per_device_train_batch_size"] * ranks
-    per_step = per_micro_batch * recipe["gradient_accumulation_steps"]
-    return int(-(-_problems(recipe, ranks) * recipe["num_generations"] // per_step))
+def _lengths(recipe: TrainingRecipe, content: Mapping[str, Any], rows: Callable[[], int]) -> Found:
+    """Iterations and intervals, counted as the offline trainer counts. Args: content: so far"""
+    problems = content["data"].get("problems_per_iteration", 0)
+    per_step = recipe["per_device_train_batch_size"] * content["train"]["grad_accum_steps"]
+    if problems < 1 or per_step < 1:
+        return  # a mistake in the sizes of batches
+    steps = -(-problems * recipe["num_generations"] // per_step)  # of one iteration
+    iterations = max(1, -(-recipe["max_steps"] // steps))
+    if recipe["max_steps"] <= 0:
+        iterations = max(1, math.ceil(recipe["num_train_epochs"] * rows() / problems))
+        if recipe["num_train_epochs"] <= 0:
+            yield Mistake("num_train_epochs", "expected above 0, or max_steps")
+    yield "train.iterations", iterations
+    if content["grpo"].get("maxent_tau_warmup_steps", 0) < 0:  # those of the learning rate
+        warmup = recipe["warmup_ratio"] or recipe["warmup_steps"]
+        is_share = recipe["warmup_ratio"] or warmup < 1
+        count = math.ceil(warmup * iterations * steps) if is_share else int(warmup)
+        yield "grpo.maxent_tau_warmup_steps", count
+    every = recipe["eval_steps"] or _EVAL_STEPS
+    evaluates = every * iterations if every < 1 else every / steps
+    saves = recipe["save_steps"] / steps
+    if recipe["save_strategy"] == "steps" and recipe["save_steps"] < 1:
+        yield Mistake("save_steps", "expected a number of steps, not a share of the run")
 
+    def interval(strategy: str, iterations: float) -> int:
+        return max(1, rows() // problems if strategy == "epoch" else round(iterations))
 
-def names_of_recipe() -> dict[str, str]:
-    """The keys of a recipe, by those of the offline trainer that they set."""
-    set_as_they_are = {key.path: key.name for key in KEYS if key.path}
-    return set_as_they_are | {path: key.name for key in KEYS for path in key.names}
-
-
-def _logging(recipe: TrainingRecipe, directory: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for report in recipe["report_to"]:
-        if report == "wandb":
-            found["logging.wandb.enabled"] = True
-        elif report == "tensorboard":
-            found["grpo.tensorboard_dir"] = str(directory / "tensorboard")
-        elif report != "none":
-            raise RecipeInvalid(f"report_to: expected wandb, tensorboard or none; got {report!r}")
-    return found
-
-
-def _adapter(recipe: TrainingRecipe) -> dict[str, Any]:
-    if not recipe["use_peft"]:
-        return {}
-    options = {name: recipe[name] for name in ("lora_r", "lora_alpha", "lora_dropout")}
-    targets = recipe["lora_target_modules"]
-    return options | ({"lora_target_modules": targets} if targets else {})
+    yield "eval.interval", interval(recipe["eval_strategy"], evaluates)
+    if recipe["save_strategy"] != "no":
+        yield "checkpoint.save_interval", interval(recipe["save_strategy"], saves)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, Field
 
@@ -19,6 +21,7 @@ from grpo_core.settings import (
 )
 from grpo_core.settings.machine import not_writable
 from grpo_core.settings.options import COMMON, Names, options_of
+from grpo_core.settings.sources import as_words
 from grpo_core.tree.weights import ModeName
 from grpo_runs.run_directory import RUNS, unusable
 from grpo_runs.settings.run import DEMO_FILE, DemoSettings, each_once
@@ -76,6 +79,19 @@ class CompareSettings(CommandSettings):
         (), description="Options that grpo-compare passes to grpo-demo in every run"
     )
 
+    @classmethod
+    def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """Other keys and sections are those of a run's file."""
+        own = {str(key): value for key, value in content.items() if _field(key) in cls.model_fields}
+        words = [
+            word
+            for section, value in content.items()
+            if section not in own
+            for name, one in _below(str(section), value)
+            for word in as_words(name, one)
+        ]
+        return own | ({"run-options": [*own.get("run-options", ()), *words]} if words else {})
+
     @property
     def passed_on(self) -> list[str]:
         return [word for word in self.run_options if word != SEPARATOR]
@@ -120,7 +136,22 @@ class CompareSettings(CommandSettings):
         for mode in self.modes if self.run_options else ():
             words = [*self.passed_on, "--steps", str(self.steps), "--mode", mode]
             try:
-                parsed(DemoSettings, words, at_start=True, below=DEMO_FILE)
+                with contextlib.redirect_stderr(io.StringIO()):  # notes about unused options
+                    parsed(DemoSettings, words, at_start=True, below=DEMO_FILE)
             except OptionsInvalid as error:
                 lines |= dict.fromkeys(error.lines)
         yield from (Mistake(None, line) for line in lines)
+
+
+def _field(key: object) -> str:
+    return str(key).replace("-", "_")
+
+
+def _below(section: str, value: Any) -> list[tuple[str, Any]]:
+    """`optim: {lr: 1}` → `optim.lr`, 1."""
+    is_section = section in DemoSettings.command.groups and isinstance(value, dict)
+    return (
+        [(f"{section}.{key}", one) for key, one in value.items()]
+        if is_section
+        else [(section, value)]
+    )

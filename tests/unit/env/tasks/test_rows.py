@@ -163,7 +163,9 @@ def test_a_directory_laid_out_like_a_hub_data_set_is_read_with_datasets(
     with pytest.raises(DataUnusable, match=r"cannot read the data set \(socratic train\).*main"):
         golds("train", "socratic")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DatasetsMissing, match=r"pip install -c constraints\.txt datasets"):
+    with pytest.raises(
+        DatasetsMissing, match=r"pip install -c requirements/constraints\.txt datasets"
+    ):
         golds("train")
 
 

@@ -13,7 +13,7 @@ import torch
 
 from grpo_runs.offline import screen
 from grpo_runs.offline.keys import OfflineKeys
-from grpo_runs.recipe.reading import TrainingRecipe, read_recipe
+from grpo_runs.recipe.keys import TrainingRecipe, read_recipe
 from tests.unit.trainer.tiny_policy import model_directory
 
 MakeKeys = Callable[..., OfflineKeys]

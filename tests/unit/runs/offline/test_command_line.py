@@ -22,7 +22,7 @@ from grpo_runs.offline.keys import CONFIG_FILE, OfflineKeys, value_of
 from grpo_runs.offline.results import RunResult
 from grpo_runs.offline.run_files import RunFiles
 from grpo_runs.offline.translate import environment_settings
-from grpo_runs.recipe.translation import names_of_recipe
+from grpo_runs.recipe.translation import names_of
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_the_name_of_a_run_reaches_wandb(monkeypatch: pytest.MonkeyPatch) -> Non
         ("raise --steps", "raise train.iterations", "raise max_steps"),
         ("lower --lr.", "lower train.lr.", "lower learning_rate."),
         ("--lora-r 7: no", "grpo.lora_r 7: no", "lora_r 7: no"),
-        ("--clip-eps", "grpo.clip_eps", "grpo.clip_eps"),
+        ("--clip-eps", "grpo.clip_eps", "epsilon"),
         ("set sync.mode=none", "set sync.mode=none", "set sync_mode=none"),
         ("vllm-api-server --enable-lora", "vllm-api-server --enable-lora", None),
         (
@@ -124,7 +124,7 @@ def test_the_name_of_a_run_reaches_wandb(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_options_become_keys(said: str, in_hydra: str, in_a_recipe: str | None) -> None:
     assert in_keys(said) == in_hydra
-    assert in_recipe(said, names_of_recipe()) == (in_a_recipe or in_hydra)
+    assert in_recipe(said, names_of()) == (in_a_recipe or in_hydra)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,7 @@ from grpo_runs.offline.evaluating import evaluation_of
 from grpo_runs.offline.items import items_to_evaluate, items_to_train
 from grpo_runs.offline.keys import CONFIG_FILE, OfflineKeys, config_text, put
 from grpo_runs.offline.translate import environment_settings, trainer_command
-from grpo_runs.recipe.keys import TABLE
-from grpo_runs.recipe.reading import GRPOConfig, ModelConfig, ScriptArguments
+from grpo_runs.recipe.keys import TABLE, GRPOConfig, ModelConfig, ScriptArguments
 from tests.unit.runs.offline.conftest import MakeKeys
 
 GUIDE = """

@@ -17,12 +17,10 @@ from grpo_env.tasks.data_files import DataUnusable
 from grpo_env.tasks.items import evaluation_items, training_items
 from grpo_env.tasks.reward_functions import RewardInvalid
 from grpo_runs.offline.errors import HubRefused, RecipeInvalid
-from grpo_runs.recipe.data import environment_options
-from grpo_runs.recipe.main import open_directory, row_count
-from grpo_runs.recipe.reading import TrainingRecipe, read_recipe
-from grpo_runs.recipe.rewards import REWARDS, find_reward, register
-from grpo_runs.recipe.task import RecipeTask
-from grpo_runs.recipe.trained_model import hub_target, upload
+from grpo_runs.recipe.keys import TrainingRecipe, read_recipe
+from grpo_runs.recipe.main import open_directory, upload_of
+from grpo_runs.recipe.task import REWARDS, RecipeTask, find_reward, register, row_count
+from grpo_runs.recipe.translation import translate
 from tests.unit.runs.offline.conftest import Recipes
 
 ROW = {"prompt": "3+4=", "answer": "7", "other": 1}
@@ -34,8 +32,13 @@ def rows_file(path: Path, count: int, **more: Any) -> str:
     return str(path)
 
 
+def options_of(recipe: TrainingRecipe) -> dict[str, Any]:
+    """Of the environment."""
+    return translate(recipe, lambda _: 1).env_server
+
+
 def task_of(recipe: TrainingRecipe) -> RecipeTask:
-    options = environment_options(recipe)
+    options = options_of(recipe)
     arguments = json.loads(json.dumps(options["task_args"]))  # as env-server reads them
     task = RecipeTask(TaskOptions(args=arguments, system_prompt=options.get("system_prompt")))
     task.held_out = options.get("held_out", task.held_out)
@@ -158,10 +161,10 @@ async def test_rewards_of_a_file_may_have_every_form(tmp_path: Path, recipe_of: 
 
 def test_parts_of_the_reward_are_weighted(recipe_of: Recipes) -> None:
     rewards = {"dataset_name": "x.jsonl", "reward_funcs": ["exact_answer", "answer_format"]}
-    options = environment_options(recipe_of(**rewards, reward_weights=[1.0, 0.2]))
+    options = options_of(recipe_of(**rewards, reward_weights=[1.0, 0.2]))
     assert options["reward_weights"] == {"exact_answer": 1.0, "answer_format": 0.2}
     with pytest.raises(RecipeInvalid, match="1 weights for the 2 names"):
-        environment_options(recipe_of(**rewards, reward_weights=[1.0]))
+        options_of(recipe_of(**rewards, reward_weights=[1.0]))
 
 
 def test_a_stop_text_does_not_take_the_closing_tag_away(recipe_of: Recipes) -> None:
@@ -189,7 +192,7 @@ def test_a_weight_takes_a_share_of_its_source_and_is_no_probability(
     assert len({row["problem"] for row in rows}) == 30
     assert all(set(row) == {"problem", "answer"} for row in rows)
     assert [dict(row) for row in rows] == [dict(row) for row in task_of(recipe).rows("train") or ()]
-    assert row_count(recipe) == 30
+    assert row_count(options_of(recipe)) == 30
 
 
 def test_the_test_split_of_a_mixture_is_never_trained_on(
@@ -205,18 +208,18 @@ def test_the_test_split_of_a_mixture_is_never_trained_on(
     assert len(kept) + len(held) == 400
     assert 60 <= len(held) <= 140
     assert not {item.key for item in kept} & {item.key for item in held}
-    assert row_count(recipe) == len(kept)
+    assert row_count(options_of(recipe)) == len(kept)
 
 
 @pytest.mark.parametrize(
     ("mixture", "problem"),
     [
-        ({}, "expected a list `datasets`"),
-        ({"datasets": [{"id": "a", "wieght": 1}]}, "unexpected keyword argument 'wieght'"),
-        ({"datasets": [{"id": "a", "weight": 2}]}, "weight is 2; expected above 0, at most 1"),
+        ({}, "datasets: Field required"),
+        ({"datasets": [{"id": "a", "wieght": 1}]}, "wieght: Unexpected"),
+        ({"datasets": [{"id": "a", "weight": 2}]}, "weight: .* less than or equal to 1"),
         (
             {"datasets": [{"id": "a", "columns": ["x"]}, {"id": "b", "columns": ["y"]}]},
-            "must have the same",
+            "must be the same in each",
         ),
         ({"datasets": [{"id": "a"}], "test_split_size": 1.5}, "test_split_size"),
     ],
@@ -225,7 +228,7 @@ def test_a_wrong_mixture_is_an_error(
     recipe_of: Recipes, mixture: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(RecipeInvalid, match=problem):
-        environment_options(recipe_of(dataset_mixture=mixture))
+        options_of(recipe_of(dataset_mixture=mixture))
 
 
 def test_columns_prompts_and_answers_are_found(tmp_path: Path, recipe_of: Recipes) -> None:
@@ -291,9 +294,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 def test_a_model_is_uploaded_to_a_branch_that_is_made(hub: Mock, tmp_path: Path) -> None:
     def uploaded(*flags: str) -> str:
-        target = hub_target(read_recipe([*FLAGS, *flags]), tmp_path)
-        assert target is not None
-        return upload(target, tmp_path)
+        upload = upload_of(read_recipe([*FLAGS, *flags]), tmp_path)
+        assert upload is not None
+        return upload(tmp_path)
 
     assert uploaded("--hub_private_repo", "true") == "https://hub/me/sums"
     hub.create_repo.assert_called_with("sums", private=True, exist_ok=True)
@@ -312,11 +315,11 @@ def test_a_model_is_uploaded_to_a_branch_that_is_made(hub: Mock, tmp_path: Path)
 def test_what_the_hub_refuses_is_named_before_the_run_and_the_model_stays(
     hub: Mock, tmp_path: Path
 ) -> None:
-    target = hub_target(read_recipe(FLAGS), tmp_path)
-    assert target is not None
+    upload = upload_of(read_recipe(FLAGS), tmp_path)
+    assert upload is not None
     hub.create_repo.side_effect = OSError("wrong token")
     hub.upload_folder.side_effect = OSError("no route")
     with pytest.raises(HubRefused, match="hub_model_id: sums: wrong token; see hub_token"):
-        hub_target(read_recipe(FLAGS), tmp_path)
+        upload_of(read_recipe(FLAGS), tmp_path)
     with pytest.raises(HubRefused, match=f"no route; the model is in {tmp_path}. Upload it with"):
-        upload(target, tmp_path)
+        upload(tmp_path)

@@ -13,20 +13,24 @@ import pytest
 import yaml
 
 from grpo_core.tree.objectives import Objective, resolved
+from grpo_runs.offline import loop
 from grpo_runs.offline.errors import RecipeInvalid
-from grpo_runs.recipe.keys import KEYS, TABLE, Key
-from grpo_runs.recipe.objective import optimization
-from grpo_runs.recipe.reading import (
+from grpo_runs.offline.keys import OfflineKeys, value_of
+from grpo_runs.recipe import main
+from grpo_runs.recipe.keys import (
+    KEYS,
+    MAIN_KEYS,
+    TABLE,
     GRPOConfig,
+    Key,
+    Script,
     ScriptArguments,
     TrainingRecipe,
-    is_leader,
     load_configs,
-    rank_count,
     read_recipe,
 )
 from grpo_runs.recipe.server_plan import server_plan
-from grpo_runs.recipe.translation import Translated, translate
+from grpo_runs.recipe.translation import notes, rank_count, run_directory, translate
 from grpo_trainer.losses import bounds
 from tests.unit.runs.offline.conftest import Recipes
 
@@ -79,17 +83,16 @@ lora_target_modules: *peft
 AROUND_THE_RUN = {
     *("push_to_hub", "hub_model_id", "hub_token", "hub_private_repo", "hub_revision"),
     *("hub_model_revision", "overwrite_hub_revision", "push_to_hub_revision"),
-    *("wandb_entity", "chat_template", "benchmarks", "overwrite_output_dir"),
+    *("wandb_entity", "chat_template", "benchmarks", "overwrite_output_dir", "env"),
     *("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size"),
 }
 """Used before or after the loop, or by training.sh; tested elsewhere."""
 
-MAIN_KEYS = [key for key in KEYS if not key.alias_of]
 USED = [key for key in MAIN_KEYS if key.use == "used" and key.name not in AROUND_THE_RUN]
 
 
-def translated(recipe: TrainingRecipe, script: str = "grpo") -> Translated:
-    return translate(recipe, script, lambda: ROWS)
+def translated(recipe: TrainingRecipe, script: Script = "grpo") -> OfflineKeys:
+    return translate(replace(recipe, script=script), lambda _: ROWS)
 
 
 def another_value(key: Key) -> Any:
@@ -109,24 +112,63 @@ by_name = attrgetter("name")
 
 @pytest.mark.parametrize("key", USED, ids=by_name)
 def test_a_used_key_changes_the_run(recipe_of: Recipes, key: Key) -> None:
-    script = "maxent" if "maxent" in key.name or key.name == "train_grpo_objective" else "grpo"
+    is_maxent = "maxent" in key.name or key.name == "train_grpo_objective"
+    script: Script = "maxent" if is_maxent else "grpo"
     base = BASE | ({"maxent_tau": 0.1} if script == "maxent" else {}) | NEEDED.get(key.name, {})
-    before = translated(recipe_of(**base), script)
+    before = recipe_of(**base)
 
     changed = base | {key.name: another_value(key)}
     if key.name == "dataset_mixture":
         changed["dataset_name"] = None
-    after = translated(recipe_of(**changed), script)
+    after = recipe_of(**changed)
 
-    assert (after.keys, after.directory) != (before.keys, before.directory)
+    is_moved = run_directory(after) != run_directory(before)
+    assert is_moved or translated(after, script) != translated(before, script)
+    assert not [n for n in notes(replace(after, script=script)) if n.startswith(f"{key.name}:")]
 
 
 @pytest.mark.parametrize("key", [k for k in KEYS if k.use == "without effect"], ids=by_name)
 def test_a_key_without_effect_is_named_and_changes_nothing(recipe_of: Recipes, key: Key) -> None:
-    found = translated(recipe_of(**BASE, **{key.name: another_value(key)}))
+    recipe = recipe_of(**BASE, **{key.name: another_value(key)})
 
-    assert found.notes == [f"{key.name}: {key.text}"]
-    assert found == replace(translated(recipe_of(**BASE)), notes=found.notes)
+    assert [*notes(recipe)] == [f"{key.name}: {key.text}"]
+    assert translated(recipe) == translated(recipe_of(**BASE))
+
+
+@pytest.mark.parametrize(
+    ("key", "script", "more", "reason"),
+    [
+        ("maxent_tau", "grpo", {}, "only src/maxent-grpo.py uses it"),
+        ("scale_rewards", "maxent", {"maxent_tau": 0.1}, "MaxEnt-GRPO has no such part"),
+        ("epsilon", "grpo", {"loss_type": "cispo"}, "loss_type cispo has no such bound"),
+        ("lora_r", "grpo", {}, "needs use_peft"),
+        ("kl_horizon", "grpo", {"beta": 0.1}, "needs kl_target and kl_horizon above 0"),
+    ],
+)
+def test_a_key_whose_condition_does_not_hold_is_named_and_changes_nothing(
+    recipe_of: Recipes, key: str, script: Script, more: dict[str, Any], reason: str
+) -> None:
+    recipe = recipe_of(**BASE, **more, **{key: another_value(TABLE[key])})
+
+    assert [*notes(replace(recipe, script=script))] == [f"{key}: {reason}"]
+    assert translated(recipe, script) == translated(recipe_of(**BASE, **more), script)
+
+
+@pytest.mark.parametrize("key", [k for k in MAIN_KEYS if k.words], ids=by_name)
+def test_every_word_is_translated_or_refused_and_others_are_mistakes(
+    recipe_of: Recipes, key: Key
+) -> None:
+    base = BASE | NEEDED.get(key.name, {})
+    for word, sets in key.words.items():
+        if not isinstance(sets, str):
+            found = translated(recipe_of(**base | {key.name: word})).model_dump()
+            for path, value in sets.items():
+                assert value_of(found, path) == value
+    if "bool" not in key.kind_name:
+        with pytest.raises(RecipeInvalid, match=f"{key.name}: expected one of .*; got 'other'"):
+            translated(recipe_of(**base | {key.name: "other"}))
+    with pytest.raises(RecipeInvalid, match="'batch' is not supported: TRL's batch centres"):
+        translated(recipe_of(**BASE, scale_rewards="batch"))
 
 
 @pytest.mark.parametrize("key", [k for k in MAIN_KEYS if k.use == "refused"], ids=by_name)
@@ -136,7 +178,7 @@ def test_a_refused_key_is_refused_with_the_reason_unless_it_asks_for_nothing(
     value = {"a": 1} if key.kind_name.startswith("dict") else another_value(key)
 
     with pytest.raises(RecipeInvalid, match=f"{key.name}: ") as raised:
-        recipe_of(**BASE, **{key.name: value})
+        translated(recipe_of(**BASE, **{key.name: value}))
 
     assert key.text in str(raised.value)
     plain = translated(recipe_of(**BASE))
@@ -150,18 +192,31 @@ def test_an_alias_means_its_key_and_must_not_differ_from_it() -> None:
             assert TABLE[key.alias_of].use == key.use
     assert read_recipe(["--gen_temperature", "0.5"])["temperature"] == 0.5
     with pytest.raises(RecipeInvalid, match="torch_dtype: differs from dtype"):
-        read_recipe(["--dtype", "float32", "--torch_dtype", "bfloat16"])
+        load_configs(["--dtype", "float32", "--torch_dtype", "bfloat16"])
     with pytest.raises(RecipeInvalid, match="init_kl_coeff: differs from beta"):
         objective_of("--beta", "0.1", "--init_kl_coeff", "0.2")
 
 
-def test_every_mistake_is_named_at_once() -> None:
-    with pytest.raises(RecipeInvalid) as raised:
-        read_recipe(["--learnin_rate", "1", "--seed", "x", "--deepspeed", "zero3.json"])
+def test_every_mistake_is_named_at_once_with_its_line(tmp_path: Path) -> None:
+    """Of the reading, of rules and of the offline trainer's own limits; the rows are not read."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model_name_or_path: m\nseed: x\ngen_temperature: 0\noptim: lion\ntop_p: 1\n")
+    words = ["--learnin_rate", "1", "--deepspeed", "zero3.json", "--top_p", "2", "--bf16", "--fp16"]
 
-    assert "learnin_rate: no such key; did you mean learning_rate?" in str(raised.value)
-    assert "seed: expected int, got 'x'" in str(raised.value)
-    assert "deepspeed: 'zero3.json' is not supported" in str(raised.value)
+    with pytest.raises(RecipeInvalid) as raised:
+        translate(read_recipe(["--config", str(file), *words]), lambda _: pytest.fail("rows"))
+
+    seed, learning_rate, deepspeed, optim, *others = str(raised.value).splitlines()
+    assert seed.startswith(f"{file}:2: seed: expected int, got 'x'")
+    assert learning_rate == "learnin_rate: no such key; did you mean learning_rate?"
+    assert deepspeed.startswith("deepspeed: 'zero3.json' is not supported")
+    assert optim.startswith(f"{file}:4: optim: expected one of adamw_torch, ")
+    assert others == [
+        "bf16: excludes fp16",
+        "dataset_name: it or dataset_mixture is required",
+        f"{file}:3: temperature: Input should be greater than 0",
+        "top_p: Input should be less than or equal to 1",
+    ]
 
 
 def test_flags_win_over_the_file_and_take_the_forms_of_trls_parser(tmp_path: Path) -> None:
@@ -179,13 +234,13 @@ def test_flags_win_over_the_file_and_take_the_forms_of_trls_parser(tmp_path: Pat
         **{"seed": 2, "learning_rate": 1e-5, "eval_strategy": "no", "use_vllm": True},
         **{"gradient_checkpointing": False, "reward_funcs": ["a", "b"], "bf16": False},
         **{"report_to": ["none"], "dataset_mixture": {"datasets": [{"id": "x"}]}},
+        "env": {"SOME_VARIABLE": 7},
     }
-    assert recipe.variables == {"SOME_VARIABLE": "7"}
 
 
 def objective_of(*keys: str) -> Objective:
-    recipe = read_recipe(["--model_name_or_path", "x", *keys])
-    options: dict[str, Any] = optimization(recipe, "grpo", 0)
+    words = ["--model_name_or_path", "x", "--dataset_name", "x.jsonl", *keys]
+    options: dict[str, Any] = translated(read_recipe(words)).grpo
     names = {field.name for field in fields(Objective)}
     chosen = {name: value for name, value in options.items() if name in names}
     return resolved(options.get("objective", "grpo"), chosen)
@@ -232,16 +287,15 @@ def test_the_cap_of_the_correction_is_trls(mode: str, kind: str, level: str) -> 
 def test_every_recipe_is_valid_and_each_gpu_besides_the_servers_has_a_rank(
     file: Path, gpus: str, server: str, training: str
 ) -> None:
-    script = "maxent" if "maxent" in str(file) else "grpo"
-    recipe = read_recipe(["--config", str(file)])
+    recipe = read_recipe(["--config", str(file)], "maxent" if "maxent" in str(file) else "grpo")
 
-    plan = server_plan(script, recipe, {"GPUS": gpus})
+    plan = server_plan(recipe, {"GPUS": gpus})
 
-    assert not translate(recipe, script, lambda: ROWS).notes
+    assert not [*notes(recipe)]
     assert plan.mode == ("none" if gpus == "0,1,2" else "shared_vllm")
     assert (plan.server_gpus, plan.train_gpus) == (server, training)
     assert plan.ranks == (2 if gpus == "0,1,2" else 1)
-    assert server_plan(script, recipe, {"TRAIN_RANKS": "2"}).mode == "none"
+    assert server_plan(recipe, {"TRAIN_RANKS": "2"}).mode == "none"
 
 
 def test_batches_count_as_in_trl(recipe_of: Recipes) -> None:
@@ -253,11 +307,11 @@ def test_batches_count_as_in_trl(recipe_of: Recipes) -> None:
         "max_steps": -1,
         "num_train_epochs": 2,
     }
-    keys = translated(recipe_of(**content)).keys
+    keys = translated(recipe_of(**content))
     assert (keys.data.problems_per_iteration, keys.steps_per_iteration) == (4, 1)
     assert keys.train.iterations == 2 * ROWS // 4
 
-    keys = translated(recipe_of(**content | {"steps_per_generation": 8, "max_steps": 10})).keys
+    keys = translated(recipe_of(**content | {"steps_per_generation": 8, "max_steps": 10}))
     assert (keys.data.problems_per_iteration, keys.steps_per_iteration) == (8, 2)
     assert keys.train.iterations == 5
 
@@ -268,26 +322,29 @@ def test_batches_count_as_in_trl(recipe_of: Recipes) -> None:
 def test_the_server_fits_the_recipe_and_the_variables_win(recipe_of: Recipes) -> None:
     recipe = recipe_of(**BASE, use_peft=True, lora_r=20, vllm_max_model_length=512)
 
-    plan = server_plan("grpo", recipe, {"GPUS": "4,5,6", "VLLM_TP_SIZE": "2"})
+    plan = server_plan(recipe, {"GPUS": "4,5,6", "VLLM_TP_SIZE": "2"})
     assert (plan.mode, plan.server_gpus, plan.train_gpus) == ("lora_only", "4,5", "6")
-    assert plan.needs_redis
+    assert plan.redis == "yes"
     words = " ".join(plan.arguments)
     for word in ("--max-lora-rank 32", "--max-model-len 512", "--gpu-memory-utilization 0.9"):
         assert word in words
 
     variables = {"GPUS": "0,1", "VLLM_MAX_LEN": "99", "VLLM_MEM_UTIL": "0.5"}
-    words = " ".join(server_plan("grpo", recipe, variables).arguments)
+    words = " ".join(server_plan(recipe, variables).arguments)
     assert "--max-model-len 99" in words
     assert "--gpu-memory-utilization 0.5" in words
 
+    wrong = recipe_of(**BASE, grpo={"clip_epss": 1}, env_server={"held_out": 2})
+    with pytest.raises(RecipeInvalid, match=r"clip.epss: no such(.|\n)*held.out: expected"):
+        server_plan(wrong, {})
     with pytest.raises(RecipeInvalid, match="1 GPUs"):
-        server_plan("grpo", recipe, {"GPUS": "0", "VLLM_TP_SIZE": "2"})
+        server_plan(recipe, {"GPUS": "0", "VLLM_TP_SIZE": "2"})
 
 
 def test_each_rank_has_its_share_of_a_step() -> None:
     recipe = read_recipe(["--config", str(TINY), "--fsdp", "full_shard"])
 
-    one, three = (translate(recipe, "grpo", lambda: 100, ranks).keys for ranks in (1, 3))
+    one, three = (translate(recipe, lambda _: 100, ranks) for ranks in (1, 3))
 
     assert three.sequences_per_iteration == 3 * one.sequences_per_iteration
     assert three.train.grad_accum_steps == 3 * one.train.grad_accum_steps
@@ -299,10 +356,22 @@ def test_each_rank_has_its_share_of_a_step() -> None:
 def test_the_number_of_ranks_and_sharding_by_others() -> None:
     assert rank_count({}) == 1
     assert rank_count({"WORLD_SIZE": "6", "ACCELERATE_USE_FSDP": "false"}) == 6
-    assert is_leader({"RANK": "0"})
-    assert not is_leader({"RANK": "1"})
     with pytest.raises(RecipeInvalid, match="does not use DeepSpeed"):
         rank_count({"ACCELERATE_USE_DEEPSPEED": "true"})
+
+
+@pytest.mark.usefixtures("unchanged_process")
+def test_a_rank_above_0_follows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    followed: list[Path] = []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(main, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(main, "share_cores", lambda: None)
+    monkeypatch.setattr(loop, "follow_offline", lambda _, directory: followed.append(directory))
+
+    main.main("grpo", ["--config", str(TINY), "--output_dir", str(tmp_path / "run")])
+
+    assert followed == [tmp_path / "run"]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_dataclasses_hold_the_values_of_a_recipe() -> None:

@@ -36,7 +36,7 @@ def test_missing_packages_are_all_named_before_anything_else(
         "grpo: --tensorboard-dir: needs the package tensorboard: pip install tensorboard",
     ]
     assert not unused.exists()
-    pins = (Path(__file__).parents[4] / "constraints.txt").read_text().splitlines()
+    pins = (Path(__file__).parents[4] / "requirements/constraints.txt").read_text().splitlines()
     assert BITSANDBYTES_PIN in pins
 
 

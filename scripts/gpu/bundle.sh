@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Packs vLLM and the requirements of our packages for a GPU host without network. See docs/how-to/gpu-host.md.
 #
-#   gpu/bundle.sh DIR [PART_MB]
+#   scripts/gpu/bundle.sh DIR [PART_MB]
 #
 # Writes DIR/part-00, part-01, ... of PART_MB (default: 50) MB each, their checksums, install.sh and the files
 # that install.sh reads. Runs on any Linux machine with access to a package index; the wheels are chosen for the

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # On the GPU host: makes our packages importable from SITE_DIR, into which install.sh installed their requirements.
 #
-#   gpu/link.sh SITE_DIR
+#   scripts/gpu/link.sh SITE_DIR
 #
 # Creates links to this checkout's sources and writes each package's metadata, in which vLLM finds our plugin
 # (entry point vllm.general_plugins). pip would copy the sources. An editable install needs .pth files, which
@@ -10,7 +10,7 @@
 set -euo pipefail
 
 site=${1:?usage: link.sh SITE_DIR}
-repo=$(cd "$(dirname "$0")/.." && pwd)
+repo=$(cd "$(dirname "$0")/../.." && pwd)
 python=${PYTHON:-python3}
 [ -d "$site" ] || {
   echo "link.sh: $site does not exist; run install.sh first" >&2
@@ -20,7 +20,7 @@ site=$(cd "$site" && pwd)
 metadata=$(mktemp -d)
 trap 'rm -rf "$metadata"' EXIT
 
-"$python" - "$metadata" "$repo/shared" "$repo"/services/* "$repo/tiny-model" <<'END' >/dev/null
+"$python" - "$metadata" "$repo/shared" "$repo"/services/* <<'END' >/dev/null
 import os
 import sys
 
@@ -36,7 +36,7 @@ for project in projects:
 END
 rm -rf "$site"/grpo_*.dist-info
 cp -R "$metadata"/*/*.dist-info "$site"
-for package in "$repo"/shared/*/__init__.py "$repo"/services/*/*/__init__.py "$repo"/tiny-model/*/__init__.py; do
+for package in "$repo"/shared/*/__init__.py "$repo"/services/*/*/__init__.py; do
   ln -sfn "$(dirname "$package")" "$site/"
 done
 
