@@ -180,6 +180,12 @@ def _without_none(annotation: Any) -> Iterator[Any]:
     return (kind for kind in get_args(annotation) if kind is not NoneType)
 
 
+def negated(name: str) -> str:
+    """`report` → `no-report`, `env.use-wandb` → `env.no-use-wandb`."""
+    section, dot, plain = name.rpartition(".")
+    return f"{section}{dot}no-{plain}"
+
+
 NEAR_RATIO = 0.7
 TYPO_RATIO = 0.8
 TYPO_LENGTH = 1
@@ -200,7 +206,7 @@ class Names:
             if alias := command.alias(name):
                 self._found[name.replace("_", "-")] = alias
         self._negated = {
-            f"no-{name}": replace(found, is_negated=True)
+            negated(name): replace(found, is_negated=True)
             for name, found in self._found.items()
             if options[found.field].is_flag
         }
@@ -227,6 +233,10 @@ class Names:
         close = difflib.get_close_matches(plain, beside, n=2, cutoff=NEAR_RATIO)
         near = [f"--{begin}{found}" for found in close]
         return f"no such option; did you mean {' or '.join(near)}?" if near else "no such option"
+
+    def is_misspelt(self, name: str) -> bool:
+        """Whether an option that would be passed on is refused, or misspells one of ours."""
+        return name in self._command.refused or self.one_typo_from(name) is not None
 
     def one_typo_from(self, name: str) -> str | None:
         """The option that this name misspells. Nearly all names of other programs pass."""

@@ -140,7 +140,7 @@ class Arguments(_Source):
 
     def _unknown(self, word: str, typed: str, name: str) -> None:
         below = self._command.passes_on_below
-        if below and name.startswith(below) and name not in self._command.refused:
+        if below and name.startswith(below) and not self._names.is_misspelt(name):
             self.passed_on += self._with_values(f"--{word.removeprefix('--')[len(below) :]}")
             return
         if self._command.passes_on is None or below:
@@ -275,7 +275,8 @@ class ConfigFile(_Source):
             return
         found = self._names.find(name)
         below = command.passes_on_below
-        if found is None and below and name.startswith(below) and command.passes_on:
+        passes = below and name.startswith(below) and not self._names.is_misspelt(name)
+        if found is None and passes and command.passes_on:
             words = as_words(name.removeprefix(below), value)
             earlier = self.values.get(command.passes_on, Given([], ""))
             self.values[command.passes_on] = Given([*earlier.value, *words], where)

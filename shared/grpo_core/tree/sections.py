@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, SecretStr
@@ -67,12 +67,26 @@ NAME = "name"
 
 def fields_below(own: type[CommandSettings]) -> dict[str, tuple[Any, FieldInfo]]:
     """The options of all services that `own` does not declare itself, for `create_model`."""
-    found: dict[str, tuple[Any, FieldInfo]] = {}
-    for section in SECTIONS:
-        for name, info in _options_in(section):
-            if name not in own.model_fields:
-                found.setdefault(name, (info.annotation, copy.copy(info)))
-    return found
+    found = {name: info for section in SECTIONS for name, info in _options_in(section)}
+    return _copied(found, own)
+
+
+def fields_of(
+    service: str, own: type[CommandSettings], left_out: Collection[str]
+) -> dict[str, tuple[Any, FieldInfo]]:
+    """The options of one service, as `fields_below`."""
+    fields = VIEWS[service].model_fields.items()
+    return _copied({name: info for name, info in fields if name not in left_out}, own)
+
+
+def _copied(
+    found: Mapping[str, FieldInfo], own: type[CommandSettings]
+) -> dict[str, tuple[Any, FieldInfo]]:
+    return {
+        name: (info.annotation, copy.copy(info))
+        for name, info in found.items()
+        if name not in own.model_fields
+    }
 
 
 def sections_of(own: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

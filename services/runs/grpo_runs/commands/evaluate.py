@@ -24,8 +24,8 @@ from grpo_runs.process.stack import MIB, Service, Stack, StopRequest, StopReques
 from grpo_runs.report.steps import GrowingFile
 from grpo_runs.report.summary import counted
 from grpo_runs.screen import Screen
-from grpo_runs.services import MODULES, NO_COMPILER, child_environment, make_model, module
-from grpo_runs.settings import EvalSettings
+from grpo_runs.services import MODULES, NO_COMPILER, child_environment, make_model, module, words_of
+from grpo_runs.settings.evaluate import EvalOptions
 from grpo_runs.views import HOST, MAX_NUM_SEQS, url
 
 ADAPTER_DEADLINE_S = 300.0
@@ -50,7 +50,7 @@ class EvaluationFailed(GrpoError):
     """`env-server TASK evaluate` failed, or wrote no results. The message names the log."""
 
 
-def evaluate_models(settings: EvalSettings, screen: Screen) -> int:
+def evaluate_models(settings: EvalOptions, screen: Screen) -> int:
     """Returns the exit status: 0, 1 after a failure, 128 + n after signal n."""
     with StopRequest() as stop_request:
         try:
@@ -74,8 +74,8 @@ def evaluate_models(settings: EvalSettings, screen: Screen) -> int:
 
 
 def _with_smollm2_made(
-    settings: EvalSettings, screen: Screen, stop_request: StopRequest
-) -> EvalSettings:
+    settings: EvalOptions, screen: Screen, stop_request: StopRequest
+) -> EvalOptions:
     """With the model's directory in place of the word."""
     names = [name for name in MODELS if getattr(settings, name) == SMOLLM2]
     if not names:
@@ -86,7 +86,7 @@ def _with_smollm2_made(
 
 
 def _evaluated(
-    settings: EvalSettings,
+    settings: EvalOptions,
     served: str,
     models: Sequence[EvaluatedModel],
     screen: Screen,
@@ -115,7 +115,7 @@ def _evaluated(
 
 
 def inference_server(
-    settings: EvalSettings, probe: HealthProbe, port: int, model: str, flags: Sequence[str]
+    settings: EvalOptions, probe: HealthProbe, port: int, model: str, flags: Sequence[str]
 ) -> Service:
     """Args: flags: for the adapters"""
     memory, gpu_share = settings.served_kv_cache_mib, settings.gpu_memory_utilization
@@ -123,11 +123,11 @@ def inference_server(
         name="vllm-server",
         role="samples completions from the policy",
         command=module(
-            *(MODULES[SERVER], "--model", model),
+            MODULES[SERVER],
+            *words_of(SERVER, settings.server(model)),
             *("--host", HOST, "--port", port, "--health-port", free_port()),
-            *("--redis-url", "none", "--no-share-weights"),
+            *("--redis-url", "none"),
             *flags,
-            *("--log-level", settings.log_level),
             *("--dtype", settings.weights_dtype),
             *("--max-model-len", settings.served_length),
             *("--max-num-seqs", MAX_NUM_SEQS),
@@ -135,7 +135,7 @@ def inference_server(
             *(("--gpu-memory-utilization", gpu_share) if settings.on_gpu else ()),
             *(("--kv-cache-memory-bytes", memory * MIB) if memory else ()),
             *("--seed", settings.seed),
-            *settings.words_for(SERVER),
+            *settings.server_options,
         ),
         healthy=lambda: probe.answers(url(port)),
         deadline_s=settings.server_deadline_s,
@@ -145,7 +145,7 @@ def inference_server(
     )
 
 
-def _variables(settings: EvalSettings) -> dict[str, str]:
+def _variables(settings: EvalOptions) -> dict[str, str]:
     """For the server: its key, which other users could read on a command line, and its GPU."""
     token = plain(settings.vllm_api_key)
     _, colon, number = settings.device.partition(":")
@@ -175,7 +175,7 @@ def _results_of(
     task: str,
     model: EvaluatedModel,
     server_url: str,
-    settings: EvalSettings,
+    settings: EvalOptions,
     stack: Stack,
     screen: Screen,
 ) -> list[tuple[EvalResult, bytes]]:
@@ -209,13 +209,10 @@ def _show_progress(log: GrowingFile, screen: Screen) -> None:
 
 
 def evaluation_job(
-    task: str, model: EvaluatedModel, server_url: str, output: Path, settings: EvalSettings
+    task: str, model: EvaluatedModel, server_url: str, output: Path, settings: EvalOptions
 ) -> Service:
     """`env-server TASK evaluate`, which ends by itself."""
-    words: list[str] = []
-    for field, given in settings.environment(task, model.served).items():
-        if field not in ("task", "action"):
-            words += [f"--{field.replace('_', '-')}", str(given.value)]
+    words = words_of(ENVIRONMENT, settings.environment(task, model.served))
     return Service(
         name="evaluate",
         command=module(
@@ -223,7 +220,6 @@ def evaluation_job(
             *words,
             *("--inference-url", server_url),
             *("--eval-output", output),
-            *settings.words_for(ENVIRONMENT),
         ),
         healthy=lambda: True,
         deadline_s=0.0,
@@ -237,7 +233,7 @@ def _needs_no_hub(task: str, data: str | None) -> bool:
     return Path(data).exists() if data else task in MAKES_ITS_DATA
 
 
-def _plan(settings: EvalSettings) -> str:
+def _plan(settings: EvalOptions) -> str:
     how = "greedy" if settings.greedy else f"temperature {settings.sampling_temperature:g}"
     items, answers = counted(settings.items, "item"), counted(settings.answers, "answer")
     return f"at most {items}, {answers} each, {how}"
@@ -250,7 +246,7 @@ def _why(log: Path, written: int, status: int) -> str:
     return named[-1] if named else f"env-server ended with {describe_exit(status)}"
 
 
-def _named(result: EvalResult, model: EvaluatedModel, settings: EvalSettings) -> EvalResult:
+def _named(result: EvalResult, model: EvaluatedModel, settings: EvalOptions) -> EvalResult:
     """With the name of the model, and with the metrics of `--ks`."""
     kept = {name: getattr(result, name) for name in _KEPT}
     ks, seed = settings.ks, settings.seed

@@ -6,11 +6,10 @@ import os
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, SecretStr, field_validator
+from pydantic import AfterValidator, BaseModel, Field, SecretStr, create_model, field_validator
 
-from grpo_core.security import usable_token
 from grpo_core.settings import (
     Command,
     CommandSettings,
@@ -19,12 +18,12 @@ from grpo_core.settings import (
     LogLevel,
     Mistake,
     Shown,
+    mistakes_of,
 )
 from grpo_core.settings.machine import not_writable
-from grpo_core.settings.options import Names, options_of
+from grpo_core.settings.sources import read_file
 from grpo_core.tree.environment import EnvironmentOptions
-from grpo_core.tree.sections import ENVIRONMENT, SERVER, TRAINER
-from grpo_core.tree.server import ServerSettings
+from grpo_core.tree.sections import ENVIRONMENT, SERVER, VIEWS, fields_of
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.weights.directory_checks import UnusableWeights
 from grpo_runs.models import (
@@ -36,30 +35,12 @@ from grpo_runs.models import (
     evaluated_model,
     without_adapter,
 )
-from grpo_runs.settings.passed_on import (
-    UNKNOWN,
-    by_service,
-    config_of_run,
-    in_sections,
-    mistakes_in,
-    options_of_run,
-)
+from grpo_runs.run_directory import RunDirectory, options_in
 from grpo_runs.settings.run import GPU_CONTROL, each_once
 
-_PASSED_ON = "service_options"
+_PASSED_ON = "server_options"
 SAMPLES: int = EnvironmentOptions.model_fields["eval_samples"].default
 CPU_KV_CACHE_MIB = 1024
-_MAY_DIFFER = frozenset({"dtype", "gpu_memory_utilization", "log_level", "max_model_len"})
-"""Options that may have another value for one service."""
-_SET = {
-    ENVIRONMENT: ("run_api_url", "inference_url"),
-    SERVER: (
-        *("host", "port", "health_port", "redis_url", "run_id", "share_weights", "weights_socket"),
-        *("bridge_config_path", "weights_dir", "api_key"),
-        *("enable_lora", "max_loras", "max_lora_rank"),
-    ),
-}
-"""Options of services that nothing here stands for."""
 
 
 def option_of(view: type[BaseModel], option: str, **changes: Any) -> Any:
@@ -74,42 +55,16 @@ def all_cores() -> int:
     return os.cpu_count() or 1
 
 
-class EvalSettings(CommandSettings):
+class EvalOptions(CommandSettings):
     """Measures a model on the test items of a task: starts an inference server, samples and grades
     answers, and prints success rates and mean rewards with their 95 % intervals. grpo-eval needs no
     Redis.
 
     With --baseline, grpo-eval evaluates a second model on the same items, and prints the lift.
 
-    To set any further option of a service, put the service's name in front: --server.block-size 32
-    (options of vllm-api-server and vLLM), --env.held-out 0.1 (options of env-server)."""
-
-    command: ClassVar[Command] = Command(
-        prog="grpo-eval",
-        env_prefix="GRPO_EVAL_",
-        groups={
-            "Models": ("model", "baseline", "base_model", "dtype", "device"),
-            "Task": ("task", "data", "items", "seed"),
-            "Answers": ("samples", "greedy", "temperature", "max_completion_tokens"),
-            "Results": ("ks", "output"),
-            "Inference server": (
-                "max_model_len",
-                "kv_cache_mib",
-                "eager",
-                "gpu_memory_utilization",
-                "compute_threads",
-                "server_deadline_s",
-                "vllm_api_key",
-            ),
-            "Logging": ("log_level",),
-        },
-        examples=(
-            "grpo-eval --model runs/latest/checkpoints/final_model --baseline ./model",
-            "grpo-eval --model ./adapter --baseline base --task gsm8k --data ./gsm8k --greedy",
-        ),
-        aliases={"model-name": "model"},
-        passes_on=_PASSED_ON,
-    )
+    All options of env-server and vllm-api-server apply too, with or without the service's name in
+    front, for example --held-out 0.1 or --env.held-out 0.1. All other options of vLLM begin with
+    --server., for example --server.block-size 32."""
 
     model: str = Field(
         min_length=1,
@@ -145,7 +100,6 @@ class EvalSettings(CommandSettings):
         description="Tasks of env-server, separated by commas. Without this option, the tasks, the "
         "data, the token limit and the --env options of the run apply",
     )
-    data: str | None = option_of(EnvironmentOptions, "data")
     items: int = option_of(EnvironmentOptions, "eval_items")
     seed: int = Field(0, ge=0, description="Random seed: chooses the test items, if there are more")
     samples: Annotated[int | None, Shown(default=f"{SAMPLES}; with --greedy 1")] = option_of(
@@ -157,7 +111,6 @@ class EvalSettings(CommandSettings):
     temperature: Annotated[float | None, Shown(default="1.0, as in training")] = option_of(
         EnvironmentOptions, "temperature", default=None
     )
-    max_completion_tokens: int | None = option_of(EnvironmentOptions, "max_completion_tokens")
     ks: Annotated[CommaSeparated[int], AfterValidator(each_once), Shown(default="1,<samples>")] = (
         Field(
             (),
@@ -191,17 +144,18 @@ class EvalSettings(CommandSettings):
         description="Number of CPU threads that the server computes with",
     )
     server_deadline_s: float = option_of(EnvironmentOptions, "start_deadline_s")
-    vllm_api_key: SecretStr | None = option_of(EnvironmentOptions, "vllm_api_key")
     log_level: LogLevel = option_of(
         EnvironmentOptions,
         "log_level",
         description="Least severe level of the messages in the services' log files",
     )
-    service_options: tuple[str, ...] = Field(
-        (), description="Options for one service, such as --env.held-out 0.1 for env-server"
-    )
+    server_options: tuple[str, ...] = ()
+    """Options of vLLM."""
 
-    _usable_token = field_validator("vllm_api_key")(usable_token)
+    if TYPE_CHECKING:  # of env-server: `EvalSettings` has them
+        data: str | None
+        max_completion_tokens: int | None
+        vllm_api_key: SecretStr | None
 
     @field_validator("ks")
     @classmethod
@@ -254,53 +208,55 @@ class EvalSettings(CommandSettings):
             return without_adapter(self.evaluated())
         return evaluated_model(self.baseline, self.base_model) if self.baseline else None
 
-    def words_for(self, service: str) -> list[str]:
-        """The options that are passed on to the service, as it takes them."""
-        return by_service(self.service_options).get(service, [])
+    def _given(self, service: str) -> dict[str, Any]:
+        """The options of this service that the user has given, by field."""
+        names = self.model_fields_set & VIEWS[service].model_fields.keys() - {"temperature"}
+        return {name: getattr(self, name) for name in names}
 
-    def environment(self, task: str, served: str) -> dict[str, Given]:
-        """Values for `env-server TASK evaluate` by its fields, under the names of the options here.
-        The URL of the server and the output are left out."""
+    def environment(self, task: str, served: str) -> dict[str, Any]:
+        """Values for `env-server TASK evaluate` by field, without the URL and the output."""
         values = {
-            "task": Given(task, f"--task {task}"),
-            "action": Given("evaluate", "ACTION"),
-            "model": Given(served, "--model"),
-            "data": Given(self.data, "--data"),
-            "eval_items": Given(self.items, "--items"),
-            "eval_samples": Given(self.answers, "--samples"),
-            "eval_temperature": Given(self.sampling_temperature, "--temperature"),
-            "max_completion_tokens": Given(self.max_completion_tokens, "--max-completion-tokens"),
-            "seq_len": Given(self.served_length, "--max-model-len"),
-            "seed": Given(self.seed, "--seed"),
-            "log_level": Given(self.log_level, "--log-level"),
+            **self._given(ENVIRONMENT),
+            "task": task,
+            "action": "evaluate",
+            "model": served,
+            "eval_items": self.items,
+            "eval_samples": self.answers,
+            "eval_temperature": self.sampling_temperature,
+            "seq_len": self.served_length,
+            "seed": self.seed,
+            "log_level": self.log_level,
         }
-        return {field: given for field, given in values.items() if given.value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
-    @classmethod
-    def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
-        words, rest = in_sections(content)
-        return rest | ({"service-options": words} if words else {})
+    def server(self, served: str) -> dict[str, Any]:
+        """Values for `vllm-api-server` by field, without its ports and what adapters need."""
+        return {
+            **self._given(SERVER),
+            "model": served,
+            "share_weights": False,
+            "log_level": self.log_level,
+            "engine_arguments": self.server_options,
+        }
 
     def resolved(self) -> dict[str, Any]:
-        values = super().resolved()
-        if not self.service_options:
-            del values[_PASSED_ON]
-        return values
+        own = EvalOptions.model_fields.keys() | self.model_fields_set
+        names = [name for name in type(self).model_fields if name in own]
+        if not self.server_options:
+            names.remove(_PASSED_ON)
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def drop_unused(cls, given: dict[str, Given], environment: Mapping[str, str]) -> Iterator[str]:
         """Without --task, take the options of the run that the model belongs to."""
         yield from super().drop_unused(given, environment)
         model = given.get("model")
-        config = config_of_run(Path(str(model.value))) if model else None
+        config = _config_of_run(Path(str(model.value))) if model else None
         if config is None or "task" in given:
             return
-        options, words = options_of_run(config, _refused(ENVIRONMENT))
-        for field in ("task", "data", "max_completion_tokens"):
-            if field not in given and options.get(field) is not None:
-                given[field] = Given(options[field], f"{config}: {field}")
-        later = given.get(_PASSED_ON, Given((), "")).value
-        given[_PASSED_ON] = Given([*words, *later], str(config))
+        for field, value in _options_of_run(config).items():
+            if value not in (None, [], {}):
+                given.setdefault(field, Given(value, f"{config}: {field}"))
         yield f"task and options of the environment: those of {config}"
 
     def mistakes(self) -> Iterator[Mistake]:
@@ -321,31 +277,28 @@ class EvalSettings(CommandSettings):
             )
         if not self.output.suffix:
             yield Mistake("output", f"expected a suffix, as in {self.output}.jsonl")
-        words = by_service(self.service_options)
-        for word in words.get(UNKNOWN, [])[:1]:
-            yield Mistake(None, self._unexpected(word))
-        for first in words.get(TRAINER, [])[:1]:
-            option = f"--{TRAINER}.{first[2:].partition('=')[0]}"
-            yield Mistake(None, f"{option}: grpo-eval starts no such service; omit this option")
-        if SERVER in words:
-            model, refused = {"model": Given(self.model, "--model")}, _refused(SERVER)
-            for line in mistakes_in(SERVER, words[SERVER], ServerSettings, model, refused):
-                yield Mistake(None, line)
+        yield from self._mistakes_of(SERVER, self.server(self.model))
 
-    def _unexpected(self, word: str) -> str:
-        if not word.startswith("--"):
-            return f"{word!r}: unexpected; every option begins with --"
-        typed = word.partition("=")[0]
-        name = typed.removeprefix("--").replace("_", "-")
-        return f"{typed}: {Names(self.command, options_of(type(self))).unknown(name)}"
+    def _mistakes_of(
+        self, service: str, values: Mapping[str, Any], view: type[CommandSettings] | None = None
+    ) -> Iterator[Mistake]:
+        """What a service would refuse. Args: view: its settings, if they check this machine too"""
+        for field, message in mistakes_of(view or VIEWS[service], values, view is not None):
+            name = _OWN_NAMES.get(field or "", field)
+            if name == "task":
+                yield Mistake(None, f"--task {values['task']}: {message}")
+            elif name in type(self).model_fields:
+                yield Mistake(name, message)
+            else:
+                yield Mistake(None, f"{service}: {name}: {message}" if name else message)
 
     def start_mistakes(self) -> Iterator[Mistake]:
         """Tasks and data are checked too, before a server starts for nothing."""
         found = [*self._machine_mistakes()]
         yield from found
         if not found and not any(self.mistakes()):
-            lines = [line for task in self.task for line in self._mistakes_of(task)]
-            yield from (Mistake(None, line) for line in dict.fromkeys(lines))
+            for task in self.task:
+                yield from self._mistakes_of_task(task)
 
     def _machine_mistakes(self) -> Iterator[Mistake]:
         if problem := not_writable(self.output.absolute().parent):
@@ -368,25 +321,127 @@ class EvalSettings(CommandSettings):
         if self.base_model:
             yield Mistake("base_model", f"{self.model} is no adapter; omit this option")
 
-    def _mistakes_of(self, task: str) -> Iterator[str]:
+    def _mistakes_of_task(self, task: str) -> Iterator[Mistake]:
         if find_spec("grpo_env") is None:
-            yield "env-server is not installed; install services/environment"
+            yield Mistake(None, "env-server is not installed; install services/environment")
             return
         from grpo_env.settings import EnvServerSettings
 
-        words, refused = self.words_for(ENVIRONMENT), _refused(ENVIRONMENT)
         values = self.environment(task, self.evaluated().served)
-        yield from mistakes_in(
-            ENVIRONMENT, words, EnvServerSettings, values, refused, at_start=True
-        )
+        yield from self._mistakes_of(ENVIRONMENT, values, EnvServerSettings)
 
 
-def _refused(service: str) -> dict[str, str]:
-    """Options that are not passed on, and what to do instead."""
-    written = {
-        f"{prefix}{name}": f"grpo-eval sets this option; write --{name.replace('_', '-')}"
-        for name in EvalSettings.model_fields
-        for prefix in ("", "eval_")
-        if name not in _MAY_DIFFER
+def _options_of_run(config: Path) -> dict[str, Any]:
+    """The options of a run that its evaluation must have too, by field.
+
+    Raises:
+        ValueError: the configuration cannot be read.
+    """
+    try:
+        own = options_in(read_file(config)[0])
+    except ValueError as error:
+        raise ValueError(f"{error}; pass --task") from None
+    section = options_in(own.pop(ENVIRONMENT, None) or {})  # of runs before the sections
+    found = own | {name: value for name, value in section.items() if name not in _SET_HERE}
+    names = (*_OF_ITEMS, *(name for name in section if name in found))
+    return {name: found[name] for name in names if name in found}
+
+
+def _config_of_run(model: Path) -> Path | None:
+    """The configuration of the run that wrote this model or adapter; None if it is in no run."""
+    config = RunDirectory(model.parent.parent).config
+    return config if model.parent.name == _CHECKPOINTS and config.is_file() else None
+
+
+_CHECKPOINTS = "checkpoints"
+_GROUPS = EnvironmentOptions.command.groups
+_OF_ITEMS = (
+    *("task", "data", "max_completion_tokens", "eval_data", "held_out"),
+    *(name for name in (*_GROUPS["Data"], *_GROUPS["Reward"]) if name not in ("data", "seed")),
+)
+"""Options of a run's environments that its evaluation must have too."""
+_OWN_NAMES = {
+    "eval_items": "items",
+    "eval_samples": "samples",
+    "eval_temperature": "temperature",
+    "seq_len": "max_model_len",
+}
+"""Options of env-server, and those that stand for them here."""
+_SET_HERE = frozenset(
+    {
+        *_OWN_NAMES,
+        *("task", "action", "model", "inference_url", "run_api_url", "run_api_token", "steps"),
+        *("eval_every", "eval_output", "output", "answers", "ready_file", "server_type"),
+        *("host", "port", "health_port", "redis_url", "run_id", "share_weights", "weights_socket"),
+        *("bridge_config_path", "weights_dir", "api_key", "engine_arguments", "logdir"),
+        *("enable_lora", "max_loras", "max_lora_rank"),
     }
-    return written | dict.fromkeys(_SET[service], "grpo-eval sets this option itself; omit it")
+)
+"""Options of services that grpo-eval sets itself."""
+_FIELDS = fields_of(SERVER, EvalOptions, _SET_HERE) | fields_of(ENVIRONMENT, EvalOptions, _SET_HERE)
+_SHOWN = frozenset({"data", "max_completion_tokens", "vllm_api_key"})
+
+
+def _refused() -> dict[str, str]:
+    names = {
+        f"{prefix}{field.replace('_', '-')}": field
+        for field in _SET_HERE
+        for prefix in (f"{ENVIRONMENT}.", f"{SERVER}.", "")
+    }
+    return {
+        name: "grpo-eval sets this option; write --" + _OWN_NAMES[field].replace("_", "-")
+        if field in _OWN_NAMES
+        else "grpo-eval sets this option itself; omit it"
+        for name, field in names.items()
+        if name.replace("-", "_") not in EvalOptions.model_fields
+    }
+
+
+def _aliases() -> dict[str, str]:
+    """`--env.seed` for `seed`."""
+    known = EvalOptions.model_fields.keys() | _FIELDS.keys()
+    found = {
+        f"{service}.{name.replace('_', '-')}": name
+        for service in (ENVIRONMENT, SERVER)
+        for name in VIEWS[service].model_fields
+        if name in known
+    }
+    of_vllm = ("dtype", "seed", "max-model-len", "gpu-memory-utilization")
+    return found | {f"{SERVER}.{name}": name.replace("-", "_") for name in of_vllm}
+
+
+class EvalSettings(create_model("EvalTree", __base__=EvalOptions, **_FIELDS)):  # type: ignore[misc]
+    __doc__ = EvalOptions.__doc__
+
+    command: ClassVar[Command] = Command(
+        prog="grpo-eval",
+        env_prefix="GRPO_EVAL_",
+        groups={
+            "Models": ("model", "baseline", "base_model", "dtype", "device"),
+            "Task": ("task", "data", "items", "seed"),
+            "Answers": ("samples", "greedy", "temperature", "max_completion_tokens"),
+            "Results": ("ks", "output"),
+            "Inference server": (
+                "max_model_len",
+                "kv_cache_mib",
+                "eager",
+                "gpu_memory_utilization",
+                "compute_threads",
+                "server_deadline_s",
+                "vllm_api_key",
+            ),
+            "Logging": ("log_level",),
+            "Options of env-server and vllm-api-server": tuple(
+                name for name in _FIELDS if name not in _SHOWN
+            ),
+        },
+        examples=(
+            "grpo-eval --model runs/latest/checkpoints/final_model --baseline ./model",
+            "grpo-eval --model ./adapter --baseline base --task gsm8k --data ./gsm8k --greedy",
+        ),
+        aliases={"model-name": "model", **_aliases()},
+        refused=_refused(),
+        brief=frozenset(_FIELDS) - _SHOWN,
+        passes_on=_PASSED_ON,
+        passes_on_below=f"{SERVER}.",
+    )
