@@ -10,24 +10,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
-from pydantic import ValidationError
-
-from grpo_core.errors import problems_of
 from grpo_runs.offline.errors import KeysInvalid, RunUnusable
-from grpo_runs.offline.keys import OfflineKeys, is_section, put, value_of
+from grpo_runs.offline.keys import KEYS, OfflineKeys, put, sets_of, value_of
 from grpo_runs.offline.run_files import resumed_keys
+from grpo_runs.offline.translate import checked
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
 _MULTIRUN = ("-m", "--multirun")
 _OPEN_SECTIONS = ("grpo.", "env_server.")
 _RESUME, _DIRECTORY = "checkpoint.resume", "hydra.run.dir"
 
-_FOLLOWS = {
-    "model.ref_id": "model.train_id",
-    "eval.backend": "generation.backend",
-    "eval.base_url": "generation.base_url",
-}
-"""Keys whose default is the value of another key."""
 _SIZES = (
     *("data.problems_per_iteration", "data.rollouts_per_problem"),
     *("train.batch_size", "train.grad_accum_steps"),
@@ -93,13 +85,7 @@ def _choices(value: str) -> list[str]:
 
 
 def _takes_one_value(name: str) -> bool:
-    section: Any = OfflineKeys
-    for part in name.split("."):
-        fields = section.model_fields if is_section(section) else {}
-        if part not in fields:
-            return False
-        section = fields[part].annotation
-    return not is_section(section) and get_origin(section) not in (tuple, dict)
+    return name in KEYS and get_origin(KEYS[name].annotation) not in (tuple, dict)
 
 
 def given_names(overrides: Sequence[str]) -> list[str]:
@@ -107,13 +93,14 @@ def given_names(overrides: Sequence[str]) -> list[str]:
     return [word.lstrip("+").partition("=")[0] for word in overrides]
 
 
-def job_keys(composed: Mapping[str, Any], given: Collection[str]) -> OfflineKeys:
+def job_keys(composed: Mapping[str, Any], given: Collection[str], directory: Path) -> OfflineKeys:
     """Args:
         composed: every key with its value
         given: the keys that the command line gives; of a run that goes on, all others stay
+        directory: of the run
 
     Raises:
-        KeysInvalid: a value is not valid.
+        KeysInvalid: values are not valid.
         RunUnusable: `checkpoint.resume` is not the directory of a run.
     """
     resume = composed.get("checkpoint", {}).get("resume")
@@ -123,14 +110,14 @@ def job_keys(composed: Mapping[str, Any], given: Collection[str]) -> OfflineKeys
         content = copy.deepcopy(earlier)
         for name in given:
             put(content, name, value_of(composed, name))
-        for name, source in _FOLLOWS.items():
-            if name not in given and value_of(earlier, name) == value_of(earlier, source):
+        for name, field in KEYS.items():
+            source = sets_of(field).follows
+            if not source or name in given:
+                continue
+            if value_of(earlier, name) == value_of(earlier, source):
                 put(content, name, value_of(content, source))
         _require_equal_sizes(earlier, content)
-    try:
-        keys = OfflineKeys.model_validate(content)
-    except ValidationError as error:
-        raise KeysInvalid(f"{problems_of(error)}; conf/offline_grpo.yaml lists all keys") from error
+    keys = checked(content, directory)
     if keys.logging.wandb.run_name:
         os.environ["WANDB_NAME"] = keys.logging.wandb.run_name
     return keys

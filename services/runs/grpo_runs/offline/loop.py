@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -59,7 +58,7 @@ def run_offline(keys: OfflineKeys, directory: Path, screen: OfflineScreen) -> Ru
     files.write_keys(keys)
     sampling = choose(keys)
     line = trainer_command(keys, sampling, directory)
-    environment = environment_settings(keys, directory)
+    environment = environment_settings(keys)
     with open_tasks(environment) as tasks:
         template = open_template(environment, tasks)
         _introduce(keys, sampling, files, screen)
@@ -80,8 +79,7 @@ def follow_offline(keys: OfflineKeys, directory: Path) -> None:
     Raises:
         LostRank: another process ended.
     """
-    with tempfile.TemporaryDirectory() as written_to:
-        line = trainer_command(keys, choose(keys), directory, Path(written_to))
+    line = trainer_command(keys, choose(keys), directory)
     with process_group(line) as ranks:
         train(settings_of_rank(line.settings(), line), ranks)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,15 +97,14 @@ def _check_options(recipe: TrainingRecipe, keys: OfflineKeys, mode: str) -> None
     """A mistake ends the process, as it would end the training once the server runs."""
     sampling = Sampling("ours", cast(ModeName, mode))
     mistakes = []
-    with tempfile.TemporaryDirectory() as directory:
-        for check in (
-            lambda path: trainer_command(keys, sampling, path, at_start=False),
-            lambda path: environment_settings(keys, path, at_start=False),
-        ):
-            try:
-                check(Path(directory))
-            except KeysInvalid as error:
-                mistakes.append(str(error))
+    for check in (
+        lambda: trainer_command(keys, sampling, Path(), at_start=False),
+        lambda: environment_settings(keys, at_start=False),
+    ):
+        try:
+            check()
+        except KeysInvalid as error:
+            mistakes.append(str(error))
     if mistakes:
         raise RecipeInvalid(in_recipe("\n".join(mistakes), names_of(recipe)))
 

@@ -15,12 +15,13 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from docs.generate.offline_keys import config_text
 from grpo_env.assembly import open_tasks, sampling_plan
 from grpo_env.tasks.items import ItemStream
 from grpo_runs.offline.backends.choice import Sampling
 from grpo_runs.offline.evaluating import evaluation_of
 from grpo_runs.offline.items import items_to_evaluate, items_to_train
-from grpo_runs.offline.keys import CONFIG_FILE, OfflineKeys, config_text, put
+from grpo_runs.offline.keys import CONFIG_FILE, OfflineKeys, put
 from grpo_runs.offline.translate import environment_settings, trainer_command
 from grpo_runs.recipe.keys import TABLE, GRPOConfig, ModelConfig, ScriptArguments
 from tests.unit.runs.offline.conftest import MakeKeys
@@ -66,7 +67,7 @@ def test_every_key_of_the_guide_has_its_default() -> None:
 
 
 def test_the_configuration_file_is_that_of_the_keys() -> None:
-    assert CONFIG_FILE.read_text() == config_text()  # python -m grpo_runs.offline.keys
+    assert CONFIG_FILE.read_text() == config_text()  # python -m docs.generate.offline_keys
     assert OfflineKeys.model_validate(composed()) == OfflineKeys()
 
 
@@ -83,7 +84,7 @@ def test_an_unknown_key_is_refused() -> None:
 
 def effects(keys: OfflineKeys, directory: Path) -> SimpleNamespace:
     """What the loop reads of a run's keys."""
-    env = environment_settings(keys, directory)
+    env = environment_settings(keys)
     with open_tasks(env) as tasks:
         stream = ItemStream(items_to_train(tasks, keys), keys.seed)
         return SimpleNamespace(
