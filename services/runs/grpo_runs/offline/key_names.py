@@ -14,7 +14,8 @@ KEY_OF_OPTION: Mapping[str, str] = {
     **{
         option: path
         for path, field in KEYS.items()
-        for option in (*sets_of(field).same, *sets_of(field).derived)
+        for option in (*sets_of(field).same, sets_of(field).derived)
+        if option
     },
 }
 """The key that decides an option, for example `grpo.lr`. The sections `grpo` and `env_server` set

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from grpo_core.settings import CommandSettings, Shown
+from grpo_core.settings import CommandSettings, LogLevel, Shown
 from grpo_core.settings.messages import problems_by_field
 from grpo_core.settings.options import Option
 from grpo_core.tree.environment import EnvironmentOptions
@@ -28,6 +28,7 @@ SECTIONS: Mapping[str, type[CommandSettings]] = {
 }
 """The sections that take any option of a command."""
 
+MODEL, URL = "Qwen/Qwen2.5-1.5B", "http://127.0.0.1:30000"
 SamplingBackend = Literal["vllm_server", "sglang_server", "local"]
 SyncMode = Literal["auto", "shared_vllm", "lora_only", "lora_restart", "none", "frozen"]
 
@@ -37,40 +38,46 @@ class Sets:
     """Annotation of a key: the options that it decides, as section.option.
 
     same: they get its value
-    derived: their value follows from it and from other keys
+    derived: its value follows from this key and from others
     follows: the key whose value is the default of this one
     """
 
     same: tuple[str, ...] = ()
-    derived: tuple[str, ...] = ()
+    derived: str | None = None
     follows: str | None = None
 
 
 def key(
-    *same: str,
     default: Any = ...,
     description: str | None = None,
-    derived: tuple[str, ...] = (),
+    *,
+    sets: tuple[str, ...] = (),
+    derived: str | None = None,
     follows: str | None = None,
     like: str | None = None,
     **bounds: Any,
 ) -> Any:
-    """A field. An option gives what is not given here.
+    """A field. An option gives the default, the description and the bounds if they are not given
+    here.
 
     Args:
-        same, derived, follows: as of `Sets`
-        like: the option; the first one of `same`, if there is one
+        sets, derived, follows: as of `Sets`
+        like: the option; without it the first one of `sets`
     """
-    metadata: list[Any] = [Sets(same, derived, follows)]
-    if source := like or next(iter(same), None):
+    metadata: list[Any] = [Sets(sets, derived, follows)]
+    if source := like or next(iter(sets), None):
         section, _, name = source.partition(".")
-        of = SECTIONS[section].model_fields[name]
-        default = of.default if default is ... else default
-        description = description or of.description
-        metadata += [] if bounds else [m for m in of.metadata if not isinstance(m, Shown)]
+        option = SECTIONS[section].model_fields[name]
+        default = option.default if default is ... else default
+        description = description or option.description
+        metadata += [] if bounds else [m for m in option.metadata if not isinstance(m, Shown)]
     found: Any = Field(default, description=description, **bounds)
     found.metadata += metadata
     return found
+
+
+def _several(value: Any) -> Any:
+    return (value,) if isinstance(value, int | str) else value
 
 
 class Section(BaseModel):
@@ -80,179 +87,144 @@ class Section(BaseModel):
 
 
 class ModelKeys(Section):
-    train_id: str = key("grpo.model", "env_server.model", default="Qwen/Qwen2.5-1.5B")
+    train_id: str = key(MODEL, sets=("grpo.model", "env_server.model"))
     ref_id: str = key(
-        default="Qwen/Qwen2.5-1.5B",
-        min_length=1,
-        description="Reference model of the KL penalty. It is loaded only if it is needed",
-        derived=("grpo.reference_model",),
+        MODEL,
+        "Reference model of the KL penalty. It is loaded only if it is needed",
+        derived="grpo.reference_model",
         follows="model.train_id",
+        min_length=1,
     )
-    device: str = key("grpo.device")
+    device: str = key(sets=("grpo.device",))
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
-        default="auto",
-        description="Data type of the weights. auto: the server's",
-        derived=("grpo.dtype",),
+        "auto", "Data type of the weights. auto: the server's", derived="grpo.dtype"
     )
 
 
 class GenerationKeys(Section):
     backend: SamplingBackend = key(
-        default="vllm_server",
-        description="Where rollouts are sampled. local: in this process, without a server",
+        "vllm_server", "Where rollouts are sampled. local: in this process, without a server"
     )
     base_url: str = key(
-        "grpo.inference_url",
-        "env_server.inference_url",
-        default="http://127.0.0.1:30000",
-        description="URL of the server",
+        URL, "URL of the server", sets=("grpo.inference_url", "env_server.inference_url")
     )
     batch_size: int = key(
-        default=4,
+        4,
+        "Number of concurrent requests, one for each problem",
+        derived="env_server.max_concurrent_groups",
         ge=1,
-        description="Number of concurrent requests, one for each problem",
-        derived=("env_server.max_concurrent_groups",),
     )
-    max_new_tokens: int = key("env_server.max_completion_tokens", default=256)
-    temperature: float = key("env_server.temperature", default=0.7)
+    max_new_tokens: int = key(256, sets=("env_server.max_completion_tokens",))
+    temperature: float = key(0.7, sets=("env_server.temperature",))
     top_p: float = key(
-        "env_server.top_p",
-        default=0.95,
-        description="Sample from the most likely tokens that together have this probability",
+        0.95,
+        "Sample from the most likely tokens that together have this probability",
+        sets=("env_server.top_p",),
     )
-    top_k: int = key("env_server.top_k", default=50)
-    repetition_penalty: float = key("env_server.repetition_penalty", default=1.1)
+    top_k: int = key(50, sets=("env_server.top_k",))
+    repetition_penalty: float = key(1.1, sets=("env_server.repetition_penalty",))
 
 
 class TrainKeys(Section):
-    iterations: int = key(
-        default=10, ge=1, description="Number of iterations of the run", derived=("grpo.steps",)
-    )
+    iterations: int = key(10, "Number of iterations of the run", derived="grpo.steps", ge=1)
     batch_size: int = key(
-        "grpo.batch_size",
-        default=8,
-        description="Sequences of a forward pass: it has at most this number times --seq-len "
-        "tokens",
+        8,
+        "Sequences of a forward pass: it has at most this number times --seq-len tokens",
+        sets=("grpo.batch_size",),
     )
-    lr: float = key("grpo.lr")
-    grad_clip: float = key("grpo.max_grad_norm")
-    kl_coef: float = key("grpo.kl_coef", default=0.05)
-    entropy_coef: float = key("grpo.entropy_coef")
+    lr: float = key(sets=("grpo.lr",))
+    grad_clip: float = key(sets=("grpo.max_grad_norm",))
+    kl_coef: float = key(0.05, sets=("grpo.kl_coef",))
+    entropy_coef: float = key(sets=("grpo.entropy_coef",))
     grad_accum_steps: int = key(
-        "grpo.gradient_accumulation_steps",
-        default=1,
-        description="An optimizer step takes at most this number times --batch-size sequences. "
-        "An iteration with more sequences takes several optimizer steps",
+        1,
+        "An optimizer step takes at most this number times --batch-size sequences. An iteration "
+        "with more sequences takes several optimizer steps",
+        sets=("grpo.gradient_accumulation_steps",),
     )
 
 
 class DataKeys(Section):
     task: str = key(
-        "env_server.task",
-        default="arithmetic",
-        description="Task of the environments: a name, or my.py:reward, my.py:MyTask, mixture",
+        "arithmetic",
+        "Task of the environments: a name, or my.py:reward, my.py:MyTask, mixture",
+        sets=("env_server.task",),
     )
-    problems_per_iteration: int = key(default=4, ge=1, description="Prompts of one iteration")
-    rollouts_per_problem: int = key("env_server.group_size", default=4, ge=2)
-    train_seed_start: int = key(
-        default=1000, ge=0, description="Seed of the first training problem"
-    )
+    problems_per_iteration: int = key(4, "Prompts of one iteration", ge=1)
+    rollouts_per_problem: int = key(4, sets=("env_server.group_size",), ge=2)
+    train_seed_start: int = key(1000, "Seed of the first training problem", ge=0)
     num_train_seeds: int = key(
-        default=64,
-        ge=1,
-        description="Number of training problems; each pass has them in another order",
+        64, "Number of training problems; each pass has them in another order", ge=1
     )
-
-
-def _several(value: Any) -> Any:
-    return (value,) if isinstance(value, int | str) else value
 
 
 class EvalKeys(Section):
-    enabled: bool = key(default=True, description="Evaluate during the run")
-    interval: int = key(default=1, ge=1, description="Iterations between two evaluations")
+    enabled: bool = key(True, "Evaluate during the run")
+    interval: int = key(1, "Iterations between two evaluations", ge=1)
     backend: SamplingBackend = key(
-        default="vllm_server",
-        description="Where the answers are sampled",
-        follows="generation.backend",
+        "vllm_server", "Where the answers are sampled", follows="generation.backend"
     )
     base_url: str = key(
-        like="grpo.inference_url",
-        default="http://127.0.0.1:30000",
-        description="URL of the server",
-        follows="generation.base_url",
+        URL, "URL of the server", follows="generation.base_url", like="grpo.inference_url"
     )
     batch_size: int = key(
-        "env_server.eval_requests",
-        default=8,
-        description="Number of concurrent requests, one for each item",
+        8,
+        "Number of concurrent requests, one for each item",
+        sets=("env_server.eval_requests",),
     )
-    replicates: int = key("env_server.eval_samples", default=4, description="Answers to each item")
-    num_ids: int = key("env_server.eval_items", default=16, description="Number of items")
-    id_seed_start: int = key(default=5000, ge=0, description="Seed of the first item")
-    do_sample: bool = key(
-        default=True,
-        description="false: the most likely tokens, with one answer to each item",
-    )
+    replicates: int = key(4, "Answers to each item", sets=("env_server.eval_samples",))
+    num_ids: int = key(16, "Number of items", sets=("env_server.eval_items",))
+    id_seed_start: int = key(5000, "Seed of the first item", ge=0)
+    do_sample: bool = key(True, "false: the most likely tokens, with one answer to each item")
     max_new_tokens: int = key(
-        like="env_server.max_completion_tokens",
-        default=256,
-        description="Longest answer, in tokens",
+        256, "Longest answer, in tokens", like="env_server.max_completion_tokens"
     )
     temperature: float = key(
-        like="env_server.temperature", default=0.7, derived=("env_server.eval_temperature",)
+        0.7, derived="env_server.eval_temperature", like="env_server.temperature"
     )
-    top_p: float = key(like="env_server.top_p", default=0.95, description="As generation.top_p")
-    seed_base: int = key(
-        default=4242, ge=0, description="Seed of the sampling, for generation.backend=local"
-    )
+    top_p: float = key(0.95, "As generation.top_p", like="env_server.top_p")
+    seed_base: int = key(4242, "Seed of the sampling, for generation.backend=local", ge=0)
     ids: Annotated[tuple[int | str, ...], BeforeValidator(_several)] = key(
-        default=(), description="Items: seeds, or keys of the task's items. Replaces num_ids"
+        (), "Items: seeds, or keys of the task's items. Replaces num_ids"
     )
 
 
 class CheckpointKeys(Section):
     save_interval: int = key(
-        default=1,
+        1,
+        "Iterations between two saved models. 0: only the last one",
+        derived="grpo.checkpoint_interval",
         ge=0,
-        description="Iterations between two saved models. 0: only the last one",
-        derived=("grpo.checkpoint_interval",),
     )
     keep_last_k: int = key(
-        "grpo.keep_checkpoints", default=3, description="Number of saved models that are kept"
+        3, "Number of saved models that are kept", sets=("grpo.keep_checkpoints",)
     )
     resume: str | None = key(
-        default=None,
-        description="Directory of a run to continue. Its keys hold, but for those that are given",
-        derived=("grpo.resume",),
+        None,
+        "Directory of a run to continue. Its keys hold, but for those that are given",
+        derived="grpo.resume",
     )
 
 
 class WandbKeys(Section):
-    enabled: bool = key("grpo.use_wandb")
+    enabled: bool = key(sets=("grpo.use_wandb",))
     project: str = key(
-        default="",
-        description="Project. Empty: $WANDB_PROJECT, or uncategorized",
-        derived=("grpo.wandb_project",),
+        "", "Project. Empty: $WANDB_PROJECT, or uncategorized", derived="grpo.wandb_project"
     )
-    run_name: str = key(
-        default="", description="Name of the run. Empty: chosen by Weights & Biases"
-    )
+    run_name: str = key("", "Name of the run. Empty: chosen by Weights & Biases")
 
 
 class LoggingKeys(Section):
     wandb: WandbKeys = WandbKeys()
-    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = key(
-        "grpo.log_level", "env_server.log_level", default="WARNING"
-    )
+    level: LogLevel = key("WARNING", sets=("grpo.log_level", "env_server.log_level"))
 
 
 class SyncKeys(Section):
     mode: SyncMode = key(
-        default="auto",
-        description="How new weights reach the server. auto: what the server supports. frozen: they"
-        " do not, and the rollouts stay those of the first weights",
-        derived=("grpo.mode",),
+        "auto",
+        "How new weights reach the server. auto: what the server supports. frozen: they do not, "
+        "and the rollouts stay those of the first weights",
+        derived="grpo.mode",
     )
 
 
@@ -267,20 +239,11 @@ class OfflineKeys(Section):
     checkpoint: CheckpointKeys = CheckpointKeys()
     logging: LoggingKeys = LoggingKeys()
     sync: SyncKeys = SyncKeys()
-    grpo: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Options of the command grpo, for example objective: dapo",
+    grpo: dict[str, Any] = key({}, "Options of the command grpo, for example objective: dapo")
+    env_server: dict[str, Any] = key(
+        {}, "Options of the command env-server, for example data: rows.jsonl"
     )
-    env_server: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Options of the command env-server, for example data: rows.jsonl",
-    )
-    seed: int = key(
-        "grpo.seed",
-        "env_server.seed",
-        default=42,
-        description="Seed of the run's random numbers",
-    )
+    seed: int = key(42, "Seed of the run's random numbers", sets=("grpo.seed", "env_server.seed"))
 
     @property
     def sequences_per_iteration(self) -> int:
