@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -16,26 +16,31 @@ from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.assembly import TaskSet, open_tasks, open_template, sampling_plan
 from grpo_env.rollout.chat_template import ChatTemplate
-from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks.items import ItemStream
-from grpo_runs.offline.backends.choice import Sampling, choose
-from grpo_runs.offline.backends.opening import Engines, open_weights
-from grpo_runs.offline.batches import InProcessQueue, optimizer_batches, with_own_logprobs
-from grpo_runs.offline.evaluating import Evaluator
-from grpo_runs.offline.items import Parts, items_to_evaluate, items_to_train
-from grpo_runs.offline.iteration_end import IterationEnd
+from grpo_runs.offline.data import (
+    InProcessQueue,
+    Parts,
+    items_to_evaluate,
+    items_to_train,
+    optimizer_batches,
+    with_own_logprobs,
+)
+from grpo_runs.offline.iteration_end import Evaluator, IterationEnd, evaluation_of
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.offline.results import RunResult, draw, evaluations, result_of
 from grpo_runs.offline.run_files import BEFORE, RunFiles
 from grpo_runs.offline.sampling import (
+    Engines,
     Sampler,
     TrainedVersion,
+    open_weights,
     require_fresh,
     require_own_policy,
     versions_of,
 )
 from grpo_runs.offline.screen import OfflineScreen
+from grpo_runs.offline.servers import Sampling, choose
 from grpo_runs.offline.translate import environment_settings, trainer_command
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.policy import limits_of
@@ -140,18 +145,22 @@ class OfflineRun:
                 keys, sampling, self.environment, self.tasks, self.template, learner.policy, version
             )
             with _entered(self.runner, engines.opened()) as (training, evaluating):
+                plan = sampling_plan(self.environment, self.tasks)
                 evaluator = Evaluator(
                     self.runner,
                     evaluating,
                     version,
                     to_evaluate,
-                    sampling_plan(self.environment, self.tasks),
+                    evaluation_of(keys.eval, self.environment),
+                    replace(plan, max_completion_tokens=keys.eval.max_new_tokens),
                     lead.recorder,
-                    keys,
                     self.files,
                     sampling.is_frozen and keys.eval.backend != "local",
                 )
-                self._iterate(learner, lead, version, queue, training, to_train, evaluator)
+                has_logprobs = sampling.server != "stock_vllm"
+                sampler = Sampler(training, plan, keys.generation.batch_size, has_logprobs)
+                end = IterationEnd(keys, self.files, sampling.is_frozen, evaluator.evaluate)
+                self._iterate(learner, lead, version, queue, sampler, to_train, end)
 
     def _iterate(
         self,
@@ -159,18 +168,15 @@ class OfflineRun:
         lead: Lead,
         version: TrainedVersion,
         queue: InProcessQueue,
-        engine: RolloutEngine,
+        sampler: Sampler,
         to_train: Parts,
-        evaluator: Evaluator,
+        end: IterationEnd,
     ) -> None:
         keys, files, is_frozen = self.keys, self.files, self.sampling.is_frozen
         problems, total = keys.data.problems_per_iteration, keys.train.iterations
-        has_logprobs = self.sampling.server != "stock_vllm"
-        sampler = Sampler(engine, evaluator.plan, keys.generation.batch_size, has_logprobs)
-        end = IterationEnd(keys, files, is_frozen, evaluator.evaluate)
         begun_at = version.position.step // keys.steps_per_iteration
         if begun_at == 0:
-            evaluator.evaluate(BEFORE)
+            end.evaluate(BEFORE)
         else:
             self.screen.say(f"continues after {begun_at} of {total} iterations")
             end.close_again(begun_at - 1)
@@ -185,8 +191,8 @@ class OfflineRun:
                 groups = files.read_groups(iteration)
                 if groups is None:
                     lead.sync.recover_server()
-                    if has_logprobs and not is_frozen:
-                        self.runner.run(require_own_policy(engine, learner.policy))
+                    if sampler.has_logprobs and not is_frozen:
+                        self.runner.run(require_own_policy(sampler.engine, learner.policy))
                     spare = ItemStream(to_train, keys.seed + 1 + iteration)
                     groups = self.runner.run(sampler.groups(items, spare))
                     if not is_frozen:

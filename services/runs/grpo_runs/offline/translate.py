@@ -20,10 +20,10 @@ from grpo_core.settings.sources import Keys, Variables
 from grpo_core.tree.objectives import RECIPES
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_env.settings import EnvServerSettings
-from grpo_runs.offline.backends.choice import Sampling
 from grpo_runs.offline.errors import KeysInvalid
 from grpo_runs.offline.key_names import in_keys
 from grpo_runs.offline.keys import KEYS, OfflineKeys, mistakes_of, sets_of
+from grpo_runs.offline.servers import Sampling
 
 S = TypeVar("S", bound=CommandSettings)
 

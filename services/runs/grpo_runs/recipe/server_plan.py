@@ -18,11 +18,11 @@ from typing import Literal, cast
 from grpo_core.errors import GrpoError
 from grpo_core.tree.weights import ModeName, served_weights_directory
 from grpo_core.weights.directory_checks import LORA_RANKS
-from grpo_runs.offline.backends.choice import Sampling
 from grpo_runs.offline.command_line import EXIT_USAGE, end
 from grpo_runs.offline.errors import KeysInvalid, RecipeInvalid
 from grpo_runs.offline.key_names import in_recipe
 from grpo_runs.offline.keys import OfflineKeys
+from grpo_runs.offline.servers import Sampling
 from grpo_runs.offline.translate import environment_settings, trainer_command
 from grpo_runs.recipe.keys import Script, TrainingRecipe, read_recipe
 from grpo_runs.recipe.translation import (

@@ -14,13 +14,13 @@ from hydra import compose, initialize_config_dir
 
 from grpo_runs.offline import __main__ as command
 from grpo_runs.offline import loop, sweep
-from grpo_runs.offline.backends.choice import Sampling
 from grpo_runs.offline.command_line import job_keys, words_for_hydra
 from grpo_runs.offline.errors import KeysInvalid, RolloutsFail, RunUnusable
 from grpo_runs.offline.key_names import KEY_OF_OPTION, in_keys, in_recipe
 from grpo_runs.offline.keys import CONFIG_FILE, SECTIONS, OfflineKeys, value_of
 from grpo_runs.offline.results import RunResult
 from grpo_runs.offline.run_files import RunFiles
+from grpo_runs.offline.servers import Sampling
 from grpo_runs.offline.translate import environment_settings
 from grpo_runs.recipe.translation import names_of
 

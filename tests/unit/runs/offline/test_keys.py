@@ -18,10 +18,10 @@ from omegaconf import OmegaConf
 from docs.generate.offline_keys import config_text
 from grpo_env.assembly import open_tasks, sampling_plan
 from grpo_env.tasks.items import ItemStream
-from grpo_runs.offline.backends.choice import Sampling
-from grpo_runs.offline.evaluating import evaluation_of
-from grpo_runs.offline.items import items_to_evaluate, items_to_train
+from grpo_runs.offline.data import items_to_evaluate, items_to_train
+from grpo_runs.offline.iteration_end import evaluation_of
 from grpo_runs.offline.keys import CONFIG_FILE, OfflineKeys, put
+from grpo_runs.offline.servers import Sampling
 from grpo_runs.offline.translate import environment_settings, trainer_command
 from grpo_runs.recipe.keys import TABLE, GRPOConfig, ModelConfig, ScriptArguments
 from tests.unit.runs.offline.conftest import MakeKeys
@@ -91,7 +91,7 @@ def effects(keys: OfflineKeys, directory: Path) -> SimpleNamespace:
             grpo=trainer_command(keys, Sampling("local", "local"), directory).settings(),
             env=env,
             plan=sampling_plan(env, tasks),
-            evaluation=evaluation_of(keys.eval, keys.seed),
+            evaluation=evaluation_of(keys.eval, env),
             trained=[stream.next().key for _ in range(100)],
             evaluated=[item.key for one in items_to_evaluate(tasks, keys) for item in one.items],
         )
