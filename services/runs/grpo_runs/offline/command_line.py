@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
@@ -33,9 +34,13 @@ def words_for_hydra(words: Sequence[str]) -> list[str]:
     - `checkpoint.resume=DIR`: the run goes on in its directory.
 
     Raises:
-        KeysInvalid: a list for a key that takes one value, without -m; a key that is removed.
+        KeysInvalid: keys do not exist; a list for a key that takes one value, without -m; a key
+            that is removed.
         RunUnusable: checkpoint.resume is not the directory of a run.
     """
+    names = [word.partition("=")[0] for word in words if "=" in word and word[0] not in "-~"]
+    if unknown := [name for name in names if not _is_key(name.lstrip("+"))]:
+        raise KeysInvalid("\n".join(map(_no_such_key, unknown)))
     is_sweep = any(word in _MULTIRUN for word in words)
     found = [*_prepared(words, is_sweep)]
     resumed = [_unquoted(w.partition("=")[2]) for w in words if w.startswith(f"{_RESUME}=")]
@@ -45,6 +50,18 @@ def words_for_hydra(words: Sequence[str]) -> list[str]:
         if not is_sweep and not any(word.startswith(_DIRECTORY) for word in words):
             found.append(f"{_DIRECTORY}={_quoted(str(directory))}")
     return found
+
+
+def _is_key(name: str) -> bool:
+    is_section = any(path.startswith(f"{name}.") for path in KEYS)
+    return name in KEYS or is_section or name.startswith((*_OPEN_SECTIONS, "hydra"))
+
+
+def _no_such_key(name: str) -> str:
+    near = get_close_matches(name, KEYS, n=1)
+    return f"{name}: no such key; " + (
+        f"did you mean {near[0]}?" if near else "conf/offline_grpo.yaml lists all keys"
+    )
 
 
 def _unquoted(value: str) -> str:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
+from grpo_core.settings.options import Option
 from grpo_runs.offline import __main__ as command
 from grpo_runs.offline import loop, sweep
 from grpo_runs.offline.command_line import job_keys, words_for_hydra
 from grpo_runs.offline.errors import KeysInvalid, RolloutsFail, RunUnusable
 from grpo_runs.offline.key_names import KEY_OF_OPTION, in_keys, in_recipe
-from grpo_runs.offline.keys import CONFIG_FILE, SECTIONS, OfflineKeys, value_of
+from grpo_runs.offline.keys import CONFIG_FILE, KEYS, SECTIONS, OfflineKeys, sets_of
 from grpo_runs.offline.results import RunResult
 from grpo_runs.offline.run_files import RunFiles
 from grpo_runs.offline.servers import Sampling
@@ -64,6 +65,12 @@ def test_a_run_goes_on_in_its_directory_whatever_its_name(tmp_path: Path) -> Non
     [
         ("checkpoint.resume=typo", RunUnusable, "name the directory of a run"),
         ("~train.lr", KeysInvalid, "write KEY=VALUE"),
+        (
+            "weight_decay=1",
+            KeysInvalid,
+            r"^weight_decay: no such key; conf/offline_grpo.yaml lists all keys$",
+        ),
+        ("+train.bath_size=1", KeysInvalid, r"^\+train.bath_size: .* mean train.batch_size\?$"),
         ("train.lr=[5e-6,1e-5]", KeysInvalid, r"add -m: .* -m train.lr='\[5e-6,1e-5\]'"),
     ],
 )
@@ -127,13 +134,15 @@ def test_options_become_keys(said: str, in_hydra: str, in_a_recipe: str | None) 
     assert in_recipe(said, names_of()) == (in_a_recipe or in_hydra)
 
 
-def test_every_key_exists() -> None:
-    content = OfflineKeys().model_dump()
-    for option, key in KEY_OF_OPTION.items():
+def test_a_key_has_the_type_of_the_option_that_it_sets() -> None:
+    for path, field in KEYS.items():
+        for option in sets_of(field).same:
+            section, _, name = option.partition(".")
+            of = Option(name, SECTIONS[section].model_fields[name])
+            assert Option(path, field).kind == of.kind, path
+    for option in KEY_OF_OPTION:
         section, _, name = option.partition(".")
         assert name in SECTIONS[section].model_fields
-        if not key.startswith("hydra."):
-            value_of(content, key)
 
 
 def test_all_mistakes_are_named_at_once_under_the_keys_that_the_user_gives(tmp_path: Path) -> None:

@@ -77,11 +77,6 @@ def test_the_evaluation_follows_the_rollouts_unless_it_is_told_otherwise() -> No
     assert composed("model.train_id=m")["model"]["ref_id"] == "m"
 
 
-def test_an_unknown_key_is_refused() -> None:
-    with pytest.raises(ValueError, match="no_such_key"):
-        OfflineKeys.model_validate({"train": {"no_such_key": 1}})
-
-
 def effects(keys: OfflineKeys, directory: Path) -> SimpleNamespace:
     """What the loop reads of a run's keys."""
     env = environment_settings(keys)

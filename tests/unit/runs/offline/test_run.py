@@ -227,6 +227,7 @@ def test_an_evaluation_on_a_server_that_gets_no_weights_is_caught(
     make_keys: MakeKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of eval.base_url that names another server: it samples from other weights."""
+
     async def of_another_server(*arguments: Any) -> Any:
         result = await evaluate(*arguments)
         return result.model_copy(update={"versions": ((0, 0), (0, 0))})
