@@ -14,10 +14,8 @@ from typing import TypeVar
 
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_env.assembly import TaskSet, open_tasks, open_template, sampling_plan
-from grpo_env.rollout.chat_template import ChatTemplate
-from grpo_env.settings import EnvServerSettings
-from grpo_env.tasks.items import ItemStream
+from grpo_env.assembly import open_tasks, open_template, sampling_plan
+from grpo_env.tasks.items import Item, ItemStream
 from grpo_runs.offline.data import (
     InProcessQueue,
     Parts,
@@ -43,7 +41,7 @@ from grpo_runs.offline.screen import OfflineScreen
 from grpo_runs.offline.servers import Sampling, choose
 from grpo_runs.offline.translate import environment_settings, trainer_command
 from grpo_trainer.learner import Learner
-from grpo_trainer.model.policy import limits_of
+from grpo_trainer.model.policy import CausalLM, limits_of
 from grpo_trainer.ranks.group import Ranks, process_group, settings_of_rank
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import Lead, open_run, train, training_steps
@@ -65,15 +63,12 @@ def run_offline(keys: OfflineKeys, directory: Path, screen: OfflineScreen) -> Ru
     line = trainer_command(keys, sampling, directory)
     environment = environment_settings(keys)
     with open_tasks(environment) as tasks:
-        template = open_template(environment, tasks)
+        engines = Engines(keys, sampling, environment, tasks, open_template(environment, tasks))
         _introduce(keys, sampling, files, screen)
         with process_group(line) as ranks, asyncio.Runner() as runner:
             settings = settings_of_rank(line.settings(), line)
-            job = OfflineRun(
-                keys, sampling, settings, environment, tasks, template, files, screen, runner
-            )
-            job.run(ranks)
-            return job.finish()
+            OfflineRun(keys, settings, engines, files, screen, runner).run(ranks)
+    return _finish(files, screen)
 
 
 def follow_offline(keys: OfflineKeys, directory: Path) -> None:
@@ -106,6 +101,21 @@ def _introduce(
         )
 
 
+def _finish(files: RunFiles, screen: OfflineScreen) -> RunResult:
+    from grpo_runs.report.page import write_report
+    from grpo_runs.run_directory import RunDirectory
+
+    draw(files)
+    report = write_report(RunDirectory(files.path))
+    found = evaluations(files)
+    if found:
+        screen.evaluated(found[0][1], found[-1][1])
+    screen.say(f"model:  {files.model}")
+    screen.say(f"curves: {files.plot}")
+    screen.say(f"report: {report}")
+    return result_of(files)
+
+
 @contextlib.contextmanager
 def _entered(runner: asyncio.Runner, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
     stack = contextlib.AsyncExitStack()
@@ -117,49 +127,45 @@ def _entered(runner: asyncio.Runner, manager: AbstractAsyncContextManager[T]) ->
 
 @dataclass(frozen=True)
 class OfflineRun:
-    """The parts of one run. `runner`: runs coroutines"""
+    """Args: runner: runs coroutines"""
 
     keys: OfflineKeys
-    sampling: Sampling
     settings: TrainerSettings
-    environment: EnvServerSettings
-    tasks: TaskSet
-    template: ChatTemplate
+    engines: Engines
     files: RunFiles
     screen: OfflineScreen
     runner: asyncio.Runner
 
     def run(self, ranks: Ranks) -> None:
-        keys, sampling, queue = self.keys, self.sampling, InProcessQueue()
-        to_train = items_to_train(self.tasks, keys)
-        to_evaluate = items_to_evaluate(self.tasks, keys) if keys.eval.enabled else []
+        keys, files, engines, queue = self.keys, self.files, self.engines, InProcessQueue()
+        tasks, sampling, environment = engines.tasks, engines.sampling, engines.environment
+        to_train = items_to_train(tasks, keys)
+        to_evaluate = items_to_evaluate(tasks, keys) if keys.eval.enabled else []
         weights = partial(open_weights, keys, sampling)
         with open_run(self.settings, queue, weights, ranks) as opened:
             if opened is None:
-                IterationEnd(keys, self.files, sampling.is_frozen).close_complete(self.screen)
+                IterationEnd(keys, files, sampling.is_frozen).close_complete(self.screen)
                 return
             learner, lead, position = opened
             assert lead is not None, "call run_offline on rank 0"
             version = TrainedVersion(position, lead.sync.begun_as)
-            engines = Engines(
-                keys, sampling, self.environment, self.tasks, self.template, learner.policy, version
-            )
-            with _entered(self.runner, engines.opened()) as (training, evaluating):
-                plan = sampling_plan(self.environment, self.tasks)
+            with _entered(self.runner, engines.opened(learner.policy, version)) as opened_engines:
+                training, evaluating = opened_engines
+                plan = sampling_plan(environment, tasks)
                 evaluator = Evaluator(
                     self.runner,
                     evaluating,
                     version,
                     to_evaluate,
-                    evaluation_of(keys.eval, self.environment),
+                    evaluation_of(keys.eval, environment),
                     replace(plan, max_completion_tokens=keys.eval.max_new_tokens),
                     lead.recorder,
-                    self.files,
+                    files,
                     sampling.is_frozen and keys.eval.backend != "local",
                 )
                 has_logprobs = sampling.server != "stock_vllm"
                 sampler = Sampler(training, plan, keys.generation.batch_size, has_logprobs)
-                end = IterationEnd(keys, self.files, sampling.is_frozen, evaluator.evaluate)
+                end = IterationEnd(keys, files, sampling.is_frozen, evaluator.evaluate)
                 self._iterate(learner, lead, version, queue, sampler, to_train, end)
 
     def _iterate(
@@ -172,7 +178,7 @@ class OfflineRun:
         to_train: Parts,
         end: IterationEnd,
     ) -> None:
-        keys, files, is_frozen = self.keys, self.files, self.sampling.is_frozen
+        keys = self.keys
         problems, total = keys.data.problems_per_iteration, keys.train.iterations
         begun_at = version.position.step // keys.steps_per_iteration
         if begun_at == 0:
@@ -188,16 +194,12 @@ class OfflineRun:
             for iteration in range(begun_at, total):
                 started = time.monotonic()
                 items = [stream.next() for _ in range(problems)]
-                groups = files.read_groups(iteration)
+                groups = self.files.read_groups(iteration)
                 if groups is None:
                     lead.sync.recover_server()
-                    if sampler.has_logprobs and not is_frozen:
-                        self.runner.run(require_own_policy(sampler.engine, learner.policy))
                     spare = ItemStream(to_train, keys.seed + 1 + iteration)
-                    groups = self.runner.run(sampler.groups(items, spare))
-                    if not is_frozen:
-                        require_fresh(versions_of(groups), version.accepted)
-                    files.write_groups(iteration, groups)
+                    groups = self._sampled(sampler, items, spare, learner.policy, version)
+                    self.files.write_groups(iteration, groups)
                 batches = self._batches(learner, lead, groups)
                 queue.put(batches)
                 for _ in batches:
@@ -206,6 +208,23 @@ class OfflineRun:
                 record, results = end.close(iteration, groups)
                 self.screen.iteration(record, total, time.monotonic() - started, results)
                 bar.advance(bar.task_ids[0])
+
+    def _sampled(
+        self,
+        sampler: Sampler,
+        items: Sequence[Item],
+        spare: ItemStream,
+        policy: CausalLM,
+        version: TrainedVersion,
+    ) -> list[ScoredGroup]:
+        """Raises `StaleServer`: the rollouts are not the policy's."""
+        is_frozen = self.engines.sampling.is_frozen
+        if sampler.has_logprobs and not is_frozen:
+            self.runner.run(require_own_policy(sampler.engine, policy))
+        groups = self.runner.run(sampler.groups(items, spare))
+        if not is_frozen:
+            require_fresh(versions_of(groups), version.accepted)
+        return groups
 
     def _batches(
         self, learner: Learner, lead: Lead, groups: Sequence[ScoredGroup]
@@ -217,17 +236,3 @@ class OfflineRun:
         if settings.recompute_logprobs and steps > 1:
             groups = with_own_logprobs(groups, learner, lead.batches.collate, limits)
         return optimizer_batches(groups, steps, settings.resolved_objective, limits)
-
-    def finish(self) -> RunResult:
-        from grpo_runs.report.page import write_report
-        from grpo_runs.run_directory import RunDirectory
-
-        draw(self.files)
-        report = write_report(RunDirectory(self.files.path))
-        found = evaluations(self.files)
-        if found:
-            self.screen.evaluated(found[0][1], found[-1][1])
-        self.screen.say(f"model:  {self.files.model}")
-        self.screen.say(f"curves: {self.files.plot}")
-        self.screen.say(f"report: {report}")
-        return result_of(self.files)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 import torch
@@ -72,49 +74,51 @@ def open_weights(
 
 @dataclass(frozen=True)
 class Engines:
-    """Opens the rollout engines of one run. Args: version: of the policy's weights"""
+    """Opens the rollout engines of one run."""
 
     keys: OfflineKeys
     sampling: Sampling
     environment: EnvServerSettings
     tasks: TaskSet
     template: ChatTemplate
-    policy: CausalLM
-    version: Callable[[], PolicyVersion]
 
     @contextlib.asynccontextmanager
-    async def opened(self) -> AsyncIterator[tuple[RolloutEngine, RolloutEngine]]:
+    async def opened(
+        self, policy: CausalLM, version: Callable[[], PolicyVersion]
+    ) -> AsyncIterator[tuple[RolloutEngine, RolloutEngine]]:
         """The engines for training and for evaluation. They are one if both sample from the same
-        server."""
+        server.
+
+        Args:
+            version: of the policy's weights
+        """
         generation, evaluation = self.keys.generation, self.keys.eval
+        local = partial(LocalGeneration, policy, self.template.tokenizer, version)
         place = (evaluation.backend, evaluation.base_url)
-        async with self._engine(generation.backend, self.environment, None) as training:
+        async with self._engine(generation.backend, self.environment, local) as training:
             if place == (generation.backend, generation.base_url) and place[0] != "local":
                 yield training, training
                 return
             other = self.environment.model_copy(update={"inference_url": (evaluation.base_url,)})
-            async with self._engine(evaluation.backend, other, evaluation.seed_base) as evaluating:
+            local = partial(local, evaluation.seed_base)
+            async with self._engine(evaluation.backend, other, local) as evaluating:
                 yield training, evaluating
 
     @contextlib.asynccontextmanager
     async def _engine(
-        self, backend: str, environment: EnvServerSettings, seed: int | None
+        self, backend: str, environment: EnvServerSettings, local: Callable[[], LocalGeneration]
     ) -> AsyncIterator[RolloutEngine]:
         """Args:
         backend: as `generation.backend`
         environment: names the server
-        seed: of the random numbers of `local`; None: those of the process
         """
-        if backend == "local":
-            local = LocalGeneration(self.policy, self.template.tokenizer, self.version, seed)
-            with engine_on(local, environment, self.template) as engine:
-                yield engine
-        elif backend == "sglang_server" or self.sampling.server == "stock_vllm":
-            async with self._client(backend, environment) as generation:
-                with engine_on(generation, environment, self.template) as engine:
-                    yield engine
-        else:
+        if backend == "vllm_server" and self.sampling.server != "stock_vllm":
             async with open_engine(environment, self.tasks, self.template) as engine:
+                yield engine
+            return
+        source = nullcontext(local()) if backend == "local" else self._client(backend, environment)
+        async with source as generation:
+            with engine_on(generation, environment, self.template) as engine:
                 yield engine
 
     def _client(self, backend: str, environment: EnvServerSettings) -> SglangGeneration | StockVllm:
