@@ -54,8 +54,8 @@ def run_offline(keys: OfflineKeys, directory: Path, screen: OfflineScreen) -> Ru
     processes, this one is rank 0, and the others call `follow_offline`.
 
     Raises:
+        KeysInvalid: an option is not valid.
         GrpoError: the run cannot go on; what it saved stays.
-        SystemExit: with status 2 and a line on standard error, if an option is not valid.
     """
     files = RunFiles(directory)
     files.write_keys(keys)
