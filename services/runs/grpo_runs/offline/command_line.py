@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
 from grpo_runs.offline.errors import KeysInvalid, RunUnusable
-from grpo_runs.offline.keys import KEYS, OfflineKeys, put, sets_of, value_of
+from grpo_runs.offline.keys import FOLLOWS, KEYS, OfflineKeys, put, value_of
 from grpo_runs.offline.run_files import resumed_keys
 from grpo_runs.offline.translate import checked
 
@@ -58,7 +58,7 @@ def _is_key(name: str) -> bool:
 
 
 def _no_such_key(name: str) -> str:
-    near = get_close_matches(name, KEYS, n=1)
+    near = get_close_matches(name, KEYS, n=1, cutoff=0.8)
     return f"{name}: no such key; " + (
         f"did you mean {near[0]}?" if near else "conf/offline_grpo.yaml lists all keys"
     )
@@ -127,11 +127,8 @@ def job_keys(composed: Mapping[str, Any], given: Collection[str], directory: Pat
         content = copy.deepcopy(earlier)
         for name in given:
             put(content, name, value_of(composed, name))
-        for name, field in KEYS.items():
-            source = sets_of(field).follows
-            if not source or name in given:
-                continue
-            if value_of(earlier, name) == value_of(earlier, source):
+        for name, source in FOLLOWS.items():
+            if name not in given and value_of(earlier, name) == value_of(earlier, source):
                 put(content, name, value_of(content, source))
         _require_equal_sizes(earlier, content)
     keys = checked(content, directory)

@@ -1,78 +1,64 @@
-"""Every key of the offline trainer. A key that sets an option of `grpo` or `env-server` has the
-option's bounds and description, and its default unless it has one of its own.
-
-Hydra composes `conf/offline_grpo.yaml`, which docs/generate/offline_keys.py makes, with the command
-line.
+"""The type of every key of the offline trainer, and the options of `grpo` and `env-server` that it
+decides. `conf/offline_grpo.yaml` has the defaults and the descriptions, and Hydra composes it with
+the command line.
 """
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from grpo_core.settings import CommandSettings, LogLevel, Shown
+from grpo_core.settings import CommandSettings, LogLevel, Mistake, Shown
 from grpo_core.settings.messages import problems_by_field
 from grpo_core.settings.options import Option
 from grpo_core.tree.environment import EnvironmentOptions
 from grpo_core.tree.trainer_command import CommandLine
 
 CONFIG_FILE = Path(__file__).parent / "conf" / "offline_grpo.yaml"
+_NOT_KEYS = ("defaults", "hydra")
 SECTIONS: Mapping[str, type[CommandSettings]] = {
     "grpo": CommandLine,
     "env_server": EnvironmentOptions,
 }
 """The sections that take any option of a command."""
 
-MODEL, URL = "Qwen/Qwen2.5-1.5B", "http://127.0.0.1:30000"
 SamplingBackend = Literal["vllm_server", "sglang_server", "local"]
 SyncMode = Literal["auto", "shared_vllm", "lora_only", "lora_restart", "none", "frozen"]
+Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True)
-class Sets:
+class Sets(NamedTuple):
     """Annotation of a key: the options that it decides, as section.option.
 
     same: they get its value
     derived: its value follows from this key and from others
-    follows: the key whose value is the default of this one
     """
 
     same: tuple[str, ...] = ()
     derived: str | None = None
-    follows: str | None = None
 
 
-def key(
-    default: Any = ...,
-    description: str | None = None,
-    *,
-    sets: tuple[str, ...] = (),
-    derived: str | None = None,
-    follows: str | None = None,
-    like: str | None = None,
-    **bounds: Any,
-) -> Any:
-    """A field. An option gives the default, the description and the bounds if they are not given
-    here.
+def key(*same: str, derived: str | None = None, like: str | None = None, **bounds: Any) -> Any:
+    """A field with the bounds of an option, unless it has its own.
 
     Args:
-        sets, derived, follows: as of `Sets`
-        like: the option; without it the first one of `sets`
+        same, derived: as of `Sets`
+        like: the option; without it the first one of `same`
     """
-    metadata: list[Any] = [Sets(sets, derived, follows)]
-    if source := like or next(iter(sets), None):
+    found: Any = Field(**bounds)
+    found.metadata.append(Sets(same, derived))
+    if not bounds and (source := like or next(iter(same), None)):
         section, _, name = source.partition(".")
-        option = SECTIONS[section].model_fields[name]
-        default = option.default if default is ... else default
-        description = description or option.description
-        metadata += [] if bounds else [m for m in option.metadata if not isinstance(m, Shown)]
-    found: Any = Field(default, description=description, **bounds)
-    found.metadata += metadata
+        of = SECTIONS[section].model_fields[name].metadata
+        found.metadata += [one for one in of if not isinstance(one, Shown)]
     return found
 
 
@@ -87,163 +73,107 @@ class Section(BaseModel):
 
 
 class ModelKeys(Section):
-    train_id: str = key(MODEL, sets=("grpo.model", "env_server.model"))
-    ref_id: str = key(
-        MODEL,
-        "Reference model of the KL penalty. It is loaded only if it is needed",
-        derived="grpo.reference_model",
-        follows="model.train_id",
-        min_length=1,
-    )
-    device: str = key(sets=("grpo.device",))
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
-        "auto", "Data type of the weights. auto: the server's", derived="grpo.dtype"
-    )
+    train_id: str = key("grpo.model", "env_server.model")
+    ref_id: str = key(derived="grpo.reference_model", like="grpo.model")
+    device: str = key("grpo.device")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(derived="grpo.dtype")
 
 
 class GenerationKeys(Section):
-    backend: SamplingBackend = key(
-        "vllm_server", "Where rollouts are sampled. local: in this process, without a server"
-    )
-    base_url: str = key(
-        URL, "URL of the server", sets=("grpo.inference_url", "env_server.inference_url")
-    )
-    batch_size: int = key(
-        4,
-        "Number of concurrent requests, one for each problem",
-        derived="env_server.max_concurrent_groups",
-        ge=1,
-    )
-    max_new_tokens: int = key(256, sets=("env_server.max_completion_tokens",))
-    temperature: float = key(0.7, sets=("env_server.temperature",))
-    top_p: float = key(
-        0.95,
-        "Sample from the most likely tokens that together have this probability",
-        sets=("env_server.top_p",),
-    )
-    top_k: int = key(50, sets=("env_server.top_k",))
-    repetition_penalty: float = key(1.1, sets=("env_server.repetition_penalty",))
+    backend: SamplingBackend
+    base_url: str = key("grpo.inference_url", "env_server.inference_url")
+    batch_size: int = key(derived="env_server.max_concurrent_groups", ge=1)
+    max_new_tokens: int = key("env_server.max_completion_tokens")
+    temperature: float = key("env_server.temperature")
+    top_p: float = key("env_server.top_p")
+    top_k: int = key("env_server.top_k")
+    repetition_penalty: float = key("env_server.repetition_penalty")
 
 
 class TrainKeys(Section):
-    iterations: int = key(10, "Number of iterations of the run", derived="grpo.steps", ge=1)
-    batch_size: int = key(
-        8,
-        "Sequences of a forward pass: it has at most this number times --seq-len tokens",
-        sets=("grpo.batch_size",),
-    )
-    lr: float = key(sets=("grpo.lr",))
-    grad_clip: float = key(sets=("grpo.max_grad_norm",))
-    kl_coef: float = key(0.05, sets=("grpo.kl_coef",))
-    entropy_coef: float = key(sets=("grpo.entropy_coef",))
-    grad_accum_steps: int = key(
-        1,
-        "An optimizer step takes at most this number times --batch-size sequences. An iteration "
-        "with more sequences takes several optimizer steps",
-        sets=("grpo.gradient_accumulation_steps",),
-    )
+    iterations: int = key(derived="grpo.steps", ge=1)
+    batch_size: int = key("grpo.batch_size")
+    lr: float = key("grpo.lr")
+    grad_clip: float = key("grpo.max_grad_norm")
+    kl_coef: float = key("grpo.kl_coef")
+    entropy_coef: float = key("grpo.entropy_coef")
+    grad_accum_steps: int = key("grpo.gradient_accumulation_steps")
 
 
 class DataKeys(Section):
-    task: str = key(
-        "arithmetic",
-        "Task of the environments: a name, or my.py:reward, my.py:MyTask, mixture",
-        sets=("env_server.task",),
-    )
-    problems_per_iteration: int = key(4, "Prompts of one iteration", ge=1)
-    rollouts_per_problem: int = key(4, sets=("env_server.group_size",), ge=2)
-    train_seed_start: int = key(1000, "Seed of the first training problem", ge=0)
-    num_train_seeds: int = key(
-        64, "Number of training problems; each pass has them in another order", ge=1
-    )
+    task: str = key("env_server.task")
+    problems_per_iteration: Count
+    rollouts_per_problem: int = key("env_server.group_size", ge=2)
+    train_seed_start: Seed
+    num_train_seeds: Count
 
 
 class EvalKeys(Section):
-    enabled: bool = key(True, "Evaluate during the run")
-    interval: int = key(1, "Iterations between two evaluations", ge=1)
-    backend: SamplingBackend = key(
-        "vllm_server", "Where the answers are sampled", follows="generation.backend"
-    )
-    base_url: str = key(
-        URL, "URL of the server", follows="generation.base_url", like="grpo.inference_url"
-    )
-    batch_size: int = key(
-        8,
-        "Number of concurrent requests, one for each item",
-        sets=("env_server.eval_requests",),
-    )
-    replicates: int = key(4, "Answers to each item", sets=("env_server.eval_samples",))
-    num_ids: int = key(16, "Number of items", sets=("env_server.eval_items",))
-    id_seed_start: int = key(5000, "Seed of the first item", ge=0)
-    do_sample: bool = key(True, "false: the most likely tokens, with one answer to each item")
-    max_new_tokens: int = key(
-        256, "Longest answer, in tokens", like="env_server.max_completion_tokens"
-    )
-    temperature: float = key(
-        0.7, derived="env_server.eval_temperature", like="env_server.temperature"
-    )
-    top_p: float = key(0.95, "As generation.top_p", like="env_server.top_p")
-    seed_base: int = key(4242, "Seed of the sampling, for generation.backend=local", ge=0)
-    ids: Annotated[tuple[int | str, ...], BeforeValidator(_several)] = key(
-        (), "Items: seeds, or keys of the task's items. Replaces num_ids"
-    )
+    enabled: bool
+    interval: Count
+    backend: SamplingBackend
+    base_url: str = key(like="grpo.inference_url")
+    batch_size: int = key("env_server.eval_requests")
+    replicates: int = key("env_server.eval_samples")
+    num_ids: int = key("env_server.eval_items")
+    id_seed_start: Seed
+    do_sample: bool
+    max_new_tokens: int = key(like="env_server.max_completion_tokens")
+    temperature: float = key(derived="env_server.eval_temperature", like="env_server.temperature")
+    top_p: float = key(like="env_server.top_p")
+    seed_base: Seed
+    ids: Annotated[tuple[int | str, ...], BeforeValidator(_several)]
 
 
 class CheckpointKeys(Section):
-    save_interval: int = key(
-        1,
-        "Iterations between two saved models. 0: only the last one",
-        derived="grpo.checkpoint_interval",
-        ge=0,
-    )
-    keep_last_k: int = key(
-        3, "Number of saved models that are kept", sets=("grpo.keep_checkpoints",)
-    )
-    resume: str | None = key(
-        None,
-        "Directory of a run to continue. Its keys hold, but for those that are given",
-        derived="grpo.resume",
-    )
+    save_interval: int = key(derived="grpo.checkpoint_interval", ge=0)
+    keep_last_k: int = key("grpo.keep_checkpoints")
+    resume: str | None = key(derived="grpo.resume")
 
 
 class WandbKeys(Section):
-    enabled: bool = key(sets=("grpo.use_wandb",))
-    project: str = key(
-        "", "Project. Empty: $WANDB_PROJECT, or uncategorized", derived="grpo.wandb_project"
-    )
-    run_name: str = key("", "Name of the run. Empty: chosen by Weights & Biases")
+    enabled: bool = key("grpo.use_wandb")
+    project: str = key(derived="grpo.wandb_project")
+    run_name: str
 
 
 class LoggingKeys(Section):
-    wandb: WandbKeys = WandbKeys()
-    level: LogLevel = key("WARNING", sets=("grpo.log_level", "env_server.log_level"))
+    wandb: WandbKeys
+    level: LogLevel = key("grpo.log_level", "env_server.log_level")
 
 
 class SyncKeys(Section):
-    mode: SyncMode = key(
-        "auto",
-        "How new weights reach the server. auto: what the server supports. frozen: they do not, "
-        "and the rollouts stay those of the first weights",
-        derived="grpo.mode",
-    )
+    mode: SyncMode = key(derived="grpo.mode")
 
 
 class OfflineKeys(Section):
     """One run. `grpo` and `env_server` take any option of these two commands, in snake_case."""
 
-    model: ModelKeys = ModelKeys()
-    generation: GenerationKeys = GenerationKeys()
-    train: TrainKeys = TrainKeys()
-    data: DataKeys = DataKeys()
-    eval: EvalKeys = EvalKeys()
-    checkpoint: CheckpointKeys = CheckpointKeys()
-    logging: LoggingKeys = LoggingKeys()
-    sync: SyncKeys = SyncKeys()
-    grpo: dict[str, Any] = key({}, "Options of the command grpo, for example objective: dapo")
-    env_server: dict[str, Any] = key(
-        {}, "Options of the command env-server, for example data: rows.jsonl"
-    )
-    seed: int = key(42, "Seed of the run's random numbers", sets=("grpo.seed", "env_server.seed"))
+    model: ModelKeys
+    generation: GenerationKeys
+    train: TrainKeys
+    data: DataKeys
+    eval: EvalKeys
+    checkpoint: CheckpointKeys
+    logging: LoggingKeys
+    sync: SyncKeys
+    grpo: dict[str, Any]
+    env_server: dict[str, Any]
+    seed: int = key("grpo.seed", "env_server.seed")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_defaults(cls, content: Any) -> Any:
+        given = dict(leaves(content))
+        filled = copy.deepcopy(_DEFAULTS)
+        for path, value in given.items():
+            if any(one.startswith(f"{path}.") for one in KEYS):
+                raise ValueError(f"{path}: expected keys below it; got {value!r}")
+            put(filled, path, value)
+        for path, source in FOLLOWS.items():
+            if path not in given:
+                put(filled, path, value_of(filled, source))
+        return filled
 
     @property
     def sequences_per_iteration(self) -> int:
@@ -256,34 +186,56 @@ class OfflineKeys(Section):
         return -(-self.sequences_per_iteration // size)
 
 
-def is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def fields_of(section: type[BaseModel] = OfflineKeys, prefix: str = "") -> dict[str, FieldInfo]:
-    """All keys by path, for example `train.lr`."""
+def _fields(section: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     found: dict[str, FieldInfo] = {}
     for name, field in section.model_fields.items():
         kind: Any = field.annotation
-        inner = fields_of(kind, f"{prefix}{name}.") if is_section(kind) else {prefix + name: field}
-        found |= inner
+        is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
+        found |= _fields(kind, f"{prefix}{name}.") if is_section else {prefix + name: field}
     return found
+
+
+KEYS: Mapping[str, FieldInfo] = _fields(OfflineKeys)
+"""All keys by path, for example `train.lr`."""
+
+
+def leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Path and value of each key. What a section that takes any option gives is one value."""
+    for name, value in content.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, dict) and path not in KEYS:
+            yield from leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+_DEFAULTS: dict[str, Any] = {
+    name: value
+    for name, value in yaml.safe_load(CONFIG_FILE.read_text(encoding="utf-8")).items()
+    if name not in _NOT_KEYS
+}
+FOLLOWS: Mapping[str, str] = {
+    path: found[1]
+    for path, value in leaves(_DEFAULTS)
+    if (found := re.fullmatch(r"\$\{(.+)\}", str(value)))
+}
+"""Keys whose default is the value of another key."""
 
 
 def sets_of(field: FieldInfo) -> Sets:
     return next((one for one in field.metadata if isinstance(one, Sets)), Sets())
 
 
-KEYS: Mapping[str, FieldInfo] = fields_of()
-
-
 def mistakes_of(error: ValidationError) -> Iterator[str]:
-    """One line for each mistake in the keys of a run."""
+    """One line for each mistake in the keys of a run; none for a key that only follows another."""
     options = {path: Option(path, field) for path, field in KEYS.items()}
-    for path, message in problems_by_field(error, options):
-        line = f"{path}: {message}" if path else message
-        is_unknown = line.endswith("no such key")
-        yield f"{line}; conf/offline_grpo.yaml lists all keys" if is_unknown else line
+    found = [*problems_by_field(error, options)]
+    for path, message in found:
+        if path is None:
+            is_unknown = message.endswith(": no such key")
+            yield f"{message}; conf/offline_grpo.yaml lists all keys" if is_unknown else message
+        elif path not in FOLLOWS or Mistake(FOLLOWS[path], message) not in found:
+            yield f"{path}: {message}"
 
 
 def value_of(content: Mapping[str, Any], path: str) -> Any:

@@ -50,6 +50,8 @@ def checked(content: Mapping[str, Any], directory: Path) -> OfflineKeys:
         keys = OfflineKeys.model_validate(content)
     except ValidationError as error:
         lines += mistakes_of(error)
+        if not all(problem["loc"] for problem in error.errors()):
+            raise KeysInvalid("\n".join(lines)) from error
         keys = OfflineKeys.model_validate(_without(content, error))
     mode = "shared_vllm" if keys.sync.mode == "auto" else keys.sync.mode
     with contextlib.redirect_stderr(io.StringIO()):  # the run itself notes what has no effect

@@ -47,7 +47,7 @@ def test_words(words: list[str], expected: list[str]) -> None:
 
 def test_a_run_goes_on_in_its_directory_whatever_its_name(tmp_path: Path) -> None:
     directory = tmp_path / "lr=1, it's (new)"
-    RunFiles(directory).write_keys(OfflineKeys())
+    RunFiles(directory).write_keys(OfflineKeys.model_validate({}))
     quoted = "'" + str(directory).replace("'", "\\'") + "'"
     words = words_for_hydra([f"checkpoint.resume={directory}", "train.iterations=20"])
     assert words == [

@@ -15,12 +15,12 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from docs.generate.offline_keys import config_text
+from docs.generate.offline_keys import OPTION, descriptions
 from grpo_env.assembly import open_tasks, sampling_plan
 from grpo_env.tasks.items import ItemStream
 from grpo_runs.offline.data import items_to_evaluate, items_to_train
 from grpo_runs.offline.iteration_end import evaluation_of
-from grpo_runs.offline.keys import CONFIG_FILE, OfflineKeys, put
+from grpo_runs.offline.keys import CONFIG_FILE, KEYS, OfflineKeys, leaves, put, sets_of
 from grpo_runs.offline.servers import Sampling
 from grpo_runs.offline.translate import environment_settings, trainer_command
 from grpo_runs.recipe.keys import TABLE, GRPOConfig, ModelConfig, ScriptArguments
@@ -44,14 +44,12 @@ sync: {mode: auto}
 """
 
 
-def leaves(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in content.items():
-        if isinstance(value, dict):
-            found |= leaves(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = [*value] if isinstance(value, tuple) else value
-    return found
+def paths(content: dict[str, Any]) -> dict[str, Any]:
+    return {path: [*v] if isinstance(v, tuple) else v for path, v in leaves(content)}
+
+
+def defaults() -> OfflineKeys:
+    return OfflineKeys.model_validate({})
 
 
 def composed(*overrides: str) -> dict[str, Any]:
@@ -62,19 +60,26 @@ def composed(*overrides: str) -> dict[str, Any]:
 
 
 def test_every_key_of_the_guide_has_its_default() -> None:
-    expected, keys = leaves(yaml.safe_load(GUIDE)), leaves(OfflineKeys().model_dump())
+    expected, keys = paths(yaml.safe_load(GUIDE)), paths(defaults().model_dump())
     assert {name: keys[name] for name in expected} == expected
 
 
-def test_the_configuration_file_is_that_of_the_keys() -> None:
-    assert CONFIG_FILE.read_text() == config_text()  # python -m docs.generate.offline_keys
-    assert OfflineKeys.model_validate(composed()) == OfflineKeys()
+def test_the_file_that_hydra_composes_has_every_key_and_says_which_option_it_is() -> None:
+    assert OfflineKeys.model_validate(composed()) == defaults()
+    said = descriptions()
+    assert said.keys() >= KEYS.keys()
+    for path, text in said.items():
+        if found := OPTION.fullmatch(text):
+            section = found["command"].replace("-", "_")
+            assert sets_of(KEYS[path]).same[0] == f"{section}.{found['name'].replace('-', '_')}"
 
 
 def test_the_evaluation_follows_the_rollouts_unless_it_is_told_otherwise() -> None:
     found = composed("generation.base_url=http://h:1", "generation.backend=local")["eval"]
     assert (found["base_url"], found["backend"]) == ("http://h:1", "local")
     assert composed("model.train_id=m")["model"]["ref_id"] == "m"
+    keys = OfflineKeys.model_validate({"generation": {"base_url": "http://h:1"}})
+    assert keys.eval.base_url == "http://h:1"
 
 
 def effects(keys: OfflineKeys, directory: Path) -> SimpleNamespace:
@@ -151,8 +156,7 @@ SEEN_ELSEWHERE = {
 
 
 def test_every_key_has_a_row() -> None:
-    sections = {"grpo", "env_server"}
-    assert {*leaves(OfflineKeys().model_dump())} | sections == {*EFFECTS} | {*SEEN_ELSEWHERE}
+    assert {*KEYS} == {*EFFECTS} | {*SEEN_ELSEWHERE}
 
 
 @pytest.mark.parametrize("name", [*EFFECTS])
