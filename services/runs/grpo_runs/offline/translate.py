@@ -55,17 +55,26 @@ def checked(content: Mapping[str, Any], directory: Path) -> OfflineKeys:
         keys = OfflineKeys.model_validate(_without(content, error))
     mode = "shared_vllm" if keys.sync.mode == "auto" else keys.sync.mode
     with contextlib.redirect_stderr(io.StringIO()):  # the run itself notes what has no effect
-        for check in (
-            lambda: trainer_command(keys, Sampling("ours", mode), directory),
-            lambda: environment_settings(keys),
-        ):
-            try:
-                check()
-            except KeysInvalid as error:
-                lines += str(error).splitlines()
+        lines += option_mistakes(keys, Sampling("ours", mode), directory)
     if lines:
         raise KeysInvalid("\n".join(dict.fromkeys(lines)))
     return keys
+
+
+def option_mistakes(
+    keys: OfflineKeys, sampling: Sampling, directory: Path, *, at_start: bool = True
+) -> list[str]:
+    """A line for each mistake in the options of both commands. Args: as of `trainer_command`"""
+    lines: list[str] = []
+    for check in (
+        lambda: trainer_command(keys, sampling, directory, at_start=at_start),
+        lambda: environment_settings(keys, at_start=at_start),
+    ):
+        try:
+            check()
+        except KeysInvalid as error:
+            lines += str(error).splitlines()
+    return lines
 
 
 def _without(content: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:

@@ -19,11 +19,11 @@ from grpo_core.errors import GrpoError
 from grpo_core.tree.weights import ModeName, served_weights_directory
 from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_runs.offline.command_line import EXIT_USAGE, end
-from grpo_runs.offline.errors import KeysInvalid, RecipeInvalid
+from grpo_runs.offline.errors import RecipeInvalid
 from grpo_runs.offline.key_names import in_recipe
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.offline.servers import Sampling
-from grpo_runs.offline.translate import environment_settings, trainer_command
+from grpo_runs.offline.translate import option_mistakes
 from grpo_runs.recipe.keys import Script, TrainingRecipe, read_recipe
 from grpo_runs.recipe.translation import (
     LORA_MODES,
@@ -96,15 +96,7 @@ def server_plan(recipe: TrainingRecipe, environment: Mapping[str, str]) -> Serve
 def _check_options(recipe: TrainingRecipe, keys: OfflineKeys, mode: str) -> None:
     """A mistake ends the process, as it would end the training once the server runs."""
     sampling = Sampling("ours", cast(ModeName, mode))
-    mistakes = []
-    for check in (
-        lambda: trainer_command(keys, sampling, Path(), at_start=False),
-        lambda: environment_settings(keys, at_start=False),
-    ):
-        try:
-            check()
-        except KeysInvalid as error:
-            mistakes.append(str(error))
+    mistakes = option_mistakes(keys, sampling, Path(), at_start=False)
     if mistakes:
         raise RecipeInvalid(in_recipe("\n".join(mistakes), names_of(recipe)))
 
