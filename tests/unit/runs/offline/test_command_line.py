@@ -173,6 +173,12 @@ def test_all_mistakes_are_named_at_once_under_the_keys_that_the_user_gives(tmp_p
     ]
 
 
+def test_a_section_is_no_value_and_one_item_is_a_list(tmp_path: Path) -> None:
+    with pytest.raises(KeysInvalid, match=r"^train: expected keys below it; got 3$"):
+        job_keys({"train": 3}, [], tmp_path)
+    assert job_keys({"eval": {"ids": 7}}, [], tmp_path).eval.ids == (7,)
+
+
 def test_sections_of_an_option_are_its_value_and_keys_without_effect_are_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
