@@ -16,12 +16,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
 from grpo_core.cpu import share_cores
 from grpo_core.evaluation.statistics import mean_at_k, pass_at_k
 from grpo_core.tree.objectives import Objective
 from grpo_runs.offline.command_line import words_for_hydra
 from grpo_runs.offline.errors import KeysInvalid
-from grpo_runs.offline.keys import CONFIG_FILE, OfflineKeys, config_text
+from grpo_runs.offline.keys import CONFIG_FILE, OfflineKeys
 from grpo_runs.offline.run_files import RunFiles, resumed_keys
 from grpo_runs.offline.screen import OfflineScreen
 from grpo_trainer.coefficients import KlCoefficient
@@ -58,7 +61,9 @@ def records() -> list[dict[str, Any]]:
 
 
 def test_configuration() -> None:
-    assert CONFIG_FILE.read_text() == config_text()
+    with initialize_config_dir(str(CONFIG_FILE.parent)):
+        content = OmegaConf.to_container(compose(CONFIG_FILE.stem), resolve=True)
+    assert OfflineKeys.model_validate(content) == OfflineKeys.model_validate({})
     assert words_for_hydra(["-m", "train.lr=[1e-5,2e-5]"]) == ["-m", "train.lr=1e-5,2e-5"]
     try:
         words_for_hydra(["train.lr=[1e-5,2e-5]"])

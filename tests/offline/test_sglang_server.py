@@ -21,13 +21,12 @@ from grpo_core.clients.inference import Completion
 from grpo_core.errors import RequestRefused
 from grpo_core.process import ManagedProcess
 from grpo_env.rollout.chat_template import load_template
-from grpo_runs.offline.backends.sglang import SglangClient, SglangGeneration
-from grpo_runs.offline.backends.sglang_weights import SglangWeights
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.offline.loop import run_offline
 from grpo_runs.offline.results import train_records
 from grpo_runs.offline.run_files import RunFiles
 from grpo_runs.offline.screen import OfflineScreen
+from grpo_runs.offline.sglang import SglangClient, SglangGeneration, SglangWeights
 from grpo_runs.process.ports import free_port
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer

@@ -99,12 +99,12 @@ def parsed(
     command, options = settings_type.command, options_of(settings_type)
     line = Arguments(command, options, argv)
     path = line.common.get("config")
-    file = ConfigFile(settings_type, options, Path(path).expanduser() if path else None)
+    file = ConfigFile(settings_type, Path(path).expanduser() if path else None)
     if ignored := [*file.without_effect, *line.without_effect]:
         sys.stderr.write(
             f"{command.prog}: ignored these options, which have no effect: {', '.join(ignored)}\n"
         )
-    given = ConfigFile(settings_type, options, below).values | file.values
+    given = ConfigFile(settings_type, below).values | file.values
     if command.passes_on and line.passed_on:
         words = given.get(command.passes_on, Given([], "")).value
         given[command.passes_on] = Given([*words, *line.passed_on], "")

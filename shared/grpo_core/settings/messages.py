@@ -213,12 +213,18 @@ IS_REQUIRED = "is required"
 def problems_by_field(
     error: ValidationError, options: Mapping[str, Option], *, with_missing: bool = True
 ) -> Iterator[Mistake]:
-    """Args: with_missing: also those that are missing, which a misspelt option seems to be"""
+    """Args:
+    options: by name; those of a section have dotted names
+    with_missing: also those that are missing, which a misspelt option seems to be
+    """
     for problem in error.errors():
-        name = str(problem["loc"][0]) if problem["loc"] else ""
+        place = [*map(str, problem["loc"])]
+        names = [".".join(place[:end]) for end in range(len(place), 0, -1)]
+        name = next((one for one in names if one in options), None)
         message = problem["msg"].removeprefix("Value error, ")
-        if name not in options:
-            yield Mistake(None, message)
+        if name is None:
+            reason = "no such key" if problem["type"] == "extra_forbidden" else message
+            yield Mistake(None, f"{names[0]}: {reason}" if names else reason)
             continue
         option = options[name]
         if problem["type"] == "missing":

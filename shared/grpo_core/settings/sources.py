@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_core.settings.command import Alias, Command, CommandSettings
-from grpo_core.settings.options import COMMON, Names, Option
+from grpo_core.settings.options import COMMON, Names, Option, options_of
 
 _TOML_SECTION = re.compile(r"\s*\[([\w.-]+)\]")
 _TOML_KEY = re.compile(r"\s*([\w.-]+)\s*=")
@@ -230,45 +230,14 @@ class Variables(_Source):
                 )
 
 
-class ConfigFile(_Source):
-    """A YAML or TOML file. Its keys are option names, with dashes or underscores, or sections of
-    them. `path`: None for none."""
+class Keys(_Source):
+    """Values by keys: names of options, with dashes or underscores."""
 
-    def __init__(
-        self,
-        settings_type: type[CommandSettings],
-        options: Mapping[str, Option],
-        path: Path | None,
-    ) -> None:
-        super().__init__(settings_type.command, options)
-        if path is None:
-            return
-        try:
-            content, lines = read_file(path)
-        except ValueError as error:
-            self.problems.append(f"--config: {error}")
-            return
-        try:
-            prepared = settings_type.prepare_file(_with_words(content, self._command.passes_on))
-        except ValueError as error:
-            self.problems.append(f"--config: {path}: {error}")
-            return
-        for key, value in self._flat(prepared):
-            line = f":{lines[key]}" if key in lines else ""
-            self._read_key(key, value, f"{path}{line}: {key}")
+    def __init__(self, settings_type: type[CommandSettings]) -> None:
+        super().__init__(settings_type.command, options_of(settings_type))
 
-    def _flat(self, content: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-        """`{env: {seed: 1}}` → `env.seed`, 1. An option whose value is a mapping keeps it."""
-        for key, value in content.items():
-            name = f"{section}{key}"
-            found = self._names.find(name.replace("_", "-"))
-            is_value = found is not None and self._options[found.field].is_mapping
-            if isinstance(value, dict) and not is_value:
-                yield from self._flat(value, f"{name}.")
-            else:
-                yield name, value
-
-    def _read_key(self, key: str, value: Any, where: str) -> None:
+    def read(self, key: str, value: Any, where: str) -> None:
+        """Args: where: the name of the key in messages"""
         command, name = self._command, key.replace("_", "-")
         if name in command.without_effect or name.partition(".")[0] in command.without_effect:
             self.without_effect.append(key)
@@ -284,13 +253,53 @@ class ConfigFile(_Source):
         if found is None:
             found = Alias(name.replace("-", "_"))
             if found.field not in (*command.positional, command.passes_on):
-                self.problems.append(f"{where}: {self._names.unknown(name).replace('--', '')}")
+                self.problems.append(f"{where}: {self._unknown(name)}")
                 return
         if value is not None:
             try:
                 merge(self.values, {found.field: _converted(found, where, value)})
             except ValueError as error:
                 self.problems.append(str(error))
+
+    def _unknown(self, name: str) -> str:
+        return self._names.unknown(name)
+
+
+class ConfigFile(Keys):
+    """A YAML or TOML file. Its keys are option names, or sections of them. `path`: None for
+    none."""
+
+    def __init__(self, settings_type: type[CommandSettings], path: Path | None) -> None:
+        super().__init__(settings_type)
+        if path is None:
+            return
+        try:
+            content, lines = read_file(path)
+        except ValueError as error:
+            self.problems.append(f"--config: {error}")
+            return
+        try:
+            prepared = settings_type.prepare_file(_with_words(content, self._command.passes_on))
+        except ValueError as error:
+            self.problems.append(f"--config: {path}: {error}")
+            return
+        for key, value in self._flat(prepared):
+            line = f":{lines[key]}" if key in lines else ""
+            self.read(key, value, f"{path}{line}: {key}")
+
+    def _flat(self, content: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+        """`{env: {seed: 1}}` → `env.seed`, 1. An option whose value is a mapping keeps it."""
+        for key, value in content.items():
+            name = f"{section}{key}"
+            found = self._names.find(name.replace("_", "-"))
+            is_value = found is not None and self._options[found.field].is_mapping
+            if isinstance(value, dict) and not is_value:
+                yield from self._flat(value, f"{name}.")
+            else:
+                yield name, value
+
+    def _unknown(self, name: str) -> str:
+        return super()._unknown(name).replace("--", "")
 
 
 def _converted(alias: Alias, name: str, value: Any) -> Given:

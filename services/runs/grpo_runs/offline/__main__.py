@@ -97,7 +97,7 @@ class Jobs:
 def _trained(
     content: dict[str, Any], given: dict[str, Any], directory: Path, is_job: bool
 ) -> RunResult:
-    keys = job_keys(content, given)
+    keys = job_keys(content, given, directory)
     screen = open_screen(keys)
     from grpo_runs.offline.loop import run_offline
 

@@ -7,27 +7,20 @@ import os
 import signal
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
-from pydantic import ValidationError
-
-from grpo_core.errors import problems_of
 from grpo_runs.offline.errors import KeysInvalid, RunUnusable
-from grpo_runs.offline.keys import OfflineKeys, is_section, put, value_of
+from grpo_runs.offline.keys import FOLLOWS, KEYS, OfflineKeys, put, value_of
 from grpo_runs.offline.run_files import resumed_keys
+from grpo_runs.offline.translate import checked
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
 _MULTIRUN = ("-m", "--multirun")
 _OPEN_SECTIONS = ("grpo.", "env_server.")
 _RESUME, _DIRECTORY = "checkpoint.resume", "hydra.run.dir"
 
-_FOLLOWS = {
-    "model.ref_id": "model.train_id",
-    "eval.backend": "generation.backend",
-    "eval.base_url": "generation.base_url",
-}
-"""Keys whose default is the value of another key."""
 _SIZES = (
     *("data.problems_per_iteration", "data.rollouts_per_problem"),
     *("train.batch_size", "train.grad_accum_steps"),
@@ -41,9 +34,13 @@ def words_for_hydra(words: Sequence[str]) -> list[str]:
     - `checkpoint.resume=DIR`: the run goes on in its directory.
 
     Raises:
-        KeysInvalid: a list for a key that takes one value, without -m; a key that is removed.
+        KeysInvalid: keys do not exist; a list for a key that takes one value, without -m; a key
+            that is removed.
         RunUnusable: checkpoint.resume is not the directory of a run.
     """
+    names = [word.partition("=")[0] for word in words if "=" in word and word[0] not in "-~"]
+    if unknown := [name for name in names if not _is_key(name.lstrip("+"))]:
+        raise KeysInvalid("\n".join(map(_no_such_key, unknown)))
     is_sweep = any(word in _MULTIRUN for word in words)
     found = [*_prepared(words, is_sweep)]
     resumed = [_unquoted(w.partition("=")[2]) for w in words if w.startswith(f"{_RESUME}=")]
@@ -53,6 +50,18 @@ def words_for_hydra(words: Sequence[str]) -> list[str]:
         if not is_sweep and not any(word.startswith(_DIRECTORY) for word in words):
             found.append(f"{_DIRECTORY}={_quoted(str(directory))}")
     return found
+
+
+def _is_key(name: str) -> bool:
+    is_section = any(path.startswith(f"{name}.") for path in KEYS)
+    return name in KEYS or is_section or name.startswith((*_OPEN_SECTIONS, "hydra"))
+
+
+def _no_such_key(name: str) -> str:
+    near = get_close_matches(name, KEYS, n=1, cutoff=0.8)
+    return f"{name}: no such key; " + (
+        f"did you mean {near[0]}?" if near else "conf/offline_grpo.yaml lists all keys"
+    )
 
 
 def _unquoted(value: str) -> str:
@@ -93,13 +102,7 @@ def _choices(value: str) -> list[str]:
 
 
 def _takes_one_value(name: str) -> bool:
-    section: Any = OfflineKeys
-    for part in name.split("."):
-        fields = section.model_fields if is_section(section) else {}
-        if part not in fields:
-            return False
-        section = fields[part].annotation
-    return not is_section(section) and get_origin(section) not in (tuple, dict)
+    return name in KEYS and get_origin(KEYS[name].annotation) not in (tuple, dict)
 
 
 def given_names(overrides: Sequence[str]) -> list[str]:
@@ -107,13 +110,14 @@ def given_names(overrides: Sequence[str]) -> list[str]:
     return [word.lstrip("+").partition("=")[0] for word in overrides]
 
 
-def job_keys(composed: Mapping[str, Any], given: Collection[str]) -> OfflineKeys:
+def job_keys(composed: Mapping[str, Any], given: Collection[str], directory: Path) -> OfflineKeys:
     """Args:
         composed: every key with its value
         given: the keys that the command line gives; of a run that goes on, all others stay
+        directory: of the run
 
     Raises:
-        KeysInvalid: a value is not valid.
+        KeysInvalid: values are not valid.
         RunUnusable: `checkpoint.resume` is not the directory of a run.
     """
     resume = composed.get("checkpoint", {}).get("resume")
@@ -123,14 +127,11 @@ def job_keys(composed: Mapping[str, Any], given: Collection[str]) -> OfflineKeys
         content = copy.deepcopy(earlier)
         for name in given:
             put(content, name, value_of(composed, name))
-        for name, source in _FOLLOWS.items():
+        for name, source in FOLLOWS.items():
             if name not in given and value_of(earlier, name) == value_of(earlier, source):
                 put(content, name, value_of(content, source))
         _require_equal_sizes(earlier, content)
-    try:
-        keys = OfflineKeys.model_validate(content)
-    except ValidationError as error:
-        raise KeysInvalid(f"{problems_of(error)}; conf/offline_grpo.yaml lists all keys") from error
+    keys = checked(content, directory)
     if keys.logging.wandb.run_name:
         os.environ["WANDB_NAME"] = keys.logging.wandb.run_name
     return keys

@@ -1,22 +1,31 @@
-"""Ends an iteration: writes its record, evaluates, and names its checkpoint; also after a kill."""
+"""Ends an iteration: writes its record, evaluates the trainer's weights, and names its checkpoint;
+also after a kill."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 from typing import Any
 
-from grpo_core.evaluation.results import EvalResult
+from grpo_core.evaluation.results import EvalResult, save
 from grpo_core.wire.scored_group import ScoredGroup
+from grpo_env.evaluation import Evaluation, evaluate
+from grpo_env.rollout.engine import RolloutEngine
+from grpo_env.rollout.groups import SamplingPlan
+from grpo_env.settings import EnvServerSettings
+from grpo_runs.offline.data import EvaluationItems
 from grpo_runs.offline.errors import RunUnusable
-from grpo_runs.offline.keys import OfflineKeys
+from grpo_runs.offline.keys import EvalKeys, OfflineKeys
 from grpo_runs.offline.results import Metrics
 from grpo_runs.offline.run_files import RunFiles
-from grpo_runs.offline.sampling import versions_of
+from grpo_runs.offline.sampling import TrainedVersion, require_fresh, versions_of
 from grpo_runs.offline.screen import OfflineScreen
+from grpo_trainer.telemetry.sinks import Recorder
 
+_LARGEST_K = 5
 _MEANS = {
     "loss_pg": "train/loss_policy",
     "loss_kl": "train/loss_kl",
@@ -34,7 +43,7 @@ _MEANS = {
 """Key of the file: metric of the trainer, whose mean over the optimizer steps it is."""
 
 Steps = Sequence[Mapping[str, Any]]
-Evaluate = Callable[[int], list[EvalResult]]
+Evaluate = Callable[[int | str], list[EvalResult]]
 
 
 def iteration_record(
@@ -143,3 +152,73 @@ class IterationEnd:
         keys, done = self.keys, iteration + 1
         is_due = done % keys.eval.interval == 0 or done == keys.train.iterations
         return keys.eval.enabled and is_due
+
+
+def evaluation_of(keys: EvalKeys, environment: EnvServerSettings) -> Evaluation:
+    """How to evaluate."""
+    found = Evaluation.of(environment)
+    reshaping = {"top_p": keys.top_p} if keys.do_sample and keys.top_p < 1 else {}
+    return replace(found, reshaping=reshaping, ks=tuple({1, min(_LARGEST_K, found.samples)}))
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates the trainer's weights, and writes the results.
+
+    Args:
+        runner: runs coroutines
+        engine: samples the answers
+        version: of the trainer's weights
+        chosen: items of each task; none: nothing is evaluated
+        plan: how to sample, but for what `evaluation` says
+        recorder: of the trainer
+        is_frozen: the answers are those of weights that stay as they are
+    """
+
+    runner: asyncio.Runner
+    engine: RolloutEngine
+    version: TrainedVersion
+    chosen: Sequence[EvaluationItems]
+    evaluation: Evaluation
+    plan: SamplingPlan
+    recorder: Recorder
+    files: RunFiles
+    is_frozen: bool
+
+    def evaluate(self, iteration: int | str) -> list[EvalResult]:
+        """Args: iteration: names the file, see `RunFiles.evaluation`
+
+        Raises:
+            StaleServer: answers are of other weights than the trainer's.
+            NothingEvaluated, ServiceUnavailable, ProtocolViolation: see `evaluate`.
+        """
+        step = self.version().step
+        results = [
+            self.runner.run(
+                evaluate(self.engine, one.task, one.items, self.evaluation, self.plan)
+            ).model_copy(update={"step": step})
+            for one in self.chosen
+        ]
+        written: list[Metrics] = []
+        for result in results:
+            if not self.is_frozen:
+                versions = {*(result.versions or ())}
+                require_fresh(versions, self.version.accepted, "answers of the evaluation")
+            save(result, self.files.evaluations)
+            self.recorder.record_evaluation(step, result.flat())
+            written.append(
+                {
+                    **result.metrics,
+                    "task": result.task,
+                    "items": result.item_count,
+                    "replicates": result.samples,
+                    "temperature": result.temperature,
+                    "trained_step": step,
+                }
+            )
+        if written:
+            record = written[0] | {"frozen": self.is_frozen}
+            if len(written) > 1:
+                record |= {"tasks": written}
+            self.files.write_json(self.files.evaluation(iteration), record)
+        return results

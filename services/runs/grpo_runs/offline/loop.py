@@ -4,42 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_env.assembly import TaskSet, open_tasks, open_template, sampling_plan
-from grpo_env.rollout.chat_template import ChatTemplate
-from grpo_env.rollout.engine import RolloutEngine
-from grpo_env.settings import EnvServerSettings
-from grpo_env.tasks.items import ItemStream
-from grpo_runs.offline.backends.choice import Sampling, choose
-from grpo_runs.offline.backends.opening import Engines, open_weights
-from grpo_runs.offline.batches import InProcessQueue, optimizer_batches, with_own_logprobs
-from grpo_runs.offline.evaluating import Evaluator
-from grpo_runs.offline.items import Parts, items_to_evaluate, items_to_train
-from grpo_runs.offline.iteration_end import IterationEnd
+from grpo_env.assembly import open_tasks, open_template, sampling_plan
+from grpo_env.tasks.items import Item, ItemStream
+from grpo_runs.offline.data import (
+    InProcessQueue,
+    Parts,
+    items_to_evaluate,
+    items_to_train,
+    optimizer_batches,
+    with_own_logprobs,
+)
+from grpo_runs.offline.iteration_end import Evaluator, IterationEnd, evaluation_of
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.offline.results import RunResult, draw, lift_lines, result_of
 from grpo_runs.offline.run_files import BEFORE, RunFiles
 from grpo_runs.offline.sampling import (
+    Engines,
     Sampler,
     TrainedVersion,
+    open_weights,
     require_fresh,
     require_own_policy,
     versions_of,
 )
 from grpo_runs.offline.screen import OfflineScreen
+from grpo_runs.offline.servers import Sampling, choose
 from grpo_runs.offline.translate import environment_settings, trainer_command
 from grpo_trainer.learner import Learner
-from grpo_trainer.model.policy import limits_of
+from grpo_trainer.model.policy import CausalLM, limits_of
 from grpo_trainer.ranks.group import Ranks, process_group, settings_of_rank
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import Lead, open_run, train, training_steps
@@ -52,24 +54,21 @@ def run_offline(keys: OfflineKeys, directory: Path, screen: OfflineScreen) -> Ru
     processes, this one is rank 0, and the others call `follow_offline`.
 
     Raises:
+        KeysInvalid: an option is not valid.
         GrpoError: the run cannot go on; what it saved stays.
-        SystemExit: with status 2 and a line on standard error, if an option is not valid.
     """
     files = RunFiles(directory)
     files.write_keys(keys)
     sampling = choose(keys)
     line = trainer_command(keys, sampling, directory)
-    environment = environment_settings(keys, directory)
+    environment = environment_settings(keys)
     with open_tasks(environment) as tasks:
-        template = open_template(environment, tasks)
+        engines = Engines(keys, sampling, environment, tasks, open_template(environment, tasks))
         _introduce(keys, sampling, files, screen)
         with process_group(line) as ranks, asyncio.Runner() as runner:
             settings = settings_of_rank(line.settings(), line)
-            job = OfflineRun(
-                keys, sampling, settings, environment, tasks, template, files, screen, runner
-            )
-            job.run(ranks)
-            return job.finish()
+            OfflineRun(keys, settings, engines, files, screen, runner).run(ranks)
+    return _finish(files, screen)
 
 
 def follow_offline(keys: OfflineKeys, directory: Path) -> None:
@@ -80,8 +79,7 @@ def follow_offline(keys: OfflineKeys, directory: Path) -> None:
     Raises:
         LostRank: another process ended.
     """
-    with tempfile.TemporaryDirectory() as written_to:
-        line = trainer_command(keys, choose(keys), directory, Path(written_to))
+    line = trainer_command(keys, choose(keys), directory)
     with process_group(line) as ranks:
         train(settings_of_rank(line.settings(), line), ranks)
 
@@ -103,6 +101,18 @@ def _introduce(
         )
 
 
+def _finish(files: RunFiles, screen: OfflineScreen) -> RunResult:
+    from grpo_runs.report.page import write_report
+
+    draw(files)
+    report = write_report(files)
+    screen.lines(lift_lines(files))
+    screen.line(f"model:  {files.model}")
+    screen.line(f"curves: {files.plot}")
+    screen.line(f"report: {report}")
+    return result_of(files)
+
+
 @contextlib.contextmanager
 def _entered(runner: asyncio.Runner, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
     stack = contextlib.AsyncExitStack()
@@ -114,46 +124,46 @@ def _entered(runner: asyncio.Runner, manager: AbstractAsyncContextManager[T]) ->
 
 @dataclass(frozen=True)
 class OfflineRun:
-    """The parts of one run. `runner`: runs coroutines"""
+    """Args: runner: runs coroutines"""
 
     keys: OfflineKeys
-    sampling: Sampling
     settings: TrainerSettings
-    environment: EnvServerSettings
-    tasks: TaskSet
-    template: ChatTemplate
+    engines: Engines
     files: RunFiles
     screen: OfflineScreen
     runner: asyncio.Runner
 
     def run(self, ranks: Ranks) -> None:
-        keys, sampling, queue = self.keys, self.sampling, InProcessQueue()
-        to_train = items_to_train(self.tasks, keys)
-        to_evaluate = items_to_evaluate(self.tasks, keys) if keys.eval.enabled else []
+        keys, files, engines, queue = self.keys, self.files, self.engines, InProcessQueue()
+        tasks, sampling, environment = engines.tasks, engines.sampling, engines.environment
+        to_train = items_to_train(tasks, keys)
+        to_evaluate = items_to_evaluate(tasks, keys) if keys.eval.enabled else []
         weights = partial(open_weights, keys, sampling)
         with open_run(self.settings, queue, weights, ranks) as opened:
             if opened is None:
-                IterationEnd(keys, self.files, sampling.is_frozen).close_complete(self.screen)
+                IterationEnd(keys, files, sampling.is_frozen).close_complete(self.screen)
                 return
             learner, lead, position = opened
             assert lead is not None, "call run_offline on rank 0"
             version = TrainedVersion(position, lead.sync.begun_as)
-            engines = Engines(
-                keys, sampling, self.environment, self.tasks, self.template, learner.policy, version
-            )
-            with _entered(self.runner, engines.opened()) as (training, evaluating):
+            with _entered(self.runner, engines.opened(learner.policy, version)) as opened_engines:
+                training, evaluating = opened_engines
+                plan = sampling_plan(environment, tasks)
                 evaluator = Evaluator(
                     self.runner,
                     evaluating,
                     version,
                     to_evaluate,
-                    sampling_plan(self.environment, self.tasks),
+                    evaluation_of(keys.eval, environment),
+                    replace(plan, max_completion_tokens=keys.eval.max_new_tokens),
                     lead.recorder,
-                    keys,
-                    self.files,
+                    files,
                     sampling.is_frozen and keys.eval.backend != "local",
                 )
-                self._iterate(learner, lead, version, queue, training, to_train, evaluator)
+                has_logprobs = sampling.server != "stock_vllm"
+                sampler = Sampler(training, plan, keys.generation.batch_size, has_logprobs)
+                end = IterationEnd(keys, files, sampling.is_frozen, evaluator.evaluate)
+                self._iterate(learner, lead, version, queue, sampler, to_train, end)
 
     def _iterate(
         self,
@@ -161,18 +171,15 @@ class OfflineRun:
         lead: Lead,
         version: TrainedVersion,
         queue: InProcessQueue,
-        engine: RolloutEngine,
+        sampler: Sampler,
         to_train: Parts,
-        evaluator: Evaluator,
+        end: IterationEnd,
     ) -> None:
-        keys, files, is_frozen = self.keys, self.files, self.sampling.is_frozen
+        keys = self.keys
         problems, total = keys.data.problems_per_iteration, keys.train.iterations
-        has_logprobs = self.sampling.server != "stock_vllm"
-        sampler = Sampler(engine, evaluator.plan, keys.generation.batch_size, has_logprobs)
-        end = IterationEnd(keys, files, is_frozen, evaluator.evaluate)
         begun_at = version.position.step // keys.steps_per_iteration
         if begun_at == 0:
-            evaluator.evaluate(BEFORE)
+            end.evaluate(BEFORE)
         else:
             self.screen.line(f"continues after {begun_at} of {total} iterations")
             end.close_again(begun_at - 1)
@@ -184,16 +191,12 @@ class OfflineRun:
             for iteration in range(begun_at, total):
                 started = time.monotonic()
                 items = [stream.next() for _ in range(problems)]
-                groups = files.read_groups(iteration)
+                groups = self.files.read_groups(iteration)
                 if groups is None:
                     lead.sync.recover_server()
-                    if has_logprobs and not is_frozen:
-                        self.runner.run(require_own_policy(engine, learner.policy))
                     spare = ItemStream(to_train, keys.seed + 1 + iteration)
-                    groups = self.runner.run(sampler.groups(items, spare))
-                    if not is_frozen:
-                        require_fresh(versions_of(groups), version.accepted)
-                    files.write_groups(iteration, groups)
+                    groups = self._sampled(sampler, items, spare, learner.policy, version)
+                    self.files.write_groups(iteration, groups)
                 batches = self._batches(learner, lead, groups)
                 queue.put(batches)
                 for _ in batches:
@@ -202,6 +205,23 @@ class OfflineRun:
                 record, results = end.close(iteration, groups)
                 self.screen.iteration(record, total, time.monotonic() - started, results)
                 advance()
+
+    def _sampled(
+        self,
+        sampler: Sampler,
+        items: Sequence[Item],
+        spare: ItemStream,
+        policy: CausalLM,
+        version: TrainedVersion,
+    ) -> list[ScoredGroup]:
+        """Raises `StaleServer`: the rollouts are not the policy's."""
+        is_frozen = self.engines.sampling.is_frozen
+        if sampler.has_logprobs and not is_frozen:
+            self.runner.run(require_own_policy(sampler.engine, policy))
+        groups = self.runner.run(sampler.groups(items, spare))
+        if not is_frozen:
+            require_fresh(versions_of(groups), version.accepted)
+        return groups
 
     def _batches(
         self, learner: Learner, lead: Lead, groups: Sequence[ScoredGroup]
@@ -213,14 +233,3 @@ class OfflineRun:
         if settings.recompute_logprobs and steps > 1:
             groups = with_own_logprobs(groups, learner, lead.batches.collate, limits)
         return optimizer_batches(groups, steps, settings.resolved_objective, limits)
-
-    def finish(self) -> RunResult:
-        from grpo_runs.report.page import write_report
-
-        draw(self.files)
-        report = write_report(self.files)
-        self.screen.lines(lift_lines(self.files))
-        self.screen.line(f"model:  {self.files.model}")
-        self.screen.line(f"curves: {self.files.plot}")
-        self.screen.line(f"report: {report}")
-        return result_of(self.files)

@@ -1,25 +1,43 @@
-"""Samples and grades the rollouts of an iteration, from the trainer's weights alone."""
+"""Opens the engines that sample and what brings new weights to them, and samples the rollouts of an
+iteration from the trainer's weights alone."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 import torch
 
+from grpo_core.security import plain
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.weights import served_weights_directory
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
+from grpo_env.assembly import TaskSet, engine_on, open_engine
+from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine, all_or_none
 from grpo_env.rollout.groups import GroupLost, SampledGroup, SamplingPlan
+from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks.items import Item, ItemStream
 from grpo_runs.offline.errors import RolloutsFail, StaleServer
+from grpo_runs.offline.keys import OfflineKeys
+from grpo_runs.offline.local import LocalGeneration, WeightsInProcess
+from grpo_runs.offline.servers import Sampling, StockVllm
+from grpo_runs.offline.sglang import SglangClient, SglangGeneration, SglangWeights
 from grpo_trainer.checks.served_weights import START_FACTOR
 from grpo_trainer.data.batches import Position
+from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
 from grpo_trainer.model.policy import CausalLM, vocabulary_of
 from grpo_trainer.token_table import mean_distance
+from grpo_trainer.weight_sync.base import WeightSync
+from grpo_trainer.weight_sync.build import open_weight_sync
+from grpo_trainer.weight_sync.files import WeightDirectories
 
 log = structlog.get_logger()
 
@@ -27,6 +45,90 @@ _TRIES = 3
 """An iteration may try this number of times as many groups as it needs."""
 PROMPT_TOKENS, SAMPLED_TOKENS = 16, 8
 """Of `require_own_policy`."""
+
+
+@contextlib.contextmanager
+def open_weights(
+    keys: OfflineKeys, sampling: Sampling, settings: TrainerSettings
+) -> Iterator[WeightSync]:
+    """Opens what brings new weights to where rollouts are sampled."""
+    if sampling.mode in ("local", "frozen"):
+        yield WeightsInProcess(settings, samples=sampling.mode == "local")
+    elif sampling.mode == "sglang":
+        key = plain(settings.vllm_api_key)
+        weights = SglangWeights(
+            server=SglangClient(settings.inference_url, settings.service_deadline_s, api_key=key),
+            weights=TrainedWeights(settings.model, settings.lora),
+            directories=WeightDirectories(served_weights_directory(settings.save_path)),
+            dtype=settings.dtype,
+            device=settings.device,
+            every_steps=keys.steps_per_iteration,
+            last_step=settings.steps,
+        )
+        with contextlib.closing(weights):
+            yield weights
+    else:
+        with open_weight_sync(settings, starts_from_model=True) as sync:
+            yield sync
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Opens the rollout engines of one run."""
+
+    keys: OfflineKeys
+    sampling: Sampling
+    environment: EnvServerSettings
+    tasks: TaskSet
+    template: ChatTemplate
+
+    @contextlib.asynccontextmanager
+    async def opened(
+        self, policy: CausalLM, version: Callable[[], PolicyVersion]
+    ) -> AsyncIterator[tuple[RolloutEngine, RolloutEngine]]:
+        """The engines for training and for evaluation. They are one if both sample from the same
+        server.
+
+        Args:
+            version: of the policy's weights
+        """
+        generation, evaluation = self.keys.generation, self.keys.eval
+        local = partial(LocalGeneration, policy, self.template.tokenizer, version)
+        place = (evaluation.backend, evaluation.base_url)
+        async with self._engine(generation.backend, self.environment, local) as training:
+            if place == (generation.backend, generation.base_url) and place[0] != "local":
+                yield training, training
+                return
+            other = self.environment.model_copy(update={"inference_url": (evaluation.base_url,)})
+            local = partial(local, evaluation.seed_base)
+            async with self._engine(evaluation.backend, other, local) as evaluating:
+                yield training, evaluating
+
+    @contextlib.asynccontextmanager
+    async def _engine(
+        self, backend: str, environment: EnvServerSettings, local: Callable[[], LocalGeneration]
+    ) -> AsyncIterator[RolloutEngine]:
+        """Args:
+        backend: as `generation.backend`
+        environment: names the server
+        """
+        if backend == "vllm_server" and self.sampling.server != "stock_vllm":
+            async with open_engine(environment, self.tasks, self.template) as engine:
+                yield engine
+            return
+        source = nullcontext(local()) if backend == "local" else self._client(backend, environment)
+        async with source as generation:
+            with engine_on(generation, environment, self.template) as engine:
+                yield engine
+
+    def _client(self, backend: str, environment: EnvServerSettings) -> SglangGeneration | StockVllm:
+        """Of a server that is not ours."""
+        url, deadline_s = environment.inference_url[0], environment.request_deadline_s
+        requests = max(self.keys.generation.batch_size, self.keys.eval.batch_size)
+        key = plain(environment.vllm_api_key)
+        if backend == "sglang_server":
+            return SglangGeneration(url, deadline_s, requests, key)
+        return StockVllm(url, self.keys.model.train_id, deadline_s, requests, key)
 
 
 @dataclass

@@ -1,41 +1,94 @@
-"""Translates the keys to the options of `grpo` and `env-server`."""
+"""Builds the settings of the trainer and of the environments from the keys of a run."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
-import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
+from pydantic import ValidationError
 
-from grpo_core.settings import EXIT_USAGE, CommandSettings, load_settings
+from grpo_core.settings import CommandSettings, Given, OptionsInvalid, settings_of
+from grpo_core.settings.options import options_of
+from grpo_core.settings.sources import Keys, Variables
 from grpo_core.tree.objectives import RECIPES
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_env.settings import EnvServerSettings
-from grpo_runs.offline.backends.choice import Sampling
 from grpo_runs.offline.errors import KeysInvalid
-from grpo_runs.offline.key_names import ENVIRONMENT_OPTIONS, GRPO_OPTIONS, line_in_keys
-from grpo_runs.offline.keys import OfflineKeys
+from grpo_runs.offline.key_names import in_keys
+from grpo_runs.offline.keys import KEYS, OfflineKeys, mistakes_of, sets_of
+from grpo_runs.offline.servers import Sampling
 
 S = TypeVar("S", bound=CommandSettings)
 
-GRPO_FILE, ENV_SERVER_FILE = "grpo.yaml", "env-server.yaml"
-"""In the run's directory: the options of the two commands."""
 ROOM_FOR_PROMPTS = 1024
 """Tokens of a sequence besides its completion."""
 SEQ_LEN = 2048
 _MOST_CONCURRENT_GROUPS = 64
 _KL_ESTIMATOR = "k2"
 _PUBLISH_EVERY = {"lora_only": "adapter_sync_interval"}
+_SIZES = "data.problems_per_iteration"
 _OPEN = {"seq_len", "kl_estimator", "recompute_logprobs", "log_level", "wandb_project"}
 """Options that follow from keys, and that the open sections may replace."""
 _NOT_OURS = ("GRPO_", "ENV_SERVER_")
+
+
+def checked(content: Mapping[str, Any], directory: Path) -> OfflineKeys:
+    """The keys of a run, whose server is not asked yet.
+
+    Raises:
+        KeysInvalid: with a line for each mistake in any key.
+    """
+    lines: list[str] = []
+    try:
+        keys = OfflineKeys.model_validate(content)
+    except ValidationError as error:
+        lines += mistakes_of(error)
+        if not all(problem["loc"] for problem in error.errors()):
+            raise KeysInvalid("\n".join(lines)) from error
+        keys = OfflineKeys.model_validate(_without(content, error))
+    mode = "shared_vllm" if keys.sync.mode == "auto" else keys.sync.mode
+    with contextlib.redirect_stderr(io.StringIO()):  # the run itself notes what has no effect
+        lines += option_mistakes(keys, Sampling("ours", mode), directory)
+    if lines:
+        raise KeysInvalid("\n".join(dict.fromkeys(lines)))
+    return keys
+
+
+def option_mistakes(
+    keys: OfflineKeys, sampling: Sampling, directory: Path, *, at_start: bool = True
+) -> list[str]:
+    """A line for each mistake in the options of both commands. Args: as of `trainer_command`"""
+    lines: list[str] = []
+    for check in (
+        lambda: trainer_command(keys, sampling, directory, at_start=at_start),
+        lambda: environment_settings(keys, at_start=at_start),
+    ):
+        try:
+            check()
+        except KeysInvalid as error:
+            lines += str(error).splitlines()
+    return lines
+
+
+def _without(content: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:
+    """The keys that are valid."""
+    kept = copy.deepcopy(dict(content))
+    for problem in error.errors():
+        section: Any = kept
+        for name in problem["loc"]:
+            inner = section.get(name)
+            if not isinstance(inner, dict) or name == problem["loc"][-1]:
+                section.pop(name, None)
+                break
+            section = inner
+    return kept
 
 
 def is_reshaped(keys: OfflineKeys) -> bool:
@@ -45,111 +98,107 @@ def is_reshaped(keys: OfflineKeys) -> bool:
     return (sampling.top_p, sampling.top_k, sampling.repetition_penalty) != (1.0, 0, 1.0)
 
 
-def trainer_command(
-    keys: OfflineKeys,
-    sampling: Sampling,
-    directory: Path,
-    written_to: Path | None = None,
-    *,
-    at_start: bool = True,
-) -> CommandLine:
-    """Options of `grpo`.
-
-    Args:
-        directory: of the run
-        written_to: directory for the file of options, if it is another one
-        at_start: check this machine too
-    Raises:
-        KeysInvalid: an option is not valid.
-    """
-    own = grpo_options(keys, sampling, directory)
-    _require_open("grpo", keys.grpo, own)
-    options = own | keys.grpo
-    file = _written((written_to or directory) / GRPO_FILE, options)
-    return _loaded(CommandLine, ["--config", str(file)], at_start)
-
-
-def environment_settings(
-    keys: OfflineKeys, directory: Path, *, at_start: bool = True
-) -> EnvServerSettings:
-    """Options of `env-server`, as `trainer_settings`."""
-    own = environment_options(keys)
-    _require_open("env_server", keys.env_server, own)
-    file = _written(directory / ENV_SERVER_FILE, own | keys.env_server)
-    words = [keys.data.task, "serve", "--config", str(file)]
-    return _loaded(EnvServerSettings, words, at_start)
-
-
-def _loaded(kind: type[S], words: Sequence[str], at_start: bool) -> S:
-    """Raises `KeysInvalid` with the mistakes, which name the keys that the user gives."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            settings = load_settings(kind, words, _environment(), at_start=at_start)
-    except SystemExit as error:
-        if error.code != EXIT_USAGE:
-            raise
-        lines = dict.fromkeys(map(line_in_keys, said.getvalue().splitlines()))
-        raise KeysInvalid("\n".join(lines)) from None
-    sys.stderr.write(said.getvalue())
-    return settings
-
-
 def seq_len(keys: OfflineKeys) -> int:
     """Longest sequence, in tokens."""
     return max(SEQ_LEN, keys.generation.max_new_tokens + ROOM_FOR_PROMPTS)
 
 
-def grpo_options(keys: OfflineKeys, sampling: Sampling, directory: Path) -> dict[str, Any]:
-    train, steps = keys.train, keys.steps_per_iteration
-    mode = sampling.trainer_mode
-    options: dict[str, Any] = _values(keys, GRPO_OPTIONS) | {
-        "mode": mode,
-        "dtype": _dtype(keys, sampling),
-        "steps": train.iterations * steps,
-        "seq_len": seq_len(keys),
-        "save_path": str(directory),
-        "metrics_file": str(directory / "metrics.jsonl"),
-        "checkpoint_interval": keys.checkpoint.save_interval * steps,
-        "state_interval": steps,
+def trainer_command(
+    keys: OfflineKeys, sampling: Sampling, directory: Path, *, at_start: bool = True
+) -> CommandLine:
+    """Options of `grpo`.
+
+    Args:
+        directory: of the run
+        at_start: check this machine too
+    Raises:
+        KeysInvalid: options are not valid, with a line for each.
+    """
+    train, steps, mode = keys.train, keys.steps_per_iteration, sampling.trainer_mode
+    own = _same("grpo", keys) | {
+        "mode": Given(mode, "sync.mode"),
+        "dtype": Given(_dtype(keys, sampling), "model.dtype"),
+        "steps": Given(train.iterations * steps, "train.iterations"),
+        "seq_len": Given(seq_len(keys), "generation.max_new_tokens"),
+        "save_path": Given(directory, "hydra.run.dir"),
+        "metrics_file": Given(directory / "metrics.jsonl", "hydra.run.dir"),
+        "checkpoint_interval": Given(
+            keys.checkpoint.save_interval * steps, "checkpoint.save_interval"
+        ),
+        "state_interval": Given(steps, _SIZES),
     }
     if train.kl_coef and _is_free("kl_estimator", keys) and not _kl_is_in_weights(keys):
-        options["kl_estimator"] = _KL_ESTIMATOR
+        own["kl_estimator"] = Given(_KL_ESTIMATOR, "train.kl_coef")
     if train.kl_coef and keys.model.ref_id != keys.model.train_id:
-        options["reference_model"] = keys.model.ref_id
+        own["reference_model"] = Given(keys.model.ref_id, "model.ref_id")
     if is_reshaped(keys) or sampling.server == "stock_vllm":
-        options["recompute_logprobs"] = True
+        own["recompute_logprobs"] = Given(True, "generation.top_p")
     if keys.logging.wandb.project:
-        options["wandb_project"] = keys.logging.wandb.project
-    if mode == "shared_vllm":
-        options["verify_every_steps"] = steps
-    else:
-        options[_PUBLISH_EVERY.get(mode, "vllm_restart_interval")] = steps
-    return options
+        own["wandb_project"] = Given(keys.logging.wandb.project, "logging.wandb.project")
+    every = _PUBLISH_EVERY.get(mode, "vllm_restart_interval")
+    own["verify_every_steps" if mode == "shared_vllm" else every] = Given(steps, _SIZES)
+    return _settings(CommandLine, "grpo", own, keys.grpo, at_start)
 
 
-def environment_options(keys: OfflineKeys) -> dict[str, Any]:
-    evaluation = keys.eval
-    return _values(keys, ENVIRONMENT_OPTIONS) | {
-        "seq_len": seq_len(keys),
-        "max_concurrent_groups": min(keys.generation.batch_size, _MOST_CONCURRENT_GROUPS),
-        "drop_equal_scores": False,
-        "eval_temperature": evaluation.temperature if evaluation.do_sample else 0.0,
+def environment_settings(keys: OfflineKeys, *, at_start: bool = True) -> EnvServerSettings:
+    """Options of `env-server`, as `trainer_command`."""
+    evaluation, requests = keys.eval, keys.generation.batch_size
+    own = _same("env_server", keys) | {
+        "seq_len": Given(seq_len(keys), "generation.max_new_tokens"),
+        "max_concurrent_groups": Given(
+            min(requests, _MOST_CONCURRENT_GROUPS), "generation.batch_size"
+        ),
+        "drop_equal_scores": Given(False, "data.rollouts_per_problem"),
+        "eval_temperature": Given(
+            evaluation.temperature if evaluation.do_sample else 0.0, "eval.temperature"
+        ),
+    }
+    return _settings(EnvServerSettings, "env_server", own, keys.env_server, at_start)
+
+
+def _same(section: str, keys: OfflineKeys) -> dict[str, Given]:
+    """The options that get the value of a key."""
+    return {
+        option.partition(".")[2]: Given(attrgetter(path)(keys), path)
+        for path, field in KEYS.items()
+        for option in sets_of(field).same
+        if option.startswith(f"{section}.")
     }
 
 
-def _values(keys: OfflineKeys, options: Mapping[str, str]) -> dict[str, Any]:
-    return {option: attrgetter(key)(keys) for option, key in options.items()}
-
-
-def _require_open(section: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raises `KeysInvalid`: an option is given that follows from other keys."""
-    names = {name.replace("-", "_") for name in given}
-    if taken := sorted(names & own.keys() - _OPEN):
-        raise KeysInvalid(
-            f"{', '.join(f'{section}.{name}' for name in taken)}: another key decides this option "
-            "(train.*, generation.*, eval.*, data.*, checkpoint.*, model.*); set that key"
-        )
+def _settings(
+    kind: type[S],
+    section: str,
+    own: Mapping[str, Given],
+    opened: Mapping[str, Any],
+    at_start: bool,
+) -> S:
+    """Args:
+    own: options that other keys decide
+    opened: options that the section gives
+    """
+    given = Keys(kind)
+    for name, value in opened.items():
+        given.read(name, value, f"{section}.{name}")
+    taken = given.values.keys() & own.keys() - _OPEN
+    problems = [
+        *given.problems,
+        *(
+            f"{given.values[one].name}: {own[one].name} decides this option; set that key"
+            for one in taken
+        ),
+    ]
+    if given.without_effect:
+        ignored = ", ".join(f"{section}.{name}" for name in given.without_effect)
+        sys.stderr.write(f"ignored these keys, which have no effect: {ignored}\n")
+    of_others = _environment()
+    variables = Variables(kind.command, options_of(kind), of_others, own)
+    values = {**variables.values, **own, **given.values}
+    try:
+        return settings_of(kind, values, of_others, at_start, problems)
+    except OptionsInvalid as error:
+        lines = [in_keys(line, section) for line in error.lines]
+        raise KeysInvalid("\n".join(dict.fromkeys(lines))) from None
 
 
 def _dtype(keys: OfflineKeys, sampling: Sampling) -> str:
@@ -176,16 +225,6 @@ def _is_free(option: str, keys: OfflineKeys) -> bool:
 
 def _kl_is_in_weights(keys: OfflineKeys) -> bool:
     return (keys.grpo.get("kl_in") or _recipe(keys).get("kl_in")) == "weights"
-
-
-def _written(path: Path, options: Mapping[str, Any]) -> Path:
-    """A configuration file of these options. Sections become the text that an option takes."""
-    plain = {
-        name.replace("_", "-"): json.dumps(value) if isinstance(value, Mapping) else value
-        for name, value in options.items()
-    }
-    path.write_text(yaml.safe_dump(plain, sort_keys=False))
-    return path
 
 
 def _environment() -> dict[str, str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,12 @@ from typing import Literal, cast
 from grpo_core.errors import GrpoError
 from grpo_core.tree.weights import ModeName, served_weights_directory
 from grpo_core.weights.directory_checks import LORA_RANKS
-from grpo_runs.offline.backends.choice import Sampling
 from grpo_runs.offline.command_line import EXIT_USAGE, end
-from grpo_runs.offline.errors import KeysInvalid, RecipeInvalid
+from grpo_runs.offline.errors import RecipeInvalid
 from grpo_runs.offline.key_names import in_recipe
 from grpo_runs.offline.keys import OfflineKeys
-from grpo_runs.offline.translate import environment_settings, trainer_command
+from grpo_runs.offline.servers import Sampling
+from grpo_runs.offline.translate import option_mistakes
 from grpo_runs.recipe.keys import Script, TrainingRecipe, read_recipe
 from grpo_runs.recipe.translation import (
     LORA_MODES,
@@ -97,16 +96,7 @@ def server_plan(recipe: TrainingRecipe, environment: Mapping[str, str]) -> Serve
 def _check_options(recipe: TrainingRecipe, keys: OfflineKeys, mode: str) -> None:
     """A mistake ends the process, as it would end the training once the server runs."""
     sampling = Sampling("ours", cast(ModeName, mode))
-    mistakes = []
-    with tempfile.TemporaryDirectory() as directory:
-        for check in (
-            lambda path: trainer_command(keys, sampling, path, at_start=False),
-            lambda path: environment_settings(keys, path, at_start=False),
-        ):
-            try:
-                check(Path(directory))
-            except KeysInvalid as error:
-                mistakes.append(str(error))
+    mistakes = option_mistakes(keys, sampling, Path(), at_start=False)
     if mistakes:
         raise RecipeInvalid(in_recipe("\n".join(mistakes), names_of(recipe)))
 

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
+from grpo_core.settings.options import Option
 from grpo_runs.offline import __main__ as command
 from grpo_runs.offline import loop, sweep
-from grpo_runs.offline.backends.choice import Sampling
 from grpo_runs.offline.command_line import job_keys, words_for_hydra
 from grpo_runs.offline.errors import KeysInvalid, RolloutsFail, RunUnusable
-from grpo_runs.offline.key_names import KEY_OF_OPTION, in_keys, in_recipe, line_in_keys
-from grpo_runs.offline.keys import CONFIG_FILE, OfflineKeys, value_of
+from grpo_runs.offline.key_names import KEY_OF_OPTION, in_keys, in_recipe
+from grpo_runs.offline.keys import CONFIG_FILE, KEYS, SECTIONS, OfflineKeys, sets_of
 from grpo_runs.offline.results import RunResult
 from grpo_runs.offline.run_files import RunFiles
+from grpo_runs.offline.servers import Sampling
 from grpo_runs.offline.translate import environment_settings
 from grpo_runs.recipe.translation import names_of
 
@@ -46,7 +47,7 @@ def test_words(words: list[str], expected: list[str]) -> None:
 
 def test_a_run_goes_on_in_its_directory_whatever_its_name(tmp_path: Path) -> None:
     directory = tmp_path / "lr=1, it's (new)"
-    RunFiles(directory).write_keys(OfflineKeys())
+    RunFiles(directory).write_keys(OfflineKeys.model_validate({}))
     quoted = "'" + str(directory).replace("'", "\\'") + "'"
     words = words_for_hydra([f"checkpoint.resume={directory}", "train.iterations=20"])
     assert words == [
@@ -64,6 +65,12 @@ def test_a_run_goes_on_in_its_directory_whatever_its_name(tmp_path: Path) -> Non
     [
         ("checkpoint.resume=typo", RunUnusable, "name the directory of a run"),
         ("~train.lr", KeysInvalid, "write KEY=VALUE"),
+        (
+            "weight_decay=1",
+            KeysInvalid,
+            r"^weight_decay: no such key; conf/offline_grpo.yaml lists all keys$",
+        ),
+        ("+train.bath_size=1", KeysInvalid, r"^\+train.bath_size: .* mean train.batch_size\?$"),
         ("train.lr=[5e-6,1e-5]", KeysInvalid, r"add -m: .* -m train.lr='\[5e-6,1e-5\]'"),
     ],
 )
@@ -81,7 +88,7 @@ def resumed(directory: Path, earlier: dict[str, Any], **given: Any) -> OfflineKe
     RunFiles(directory).write_keys(OfflineKeys.model_validate(earlier))
     composed = OfflineKeys.model_validate(given | {"checkpoint": {"resume": str(directory)}})
     names = [f"{section}.{name}" for section, keys in given.items() for name in keys]
-    return job_keys(composed.model_dump(), names)
+    return job_keys(composed.model_dump(), names, directory)
 
 
 @pytest.mark.parametrize("name", ["train.batch_size", "data.rollouts_per_problem"])
@@ -100,9 +107,9 @@ def test_a_run_goes_on_with_its_keys_but_for_those_that_are_given(tmp_path: Path
     assert keys.eval.base_url == keys.generation.base_url == "http://h:2"
 
 
-def test_the_name_of_a_run_reaches_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_run_reaches_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_NAME", "before")
-    job_keys({"logging": {"wandb": {"run_name": "mine"}}}, [])
+    job_keys({"logging": {"wandb": {"run_name": "mine"}}}, [], tmp_path)
     assert os.environ["WANDB_NAME"] == "mine"
 
 
@@ -127,32 +134,59 @@ def test_options_become_keys(said: str, in_hydra: str, in_a_recipe: str | None) 
     assert in_recipe(said, names_of()) == (in_a_recipe or in_hydra)
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("grpo: runs/x/grpo.yaml: lr: expected a number", "train.lr: expected a number"),
-        ("env-server: x/env-server.yaml: seq-len: expected", "env_server.seq_len: expected"),
-        ("env-server: x/env-server.yaml: bogus: no such", "env_server.bogus: no such"),
-        ("grpo: --steps excludes --config", "grpo: train.iterations excludes --config"),
-    ],
-)
-def test_a_line_about_the_files_of_a_run_names_the_key(line: str, expected: str) -> None:
-    assert line_in_keys(line) == expected
+def test_a_key_has_the_type_of_the_option_that_it_sets() -> None:
+    for path, field in KEYS.items():
+        for option in sets_of(field).same:
+            section, _, name = option.partition(".")
+            of = Option(name, SECTIONS[section].model_fields[name])
+            assert Option(path, field).kind == of.kind, path
+    for option in KEY_OF_OPTION:
+        section, _, name = option.partition(".")
+        assert name in SECTIONS[section].model_fields
 
 
-def test_every_key_exists() -> None:
-    content = OfflineKeys(model={"train_id": "m"}, data={"task": "gsm8k"}).model_dump()
-    for key in KEY_OF_OPTION.values():
-        if not key.startswith("hydra."):
-            value_of(content, key)
+def test_all_mistakes_are_named_at_once_under_the_keys_that_the_user_gives(tmp_path: Path) -> None:
+    content = {
+        "train": {"lr": -1, "no_such": 1},
+        "generation": {"backend": "vlm_server", "max_new_tokens": 100},
+        "grpo": {"learning_rate": 1, "clip_eps": 3, "training_steps": 5},
+        "env_server": {"held_out": 2, "seq_len": 50},
+    }
+    with pytest.raises(KeysInvalid) as mistakes:
+        job_keys(content, [], tmp_path)
+    assert str(mistakes.value).splitlines() == [
+        "generation.backend: expected one of vllm_server, sglang_server, local; got 'vlm_server', "
+        "did you mean vllm_server?",
+        "train.lr: expected a number, greater than 0; got '-1'",
+        "train.no_such: no such key; conf/offline_grpo.yaml lists all keys",
+        "grpo.learning_rate: no such option; write train.lr",
+        "grpo.training_steps: train.iterations decides this option; set that key",
+        "grpo.clip_eps: expected a number, greater than 0 and less than 1; got '3'",
+        "env_server.held_out: expected a number, at least 0 and less than 1; got '2'",
+    ]
+    with pytest.raises(KeysInvalid) as mistakes:
+        job_keys({"model": {"train_id": "/no/such"}, "env_server": {"seq_len": 100}}, [], tmp_path)
+    assert str(mistakes.value).splitlines() == [
+        "model.train_id: no such directory: /no/such; name a directory or an id on the hub",
+        "generation.max_new_tokens: a prompt and 256 completion tokens exceed env_server.seq_len "
+        "100; lower generation.max_new_tokens or raise env_server.seq_len",
+    ]
 
 
-def test_a_mistake_of_the_environment_names_its_key(tmp_path: Path) -> None:
-    keys = OfflineKeys.model_validate(
-        {"model": {"train_id": "m"}, "data": {"task": "gsm8k"}, "env_server": {"held_out": 2}}
-    )
-    with pytest.raises(KeysInvalid, match=r"^env_server\.held_out: expected .*; got '2'$"):
-        environment_settings(keys, tmp_path)
+def test_a_section_is_no_value_and_one_item_is_a_list(tmp_path: Path) -> None:
+    with pytest.raises(KeysInvalid, match=r"^train: expected keys below it; got 3$"):
+        job_keys({"train": 3}, [], tmp_path)
+    assert job_keys({"eval": {"ids": 7}}, [], tmp_path).eval.ids == (7,)
+
+
+def test_sections_of_an_option_are_its_value_and_keys_without_effect_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    task = {"task_args": {"level": 2}, "reward_weights": {"length": 0.5}, "testing": True}
+    settings = environment_settings(OfflineKeys.model_validate({"env_server": task}))
+    assert (settings.task_args, settings.reward_weights) == ({"level": 2}, {"length": 0.5})
+    said = capsys.readouterr().err
+    assert said == "ignored these keys, which have no effect: env_server.testing\n"
 
 
 real_run = loop.run_offline

@@ -15,12 +15,13 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from docs.generate.offline_keys import OPTION, descriptions
 from grpo_env.assembly import open_tasks, sampling_plan
 from grpo_env.tasks.items import ItemStream
-from grpo_runs.offline.backends.choice import Sampling
-from grpo_runs.offline.evaluating import evaluation_of
-from grpo_runs.offline.items import items_to_evaluate, items_to_train
-from grpo_runs.offline.keys import CONFIG_FILE, OfflineKeys, config_text, put
+from grpo_runs.offline.data import items_to_evaluate, items_to_train
+from grpo_runs.offline.iteration_end import evaluation_of
+from grpo_runs.offline.keys import CONFIG_FILE, KEYS, OfflineKeys, leaves, put, sets_of
+from grpo_runs.offline.servers import Sampling
 from grpo_runs.offline.translate import environment_settings, trainer_command
 from grpo_runs.recipe.keys import TABLE, GRPOConfig, ModelConfig, ScriptArguments
 from tests.unit.runs.offline.conftest import MakeKeys
@@ -43,14 +44,12 @@ sync: {mode: auto}
 """
 
 
-def leaves(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in content.items():
-        if isinstance(value, dict):
-            found |= leaves(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = [*value] if isinstance(value, tuple) else value
-    return found
+def paths(content: dict[str, Any]) -> dict[str, Any]:
+    return {path: [*v] if isinstance(v, tuple) else v for path, v in leaves(content)}
+
+
+def defaults() -> OfflineKeys:
+    return OfflineKeys.model_validate({})
 
 
 def composed(*overrides: str) -> dict[str, Any]:
@@ -61,36 +60,38 @@ def composed(*overrides: str) -> dict[str, Any]:
 
 
 def test_every_key_of_the_guide_has_its_default() -> None:
-    expected, keys = leaves(yaml.safe_load(GUIDE)), leaves(OfflineKeys().model_dump())
+    expected, keys = paths(yaml.safe_load(GUIDE)), paths(defaults().model_dump())
     assert {name: keys[name] for name in expected} == expected
 
 
-def test_the_configuration_file_is_that_of_the_keys() -> None:
-    assert CONFIG_FILE.read_text() == config_text()  # python -m grpo_runs.offline.keys
-    assert OfflineKeys.model_validate(composed()) == OfflineKeys()
+def test_the_file_that_hydra_composes_has_every_key_and_says_which_option_it_is() -> None:
+    assert OfflineKeys.model_validate(composed()) == defaults()
+    said = descriptions()
+    assert said.keys() >= KEYS.keys()
+    for path, text in said.items():
+        if found := OPTION.fullmatch(text):
+            section = found["command"].replace("-", "_")
+            assert sets_of(KEYS[path]).same[0] == f"{section}.{found['name'].replace('-', '_')}"
 
 
 def test_the_evaluation_follows_the_rollouts_unless_it_is_told_otherwise() -> None:
     found = composed("generation.base_url=http://h:1", "generation.backend=local")["eval"]
     assert (found["base_url"], found["backend"]) == ("http://h:1", "local")
     assert composed("model.train_id=m")["model"]["ref_id"] == "m"
-
-
-def test_an_unknown_key_is_refused() -> None:
-    with pytest.raises(ValueError, match="no_such_key"):
-        OfflineKeys.model_validate({"train": {"no_such_key": 1}})
+    keys = OfflineKeys.model_validate({"generation": {"base_url": "http://h:1"}})
+    assert keys.eval.base_url == "http://h:1"
 
 
 def effects(keys: OfflineKeys, directory: Path) -> SimpleNamespace:
     """What the loop reads of a run's keys."""
-    env = environment_settings(keys, directory)
+    env = environment_settings(keys)
     with open_tasks(env) as tasks:
         stream = ItemStream(items_to_train(tasks, keys), keys.seed)
         return SimpleNamespace(
             grpo=trainer_command(keys, Sampling("local", "local"), directory).settings(),
             env=env,
             plan=sampling_plan(env, tasks),
-            evaluation=evaluation_of(keys.eval, keys.seed),
+            evaluation=evaluation_of(keys.eval, env),
             trained=[stream.next().key for _ in range(100)],
             evaluated=[item.key for one in items_to_evaluate(tasks, keys) for item in one.items],
         )
@@ -155,8 +156,7 @@ SEEN_ELSEWHERE = {
 
 
 def test_every_key_has_a_row() -> None:
-    sections = {"grpo", "env_server"}
-    assert {*leaves(OfflineKeys().model_dump())} | sections == {*EFFECTS} | {*SEEN_ELSEWHERE}
+    assert {*KEYS} == {*EFFECTS} | {*SEEN_ELSEWHERE}
 
 
 @pytest.mark.parametrize("name", [*EFFECTS])

@@ -16,17 +16,18 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from grpo_env.evaluation import evaluate
 from grpo_env.inference.pool import NoGenerateRoute
-from grpo_runs.offline import evaluating, iteration_end
-from grpo_runs.offline.backends.choice import Sampling
-from grpo_runs.offline.backends.opening import open_weights
-from grpo_runs.offline.batches import InProcessQueue, optimizer_batches
+from grpo_runs.offline import iteration_end
+from grpo_runs.offline.data import InProcessQueue, optimizer_batches
 from grpo_runs.offline.errors import RolloutsFail, StaleServer
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.offline.loop import run_offline
 from grpo_runs.offline.results import evaluations, result_of, train_records
 from grpo_runs.offline.run_files import RunFiles
+from grpo_runs.offline.sampling import open_weights
 from grpo_runs.offline.screen import OfflineScreen
+from grpo_runs.offline.servers import Sampling
 from grpo_runs.offline.translate import trainer_command
 from grpo_runs.recipe.main import main
 from grpo_trainer.learner import Learner
@@ -99,7 +100,7 @@ def test_a_run_leaves_the_files_that_the_guide_names(whole: RunFiles) -> None:
         (Learner, "gradients", 3, 1),  # between the two optimizer steps of the second iteration
         # Between its checkpoint and its record, and between its record and its evaluation.
         pytest.param(iteration_end, "iteration_record", 1, 1, marks=pytest.mark.full),
-        pytest.param(evaluating, "evaluate_all", 1, 2, marks=pytest.mark.full),
+        pytest.param(iteration_end, "evaluate", 1, 2, marks=pytest.mark.full),
     ],
 )
 def test_a_killed_run_goes_on_to_equal_files(
@@ -227,13 +228,12 @@ def test_an_evaluation_on_a_server_that_gets_no_weights_is_caught(
     make_keys: MakeKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of eval.base_url that names another server: it samples from other weights."""
-    evaluate_all = evaluating.evaluate_all
 
     async def of_another_server(*arguments: Any) -> Any:
-        results = await evaluate_all(*arguments)
-        return [one.model_copy(update={"versions": ((0, 0), (0, 0))}) for one in results]
+        result = await evaluate(*arguments)
+        return result.model_copy(update={"versions": ((0, 0), (0, 0))})
 
-    monkeypatch.setattr(evaluating, "evaluate_all", of_another_server)
+    monkeypatch.setattr(iteration_end, "evaluate", of_another_server)
     with pytest.raises(StaleServer, match=r"eval\.base_url is a server that gets no new weights"):
         run(make_keys(train={"iterations": 1}), tmp_path)
 

@@ -20,14 +20,13 @@ from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.items import Item, ItemStream
-from grpo_runs.offline.backends import local
-from grpo_runs.offline.backends.choice import Sampling, choose
-from grpo_runs.offline.backends.local import LocalGeneration
-from grpo_runs.offline.backends.opening import StockVllm
-from grpo_runs.offline.batches import optimizer_batches
+from grpo_runs.offline import local
+from grpo_runs.offline.data import optimizer_batches
 from grpo_runs.offline.errors import KeysInvalid, RolloutsFail, ServerUnsuitable, StaleServer
 from grpo_runs.offline.keys import OfflineKeys
+from grpo_runs.offline.local import LocalGeneration
 from grpo_runs.offline.sampling import Sampler, require_fresh, require_own_policy, versions_of
+from grpo_runs.offline.servers import Sampling, StockVllm, choose
 from grpo_trainer.advantages import group_advantages
 from grpo_trainer.data.groups import GroupLimits, usable_group
 from grpo_trainer.model.forward import _probe_batch, build_forward_pass

@@ -21,9 +21,14 @@ from grpo_core.clients.inference import Completion
 from grpo_core.errors import ProtocolViolation, RequestRefused
 from grpo_core.tree.weights import LoraOptions
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_runs.offline.backends.sglang import UNTRAINED, ServerInfo, SglangClient, SglangGeneration
-from grpo_runs.offline.backends.sglang_weights import SglangWeights
 from grpo_runs.offline.errors import ServerUnsuitable
+from grpo_runs.offline.sglang import (
+    UNTRAINED,
+    ServerInfo,
+    SglangClient,
+    SglangGeneration,
+    SglangWeights,
+)
 from grpo_trainer.errors import PolicyMismatch, ServedWeightsDiffer, WeightsRefused
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer

@@ -17,7 +17,7 @@ from grpo_core.errors import LeasesFull
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.run_api import RunStatus
-from grpo_runs.offline.backends.local import WeightsInProcess
+from grpo_runs.offline.local import WeightsInProcess
 from grpo_trainer.ranks.group import ALONE, Ranks
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, training_steps

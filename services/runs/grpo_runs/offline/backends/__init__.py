@@ -1,1 +1,0 @@
-"""Where rollouts are sampled, and how new weights get there."""
