@@ -7,20 +7,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Field, SecretStr, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from grpo_core.security import usable_token
 from grpo_core.settings import (
     Command,
     CommandSettings,
     CommaSeparated,
-    HttpUrl,
     InferenceUrl,
-    LogLevel,
     Mistake,
     Shown,
 )
 from grpo_core.settings.machine import missing_data, missing_directory, not_writable
+from grpo_core.tree.common import ClientOptions
 from grpo_core.tree.environment_values import (
     ALIASES,
     MIXTURE,
@@ -44,7 +42,7 @@ def _upper(value: Any) -> Any:
     return value.upper() if isinstance(value, str) else value
 
 
-class EnvironmentOptions(CommandSettings):
+class EnvironmentOptions(CommandSettings, ClientOptions):
     """Environment: samples groups for a task, grades them and submits them to run-api.
 
     TASK is arithmetic, gsm8k, math or mixture; a function or a class in a file (my.py:reward) or in
@@ -138,8 +136,6 @@ class EnvironmentOptions(CommandSettings):
         min_length=1, description="Name of the task, or its file or module, as described above"
     )
     action: Action = Field("serve", description="What to do with the task, as described above")
-    run_api_url: HttpUrl = Field("http://localhost:8000", description="URL of run-api")
-    run_api_token: SecretStr | None = Field(None, description="Access token that run-api requires")
     group_size: int = Field(8, ge=1, description="Number of completions sampled for each prompt")
     seq_len: int = Field(
         2048,
@@ -379,9 +375,6 @@ class EnvironmentOptions(CommandSettings):
         description="Model that the inference server serves: a directory or an id on the "
         "Hugging Face hub",
     )
-    vllm_api_key: SecretStr | None = Field(
-        None, description="API key that the inference server requires"
-    )
     server_type: Literal["vllm"] = Field(
         "vllm",
         description="Type of the inference server. Only vllm returns the logprobs that training "
@@ -395,11 +388,6 @@ class EnvironmentOptions(CommandSettings):
     start_deadline_s: float = Field(
         1800.0, gt=0.0, description="Seconds to wait for an inference server to become healthy"
     )
-    log_level: LogLevel = Field(
-        "INFO", description="Least severe level of the messages that are logged"
-    )
-
-    _usable_token = field_validator("run_api_token", "vllm_api_key")(usable_token)
 
     @field_validator("inference_url")
     @classmethod

@@ -10,8 +10,9 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from grpo_core.redis.keys import run_id_or_default
 from grpo_core.redis.url import LOCAL_REDIS, RedisUrl, local_redis
 from grpo_core.security import usable_token
-from grpo_core.settings import Command, CommandSettings, LogLevel, Mistake, Shown
+from grpo_core.settings import Command, CommandSettings, Mistake, Shown
 from grpo_core.settings.machine import cannot_listen
+from grpo_core.tree.common import ListenOptions
 
 _FOUR_GIB = 4 * 1024**3
 _DISK_SHARE = 6
@@ -19,7 +20,7 @@ _DISK_SHARE = 6
 twice its content before it is written anew, beside the old one."""
 
 
-class RunApiSettings(CommandSettings):
+class RunApiSettings(CommandSettings, ListenOptions):
     """Trajectory server: queues scored groups from environments and hands out batches to the
     trainer. All state is in Redis, so run-api can be restarted at any time."""
 
@@ -135,15 +136,6 @@ class RunApiSettings(CommandSettings):
         None,
         description="Access token that clients must send as Authorization: Bearer <access token>. "
         "Without an access token, anyone who can reach the port can send requests",
-    )
-    allowed_hosts: Annotated[str, Shown(metavar="NAMES")] = Field(
-        "",
-        description="Additional names that a request may contain in its Host header, separated by "
-        "commas. Always allowed are IP addresses, this machine's names, names without a dot, and "
-        "names that end in .internal, .local, .localhost or .svc",
-    )
-    log_level: LogLevel = Field(
-        "INFO", description="Least severe level of the messages that are logged"
     )
 
     _usable_token = field_validator("token")(usable_token)

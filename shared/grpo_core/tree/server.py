@@ -24,12 +24,12 @@ from grpo_core.settings import (
     Command,
     CommandSettings,
     Given,
-    LogLevel,
     Mistake,
     Shown,
     load_settings,
 )
 from grpo_core.settings.machine import cannot_listen, missing_model, state_directory
+from grpo_core.tree.common import ListenOptions
 from grpo_core.weights.bridge_config import FILE_NAME
 from grpo_core.weights.directory_checks import LORA_RANKS, SERVED_WEIGHTS
 
@@ -43,7 +43,7 @@ HEALTH_PORT_ABOVE = 1000
 LAST_PORT = 65535
 
 
-class ServerSettings(CommandSettings):
+class ServerSettings(CommandSettings, ListenOptions):
     """Inference server: vLLM whose weights a trainer updates in memory, by adapters or by restarts.
 
     Options that are not listed here are passed to vLLM, for example --dtype, --max-model-len,
@@ -204,12 +204,6 @@ class ServerSettings(CommandSettings):
         description="API key that clients must send as Authorization: Bearer <key>. Without an API "
         "key, anyone who can reach the server's ports can send requests",
     )
-    allowed_hosts: Annotated[str, Shown(metavar="NAMES")] = Field(
-        "",
-        description="Additional names that a request may contain in its Host header, separated by "
-        "commas. Always allowed are IP addresses, this machine's names, names without a dot, and "
-        "names that end in .internal, .local, .localhost or .svc",
-    )
     drain_s: float = Field(
         60.0,
         ge=0,
@@ -234,9 +228,6 @@ class ServerSettings(CommandSettings):
         "",
         validate_default=True,
         description="Name of the run, which is also the name of the run's data in Redis",
-    )
-    log_level: LogLevel = Field(
-        "INFO", description="Least severe level of the messages that are logged"
     )
     engine_arguments: tuple[str, ...] = ()
 

@@ -7,11 +7,11 @@ import string
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from grpo_core.redis.url import LOCAL_REDIS, RedisUrl, local_redis
-from grpo_core.security import usable_token
-from grpo_core.settings import HttpUrl, InferenceUrl, LogLevel, Shown
+from grpo_core.settings import InferenceUrl, Shown
+from grpo_core.tree.common import ClientOptions
 from grpo_core.tree.objective import ObjectiveOptions
 from grpo_core.tree.optim import OptimizerOptions
 from grpo_core.tree.weights import (
@@ -60,7 +60,7 @@ class ForwardOptions(BaseModel):
     )
 
 
-class RunOptions(ForwardOptions, ObjectiveOptions, OptimizerOptions):
+class RunOptions(ForwardOptions, ObjectiveOptions, OptimizerOptions, ClientOptions):
     """Options that every mode reads."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -126,11 +126,6 @@ class RunOptions(ForwardOptions, ObjectiveOptions, OptimizerOptions):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="Device to train on: cpu, cuda or cuda:N. auto: in mode shared_vllm the "
         "device of the served weights, otherwise a GPU if there is one",
-    )
-    run_api_url: HttpUrl = Field("http://localhost:8000", description="URL of run-api")
-    run_api_token: SecretStr | None = Field(None, description="Access token that run-api requires")
-    vllm_api_key: SecretStr | None = Field(
-        None, description="API key that the inference server requires"
     )
     inference_url: InferenceUrl = Field(
         "http://127.0.0.1:9001", description="URL of the inference server"
@@ -226,11 +221,6 @@ class RunOptions(ForwardOptions, ObjectiveOptions, OptimizerOptions):
     wandb_key_file: Annotated[
         Path | None, Shown(default="$WANDB_API_KEY, or the login of `wandb login`")
     ] = Field(None, description="File with the API key of Weights & Biases")
-    log_level: LogLevel = Field(
-        "INFO", description="Least severe level of the messages that are logged"
-    )
-
-    _usable_token = field_validator("run_api_token", "vllm_api_key")(usable_token)
 
     @field_validator("wandb_group")
     @classmethod
