@@ -36,7 +36,7 @@ from grpo_runs.models import (
     without_adapter,
 )
 from grpo_runs.run_directory import RunDirectory, options_in
-from grpo_runs.settings.run import GPU_CONTROL, each_once
+from grpo_runs.settings.run import ServerHere, each_once
 
 _PASSED_ON = "server_options"
 SAMPLES: int = EnvironmentOptions.model_fields["eval_samples"].default
@@ -55,7 +55,7 @@ def all_cores() -> int:
     return os.cpu_count() or 1
 
 
-class EvalOptions(CommandSettings):
+class EvalOptions(ServerHere):
     """Measures a model on the test items of a task: starts an inference server, samples and grades
     answers, and prints success rates and mean rewards with their 95 % intervals. grpo-eval needs no
     Redis.
@@ -130,11 +130,6 @@ class EvalOptions(CommandSettings):
         int | None,
         Shown(default=f"{CPU_KV_CACHE_MIB}; on a GPU what --gpu-memory-utilization leaves"),
     ] = Field(None, ge=1, description="Size of the server's KV cache, in MiB")
-    eager: Annotated[bool | None, Shown(default="on; on a GPU off")] = Field(
-        None,
-        description="Start the server sooner, without compilation and CUDA graphs. With --no-eager,"
-        " the server starts later but samples faster, which saves time in long runs",
-    )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, lt=1, description="Fraction of the GPU's memory that the server may use"
     )
@@ -183,16 +178,8 @@ class EvalOptions(CommandSettings):
         return self.max_model_len or default_max_model_len(self.evaluated().served)
 
     @property
-    def on_gpu(self) -> bool:
-        return GPU_CONTROL.exists() if self.device == "auto" else self.device.startswith("cuda")
-
-    @property
     def weights_dtype(self) -> str:
         return self.dtype or ("bfloat16" if self.on_gpu else "float32")
-
-    @property
-    def starts_eager(self) -> bool:
-        return self.eager if self.eager is not None else not self.on_gpu
 
     @property
     def served_kv_cache_mib(self) -> int | None:

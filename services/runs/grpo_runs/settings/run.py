@@ -71,7 +71,29 @@ def half_the_cores() -> int:
     return max(1, (os.cpu_count() or 1) // 2)
 
 
-class LaunchOptions(CommandSettings):
+class ServerHere(CommandSettings):
+    """Of commands that start an inference server on this machine."""
+
+    eager: Annotated[bool | None, Shown(default="on; on a GPU off")] = Field(
+        None,
+        description="Start the server sooner, without compilation and CUDA graphs. With --no-eager,"
+        " the server starts later but samples faster, which saves time in long runs",
+    )
+
+    if TYPE_CHECKING:
+        device: str
+
+    @property
+    def on_gpu(self) -> bool:
+        """All services use the same device."""
+        return GPU_CONTROL.exists() if self.device == "auto" else self.device.startswith("cuda")
+
+    @property
+    def starts_eager(self) -> bool:
+        return self.eager if self.eager is not None else not self.on_gpu
+
+
+class LaunchOptions(ServerHere):
     """Trains a model with GRPO on this machine. With --task, or a file that names one, grpo-run
     starts Redis, run-api, the inference server, the trainer and an environment for each task as
     local processes, and shows the progress. Without it, it starts the inference server and the
@@ -120,11 +142,6 @@ class LaunchOptions(CommandSettings):
     kv_cache_mib: Annotated[
         int | None, Shown(default="64; gsm8k: 256; on a GPU what --gpu-memory-utilization leaves")
     ] = Field(None, ge=1, description="Size of the server's KV cache, in MiB")
-    eager: Annotated[bool | None, Shown(default="on; on a GPU off")] = Field(
-        None,
-        description="Start the server sooner, without compilation and CUDA graphs. With --no-eager,"
-        " the server starts later but samples faster, which saves time in long runs",
-    )
     step_deadline_s: Annotated[
         float | None,
         Shown(default="300; pretrained models: 1800; 180 more in modes lora_restart and none"),
@@ -237,19 +254,10 @@ class LaunchOptions(CommandSettings):
         return MODES[self.mode]
 
     @property
-    def on_gpu(self) -> bool:
-        """All services use the same device."""
-        return GPU_CONTROL.exists() if self.device == "auto" else self.device.startswith("cuda")
-
-    @property
     def weights_dtype(self) -> str:
         if self.dtype != "auto":
             return self.dtype
         return "bfloat16" if self.on_gpu else "float32"
-
-    @property
-    def starts_eager(self) -> bool:
-        return self.eager if self.eager is not None else not self.on_gpu
 
     @property
     def evaluates_every(self) -> int:
