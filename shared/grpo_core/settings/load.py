@@ -170,13 +170,22 @@ def _lines(
 
 
 def mistakes_of(
-    settings_type: type[CommandSettings], values: Mapping[str, Any], at_start: bool
+    settings_type: type[CommandSettings],
+    values: Mapping[str, Any],
+    at_start: bool,
+    environment: Mapping[str, str] = os.environ,
 ) -> Iterator[Mistake]:
-    """What a command would refuse in these values, by field. Args: as of `settings_of`"""
-    given = {name: Given(value, name) for name, value in values.items() if value is not None}
-    for _ in settings_type.drop_unused(given, {}):
+    """What a command would refuse if it was started here with these values, by field.
+
+    Args:
+        values: they win over the variables that the command reads
+        at_start, environment: as of `load_settings`
+    """
+    command, options = settings_type.command, options_of(settings_type)
+    given = Variables(command, options, environment, values).values
+    given |= {name: Given(value, name) for name, value in values.items() if value is not None}
+    for _ in settings_type.drop_unused(given, environment):
         pass
-    options = options_of(settings_type)
     try:
         settings = settings_type.model_validate({name: held.value for name, held in given.items()})
     except ValidationError as error:

@@ -266,6 +266,14 @@ def test_a_file_of_sections_reaches_the_services_that_read_them(
     assert [value_of(f"--{name}", env) for name in ("held-out", "temperature")] == ["0.2", "0.7"]
 
 
+def test_variables_that_a_service_reads_itself_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--model", "m", "--host", "0.0.0.0", "--redis-url", REDIS_URL]
+    with pytest.raises(OptionsInvalid, match="needs --control-port"):
+        parsed(RunSettings, words, {})
+    monkeypatch.setenv("GRPO_VLLM_CONTROL_PORT", "9002")
+    parsed(RunSettings, words, {})
+
+
 def test_every_mistake_of_a_file_is_named_with_its_line_at_once(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
