@@ -93,7 +93,7 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
     },
     demo: {
         "--run-dir {tmp}/run --batch-size 3 --gradient-accumulation-steps 1": (
-            "--group-size 8 does not divide the 3 sequences of a step"
+            "--group-size: 8 does not divide the 3 sequences of a step"
         ),
         "--run-dir {tmp}/run --trainer.max-stalenes 4": (
             "--trainer.max-stalenes: no such option; did you mean --trainer.max-staleness?"
@@ -101,8 +101,8 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         "--stesp 3": "--stesp: no such option; did you mean --steps?",
         "3": "'3': unexpected; every option begins with --",
         "--task gsm8k": "gsm8k needs --data (with make: DATA=)",
-        "--seq-len 100 --max-model-len 50": "--max-model-len 50 is less than --seq-len 100",
-        "--max-completion-tokens 128": "--max-completion-tokens 128 leaves no room for a prompt",
+        "--seq-len 100 --max-model-len 50": "--max-model-len: 50 is less than --seq-len 100",
+        "--max-completion-tokens 128": "--max-completion-tokens: a prompt and 128 completion",
         "--run-dir /dev": "--run-dir /dev: this path is not an empty directory; name",
         "--resume /dev": "--resume: /dev: no config.yaml in it; name the directory of a run",
         "--server.api-key y": "--server.api-key: grpo-demo sets this option; write --run-api-",
@@ -123,7 +123,7 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         "--side-by-side --gpu-ids 0,1": "--gpu-ids: 2 GPUs for 4 modes; name one GPU for each mode",
         "--gpu-ids 0": "--gpu-ids: this option needs --side-by-side",
         "--weight-bridge-mode none": "--weight-bridge-mode: a run of a comparison does not accept",
-        "-- --seed=5": "--seed: a run of a comparison does not accept this option; write it before",
+        "-- --seed=5": "a run of a comparison does not accept this option; write --seed before",
         "--directory /dev": "--directory /dev: this path is not an empty directory; name",
         "--modes none -- --lr x": "grpo-compare: --lr: expected a number, greater than 0; got 'x'",
     },

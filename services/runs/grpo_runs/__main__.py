@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from grpo_core.settings import EXIT_USAGE, Command, CommandSettings, load_settings
+from grpo_core.tree.trainer import AUTO, NEVER
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.settings import CompareSettings, EvalSettings, ReportSettings, RolloutsSettings
 from grpo_runs.settings.run import DEMO_FILE, DemoSettings, LaunchOptions, RunSettings
@@ -34,7 +35,7 @@ def run() -> None:
 
 
 def _start(kind: type[LaunchOptions], below: Path | None = None) -> NoReturn:
-    words = with_config_of_resumed_run(kind.command, file_first(sys.argv[1:]))
+    words = with_config_of_resumed_run(kind.command, file_first(kind.command.prog, sys.argv[1:]))
     settings = load_settings(
         kind, words, at_start=True, below=below, dry_run_notes=command_lines_of_services
     )
@@ -43,15 +44,21 @@ def _start(kind: type[LaunchOptions], below: Path | None = None) -> NoReturn:
     _run(settings, "run", "run_together")
 
 
-def file_first(words: Sequence[str]) -> list[str]:
+def file_first(prog: str, words: Sequence[str]) -> list[str]:
     """`run.yaml --lr 1e-5` → `--config run.yaml --lr 1e-5`."""
-    is_file = words and Path(words[0]).suffix in FILES and not words[0].startswith("-")
-    return ["--config", *words] if is_file else [*words]
+    if not words or words[0].startswith("-"):
+        return [*words]
+    if Path(words[0]).suffix in FILES:
+        return ["--config", *words]
+    if Path(words[0]).is_file():
+        _refuse(prog, f"{words[0]}: the name of a run's file ends in {' or '.join(FILES)}")
+    return [*words]
 
 
 def compare() -> None:
     """`grpo-compare`"""
-    settings = load_settings(CompareSettings, sys.argv[1:], at_start=True)
+    words = file_first(CompareSettings.command.prog, sys.argv[1:])
+    settings = load_settings(CompareSettings, words, at_start=True)
     _run(settings, "compare_modes", "compare_modes")
 
 
@@ -96,13 +103,15 @@ def with_config_of_resumed_run(
     if not named or {"-h", "--help", "--version"}.intersection(words):
         return list(words)
     config = RunDirectory.of(Path(named).expanduser()).config
+    if not config.is_file():  # of a trainer alone it is another directory, auto or never
+        if named not in (AUTO, NEVER) and not Path(named).expanduser().is_dir():
+            _refuse(command.prog, f"--resume {named}: no such directory; name that of a run")
+        return list(words)
     if _value_of("--config", words):
         _refuse(
-            command,
+            command.prog,
             "--config: --resume reads the configuration of the run; omit --config or --resume",
         )
-    if not config.is_file():  # of a trainer alone it is another directory, auto or never
-        return list(words)
     return ["--config", str(config), *words]
 
 
@@ -117,8 +126,8 @@ def _value_of(option: str, words: Sequence[str]) -> str | None:
     return found
 
 
-def _refuse(command: Command, message: str) -> None:
-    sys.stderr.write(f"{command.prog}: {message}\n")
+def _refuse(prog: str, message: str) -> None:
+    sys.stderr.write(f"{prog}: {message}\n")
     raise SystemExit(EXIT_USAGE)
 
 

@@ -132,9 +132,17 @@ def trainer_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
         "redis_url": SecretStr(places.redis_url),
     }
     if mode.shares_memory:
-        values["weights_socket"] = places.weights_socket
+        return values | {"weights_socket": places.weights_socket}
+    # All of them are passed, as the server's follow from them and variables could differ.
+    values |= {"run_id": places.run_id}
+    if mode.trains_adapter:
+        for name in ("lora_r", "lora_alpha", "lora_dropout"):
+            values[name] = getattr(settings, name)
+    if mode.restarts_engine:
+        values.setdefault("vllm_restart_interval", settings.vllm_restart_interval)
     else:
-        values["run_id"] = places.run_id
+        values["adapter_sync_interval"] = settings.adapter_sync_interval
+        values.pop("vllm_restart_interval", None)
     return values
 
 
@@ -198,7 +206,7 @@ def server_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
     else:
         values["weights_dir"] = places.weights_directory
     if mode.trains_adapter:
-        rank = trainer_values(settings, places).get("lora_r", 16)
+        rank = settings.lora_r
         values |= {
             "enable_lora": True,
             "max_loras": RESIDENT_ADAPTERS,

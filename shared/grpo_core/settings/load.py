@@ -6,6 +6,7 @@ Nothing heavy is imported here: `--help` and a mistake answer at once.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from grpo_core.settings.options import Option, options_of
 from grpo_core.settings.sources import Arguments, ConfigFile, Given, Variables, merge
 
 EXIT_USAGE = 2
+_IN_FILE = re.compile(r"\S+\.(?:ya?ml|toml):(\d+): ")
 
 VERSION = (Path(__file__).parents[1] / "VERSION").read_text(encoding="utf-8").strip()
 
@@ -140,18 +142,31 @@ def settings_of(
     except ValueError as error:
         raise OptionsInvalid([*problems, str(error)]) from None
     values = {name: _expanded(options.get(name), found.value) for name, found in held.items()}
+    mistakes: list[Mistake] = []
     try:
         settings = settings_type.model_validate(values)
     except ValidationError as error:
-        found = problems_by_field(error, options, with_missing=not problems)
-        raise OptionsInvalid([*problems, *_lines(found, command, options, held)]) from None
-    mistakes = [*settings.mistakes()]
+        mistakes += problems_by_field(error, options, with_missing=not problems)
+        invalid = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
+        valid = {name: value for name, value in values.items() if name not in invalid}
+        try:  # what the others get wrong is told too
+            settings = settings_type.model_validate(valid)
+        except ValidationError:
+            told = _lines(mistakes, command, options, held)
+            raise OptionsInvalid(_by_line([*problems, *told])) from None
+    mistakes += settings.mistakes()
     if at_start:
         mistakes += settings.start_mistakes()
     lines = [*dict.fromkeys(_lines(mistakes, command, options, held))]
     if problems or lines:
-        raise OptionsInvalid([*problems, *lines])
+        raise OptionsInvalid(_by_line([*problems, *lines]))
     return settings
+
+
+def _by_line(told: Sequence[str]) -> list[str]:
+    """Those about a file in the order of its lines, before the others."""
+    found = {text: _IN_FILE.match(text) for text in told}
+    return sorted(told, key=lambda text: int(at[1]) if (at := found[text]) else sys.maxsize)
 
 
 def _lines(

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import SecretStr, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 
 from grpo_core.settings.command import Command, CommandSettings, Mistake
 from grpo_core.settings.options import Option
@@ -114,6 +114,7 @@ def _usage(settings_type: type[CommandSettings], options: Mapping[str, Option]) 
         for option in options.values()
         if option.default is None and option.field not in command.positional
     ]
+    words += ["[FILE]"] if command.sections else []
     words.append("[options]")
     if command.passes_on:
         words.append(f"[{command.passes_on.replace('_', ' ')}]")
@@ -195,7 +196,11 @@ def _split_secrets(value: Any) -> tuple[Any, list[str]]:
     if isinstance(value, Mapping):
         secrets = [name for name in value if _SECRET_NAME.search(name)]
         return {name: held for name, held in value.items() if name not in secrets}, secrets
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_defaults=True), []
     if isinstance(value, tuple | list):
+        if any(isinstance(item, BaseModel) for item in value):
+            return [_split_secrets(item)[0] for item in value], []
         if not any(isinstance(word, str) for word in value):
             return list(value), []
         return without_secrets([*value])

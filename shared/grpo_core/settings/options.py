@@ -221,7 +221,8 @@ class Names:
         section, dot, plain = name.rpartition(".")
         if section and (elsewhere := self._found.get(plain)):
             titles = (t for t, names in self._command.groups.items() if elsewhere.field in names)
-            right = f"{next(titles)}.{plain}" if self._command.sections else plain
+            field = elsewhere.field.replace("_", "-")
+            right = f"{next(titles)}.{field}" if self._command.sections else plain
             return f"no such option; did you mean --{right}?"
         begin = section + dot
         names = [*self._found, *self._negated, *COMMON]

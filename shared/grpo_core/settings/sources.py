@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_core.settings.command import Alias, Command, CommandSettings
-from grpo_core.settings.options import COMMON, Names, Option, options_of
+from grpo_core.settings.options import COMMON, Names, Option, negated, options_of
 
 _TOML_SECTION = re.compile(r"\s*\[([\w.-]+)\]")
 _TOML_KEY = re.compile(r"\s*([\w.-]+)\s*=")
@@ -257,9 +257,14 @@ class Keys(_Source):
                 return
         if value is not None:
             try:
-                merge(self.values, {found.field: _converted(found, where, value)})
+                given = _converted(found, where, value)
             except ValueError as error:
                 self.problems.append(str(error))
+                return
+            first = self.values.get(found.field, given)
+            if first.value != given.value and not (first.yields or given.yields):
+                self.problems.append(f"{where}: {first.name} is the same option; omit one of them")
+            merge(self.values, {found.field: given})
 
     def _unknown(self, name: str) -> str:
         return self._names.unknown(name)
@@ -293,9 +298,12 @@ class ConfigFile(Keys):
             name = f"{section}{key}"
             found = self._names.find(name.replace("_", "-"))
             is_value = found is not None and self._options[found.field].is_mapping
+            is_section = found is None and not section and name in self._command.groups
             if isinstance(value, dict) and not is_value:
                 yield from self._flat(value, f"{name}.")
-            else:
+            elif is_section and self._command.sections and value is not None:
+                self.problems.append(f"{name}: expected a section, with an option on each line")
+            elif not is_section:
                 yield name, value
 
     def _unknown(self, name: str) -> str:
@@ -326,23 +334,33 @@ def read_file(path: Path) -> tuple[dict[Any, Any], dict[str, int]]:
         else:
             content, lines = yaml.safe_load(text), {}
             if isinstance(content, dict):
-                lines = dict(_lines_of(yaml.compose(text)))
+                lines = _lines_of(yaml.compose(text))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except (UnicodeDecodeError, yaml.YAMLError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path} is not {kind}: {_in_one_line(error)}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected lines such as `batch-size: 8`")
     return content, lines
 
 
-def _lines_of(node: Any, section: str = "") -> Iterator[tuple[str, int]]:
-    """Args: node: a mapping as yaml.compose returns it"""
+def _lines_of(node: Any, section: str = "") -> dict[str, int]:
+    """Args: node: a mapping as yaml.compose returns it
+
+    Raises:
+        ValueError: a key stands twice, of which YAML would take the last one
+    """
+    found: dict[str, int] = {}
     for key, value in node.value:
-        name = f"{section}{key.value}"
-        yield name, key.start_mark.line + 1
+        name, line = f"{section}{key.value}", key.start_mark.line + 1
+        if name in found:
+            raise ValueError(f"line {line}: {name} stands in line {found[name]} too")
+        found[name] = line
         if value.id == "mapping":
-            yield from _lines_of(value, f"{name}.")
+            found |= _lines_of(value, f"{name}.")
+    return found
 
 
 def _lines_of_toml(text: str) -> dict[str, int]:
@@ -361,7 +379,7 @@ def as_words(name: str, value: Any) -> list[str]:
     if isinstance(value, dict):
         return [f"--{name}={json.dumps(value)}"]
     if value is None or isinstance(value, bool):
-        return [] if value is None else [f"--{name}" if value else f"--no-{name}"]
+        return [] if value is None else [f"--{name if value else negated(name)}"]
     return [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
 
 

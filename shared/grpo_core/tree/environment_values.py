@@ -78,10 +78,10 @@ MIXTURE = "mixture"
 
 def _parts(value: Any) -> Any:
     """`gsm8k=0.7,arithmetic=0.3` → two parts; a list of mappings stays as it is, also in JSON."""
-    if isinstance(value, str) and value.startswith("["):
-        value = json.loads(value)
     if isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
         value = ",".join(value)
+    if isinstance(value, str) and value.startswith("["):
+        value = json.loads(value)
     if not isinstance(value, str | dict):
         return value or ()
     return [{"task": name, "weight": weight} for name, weight in _numbers(value).items()]

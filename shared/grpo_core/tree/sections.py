@@ -100,8 +100,13 @@ def sections_of(own: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]
     return found
 
 
-def names_of(sections: Mapping[str, tuple[str, ...]]) -> dict[str, str | Alias]:
-    """`--optim.lr` and `--trainer.lr` for `lr`, `--env.total-steps` for an option of env-server."""
+def names_of(
+    sections: Mapping[str, tuple[str, ...]], own: Collection[str]
+) -> dict[str, str | Alias]:
+    """`--optim.lr` and `--trainer.lr` for `lr`, `--env.total-steps` for an option of env-server.
+
+    Args: own: options that mean something else to a service
+    """
     found: dict[str, str | Alias] = {}
     for section, fields in sections.items():
         found |= {f"{section}.{field.replace('_', '-')}": field for field in fields}
@@ -109,7 +114,7 @@ def names_of(sections: Mapping[str, tuple[str, ...]]) -> dict[str, str | Alias]:
             found[f"{section}.{NAME}"] = section
     known = {field for fields in sections.values() for field in fields}
     for service, view in VIEWS.items():
-        read = [name for name in view.model_fields if name in known]
+        read = [name for name in view.model_fields if name in known and name not in own]
         found |= {f"{service}.{field.replace('_', '-')}": field for field in read}
         for name in view.command.aliases:
             alias = view.command.alias(name)
@@ -146,7 +151,10 @@ def _text(value: Any) -> str:
         return json.dumps(value)
     if isinstance(value, tuple | list):
         parts = [
-            part.model_dump(mode="json") if isinstance(part, BaseModel) else part for part in value
+            part.model_dump(mode="json", exclude_defaults=True)
+            if isinstance(part, BaseModel)
+            else part
+            for part in value
         ]
         return (
             json.dumps(parts)

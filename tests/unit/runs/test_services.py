@@ -278,17 +278,28 @@ def test_every_mistake_of_a_file_is_named_with_its_line_at_once(tmp_path: Path) 
     file = tmp_path / "run.toml"
     file.write_text(
         'model = "tiny"\ntask = "arithmetic"\n[optim]\nlr = -1\nlearning_rat = 3\n'
-        '[sampling]\ntemperature = "warm"\nlr = 1\n[server]\nport = 3\n'
+        '[sampling]\ntemperature = "warm"\nlr = 1\ngroup-size = 5\n[server]\nport = 3\n'
+        "[queue]\nmax-staleness = 0\n[weights]\nmode = 'none'\n[trainer]\nmode = 'lora_only'\n"
     )
     with pytest.raises(OptionsInvalid) as invalid:
         parsed(RunSettings, ["--config", str(file)], {})
     told = [line.removeprefix(f"{file}:") for line in invalid.value.lines]
-    assert told == [
-        "5: optim.learning_rat: no such option",
-        "8: sampling.lr: no such option; did you mean optim.lr?",
-        "7: sampling.temperature: expected a number, greater than 0; got 'warm'",
+    begins = [
         "4: optim.lr: expected a number, greater than 0; got '-1'",
+        "5: optim.learning_rat: no such option",
+        "7: sampling.temperature: expected a number, greater than 0; got 'warm'",
+        "8: sampling.lr: no such option; did you mean optim.lr?",
+        "9: sampling.group-size: 5 does not divide the 128 sequences of a step",
+        "11: server.port: grpo-run sets this option itself; omit it",
+        f"17: trainer.mode: {file}:15: weights.mode is the same option; omit one of them",
     ]
+    assert [line[: len(begin)] for line, begin in zip(told, begins, strict=True)] == begins
+
+
+def test_a_key_that_stands_twice_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: tiny\noptim: {lr: 1}\noptim: {steps: 1}\n")
+    with pytest.raises(OptionsInvalid, match="line 3: optim stands in line 2 too"):
+        parsed(RunSettings, ["--config", str(tmp_path / "run.yaml")], {})
 
 
 @pytest.mark.parametrize(

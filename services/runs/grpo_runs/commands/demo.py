@@ -6,7 +6,8 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from grpo_core.errors import GrpoError
@@ -134,8 +135,6 @@ def _train_and_report(
         factory = ServiceFactory(settings, run, probe)
         try:
             places = start_services(factory, stack, screen, weights_socket_path(Path(temporary)))
-            if settings.resumed:  # not earlier, so that a failed start leaves the old one
-                run.write_config(resolved_yaml(settings.command, settings.resolved()))
             names = [factory.environment_name(task) for task in settings.task]
             training_started = time.monotonic()
             records += follow_training(
@@ -147,6 +146,7 @@ def _train_and_report(
                 len(records),
                 evaluations,
                 names,
+                partial(_keep_settings, settings, run),
             )
             training_s = time.monotonic() - training_started
             if settings.evaluates_every:
@@ -190,6 +190,13 @@ def _train_and_report(
     for warning in (facts.crash_warning(run.server_log), *few):
         if warning is not None:
             screen.warning(warning)
+
+
+def _keep_settings(settings: LaunchOptions, run: RunDirectory) -> None:
+    """Those of a resumed run, not before a step is taken: a trainer that refuses them leaves the
+    earlier ones."""
+    if settings.resumed:
+        run.write_config(resolved_yaml(settings.command, settings.resolved()))
 
 
 def opening_lines(settings: LaunchOptions, run: RunDirectory, done: int) -> list[str]:
@@ -241,12 +248,14 @@ def follow_training(
     done: int = 0,
     evaluations: EvaluationsFile | None = None,
     environments: Sequence[str] = (),
+    at_first_step: Callable[[], None] = lambda: None,
 ) -> list[StepRecord]:
     """Show every step until the trainer has ended; returns the records of the steps shown.
 
     Args:
         done: steps that are in the metrics file already
         environments: names of their processes
+        at_first_step: called once, when a step has been taken
     Raises:
         ProcessFailed: a process failed, the trainer ended before its last step, or an environment
             before the run was complete.
@@ -269,6 +278,8 @@ def follow_training(
             if len(records) % HEADER_EVERY_STEPS == 0:
                 screen.lines(header_lines(), style="bold")
             screen.line(step_line(record))
+            if not records:
+                at_first_step()
             records.append(record)
             last_step_at = time.monotonic()
             if not done and (hint := flat_start_hint(records, sizes.lr)):

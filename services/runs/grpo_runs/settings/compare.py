@@ -22,6 +22,7 @@ from grpo_core.settings import (
 from grpo_core.settings.machine import not_writable
 from grpo_core.settings.options import COMMON, Names, options_of
 from grpo_core.settings.sources import as_words
+from grpo_core.tree.sections import VIEWS
 from grpo_core.tree.weights import ModeName
 from grpo_runs.run_directory import RUNS, unusable
 from grpo_runs.settings.run import DEMO_FILE, DemoSettings, each_once
@@ -82,15 +83,18 @@ class CompareSettings(CommandSettings):
     @classmethod
     def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
         """Other keys and sections are those of a run's file."""
-        own = {str(key): value for key, value in content.items() if _field(key) in cls.model_fields}
-        words = [
-            word
-            for section, value in content.items()
-            if section not in own
-            for name, one in _below(str(section), value)
-            for word in as_words(name, one)
-        ]
-        return own | ({"run-options": [*own.get("run-options", ()), *words]} if words else {})
+        own: dict[str, Any] = {}
+        words: list[str] = []
+        names = Names(DemoSettings.command, options_of(DemoSettings))
+        for section, below in content.items():
+            for name, value in _below(str(section), below):
+                found = names.find(name.replace("_", "-"))
+                field = found.field if found else name.replace("-", "_")
+                if field in cls.model_fields:
+                    own[field] = value
+                elif field not in SET_FOR_EACH_RUN:
+                    words += as_words(name, value)
+        return own | ({"run_options": [*own.get("run_options", ()), *words]} if words else {})
 
     @property
     def passed_on(self) -> list[str]:
@@ -125,7 +129,8 @@ class CompareSettings(CommandSettings):
             found = names.find(name)
             if name in COMMON or (found and found.field in SET_FOR_EACH_RUN):
                 own = found and found.field in type(self).model_fields
-                fix = f"write it before {SEPARATOR}" if own else "omit it"
+                plain = f"--{found.field}" if found else ""
+                fix = f"write {plain} before {SEPARATOR}" if own else "omit it"
                 yield Mistake(
                     None, f"{word}: a run of a comparison does not accept this option; {fix}"
                 )
@@ -143,13 +148,9 @@ class CompareSettings(CommandSettings):
         yield from (Mistake(None, line) for line in lines)
 
 
-def _field(key: object) -> str:
-    return str(key).replace("-", "_")
-
-
 def _below(section: str, value: Any) -> list[tuple[str, Any]]:
     """`optim: {lr: 1}` → `optim.lr`, 1."""
-    is_section = section in DemoSettings.command.groups and isinstance(value, dict)
+    is_section = section in (*DemoSettings.command.groups, *VIEWS) and isinstance(value, dict)
     return (
         [(f"{section}.{key}", one) for key, one in value.items()]
         if is_section

@@ -247,7 +247,11 @@ class EvalOptions(ServerHere):
         yield f"task and options of the environment: those of {config}"
 
     def mistakes(self) -> Iterator[Mistake]:
-        if not self.task:
+        if (run := RunDirectory.of(Path(self.model))).config.is_file():
+            models = [path for path in run.checkpoints.glob("final_*") if path.is_dir()]
+            named = models[0] if models else run.checkpoints
+            yield Mistake("model", f"{self.model} is the directory of a run; write {named}")
+        elif not self.task:
             yield Mistake("task", "name the task, for example --task gsm8k")
         for name in ("samples", "temperature"):
             if self.greedy and getattr(self, name) is not None:
@@ -328,10 +332,8 @@ def _options_of_run(config: Path) -> dict[str, Any]:
         own = options_in(read_file(config)[0])
     except ValueError as error:
         raise ValueError(f"{error}; pass --task") from None
-    section = options_in(own.pop(ENVIRONMENT, None) or {})  # of runs before the sections
-    found = own | {name: value for name, value in section.items() if name not in _SET_HERE}
-    names = (*_OF_ITEMS, *(name for name in section if name in found))
-    return {name: found[name] for name in names if name in found}
+    found = own | options_in(own.get(ENVIRONMENT) or {})  # of runs before the sections
+    return {name: found[name] for name in _OF_ITEMS if name in found}
 
 
 def _config_of_run(model: Path) -> Path | None:
@@ -341,12 +343,13 @@ def _config_of_run(model: Path) -> Path | None:
 
 
 _CHECKPOINTS = "checkpoints"
-_GROUPS = EnvironmentOptions.command.groups
-_OF_ITEMS = (
-    *("task", "data", "max_completion_tokens", "eval_data", "held_out"),
-    *(name for name in (*_GROUPS["Data"], *_GROUPS["Reward"]) if name not in ("data", "seed")),
+_OF_TRAINING = frozenset(
+    {
+        *("group_size", "temperature", "max_batches_offpolicy", "max_concurrent_groups", "seed"),
+        *("drop_equal_scores", "start_completion_tokens", "log_level", "use_wandb", "wandb_name"),
+        *("weight", "min_batch_allocation", "start_deadline_s", "vllm_api_key"),
+    }
 )
-"""Options of a run's environments that its evaluation must have too."""
 _OWN_NAMES = {
     "eval_items": "items",
     "eval_samples": "samples",
@@ -365,6 +368,11 @@ _SET_HERE = frozenset(
     }
 )
 """Options of services that grpo-eval sets itself."""
+_OF_ITEMS = (
+    "task",
+    *(n for n in EnvironmentOptions.model_fields if n not in _SET_HERE | _OF_TRAINING),
+)
+"""Options of a run's environments that its evaluation must have too."""
 _FIELDS = fields_of(SERVER, EvalOptions, _SET_HERE) | fields_of(ENVIRONMENT, EvalOptions, _SET_HERE)
 _SHOWN = frozenset({"data", "max_completion_tokens", "vllm_api_key"})
 

@@ -27,6 +27,7 @@ from grpo_core.settings import (
 from grpo_core.settings.machine import cannot_listen, not_writable, unusable_model
 from grpo_core.tree.sections import (
     ENVIRONMENT,
+    RUN_API,
     SERVER,
     SET_BY_LAUNCHER,
     TRAINER,
@@ -34,6 +35,7 @@ from grpo_core.tree.sections import (
     fields_below,
     names_of,
     sections_of,
+    service_of,
 )
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.tree.weights import ModeName
@@ -49,8 +51,9 @@ GPU_CONTROL = Path("/dev/nvidiactl")
 """Exists if the NVIDIA driver is loaded."""
 LOOPBACK = "127.0.0.1"
 EVERY_ADDRESS = ("0.0.0.0", "::")
-_HIDDEN = re.compile(r"^ *# ([\w.-]+):(?: --([\w.-]+))? \*\*\*$", re.MULTILINE)
+_HIDDEN = re.compile(r"^ *# (?:server: )?([\w.-]+)(?:: --([\w.-]+)|:)? \*\*\*$", re.MULTILINE)
 """A line of config.yaml for an option with a secret; the second name is an option of vLLM."""
+_OWN_SECRETS = ("run-api-token", "vllm-api-key", "api-key")
 _SETS_ITSELF = (
     *("redis_url", "run_id", "run_api_url", "save_path", "metrics_file", "rollouts_dir"),
     *("host", "port", "health_port", "control_host", "control_port", "log_dir"),
@@ -59,6 +62,12 @@ _SETS_ITSELF = (
 """Options of a run whose services are all started here: each run has its own."""
 _OF_PAIR = frozenset({"log_dir", "stop_grace_s"})
 """Of a run without --task, of which server and trainer are started here."""
+_OWN_MEANING = frozenset({"stop_grace_s", "start_deadline_s"})
+"""Options of services that mean something else here."""
+_NEEDS_TASK = (
+    *("run_dir", "report", "kv_cache_mib", "eager", "compute_threads", "redis_appendfsync"),
+    *("step_deadline_s", "start_deadline_s"),
+)
 _API_KEYS = ("vllm_api_key", "api_key")
 
 
@@ -203,6 +212,7 @@ class LaunchOptions(ServerHere):
         gpu_memory_utilization: float
         group_size: int
         health_port: int | None
+        lora_r: int
         host: str
         log_level: str
         max_completion_tokens: int | None
@@ -217,6 +227,13 @@ class LaunchOptions(ServerHere):
         world_size: int
 
     _usable_token = field_validator("run_api_token")(usable_token)
+
+    @field_validator("task")
+    @classmethod
+    def _is_not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError("expected at least one value")
+        return value
 
     @field_validator("server_flags")
     @classmethod
@@ -301,14 +318,14 @@ class LaunchOptions(ServerHere):
     def given(self, service: str) -> dict[str, Any]:
         """The options of this service that the user has given, by field."""
         names = self.model_fields_set & VIEWS[service].model_fields.keys()
-        names -= {"stop_grace_s"} | ({"resume"} if self.starts_all else set())
+        names -= _OWN_MEANING | {"world_size"} | ({"resume"} if self.starts_all else set())
         return {name: getattr(self, name) for name in names}
 
     def resolved(self) -> dict[str, Any]:
         """What was given, and what follows from it. Without the directories: this configuration can
         be used for another run."""
         own = LaunchOptions.model_fields.keys() | self.model_fields_set
-        own -= _OF_PAIR - self.model_fields_set if self.starts_all else {*()}
+        own -= (_OF_PAIR if self.starts_all else {*_NEEDS_TASK}) - self.model_fields_set
         values = {name: getattr(self, name) for name in type(self).model_fields if name in own}
         if self.starts_all:
             values |= {name: getattr(self.sizes, name) for name in SIZE_NAMES}
@@ -319,14 +336,17 @@ class LaunchOptions(ServerHere):
                 values["lora_target_modules"] = tuple(self.sizes.lora_target_modules) or None
             if not self.weight_mode.restarts_engine:
                 del values["vllm_restart_interval"]
-        del values["run_dir"], values["resume"]
-        return {name: value for name, value in values.items() if value not in (None, "", ())}
+        for name in ("run_dir", "resume"):
+            values.pop(name, None)
+        return {
+            name: value
+            for name, value in values.items()
+            if value not in (None, "", ()) or (value == "" and name in self.model_fields_set)
+        }
 
     def mistakes(self) -> Iterator[Mistake]:
-        found = [*self._mistakes_here()]
-        yield from found
-        if not found:
-            yield from self._mistakes_of_services(at_start=False)
+        yield from self._mistakes_here()
+        yield from self._mistakes_of_services(at_start=False)
 
     def _mistakes_here(self) -> Iterator[Mistake]:
         prog = self.command.prog
@@ -337,6 +357,9 @@ class LaunchOptions(ServerHere):
                 yield Mistake(
                     None, f"--port and --health-port are both {self.port}; change one of them"
                 )
+            for name in type(self).model_fields.keys() & self.model_fields_set:
+                if name in _NEEDS_TASK or service_of(name) in (ENVIRONMENT, RUN_API):
+                    yield Mistake(name, "needs --task, with which all services are started")
             return
         for name in _SETS_ITSELF:
             if name in self.model_fields_set:
@@ -362,30 +385,21 @@ class LaunchOptions(ServerHere):
         sequences = sizes.batch_size * sizes.gradient_accumulation_steps
         if sequences % self.group_size:
             yield Mistake(
-                None,
-                f"--group-size {self.group_size} does not divide the {sequences} sequences of a "
+                "group_size",
+                f"{self.group_size} does not divide the {sequences} sequences of a "
                 f"step (--batch-size {sizes.batch_size} x --gradient-accumulation-steps "
                 f"{sizes.gradient_accumulation_steps}); choose a group size that divides them",
             )
-        if (sizes.max_completion_tokens or 0) >= sizes.seq_len:
-            yield Mistake(
-                None,
-                f"--max-completion-tokens {sizes.max_completion_tokens} leaves no room for a "
-                f"prompt in --seq-len {sizes.seq_len}; lower --max-completion-tokens or raise "
-                "--seq-len",
-            )
         if sizes.max_model_len < sizes.seq_len:
             yield Mistake(
-                None,
-                f"--max-model-len {sizes.max_model_len} is less than --seq-len {sizes.seq_len}, so "
+                "max_model_len",
+                f"{sizes.max_model_len} is less than --seq-len {sizes.seq_len}, so "
                 "the server would refuse prompts; raise --max-model-len or lower --seq-len",
             )
 
     def start_mistakes(self) -> Iterator[Mistake]:
-        found = [*self._mistakes_of_machine()]
-        yield from found
-        if not found and not any(self.mistakes()):
-            yield from self._mistakes_of_services(at_start=True)
+        yield from self._mistakes_of_machine()
+        yield from self._mistakes_of_services(at_start=True)
 
     def _mistakes_of_machine(self) -> Iterator[Mistake]:
         if self.model != TINY and (problem := unusable_model(self.model)):
@@ -432,10 +446,11 @@ class LaunchOptions(ServerHere):
 
     def _lacking_secrets(self, run: RunDirectory) -> Iterator[Mistake]:
         """Options of the resumed run whose values its config.yaml does not contain."""
+        words = [word.partition("=")[0] for word in self.vllm_words]
         for name, of_vllm in _HIDDEN.findall(run.config.read_text()):
-            option = f"--server.{of_vllm}" if of_vllm else f"--{name}"
-            words = [word.partition("=")[0] for word in self.vllm_words]
-            is_given = f"--{of_vllm}" in words if of_vllm else plain(self.run_api_token)
+            is_own = not of_vllm and name in _OWN_SECRETS
+            option = f"--{name}" if is_own else f"--server.{of_vllm or name}"
+            is_given = plain(self.run_api_token) if is_own else f"--{of_vllm or name}" in words
             if not is_given:
                 yield Mistake(
                     None,
@@ -491,7 +506,7 @@ _OF_TRAINER = {
     name: alias for name, alias in CommandLine.command.aliases.items() if name != "vllm-url"
 }
 _ALIASES = {
-    **names_of(_GROUPS),
+    **names_of(_GROUPS, _OWN_MEANING),
     **_OF_TRAINER,
     "vllm-port": "port",
     "server.dtype": "dtype",
