@@ -163,14 +163,11 @@ def test_all_mistakes_are_named_at_once_under_the_keys_that_the_user_gives(tmp_p
         "grpo.training_steps: train.iterations decides this option; set that key",
         "grpo.clip_eps: expected a number, greater than 0 and less than 1; got '3'",
         "env_server.held_out: expected a number, at least 0 and less than 1; got '2'",
+        "generation.max_new_tokens: a prompt and 100 completion tokens exceed env_server.seq_len "
+        "50; lower generation.max_new_tokens or raise env_server.seq_len",
     ]
-    with pytest.raises(KeysInvalid) as mistakes:
-        job_keys({"model": {"train_id": "/no/such"}, "env_server": {"seq_len": 100}}, [], tmp_path)
-    assert str(mistakes.value).splitlines() == [
-        "model.train_id: no such directory: /no/such; name a directory or an id on the hub",
-        "generation.max_new_tokens: a prompt and 256 completion tokens exceed env_server.seq_len "
-        "100; lower generation.max_new_tokens or raise env_server.seq_len",
-    ]
+    with pytest.raises(KeysInvalid, match=r"^model.train_id: no such directory: /no/such; name a"):
+        job_keys({"model": {"train_id": "/no/such"}}, [], tmp_path)
 
 
 def test_a_section_is_no_value_and_one_item_is_a_list(tmp_path: Path) -> None:
