@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_core.settings.machine import SMOLLM2, unusable_model
+from grpo_core.settings.machine import MADE_HERE, SMOLLM2, TINY, unusable_model
 from grpo_core.weights.directory_checks import (
     ADAPTER_CONFIG,
     LORA_RANKS,
@@ -18,14 +18,14 @@ from grpo_core.weights.directory_checks import (
 )
 from grpo_core.weights.ref import WeightKind
 
-HUB_OR_SMOLLM2 = (
-    "an id on the Hugging Face hub, or smollm2 (SmolLM2-135M-Instruct, made from two optional "
-    "packages)"
+A_MODEL = (
+    "a directory, an id on the Hugging Face hub, smollm2 (SmolLM2-135M-Instruct, made from two "
+    "optional packages) or tiny (a model of one million parameters, made on first use)"
 )
-"""Values of --model that are no directory, for the user."""
+"""Values of --model, for the user."""
 _LIMITS = ("max_position_embeddings", "n_positions")
-_LIMIT_OF_SMOLLM2 = 8192
-"""Options are checked before it is made."""
+_LIMITS_OF_MADE = {SMOLLM2: 8192, TINY: 2048}
+"""Options are checked before these are made."""
 MAX_MODEL_LEN = 4096
 """The default of --max-model-len, unless the model allows less."""
 
@@ -38,10 +38,10 @@ def longest_sequence(model: str) -> int | None:
     """The model's limit, in tokens; None if its configuration names none, or cannot be read.
 
     Args:
-        model: a directory, an id on the Hugging Face hub, or SMOLLM2
+        model: a directory, an id on the Hugging Face hub, TINY or SMOLLM2
     """
-    if model == SMOLLM2:
-        return _LIMIT_OF_SMOLLM2
+    if model in _LIMITS_OF_MADE:
+        return _LIMITS_OF_MADE[model]
     try:
         config = json.loads(_config_file(model).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -74,14 +74,14 @@ class EvaluatedModel:
 
 def evaluated_model(name: str, base_model: str | None = None) -> EvaluatedModel:
     """Args:
-        name: a directory of a model or of an adapter, an id on the Hugging Face hub, or SMOLLM2
+        name: a directory of a model or of an adapter, an id on the hub, TINY or SMOLLM2
         base_model: of an adapter; None: as its configuration names it
 
     Raises:
         UnusableWeights: the model, the adapter or its base model cannot be served.
     """
     directory = Path(name)
-    if name == SMOLLM2 or not (directory / ADAPTER_CONFIG).is_file():
+    if name in MADE_HERE or not (directory / ADAPTER_CONFIG).is_file():
         if problem := unusable_model(name):
             raise UnusableWeights(problem)
         return EvaluatedModel(name, name)

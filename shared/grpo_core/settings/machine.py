@@ -104,6 +104,8 @@ def cannot_listen(host: str, port: int) -> str | None:
     return None
 
 
+TINY = "tiny"
+"""As a value of --model: the tiny model, which `grpo_tiny_model` makes."""
 SMOLLM2 = "smollm2"
 """As a value of --model: SmolLM2-135M-Instruct, which `grpo_tiny_model` makes. A directory of this
 name is ./smollm2."""
@@ -122,6 +124,11 @@ def missing_packages() -> str | None:
     return f"{SMOLLM2} needs {' and '.join(missing)}, not installed here; run `{_INSTALL}`"
 
 
+MADE_HERE = (TINY, SMOLLM2)
+
+
 def unusable_model(model: str) -> str | None:
-    """`missing_model`, for commands that make `smollm2`."""
+    """`missing_model`, for commands that make these two."""
+    if model == TINY:
+        return None
     return missing_packages() if model == SMOLLM2 else missing_model(model)

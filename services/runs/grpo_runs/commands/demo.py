@@ -15,7 +15,7 @@ from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_core.redis.url import redis_password, with_password
 from grpo_core.security import plain
 from grpo_core.settings import resolved_yaml
-from grpo_core.settings.machine import SMOLLM2
+from grpo_core.settings.machine import MADE_HERE, TINY
 from grpo_core.weights.supervisor import SupervisorClient
 from grpo_runs.defaults import RunSizes
 from grpo_runs.modes import Mode
@@ -58,7 +58,7 @@ from grpo_runs.services import (
     redis_url,
     weights_socket_path,
 )
-from grpo_runs.settings.run import TINY, LaunchOptions
+from grpo_runs.settings.run import LaunchOptions
 from grpo_runs.views import Places
 
 FOLLOW_POLL_S = 0.2
@@ -228,7 +228,7 @@ def start_services(
     redis_port, api_port, vllm_port = free_port(), free_port(), free_port()
     url = with_password(redis_url(redis_port), redis_password(run.redis))
     path_file, jobs = run.path / MODEL_PATH_FILE, []
-    if settings.model in (TINY, SMOLLM2):
+    if settings.model in MADE_HERE:
         threads, within_s = 2 * settings.compute_threads, settings.model_deadline_s
         jobs = [model_job(settings.model, path_file, threads, within_s)]
     start_on_screen(stack, [factory.redis(redis_port), *jobs], screen)

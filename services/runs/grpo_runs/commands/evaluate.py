@@ -15,7 +15,7 @@ from grpo_core.evaluation.results import EvalResult, read_results, save
 from grpo_core.evaluation.tables import compare, comparison_lines, table_lines
 from grpo_core.process import describe_exit
 from grpo_core.security import plain
-from grpo_core.settings.machine import SMOLLM2
+from grpo_core.settings.machine import MADE_HERE
 from grpo_core.tree.sections import ENVIRONMENT, SERVER
 from grpo_runs.models import EvaluatedModel, adapter_flags, by_server
 from grpo_runs.process.health import HealthProbe
@@ -54,7 +54,7 @@ def evaluate_models(settings: EvalOptions, screen: Screen) -> int:
     """Returns the exit status: 0, 1 after a failure, 128 + n after signal n."""
     with StopRequest() as stop_request:
         try:
-            settings = _with_smollm2_made(settings, screen, stop_request)
+            settings = _with_models_made(settings, screen, stop_request)
             model, baseline = settings.evaluated(), settings.compared_with()
             models = [baseline, model] if baseline else [model]
             results: Results = {}
@@ -73,16 +73,17 @@ def evaluate_models(settings: EvalOptions, screen: Screen) -> int:
     return 0
 
 
-def _with_smollm2_made(
+def _with_models_made(
     settings: EvalOptions, screen: Screen, stop_request: StopRequest
 ) -> EvalOptions:
-    """With the model's directory in place of the word."""
-    names = [name for name in MODELS if getattr(settings, name) == SMOLLM2]
-    if not names:
-        return settings
-    with Stack(settings.logs, stop_request) as stack:
-        directory = make_model(stack, screen, SMOLLM2, settings.server_deadline_s)
-    return settings.model_copy(update=dict.fromkeys(names, directory))
+    """With the directories of models that are made here in place of their names."""
+    words = {name: getattr(settings, name) for name in MODELS}
+    made: dict[str, str] = {}
+    for word in {word for word in words.values() if word in MADE_HERE}:
+        with Stack(settings.logs, stop_request) as stack:
+            made[word] = make_model(stack, screen, word, settings.server_deadline_s)
+    changed = {name: made[word] for name, word in words.items() if word in made}
+    return settings.model_copy(update=changed) if changed else settings
 
 
 def _evaluated(

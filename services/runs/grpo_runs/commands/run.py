@@ -10,7 +10,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_core.redis.server import LocalRedis
 from grpo_core.redis.url import local_redis_directory
-from grpo_core.settings.machine import SMOLLM2
+from grpo_core.settings.machine import MADE_HERE
 from grpo_core.tree.sections import TRAINER
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.stack import Stack, StopRequest, StopRequested, start_on_screen
@@ -23,7 +23,7 @@ from grpo_runs.services import (
     trainer_of,
     weights_socket_path,
 )
-from grpo_runs.settings.run import TINY, LaunchOptions
+from grpo_runs.settings.run import LaunchOptions
 from grpo_runs.views import Places
 
 
@@ -40,7 +40,7 @@ def run_together(settings: LaunchOptions, screen: Screen) -> int:
     ):
         try:
             model = settings.model
-            if model in (TINY, SMOLLM2):
+            if model in MADE_HERE:
                 model = make_model(stack, screen, model, settings.model_deadline_s)
             places = Places.of_pair(settings, model, weights_socket_path(Path(temporary)))
             make_weights_directory(settings, places)

@@ -27,8 +27,8 @@ from grpo_core.tree.sections import ENVIRONMENT, SERVER, VIEWS, fields_of
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.weights.directory_checks import UnusableWeights
 from grpo_runs.models import (
+    A_MODEL,
     BASE,
-    HUB_OR_SMOLLM2,
     EvaluatedModel,
     adapter_flags,
     default_max_model_len,
@@ -68,8 +68,7 @@ class EvalOptions(ServerHere):
 
     model: str = Field(
         min_length=1,
-        description="Model to evaluate: the directory of a model or of a LoRA adapter, "
-        f"{HUB_OR_SMOLLM2}",
+        description=f"Model to evaluate: the directory of a LoRA adapter, or {A_MODEL}",
     )
     baseline: str | None = Field(
         None,

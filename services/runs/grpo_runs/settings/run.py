@@ -24,7 +24,7 @@ from grpo_core.settings import (
     Shown,
     mistakes_of,
 )
-from grpo_core.settings.machine import cannot_listen, not_writable, unusable_model
+from grpo_core.settings.machine import TINY, cannot_listen, not_writable, unusable_model
 from grpo_core.tree.sections import (
     ENVIRONMENT,
     RUN_API,
@@ -40,12 +40,11 @@ from grpo_core.tree.sections import (
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.tree.weights import ModeName
 from grpo_runs.defaults import BY_TASK, SIZE_NAMES, RunSizes, name_of_task, sizes_for
+from grpo_runs.models import A_MODEL
 from grpo_runs.modes import MODES, Mode
 from grpo_runs.run_directory import RUNS, RunDirectory, unusable
 from grpo_runs.views import Places, environment_values, server_values, trainer_values
 
-TINY = "tiny"
-"""As a value of --model: the tiny model, which is made on first use."""
 DEMO_FILE = Path(__file__).with_name("demo.yaml")
 GPU_CONTROL = Path("/dev/nvidiactl")
 """Exists if the NVIDIA driver is loaded."""
@@ -119,9 +118,7 @@ class LaunchOptions(ServerHere):
 
     model: str = Field(
         min_length=1,
-        description="Model: a directory, an id on the Hugging Face hub, smollm2 "
-        "(SmolLM2-135M-Instruct, made from two optional packages) or tiny (a model of one million "
-        "parameters, made on first use)",
+        description=f"Model: {A_MODEL}",
     )
     task: Annotated[CommaSeparated[str], AfterValidator(each_once)] = Field(
         (),
@@ -402,7 +399,7 @@ class LaunchOptions(ServerHere):
         yield from self._mistakes_of_services(at_start=True)
 
     def _mistakes_of_machine(self) -> Iterator[Mistake]:
-        if self.model != TINY and (problem := unusable_model(self.model)):
+        if problem := unusable_model(self.model):
             yield Mistake("model", problem)
         if not self.starts_all:
             if problem := not_writable(self.log_dir):

@@ -173,9 +173,12 @@ def test_an_adapter_and_its_base_model_share_one_server(evaluation: Evaluation) 
     assert (trained.model, trained.samples, trained.temperature) == ("run/trained", 1, 0.0)
 
 
-def test_smollm2_is_made_before_it_is_evaluated(evaluation: Evaluation) -> None:
+@pytest.mark.parametrize("name", ["smollm2", "tiny"])
+def test_a_model_that_is_made_here_is_made_before_it_is_evaluated(
+    evaluation: Evaluation, name: str
+) -> None:
     make_model(Path("made"))
-    words = ["--model", "plain", "--baseline", "smollm2", "--task", "arithmetic"]
+    words = ["--model", "plain", "--baseline", name, "--task", "arithmetic"]
     assert evaluation.run(*words) == 0
     assert "model       ready after" in evaluation.shown.out
     lines = evaluation.log("vllm-server")
