@@ -128,14 +128,23 @@ def test_the_death_of_an_earlier_service_ends_the_wait_for_a_later_one(
         stack.start([script("late", SLEEP, healthy=not_yet)])
 
 
-def test_a_service_that_may_finish_does_so_with_status_0_only(stack: Stack) -> None:
+ENDS_ONCE_TOLD = """
+import pathlib, sys, time
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+sys.exit(2)
+"""
+
+
+def test_a_service_that_may_finish_does_so_with_status_0_only(stack: Stack, tmp_path: Path) -> None:
     def not_healthy_when_it_has_ended() -> bool:
         stack.process("good").wait(FOREVER_S)
         return False
 
     stack.start([script("good", "", may_finish=True, healthy=not_healthy_when_it_has_ended)])
     stack.check()
-    stack.start([script("bad", "raise SystemExit(2)", may_finish=True)])
+    stack.start([script("bad", ENDS_ONCE_TOLD, tmp_path / "told", may_finish=True)])
+    (tmp_path / "told").touch()
     stack.process("bad").wait(FOREVER_S)
     with pytest.raises(ProcessFailed, match="bad ended with status 2; see"):
         stack.check()
