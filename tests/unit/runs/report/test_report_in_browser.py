@@ -159,11 +159,16 @@ def test_a_group_shows_its_prompt_and_every_completion(page: Page) -> None:
     expect(page.locator("#place")).to_have_text("Step 1, group 0")
 
 
+FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
 @ON_BOTH
 def test_a_token_tells_its_numbers(page: Page) -> None:
     """The third token of "done" has seven trained ones before it: server -2, trainer -2.25."""
     show_step(page, 2)
     token = page.locator(".completion .token", has_text=re.compile("^n$")).last
+    token.scroll_into_view_if_needed()
+    page.evaluate(FRAMES)  # a scroll event that is still to come would hide the tip
     token.tap() if page.evaluate("navigator.maxTouchPoints") else token.hover()
     expect(page.locator("#tip")).to_be_visible()
     told = texts(page, "#tip dd")
