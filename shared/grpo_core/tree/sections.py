@@ -46,12 +46,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 """The options of a section, by the headings of the services."""
 SET_BY_LAUNCHER = frozenset(
     {
-        *(
-            "inference_url",
-            "weights_socket",
-            "bridge_config_path",
-            "weights_dir",
-        ),
+        *("inference_url", "weights_socket", "bridge_config_path", "weights_dir"),
         *("share_weights", "enable_lora", "max_loras", "max_lora_rank"),
     }
 )

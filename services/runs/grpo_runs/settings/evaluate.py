@@ -349,6 +349,7 @@ _OF_TRAINING = frozenset(
         *("weight", "min_batch_allocation", "start_deadline_s", "vllm_api_key"),
     }
 )
+"""Options of a run's environments that an evaluation does not take over."""
 _OWN_NAMES = {
     "eval_items": "items",
     "eval_samples": "samples",

@@ -67,6 +67,7 @@ _NEEDS_TASK = (
     *("run_dir", "report", "kv_cache_mib", "eager", "compute_threads", "redis_appendfsync"),
     *("step_deadline_s", "start_deadline_s"),
 )
+"""Own options that mean nothing without --task, as those of environments and run-api do."""
 _API_KEYS = ("vllm_api_key", "api_key")
 
 
@@ -116,10 +117,7 @@ class LaunchOptions(ServerHere):
     is described by `grpo --help`, `env-server --help`, `vllm-api-server --help` or
     `run-api --help`."""
 
-    model: str = Field(
-        min_length=1,
-        description=f"Model: {A_MODEL}",
-    )
+    model: str = Field(min_length=1, description=f"Model: {A_MODEL}")
     task: Annotated[CommaSeparated[str], AfterValidator(each_once)] = Field(
         (),
         description="Task: arithmetic (one-digit sums), gsm8k or math (both need --data), your own "
@@ -354,7 +352,9 @@ class LaunchOptions(ServerHere):
                 yield Mistake(
                     None, f"--port and --health-port are both {self.port}; change one of them"
                 )
-            for name in type(self).model_fields.keys() & self.model_fields_set:
+            for name in type(self).model_fields:
+                if name not in self.model_fields_set:
+                    continue
                 if name in _NEEDS_TASK or service_of(name) in (ENVIRONMENT, RUN_API):
                     yield Mistake(name, "needs --task, with which all services are started")
             return
@@ -506,10 +506,7 @@ _ALIASES = {
     **names_of(_GROUPS, _OWN_MEANING),
     **_OF_TRAINER,
     "vllm-port": "port",
-    "server.dtype": "dtype",
-    "server.max-model-len": "max_model_len",
-    "server.gpu-memory-utilization": "gpu_memory_utilization",
-    "server.kv-cache-mib": "kv_cache_mib",
+    "server.dtype": "dtype",  # an option of vLLM
 }
 
 
