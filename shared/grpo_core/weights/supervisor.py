@@ -17,15 +17,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from grpo_core.deadline import Deadline
-from grpo_core.errors import GrpoError, ProtocolViolation, problems_of
+from grpo_core.errors import GrpoError
 from grpo_core.redis.connection import FAILURES, RedisConnection, words
 from grpo_core.redis.keys import run_prefix
+from grpo_core.weights.records import RedisRecord, VersionedRecord
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.wire.fields import Step
-from grpo_core.wire.policy_version import PolicyVersion
 
 COMMANDS_KEPT = 1000
 """Length of the stream; older commands are deleted."""
@@ -91,36 +90,7 @@ class OutcomeState(StrEnum):
     """The command failed; the previous version is served again, or nothing is."""
 
 
-class _Fields(BaseModel):
-    """A flat record, stored as a Redis hash or stream entry with text values."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    def on_the_wire(self) -> dict[str, str]:
-        plain = self.model_dump(mode="json", exclude_none=True)
-        return {name: str(value) for name, value in plain.items()}
-
-    @classmethod
-    def from_wire(cls, fields: dict[str, str]) -> Self:
-        """Raises `ProtocolViolation` with the invalid fields."""
-        try:
-            return cls.model_validate(fields)
-        except ValidationError as error:
-            raise ProtocolViolation(
-                f"the record {cls.__name__} in Redis has invalid fields: {problems_of(error)}"
-            ) from None
-
-
-class _Versioned(_Fields):
-    epoch: Step
-    step: Step
-
-    @property
-    def version(self) -> PolicyVersion:
-        return PolicyVersion(self.epoch, self.step)
-
-
-class SupervisorCommand(_Versioned):
+class SupervisorCommand(VersionedRecord):
     """`id`: unique, chosen by the sender. `sha256`: `directory_digest` of `path`."""
 
     id: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w-]+$")]
@@ -148,7 +118,7 @@ class SupervisorCommand(_Versioned):
         return WeightRef(version=self.version, kind=kind, path=path, digest=self.sha256)
 
 
-class Outcome(_Fields):
+class Outcome(RedisRecord):
     """The answer to a command.
 
     `reason`: why it was not carried out. `in_use`: after a `load_adapter` that is DONE, a JSON list
@@ -160,7 +130,7 @@ class Outcome(_Fields):
     in_use: str = "[]"
 
 
-class SupervisorStatus(_Versioned):
+class SupervisorStatus(VersionedRecord):
     """The supervisor's last report. `dropped_requests`: requests aborted at the end of a drain.
 
     `epoch` and `step`: the version that is served, or that a starting engine will serve.

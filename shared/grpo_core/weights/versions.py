@@ -1,0 +1,170 @@
+"""Versions of the weights: what the trainer announces, and the manifest of a version's files.
+
+Every version is a directory that never changes: `<epoch>-<step>/` with the files of a model or an
+adapter and with `manifest.json`. A server fetches files in chunks. Each chunk has a digest in the
+manifest, and the announcement has the manifest's digest, so a server trusts no source.
+
+    1-5/model.safetensors           the result
+        model.safetensors.delta     how it differs from the parent's file
+        config.json
+        manifest.json
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from grpo_core.errors import GrpoError, ProtocolViolation, problems_of
+from grpo_core.weights.records import VersionedRecord
+from grpo_core.weights.ref import WeightKind
+from grpo_core.wire.policy_version import PolicyVersion
+
+CHUNK_BYTES = 8 << 20
+MANIFEST, DELTA_SUFFIX = "manifest.json", ".delta"
+NO_PARENT = ""
+
+FileName = Annotated[str, Field(max_length=255, pattern=r"^\w[\w.-]*$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class VersionKind(StrEnum):
+    """What a server has to fetch for a version."""
+
+    BASE = "base"
+    """Nothing: the model that every server was started with."""
+    FULL = "full"
+    """A whole model."""
+    DELTA = "delta"
+    """The changes since the parent, or the whole model."""
+    ADAPTER = "adapter"
+
+    @property
+    def weights(self) -> WeightKind:
+        if self is VersionKind.BASE:
+            return WeightKind.BASE
+        return WeightKind.ADAPTER if self is VersionKind.ADAPTER else WeightKind.CHECKPOINT
+
+
+class WrongDigest(GrpoError):
+    """Bytes differ from the digest that was announced for them."""
+
+
+class FileParts(BaseModel):
+    """Size and chunks of one file. `chunks`: the SHA-256 of each `CHUNK_BYTES`, in order."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bytes: Annotated[int, Field(ge=0)]
+    chunks: tuple[Sha256, ...]
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Raises `OSError`."""
+        with path.open("rb") as file:
+            pieces = iter(lambda: file.read(CHUNK_BYTES), b"")
+            chunks = tuple(map(sha256_of, pieces))
+        return cls(bytes=path.stat().st_size, chunks=chunks)
+
+    def spans(self) -> Iterator[tuple[int, int, str]]:
+        """(first byte, number of bytes, digest) of each chunk."""
+        for number, digest in enumerate(self.chunks):
+            first = number * CHUNK_BYTES
+            yield first, min(CHUNK_BYTES, self.bytes - first), digest
+
+
+class Manifest(BaseModel):
+    """The files of a version. `files`: the result, by name. `deltas`: for some of them, the file
+    `<name>.delta`, from which and from the parent's file the result can be computed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    files: dict[FileName, FileParts]
+    deltas: dict[FileName, FileParts] = {}
+
+    @classmethod
+    def of(cls, directory: Path) -> Self:
+        """Read all files of a directory. Raises `OSError`."""
+        found = {
+            path.name: FileParts.of(path)
+            for path in sorted(directory.iterdir())
+            if path.is_file() and path.name != MANIFEST
+        }
+        deltas = {n: parts for n, parts in found.items() if n.endswith(DELTA_SUFFIX)}
+        return cls(
+            files={n: parts for n, parts in found.items() if n not in deltas},
+            deltas={n.removesuffix(DELTA_SUFFIX): parts for n, parts in deltas.items()},
+        )
+
+    @classmethod
+    def parse(cls, text: bytes, sha256: str) -> Self:
+        """Raises `WrongDigest`, `ProtocolViolation`."""
+        if sha256_of(text) != sha256:
+            raise WrongDigest(f"{MANIFEST} does not have the announced digest {sha256[:12]}…")
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise ProtocolViolation(f"{MANIFEST}: {problems_of(error)}") from None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the names and chunk digests of the result: equal for equal weights, however
+        they travel."""
+        total = hashlib.sha256()
+        for name, parts in sorted(self.files.items()):
+            total.update(f"{name} {parts.bytes} {' '.join(parts.chunks)}\n".encode())
+        return total.hexdigest()
+
+    @property
+    def full_bytes(self) -> int:
+        return _bytes_of(self.files)
+
+    @property
+    def delta_bytes(self) -> int:
+        """What a server fetches that has the parent."""
+        whole = {name: parts for name, parts in self.files.items() if name not in self.deltas}
+        return _bytes_of(self.deltas) + _bytes_of(whole)
+
+
+def _bytes_of(files: Mapping[str, FileParts]) -> int:
+    return sum(parts.bytes for parts in files.values())
+
+
+class Announcement(VersionedRecord):
+    """One entry of the stream of versions.
+
+    `parent`: the id of the version to which the deltas refer. `digest`: that of the manifest.
+    `restarts`: whether the engine restarts on these weights instead of loading them while it runs.
+    """
+
+    kind: VersionKind
+    parent: str = NO_PARENT
+    digest: str = ""
+    manifest_sha256: str = ""
+    bytes: int = 0
+    restarts: bool = False
+
+    @property
+    def id(self) -> str:
+        return version_id(self.version)
+
+
+def sha256_of(text: bytes) -> str:
+    """In hexadecimal."""
+    return hashlib.sha256(text).hexdigest()
+
+
+def version_id(version: PolicyVersion) -> str:
+    """`<epoch>-<step>`: the name of a version's directory, and of its entry in Redis."""
+    return f"{version.epoch}-{version.step}"
+
+
+def version_of(text: str) -> PolicyVersion:
+    """The inverse of `version_id`. Raises `ValueError`."""
+    epoch, step = text.split("-")
+    return PolicyVersion(int(epoch), int(step))
