@@ -1,95 +1,94 @@
-"""A thread that acts as the server's supervisor, over a real Redis."""
+"""A thread that acts as an inference server, as far as Redis shows it."""
 
 from __future__ import annotations
 
-import json
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from redis import Redis
 
-from grpo_core.weights.supervisor import (
-    Outcome,
-    OutcomeState,
-    SupervisorCommand,
-    SupervisorPhase,
-    SupervisorStatus,
-    commands_key,
-    outcome_key,
-    status_key,
-)
-from tests.support.wait import wait_for
+from grpo_core.weights.servers import ServerState, ServerStatus, server_key, servers_key
+from grpo_core.weights.version_log import VersionLog
+from grpo_core.weights.versions import Announcement
+from tests.support.wait import DEADLINE_S, wait_for
 
-Reply = Callable[["StandIn", SupervisorCommand], None]
+Reply = Callable[["StandIn", Announcement], None]
+BEAT_S = 0.05
 
 
 class StandIn:
-    """Answers the n-th command with the n-th reply, and writes its status every 50 ms."""
+    """Follows the versions of a run. What it does with one is up to `reply`."""
 
-    def __init__(self, url: str, run_id: str, replies: Iterable[Reply] = ()) -> None:
+    def __init__(
+        self, url: str, run_id: str, name: str = "a", reply: Reply | None = None, **status: Any
+    ) -> None:
         self.redis: Redis = Redis.from_url(url, decode_responses=True, protocol=2)
-        self.run_id = run_id
-        self.seen: list[SupervisorCommand] = []
-        self.says = SupervisorStatus(state=SupervisorPhase.SERVING, epoch=0, step=0)
+        self.run_id, self.name = run_id, name
+        self.reply = reply or StandIn.adopt
+        self.seen: list[Announcement] = []
+        self.says = ServerStatus(
+            name=name, state=ServerState.SERVING, url=f"http://{name}", epoch=0, step=0
+        ).model_copy(update=status)
         self.speaks = True
-        self._replies = iter(replies)
+        self._versions = VersionLog(url, run_id, DEADLINE_S)
+        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work)
-        self._thread.start()
 
     def __enter__(self) -> StandIn:
-        wait_for(lambda: self.redis.exists(status_key(self.run_id)))
+        self._thread.start()
+        wait_for(lambda: self.redis.exists(server_key(self.run_id, self.name)))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
         self.redis.close()
+        self._versions.close()
+
+    def adopt(self, announced: Announcement) -> None:
+        """Serve the version."""
+        self.says = self.says.model_copy(
+            update={**announced.version.fields(), "in_use": announced.id}
+        )
 
     def becomes(self, **changes: Any) -> None:
         """Return once Redis has the new status."""
         self.says = self.says.model_copy(update=changes)
-        key, expected = status_key(self.run_id), self.says.on_the_wire()
-        del expected["time"]
-        wait_for(lambda: self.redis.hgetall(key), lambda found: expected.items() <= found.items())
+        self.report()
 
-    def answer(self, command: SupervisorCommand, state: OutcomeState, **fields: str) -> None:
-        written = Outcome(state=state, **fields).on_the_wire()
-        self.redis.hset(outcome_key(self.run_id, command.id), mapping=written)
+    def leave(self) -> None:
+        """Like a server that was killed, 10 seconds later."""
+        with self._lock:
+            self.speaks = False
+            self.redis.delete(server_key(self.run_id, self.name))
 
-    def serve(self, command: SupervisorCommand) -> None:
-        self.says = self.says.model_copy(
-            update={"epoch": command.epoch, "step": command.step, "path": command.path}
-        )
-
-    def lose_commands(self) -> None:
-        """Lose the newest data, like a Redis that crashed."""
-        self.redis.delete(commands_key(self.run_id))
+    def report(self) -> None:
+        with self._lock:
+            if self.speaks:
+                self.redis.sadd(servers_key(self.run_id), self.name)
+                key = server_key(self.run_id, self.name)
+                self.redis.hset(key, mapping=self.says.on_the_wire())
 
     def _work(self) -> None:
-        place = "0"
-        while not self._stop.wait(0.05):
-            if self.speaks:
-                status = self.says.model_copy(update={"time": time.time()}).on_the_wire()
-                self.redis.hset(status_key(self.run_id), mapping=status)
-            for _, entries in self.redis.xread({commands_key(self.run_id): place}) or []:
-                for found, fields in entries:
-                    place = found
-                    self.seen.append(SupervisorCommand.from_wire(fields))
-                    next(self._replies)(self, self.seen[-1])
+        while not self._stop.wait(BEAT_S):
+            head = self._versions.head()
+            if head is not None and self.speaks and head != (self.seen or [None])[-1]:
+                self.seen.append(head)
+                self.reply(self, head)
+            self.report()
 
 
-def done(server: StandIn, command: SupervisorCommand) -> None:
-    server.serve(command)
-    server.answer(command, OutcomeState.ACCEPTED)
-    server.answer(command, OutcomeState.DONE, in_use=json.dumps(["/weights/epoch_1_step_2"]))
+def ignore(_server: StandIn, _announced: Announcement) -> None:
+    """A server that keeps what it has."""
 
 
-def says(state: OutcomeState, reason: str) -> Reply:
-    return lambda server, command: server.answer(command, state, reason=reason)
+def refuse(server: StandIn, announced: Announcement) -> None:
+    server.says = server.says.model_copy(
+        update={"refused": announced.id, "reason": "rank 64, at most 16"}
+    )
 
 
-def silence(_server: StandIn, _command: SupervisorCommand) -> None:
-    """A reply function that sends no answer."""
+def depart(server: StandIn, _announced: Announcement) -> None:
+    server.leave()
