@@ -132,7 +132,7 @@ class EnvironmentStatus(WireModel):
     env_weight: float
     pressure: float = 0.0
     num_steps: int | None = None
-    servers: list[ListedServer] = []
+    servers: tuple[ListedServer, ...] = ()
 
 
 class TrainerInfo(WireModel):

@@ -167,7 +167,7 @@ def environment_status(
         env_weight=max(MIN_ENV_WEIGHT, _weight(own, run.connected()) * (1.0 - pressure)),
         pressure=pressure,
         num_steps=run.num_steps,
-        servers=[*servers],
+        servers=tuple(servers),
     )
 
 
