@@ -7,6 +7,7 @@ Pausing, sleeping and draining are offered to the trainer, the operator and the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -73,6 +74,19 @@ class LoadRequest(_Body):
 
 class UnloadRequest(_Body):
     adapter_name: AdapterName = ""
+
+
+class UpdateRequest(_Body):
+    """`directory`: verified by the supervisor, with all weights of the model."""
+
+    directory: Path
+    policy_version: PolicyVersion
+
+
+class NameRequest(_Body):
+    """`policy_version`: a new name of the served weights."""
+
+    policy_version: PolicyVersion
 
 
 class DrainRequest(_Body):
@@ -265,7 +279,7 @@ def engine_router(
     adapters: AdapterSwitch | None,
     drain: Callable[[float], None],
 ) -> APIRouter:
-    """`GET /engine/status` and `POST /engine/drain`. The engine ends after a drain."""
+    """The supervisor's routes. The engine ends after a drain, and after an update that failed."""
     router = APIRouter(prefix="/engine", route_class=ErrorHandlingRoute)
 
     @router.get("/status")
@@ -279,6 +293,16 @@ def engine_router(
             "in_flight": len(in_flight),
             "generation_tokens": generation_tokens(),
         }
+
+    @router.post("/weights")
+    async def post_weights(request: UpdateRequest) -> dict[str, float]:
+        pause_s = await bridge.update(request.directory, request.policy_version)
+        return {"pause_s": round(pause_s, 3)}
+
+    @router.post("/version")
+    async def post_version(request: NameRequest) -> dict[str, str]:
+        await bridge.adopt(request.policy_version)
+        return {"status": "ok"}
 
     @router.post("/drain")
     async def post_drain(request: DrainRequest) -> dict[str, str]:
