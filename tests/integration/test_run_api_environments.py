@@ -123,4 +123,5 @@ def test_status_env_counts_own_and_shared_sequences(http: ApiClient) -> None:
         "env_weight": 0.25,
         "pressure": 0.0,
         "num_steps": None,
+        "servers": [],
     }

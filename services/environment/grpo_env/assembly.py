@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from grpo_core.security import plain
 from grpo_core.tree.environment_values import MixturePart
-from grpo_env.inference.health import wait_for_servers
+from grpo_env.inference.waiting import wait_for_servers
 from grpo_env.inference.pool import InferencePool
 from grpo_env.loading import TaskSpec, TaskUnusable
 from grpo_env.rollout.chat_template import ChatTemplate, load_template

@@ -22,7 +22,7 @@ from grpo_core.rollouts.record import RolloutRecord, records_of_group
 from grpo_core.security import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.assembly import TaskSet, open_engine, sampling_plan
-from grpo_env.inference.health import wait_for_step
+from grpo_env.inference.waiting import wait_for_step
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine, all_or_none
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
