@@ -140,6 +140,8 @@ class BridgeInfo(BaseModel):
     lora_enabled: bool = False
     run_id: str | None = None
     """The server's run in Redis; None if it runs without Redis."""
+    name: str | None = None
+    """The server's --server-name; None if it runs without Redis."""
     weights_dir: str | None = None
     """Directory from which the server loads weights; None if a trainer writes in place."""
 
@@ -187,11 +189,6 @@ class BridgeClient(ServiceClient):
     def info(self, deadline_s: float | None = None) -> BridgeInfo:
         answer = self.send("GET", "/bridge/info", deadline_s=deadline_s)
         return BridgeInfo.model_validate_json(answer.content)
-
-    def sees(self, probe: str) -> bool:
-        """Whether the server's weights directory has a file of this name."""
-        answer = self.send("GET", "/bridge/weights_dir", params={"probe": probe})
-        return bool(answer.json()["has_probe"])
 
     def pause(self, session: str, lease_s: float, version: PolicyVersion) -> None:
         """Pause sampling, keep requests in flight (or finish short ones), drop the KV cache.

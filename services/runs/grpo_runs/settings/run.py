@@ -218,7 +218,7 @@ class LaunchOptions(ServerHere):
         run_id: str | None
         save_path: Path
         seed: int
-        vllm_restart_interval: int
+        vllm_restart_interval: int | None
         world_size: int
 
     _usable_token = field_validator("run_api_token")(usable_token)
@@ -527,7 +527,7 @@ _DEFAULTS = {
     "max_batches_offpolicy": "1",
     "gpu_memory_utilization": "0.4; without --task: 0.45",
     "dtype": "float32; on a GPU bfloat16; without --task: the model's",
-    "vllm_restart_interval": "10; without --task: 3",
+    "vllm_restart_interval": "10; without --task: 3, and 1 in mode none with --publish update",
     "lora_target_modules": "q_proj,v_proj; with the tiny model every linear layer",
     "eval_every": "before and after the run",
     "checkpoint_interval": "0; without --task: 3",
