@@ -367,14 +367,18 @@ class ServerSettings(CommandSettings, ListenOptions):
         """Variables that make the archived server share its weights, unless it serves adapters or
         is one of several servers."""
         nodes = environment.get(NODES_VARIABLE)
-        if nodes and "share_weights" not in given:
-            if not nodes.isdecimal():
-                raise ValueError(
-                    f"{NODES_VARIABLE}: expected the number of inference servers, or 0 for one "
-                    f"server that shares its weights; got {nodes!r}"
-                )
-            if int(nodes) == 0:
-                given["share_weights"] = Given("true", NODES_VARIABLE)
+        if nodes and not nodes.isdecimal():
+            raise ValueError(
+                f"{NODES_VARIABLE}: expected the number of inference servers, or 0 for one server "
+                f"that shares its weights; got {nodes!r}"
+            )
+        if nodes and int(nodes) == 0 and "share_weights" not in given:
+            given["share_weights"] = Given("true", NODES_VARIABLE)
+        shares = given.get("share_weights")
+        if nodes and int(nodes) and shares and shares.name == SHARE_WEIGHTS_VARIABLE:
+            del given["share_weights"]
+            if _is_on(shares):
+                yield f"ignored with {NODES_VARIABLE}={nodes}: {SHARE_WEIGHTS_VARIABLE}"
         shares, lora = given.get("share_weights"), given.get("enable_lora")
         if shares and shares.name in (NODES_VARIABLE, SHARE_WEIGHTS_VARIABLE) and _is_on(lora):
             del given["share_weights"]

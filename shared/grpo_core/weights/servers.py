@@ -92,6 +92,10 @@ class ServerStatus(VersionedRecord):
     restarts: int = 0
     """Engine starts after the first one, for new weights or after a crash."""
     crashes: int = 0
+    torn: int = 0
+    """Commits that failed half-way; each ended the engine."""
+    failed_sources: int = 0
+    """Sources that did not answer, or not with the whole file, since the start."""
     dropped_requests: int = 0
     """Requests aborted at the end of a drain."""
     generation_tokens: int = 0

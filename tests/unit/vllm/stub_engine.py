@@ -4,7 +4,8 @@
 that file exists. With `"orphan": true` it leaves an orphaned process behind and returns its id.
 
 It fails to start if the directory in STUB_ENGINE_DIRECTORY has a file `broken`. It serves only when
-that directory has no file `held`.
+that directory has no file `held`. It ends while it loads weights if that directory has a file
+`torn`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ OBSTACLE = "STUB_ENGINE_OBSTACLE"
 """Environment variable. If set to a reason, the fork server starts engines without forking."""
 BROKEN = "broken"
 HELD = "held"
+TORN = "torn"
 BAD_RANK = "bad-rank"
 
 
@@ -66,9 +68,20 @@ class StubEngine:
             {
                 "policy_version": self.version,
                 **{"state": "serving", "reason": "", "adapter": adapter},
-                **{"in_flight": len(self.in_flight), "generation_tokens": 7},
+                **{"in_flight": len(self.in_flight), "generation_tokens": 7, "in_use": []},
             }
         )
+
+    async def update(self, request: Request) -> Response:
+        if (Path(os.environ[DIRECTORY]) / TORN).exists():
+            os._exit(1)
+        asked = await request.json()
+        self.version, self.path = asked["policy_version"], asked["directory"]
+        return JSONResponse({"pause_s": 0.25})
+
+    async def rename(self, request: Request) -> Response:
+        self.version = (await request.json())["policy_version"]
+        return JSONResponse({})
 
     async def load(self, request: Request) -> Response:
         asked = await request.json()
@@ -101,7 +114,9 @@ class StubEngine:
 
         private = Starlette(
             routes=[
-                Route("/engine/status", self.status),
+                Route("/engine/status", self.status, methods=["POST"]),
+                Route("/engine/weights", self.update, methods=["POST"]),
+                Route("/engine/version", self.rename, methods=["POST"]),
                 Route("/engine/drain", post_drain, methods=["POST"]),
                 Route("/lora/load", self.load, methods=["POST"]),
             ]

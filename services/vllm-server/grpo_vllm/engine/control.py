@@ -139,9 +139,7 @@ def stamps_versions(engine: Any) -> bool:
     return hasattr(engine, "update_weight_version")
 
 
-async def _in_time(
-    what: str, call: Awaitable[T], within_s: float = ENGINE_CALL_TIMEOUT_S
-) -> T:
+async def _in_time(what: str, call: Awaitable[T], within_s: float = ENGINE_CALL_TIMEOUT_S) -> T:
     try:
         async with asyncio.timeout(within_s):
             return await call

@@ -27,8 +27,8 @@ VARIABLE = "GRPO_VLLM_ENGINE_PROCESS"
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes. Registers small KV blocks for a CPU, the backend that
-    loads weights while the engine runs, and the shared load format only if the server shares
+    """Called by vLLM in each of its processes. Registers small KV blocks for a CPU, the backend
+    that loads weights while the engine runs, and the shared load format only if the server shares
     weights."""
     end_with_the_engine_process()
     from grpo_vllm.engine.vllm_compat.launch import offer_small_blocks, offer_staged_update

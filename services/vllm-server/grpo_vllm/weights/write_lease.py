@@ -45,6 +45,8 @@ class ServingState(StrEnum):
     FAILED = "failed"
     """No trainer wrote the run's weights back before the deadline. One may still do so."""
     SLEEPING = "sleeping"
+    BEHIND = "behind"
+    """The weights may be older than those that the trainer announced last; see `FollowGate`."""
 
 
 _CLOSED_BECAUSE = {
