@@ -75,6 +75,15 @@ def test_one_of_so_many_versions_is_whole(
     assert kinds == "fddfddf"
 
 
+def test_deltas_that_add_up_to_the_whole_size_end_with_a_whole_version(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(model, tmp_path)
+    first, second = run.write(), run.write()
+    monkeypatch.setattr(version_directories, "LARGEST_DELTAS", 3.5 * second.bytes / first.bytes)
+    assert "".join(run.write().kind.value[0] for _ in range(4)) == "ddfd"
+
+
 def kept(root: Path, versions: dict[str, str], in_use: set[str]) -> dict[str, list[str]]:
     """What stays of directories. Args: versions: "full" or "delta", by id"""
     for name, kind in versions.items():
