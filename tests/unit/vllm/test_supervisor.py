@@ -28,7 +28,7 @@ from grpo_vllm.supervisor.supervisor import STABLE_AFTER_S, RestartPolicy
 from tests.fixtures.announcer import Announcer, described
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
-from tests.unit.vllm.stub_engine import BAD_RANK, BROKEN, HELD, OBSTACLE, TORN
+from tests.unit.vllm.stub_engine import BAD_RANK, BROKEN, OBSTACLE, TORN
 from tests.unit.vllm.supervised import START_S, Supervised, supervised
 
 RESTART_LIMIT = 3

@@ -33,7 +33,7 @@ from grpo_core.weights.versions import (
     VersionKind,
     WrongDigest,
 )
-from grpo_vllm.weights.staging import NotFetched, Staging, checked_manifest
+from grpo_vllm.weights.staging import PARTIAL, NotFetched, Staging, checked_manifest
 
 log = structlog.get_logger()
 
@@ -108,6 +108,8 @@ class Fetcher:
         self._staging = staging
         self._own_url = own_url
         self._left: defaultdict[str, set[str]] = defaultdict(set)
+        self._without_deltas: set[str] = set()
+        """Ids of versions whose deltas were of no use."""
         self.wrong_chunks = 0
         """Pieces, manifests and results with a wrong digest, since the start."""
         self.failed_sources = 0
@@ -131,6 +133,8 @@ class Fetcher:
                     directory = await self._copied(transfer, held)
         except BaseException as error:
             await self._staging.discard(wanted.id)
+            if isinstance(error, NotFetched):
+                del self._left[wanted.id]  # no source was left; the next attempt asks all again
             if not isinstance(error, TimeoutError):
                 raise
             raise FetchOverdue(
@@ -138,6 +142,7 @@ class Fetcher:
                 f"({_told(transfer.failures)})"
             ) from None
         del self._left[wanted.id]
+        self._without_deltas.discard(wanted.id)
         seconds = round(clock() - began, 3)
         counts = (transfer.bytes, transfer.peer_bytes)
         return Staged(wanted, directory, in_place, seconds, *counts)
@@ -178,11 +183,10 @@ class Fetcher:
                 await self._fold(transfer, chain, held)
                 return await self._staging.finish(wanted.id, text)
             except (WrongDigest, BadDelta) as error:
-                self.wrong_chunks += 1
+                self._without_deltas.add(wanted.id)
                 log.warning("delta.unusable", version=wanted.id, reason=str(error))
             except NotFetched as error:
                 log.info("delta.missing", version=wanted.id, reason=str(error))
-            transfer.failures.clear()
         await self._staging.open(wanted.id)
         for name, parts in manifest.files.items():
             await self._file(transfer, wanted, name, parts)
@@ -194,7 +198,8 @@ class Fetcher:
         """The deltas from a held version to the wanted one, oldest first; empty if there is none,
         or if the whole files are smaller."""
         usable = {i: staged.announced.version for i, staged in held.items() if staged.directory}
-        if not usable or transfer.wanted.kind is not VersionKind.DELTA:
+        is_delta = transfer.wanted.kind is VersionKind.DELTA
+        if not usable or not is_delta or transfer.wanted.id in self._without_deltas:
             return []
         oldest = min(usable.values())
         known = await self._versions.between(oldest, transfer.wanted.version)
@@ -229,10 +234,14 @@ class Fetcher:
             deltas = []
             for link, its in chain:
                 # Only the newest keeps its name, so that others can fetch it from here.
-                kept = name + DELTA_SUFFIX if link is wanted else f"{link.id}.{name}.partial"
+                kept = name + DELTA_SUFFIX if link is wanted else f"{link.id}.{name}{PARTIAL}"
                 await self._file(transfer, link, name + DELTA_SUFFIX, its.deltas[name], kept)
                 deltas.append(kept)
-            await self._staging.fold(wanted.id, name, parent, deltas, parts)
+            try:
+                await self._staging.fold(wanted.id, name, parent, deltas, parts)
+            except (WrongDigest, BadDelta):
+                self.wrong_chunks += 1
+                raise
 
     async def _manifest(self, transfer: _Transfer, version: Announcement) -> tuple[bytes, Manifest]:
         """Raises `NotFetched`."""

@@ -83,7 +83,8 @@ class Staging:
     async def fold(
         self, version: str, name: str, parent: Path, deltas: Sequence[str], wanted: FileParts
     ) -> None:
-        """Compute a file from the parent's file and the deltas that are in the copy already.
+        """Compute a file from the parent's file and the deltas that are in the copy already. Of
+        these, the ones named `*.partial` are then deleted.
 
         Raises:
             WrongDigest: the result is not the announced one.
@@ -95,6 +96,9 @@ class Staging:
         if await asyncio.to_thread(FileParts.of, found) != wanted:
             raise WrongDigest(f"{name} of {version}, computed from deltas, has another digest")
         found.replace(here / name)
+        for delta in deltas:
+            if delta.endswith(PARTIAL):
+                (here / delta).unlink()
 
     async def finish(self, version: str, manifest: bytes) -> Path:
         """The directory of the copy, which is now complete."""
