@@ -92,12 +92,20 @@ class GenerationClient(AsyncServiceClient):
         answer_s: how long the completions of one call may take
         max_connections: limit on concurrent requests; further ones wait
         api_key: if the server needs one (VLLM_API_KEY)
+        address: the one to connect to, of several of the URL's name
     """
 
     def __init__(
-        self, base_url: str, answer_s: float, max_connections: int, api_key: str | None = None
+        self,
+        base_url: str,
+        answer_s: float,
+        max_connections: int,
+        api_key: str | None = None,
+        address: str = "",
     ) -> None:
-        super().__init__(SERVICE, base_url, answer_s, answer_s, max_connections, api_key)
+        super().__init__(
+            SERVICE, base_url, answer_s, answer_s, max_connections, api_key, address=address
+        )
 
     async def generate(
         self, prompt_token_ids: list[int], within_s: float | None = None, **sampling: Any

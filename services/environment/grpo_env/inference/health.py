@@ -21,6 +21,7 @@ from grpo_core.errors import (
     problems_of,
 )
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_env.inference.places import Place
 
 log = structlog.get_logger()
 
@@ -42,6 +43,7 @@ class SharedWeightsHaveOneServer(GrpoError):
 class _BridgeState(BaseModel):
     """The fields of `GET /bridge/info` that an environment reads."""
 
+    name: str = ""
     shared_weights: bool = False
     policy_version: PolicyVersion | None = None
 
@@ -49,36 +51,42 @@ class _BridgeState(BaseModel):
 class HealthClient(AsyncServiceClient):
     """Probes one inference server.
 
+    `name`: of the server; None until it was asked, "" if it has none. `asks_name`: whether the next
+    probe asks.
+
     Args:
-        others: number of the other servers that the environment uses
+        others: number of the other servers that `--inference-url` names
         api_key: the server's API key; None if it needs none
         attempt_s: limit on one probe; a longer one is shortened
     """
 
     def __init__(
         self,
-        base_url: str,
+        place: Place,
         others: int = 0,
         api_key: str | None = None,
         attempt_s: float = _ATTEMPT_S,
     ) -> None:
         attempt_s = min(_ATTEMPT_S, attempt_s)
-        super().__init__(SERVICE, base_url, attempt_s, attempt_s, token=api_key)
+        super().__init__(
+            SERVICE, place.url, attempt_s, attempt_s, token=api_key, address=place.address
+        )
+        self.name: str | None = None
+        self.asks_name = others > 0
         self._others = others
-        self._is_admitted = not others
 
     async def problem(self) -> Exception | None:
         """Query the server's health once. Returns None if it is healthy.
 
         Raises:
-            SharedWeightsHaveOneServer: a trainer writes the server's weights in place, and the
-                environment uses other servers too.
+            SharedWeightsHaveOneServer: a trainer writes the server's weights in place, and
+                `--inference-url` names other servers too.
         """
         try:
             # A new connection each time: an open one does not tell whether a host is silent.
             await self.send_once("GET", "/health", headers={"connection": "close"})
-            if not self._is_admitted:
-                await self._require_own_weights()
+            if self.asks_name and self.name is None:
+                await self._ask_name()
         except RequestRefused as error:
             return NotAnInferenceServer(
                 f"{error}; {self.base_url} is not vllm-api-server; check --inference-url"
@@ -87,32 +95,31 @@ class HealthClient(AsyncServiceClient):
             return error
         return None
 
-    async def _require_own_weights(self) -> None:
-        """A server without a bridge has weights of its own."""
+    async def _ask_name(self) -> None:
+        """A server without a bridge has no name, and weights of its own."""
         try:
-            answer = await self.send_once("GET", "/bridge/info")
+            state = _bridge_state(await self.send_once("GET", "/bridge/info"))
         except RequestRefused as error:
             if error.status != _NOT_FOUND:
                 raise
-        else:
-            if _bridge_state(answer).shared_weights:
-                raise SharedWeightsHaveOneServer(
-                    f"the trainer writes the weights of {self.base_url} in place, so the "
-                    f"{self._others} other servers of --inference-url would keep old weights; "
-                    "pass only one URL in --inference-url, or use a mode other than shared_vllm"
-                )
-        self._is_admitted = True
+            state = _BridgeState()
+        if state.shared_weights and self._others:
+            raise SharedWeightsHaveOneServer(
+                f"the trainer writes the weights of {self.base_url} in place, so the "
+                f"{self._others} other servers of --inference-url would keep old weights; "
+                "pass only one URL in --inference-url, or use a mode other than shared_vllm"
+            )
+        self.name = state.name
 
-    async def served_step(self) -> int | ServiceUnavailable | None:
-        """The training step of the served policy. None: the server has no bridge. The error: it did
-        not answer."""
+    async def served_version(self) -> PolicyVersion | ServiceUnavailable | None:
+        """The version of the served policy. None: the server has no bridge. The error: it did not
+        answer."""
         try:
-            version = _bridge_state(await self.send("GET", "/bridge/info")).policy_version
+            return _bridge_state(await self.send("GET", "/bridge/info")).policy_version
         except (RequestRefused, ProtocolViolation):
             return None
         except ServiceUnavailable as error:
             return error
-        return None if version is None else version.step
 
 
 def _bridge_state(answer: httpx.Response) -> _BridgeState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 import httpx
@@ -12,7 +12,9 @@ import structlog
 from grpo_core.clients.inference import SERVICE
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.inference.health import HealthClient, NotAnInferenceServer, named
+from grpo_env.inference.places import Place
 
 log = structlog.get_logger()
 
@@ -37,7 +39,7 @@ async def wait_for_servers(
     deadline = Deadline(deadline_s)
     problems: dict[str, Exception] = {}
     async with AsyncExitStack() as stack:
-        servers = [HealthClient(url, len(urls) - 1, api_key, deadline_s) for url in urls]
+        servers = [HealthClient(Place(url), len(urls) - 1, api_key, deadline_s) for url in urls]
         for server in servers:
             await stack.enter_async_context(server)
         while not await _is_one_healthy(servers, problems):
@@ -78,35 +80,43 @@ async def _is_one_healthy(servers: Sequence[HealthClient], problems: dict[str, E
 
 
 async def wait_for_step(
-    urls: Sequence[str], step: int, deadline_s: float, api_key: str | None
-) -> None:
+    places: Callable[[], Sequence[Place]], step: int, deadline_s: float, api_key: str | None
+) -> frozenset[Place]:
     """Return once one of the servers has the weights of `step` updates. Modes that publish rarely
     may reach it late: after the deadline, the policy that is served then is taken, with a warning.
 
     A server without bridge never says which policy it serves, so nothing is waited for.
+
+    Args: places: the servers that may answer now
+
+    Returns:
+        The servers of the newest version; empty if they are unknown.
 
     Raises:
         ServiceUnavailable: nothing listens at any of the URLs. A server that restarts its engine
             keeps its socket open, so this one has ended.
     """
     deadline = Deadline(deadline_s)
+    clients: dict[Place, HealthClient] = {}
     async with AsyncExitStack() as stack:
-        servers = [HealthClient(url, api_key=api_key) for url in urls]
-        for server in servers:
-            await stack.enter_async_context(server)
         while True:
-            found = await asyncio.gather(*(server.served_step() for server in servers))
+            asked = places()
+            for place in asked:
+                if place not in clients:
+                    client = HealthClient(place, api_key=api_key)
+                    clients[place] = await stack.enter_async_context(client)
+            found = await asyncio.gather(*(clients[place].served_version() for place in asked))
             failures = [one for one in found if isinstance(one, ServiceUnavailable)]
             refused = [e for e in failures if isinstance(e.__cause__, httpx.ConnectError)]
             if len(refused) == len(found):
                 raise refused[0]
-            served = [one for one in found if not isinstance(one, ServiceUnavailable)]
-            steps = [one for one in served if one is not None]
-            if len(steps) < len(served) or max(steps, default=-1) >= step:
-                return
-            if deadline.has_passed:
-                log.warning(
-                    "evaluation.policy_is_older", served_step=max(steps, default=-1), step=step
-                )
-                return
+            if None in found:
+                return frozenset()
+            by_place = zip(asked, found, strict=True)
+            versions = {place: v for place, v in by_place if isinstance(v, PolicyVersion)}
+            newest = max(versions.values(), default=PolicyVersion(0, -1))
+            if newest.step < step and deadline.has_passed:
+                log.warning("evaluation.policy_is_older", served_step=newest.step, step=step)
+            if newest.step >= step or deadline.has_passed:
+                return frozenset(place for place, v in versions.items() if v == newest)
             await asyncio.sleep(_STEP_POLL_S)
