@@ -22,7 +22,8 @@ import psutil
 import pytest
 
 from grpo_core.weights.ref import UNTRAINED
-from grpo_core.weights.versions import MANIFEST, version_id
+from grpo_core.weights.version_log import VersionLog
+from grpo_core.weights.versions import MANIFEST, Announcement, VersionKind, version_id
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.supervisor.supervisor import STABLE_AFTER_S, RestartPolicy
 from tests.fixtures.announcer import Announcer, described
@@ -173,6 +174,16 @@ def test_the_same_weights_under_another_name_only_get_the_name(server: Supervise
     assert server.announcer.settled(announced).path == str(path)
     assert server.serves(renamed)
     assert server.status()["engine_pid"] == engine
+
+
+def test_a_run_that_begins_with_the_base_model_costs_no_restart(
+    tmp_path: Path, redis_url: str
+) -> None:
+    with supervised(tmp_path, redis_url) as server:
+        begun = Announcement(epoch=1, step=0, kind=VersionKind.BASE, restarts=True)
+        with VersionLog(redis_url, server.announcer.run_id, START_S) as log:
+            log.announce(begun)
+        assert server.announcer.settled(begun).restarts == 0
 
 
 def test_an_engine_that_ends_while_it_loads_is_replaced_by_one_with_the_new_weights(

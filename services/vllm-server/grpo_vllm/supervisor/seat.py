@@ -129,6 +129,9 @@ class EngineSeat:
         """As `Seat.commit`."""
         await self._state.takes_commits.wait()
         engine = self._slot.engine
+        if engine is not None and not (weights.trained or self._state.weights.trained):
+            await self.rename(weights.version)  # the engine has the base model
+            return 0.0
         if restarts or engine is None or weights.path is None:
             return await self._restart(weights)
         path, pause_s, self.loading = str(weights.path), 0.0, True
