@@ -323,6 +323,8 @@ def engine_router(
 
     @router.post("/version")
     async def post_version(request: NameRequest) -> dict[str, str]:
+        if adapters is not None:
+            await adapters.rename(request.policy_version)
         await bridge.adopt(request.policy_version)
         return {"status": "ok"}
 

@@ -39,7 +39,11 @@ class CommitRefused(GrpoError):
 
 
 class Seat(Protocol):
-    """Where versions are committed: the supervisor's engine."""
+    """Where versions are committed: the supervisor's engine. `version`: of the weights that it
+    serves or starts with; an operator may have changed them."""
+
+    @property
+    def version(self) -> PolicyVersion: ...
 
     async def rename(self, version: PolicyVersion) -> None:
         """Give the served weights another name."""
@@ -215,7 +219,8 @@ class Follower:
 
     async def _catch_up(self, announced: Announcement) -> None:
         served = self._served
-        if served is not None and is_same(served.announced, announced):
+        is_served = served is not None and self._seat.version == served.announced.version
+        if served is not None and is_served and is_same(served.announced, announced):
             await self._seat.rename(announced.version)
             renamed = replace(served, announced=announced)
             self._held[announced.id] = renamed

@@ -102,6 +102,11 @@ class EngineSeat:
         self.torn = 0
         """Commits that failed half-way."""
 
+    @property
+    def version(self) -> PolicyVersion:
+        """As `Seat.version`."""
+        return self._state.weights.version
+
     def in_use(self) -> frozenset[str]:
         """As `Seat.in_use`. A version's directory has its id as name."""
         paths = [self._state.weights.path, self._state.previous.path]
