@@ -306,8 +306,11 @@ async def test_after_an_absence_nothing_older_than_the_newest_version_is_sampled
     run = Shared()
     run.announce(v(1))
     server = Server(run)
+    server.follower.returned()
+    assert server.follower.behind == "", "it knows of no version"
     await server.joins()
-    assert server.follower.behind, "the engine took time to start"
+    server.follower.returned()
+    assert server.follower.behind, "its engine took time to start"
     async with following(server):
         assert server.follower.behind == ""
         server.engine.commit_s = 3.0

@@ -318,6 +318,8 @@ def engine_router(
 
     @router.post("/weights")
     async def post_weights(request: UpdateRequest) -> dict[str, float]:
+        if not bridge.engine.loads_weights:
+            raise BridgeConflict("this version of vLLM cannot load weights while it runs")
         pause_s = await bridge.update(request.directory, request.policy_version)
         return {"pause_s": round(pause_s, 3)}
 

@@ -142,9 +142,11 @@ class EngineSeat:
                 self._directories = await engine.load_adapter(path, weights.version)
             else:
                 pause_s = await engine.update_weights(path, weights.version)
-        except (EngineDoesNotAnswer, EngineRefused) as error:
-            if isinstance(error, EngineRefused) and weights.kind is WeightKind.ADAPTER:
+        except EngineRefused as error:
+            if weights.kind is WeightKind.ADAPTER:
                 raise CommitRefused(str(error)) from error
+            return await self._restart(weights)
+        except EngineDoesNotAnswer as error:
             return await self._replace(weights, error)
         finally:
             self.loading = False
