@@ -114,6 +114,18 @@ async def test_a_chain_of_deltas_is_folded_if_that_is_less_than_the_full_file() 
     assert [server.served[-1] for server in servers] == ["1-3", "1-3"]
 
 
+async def test_the_same_weights_are_loaded_again_if_an_operator_has_loaded_others() -> None:
+    run = Shared()
+    run.announce(v(7), b"same")
+    server = Server(run)
+    await server.joins()
+    async with following(server):
+        server.engine.version = v(0, epoch=2)
+        run.announce(v(7, epoch=3), b"same")
+        await asyncio.sleep(SOON_S)
+    assert (server.served, server.engine.renamed) == (["3-7"], [])
+
+
 async def test_versions_between_are_folded_too() -> None:
     run = Shared()
     first = run.announce(v(1), b"1" * 90)
@@ -294,8 +306,11 @@ async def test_after_an_absence_nothing_older_than_the_newest_version_is_sampled
     run = Shared()
     run.announce(v(1))
     server = Server(run)
+    server.follower.returned()
+    assert server.follower.behind == "", "it knows of no version"
     await server.joins()
-    assert server.follower.behind, "the engine took time to start"
+    server.follower.returned()
+    assert server.follower.behind, "its engine took time to start"
     async with following(server):
         assert server.follower.behind == ""
         server.engine.commit_s = 3.0

@@ -197,6 +197,8 @@ class Supervisor:
         """Watch an engine that serves, until it has ended. Raises the error of a task in `beside`
         that ended."""
         self._policy.serving()
+        if self._follower is not None and self._state.launched is None:
+            self._follower.returned()  # versions may have been announced while the engine started
         self._state.phase, self._state.reason = ServerState.SERVING, ""
         await self._look()
         await self._save_served()
@@ -226,8 +228,6 @@ class Supervisor:
         self._crashes += 1
         self._state.reason = f"the engine ended with status {code}"
         log.error("engine.crashed", status=code, pid=engine.pid)
-        if self._follower is not None:
-            self._follower.returned()
         await self._back_off()
 
     async def _drain(self, engine: Engine) -> None:
