@@ -32,8 +32,9 @@ from grpo_trainer.model.policy import CausalLM
 
 ANCHOR_EVERY = 20
 """Of this many versions one at least is whole, which limits how many deltas a server applies."""
-LARGEST_DELTA = 0.4
-"""Fraction of the whole size. Beyond it a delta saves little."""
+LARGEST_DELTA, LARGEST_DELTAS = 0.4, 1.0
+"""Fractions of the whole size: of one delta, and of all since the newest whole version. Beyond them
+the whole files are as good, and take no more disk space."""
 DELTA_BYTES_PER_WEIGHT = 2
 
 
@@ -47,7 +48,7 @@ class VersionDirectories:
         self.root = root
         self._with_deltas = with_deltas
         self._parent: PolicyVersion | None = None
-        self._deltas = 0
+        self._deltas = self._delta_bytes = 0
 
     def prepare(self) -> None:
         """Create the root, and remove unfinished directories of a trainer that was killed."""
@@ -69,7 +70,7 @@ class VersionDirectories:
             weights.write_into(policy, directory)
             has_deltas = self._takes_deltas(policy) and self._write_deltas(directory)
             manifest = Manifest.of(directory)
-            if has_deltas and manifest.delta_bytes > LARGEST_DELTA * manifest.full_bytes:
+            if has_deltas and self._is_too_large(manifest):
                 for name in manifest.deltas:
                     (directory / (name + DELTA_SUFFIX)).unlink()
                 manifest, has_deltas = manifest.model_copy(update={"deltas": {}}), False
@@ -77,7 +78,9 @@ class VersionDirectories:
             (directory / MANIFEST).write_bytes(text)
         kind = _kind(weights.kind, has_deltas)
         parent = version_id(self._parent) if has_deltas and self._parent else NO_PARENT
-        self._parent, self._deltas = version, self._deltas + 1 if has_deltas else 0
+        self._parent = version
+        self._deltas = self._deltas + 1 if has_deltas else 0
+        self._delta_bytes = self._delta_bytes + manifest.delta_bytes if has_deltas else 0
         return Announcement(
             **version.fields(),
             kind=kind,
@@ -131,6 +134,10 @@ class VersionDirectories:
             if (parent / file.name).is_file()
         ]
         return any(size is not None for size in sizes)
+
+    def _is_too_large(self, manifest: Manifest) -> bool:
+        one, whole = manifest.delta_bytes, manifest.full_bytes
+        return one > LARGEST_DELTA * whole or self._delta_bytes + one > LARGEST_DELTAS * whole
 
     def _versions(self) -> list[tuple[PolicyVersion, Path]]:
         if not self.root.is_dir():

@@ -198,7 +198,7 @@ class FileSync(DirectorySync):
         have these weights already only rename them."""
         served = self.watch.await_serving()
         head = self.watch.versions.head()
-        is_untrained = optimizer.unwritten_parameters() == 0
+        is_untrained = step == 0 and optimizer.unwritten_parameters() == 0
         epochs = [one.epoch for one in (*served.values(), *([head] if head else []))]
         self._begin(optimizer, step, bound, (last_epoch, *epochs))
         self._sources = self.source.open()
