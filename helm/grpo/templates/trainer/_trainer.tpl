@@ -45,7 +45,7 @@
 {{- if eq $v.mode "lora_only" }}
 {{- $_ := set $env "GRPO_ADAPTER_SYNC_INTERVAL" $v.run.adapterSyncInterval }}
 {{- else if ne $v.mode "shared_vllm" }}
-{{- $_ := set $env "GRPO_VLLM_RESTART_INTERVAL" $v.run.restartInterval }}
+{{- $_ := set $env "GRPO_VLLM_RESTART_INTERVAL" ($v.run.restartInterval | default (eq $v.mode "none" | ternary 1 10)) }}
 {{- end }}
 {{- if eq (include "grpo.layout" .) "single" }}
 {{- $env = merge $env (dict

@@ -41,6 +41,8 @@ class Summary:
     compute_s: float
     sync_s: float
     step_s: float
+    late_publications: int = 0
+    """For which a step did not wait until all servers served them."""
 
 
 def tenth_of(steps: int) -> int:
@@ -64,6 +66,7 @@ def summarise(records: Sequence[StepRecord], total_s: float, training_s: float) 
         compute_s=fmean(record.compute_s for record in records),
         sync_s=fmean(record.sync_s for record in records),
         step_s=fmean(record.step_s for record in records),
+        late_publications=sum(record.is_late for record in records),
     )
 
 
@@ -140,6 +143,7 @@ class RunFacts(BaseModel):
         return "; ".join(
             [
                 f"{len(self.servers)} of {number}, policy version {held or 'not reported'}",
+                counted(self.summary.late_publications, "late publication"),
                 f"{counted(wrong, 'wrong chunk')} fetched again",
                 *ended,
             ]
