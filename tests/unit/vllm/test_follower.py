@@ -14,6 +14,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.supervisor.follower import steps_between
 from grpo_vllm.weights.fetch import CHUNK_DEADLINE_S, FETCH_DEADLINE_S
 from grpo_vllm.weights.staging import NotFetched
+from tests.support.virtual_time import VirtualTimeLoop
 from tests.unit.vllm.run_in_memory import TRAINER, WEIGHTS, Server, Shared
 
 SOON_S, LONG_S = 5.0, 10_000.0
@@ -323,6 +324,22 @@ async def test_after_an_absence_nothing_older_than_the_newest_version_is_sampled
         assert server.served == ["1-2"]
         server.follower.returned()
         await asyncio.sleep(1.0)
+        assert server.follower.behind == ""
+
+
+async def test_a_process_that_was_stopped_notices_it() -> None:
+    run = Shared()
+    run.announce(v(1))
+    server = Server(run)
+    await server.joins()
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    async with following(server):
+        server.engine.commit_s = 1.0
+        run.announce(v(2))
+        loop.stands_still_for(60.0)
+        assert "this server was away" in server.follower.behind
+        await asyncio.sleep(SOON_S)
         assert server.follower.behind == ""
 
 

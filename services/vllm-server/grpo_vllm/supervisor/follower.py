@@ -104,6 +104,7 @@ class Follower:
         self._previous: Staged | None = None
         self._seen = BEFORE_ALL
         self._returning = self._overdue = False
+        self._ticked_at: float | None = None
         self.progress = Progress()
         self.changed = asyncio.Event()
         """Set when `behind` may have changed."""
@@ -123,6 +124,7 @@ class Follower:
     @property
     def behind(self) -> str:
         """Why nothing may be sampled now; "" if it may."""
+        self._check_absence()
         head, served = self.progress.head, self._served
         newest = head.id if head else "unknown"
         if self._returning:
@@ -174,7 +176,7 @@ class Follower:
 
     async def follow(self) -> None:
         """Until cancelled."""
-        ticking = asyncio.create_task(self._notice_absence())
+        ticking = asyncio.create_task(self._tick_for_ever())
         try:
             while True:
                 await self._follow_once()
@@ -291,15 +293,22 @@ class Follower:
             del self._held[number]
             await self._fetcher.discard(staged)
 
-    async def _notice_absence(self) -> None:
-        """After a stop of this process, for example with SIGSTOP, others count it as gone."""
+    async def _tick_for_ever(self) -> None:
         clock = asyncio.get_running_loop().time
         while True:
-            before = clock()
+            self._check_absence()
+            self._ticked_at = clock()
             await asyncio.sleep(TICK_S)
-            if clock() - before > GONE_AFTER_S:
-                log.warning("server.returned", away_s=round(clock() - before, 1))
-                self.returned()
+
+    def _check_absence(self) -> None:
+        """After a stop of this process, for example with SIGSTOP, others count it as gone."""
+        if self._ticked_at is None:
+            return
+        now = asyncio.get_running_loop().time()
+        if now - self._ticked_at > GONE_AFTER_S:
+            log.warning("server.returned", away_s=round(now - self._ticked_at, 1))
+            self._ticked_at = now
+            self.returned()
 
 
 def is_same(served: Announcement, announced: Announcement) -> bool:
