@@ -41,18 +41,18 @@ class AnyDigest(str):
 
 
 class Piece(bytes):
-    """Stands for bytes that are not there. `count`: how many."""
+    """Stands for bytes that are not there. `size`: how many."""
 
-    count: int
+    size: int
 
     @classmethod
     def of(cls, count: int) -> Piece:
         piece = cls()
-        piece.count = count
+        piece.size = count
         return piece
 
     def __len__(self) -> int:
-        return self.count
+        return self.size
 
 
 @dataclass

@@ -9,8 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.clients.inference import GenerateAnswer
-from grpo_env.inference.waiting import wait_for_servers
 from grpo_env.inference.pool import Conversation, InferencePool
+from grpo_env.inference.waiting import wait_for_servers
 from tests.fixtures.adapters import load
 from tests.fixtures.file_sync import HandedOffServer
 from tests.fixtures.inference import (
