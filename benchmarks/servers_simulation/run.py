@@ -7,7 +7,6 @@ import random
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from benchmarks.servers_simulation import virtual_time
 from benchmarks.servers_simulation.network import Host, Network
 from benchmarks.servers_simulation.stand_ins import (
     Log,
@@ -22,6 +21,7 @@ from grpo_core.weights.versions import Announcement, VersionKind, sha256_of
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.supervisor.follower import Follower
 from grpo_vllm.weights.fetch import Fetcher, Staged
+from tests.support.virtual_time import VirtualTimeLoop
 
 EPOCH = 1
 LOOK_EVERY_S = 0.1
@@ -72,7 +72,8 @@ class Result:
 def simulate(case: Case) -> Result:
     before, versions.CHUNK_BYTES = versions.CHUNK_BYTES, case.chunk_bytes
     try:
-        return virtual_time.run(_Simulation(case).run())
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            return runner.run(_Simulation(case).run())
     finally:
         versions.CHUNK_BYTES = before
 
