@@ -82,6 +82,7 @@ class Overlap:
     afterwards."""
 
     version_before: PolicyVersion
+    version: PolicyVersion
     in_use: list[str]
     long: Sample
     short: Sample
@@ -93,11 +94,11 @@ def swap_during_a_request(lora: HandedOffServer) -> Overlap | None:
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(lora.sample, SHORT, 500)
         wait_for(lambda: running_sequences(lora.server) > 0 or long.done())
-        lora.publish(lora.weights[1])
+        version = lora.publish(lora.weights[1])
         short = lora.sample(SHORT)
         in_use = lora_status(lora)["in_use"]
         overlapped = running_sequences(lora.server) > 0
-        return Overlap(before, in_use, long.result(), short) if overlapped else None
+        return Overlap(before, version, in_use, long.result(), short) if overlapped else None
 
 
 def test_a_request_in_flight_finishes_on_the_adapter_that_it_began_with(
@@ -107,13 +108,14 @@ def test_a_request_in_flight_finishes_on_the_adapter_that_it_began_with(
     old, new = (load(lora.server.model, adapter) for adapter in lora.weights[:2])
     swap = wait_for(lambda: swap_during_a_request(lora), lambda overlap: overlap is not None)
     assert swap is not None
-    assert swap.in_use == [str(adapter) for adapter in lora.weights[:2]]
+    assert len(swap.in_use) == 2
+    assert swap.in_use[-1] == str(lora.published(swap.version))
     ids, logged, versions = swap.long
     assert versions == [list(swap.version_before)] * 2
     assert (logged - logprobs(old, SHORT, ids)).abs().max() < 10 * FILE_NOISE
     ids, logged, _ = swap.short
     assert (logged - logprobs(new, SHORT, ids)).abs().max() < FILE_NOISE
-    wait_for(lambda: lora_status(lora)["in_use"] == [str(lora.weights[1])])
+    wait_for(lambda: lora_status(lora)["in_use"] == swap.in_use[1:])
 
 
 @pytest.mark.parametrize("swaps", [3, pytest.param(20, marks=pytest.mark.full)])
@@ -127,6 +129,14 @@ def test_no_request_fails_in_swaps_under_load(swaps: int, lora: HandedOffServer)
     assert report.problems == []
     assert tuple(first) in report.versions
     assert lora.server.status()["dropped_requests"] == 0
+
+
+def test_the_same_adapter_under_another_name_is_not_loaded_again(lora: HandedOffServer) -> None:
+    lora.publish(lora.weights[1])
+    name = lora_status(lora)["adapter"]["adapter_name"]
+    version = lora.publish(lora.weights[1])
+    assert lora.sample(SHORT)[2] == [list(version)] * 2
+    assert lora_status(lora)["adapter"]["adapter_name"] == name
 
 
 def test_loading_by_hand_names_a_new_epoch_and_the_supervisor_learns_it(

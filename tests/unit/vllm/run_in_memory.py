@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo_core.weights.ref import WeightRef
+from grpo_core.weights.ref import UNTRAINED, WeightRef
 from grpo_core.weights.version_log import SLOT_S, SLOTS
 from grpo_core.weights.versions import (
     DELTA_SUFFIX,
@@ -202,15 +202,18 @@ class Engine:
     refuses: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     commit_s: float = 0.0
+    version: PolicyVersion = UNTRAINED
 
     async def rename(self, version: PolicyVersion) -> None:
         self.renamed.append(version)
+        self.version = version
 
     async def commit(self, weights: WeightRef, restarts: bool) -> float:
         await asyncio.sleep(self.commit_s)
         if weights.path is not None and weights.path.name in self.refuses:
             raise CommitRefused("the engine does not like it")
         self.served.append(weights)
+        self.version = weights.version
         self.restarted.append(restarts)
         return self.commit_s
 
@@ -252,6 +255,8 @@ class Server:
         """Join, and offer the copies to other servers."""
         found = await self.follower.join(waits=True)
         self.publish()
+        if found is not None:
+            self.engine.version = found.version
         return found
 
     def publish(self) -> None:

@@ -14,6 +14,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.supervisor.follower import steps_between
 from grpo_vllm.weights.fetch import CHUNK_DEADLINE_S, FETCH_DEADLINE_S
 from grpo_vllm.weights.staging import NotFetched
+from tests.support.virtual_time import VirtualTimeLoop
 from tests.unit.vllm.run_in_memory import TRAINER, WEIGHTS, Server, Shared
 
 SOON_S, LONG_S = 5.0, 10_000.0
@@ -112,6 +113,18 @@ async def test_a_chain_of_deltas_is_folded_if_that_is_less_than_the_full_file() 
     deltas = [url.split("/")[-2] for url in run.asked if url.endswith(DELTA_SUFFIX)]
     assert deltas == ["1-3"], "the other server would fetch 11 bytes instead of 9"
     assert [server.served[-1] for server in servers] == ["1-3", "1-3"]
+
+
+async def test_the_same_weights_are_loaded_again_if_an_operator_has_loaded_others() -> None:
+    run = Shared()
+    run.announce(v(7), b"same")
+    server = Server(run)
+    await server.joins()
+    async with following(server):
+        server.engine.version = v(0, epoch=2)
+        run.announce(v(7, epoch=3), b"same")
+        await asyncio.sleep(SOON_S)
+    assert (server.served, server.engine.renamed) == (["3-7"], [])
 
 
 async def test_versions_between_are_folded_too() -> None:
@@ -294,8 +307,11 @@ async def test_after_an_absence_nothing_older_than_the_newest_version_is_sampled
     run = Shared()
     run.announce(v(1))
     server = Server(run)
+    server.follower.returned()
+    assert server.follower.behind == "", "it knows of no version"
     await server.joins()
-    assert server.follower.behind, "the engine took time to start"
+    server.follower.returned()
+    assert server.follower.behind, "its engine took time to start"
     async with following(server):
         assert server.follower.behind == ""
         server.engine.commit_s = 3.0
@@ -308,6 +324,22 @@ async def test_after_an_absence_nothing_older_than_the_newest_version_is_sampled
         assert server.served == ["1-2"]
         server.follower.returned()
         await asyncio.sleep(1.0)
+        assert server.follower.behind == ""
+
+
+async def test_a_process_that_was_stopped_notices_it() -> None:
+    run = Shared()
+    run.announce(v(1))
+    server = Server(run)
+    await server.joins()
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    async with following(server):
+        server.engine.commit_s = 1.0
+        run.announce(v(2))
+        loop.stands_still_for(60.0)
+        assert "this server was away" in server.follower.behind
+        await asyncio.sleep(SOON_S)
         assert server.follower.behind == ""
 
 

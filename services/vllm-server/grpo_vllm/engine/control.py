@@ -58,6 +58,11 @@ class EngineControl:
     async def resume(self) -> None:
         await self._or_broken("resume", self._engine.resume_generation())
 
+    @property
+    def loads_weights(self) -> bool:
+        """Whether `update_weights` is possible: not before vLLM 0.32."""
+        return hasattr(self._engine, "start_weight_update")
+
     async def update_weights(self, directory: Path, version: PolicyVersion) -> None:
         """Load the weights of the directory under a pause. The KV cache is cleared. If loading
         fails, the engine holds weights of two versions, so it is broken."""

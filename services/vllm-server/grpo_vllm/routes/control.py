@@ -318,11 +318,15 @@ def engine_router(
 
     @router.post("/weights")
     async def post_weights(request: UpdateRequest) -> dict[str, float]:
+        if not bridge.engine.loads_weights:
+            raise BridgeConflict("this version of vLLM cannot load weights while it runs")
         pause_s = await bridge.update(request.directory, request.policy_version)
         return {"pause_s": round(pause_s, 3)}
 
     @router.post("/version")
     async def post_version(request: NameRequest) -> dict[str, str]:
+        if adapters is not None:
+            await adapters.rename(request.policy_version)
         await bridge.adopt(request.policy_version)
         return {"status": "ok"}
 

@@ -146,8 +146,12 @@ class Engine:
         return answer
 
     async def update_weights(self, directory: str, version: tuple[int, int]) -> float:
-        """Load the weights of a whole model. Returns the seconds of the pause. Raises
-        `EngineDoesNotAnswer`, `EngineRefused`: the engine may hold a part of the new weights."""
+        """Load the weights of a whole model. Returns the seconds of the pause.
+
+        Raises:
+            EngineRefused: the engine cannot load weights while it runs.
+            EngineDoesNotAnswer: the engine may hold a part of the new weights.
+        """
         body = {"directory": directory, "policy_version": list(version)}
         answer = await self._ask("POST", "/engine/weights", LOAD_DEADLINE_S, json=body)
         return float(answer["pause_s"])

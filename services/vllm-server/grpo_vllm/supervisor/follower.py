@@ -17,7 +17,7 @@ from typing import Protocol
 
 import structlog
 
-from grpo_core.errors import GrpoError
+from grpo_core.errors import GrpoError, ProtocolViolation
 from grpo_core.weights.directory_checks import UnusableWeights
 from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.servers import GONE_AFTER_S
@@ -39,7 +39,11 @@ class CommitRefused(GrpoError):
 
 
 class Seat(Protocol):
-    """Where versions are committed: the supervisor's engine."""
+    """Where versions are committed: the supervisor's engine. `version`: of the weights that it
+    serves or starts with; an operator may have changed them."""
+
+    @property
+    def version(self) -> PolicyVersion: ...
 
     async def rename(self, version: PolicyVersion) -> None:
         """Give the served weights another name."""
@@ -100,6 +104,7 @@ class Follower:
         self._previous: Staged | None = None
         self._seen = BEFORE_ALL
         self._returning = self._overdue = False
+        self._ticked_at: float | None = None
         self.progress = Progress()
         self.changed = asyncio.Event()
         """Set when `behind` may have changed."""
@@ -119,6 +124,7 @@ class Follower:
     @property
     def behind(self) -> str:
         """Why nothing may be sampled now; "" if it may."""
+        self._check_absence()
         head, served = self.progress.head, self._served
         newest = head.id if head else "unknown"
         if self._returning:
@@ -136,8 +142,9 @@ class Follower:
         )
 
     def returned(self) -> None:
-        """Sample nothing before the newest version is served: this server may have missed some."""
-        self._returning = True
+        """Sample nothing before the newest version is served: this server may have missed some. If
+        no version was ever announced, there is none to miss."""
+        self._returning = self.progress.head is not None
         self.changed.set()
 
     async def join(self, waits: bool) -> WeightRef | None:
@@ -163,14 +170,13 @@ class Follower:
             newer = await self._versions.head()
             if newer is None or newer.version <= head.version:
                 self._serves(staged)
-                self.returned()  # others may be announced while the engine starts
                 return weights_of(staged)
             self._held[head.id] = staged
         return None
 
     async def follow(self) -> None:
         """Until cancelled."""
-        ticking = asyncio.create_task(self._notice_absence())
+        ticking = asyncio.create_task(self._tick_for_ever())
         try:
             while True:
                 await self._follow_once()
@@ -189,18 +195,14 @@ class Follower:
                     await self._fetcher.discard(staged)
 
     async def _follow_once(self) -> None:
-        if self._returning:
-            announced = await self._versions.head()
-            if announced is None or announced.version <= self._seen:
-                self._returning = announced is not None and announced.id == self.progress.refused
-                self.changed.set()
-                if self._returning:
-                    await asyncio.sleep(RETRY_S)
-                return
-        else:
-            announced = await self._versions.next(self._seen)
-            if announced is None:
-                return
+        try:
+            announced = await self._newest()
+        except ProtocolViolation as error:
+            log.error("announcement.invalid", reason=str(error))
+            await asyncio.sleep(RETRY_S)
+            return
+        if announced is None:
+            return
         self.progress.head = announced
         try:
             await self._catch_up(announced)
@@ -213,9 +215,21 @@ class Follower:
             log.error("weights.refused", version=announced.id, reason=str(error))
         await self._tidy()
 
+    async def _newest(self) -> Announcement | None:
+        """The newest version, if it is newer than the last one that this server has handled."""
+        if not self._returning:
+            return await self._versions.next(self._seen)
+        head = await self._versions.head()
+        if head is not None and head.version > self._seen:
+            return head
+        self._returning = False
+        self.changed.set()
+        return None
+
     async def _catch_up(self, announced: Announcement) -> None:
         served = self._served
-        if served is not None and is_same(served.announced, announced):
+        is_served = served is not None and self._seat.version == served.announced.version
+        if served is not None and is_served and is_same(served.announced, announced):
             await self._seat.rename(announced.version)
             renamed = replace(served, announced=announced)
             self._held[announced.id] = renamed
@@ -279,15 +293,22 @@ class Follower:
             del self._held[number]
             await self._fetcher.discard(staged)
 
-    async def _notice_absence(self) -> None:
-        """After a stop of this process, for example with SIGSTOP, others count it as gone."""
+    async def _tick_for_ever(self) -> None:
         clock = asyncio.get_running_loop().time
         while True:
-            before = clock()
+            self._check_absence()
+            self._ticked_at = clock()
             await asyncio.sleep(TICK_S)
-            if clock() - before > GONE_AFTER_S:
-                log.warning("server.returned", away_s=round(clock() - before, 1))
-                self.returned()
+
+    def _check_absence(self) -> None:
+        """After a stop of this process, for example with SIGSTOP, others count it as gone."""
+        if self._ticked_at is None:
+            return
+        now = asyncio.get_running_loop().time()
+        if now - self._ticked_at > GONE_AFTER_S:
+            log.warning("server.returned", away_s=round(now - self._ticked_at, 1))
+            self._ticked_at = now
+            self.returned()
 
 
 def is_same(served: Announcement, announced: Announcement) -> bool:

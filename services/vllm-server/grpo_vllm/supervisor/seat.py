@@ -102,6 +102,11 @@ class EngineSeat:
         self.torn = 0
         """Commits that failed half-way."""
 
+    @property
+    def version(self) -> PolicyVersion:
+        """As `Seat.version`."""
+        return self._state.weights.version
+
     def in_use(self) -> frozenset[str]:
         """As `Seat.in_use`. A version's directory has its id as name."""
         paths = [self._state.weights.path, self._state.previous.path]
@@ -140,9 +145,11 @@ class EngineSeat:
                 self._directories = await engine.load_adapter(path, weights.version)
             else:
                 pause_s = await engine.update_weights(path, weights.version)
-        except (EngineDoesNotAnswer, EngineRefused) as error:
-            if isinstance(error, EngineRefused) and weights.kind is WeightKind.ADAPTER:
+        except EngineRefused as error:
+            if weights.kind is WeightKind.ADAPTER:
                 raise CommitRefused(str(error)) from error
+            return await self._restart(weights)
+        except EngineDoesNotAnswer as error:
             return await self._replace(weights, error)
         finally:
             self.loading = False

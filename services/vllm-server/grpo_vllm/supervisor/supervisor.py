@@ -21,7 +21,7 @@ from grpo_core.security import refuse
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.directory_checks import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.weights.servers import REPORT_EVERY_S, ServerState, ServerStatus
+from grpo_core.weights.servers import GONE_AFTER_S, REPORT_EVERY_S, ServerState, ServerStatus
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.http.server import serving
 from grpo_vllm.supervisor.engine import Engine, EngineSlot, ForkServer
@@ -66,6 +66,7 @@ class Supervisor:
         self._policy = RestartPolicy(settings.restart_limit)
         self._restarts = self._crashes = 0
         self._lost: PolicyVersion | None = None
+        self._answered_at = 0.0
         self._stop = asyncio.Event()
 
     def follow(self, follower: Follower, fetcher: Fetcher) -> None:
@@ -197,7 +198,10 @@ class Supervisor:
         """Watch an engine that serves, until it has ended. Raises the error of a task in `beside`
         that ended."""
         self._policy.serving()
+        if self._follower is not None and self._state.launched is None:
+            self._follower.returned()  # versions may have been announced while the engine started
         self._state.phase, self._state.reason = ServerState.SERVING, ""
+        self._answered_at = time.monotonic()
         await self._look()
         await self._save_served()
         if engine.ended.done() and self._state.launched is not None:
@@ -226,8 +230,6 @@ class Supervisor:
         self._crashes += 1
         self._state.reason = f"the engine ended with status {code}"
         log.error("engine.crashed", status=code, pid=engine.pid)
-        if self._follower is not None:
-            self._follower.returned()
         await self._back_off()
 
     async def _drain(self, engine: Engine) -> None:
@@ -326,6 +328,8 @@ class Supervisor:
     async def _look(self) -> None:
         """Tell the engine whether its weights are too old, and note weights that changed without a
         commit: a trainer wrote in place, or an operator loaded or unloaded an adapter."""
+        if self._follower is not None and time.monotonic() - self._answered_at > GONE_AFTER_S:
+            self._follower.returned()  # the engine was stopped; it may have missed a commit
         progress = self._follower.progress if self._follower else Progress()
         word: dict[str, str | bool] = {
             "behind": self._behind(),
@@ -336,6 +340,7 @@ class Supervisor:
         engine, seen = self._slot.engine, await self._slot.look(**word)
         if seen is None or not self._state.serving:
             return
+        self._answered_at = time.monotonic()
         self.seat.note_in_use(seen["in_use"])
         self._state.reason = seen["reason"]
         version = PolicyVersion(*seen["policy_version"])
