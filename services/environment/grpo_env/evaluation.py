@@ -146,7 +146,7 @@ async def evaluate(
         str(first) if first == last else f"{first} to {last}" for first, last in sorted(versions)
     )
     if len(by_version) > 1:
-        log.warning("evaluation.versions_differ", task=task.name, answers=dict(by_version))
+        log.info("evaluation.versions_differ", task=task.name, answers=dict(by_version))
     every = [version for pair in versions for version in pair]
     return EvalResult.of(
         sorted(found, key=lambda item: item.item),

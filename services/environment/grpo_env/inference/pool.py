@@ -173,6 +173,7 @@ class InferencePool(ClosesOnAsyncExit):
     async def _tend(self) -> None:
         """Look names up for ever, and close servers that nothing names any more."""
         looked_up_at = self.clock()
+        left: set[PooledServer] = set()
         while True:
             await asyncio.sleep(_TEND_EVERY_S)
             serves = any(server.gets_requests for server in self._members())
@@ -180,6 +181,9 @@ class InferencePool(ClosesOnAsyncExit):
                 looked_up_at = self.clock()
                 await self._named.look_up()
                 self._take_names()
+            # The lists of two run-api processes differ for a second: its requests may go on.
+            left_before, left = left, {server for server in self._servers if server.has_left}
+            self._repeat_elsewhere(left & left_before)
             for server in [s for s in self._servers if s.is_forgotten and not s.load]:
                 self._servers.remove(server)
                 server.log_requests()
@@ -253,11 +257,13 @@ class InferencePool(ClosesOnAsyncExit):
         return [*{s.name or s.url: s for s in reversed(named)}.values()][::-1]
 
     def _standing_changed(self) -> None:
-        """Wake the requests that wait for a server, and those that a server holds that is gone or
-        has left."""
+        """Wake the requests that wait for a server, and those that a server holds that is gone."""
         self._changed.set()
         self._changed.clear()
-        lost = [s for s in self._servers if s.standing is Standing.GONE or s.has_left]
+        self._repeat_elsewhere(s for s in self._servers if s.standing is Standing.GONE)
+
+    def _repeat_elsewhere(self, lost: Iterable[PooledServer]) -> None:
+        """End the requests in flight at these servers, if another one serves."""
         if any(s.standing is Standing.SERVING and s.is_open for s in self._servers):
             for server in lost:
                 server.abort_requests()
