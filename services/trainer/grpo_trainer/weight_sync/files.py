@@ -207,9 +207,9 @@ class FileSync(DirectorySync):
         else:
             announced = self.directories.write(self.version, self.weights, self._policy)
         self.begun_as = _name_before(announced, head)
+        self._bring(announced, f"After step {step}")
         if self.begun_as is not None:
             log.info("weights.already_served", policy_version=tuple(self.begun_as))
-        self._bring(announced, f"After step {step}")
         return self.version
 
     def recover_server(self) -> None:
@@ -274,11 +274,13 @@ class FileSync(DirectorySync):
         self.watch.versions.forget(removed)
 
     def _at_one(self, ask: Callable[[Server], T]) -> T:
-        """The answer of the server whose turn it is, or of another one if it leaves."""
+        """The answer of the server whose turn it is, or of another one if it leaves or is late."""
         while True:
             serving = self.watch.await_serving()
-            if self._turn not in serving:
-                self._turn = self._next(serving)
+            newest = max(one.version for one in serving.values())
+            names = [name for name, one in serving.items() if one.version == newest]
+            if self._turn not in names:
+                self._turn = self._next(names)
             try:
                 return ask(self._probe(self._turn))
             except ServerLeft:
@@ -294,7 +296,7 @@ class FileSync(DirectorySync):
 
     def _client(self, name: str) -> BridgeClient:
         """--inference-url may be the only address under which its server is reachable from here."""
-        servers = self.watch.servers()
+        servers = self.watch.known
         is_alone = not self.nodes and len(servers) == 1
         url = servers[name].url if name in servers else ""
         if not url or name == self._own_name or is_alone:
@@ -304,7 +306,7 @@ class FileSync(DirectorySync):
         return self._clients[url]
 
     def _label(self, name: str) -> str:
-        servers = self.watch.servers()
+        servers = self.watch.known
         if len(servers) < 2 or name not in servers:
             return "the server"
         return f"server {name} at {servers[name].url}"

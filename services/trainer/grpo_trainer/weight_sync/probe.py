@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
+from grpo_core.weights.servers import REPORT_EVERY_S
 from grpo_trainer.weight_sync.base import POLL_S, CheckedServer
 from grpo_trainer.weight_sync.servers import ServerWatch
+
+T = TypeVar("T")
 
 
 class ServerLeft(GrpoError):
@@ -47,3 +55,25 @@ class ServerProbe(CheckedServer):
             if self.name not in self._watch.servers() or deadline.has_passed:
                 raise ServerLeft(self.name)
             self._watch.sleep(POLL_S)
+
+    def _while_serving(self, request: str, ask: Callable[[], T]) -> T:
+        return super()._while_serving(request, lambda: self._unless_gone(ask))
+
+    def _unless_gone(self, ask: Callable[[], T]) -> T:
+        """The answer. A process that was stopped accepts requests and never answers, so they are
+        sent in a thread. Raises `ServerLeft` if the server is gone meanwhile."""
+        answer: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(ask())
+            except Exception as error:  # noqa: BLE001 - the other thread raises it
+                answer.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        while True:
+            try:
+                return answer.result(REPORT_EVERY_S)
+            except TimeoutError:
+                if not answer.done() and self.name not in self._watch.servers():
+                    raise ServerLeft(self.name) from None

@@ -26,8 +26,8 @@ class ServerWatch:
     versions: of the run
     return_deadline_s: how long all servers may be down before `LostServer`
 
-    `left`: number of servers that went away. `repeated`: number of announcements that Redis had
-    lost.
+    `known`: the servers at the last look. `left`: number of servers that went away. `repeated`:
+    number of announcements that Redis had lost.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ServerWatch:
         self.left = self.repeated = 0
         self.return_deadline_s = return_deadline_s
         self._return_deadline: Deadline | None = None
-        self._known: Servers = {}
+        self.known: Servers = {}
         self._checked: set[str] = set()
         self._looked_at = float("-inf")
         self._announced: Announcement | None = None
@@ -59,13 +59,13 @@ class ServerWatch:
         """Those that report now. Logs who came and who left."""
         found = {server.name: server for server in self.versions.servers()}
         self._looked_at = self.clock()
-        for name in found.keys() - self._known.keys():
+        for name in found.keys() - self.known.keys():
             log.info("server.joined", server=name, url=found[name].url)
-        for name in self._known.keys() - found.keys():
+        for name in self.known.keys() - found.keys():
             self.left += 1
-            log.warning("server.left", server=name, url=self._known[name].url)
+            log.warning("server.left", server=name, url=self.known[name].url)
         self._checked &= found.keys()
-        self._known = found
+        self.known = found
         return found
 
     def confirm(self) -> None:

@@ -98,7 +98,11 @@ class WeightSource:
         path = self._root / version / name
         if not (_VERSION.fullmatch(version) and _FILE.fullmatch(name) and path.is_file()):
             raise HTTPException(404, f"no file {version}/{name}")
-        return FileResponse(path)
+        return _WeightFile(path)
+
+
+class _WeightFile(FileResponse):
+    chunk_size = 1 << 20  # with the default of 64 KiB, a transfer is a quarter slower
 
 
 class _ThreadServer(uvicorn.Server):

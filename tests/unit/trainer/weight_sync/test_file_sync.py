@@ -354,6 +354,25 @@ def test_a_server_that_leaves_during_its_check_is_replaced(bench: NewBench) -> N
         assert [*map(version_id, rig.servers["http://a"].probed)] == ["1-0", "1-1"]
 
 
+def test_a_server_that_is_stopped_during_its_check_does_not_stop_the_trainer(
+    bench: NewBench,
+) -> None:
+    rig = bench("none", "a", "b")
+    goes_on = threading.Event()
+    with rig.trainer(nodes=2) as sync:
+        optimizer = begun(sync)
+        stopped = rig.servers["http://b"]
+
+        def stop() -> None:
+            stopped.shown.leave()
+            goes_on.wait(DEADLINE_S)
+
+        stopped.faults = iter([lambda: None, stop])
+        assert take_steps(sync, optimizer, range(1)) == [True]
+        assert not goes_on.is_set()
+        goes_on.set()
+
+
 def test_a_server_of_another_data_type_is_refused_at_the_start(bench: NewBench) -> None:
     rig = bench("none", "a", "b")
     rig.servers["http://b"].dtype = "bfloat16"
