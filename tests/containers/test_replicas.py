@@ -20,7 +20,8 @@ pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 @pytest.fixture(scope="module")
 def stack(stack_settings: dict[str, str]) -> Iterator[Stack]:
     settings = {"REPLICAS": str(REPLICAS), "STEPS": str(STEPS), "LR": "1e-4"}
-    settings["RUN_API_PORT"] = str(free_port())
+    first = free_port()
+    settings |= {"RUN_API_PORT": str(free_port()), "VLLM_PORT": f"{first}-{first + 20}"}
     stack = Stack("none", "grpo-test-replicas", stack_settings | settings)
     yield stack
     stack.down()
