@@ -4,6 +4,7 @@ with the weights of the version that it names."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -37,9 +38,14 @@ class RunningDemo:
     process: subprocess.Popen[str]
 
     @property
-    def steps(self) -> int:
+    def records(self) -> list[dict[str, float]]:
         path = self.directory / "metrics.jsonl"
-        return path.read_text().count("\n") if path.exists() else 0
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    @property
+    def steps(self) -> int:
+        return len(self.records)
 
     def wait_for_step(self, step: int) -> None:
         wait_for(lambda: self.steps >= step or self.process.poll() is not None, bool, DEADLINE_S)

@@ -3,6 +3,7 @@ servers are killed, stopped and added."""
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -14,22 +15,36 @@ from tests.support.wait import wait_for
 
 STEPS = 50
 SERVERS = ("--servers", "3", "--eval-every", "0", "--steps", str(STEPS))
+PUBLISHES_EVERY = {"none": 1, "lora_only": 1, "lora_restart": 10}
 MOVED = 100 * NOISE
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(DEADLINE_S + 60)]
 
 
-@pytest.mark.parametrize("mode", ["none", "lora_only", "lora_restart"])
+@pytest.mark.parametrize("mode", PUBLISHES_EVERY)
 def test_completions_have_the_logprobs_of_the_weights_that_they_name(
     mode: str, tmp_path: Path, tiny_model: Path
 ) -> None:
-    with running_demo(tmp_path / "run", "--mode", mode, *SERVERS) as run:
-        pass
+    """One of the servers is killed."""
+    every = PUBLISHES_EVERY[mode]
+    words = ("--mode", mode, *SERVERS)
+    words += ("--vllm-restart-interval", str(every)) if mode == "lora_restart" else ()
+    with running_demo(tmp_path / "run", *words) as run:
+        run.wait_for_step(5)
+        run.kill_server("server-1")
+    assert [record["step"] for record in run.records] == list(range(1, STEPS + 1))
+    probed = [r["alignment/probe_max"] for r in run.records if "alignment/probe_max" in r]
+    assert len(probed) == STEPS // every
+    assert max(probed) < NOISE
     found = recomputed(run, tiny_model, is_adapter=mode != "none")
-    assert run.steps == STEPS
     assert max(found.differences) < NOISE
     assert max(found.others) > MOVED
-    assert len(found.versions) > (2 if mode == "lora_restart" else STEPS // 2)
+    assert len(found.versions) > STEPS // every // 2
+    summary = json.loads((run.directory / "summary.json").read_text())
+    assert summary["ended_servers"] == {"server-1": "SIGKILL"}
+    assert [server["name"] for server in summary["servers"]] == ["server-0", "server-2"]
+    assert {server["step"] for server in summary["servers"]} == {STEPS}
+    assert sum(server["dropped_requests"] for server in summary["servers"]) == 0
 
 
 def test_a_run_goes_on_while_servers_are_killed_stopped_and_added(
@@ -48,17 +63,15 @@ def test_a_run_goes_on_while_servers_are_killed_stopped_and_added(
         try:
             for process in stopped:
                 process.send_signal(signal.SIGCONT)
-            run.wait_for_step(STEPS)
             wait_for(lambda: "weights.committed" in log.read_text(), bool, DEADLINE_S)
+            run.wait_for_step(STEPS)
         finally:
             late.terminate()
             late.wait()
+    assert [record["step"] for record in run.records] == list(range(1, STEPS + 1))
     found = recomputed(run, tiny_model, is_adapter=False)
-    assert run.steps == STEPS
     assert max(found.differences) < NOISE
-    environment = (run.directory / "logs" / "environment.log").read_text()
-    assert "group.lost" not in environment
-    # It never served anything but the newest weights.
+    # The late server began with the newest weights.
     started = next(line for line in log.read_text().splitlines() if "engine.starting" in line)
     assert "policy_version=(1, 0)" not in started
     assert "policy_version=(0, 0)" not in started

@@ -138,9 +138,9 @@ def trainer_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
         "log_level": settings.log_level,
         "redis_url": SecretStr(places.redis_url),
     }
-    if whole or settings.servers > 1:  # a variable may say otherwise
-        nodes = settings.servers if settings.servers > 1 else 0
-        values.setdefault("num_inference_nodes", nodes)
+    several = settings.servers > 1 and not mode.shares_memory
+    if whole or several:  # a variable may say otherwise
+        values.setdefault("num_inference_nodes", settings.servers if several else 0)
     if mode.shares_memory:
         return values | {"weights_socket": places.weights_socket}
     # All of them are passed, as the server's follow from them and variables could differ.

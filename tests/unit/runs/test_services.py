@@ -230,8 +230,9 @@ def test_servers_beside_a_run_api_have_the_ports_after_the_first() -> None:
     ],
 )
 def test_several_servers_that_cannot_be_are_refused_by_name(words: str, told: str) -> None:
-    with pytest.raises(OptionsInvalid, match=told):
+    with pytest.raises(OptionsInvalid, match=told) as invalid:
         parsed(DemoSettings, words.split(), {}, below=DEMO_FILE)
+    assert len(invalid.value.lines) == 1
 
 
 OF_FILES = {"--no-share-weights", "--weights-dir"}

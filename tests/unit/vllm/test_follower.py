@@ -294,6 +294,19 @@ async def test_weights_older_than_the_limit_are_not_sampled() -> None:
         assert server.follower.behind == ""
 
 
+async def test_weights_become_too_old_also_while_a_fetch_is_stuck() -> None:
+    run = Shared()
+    run.announce(v(1))
+    server = Server(run, max_staleness=2)
+    await server.joins()
+    async with following(server):
+        run.silent = {TRAINER}
+        for step in (2, 3, 4):
+            run.announce(v(step))
+        await asyncio.sleep(SOON_S)
+        assert "3 steps older than the newest (1-4)" in server.follower.behind
+
+
 @pytest.mark.parametrize(
     ("served", "head", "steps"),
     [(v(3), v(5), 2), (v(3), v(3), 0), (v(5), v(3, epoch=2), 1), (v(3), v(9, epoch=2), 6)],
@@ -324,6 +337,25 @@ async def test_after_an_absence_nothing_older_than_the_newest_version_is_sampled
         assert server.served == ["1-2"]
         server.follower.returned()
         await asyncio.sleep(1.0)
+        assert server.follower.behind == ""
+
+
+async def test_a_commit_that_began_before_the_absence_does_not_end_it() -> None:
+    run = Shared()
+    run.announce(v(1))
+    server = Server(run)
+    await server.joins()
+    async with following(server):
+        server.engine.commit_s = 3.0
+        run.announce(v(2))
+        await asyncio.sleep(1.0)
+        run.announce(v(3))
+        server.follower.returned()
+        await asyncio.sleep(3.0)
+        assert server.served == ["1-2"]
+        assert server.follower.behind != ""
+        await asyncio.sleep(SOON_S)
+        assert server.served == ["1-2", "1-3"]
         assert server.follower.behind == ""
 
 

@@ -104,6 +104,7 @@ class Follower:
         self._previous: Staged | None = None
         self._seen = BEFORE_ALL
         self._returning = self._overdue = False
+        self._returns_at: PolicyVersion | None = None
         self._ticked_at: float | None = None
         self.progress = Progress()
         self.changed = asyncio.Event()
@@ -144,7 +145,7 @@ class Follower:
     def returned(self) -> None:
         """Sample nothing before the newest version is served: this server may have missed some. If
         no version was ever announced, there is none to miss."""
-        self._returning = self.progress.head is not None
+        self._returning, self._returns_at = self.progress.head is not None, None
         self.changed.set()
 
     async def join(self, waits: bool) -> WeightRef | None:
@@ -176,12 +177,15 @@ class Follower:
 
     async def follow(self) -> None:
         """Until cancelled."""
-        ticking = asyncio.create_task(self._tick_for_ever())
+        beside = [asyncio.create_task(self._tick_for_ever())]
+        if self._max_staleness is not None:
+            beside.append(asyncio.create_task(self._watch_head()))
         try:
             while True:
                 await self._follow_once()
         finally:
-            ticking.cancel()
+            for task in beside:
+                task.cancel()
 
     def begin_after(self, version: PolicyVersion) -> None:
         """Follow only versions above this one: the newest one is of no use to this server."""
@@ -221,6 +225,7 @@ class Follower:
             return await self._versions.next(self._seen)
         head = await self._versions.head()
         if head is not None and head.version > self._seen:
+            self._returns_at = head.version
             return head
         self._returning = False
         self.changed.set()
@@ -271,7 +276,9 @@ class Follower:
         self._held[staged.announced.id] = staged
         self._served, self._previous = staged, previous
         self._seen = staged.announced.version
-        self._returning = self._overdue = False
+        # A version that was announced before the absence does not end it.
+        self._returning &= self._returns_at is None or self._seen < self._returns_at
+        self._overdue = False
         self.changed.set()
         self.progress.reason = self.progress.refused = ""
 
@@ -292,6 +299,16 @@ class Follower:
                 continue
             del self._held[number]
             await self._fetcher.discard(staged)
+
+    async def _watch_head(self) -> None:
+        """Note newer versions also while an older one is fetched, for `behind`."""
+        while True:
+            with contextlib.suppress(ProtocolViolation):
+                head, known = await self._versions.head(), self.progress.head
+                if head is not None and (known is None or head.version > known.version):
+                    self.progress.head = head
+                    self.changed.set()
+            await asyncio.sleep(TICK_S)
 
     async def _tick_for_ever(self) -> None:
         clock = asyncio.get_running_loop().time
