@@ -327,6 +327,7 @@ class Supervisor:
         commit: a trainer wrote in place, or an operator loaded or unloaded an adapter."""
         if self._follower is not None and time.monotonic() - self._answered_at > GONE_AFTER_S:
             self._follower.returned()  # the engine was stopped; it may have missed a commit
+            self._answered_at = time.monotonic()
         progress = self._follower.progress if self._follower else Progress()
         word: dict[str, str | bool] = {
             "behind": self._behind(),
