@@ -21,7 +21,7 @@ from grpo_core.security import refuse
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.directory_checks import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.weights.servers import GONE_AFTER_S, REPORT_EVERY_S, ServerState, ServerStatus
+from grpo_core.weights.servers import ABSENT_AFTER_S, REPORT_EVERY_S, ServerState, ServerStatus
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.http.server import serving
 from grpo_vllm.supervisor.engine import Engine, EngineSlot, ForkServer
@@ -325,7 +325,7 @@ class Supervisor:
     async def _look(self) -> None:
         """Tell the engine whether its weights are too old, and note weights that changed without a
         commit: a trainer wrote in place, or an operator loaded or unloaded an adapter."""
-        if self._follower is not None and time.monotonic() - self._answered_at > GONE_AFTER_S:
+        if self._follower is not None and time.monotonic() - self._answered_at > ABSENT_AFTER_S:
             self._follower.returned()  # the engine was stopped; it may have missed a commit
             self._answered_at = time.monotonic()
         progress = self._follower.progress if self._follower else Progress()
