@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.clients.inference import GenerateAnswer
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.inference.pool import Conversation, InferencePool
 from grpo_env.inference.waiting import wait_for_servers
 from tests.fixtures.adapters import load
@@ -21,7 +26,7 @@ from tests.fixtures.inference import (
     stop_inference,
 )
 from tests.inference.request_load import CLIENTS, load_on
-from tests.support.wait import wait_for_async
+from tests.support.wait import wait_for, wait_for_async
 
 PROMPT = [5, 6, 7]
 
@@ -72,6 +77,35 @@ def test_weights_are_loaded_under_load_without_a_restart(plain: HandedOffServer)
     assert after["engine_pid"] == before["engine_pid"]
     assert after["pause_s"] > 0
     assert after["bytes"] == 0, "used in place"
+
+
+@pytest.mark.full
+def test_a_server_that_was_stopped_answers_with_the_newest_weights_alone(
+    plain: HandedOffServer,
+) -> None:
+    served = plain.publish(plain.weights[0])
+    version = PolicyVersion(served.epoch, served.step + 1)
+    shutil.copytree(plain.weights[1], plain.published(version))
+    stopped = [plain.server.process.pid, plain.server.status()["engine_pid"]]
+    with ThreadPoolExecutor(4) as pool:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        answers = [pool.submit(plain.sample, PROMPT) for _ in range(4)]
+        plain.announcer.announce(version, plain.published(version))
+        wait_for(lambda: plain.announcer.status() is None)  # it counts as gone
+        for pid in reversed(stopped):
+            os.kill(pid, signal.SIGCONT)
+        assert {tuple(answer.result()[2][0]) for answer in answers} == {tuple(version)}
+
+
+@pytest.mark.full
+def test_an_engine_that_is_killed_returns_with_the_newest_weights(plain: HandedOffServer) -> None:
+    served = plain.publish(plain.weights[0])
+    version = PolicyVersion(served.epoch, served.step + 1)
+    shutil.copytree(plain.weights[1], plain.published(version))
+    os.kill(plain.server.status()["engine_pid"], signal.SIGKILL)
+    plain.announcer.announce(version, plain.published(version))
+    assert plain.sample(PROMPT)[2] == [list(version)] * 2
 
 
 GROUPS = 200

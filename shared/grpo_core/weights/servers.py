@@ -19,6 +19,9 @@ from grpo_core.weights.ref import WeightKind, WeightRef
 REPORT_EVERY_S = 1.0
 GONE_AFTER_S = 10.0
 """After this long without a report, a server is gone."""
+ABSENT_AFTER_S = 5.0
+"""After this long without running, a server counts itself as gone: before others do, so that none
+samples with old weights while the trainer has gone on without it."""
 
 
 def servers_key(run_id: str) -> str:

@@ -27,8 +27,9 @@ from grpo_core.weights.versions import (
 )
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.supervisor.follower import CommitRefused, Follower
-from grpo_vllm.weights.fetch import Fetcher, SourceFailed, Staged
+from grpo_vllm.weights.fetch import Fetcher, Staged
 from grpo_vllm.weights.staging import StagingFull
+from grpo_vllm.weights.transport import SourceFailed
 
 TRAINER, WEIGHTS = "http://trainer/weights", "model.safetensors"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from grpo_core.weights.servers import GONE_AFTER_S
+from grpo_core.weights.servers import ABSENT_AFTER_S
 from grpo_vllm.weights.follow_gate import FollowGate
 
 
@@ -17,7 +17,7 @@ def test_requests_pass_while_the_supervisor_says_so() -> None:
     gate.note(behind="", hold=False, head="1-5", staged="1-4")
     assert gate.refusal() is None
     assert (gate.head, gate.staged) == ("1-5", "1-4")
-    now = GONE_AFTER_S + 1  # the supervisor was stopped
+    now = ABSENT_AFTER_S + 1  # the supervisor was stopped
     refusal = gate.refusal()
     assert refusal is not None
     assert refusal.hold

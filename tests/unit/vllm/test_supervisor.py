@@ -25,7 +25,7 @@ from grpo_core.weights.ref import UNTRAINED
 from grpo_core.weights.version_log import VersionLog
 from grpo_core.weights.versions import MANIFEST, Announcement, VersionKind, version_id
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.supervisor.supervisor import STABLE_AFTER_S, RestartPolicy
+from grpo_vllm.supervisor.restart_policy import STABLE_AFTER_S, RestartPolicy
 from tests.fixtures.announcer import Announcer, described
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for

@@ -20,7 +20,7 @@ import structlog
 from grpo_core.errors import GrpoError, ProtocolViolation
 from grpo_core.weights.directory_checks import UnusableWeights
 from grpo_core.weights.ref import WeightRef
-from grpo_core.weights.servers import GONE_AFTER_S
+from grpo_core.weights.servers import ABSENT_AFTER_S
 from grpo_core.weights.version_log import ServerVersionLog
 from grpo_core.weights.versions import Announcement, VersionKind
 from grpo_core.wire.policy_version import PolicyVersion
@@ -322,7 +322,7 @@ class Follower:
         if self._ticked_at is None:
             return
         now = asyncio.get_running_loop().time()
-        if now - self._ticked_at > GONE_AFTER_S:
+        if now - self._ticked_at > ABSENT_AFTER_S:
             log.warning("server.returned", away_s=round(now - self._ticked_at, 1))
             self._ticked_at = now
             self.returned()

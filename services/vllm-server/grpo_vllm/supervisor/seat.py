@@ -98,7 +98,7 @@ class EngineSeat:
         self._save = save
         self._directories: list[str] = []
         self.loading = False
-        """True while the engine loads weights."""
+        """True while the engine loads or renames weights."""
         self.torn = 0
         """Commits that failed half-way."""
 
@@ -121,14 +121,16 @@ class EngineSeat:
         """As `Seat.rename`."""
         await self._state.takes_commits.wait()
         weights = self._state.weights.model_copy(update={"version": version})
-        engine = self._slot.engine
+        engine, self.loading = self._slot.engine, True
         try:
             if engine is not None:
                 await engine.rename_weights(version)
         except (EngineDoesNotAnswer, EngineRefused) as error:
             await self._replace(weights, error)
-        else:
-            await self._served(weights)
+            return
+        finally:
+            self.loading = False
+        await self._served(weights)
 
     async def commit(self, weights: WeightRef, restarts: bool) -> float:
         """As `Seat.commit`."""
@@ -162,7 +164,7 @@ class EngineSeat:
 
     async def _replace(self, weights: WeightRef, error: Exception) -> float:
         """End a torn engine, and start one with the new weights."""
-        self.torn += 1
+        self.torn, self.loading = self.torn + 1, False
         log.error("engine.torn", policy_version=tuple(weights.version), reason=str(error))
         return await self._restart(weights, torn=True)
 

@@ -21,13 +21,14 @@ from grpo_core.security import refuse
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.directory_checks import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.weights.servers import GONE_AFTER_S, REPORT_EVERY_S, ServerState, ServerStatus
+from grpo_core.weights.servers import ABSENT_AFTER_S, REPORT_EVERY_S, ServerState, ServerStatus
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.http.server import serving
 from grpo_vllm.supervisor.engine import Engine, EngineSlot, ForkServer
 from grpo_vllm.supervisor.follower import Follower, Progress
 from grpo_vllm.supervisor.host import Sockets
 from grpo_vllm.supervisor.joining import FirstWeights
+from grpo_vllm.supervisor.restart_policy import RestartPolicy
 from grpo_vllm.supervisor.seat import EngineSeat, SupervisorState
 from grpo_vllm.weights.fetch import Fetcher
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
@@ -37,10 +38,6 @@ log = structlog.get_logger()
 END_MARGIN_S = 10.0
 """Time after a drain's deadline for writing the last answers and ending the engine."""
 EXIT_FAILED = 1
-FIRST_DELAY_S = 1.0
-LONGEST_DELAY_S = 30.0
-STABLE_AFTER_S = 60.0
-"""An engine that has served for so long resets the count of failures."""
 
 
 Report = Callable[[ServerStatus], Awaitable[None]]
@@ -328,8 +325,9 @@ class Supervisor:
     async def _look(self) -> None:
         """Tell the engine whether its weights are too old, and note weights that changed without a
         commit: a trainer wrote in place, or an operator loaded or unloaded an adapter."""
-        if self._follower is not None and time.monotonic() - self._answered_at > GONE_AFTER_S:
+        if self._follower is not None and time.monotonic() - self._answered_at > ABSENT_AFTER_S:
             self._follower.returned()  # the engine was stopped; it may have missed a commit
+            self._answered_at = time.monotonic()
         progress = self._follower.progress if self._follower else Progress()
         word: dict[str, str | bool] = {
             "behind": self._behind(),
@@ -373,42 +371,6 @@ def _raise_errors(tasks: Iterable[asyncio.Future[None]]) -> None:
     for task in tasks:
         if task.done():
             task.result()
-
-
-class RestartPolicy:
-    """Args: limit: failures in a row after which the supervisor gives up."""
-
-    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit = limit
-        self._clock = clock
-        self.failures = 0
-        self._serving_since: float | None = None
-        self._served: PolicyVersion | None = None
-
-    def serving(self) -> None:
-        """Record that an engine serves."""
-        self._serving_since = self._clock()
-
-    def delay_after_failure(self, served: PolicyVersion) -> float | None:
-        """Seconds to wait after an engine crashed or failed to start: 1, 2, 4, … up to 30. None
-        means to give up.
-
-        Args: served: the last served version. If it is newer than at the previous failure, the
-            count of failures starts again.
-        """
-        since, self._serving_since = self._serving_since, None
-        is_stable = since is not None and self._clock() - since >= STABLE_AFTER_S
-        if is_stable or (self._served is not None and served > self._served):
-            self.failures = 0
-        self._served = served
-        self.failures += 1
-        if self.failures >= self._limit:
-            return None
-        return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** (self.failures - 1))
-
-    def forget(self) -> None:
-        """Reset the count of failures, because other weights were announced."""
-        self.failures = 0
 
 
 def given_up(reason: str) -> ASGIApp:

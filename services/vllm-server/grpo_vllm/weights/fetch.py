@@ -10,18 +10,13 @@ import asyncio
 import contextlib
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-import httpx
 import structlog
-from pydantic import SecretStr
 
-from grpo_core.closing import ClosesOnAsyncExit
 from grpo_core.errors import GrpoError
-from grpo_core.security import plain
 from grpo_core.weights.delta import BadDelta
 from grpo_core.weights.version_log import ServerVersionLog
 from grpo_core.weights.versions import (
@@ -33,31 +28,20 @@ from grpo_core.weights.versions import (
     VersionKind,
     WrongDigest,
 )
+from grpo_vllm.weights.delta_chain import chain_of, folded_bytes, folded_files
 from grpo_vllm.weights.staging import PARTIAL, NotFetched, Staging, checked_manifest
+from grpo_vllm.weights.transport import CHUNK_DEADLINE_S, SourceFailed, Transport
 
 log = structlog.get_logger()
 
-CHUNK_DEADLINE_S = 30.0
 FETCH_DEADLINE_S = 600.0
 ASK_AGAIN_S = (0.1, 0.3)
 """Bounds of a random pause while all slots are taken."""
 HTTP = ("http://", "https://")
 
 
-class SourceFailed(GrpoError):
-    """A source did not send what was asked of it."""
-
-
 class FetchOverdue(NotFetched):
     """A version was not fetched within the deadline."""
-
-
-class Transport(Protocol):
-    """Reads files of other hosts."""
-
-    async def read(self, url: str, first: int = 0, size: int | None = None) -> bytes:
-        """`size` bytes from byte `first` on, or the whole file. Raises `SourceFailed`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -226,7 +210,7 @@ class Fetcher:
         wanted, manifest = chain[-1]
         parent = held[chain[0][0].parent].directory
         assert parent is not None, "chain_of has chosen it"
-        folded = _folded([each for _, each in chain])
+        folded = folded_files([each for _, each in chain])
         for name, parts in manifest.files.items():
             if name not in folded:
                 await self._file(transfer, wanted, name, parts)
@@ -369,35 +353,6 @@ class Fetcher:
         log.warning("weights.wrong_digest", source=source, reason=str(error))
 
 
-def chain_of(
-    wanted: Announcement, known: Iterable[Announcement], held: Iterable[str]
-) -> list[Announcement]:
-    """The deltas that lead from one of the held ids to `wanted`, oldest first; empty if one of them
-    is missing."""
-    by_id, usable = {each.id: each for each in known}, set(held)
-    chain = [wanted]
-    while chain[0].kind is VersionKind.DELTA and chain[0].parent not in usable:
-        parent = by_id.get(chain[0].parent)
-        if parent is None:
-            return []
-        chain.insert(0, parent)
-    return chain if chain[0].kind is VersionKind.DELTA else []
-
-
-def folded_bytes(chain: Sequence[Manifest]) -> int:
-    """What is fetched to fold the deltas of a chain; 0 for no chain."""
-    if not chain:
-        return 0
-    folded = _folded(chain)
-    whole = sum(parts.bytes for name, parts in chain[-1].files.items() if name not in folded)
-    return whole + sum(each.deltas[name].bytes for each in chain for name in folded)
-
-
-def _folded(chain: Sequence[Manifest]) -> set[str]:
-    """Files that have a delta in every version of the chain."""
-    return set(chain[-1].files).intersection(*(each.deltas for each in chain))
-
-
 def _no_source(version: Announcement, failures: Mapping[str, str]) -> str:
     return (
         f"no source has all files of policy version {version.id} ({_told(failures)}); start the "
@@ -407,26 +362,3 @@ def _no_source(version: Announcement, failures: Mapping[str, str]) -> str:
 
 def _told(failures: Mapping[str, str]) -> str:
     return "; ".join(f"{source}: {why}" for source, why in failures.items()) or "none is known"
-
-
-class HttpTransport(ClosesOnAsyncExit):
-    """Ranges of files by HTTP. Args: api_key: sent as a bearer token"""
-
-    def __init__(self, api_key: SecretStr | None) -> None:
-        key = plain(api_key)
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._http = httpx.AsyncClient(headers=headers, timeout=CHUNK_DEADLINE_S)
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-    async def read(self, url: str, first: int = 0, size: int | None = None) -> bytes:
-        """As `Transport.read`."""
-        span = {} if size is None else {"Range": f"bytes={first}-{first + size - 1}"}
-        try:
-            answer = await self._http.get(url, headers=span)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise SourceFailed(f"GET {url}: {str(error) or type(error).__name__}") from error
-        if answer.status_code != (200 if size is None else 206):
-            raise SourceFailed(f"GET {url}: status {answer.status_code}")
-        return answer.content

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from grpo_core.weights.servers import GONE_AFTER_S
+from grpo_core.weights.servers import ABSENT_AFTER_S
 from grpo_vllm.http.middleware import GateRefusal
 
 POLL_S = 0.05
@@ -38,7 +38,7 @@ class FollowGate:
         """The reason why requests may not pass now; None if they may."""
         if not self._follows:
             return None
-        if self._clock() - self._heard_at > GONE_AFTER_S:
+        if self._clock() - self._heard_at > ABSENT_AFTER_S:
             return GateRefusal(_SILENT, hold=True)
         return GateRefusal(self._behind, self._hold) if self._behind else None
 
