@@ -13,11 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.clients.inference import GenerateAnswer
-<<<<<<< HEAD
-=======
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_env.inference.health import wait_for_servers
->>>>>>> srv
 from grpo_env.inference.pool import Conversation, InferencePool
 from grpo_env.inference.waiting import wait_for_servers
 from tests.fixtures.adapters import load
