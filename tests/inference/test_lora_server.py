@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +15,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
 
 from grpo_core.clients.inference import BridgeClient, Completion
+from grpo_core.weights.versions import version_id
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import ProbeLengths, PublicationCheck
 from grpo_trainer.errors import ServedWeightsDiffer
@@ -137,6 +147,34 @@ def test_the_same_adapter_under_another_name_is_not_loaded_again(lora: HandedOff
     version = lora.publish(lora.weights[1])
     assert lora.sample(SHORT)[2] == [list(version)] * 2
     assert lora_status(lora)["adapter"]["adapter_name"] == name
+
+
+def test_an_adapter_that_was_fetched_is_served_from_the_staging_directory(
+    lora: HandedOffServer, tmp_path: Path
+) -> None:
+    served = lora.publish(lora.weights[1])
+    version = PolicyVersion(served.epoch, served.step + 1)
+    hidden = shutil.copytree(lora.weights[2], tmp_path / version_id(version))
+    with http_files(tmp_path) as url:
+        announced = lora.announcer.announce(version, hidden, (url,))
+        status = lora.announcer.settled(announced)
+    assert (status.version, Path(status.path).parent.name) == (version, "staging")
+    assert lora.difference(load(lora.server.model, lora.weights[2]), SHORT) < FILE_NOISE
+
+
+@contextlib.contextmanager
+def http_files(directory: Path) -> Iterator[str]:
+    """URL below which files of the directory are read by ranges."""
+    app = Starlette(routes=[Mount("/weights", StaticFiles(directory=directory))])
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}/weights"
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def test_loading_by_hand_names_a_new_epoch_and_the_supervisor_learns_it(

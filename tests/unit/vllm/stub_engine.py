@@ -85,10 +85,10 @@ class StubEngine:
 
     async def load(self, request: Request) -> Response:
         asked = await request.json()
-        if (Path(asked["adapter_path"]) / BAD_RANK).exists():
+        if (Path(asked["directory"]) / BAD_RANK).exists():
             # as the HTTP server does for its own errors
             return Response("the engine does not like it", 400)
-        self.version, self.path = asked["policy_version"], asked["adapter_path"]
+        self.version, self.path = asked["policy_version"], asked["directory"]
         return JSONResponse({"in_use": [self.path]})
 
     async def serve(self) -> None:
@@ -118,7 +118,7 @@ class StubEngine:
                 Route("/engine/weights", self.update, methods=["POST"]),
                 Route("/engine/version", self.rename, methods=["POST"]),
                 Route("/engine/drain", post_drain, methods=["POST"]),
-                Route("/lora/load", self.load, methods=["POST"]),
+                Route("/engine/adapter", self.load, methods=["POST"]),
             ]
         )
         servers = {public: self.plan.public, DrainingServer(private): self.plan.private}

@@ -111,7 +111,7 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         app.state.server = public  # vLLM's error handler stops this server if the engine is dead
         drain = functools.partial(public.drain, park=channel.park, in_flight=in_flight)
         status = engine_router(bridge, in_flight, adapters, gate, drain)
-        private = DrainingServer(_app("vllm-server engine process", status, lora))
+        private = DrainingServer(_app("vllm-server engine process", status))
         servers |= {public: plan.public, private: plan.private}
         log.info(
             "engine.serving",

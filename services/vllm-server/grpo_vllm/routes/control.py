@@ -78,7 +78,7 @@ class UnloadRequest(_Body):
 
 
 class UpdateRequest(_Body):
-    """`directory`: verified by the supervisor, with all weights of the model."""
+    """`directory`: verified by the supervisor, with all weights of the model or an adapter."""
 
     directory: Path
     policy_version: PolicyVersion
@@ -322,6 +322,14 @@ def engine_router(
             raise BridgeConflict("this version of vLLM cannot load weights while it runs")
         pause_s = await bridge.update(request.directory, request.policy_version)
         return {"pause_s": round(pause_s, 3)}
+
+    @router.post("/adapter")
+    async def post_adapter(request: UpdateRequest) -> dict[str, Any]:
+        if adapters is None:
+            raise NotOffered(NO_LORA)
+        await adapters.load(request.directory, request.policy_version)
+        await bridge.adopt(request.policy_version)
+        return {"in_use": adapters.directories_in_use()}
 
     @router.post("/version")
     async def post_version(request: NameRequest) -> dict[str, str]:

@@ -168,8 +168,8 @@ class Engine:
             EngineRefused: the engine refused the adapter and still serves the previous weights.
             EngineDoesNotAnswer: the served weights are unknown.
         """
-        body = {"adapter_path": directory, "policy_version": list(version)}
-        answer = await self._ask("POST", "/lora/load", LOAD_DEADLINE_S, json=body)
+        body = {"directory": directory, "policy_version": list(version)}
+        answer = await self._ask("POST", "/engine/adapter", LOAD_DEADLINE_S, json=body)
         return [str(path) for path in answer["in_use"]]
 
     async def drain(self, within_s: float) -> None:
