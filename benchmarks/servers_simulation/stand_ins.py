@@ -23,7 +23,7 @@ from grpo_core.weights.versions import (
     version_id,
 )
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.weights.fetch import SourceFailed
+from grpo_vllm.weights.transport import SourceFailed
 
 
 class AnyDigest(str):
