@@ -7,6 +7,7 @@ The supervisor has verified the files and stores them on this host, so an update
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 _CPU_KERNEL = "cpu_linear"
+_RELOAD_LOG = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 @dataclass
@@ -40,6 +42,12 @@ class StagedUpdate(WeightTransferEngine):  # type: ignore[misc]
     update_info_cls: ClassVar[type] = StagedDirectory
     _unfinished = False
     """An update began and did not finish."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        # At each update it warns of layers without weights in the files: a tied head, and buffers.
+        # `receive_weights` raises for weights that are really missing.
+        logging.getLogger(_RELOAD_LOG).setLevel(logging.ERROR)
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """Nothing to connect to."""
