@@ -23,9 +23,28 @@ docker buildx version >/dev/null 2>&1 ||
 docker info >/dev/null 2>&1 ||
   problem "the Docker engine does not answer: start the Docker engine (systemctl start docker), or set DOCKER_HOST; $(docker info 2>&1 | tail -1)"
 
-device=${STACK_DEVICE:-}
-if [ -z "$device" ] && [ -e .env ]; then
-  device=$(sed -n 's/^STACK_DEVICE=//p' .env | tail -n 1)
+setting() { # of the environment, or of .env
+  local value=${!1:-}
+  if [ -z "$value" ] && [ -e .env ]; then
+    value=$(sed -n "s/^$1=//p" .env | tail -n 1)
+  fi
+  echo "$value"
+}
+
+replicas=$(setting REPLICAS)
+if [ "${replicas:-1}" != 1 ]; then
+  [[ $replicas =~ ^[1-9][0-9]*$ ]] || problem "REPLICAS=$replicas: expected a number of inference servers, at least 1"
+  [ "$mode" != shared_vllm ] ||
+    problem "REPLICAS=$replicas: in mode shared_vllm the trainer shares the memory of one server; set MODE=none, lora_only or lora_restart, or REPLICAS=1"
+  ports=$(setting VLLM_PORT)
+  case $ports in
+    "" | *-*) ;;
+    *) problem "VLLM_PORT=$ports: $replicas servers need a range of ports; set VLLM_PORT=$ports-$((ports + replicas - 1))" ;;
+  esac
+fi
+device=$(setting STACK_DEVICE)
+if [ "${replicas:-1}" != 1 ] && [ "$device" = gpu ]; then
+  problem "REPLICAS=$replicas with STACK_DEVICE=gpu: Compose would give every server the same GPU; set REPLICAS=1, or use the chart (docs/how-to/kubernetes.md)"
 fi
 if [ -z "${BUILD_ONLY:-}" ] && [ "$device" = gpu ] && ! docker info --format '{{.Runtimes}}' | grep nvidia >/dev/null; then
   problem "STACK_DEVICE=gpu, but Docker has no runtime named nvidia: install NVIDIA's container toolkit, or set STACK_DEVICE=cpu in .env"

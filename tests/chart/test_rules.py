@@ -163,6 +163,47 @@ def test_the_chart_has_the_version_of_the_packages() -> None:
     assert (chart["version"], chart["appVersion"]) == (version, version)
 
 
+def test_several_servers_have_names_a_budget_and_nodes_of_their_own() -> None:
+    settings = ("vllmServer.replicas=3", "vllmServer.podDisruptionBudget.enabled=true")
+    found = objects("none-cpu", NEWEST, "--set", ",".join(settings))
+    (servers,) = (o for o in found if o["kind"] == "StatefulSet" and component(o) == "vllm-server")
+    assert servers["spec"]["replicas"] == 3
+    (headless,) = (o for o in found if o["metadata"]["name"] == servers["spec"]["serviceName"])
+    assert headless["spec"]["clusterIP"] == "None"
+    pod = servers["spec"]["template"]
+    assert headless["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    env = [(e["name"], e.get("value")) for e in pod["spec"]["containers"][0]["env"]]
+    address = f"$(POD_NAME).{headless['metadata']['name']}"
+    assert ("GRPO_VLLM_ADVERTISE_URL", f"http://{address}:9001") in env
+    assert address in dict(env)["GRPO_VLLM_ALLOWED_HOSTS"].split(",")
+    assert env[0][0] == "POD_NAME", "a variable is expanded after its definition only"
+    (spread,) = pod["spec"]["topologySpreadConstraints"]
+    assert spread["whenUnsatisfiable"] == "ScheduleAnyway"
+    (budget,) = (o for o in found if o["kind"] == "PodDisruptionBudget")
+    assert budget["spec"]["selector"] == servers["spec"]["selector"]
+
+
+def test_the_trainer_is_found_by_the_servers_and_stays_when_their_number_changes() -> None:
+    found = objects("none-cpu")
+    (trainer,) = (p for p in pod_templates(found) if component(p) == "trainer")
+    env = {e["name"]: e.get("value") for e in trainer["spec"]["containers"][0]["env"]}
+    services = {o["metadata"]["name"]: o for o in found if o["kind"] == "Service"}
+    service = services[env["MASTER_ADDR"]]
+    assert service["spec"]["selector"].items() <= trainer["metadata"]["labels"].items()
+    assert [str(port["port"]) for port in service["spec"]["ports"]] == [env["MASTER_PORT"]]
+    policies = {component(o): o["spec"] for o in found if o["kind"] == "NetworkPolicy"}
+    peers = [
+        (component_of(rule["to"][0]), rule["ports"][0]["port"])
+        for rule in policies["vllm-server"]["egress"]
+        if "to" in rule
+    ]
+    for target, port in (("trainer", int(env["MASTER_PORT"])), ("vllm-server", 10001)):
+        assert (target, port) in peers
+        rules = [r for r in policies[target]["ingress"] if r["ports"][0]["port"] == port]
+        assert [component_of(peer) for r in rules for peer in r["from"]] == ["vllm-server"]
+    assert trainer_name("--set", "vllmServer.replicas=3") == trainer_name()
+
+
 def documented(lines: list[str]) -> list[str]:
     """Lines of values.yaml with a value that no comment documents."""
     missing, above = [], ""
@@ -182,7 +223,7 @@ def test_every_value_is_documented_and_known_to_the_schema() -> None:
     require_same_keys(schema, values)
 
 
-FREE = ("resources", "nodeSelector", "tolerations", "labels")
+FREE = ("resources", "nodeSelector", "tolerations", "labels", "metricLabels")
 
 
 def require_same_keys(schema: Object, values: Object, path: str = "") -> None:

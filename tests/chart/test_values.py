@@ -52,6 +52,14 @@ BAD = {
     "group size": (["environment.groupSize=7"], ["environment.groupSize 7", "128 sequences"]),
     "sequence too long": (["run.seqLen=4096"], ["run.seqLen 4096", "vllmServer.maxModelLen 1536"]),
     "W&B without a key": (["wandb.enabled=true"], ["wandb.existingSecret", "wandb.mode=offline"]),
+    "servers that share one memory": (
+        ["vllmServer.replicas=3"],
+        ["vllmServer.replicas is 3", "mode shared_vllm", "mode=none"],
+    ),
+    "a budget of one server": (
+        ["mode=none", "vllmServer.podDisruptionBudget.enabled=true"],
+        ["vllmServer.replicas is 1", "vllmServer.replicas=2"],
+    ),
     "more pods at least than at most": (
         ["runApi.autoscaling.minReplicas=9"],
         ["runApi.autoscaling.minReplicas 9", "raise maxReplicas"],

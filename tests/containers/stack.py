@@ -59,12 +59,15 @@ class Stack:
 
     def container(self, service: str) -> str:
         """Id of the one container of a service; server and trainer go without their mode."""
+        (identity,) = self.containers(service)
+        return identity
+
+    def containers(self, service: str) -> list[str]:
         lines = docker(
             "ps", "--all", "--no-trunc", *self._label(), "--format", "{{.ID}} {{.Names}}"
         )
         found = [line.split() for line in lines.splitlines()]
-        (identity,) = [i for i, name in found if name.startswith(f"{self.project}-{service}-")]
-        return identity
+        return [i for i, name in found if name.startswith(f"{self.project}-{service}-")]
 
     def inspect(self, service: str) -> dict[str, Any]:
         found: list[dict[str, Any]] = json.loads(docker("inspect", self.container(service)))

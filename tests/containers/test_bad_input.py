@@ -33,6 +33,16 @@ def test_an_unknown_mode_lists_the_four(stack: Stack) -> None:
     refused(unknown, "MODE=lora: no such mode; choose one of: shared_vllm lora_only lora_restart")
 
 
+def test_servers_that_cannot_be_are_refused_with_what_to_set(stack: Stack) -> None:
+    shared = Stack("shared_vllm", stack.project, stack.settings)
+    refused(shared.up(REPLICAS="3"), "REPLICAS=3: in mode shared_vllm", "MODE=none")
+    refused(stack.up(REPLICAS="some"), "REPLICAS=some: expected a number of inference servers")
+    first = int(stack.settings["VLLM_PORT"])
+    refused(stack.up(REPLICAS="3"), f"set VLLM_PORT={first}-{first + 2}")
+    gpu = stack.up(REPLICAS="3", VLLM_PORT="9001-9003", STACK_DEVICE="gpu")
+    refused(gpu, "every server the same GPU", "REPLICAS=1")
+
+
 def test_what_the_host_lacks_is_named(stack: Stack, tmp_path: Path) -> None:
     refused(
         stack.up(DOCKER_HOST="unix:///nowhere.sock"),

@@ -89,6 +89,17 @@ def test_kernels_that_are_compiled_at_run_time_can_be_loaded_and_their_caches_na
         assert "\nENV HOME=/tmp USER=grpo LOGNAME=grpo " in stage
 
 
+@pytest.mark.parametrize("mode", ["lora_only", "lora_restart", "none"])
+def test_servers_of_a_mode_with_files_share_a_range_of_ports(mode: str) -> None:
+    name = f"vllm-server-{mode.replace('_', '-')}"
+    for settings, replicas, ports in (({}, 1, "9001"), ({"REPLICAS": "3"}, 3, "9001-9032")):
+        server = services(mode, **settings)[name]
+        assert server["deploy"]["replicas"] == replicas
+        assert [port["published"] for port in server["ports"]] == [ports]
+    trainer = f"trainer-{mode.replace('_', '-')}"
+    assert services(mode)[trainer]["environment"]["MASTER_ADDR"] == trainer
+
+
 def test_the_shared_mode_runs_in_the_namespaces_of_a_sandbox() -> None:
     found = services("shared_vllm", STACK_DEVICE="gpu", STACK_IPC="service:sandbox")
     for name in ("vllm-server-shared", "trainer-shared"):

@@ -13,7 +13,7 @@ import pytest
 from tests.containers.stack import NOISE, TEST_WITHIN_S, Stack, own_ports
 
 STEPS = 2
-RESTARTS = {"lora_only": 0, "lora_restart": 1, "none": 1}
+RESTARTS = {"lora_only": 0, "lora_restart": 1, "none": 0}
 SAVED = {"lora_only": "final_adapter", "lora_restart": "final_adapter", "none": "final_model"}
 SINGLE = "single"
 

@@ -26,6 +26,9 @@ DIFFERENT: dict[tuple[str, str], str] = {
     (RUN_API, "RUN_ID"): "releases of several namespaces may use one external Redis",
     (SERVER, "GRPO_VLLM_CONTROL_HOST"): "the kubelet reads the health port; in shared_vllm the "
     "trainer reaches the control port on the pod's loopback address",
+    (SERVER, "GRPO_VLLM_ADVERTISE_URL"): "a pod has a name below its Service; a container is found "
+    "by its host name",
+    (TRAINER, "MASTER_ADDR"): "the name of the trainer's Service",
     (TRAINER, "GRPO_WANDB_KEY_FILE"): "set only with a Secret",
     (TRAINER, "WANDB_DIR"): "data of W&B's offline mode outlive the pod",
     **{
@@ -81,7 +84,7 @@ def compose(mode: str, service: str) -> dict[str, Any]:
 
 
 def variables(container: dict[str, Any]) -> dict[str, str]:
-    return {each["name"]: each["value"] for each in container.get("env", [])}
+    return {each["name"]: each["value"] for each in container.get("env", []) if "value" in each}
 
 
 def shared(mode: str, values: dict[str, str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from grpo_core.evaluation.results import EvalResult, read_results
-from grpo_core.weights.supervisor import SupervisorStatus
+from grpo_core.weights.servers import ServerStatus
 from grpo_runs.modes import Mode
 from tests.support.pages import ROOT, command
 
@@ -46,9 +46,11 @@ class ModeRun(DemoRun):
     mode: Mode
 
     @property
-    def server(self) -> SupervisorStatus:
+    def server(self) -> ServerStatus:
+        """Of a run with one."""
         summary: Any = json.loads((self.directory / "summary.json").read_text())
-        return SupervisorStatus.model_validate(summary["server"])
+        (server,) = summary["servers"]
+        return ServerStatus.model_validate(server)
 
     @property
     def final(self) -> Path:

@@ -55,7 +55,7 @@ def test_after_every_publication_the_server_serves_the_trained_weights(run: Mode
     records = run.records
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     probed = {int(r["step"]): r for r in records if "alignment/probe_max" in r}
-    every = run.mode.publish_every_steps(RESTART_EVERY_STEPS, load_every_steps=1)
+    every = RESTART_EVERY_STEPS if run.mode.restarts_engine else 1
     # In shared_vllm the server's logprobs are checked after the first and every tenth step.
     asked = {1, *range(10, STEPS + 1, 10)} if run.mode.shares_memory else range(0, STEPS + 1, every)
     assert set(probed) == {*asked, STEPS} - {0}

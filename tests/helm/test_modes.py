@@ -16,11 +16,19 @@ pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 
 
 def test_a_run_survives_a_deleted_pod_and_an_upgrade(release: Release) -> None:
-    settings = (f"run.steps={STEPS}", "trainer.extraArgs={--state-interval,2}")
+    servers = 1 if release.mode == "shared_vllm" else 2
+    settings = (
+        *(f"run.steps={STEPS}", "trainer.extraArgs={--state-interval,2}"),
+        f"vllmServer.replicas={servers}",
+    )
     notes = release.install(*settings)
     assert "logs --follow" in notes
     release.wait_until(lambda: len(release.records()) >= 5)
     assert "Succeeded" in release.helm("test", "run", "--timeout", "5m")
+
+    if servers > 1:  # its successor joins at the newest weights
+        assert len(release.items("pods", "vllm-server")) == servers
+        release.kubectl("delete", "pod", "run-grpo-vllm-server-1", "--wait=true")
 
     first = release.trainer_pod()
     release.kubectl("delete", "pod", first, "--wait=true")

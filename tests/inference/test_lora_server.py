@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +15,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
 
 from grpo_core.clients.inference import BridgeClient, Completion
+from grpo_core.weights.versions import version_id
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import ProbeLengths, PublicationCheck
 from grpo_trainer.errors import ServedWeightsDiffer
@@ -82,6 +92,7 @@ class Overlap:
     afterwards."""
 
     version_before: PolicyVersion
+    version: PolicyVersion
     in_use: list[str]
     long: Sample
     short: Sample
@@ -93,11 +104,11 @@ def swap_during_a_request(lora: HandedOffServer) -> Overlap | None:
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(lora.sample, SHORT, 500)
         wait_for(lambda: running_sequences(lora.server) > 0 or long.done())
-        lora.publish(lora.weights[1])
+        version = lora.publish(lora.weights[1])
         short = lora.sample(SHORT)
         in_use = lora_status(lora)["in_use"]
         overlapped = running_sequences(lora.server) > 0
-        return Overlap(before, in_use, long.result(), short) if overlapped else None
+        return Overlap(before, version, in_use, long.result(), short) if overlapped else None
 
 
 def test_a_request_in_flight_finishes_on_the_adapter_that_it_began_with(
@@ -107,13 +118,14 @@ def test_a_request_in_flight_finishes_on_the_adapter_that_it_began_with(
     old, new = (load(lora.server.model, adapter) for adapter in lora.weights[:2])
     swap = wait_for(lambda: swap_during_a_request(lora), lambda overlap: overlap is not None)
     assert swap is not None
-    assert swap.in_use == [str(adapter) for adapter in lora.weights[:2]]
+    assert len(swap.in_use) == 2
+    assert swap.in_use[-1] == str(lora.published(swap.version))
     ids, logged, versions = swap.long
     assert versions == [list(swap.version_before)] * 2
     assert (logged - logprobs(old, SHORT, ids)).abs().max() < 10 * FILE_NOISE
     ids, logged, _ = swap.short
     assert (logged - logprobs(new, SHORT, ids)).abs().max() < FILE_NOISE
-    wait_for(lambda: lora_status(lora)["in_use"] == [str(lora.weights[1])])
+    wait_for(lambda: lora_status(lora)["in_use"] == swap.in_use[1:])
 
 
 @pytest.mark.parametrize("swaps", [3, pytest.param(20, marks=pytest.mark.full)])
@@ -127,6 +139,42 @@ def test_no_request_fails_in_swaps_under_load(swaps: int, lora: HandedOffServer)
     assert report.problems == []
     assert tuple(first) in report.versions
     assert lora.server.status()["dropped_requests"] == 0
+
+
+def test_the_same_adapter_under_another_name_is_not_loaded_again(lora: HandedOffServer) -> None:
+    lora.publish(lora.weights[1])
+    name = lora_status(lora)["adapter"]["adapter_name"]
+    version = lora.publish(lora.weights[1])
+    assert lora.sample(SHORT)[2] == [list(version)] * 2
+    assert lora_status(lora)["adapter"]["adapter_name"] == name
+
+
+def test_an_adapter_that_was_fetched_is_served_from_the_staging_directory(
+    lora: HandedOffServer, tmp_path: Path
+) -> None:
+    served = lora.publish(lora.weights[1])
+    version = PolicyVersion(served.epoch, served.step + 1)
+    hidden = shutil.copytree(lora.weights[2], tmp_path / version_id(version))
+    with http_files(tmp_path) as url:
+        announced = lora.announcer.announce(version, hidden, (url,))
+        status = lora.announcer.settled(announced)
+    assert (status.version, Path(status.path).parent.name) == (version, "staging")
+    assert lora.difference(load(lora.server.model, lora.weights[2]), SHORT) < FILE_NOISE
+
+
+@contextlib.contextmanager
+def http_files(directory: Path) -> Iterator[str]:
+    """URL below which files of the directory are read by ranges."""
+    app = Starlette(routes=[Mount("/weights", StaticFiles(directory=directory))])
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}/weights"
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def test_loading_by_hand_names_a_new_epoch_and_the_supervisor_learns_it(

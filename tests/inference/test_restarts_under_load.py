@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.clients.inference import GenerateAnswer
-from grpo_core.weights.supervisor import Action
-from grpo_env.inference.health import wait_for_servers
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.inference.pool import Conversation, InferencePool
+from grpo_env.inference.waiting import wait_for_servers
 from tests.fixtures.adapters import load
 from tests.fixtures.file_sync import HandedOffServer
 from tests.fixtures.inference import (
@@ -22,21 +26,21 @@ from tests.fixtures.inference import (
     stop_inference,
 )
 from tests.inference.request_load import CLIENTS, load_on
-from tests.support.wait import wait_for_async
+from tests.support.wait import wait_for, wait_for_async
 
 PROMPT = [5, 6, 7]
 
 
 @pytest.mark.parametrize(
-    ("mode", "action", "restarts"),
+    ("mode", "restarts"),
     [
-        ("plain", Action.RESTART_WITH_CHECKPOINT, 1),
-        pytest.param("lora", Action.RESTART_WITH_ADAPTER, 1, marks=pytest.mark.full),
-        pytest.param("plain", Action.RESTART_WITH_CHECKPOINT, 3, marks=pytest.mark.full),
+        ("plain", 1),
+        pytest.param("lora", 1, marks=pytest.mark.full),
+        pytest.param("plain", 3, marks=pytest.mark.full),
     ],
 )
 def test_no_request_fails_in_restarts_under_load(
-    mode: str, action: Action, restarts: int, request: pytest.FixtureRequest
+    mode: str, restarts: int, request: pytest.FixtureRequest
 ) -> None:
     handed: HandedOffServer = request.getfixturevalue(mode)
     before = handed.server.status()
@@ -44,7 +48,7 @@ def test_no_request_fails_in_restarts_under_load(
     with load_on(handed.server.url) as report:
         for i in range(restarts):
             report.wait_for_answers(CLIENTS + 1)  # so one began after the previous restart
-            versions.append(handed.publish(handed.weights[i], action))
+            versions.append(handed.publish(handed.weights[i], restarts=True))
         report.wait_for_answers(CLIENTS + 1)
     assert report.problems == []
     assert {tuple(version) for version in versions} <= set(report.versions)
@@ -55,6 +59,53 @@ def test_no_request_fails_in_restarts_under_load(
     assert after["restarts"] - before["restarts"] == restarts
     assert after["dropped_requests"] == 0
     assert after["crashes"] == before["crashes"]
+
+
+def test_weights_are_loaded_under_load_without_a_restart(plain: HandedOffServer) -> None:
+    before, versions = plain.server.status(), []
+    with load_on(plain.server.url) as report:
+        for i in (0, 1, 2):
+            report.wait_for_answers(CLIENTS + 1)
+            versions.append(plain.publish(plain.weights[i]))
+        report.wait_for_answers(CLIENTS + 1)
+    assert report.problems == []
+    assert set(versions) <= set(report.versions)
+    last, another = (load(plain.server.model, plain.weights[i]) for i in (2, 1))
+    assert plain.difference(last, PROMPT) < FILE_NOISE
+    assert plain.difference(another, PROMPT) > FILE_MOVED
+    after = plain.server.status()
+    assert after["engine_pid"] == before["engine_pid"]
+    assert after["pause_s"] > 0
+    assert after["bytes"] == 0, "used in place"
+
+
+@pytest.mark.full
+def test_a_server_that_was_stopped_answers_with_the_newest_weights_alone(
+    plain: HandedOffServer,
+) -> None:
+    served = plain.publish(plain.weights[0])
+    version = PolicyVersion(served.epoch, served.step + 1)
+    shutil.copytree(plain.weights[1], plain.published(version))
+    stopped = [plain.server.process.pid, plain.server.status()["engine_pid"]]
+    with ThreadPoolExecutor(4) as pool:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        answers = [pool.submit(plain.sample, PROMPT) for _ in range(4)]
+        plain.announcer.announce(version, plain.published(version))
+        wait_for(lambda: plain.announcer.status() is None)  # it counts as gone
+        for pid in reversed(stopped):
+            os.kill(pid, signal.SIGCONT)
+        assert {tuple(answer.result()[2][0]) for answer in answers} == {tuple(version)}
+
+
+@pytest.mark.full
+def test_an_engine_that_is_killed_returns_with_the_newest_weights(plain: HandedOffServer) -> None:
+    served = plain.publish(plain.weights[0])
+    version = PolicyVersion(served.epoch, served.step + 1)
+    shutil.copytree(plain.weights[1], plain.published(version))
+    os.kill(plain.server.status()["engine_pid"], signal.SIGKILL)
+    plain.announcer.announce(version, plain.published(version))
+    assert plain.sample(PROMPT)[2] == [list(version)] * 2
 
 
 GROUPS = 200
@@ -91,7 +142,9 @@ async def test_no_group_is_lost_when_a_server_is_killed_while_the_other_restarts
                     for number in range(GROUPS)
                 ]
                 await wait_for_async(lambda: len(answers) > GROUPS // 4)
-                restart = asyncio.create_task(asyncio.to_thread(plain.publish, plain.weights[1]))
+                restart = asyncio.create_task(
+                    asyncio.to_thread(plain.publish, plain.weights[1], True)
+                )
                 await wait_for_async(lambda: plain.server.status()["state"] == "restarting")
                 answers_before = len(answers)
                 doomed.process.kill()

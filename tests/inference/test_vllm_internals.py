@@ -26,8 +26,9 @@ def internals() -> ModuleType:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from grpo_vllm.engine import vllm_compat
-        from grpo_vllm.engine.vllm_compat import launch, layers, requests
+        from grpo_vllm.engine.vllm_compat import launch, layers, requests, staged_update
 
+        assert staged_update
         assert layers
         assert requests
         if launch.current_platform.is_cpu():

@@ -108,8 +108,24 @@ _EVERYWHERE: dict[str, list[str]] = {
     "vllm.v1.metrics.loggers": [' ~ "vllm:generation_tokens"'],
 }
 _SINCE_0_32 = {
+    # loading weights into the running engine
+    "vllm.distributed.weight_transfer.factory": [
+        "WeightTransferEngineFactory.register_engine(name, module_path_or_cls, class_name)"
+    ],
+    "vllm.distributed.weight_transfer.base": [
+        *("WeightTransferEngine", "WeightTransferInitInfo", "WeightTransferUpdateInfo"),
+        *("WeightTransferEngine.parse_update_info", "WeightTransferEngine.__init__ ~ self.model"),
+    ],
+    "vllm.model_executor.model_loader.reload": [
+        *("initialize_layerwise_reload(model)", "finalize_layerwise_reload"),
+    ],
+    f"{_LAYERS}.vocab_parallel_embedding": ["ParallelLMHead"],
+    "vllm.v1.worker.gpu_worker": [
+        *("Worker.start_weight_update", "Worker.update_weights(update_info)"),
+        "Worker.finish_weight_update",
+    ],
     "vllm.v1.engine.async_llm:AsyncLLM": [
-        "update_weight_version",
+        *("update_weight_version", "start_weight_update"),
         "pause_generation ~ self.renderer.clear_mm_cache_async()",
         "pause_generation ~ self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear",
     ],

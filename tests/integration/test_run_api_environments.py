@@ -9,8 +9,11 @@ import redis
 
 from grpo_api.store.redis import layout_prefix
 from grpo_api.store.run import GONE_TIMEOUTS
+from grpo_core.weights.servers import ServerState, ServerStatus
+from grpo_core.weights.version_log import ServerVersionLog
 from tests.fixtures.run_api import ENVIRONMENT_TIMEOUT_S, RUN_ID
 from tests.integration.run_api_calls import WAITING, ApiClient
+from tests.support.wait import wait_for
 
 
 def test_environments_wait_until_a_trainer_has_registered_and_polled(http: ApiClient) -> None:
@@ -123,4 +126,19 @@ def test_status_env_counts_own_and_shared_sequences(http: ApiClient) -> None:
         "env_weight": 0.25,
         "pressure": 0.0,
         "num_steps": None,
+        "servers": [],
     }
+
+
+async def test_status_env_lists_the_inference_servers(http: ApiClient, redis_url: str) -> None:
+    http.start()
+    http.register_environment()
+    url = "http://gpu3:9001"
+    status = ServerStatus(name="gpu3", url=url, state=ServerState.SERVING, epoch=1, step=4)
+    async with ServerVersionLog(redis_url, RUN_ID, "gpu3") as log:
+        await log.report(status)
+        assert wait_for(lambda: http.told(0)["servers"]) == [
+            {"name": "gpu3", "url": url, "version": [1, 4], "state": "serving"}
+        ]
+        await log.leave()
+    wait_for(lambda: http.told(0)["servers"] == [])

@@ -71,6 +71,14 @@ async def test_the_next_server_of_a_run_reads_the_latest_note(
     assert await stored(redis_url, "another run") is None
 
 
+async def test_an_older_version_of_another_server_does_not_replace_the_record(
+    record: RedisServedStore, redis_url: str, run_id: str
+) -> None:
+    for served in (LATEST, FIRST):
+        await record.save(served)
+    assert await stored(redis_url, run_id) == LATEST
+
+
 async def test_a_foreign_value_under_the_key_is_named(
     record: RedisServedStore, redis_url: str, run_id: str
 ) -> None:
@@ -166,21 +174,48 @@ async def test_a_server_that_lost_its_run_ends(
     """It was suspended until its claim had expired, and another server took the run."""
     monkeypatch.setattr(ownership, "RENEW_S", 0.01)
     run_id = uuid.uuid4().hex
-    async with RunOwner(redis_url, run_id, 1) as first, RunOwner(redis_url, run_id, 2) as second:
+    async with RunOwner(redis_url, run_id, "a") as first, RunOwner(redis_url, run_id, "a") as late:
         first._owner.place = "another host"
         await first.claim()
-        await first.attempt("DEL", run_prefix(run_id) + "server:owner")
-        await second.claim()
-        with pytest.raises(ServerExists, match="port 2"):
+        await first.attempt("DEL", run_prefix(run_id) + "owner:a")
+        await late.claim()
+        with pytest.raises(ServerExists, match="--server-name a: another"):
             await first.hold()
 
 
-async def test_the_run_of_a_server_that_ended_is_free_at_once(redis_url: str) -> None:
+async def test_the_name_of_a_server_that_ended_is_free_at_once(redis_url: str) -> None:
     run_id = uuid.uuid4().hex
-    first, second = (RunOwner(redis_url, run_id, port) for port in (1, 2))
+    first, second = (RunOwner(redis_url, run_id, "a") for _ in range(2))
     await first.claim()  # the same process id as the second one: its predecessor
     await second.claim()
     assert await second._ask() is None
     await second.close()
-    assert await first.attempt("EXISTS", run_prefix(run_id) + "server:owner") == 0
+    assert await first.attempt("EXISTS", run_prefix(run_id) + "owner:a") == 0
     await first.close()
+
+
+@pytest.mark.parametrize("sharing", ["a", "b", "a b"])
+async def test_a_server_that_shares_its_weights_is_alone_in_its_run(
+    sharing: str, redis_url: str
+) -> None:
+    run_id = uuid.uuid4().hex
+    owners = (RunOwner(redis_url, run_id, name, name in sharing) for name in ("a", "b"))
+    async with next(owners) as first, next(owners) as second:
+        first._owner.place = "another host"
+        first._written = first._owner.model_dump_json()
+        assert await first._ask() is None
+        held = await second._ask()
+        assert held is not None
+        told = str(second._exists(held))
+        assert f"{sharing[0]} shares its weights" in told
+        assert "another vllm-api-server, a, serves this run" in told
+
+
+async def test_servers_of_different_names_share_a_run(redis_url: str) -> None:
+    run_id = uuid.uuid4().hex
+    async with RunOwner(redis_url, run_id, "a") as first, RunOwner(redis_url, run_id, "b") as other:
+        first._owner.place = "another host"
+        first._written = first._owner.model_dump_json()
+        await first.claim()
+        await other.claim()
+        assert await first._ask() is None

@@ -49,11 +49,14 @@ async def test_a_server_sees_what_the_trainer_announces(
     assert found == [version(1, 2), version(1, 3)]
     assert await server.next(PolicyVersion(1, 3)) is None
     await server.add_source(PolicyVersion(1, 3), "http://peer")
-    assert await server.sources(PolicyVersion(1, 3)) == ["http://peer", SOURCE]
-    await server.remove_source(PolicyVersion(1, 3), "http://peer")
     assert await server.sources(PolicyVersion(1, 3)) == [SOURCE]
+    assert await server.peers(PolicyVersion(1, 3)) == ["http://peer"]
+    await server.remove_source(PolicyVersion(1, 3), "http://peer")
+    assert await server.peers(PolicyVersion(1, 3)) == []
+    await server.add_source(PolicyVersion(1, 3), "http://peer")
     trainer.forget([PolicyVersion(1, 3)])
     assert await server.sources(PolicyVersion(1, 3)) == []
+    assert await server.peers(PolicyVersion(1, 3)) == []
 
 
 def test_a_replaced_trainer_announces_nothing(trainer: VersionLog) -> None:

@@ -183,7 +183,7 @@ async def test_each_publication_is_served_under_its_version(
         assert largest_difference(trainer, prompt, found, 1.0) < FLOAT32_NOISE
     assert trainer.sync.version == (before.epoch, 2)
     epoch = before.epoch
-    assert names(tmp_path / "weights") == [f"epoch_{epoch}_step_1", f"epoch_{epoch}_step_2"]
+    assert names(tmp_path / "weights") == [f"{epoch}-1", f"{epoch}-2"]
 
 
 def test_a_whole_run_samples_from_the_newest_weights(server: Server, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def require_healthy(run: DemoRun, steps: int) -> None:
     probes = [r["alignment/probe_abs_mean"] for r in records if "alignment/probe_abs_mean" in r]
     assert probes
     assert max(probes) < FLOAT32_NOISE
-    served = facts_of(run)["server"]
+    (served,) = facts_of(run)["servers"]
     assert served["crashes"] == served["dropped_requests"] == 0
     assert served["step"] == steps
     warned = [line for line in trainer_log(run).splitlines() if "[warning" in line]

@@ -34,3 +34,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._clock.now
+
+    def stands_still_for(self, seconds: float) -> None:
+        """Let time pass without running anything, as if the process was stopped."""
+        self._clock.now += seconds

@@ -60,7 +60,10 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         "--model m --mode none --world-size 2 --fsdp --optimizer adafactor": (
             "--fsdp: needs --optimizer adamw"
         ),
-        "--model m --mode none --redis-url redis://h --max-staleness 1": (
+        "--model m --mode shared_vllm --num-inference-nodes 2": (
+            "--num-inference-nodes: 2: mode shared_vllm trains the memory of one server; pass 0"
+        ),
+        "--model m --mode lora_restart --redis-url redis://h --max-staleness 1": (
             "groups are up to 2 steps old; pass 2 or more, or publish more often"
         ),
         "--config {tmp}/gone.yaml": "--config: cannot read {tmp}/gone.yaml",
@@ -151,7 +154,7 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
 use, `{free}` one that is not."""
 WITH_VARIABLES = {
     "RANK=2 WORLD_SIZE=2": "RANK: 2: with --world-size 2 the ranks are 0 to 1",
-    "NUM_INFERENCE_NODES=2": "NUM_INFERENCE_NODES: the only valid value is 0, because 0 means one",
+    "MASTER_PORT=70000": "MASTER_PORT: ",
     "GRPO_TRAINING_STEPS=ten": (
         "GRPO_TRAINING_STEPS: expected a whole number, at least 1; got 'ten'"
     ),

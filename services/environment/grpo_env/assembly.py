@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 
 from grpo_core.security import plain
 from grpo_core.tree.environment_values import MixturePart
-from grpo_env.inference.health import wait_for_servers
 from grpo_env.inference.pool import InferencePool
+from grpo_env.inference.waiting import wait_for_servers
 from grpo_env.loading import TaskSpec, TaskUnusable
 from grpo_env.rollout.chat_template import ChatTemplate, load_template
 from grpo_env.rollout.engine import RolloutEngine
@@ -106,6 +106,18 @@ async def open_engine(
     Raises:
         GrpoError: the errors of `wait_for_servers`.
     """
+    async with open_pool(settings, tasks) as pool:
+        with engine_on(pool, settings, template) as engine:
+            yield engine
+
+
+@asynccontextmanager
+async def open_pool(settings: EnvServerSettings, tasks: TaskSet) -> AsyncIterator[InferencePool]:
+    """The inference servers of `--inference-url`, as soon as one is healthy.
+
+    Raises:
+        GrpoError: the errors of `wait_for_servers`.
+    """
     api_key = plain(settings.vllm_api_key)
     await wait_for_servers(settings.inference_url, settings.start_deadline_s, api_key)
     # At one server: one request for each group, or for each rollout of a conversation.
@@ -115,8 +127,7 @@ async def open_engine(
     async with InferencePool(
         settings.inference_url, settings.request_deadline_s, requests, api_key
     ) as pool:
-        with engine_on(pool, settings, template) as engine:
-            yield engine
+        yield pool
 
 
 @contextmanager

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from grpo_core.rollouts.page import write_page
 from grpo_core.rollouts.record import RolloutRecord, records_of_group
 from grpo_core.security import plain
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_env.assembly import TaskSet, open_engine, sampling_plan
-from grpo_env.inference.health import wait_for_step
+from grpo_env.assembly import TaskSet, engine_on, open_pool, sampling_plan
+from grpo_env.inference.pool import InferencePool
+from grpo_env.inference.waiting import wait_for_step
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine, all_or_none
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
@@ -116,7 +118,7 @@ async def evaluate(
     started, plan = time.monotonic(), evaluation.plan(training)
     places = asyncio.Semaphore(evaluation.requests)
     found: list[EvalItem] = []
-    versions: list[PolicyVersion] = []
+    versions: list[tuple[PolicyVersion, PolicyVersion]] = []
     left_out: Counter[str] = Counter()
 
     async def add(item: Item) -> None:
@@ -140,6 +142,12 @@ async def evaluate(
         )
 
     await all_or_none(add(item) for item in items)
+    by_version = Counter(
+        str(first) if first == last else f"{first} to {last}" for first, last in sorted(versions)
+    )
+    if len(by_version) > 1:
+        log.info("evaluation.versions_differ", task=task.name, answers=dict(by_version))
+    every = [version for pair in versions for version in pair]
     return EvalResult.of(
         sorted(found, key=lambda item: item.item),
         task=task.name,
@@ -147,8 +155,9 @@ async def evaluate(
         duration_s=time.monotonic() - started,
         ks=evaluation.ks,
         model=model,
-        step=min(versions).step if versions else None,
-        versions=(min(versions), max(versions)) if versions else None,
+        step=min(every).step if every else None,
+        versions=(min(every), max(every)) if every else None,
+        answers_by_version=by_version,
         left_out=left_out,
         seed=evaluation.seed,
     )
@@ -177,7 +186,7 @@ async def evaluate_once(
     evaluation = Evaluation.of(settings)
     chosen = [(task, evaluation.chosen(task)) for task in tasks.tasks]
     output = settings.eval_output or DEFAULT_OUTPUT
-    async with open_engine(settings, tasks, template) as engine:
+    async with _open_evaluator(settings, tasks, template) as engine:
         plan = sampling_plan(settings, tasks)
         for task, items in chosen:
             answers = _Answers(task.name, len(items))
@@ -192,6 +201,31 @@ async def evaluate_once(
             sys.stdout.write("\n".join(table_lines(result)) + "\n")
             sys.stdout.write(f"written to {output} and {details}\nanswers:   {page}\n")
             sys.stdout.flush()
+
+
+@contextlib.asynccontextmanager
+async def _open_evaluator(
+    settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate
+) -> AsyncIterator[RolloutEngine]:
+    async with open_pool(settings, tasks) as pool:
+        with engine_on(pool, settings, template) as engine:
+            # One server has one version, and nothing is waited for.
+            several = len(pool.places) > 1
+            yield await _of_one_version(engine, pool, settings, 0) if several else engine
+
+
+async def _of_one_version(
+    engine: RolloutEngine, pool: InferencePool, settings: EnvServerSettings, step: int
+) -> RolloutEngine:
+    """The engine on the servers that have the newest version now, which is that of `step` or a
+    later one. If all of them are gone, the others answer.
+
+    Raises:
+        ServiceUnavailable: as `wait_for_step`.
+    """
+    deadline_s, api_key = settings.request_deadline_s, plain(settings.vllm_api_key)
+    newest = await wait_for_step(lambda: pool.places, step, deadline_s, api_key)
+    return engine.on(pool.part(newest))
 
 
 class _Answers:
@@ -234,10 +268,12 @@ class TrainingEvaluation:
         settings: EnvServerSettings,
         tasks: tuple[Task, ...],
         engine: RolloutEngine,
+        pool: InferencePool,
         report: Callable[[int, Mapping[str, Any]], None],
     ) -> None:
         self._settings = settings
         self._engine = engine
+        self._pool = pool
         self._report = report
         self._evaluation = Evaluation.of(settings)
         self._items = [*self._chosen(tasks)] if settings.eval_every else []
@@ -297,11 +333,10 @@ class TrainingEvaluation:
 
     async def _run(self, step: int, plan: SamplingPlan) -> None:
         try:
-            urls, api_key = self._settings.inference_url, plain(self._settings.vllm_api_key)
-            await wait_for_step(urls, step, self._settings.request_deadline_s, api_key)
+            engine = await _of_one_version(self._engine, self._pool, self._settings, step)
             self._samples = True
             for task, items in self._items:
-                result = await evaluate(self._engine, task, items, self._evaluation, plan)
+                result = await evaluate(engine, task, items, self._evaluation, plan)
                 self._record(result)
         except GrpoError as error:
             log.warning("evaluation.failed", step=step, error=f"{type(error).__name__}: {error}")

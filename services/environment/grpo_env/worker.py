@@ -16,8 +16,9 @@ from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.security import plain
 from grpo_core.wire.run_api import EnvironmentRegistration, EnvironmentStatus, TrainerInfo
-from grpo_env.assembly import TaskSet, open_engine, sampling_plan
+from grpo_env.assembly import TaskSet, engine_on, open_pool, sampling_plan
 from grpo_env.evaluation import TrainingEvaluation
+from grpo_env.inference.pool import InferencePool
 from grpo_env.pacing import FailureBudget, Load, StallDetector, groups_to_start
 from grpo_env.registration import Log, Membership, join_run, wandb_log
 from grpo_env.rollout.chat_template import ChatTemplate
@@ -58,12 +59,12 @@ async def serve(settings: EnvServerSettings, tasks: TaskSet, template: ChatTempl
     Raises:
         GrpoError: the environment cannot continue.
     """
-    async with open_engine(settings, tasks, template) as engine:
-        with _ready_file(settings.ready_file):
+    async with open_pool(settings, tasks) as pool:
+        with engine_on(pool, settings, template) as engine, _ready_file(settings.ready_file):
             async with EnvironmentClient(
                 settings.run_api_url, settings.run_api_deadline_s, plain(settings.run_api_token)
             ) as api:
-                await Worker(settings, tasks, api, engine).run()
+                await Worker(settings, tasks, api, engine, pool).run()
 
 
 @contextlib.contextmanager
@@ -93,6 +94,7 @@ class Worker:
         tasks: TaskSet,
         api: EnvironmentClient,
         engine: RolloutEngine,
+        pool: InferencePool,
     ) -> None:
         self._settings = settings
         self._tasks = tasks
@@ -107,12 +109,13 @@ class Worker:
             min_batch_allocation=settings.min_batch_allocation,
         )
         self._api = api
+        self._pool = pool
         self._run_api = FailureBudget("run-api", settings.run_api_deadline_s)
         stream = tasks.training_stream(settings.seed)
         self._producer = GroupProducer(settings, stream, engine, api)
         self._progress = 0.0  # share of the training steps
         self._evaluation = TrainingEvaluation(
-            settings, tasks.tasks, engine, lambda step, found: self._log_to_wandb(step, found)
+            settings, tasks.tasks, engine, pool, lambda step, found: self._log_to_wandb(step, found)
         )
         self._log_to_wandb: Log = lambda _step, _fields: None
         self._membership: Membership | None = None
@@ -134,6 +137,7 @@ class Worker:
                 await self._feed_trainer(membership)
             finally:
                 await self._leave()
+                self._pool.log_requests()
 
     async def _feed_trainer(self, membership: Membership) -> None:
         while True:
@@ -141,6 +145,7 @@ class Worker:
             if status is None:
                 membership = await self._join()
                 continue
+            self._pool.follow(status.servers)
             total_steps = membership.total_steps(self._settings.steps, status.num_steps)
             self._progress = status.current_step / total_steps
             # Enough groups in the queue do not complete a run: the trainer may still refuse some.

@@ -164,7 +164,9 @@ def _for_a_pretrained_model(sizes: RunSizes, tasks: Sequence[str]) -> RunSizes:
 def _for_the_mode(sizes: RunSizes, mode: Mode, lora_factor: float) -> RunSizes:
     if mode.trains_adapter:
         sizes = replace(sizes, lr=lora_factor * sizes.lr)
-    if mode.restarts_engine:
+    if not mode.restarts_engine:
+        sizes = replace(sizes, vllm_restart_interval=1)
+    else:
         sizes = replace(
             sizes,
             steps=min(sizes.steps, STEPS_WITH_RESTARTS),

@@ -22,11 +22,16 @@ class Mode:
         """Directory of the trained weights below the save path."""
         return "final_adapter" if self.trains_adapter else "final_model"
 
+    @property
+    def loads_adapters(self) -> bool:
+        """The running server loads them."""
+        return self.trains_adapter and not self.restarts_engine
+
     def publish_every_steps(self, restart_every_steps: int, load_every_steps: int) -> int:
         """Steps between two publications. The two intervals are those of the options."""
         if self.shares_memory:
             return 1
-        return restart_every_steps if self.restarts_engine else load_every_steps
+        return load_every_steps if self.loads_adapters else restart_every_steps
 
     def publication(self, every_steps: int) -> str:
         """How weights are published, for the user."""
@@ -50,9 +55,10 @@ MODES: Mapping[ModeName, Mode] = {
         Mode("shared_vllm", shares_memory=True),
         Mode("lora_only", trains_adapter=True),
         Mode("lora_restart", trains_adapter=True, restarts_engine=True),
-        Mode("none", restarts_engine=True),
+        Mode("none"),
     )
 }
+"""In mode none, the engine restarts with --publish restart."""
 
 
 def _every(steps: int) -> str:

@@ -17,6 +17,8 @@ from grpo_core.tree.sections import NAME, SECTIONS
 
 RUNS = Path("runs")
 LATEST = "latest"
+ONE_SERVER, ONE_OF_SERVERS = "vllm-server", "server-"
+"""Name of the process of a single server, and how those of several begin."""
 _LOCK = ".lock"
 _RUN_ID = "run-id"
 _CHECKPOINT = re.compile(r"(\d{6,})_step_(\d+)")
@@ -34,7 +36,6 @@ class RunDirectory:
         self.path = path
         self.config = path / "config.yaml"
         self.logs = path / "logs"
-        self.server_log = self.logs / "vllm-server.log"
         self.redis = path / "redis"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
@@ -96,6 +97,11 @@ class RunDirectory:
                 return False
         except RunDirectoryUnusable:
             return True
+
+
+def server_names(number: int) -> list[str]:
+    """The names of the servers' processes, and of their logs."""
+    return [ONE_SERVER] if number == 1 else [f"{ONE_OF_SERVERS}{k}" for k in range(number)]
 
 
 def options_in(content: Mapping[str, Any]) -> dict[str, Any]:

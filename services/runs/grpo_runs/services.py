@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class ServiceFactory:
         tasks = self.settings.task
         return [
             self.run_api(places, api_port),
-            self.vllm_server(places),
+            *(self.vllm_server(places, number) for number in range(self.settings.servers)),
             self.trainer(places, api_port),
             *(self.environment(task, places, api_port) for task in tasks),
         ]
@@ -103,18 +104,19 @@ class ServiceFactory:
             | token_variables(self.settings),
         )
 
-    def vllm_server(self, places: Places) -> Service:
+    def vllm_server(self, places: Places, number: int = 0) -> Service:
         settings = self.settings
         return Service(
-            name="vllm-server",
+            name=places.server_names[number],
             role=SAMPLES,
-            command=module(MODULES[SERVER], *_server_words(settings, places, free_port())),
-            healthy=lambda: self.probe.answers(url(places.server_port)),
+            command=module(MODULES[SERVER], *_server_words(settings, places, number, free_port())),
+            healthy=lambda: self.probe.answers(url(places.server_ports[number])),
             deadline_s=settings.sizes.server_deadline_s,
-            environment=child_environment(settings.compute_threads, places.model)
+            environment=child_environment(settings.server_threads, places.model)
             | (NO_COMPILER if settings.starts_eager else {})
             | places.environment
             | token_variables(settings),
+            group=SERVER,
         )
 
     def trainer(self, places: Places, api_port: int) -> Service:
@@ -127,10 +129,11 @@ class ServiceFactory:
             deadline_s=settings.sizes.start_deadline_s,
             environment=child_environment(settings.compute_threads, places.model)
             | places.environment
+            | _weights_address(settings, places)
             | token_variables(settings),
             may_finish=True,
             # In some modes grpo starts a server itself if nothing listens yet.
-            may_start=lambda: _accept_connections(api_port, places.server_port),
+            may_start=lambda: _accept_connections(api_port, *places.server_ports),
         )
 
     def environment(self, task: str, places: Places, api_port: int) -> Service:
@@ -168,10 +171,21 @@ def words_of(service: str, values: Mapping[str, Any]) -> list[str]:
     return given_words(VIEWS[service], known)
 
 
+def _weights_address(settings: LaunchOptions, places: Places) -> dict[str, str]:
+    """Variables of the trainer: where it serves its weights to several servers. Those of a run
+    whose services are all started here see its disk too."""
+    names = ("MASTER_ADDR", "MASTER_PORT")
+    if places.run is None:
+        return {name: os.environ[name] for name in names if name in os.environ}
+    if settings.servers == 1:
+        return {}
+    return dict(zip(names, (HOST, str(free_port())), strict=True))
+
+
 def _server_words(
-    settings: LaunchOptions, places: Places, health_port: int | None = None
+    settings: LaunchOptions, places: Places, number: int, health_port: int | None = None
 ) -> list[str]:
-    values = server_values(settings, places)
+    values = server_values(settings, places, number)
     words = [*vllm_words(settings, places.model), *values.pop("engine_arguments")]
     return words_of(SERVER, {"health_port": health_port} | values) + words
 
@@ -218,30 +232,36 @@ def make_model(stack: Stack, screen: Screen, model: str, deadline_s: float) -> s
 def command_lines(settings: LaunchOptions) -> list[str]:
     """One line per service, without secrets. Starts nothing."""
     run = RunDirectory(settings.resumed or settings.run_dir or RUNS / "new")
-    api_port, server_port = free_port(), free_port()
+    api_port = free_port()
     with HealthProbe() as probe:
         if not settings.starts_all:
             places = Places.of_pair(settings, settings.model, Path("weights.sock"))
-            services = [server_of(settings, places, probe), trainer_of(settings, places)]
+            services = [*servers_of(settings, places, probe), trainer_of(settings, places)]
         else:
             redis = redis_url(free_port())
+            ports = [free_port() for _ in range(settings.servers)]
             places = Places.of_run(
-                run, settings.model, api_port, server_port, redis, Path("weights.sock")
+                run, settings.model, api_port, ports, redis, Path("weights.sock")
             )
             services = ServiceFactory(settings, run, probe).services(places, api_port)
     return [shlex.join(without_secrets(service.command)[0]) for service in services]
 
 
-def server_of(settings: LaunchOptions, places: Places, probe: HealthProbe) -> Service:
-    """The server of a run whose run-api and environments run already."""
-    return Service(
-        name="vllm-server",
-        role=SAMPLES,
-        command=module(MODULES[SERVER], *_server_words(settings, places)),
-        healthy=lambda: probe.responds(settings.server_url),
-        deadline_s=settings.server_deadline_s or PAIR_DEADLINE_S,
-        environment=UNBUFFERED | places.environment | _keys(settings, "api_key"),
-    )
+def servers_of(settings: LaunchOptions, places: Places, probe: HealthProbe) -> list[Service]:
+    """The servers of a run whose run-api and environments run already."""
+    threads = {"OMP_NUM_THREADS": str(settings.server_threads)} if settings.servers > 1 else {}
+    return [
+        Service(
+            name=places.server_names[number],
+            role=SAMPLES,
+            command=module(MODULES[SERVER], *_server_words(settings, places, number)),
+            healthy=partial(probe.responds, settings.url_of(port)),
+            deadline_s=settings.server_deadline_s or PAIR_DEADLINE_S,
+            environment=UNBUFFERED | threads | places.environment | _keys(settings, "api_key"),
+            group=SERVER,
+        )
+        for number, port in enumerate(places.server_ports)
+    ]
 
 
 def trainer_of(settings: LaunchOptions, places: Places) -> Service:
@@ -252,7 +272,10 @@ def trainer_of(settings: LaunchOptions, places: Places) -> Service:
         command=module(MODULES[TRAINER], *words_of(TRAINER, trainer_values(settings, places))),
         healthy=lambda: True,
         deadline_s=settings.server_deadline_s or PAIR_DEADLINE_S,
-        environment=UNBUFFERED | places.environment | _keys(settings, "vllm_api_key"),
+        environment=UNBUFFERED
+        | places.environment
+        | _weights_address(settings, places)
+        | _keys(settings, "vllm_api_key"),
         may_finish=True,
     )
 

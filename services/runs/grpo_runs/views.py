@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from grpo_core.weights import bridge_config
 from grpo_core.weights.directory_checks import LORA_RANKS, SERVED_WEIGHTS
 from grpo_runs.defaults import name_of_task
 from grpo_runs.models import default_max_model_len
-from grpo_runs.run_directory import RunDirectory
+from grpo_runs.run_directory import RunDirectory, server_names
 
 if TYPE_CHECKING:
     from grpo_runs.settings.run import LaunchOptions
@@ -27,6 +27,7 @@ MAX_NUM_SEQS = 256
 RESIDENT_ADAPTERS = 2
 """The newest one, and the previous one until its requests in flight are answered."""
 WARMUP_STEPS = 5
+_MORE_PORTS = frozenset({"health_port", "control_port"})
 _UNKNOWN_PORT = 1
 _UNKNOWN_REDIS = "redis://127.0.0.1:6379/0"
 
@@ -41,6 +42,7 @@ class Places:
 
     Args:
         model: a directory or an id on the hub
+        server_ports: one for each inference server of this machine
         redis_url: may hold a password, so it is never in a command line
         weights_socket: for `shared_vllm`
         bridge_config: for `shared_vllm`
@@ -49,7 +51,7 @@ class Places:
 
     model: str
     run_api_url: str
-    server_port: int
+    server_ports: Sequence[int]
     redis_url: str = field(repr=False)
     run_id: str
     save_path: Path
@@ -63,7 +65,7 @@ class Places:
         run: RunDirectory,
         model: str,
         api_port: int,
-        server_port: int,
+        server_ports: Sequence[int],
         redis_url: str,
         weights_socket: Path,
     ) -> Places:
@@ -71,7 +73,7 @@ class Places:
         return cls(
             model,
             url(api_port),
-            server_port,
+            server_ports,
             redis_url,
             run.run_id,
             run.checkpoints,
@@ -86,7 +88,7 @@ class Places:
         return cls(
             model,
             settings.run_api_url,
-            settings.port,
+            settings.server_ports,
             settings.redis_url.get_secret_value(),
             settings.run_id or default_run_id(settings.port),
             settings.save_path,
@@ -102,12 +104,17 @@ class Places:
         if not settings.starts_all:
             return cls.of_pair(settings, model, socket)
         run = RunDirectory(Path("run"))
-        return cls.of_run(run, model, _UNKNOWN_PORT, _UNKNOWN_PORT, _UNKNOWN_REDIS, socket)
+        ports = [_UNKNOWN_PORT] * settings.servers
+        return cls.of_run(run, model, _UNKNOWN_PORT, ports, _UNKNOWN_REDIS, socket)
 
     @property
     def weights_directory(self) -> Path:
         """Absolute, so that server and trainer mean the same directory."""
         return (self.save_path / SERVED_WEIGHTS).absolute()
+
+    @property
+    def server_names(self) -> list[str]:
+        return server_names(len(self.server_ports))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -118,7 +125,7 @@ class Places:
 def trainer_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
     mode = settings.weight_mode
     whole = {} if places.run is None else _of_whole_run(settings, places.run)
-    url_here = settings.server_url if places.run is None else url(places.server_port)
+    url_here = settings.server_url if places.run is None else url(places.server_ports[0])
     values: dict[str, Any] = {
         **(_DEFAULTS_OF_TRAINER if whole else {}),
         **settings.given(TRAINER),
@@ -131,6 +138,9 @@ def trainer_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
         "log_level": settings.log_level,
         "redis_url": SecretStr(places.redis_url),
     }
+    several = settings.servers > 1 and not mode.shares_memory
+    if whole or several:  # a variable may say otherwise
+        values.setdefault("num_inference_nodes", settings.servers if several else 0)
     if mode.shares_memory:
         return values | {"weights_socket": places.weights_socket}
     # All of them are passed, as the server's follow from them and variables could differ.
@@ -138,11 +148,11 @@ def trainer_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
     if mode.trains_adapter:
         for name in ("lora_r", "lora_alpha", "lora_dropout"):
             values[name] = getattr(settings, name)
-    if mode.restarts_engine:
-        values.setdefault("vllm_restart_interval", settings.vllm_restart_interval)
-    else:
+    if mode.loads_adapters:
         values["adapter_sync_interval"] = settings.adapter_sync_interval
         values.pop("vllm_restart_interval", None)
+    elif settings.vllm_restart_interval is not None:
+        values.setdefault("vllm_restart_interval", settings.vllm_restart_interval)
     return values
 
 
@@ -177,20 +187,28 @@ def _of_whole_run(settings: LaunchOptions, run: RunDirectory) -> dict[str, Any]:
         "run_api_token": settings.run_api_token,
         "vllm_api_key": settings.run_api_token,
     }
-    if settings.weight_mode.restarts_engine:
+    if not settings.weight_mode.shares_memory:
         values["vllm_restart_interval"] = sizes.vllm_restart_interval
     if settings.weight_mode.trains_adapter and sizes.lora_target_modules:
         values["lora_target_modules"] = tuple(sizes.lora_target_modules)
     return values
 
 
-def server_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
-    """Without what the launcher adds for vLLM: see `vllm_words`."""
+def server_values(settings: LaunchOptions, places: Places, number: int = 0) -> dict[str, Any]:
+    """Without what the launcher adds for vLLM: see `vllm_words`.
+
+    Args: number: of the server, counted from 0
+    """
     mode, is_run = settings.weight_mode, places.run is not None
-    values = settings.given(SERVER) | {
+    given = settings.given(SERVER)
+    # The ports of several servers are counted up from those that were given.
+    given |= {name: given[name] + number for name in _MORE_PORTS & given.keys() if given[name]}
+    if settings.servers > 1:
+        given["server_name"] = places.server_names[number]
+    values = given | {
         "model": places.model,
         "host": HOST if is_run else settings.host,
-        "port": places.server_port,
+        "port": places.server_ports[number],
         "run_id": places.run_id,
         "redis_url": SecretStr(places.redis_url),
         "log_level": settings.log_level,
@@ -247,7 +265,7 @@ def environment_values(settings: LaunchOptions, places: Places, task: str) -> di
         "action": "serve",
         "model": places.model,
         "run_api_url": places.run_api_url,
-        "inference_url": url(places.server_port),
+        "inference_url": tuple(map(url, places.server_ports)),
         "seq_len": sizes.seq_len,
         "max_completion_tokens": settings.completion_limit(task),
         "seed": settings.seed,

@@ -173,7 +173,11 @@ class TornWeights(WeightSyncError):
 
 
 class LostServer(WeightSyncError):
-    """The inference server stopped and did not return within `--server-return-deadline-s`."""
+    """No inference server has served for `--server-return-deadline-s`."""
+
+
+class SourcePortTaken(GrpoError):
+    """The trainer cannot open the port on which it serves weights to the inference servers."""
 
 
 class EngineCrashed(WeightSyncError):
@@ -181,11 +185,11 @@ class EngineCrashed(WeightSyncError):
 
 
 class WeightsRefused(WeightSyncError):
-    """The server refuses the new weights and keeps serving the previous weights."""
+    """Every server refuses the new weights and keeps serving the previous weights."""
 
 
 class NotPublished(WeightSyncError):
-    """The server did not serve the new weights within `--publish-deadline-s`."""
+    """No server served the new weights within `--publish-deadline-s`."""
 
 
 class ServedWeightsDiffer(WeightSyncError):

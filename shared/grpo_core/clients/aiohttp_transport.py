@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import httpx
+from aiohttp.abc import AbstractResolver, ResolveResult
 
 
 class AiohttpTransport(httpx.AsyncBaseTransport):
@@ -24,10 +26,12 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
     Args:
         base_url: decides whether requests go through a proxy of the environment
         max_connections: limit on concurrent requests; further ones wait without a limit
+        address: the one to connect to, of several of the URL's name; "" for any
     """
 
-    def __init__(self, base_url: str, max_connections: int) -> None:
+    def __init__(self, base_url: str, max_connections: int, address: str = "") -> None:
         self._proxy = _proxy_for(httpx.URL(base_url))
+        self._address = "" if self._proxy else address
         self._free = asyncio.Semaphore(max_connections)
         self._session: aiohttp.ClientSession | None = None  # needs a running event loop
 
@@ -64,11 +68,32 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, ssl=_tls()),
+                connector=aiohttp.TCPConnector(
+                    limit=0, ssl=_tls(), resolver=_Fixed(self._address) if self._address else None
+                ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,  # httpx does
             )
         return self._session
+
+
+class _Fixed(AbstractResolver):
+    """Resolves every name to one address, so that header and certificate still have the name."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        own = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        found = ResolveResult(
+            hostname=host, host=self._address, port=port, family=own, proto=0, flags=0
+        )
+        return [found] if family in (own, socket.AF_UNSPEC) else []
+
+    async def close(self) -> None:
+        pass
 
 
 @cache

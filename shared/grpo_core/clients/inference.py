@@ -92,12 +92,20 @@ class GenerationClient(AsyncServiceClient):
         answer_s: how long the completions of one call may take
         max_connections: limit on concurrent requests; further ones wait
         api_key: if the server needs one (VLLM_API_KEY)
+        address: the one to connect to, of several of the URL's name
     """
 
     def __init__(
-        self, base_url: str, answer_s: float, max_connections: int, api_key: str | None = None
+        self,
+        base_url: str,
+        answer_s: float,
+        max_connections: int,
+        api_key: str | None = None,
+        address: str = "",
     ) -> None:
-        super().__init__(SERVICE, base_url, answer_s, answer_s, max_connections, api_key)
+        super().__init__(
+            SERVICE, base_url, answer_s, answer_s, max_connections, api_key, address=address
+        )
 
     async def generate(
         self, prompt_token_ids: list[int], within_s: float | None = None, **sampling: Any
@@ -140,6 +148,8 @@ class BridgeInfo(BaseModel):
     lora_enabled: bool = False
     run_id: str | None = None
     """The server's run in Redis; None if it runs without Redis."""
+    name: str | None = None
+    """The server's --server-name; None if it runs without Redis."""
     weights_dir: str | None = None
     """Directory from which the server loads weights; None if a trainer writes in place."""
 
@@ -187,11 +197,6 @@ class BridgeClient(ServiceClient):
     def info(self, deadline_s: float | None = None) -> BridgeInfo:
         answer = self.send("GET", "/bridge/info", deadline_s=deadline_s)
         return BridgeInfo.model_validate_json(answer.content)
-
-    def sees(self, probe: str) -> bool:
-        """Whether the server's weights directory has a file of this name."""
-        answer = self.send("GET", "/bridge/weights_dir", params={"probe": probe})
-        return bool(answer.json()["has_probe"])
 
     def pause(self, session: str, lease_s: float, version: PolicyVersion) -> None:
         """Pause sampling, keep requests in flight (or finish short ones), drop the KV cache.

@@ -144,7 +144,8 @@ class ServiceClient(_Client, ClosesOnExit):
 
 
 class AsyncServiceClient(_Client, ClosesOnAsyncExit):
-    """The same for coroutines. `max_connections`: limit on concurrent requests."""
+    """The same for coroutines. `max_connections`: limit on concurrent requests; `address`: the one
+    to connect to, of several of the URL's name."""
 
     def __init__(
         self,
@@ -155,12 +156,13 @@ class AsyncServiceClient(_Client, ClosesOnAsyncExit):
         max_connections: int = 100,
         token: str | None = None,
         hint: str | None = None,
+        address: str = "",
     ) -> None:
         # Not above: the import takes longer than a command with a mistake should.
         from grpo_core.clients.aiohttp_transport import AiohttpTransport
 
         super().__init__(service, base_url, deadline_s, hint)
-        self._transport = AiohttpTransport(self.base_url, max_connections)
+        self._transport = AiohttpTransport(self.base_url, max_connections, address)
         self._http = httpx.AsyncClient(
             headers=authorization(token) | _basic_authorization(self.base_url),
             timeout=_timeout(timeout_s),

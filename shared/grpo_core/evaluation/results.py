@@ -100,6 +100,9 @@ class EvalSummary(BaseModel):
     """Training steps that the weights include; None after a run."""
     versions: tuple[PolicyVersion, PolicyVersion] | None = None
     """Lowest and highest policy version that sampled an answer; None if the server gave none."""
+    answers_by_version: dict[str, Count] = Field(default_factory=dict)
+    """Number of sampled sequences by policy version: `1.4`; `1.4 to 1.5` if the weights changed
+    meanwhile."""
     temperature: Annotated[float, Field(ge=0)]
     """0 is greedy: always the most likely token."""
     samples: AtLeastOne
@@ -139,6 +142,7 @@ class EvalResult(EvalSummary):
         model: str | None = None,
         step: int | None = None,
         versions: tuple[PolicyVersion, PolicyVersion] | None = None,
+        answers_by_version: Mapping[str, int] | None = None,
         left_out: Mapping[str, int] | None = None,
         seed: int = 0,
     ) -> Self:
@@ -167,6 +171,7 @@ class EvalResult(EvalSummary):
             model=model,
             step=step,
             versions=versions,
+            answers_by_version=dict(answers_by_version or {}),
             temperature=temperature,
             samples=samples,
             item_count=len(items),

@@ -109,6 +109,7 @@ def table_lines(result: EvalSummary) -> list[str]:
         _row("metric", "value", "95 % interval", "meaning"),
         *rows,
         *_left_out(result),
+        *_differing_versions(result),
     ]
 
 
@@ -145,6 +146,14 @@ def _weights(result: EvalSummary) -> str:
 def _left_out(result: EvalSummary) -> list[str]:
     reasons = ", ".join(f"{count} {reason}" for reason, count in result.left_out.items())
     return _wrapped(f"  items left out: {reasons}") if reasons else []
+
+
+def _differing_versions(result: EvalSummary) -> list[str]:
+    counts = result.answers_by_version
+    if len(counts) < 2:
+        return []
+    listed = ", ".join(f"{count} by {version}" for version, count in counts.items())
+    return _wrapped(f"  several policy versions answered: {listed}")
 
 
 def _wrapped(text: str) -> list[str]:

@@ -367,7 +367,9 @@ class EnvironmentOptions(CommandSettings, ClientOptions):
         ("http://localhost:9001",),
         min_length=1,
         description="URL of the inference server. Several URLs, separated by commas, share the "
-        "requests, and a server that is gone is skipped. Mode shared_vllm allows only one URL",
+        "requests, and a server that is gone is skipped. Each address of a name is a server. "
+        "During a run, other servers of the run are found through run-api. Mode shared_vllm allows "
+        "only one URL",
     )
     model: Annotated[str | None, Shown(default="--tokenizer")] = Field(
         None,

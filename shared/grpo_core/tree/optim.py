@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from grpo_core.settings import Mistake, Shown
 
@@ -117,21 +117,6 @@ class ProcessOptions(BaseModel):
         description="Seconds that a trainer process waits for another one. After this time it ends "
         "with an error",
     )
-    num_inference_nodes: int = Field(
-        0,
-        description="Only 0 is valid. 0 means one inference server, and only one server of a run "
-        "can receive new weights",
-    )
-
-    @field_validator("num_inference_nodes")
-    @classmethod
-    def _is_one_server(cls, value: int) -> int:
-        if value:
-            raise ValueError(
-                "the only valid value is 0, because 0 means one inference server, and only one "
-                "server of a run can receive new weights; --inference-url names this server"
-            )
-        return value
 
     def process_conflicts(self, mode: str, device: str, waits_s: float) -> Iterator[Mistake]:
         """Options that exclude each other. Args: waits_s: the longest wait of rank 0 alone"""

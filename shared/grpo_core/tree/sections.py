@@ -100,7 +100,7 @@ def names_of(
 ) -> dict[str, str | Alias]:
     """`--optim.lr` and `--trainer.lr` for `lr`, `--env.total-steps` for an option of env-server.
 
-    Args: own: options that mean something else to a service
+    Args: own: options that mean something else to every service, or to one (`server.NAME`)
     """
     found: dict[str, str | Alias] = {}
     for section, fields in sections.items():
@@ -109,7 +109,8 @@ def names_of(
             found[f"{section}.{NAME}"] = section
     known = {field for fields in sections.values() for field in fields}
     for service, view in VIEWS.items():
-        read = [name for name in view.model_fields if name in known and name not in own]
+        others = {name.removeprefix(f"{service}.") for name in own}
+        read = [name for name in view.model_fields if name in known and name not in others]
         found |= {f"{service}.{field.replace('_', '-')}": field for field in read}
         for name in view.command.aliases:
             alias = view.command.alias(name)

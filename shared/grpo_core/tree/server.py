@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
@@ -41,6 +43,7 @@ OWNED_ENGINE_FLAGS = frozenset({"--logprobs-mode", "--worker-extension-cls"})
 """Another value would silently break the importance ratio or the shared memory."""
 HEALTH_PORT_ABOVE = 1000
 LAST_PORT = 65535
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class ServerSettings(CommandSettings, ListenOptions):
@@ -74,6 +77,10 @@ class ServerSettings(CommandSettings, ListenOptions):
                 "redis_url",
                 "run_id",
                 "redis_deadline_s",
+                "server_name",
+                "advertise_url",
+                "staging_dir",
+                "max_staleness",
                 "enable_lora",
                 "max_lora_rank",
                 "max_loras",
@@ -229,6 +236,33 @@ class ServerSettings(CommandSettings, ListenOptions):
         validate_default=True,
         description="Name of the run, which is also the name of the run's data in Redis",
     )
+    server_name: Annotated[str, Shown(default="<host name>-<port>")] = Field(
+        "",
+        validate_default=True,
+        pattern=r"^[\w.-]*$",
+        max_length=200,
+        description="Name of this server among the servers of the run",
+    )
+    advertise_url: Annotated[str, Shown(default="http://<host>:<port>")] = Field(
+        "",
+        validate_default=True,
+        pattern=r"^(https?://\S+)?$",
+        description="URL of the public port, as trainer, environments and other servers reach it. "
+        "For a server that listens on all addresses, the default has the host's name",
+    )
+    staging_dir: Annotated[
+        Path | None, Shown(default="/dev/shm/grpo-<user id>-<run id>-<server name>")
+    ] = Field(
+        None,
+        description="Directory for weights that the server fetches from the trainer or from other "
+        "servers. It needs room for three versions. Weights below --weights-dir are used in place",
+    )
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="Steps by which the served weights may be older than the newest announced "
+        "weights. An older server answers requests with status 503 until it has caught up",
+    )
     engine_arguments: tuple[str, ...] = ()
 
     @property
@@ -247,11 +281,33 @@ class ServerSettings(CommandSettings, ListenOptions):
         return self.weights_dir or state_directory() / self.run_id / SERVED_WEIGHTS
 
     @property
+    def follows(self) -> bool:
+        """Whether the server follows the versions that a trainer announces."""
+        return self.redis is not None and not self.share_weights
+
+    @property
+    def loads_in_place(self) -> bool:
+        """Whether the running engine can load the weights of a whole model."""
+        return not self.share_weights and not self.enable_lora
+
+    @property
+    def staging(self) -> Path:
+        name = f"grpo-{os.getuid()}-{self.run_id}-{self.server_name}"
+        return self.staging_dir or SHARED_MEMORY / name
+
+    @property
+    def weights_url(self) -> str:
+        """URL below which other servers fetch weights from this one: on the health port. "" if they
+        cannot reach that port."""
+        host = urlsplit(self.advertise_url).hostname or ""
+        if _is_loopback(self.control_host) and not _is_loopback(host):
+            return ""
+        reached = host if _is_wildcard(self.control_host) else self.control_host
+        return f"http://{_in_url(reached)}:{self.health_port}/weights"
+
+    @property
     def public_is_loopback(self) -> bool:
-        try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return _is_loopback(self.host)
 
     @property
     def socket_path(self) -> Path:
@@ -285,6 +341,18 @@ class ServerSettings(CommandSettings, ListenOptions):
     def _fits_a_redis_key(cls, value: str, info: ValidationInfo) -> str:
         return run_id_or_default(value, info.data.get("port", 0))
 
+    @field_validator("server_name")
+    @classmethod
+    def _named_after_its_host(cls, value: str, info: ValidationInfo) -> str:
+        return value or f"{socket.gethostname()}-{info.data.get('port', 0)}"
+
+    @field_validator("advertise_url")
+    @classmethod
+    def _reached_where_it_listens(cls, value: str, info: ValidationInfo) -> str:
+        host, port = info.data.get("host", ""), info.data.get("port", 0)
+        reached = socket.gethostname() if _is_wildcard(host) else host
+        return value.rstrip("/") or f"http://{_in_url(reached)}:{port}"
+
     @field_validator("max_lora_rank")
     @classmethod
     def _rank_is_one_of_vllms(cls, value: int) -> int:
@@ -296,15 +364,21 @@ class ServerSettings(CommandSettings, ListenOptions):
 
     @classmethod
     def drop_unused(cls, given: dict[str, Given], environment: Mapping[str, str]) -> Iterator[str]:
-        """Variables that make the archived server share its weights, unless it serves adapters."""
+        """Variables that make the archived server share its weights, unless it serves adapters or
+        is one of several servers."""
         nodes = environment.get(NODES_VARIABLE)
-        if nodes and "share_weights" not in given:
-            if nodes != "0":
-                raise ValueError(
-                    f"{NODES_VARIABLE}: expected 0, which means one inference server, because only "
-                    f"one server of a run can receive new weights; got {nodes!r}"
-                )
+        if nodes and not nodes.isdecimal():
+            raise ValueError(
+                f"{NODES_VARIABLE}: expected the number of inference servers, or 0 for one server "
+                f"that shares its weights; got {nodes!r}"
+            )
+        if nodes and int(nodes) == 0 and "share_weights" not in given:
             given["share_weights"] = Given("true", NODES_VARIABLE)
+        shares = given.get("share_weights")
+        if nodes and int(nodes) and shares and shares.name == SHARE_WEIGHTS_VARIABLE:
+            del given["share_weights"]
+            if _is_on(shares):
+                yield f"ignored with {NODES_VARIABLE}={nodes}: {SHARE_WEIGHTS_VARIABLE}"
         shares, lora = given.get("share_weights"), given.get("enable_lora")
         if shares and shares.name in (NODES_VARIABLE, SHARE_WEIGHTS_VARIABLE) and _is_on(lora):
             del given["share_weights"]
@@ -326,6 +400,7 @@ class ServerSettings(CommandSettings, ListenOptions):
             )
         names = {a.partition("=")[0].replace("_", "-") for a in self.engine_arguments}
         owned = OWNED_ENGINE_FLAGS | ({"--load-format"} if self.share_weights else set())
+        owned |= {"--weight-transfer-config"} if self.loads_in_place else set()
         if taken := sorted(names & owned):
             yield Mistake(
                 None,
@@ -355,6 +430,24 @@ class ServerSettings(CommandSettings, ListenOptions):
         if not self.bridge_config_required:  # these two count as given by being there
             del held["bridge_config_path"], held["logdir"]
         return held
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _is_on(given: Given | None) -> bool:

@@ -60,7 +60,35 @@ class ForwardOptions(BaseModel):
     )
 
 
-class RunOptions(ForwardOptions, ObjectiveOptions, OptimizerOptions, ClientOptions):
+class ServersOptions(BaseModel):
+    """The inference servers of the run, and the address at which the trainer serves weights."""
+
+    model_config = ConfigDict(frozen=True)
+
+    num_inference_nodes: int = Field(
+        0,
+        ge=0,
+        description="Number of inference servers to wait for at the start; afterwards one is "
+        "enough, and servers may join and leave. They follow the run's --run-id in Redis. 0: the "
+        "server at --inference-url",
+    )
+    master_addr: str = Field(
+        "localhost",
+        min_length=1,
+        description="With --num-inference-nodes: host name or address of the trainer, as the "
+        "inference servers reach it to fetch weights",
+    )
+    master_port: int = Field(
+        26756,
+        ge=1,
+        le=65535,
+        description="With --num-inference-nodes: port on which the trainer serves weights. With "
+        "several trainer processes it is the next higher one, because torch.distributed uses this "
+        "port",
+    )
+
+
+class RunOptions(ForwardOptions, ObjectiveOptions, OptimizerOptions, ServersOptions, ClientOptions):
     """Options that every mode reads."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -70,8 +98,8 @@ class RunOptions(ForwardOptions, ObjectiveOptions, OptimizerOptions, ClientOptio
     )
     redis_url: Annotated[RedisUrl, Shown(default=LOCAL_REDIS)] = Field(
         default_factory=local_redis,
-        description="URL of the Redis through which the trainer tells the server which weights to "
-        "load. Mode shared_vllm does not use it",
+        description="URL of the Redis in which the trainer announces new weights to the inference "
+        "servers. Mode shared_vllm does not use it",
     )
     run_id: Annotated[str | None, Shown(default="the one that the server reports")] = Field(
         None, description="The inference server's --run-id, which names the server's data in Redis"

@@ -27,7 +27,14 @@ from grpo_core.tree.optim import (
     OptimizerOptions,
     ProcessOptions,
 )
-from grpo_core.tree.trainer import AUTO, NEVER, ForwardOptions, RunOptions, TrainerSettings
+from grpo_core.tree.trainer import (
+    AUTO,
+    NEVER,
+    ForwardOptions,
+    RunOptions,
+    ServersOptions,
+    TrainerSettings,
+)
 from grpo_core.tree.weights import (
     MODES,
     CheckpointRestartSettings,
@@ -58,7 +65,7 @@ COMMAND = Command(
     prog="grpo",
     env_prefix="GRPO_",
     variables={
-        "num_inference_nodes": "NUM_INFERENCE_NODES",
+        **{name: name.upper() for name in ServersOptions.model_fields},
         "world_size": "WORLD_SIZE",
         "trainer_rank": "RANK",
         "local_rank": "LOCAL_RANK",
@@ -69,6 +76,8 @@ COMMAND = Command(
             "mode",
             "redis_url",
             "run_id",
+            "publish",
+            "publish_wait_s",
             "publish_deadline_s",
             "vllm_restart_interval",
             "adapter_sync_interval",
@@ -102,6 +111,7 @@ COMMAND = Command(
         "Forward pass": tuple(ForwardOptions.model_fields),
         "Inference server": (
             "inference_url",
+            *ServersOptions.model_fields,
             "vllm_api_key",
             "service_deadline_s",
             "server_return_deadline_s",
@@ -178,7 +188,7 @@ class CommandLine(
         description="Weight-sync mode, which decides how the server gets new weights. shared_vllm: "
         "trainer and server share one copy in memory. lora_only: the running server "
         "loads each new adapter. lora_restart: the engine restarts with each new "
-        "adapter. none: the engine restarts with each new model",
+        "adapter. none: the server loads each new model",
     )
 
     memory_plan: bool = Field(
@@ -213,6 +223,12 @@ class CommandLine(
         if self.master_dtype == "bfloat16" and issubclass(kind, LoraSettings):
             yield Mistake(
                 "master_dtype", f"mode {self.mode} trains an adapter, which must be in float32"
+            )
+        if self.num_inference_nodes and self.mode == "shared_vllm":
+            yield Mistake(
+                "num_inference_nodes",
+                f"{self.num_inference_nodes}: mode shared_vllm trains the memory of one server; "
+                "pass 0, or --mode none, lora_only or lora_restart",
             )
         yield from self.objective_conflicts()
         yield from self.optimizer_conflicts()
@@ -287,12 +303,14 @@ def resolved(settings: TrainerSettings) -> dict[str, Any]:
     """Options by name, such that reading them again gives the same settings."""
     held = _values(settings) | _values(settings.sync)
     del held["sync"]
-    # These two count as given by being there.
+    # These count as given by being there.
     if "gpu_memory_utilization" not in settings.model_fields_set:
         del held["gpu_memory_utilization"]
     if settings.sync.mode == "lora_only":
         held["adapter_sync_interval"] = settings.sync.publish_every_steps
         del held["vllm_restart_interval"]
+    elif settings.sync.uses_files:
+        held["vllm_restart_interval"] = settings.sync.publish_every_steps
     return held
 
 

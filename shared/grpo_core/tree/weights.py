@@ -18,6 +18,8 @@ ModeName = Literal["shared_vllm", "lora_only", "lora_restart", "none"]
 
 SERVED_KEPT = 2
 """Directories of weights that are kept: the served weights, and those to roll back to."""
+RESTART_EVERY_STEPS = 3
+"""The default of --vllm-restart-interval where the engine restarts on new weights."""
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _EXPECTED_LAYERS = "expected layer numbers or ranges, separated by commas, for example 0-3,28-31"
 
@@ -34,8 +36,8 @@ class LoraOptions:
 
 
 class ModeOptions(BaseModel):
-    """Options of one weight-sync mode. `uses_files`: weights travel as files, and the server's
-    supervisor loads them."""
+    """Options of one weight-sync mode. `uses_files`: weights travel as files, and inference servers
+    follow the versions that the trainer announces."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
@@ -148,22 +150,35 @@ class LoraSettings(ModeOptions):
 class HandOffSettings(ModeOptions):
     """Weights reach the server as files."""
 
-    vllm_restart_interval: int = Field(
-        3,
+    vllm_restart_interval: Annotated[
+        int | None, Shown(default="1 in mode none with --publish update, otherwise 3")
+    ] = Field(
+        None,
         ge=1,
-        description="In modes lora_restart and none: steps between two restarts of the engine. "
+        description="In modes lora_restart and none: steps between two publications. "
         "In mode lora_only: another name for --adapter-sync-interval",
+    )
+    publish_wait_s: float = Field(
+        10.0,
+        ge=0,
+        description="Seconds for which a publication waits for all inference servers. After this "
+        "time training goes on if at least one server serves the new weights",
     )
     publish_deadline_s: float = Field(
         600.0,
         gt=0,
-        description="Seconds to wait for a publication, including a restart of the engine. After "
-        "this time the trainer ends with an error",
+        description="Seconds to wait until the first server serves a publication, including a "
+        "restart of the engine. After this time the trainer ends with an error",
     )
 
     @property
     def publish_every_steps(self) -> int:
-        return self.vllm_restart_interval
+        return self.vllm_restart_interval or RESTART_EVERY_STEPS
+
+    @property
+    def restarts_engine(self) -> bool:
+        """Whether an engine restarts on new weights."""
+        return True
 
 
 class LoraOnlySettings(HandOffSettings, LoraSettings):
@@ -176,12 +191,15 @@ class LoraOnlySettings(HandOffSettings, LoraSettings):
 
     @property
     def publish_every_steps(self) -> int:
-        given = "vllm_restart_interval" in self.model_fields_set
-        return self.vllm_restart_interval if given else self.adapter_sync_interval
+        return self.vllm_restart_interval or self.adapter_sync_interval
+
+    @property
+    def restarts_engine(self) -> bool:
+        return False
 
 
 class RestartSettings(HandOffSettings):
-    """The engine restarts on the new weights."""
+    """`grpo` may start the server itself."""
 
     vllm_flags: str = Field(
         "",
@@ -203,9 +221,23 @@ class LoraRestartSettings(RestartSettings, LoraSettings):
 
 
 class CheckpointRestartSettings(RestartSettings, FullModelSettings):
-    """The whole model is trained, and the engine restarts on each new copy of it."""
+    """The whole model is trained, and the server loads each new copy of it."""
 
     mode: ModeName = "none"
+    publish: Literal["update", "restart"] = Field(
+        "update",
+        description="In mode none, how a server takes new weights. update: the running engine "
+        "loads them, and requests in flight wait for less than a second. restart: the engine "
+        "restarts, which takes seconds and pays only with a high --vllm-restart-interval",
+    )
+
+    @property
+    def publish_every_steps(self) -> int:
+        return self.vllm_restart_interval or (RESTART_EVERY_STEPS if self.restarts_engine else 1)
+
+    @property
+    def restarts_engine(self) -> bool:
+        return self.publish == "restart"
 
 
 SyncSettings = (

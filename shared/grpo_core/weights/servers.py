@@ -19,6 +19,9 @@ from grpo_core.weights.ref import WeightKind, WeightRef
 REPORT_EVERY_S = 1.0
 GONE_AFTER_S = 10.0
 """After this long without a report, a server is gone."""
+ABSENT_AFTER_S = 5.0
+"""After this long without running, a server counts itself as gone: before others do, so that none
+samples with old weights while the trainer has gone on without it."""
 
 
 def servers_key(run_id: str) -> str:
@@ -92,6 +95,10 @@ class ServerStatus(VersionedRecord):
     restarts: int = 0
     """Engine starts after the first one, for new weights or after a crash."""
     crashes: int = 0
+    torn: int = 0
+    """Commits that failed half-way; each ended the engine."""
+    failed_sources: int = 0
+    """Sources that did not answer, or not with the whole file, since the start."""
     dropped_requests: int = 0
     """Requests aborted at the end of a drain."""
     generation_tokens: int = 0

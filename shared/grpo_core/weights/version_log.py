@@ -3,7 +3,8 @@
 The keys have the run's prefix:
 
     weights:versions           stream of `Announcement`s; an entry's id is its version
-    weights:sources:<id>       set: URLs below which the version's directory can be fetched
+    weights:sources:<id>       set: the trainer's URLs below which the version's directory is
+    weights:peers:<id>         set: URLs of servers that have a copy of it
     weights:slot:<url>:<k>     the server that fetches from this source; expires unless renewed
 
 Redis refuses an entry whose id is not above the last one. So a trainer that was replaced by a newer
@@ -52,6 +53,10 @@ def versions_key(run_id: str) -> str:
 
 def sources_key(run_id: str, version: PolicyVersion) -> str:
     return run_prefix(run_id) + f"weights:sources:{version_id(version)}"
+
+
+def peers_key(run_id: str, version: PolicyVersion) -> str:
+    return run_prefix(run_id) + f"weights:peers:{version_id(version)}"
 
 
 def slot_key(run_id: str, source: str, number: int) -> str:
@@ -129,7 +134,9 @@ class VersionLog(RedisConnection):
 
     def forget(self, versions: Iterable[PolicyVersion]) -> None:
         """Remove the sources of versions whose files were deleted."""
-        keys = [sources_key(self.run_id, version) for version in versions]
+        keys = [
+            key(self.run_id, version) for version in versions for key in (sources_key, peers_key)
+        ]
         if keys:
             self.call("DEL", *keys)
 
@@ -166,15 +173,21 @@ class ServerVersionLog(AsyncRedisConnection):
         return [Announcement.from_wire(fields) for _, fields in found]
 
     async def sources(self, version: PolicyVersion) -> list[str]:
+        """The trainer's."""
         return sorted(await self.call("SMEMBERS", sources_key(self._run_id, version)))
 
+    async def peers(self, version: PolicyVersion) -> list[str]:
+        """Other sources: the servers that have a copy."""
+        return sorted(await self.call("SMEMBERS", peers_key(self._run_id, version)))
+
     async def add_source(self, version: PolicyVersion, url: str) -> None:
-        key = sources_key(self._run_id, version)
+        """Offer this server's copy."""
+        key = peers_key(self._run_id, version)
         await self.call("SADD", key, url)
         await self.call("EXPIRE", key, SOURCES_KEPT_S)
 
     async def remove_source(self, version: PolicyVersion, url: str) -> None:
-        await self.call("SREM", sources_key(self._run_id, version), url)
+        await self.call("SREM", peers_key(self._run_id, version), url)
 
     async def take_slot(self, source: str) -> int | None:
         """The number of a free slot of the source, now held; None if all are taken."""

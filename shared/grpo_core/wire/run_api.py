@@ -17,6 +17,7 @@ from grpo_core.wire.fields import (
     Weight,
     WireModel,
 )
+from grpo_core.wire.policy_version import PolicyVersion
 
 RUN_UUID_HEADER = "run-uuid"
 """Header of a submission: the run for which it was sampled, as in `RunStatus`."""
@@ -101,12 +102,26 @@ class EnvironmentCount(WireModel):
     last_refusal: str = ""
 
 
+class ListedServer(WireModel):
+    """An inference server of the run, as it reported itself within the last ten seconds.
+
+    `version`: of the served weights. `state`: a `grpo_core.weights.servers.ServerState`, or another
+    word of a newer server. `name` is unique in the run; the server may have further URLs.
+    """
+
+    name: str = ""
+    url: str
+    version: PolicyVersion
+    state: str
+
+
 class EnvironmentStatus(WireModel):
     """Answer of `GET /status-env`, from which an environment decides how fast it sends groups.
 
     Sizes are in its own groups. `pressure` is 0.0 while the queue is at most half full, and 1.0 at
     its limit. `num_steps`: the value of `current_step` at which the trainer has all its batches;
-    None if it is unknown.
+    None if it is unknown. `servers`: those to which it may send requests, besides those that it
+    knows; empty if no server reports itself.
     """
 
     current_step: int
@@ -117,6 +132,7 @@ class EnvironmentStatus(WireModel):
     env_weight: float
     pressure: float = 0.0
     num_steps: int | None = None
+    servers: tuple[ListedServer, ...] = ()
 
 
 class TrainerInfo(WireModel):

@@ -76,6 +76,7 @@ class RunApi:
         self.steps_before = 0
         self.prolonged_to: int | None = None
         self.status_polls = 0
+        self.servers: list[dict[str, Any]] = []
 
     def routes(self) -> dict[str, Route]:
         return {
@@ -97,7 +98,9 @@ class RunApi:
     def status(self, _body: dict[str, Any]) -> Answer:
         self.status_polls += 1
         step, queue = divmod(len(self.groups), 2) if self.takes_batches else (0, len(self.groups))
-        told = {} if self.prolonged_to is None else {"num_steps": self.prolonged_to}
+        told: dict[str, Any] = {"servers": self.servers}
+        if self.prolonged_to is not None:
+            told["num_steps"] = self.prolonged_to
         sizes = {"queue_size": queue, "self_queue_size": queue, "max_group_size": 2}
         weights = {"unallocated_fraction": 1.0, "env_weight": 1.0}
         return 200, {"current_step": self.steps_before + step, **sizes, **weights, **told}
@@ -128,8 +131,12 @@ async def feed(
     *options: str,
     task: Task | None = None,
     template: ChatTemplate | None = None,
+    inference_url: str | None = None,
 ) -> tuple[StubServer, StubServer]:
-    """Returns run-api and the inference server, with the requests that they received."""
+    """Returns run-api and the inference server, with the requests that they received.
+
+    Args: inference_url: of another inference server
+    """
     with (
         stub_server(api_routes) as run_api,
         stub_server(engine_routes) as inference,
@@ -140,7 +147,7 @@ async def feed(
             [
                 *("arithmetic", "serve", "--group-size=2", "--model=m"),
                 *("--request-deadline-s=60", "--run-api-deadline-s=60"),
-                f"--inference-url={inference.url}",
+                f"--inference-url={inference_url or inference.url}",
                 f"--run-api-url={run_api.url}",
                 *options,
             ]

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from grpo_core.errors import ServiceUnavailable, WandbUnavailable
 from grpo_env.evaluation import TrainingEvaluation
-from grpo_env.inference.pool import NoGenerateRoute
+from grpo_env.inference.server import NoGenerateRoute
 from grpo_env.pacing import MAX_REFUSED_IN_A_ROW, EveryGroupRefused, NoTrainer
 from grpo_env.rollout.producer import NoPromptFits
 from grpo_env.tasks import Message, Row, Split

@@ -2,7 +2,7 @@
 
 They have the module names of the services, and their directory is first in PYTHONPATH. Each writes
 its process id to a file in STAND_IN_PIDS. If STAND_IN_TRAINER_LINGERS is set, the trainer does not
-end after its last step.
+end after its last step. It kills the server in STAND_IN_KILLED before its first step.
 """
 
 from __future__ import annotations
@@ -68,6 +68,10 @@ def serve(answer):  # with the status and the object of answer(path, body, heade
 
     ThreadingHTTPServer((option("--host"), int(option("--port"))), Handler).serve_forever()
 
+def end_with_parent():
+    from grpo_core.process import killed_with_parent
+    killed_with_parent()
+
 def note_pid(name):
     folder = os.environ["STAND_IN_PIDS"]
     half_written = pathlib.Path(f"{folder}.{name}.{os.getpid()}")
@@ -99,26 +103,26 @@ serve(answer)
 
 VLLM = """
 from stand_in_common import *
-note_pid("vllm-server")
+name = option("--server-name") if "--server-name" in sys.argv else "vllm-server"
+note_pid(name)
 if "--share-weights" in sys.argv:
     pathlib.Path(option("--weights-socket")).touch()
 elif not pathlib.Path(option("--weights-dir")).is_dir():
     raise SystemExit("no directory to take weights from")
 print("loading", option("--model"), *sys.argv[1:], flush=True)
-subprocess.Popen(
-    [sys.executable, "-c", "from stand_in_common import *; note_pid('engine'); time.sleep(600)"],
-    start_new_session=True,
-)
-while not pathlib.Path(os.environ["STAND_IN_PIDS"], "engine").exists():
+engine = "from stand_in_common import *; end_with_parent(); note_pid(sys.argv[1]); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", engine, f"{name}-engine"], start_new_session=True)
+while not pathlib.Path(os.environ["STAND_IN_PIDS"], f"{name}-engine").exists():
     time.sleep(0.01)
 
 import redis
-from grpo_core.weights.supervisor import SupervisorStatus, status_key
-status = SupervisorStatus(
-    state="serving", epoch=1, step=1, restarts=5, crashes=3, generation_tokens=5000
+from grpo_core.weights.servers import ServerStatus, server_key, servers_key
+status = ServerStatus(
+    name=name, state="serving", epoch=1, step=1, restarts=5, crashes=3, generation_tokens=5000
 )
 with redis.Redis.from_url(os.environ["REDIS_URL"]) as client:
-    client.hset(status_key(option("--run-id")), mapping=status.on_the_wire())
+    client.sadd(servers_key(option("--run-id")), name)
+    client.hset(server_key(option("--run-id"), name), mapping=status.on_the_wire())
 
 serve(lambda *_: (200, {}))
 """
@@ -131,10 +135,15 @@ api, steps = option("--run-api-url"), int(option("--steps"))
 post(api + "/trainer")
 while json.loads(fetch(api + "/environments")) == []:
     time.sleep(0.05)
+if "STAND_IN_KILLED" in os.environ:
+    killed = pathlib.Path(os.environ["STAND_IN_PIDS"], os.environ["STAND_IN_KILLED"])
+    os.kill(int(killed.read_text()), signal.SIGKILL)
 template = {metrics_object(1)!r}
 with open(option("--metrics-file"), "a") as file:
     for step in range(1, steps + 1):
         line = template | {{"step": step, "steps": steps, "reward/mean": step / steps}}
+        if "STAND_IN_KILLED" in os.environ:  # the first publication waited for it in vain
+            line |= {{"publication/servers": 2, "publication/all_serve_time": step - 1 or None}}
         file.write(json.dumps(line) + "\\n")
         file.flush()
 save_path = pathlib.Path(option("--save-path"))

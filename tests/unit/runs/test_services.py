@@ -42,9 +42,9 @@ def load(*words: str) -> LaunchOptions:
     return load_settings(DemoSettings, words, {}, below=DEMO_FILE)
 
 
-def places(api_port: int = 1, server_port: int = 3) -> Places:
+def places(api_port: int = 1, *server_ports: int) -> Places:
     run, socket = RunDirectory(Path()), Path("weights.sock")
-    return Places.of_run(run, "m", api_port, server_port, REDIS_URL, socket)
+    return Places.of_run(run, "m", api_port, server_ports or [3], REDIS_URL, socket)
 
 
 def test_trainer_and_environment_start_once_they_can_connect(factory_of: FactoryOf) -> None:
@@ -185,6 +185,54 @@ def test_a_dry_run_prints_the_command_lines_without_secrets(
     assert "hunter" not in shown
     for name in ("grpo_api", *MODULES.values()):
         assert f" -m {name} " in shown.partition("# Command lines of the services")[2]
+
+
+def test_several_servers_have_names_ports_and_their_share_of_the_threads(
+    factory_of: FactoryOf,
+) -> None:
+    settings = load("--mode", "none", "--servers", "3", "--compute-threads", "7")
+    found = factory_of(settings).services(places(1, 11, 12, 13), 1)
+    servers = [service for service in found if service.name.startswith("server-")]
+    lines = [[*server.command] for server in servers]
+    assert [server.name for server in servers] == ["server-0", "server-1", "server-2"]
+    assert [value_of("--server-name", line) for line in lines] == [s.name for s in servers]
+    assert [value_of("--port", line) for line in lines] == ["11", "12", "13"]
+    assert {server.environment["OMP_NUM_THREADS"] for server in servers} == {"2"}
+    trainer, environment = found[-2:]
+    assert value_of("--num-inference-nodes", [*trainer.command]) == "3"
+    assert trainer.environment["OMP_NUM_THREADS"] == "7"
+    assert trainer.environment["MASTER_ADDR"] == "127.0.0.1"
+    assert value_of("--inference-url", [*environment.command]) == ",".join(
+        f"http://127.0.0.1:{port}" for port in (11, 12, 13)
+    )
+
+
+def test_servers_beside_a_run_api_have_the_ports_after_the_first() -> None:
+    words = ["--model", "m", "--mode", "none", "--servers", "2"]
+    words += ["--port", "9001", "--health-port", "9101"]
+    settings = load_settings(RunSettings, words, {})
+    lines = [shlex.split(line) for line in command_lines(settings)]
+    assert [value_of("--port", line) for line in lines[:2]] == ["9001", "9002"]
+    assert [value_of("--health-port", line) for line in lines[:2]] == ["9101", "9102"]
+    assert value_of("--num-inference-nodes", lines[2]) == "2"
+    further = load_settings(RunSettings, [*words, "--num-inference-nodes", "4"], {})
+    trainer = shlex.split(command_lines(further)[-1])
+    assert value_of("--num-inference-nodes", trainer) == "4", "two more run on other hosts"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--mode shared_vllm --servers 2", r"--servers: 2: in mode shared_vllm .* --mode none"),
+        ("--mode none --servers 2 --device cuda", "on GPUs, grpo-demo starts one server"),
+        ("--mode none --num-inference-nodes 2", "write --servers 2"),
+        ("--mode none --servers 0", "--servers"),
+    ],
+)
+def test_several_servers_that_cannot_be_are_refused_by_name(words: str, told: str) -> None:
+    with pytest.raises(OptionsInvalid, match=told) as invalid:
+        parsed(DemoSettings, words.split(), {}, below=DEMO_FILE)
+    assert len(invalid.value.lines) == 1
 
 
 OF_FILES = {"--no-share-weights", "--weights-dir"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 from tests.support.wait import wait_for_async
@@ -60,6 +61,9 @@ class FakeEngine:
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
         await self._call(f"pause_generation {mode} {clear_cache}")
+
+    async def collective_rpc(self, method: str, **_: Any) -> None:
+        await self._call(method)
 
     async def update_weight_version(self, label: str) -> None:
         await self._call(f"name {label}")

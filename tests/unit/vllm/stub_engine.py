@@ -4,7 +4,8 @@
 that file exists. With `"orphan": true` it leaves an orphaned process behind and returns its id.
 
 It fails to start if the directory in STUB_ENGINE_DIRECTORY has a file `broken`. It serves only when
-that directory has no file `held`.
+that directory has no file `held`. It ends while it loads weights if that directory has a file
+`torn`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ OBSTACLE = "STUB_ENGINE_OBSTACLE"
 """Environment variable. If set to a reason, the fork server starts engines without forking."""
 BROKEN = "broken"
 HELD = "held"
+TORN = "torn"
 BAD_RANK = "bad-rank"
 
 
@@ -66,16 +68,27 @@ class StubEngine:
             {
                 "policy_version": self.version,
                 **{"state": "serving", "reason": "", "adapter": adapter},
-                **{"in_flight": len(self.in_flight), "generation_tokens": 7},
+                **{"in_flight": len(self.in_flight), "generation_tokens": 7, "in_use": []},
             }
         )
 
+    async def update(self, request: Request) -> Response:
+        if (Path(os.environ[DIRECTORY]) / TORN).exists():
+            os._exit(1)
+        asked = await request.json()
+        self.version, self.path = asked["policy_version"], asked["directory"]
+        return JSONResponse({"pause_s": 0.25})
+
+    async def rename(self, request: Request) -> Response:
+        self.version = (await request.json())["policy_version"]
+        return JSONResponse({})
+
     async def load(self, request: Request) -> Response:
         asked = await request.json()
-        if (Path(asked["adapter_path"]) / BAD_RANK).exists():
+        if (Path(asked["directory"]) / BAD_RANK).exists():
             # as the HTTP server does for its own errors
             return Response("the engine does not like it", 400)
-        self.version, self.path = asked["policy_version"], asked["adapter_path"]
+        self.version, self.path = asked["policy_version"], asked["directory"]
         return JSONResponse({"in_use": [self.path]})
 
     async def serve(self) -> None:
@@ -101,9 +114,11 @@ class StubEngine:
 
         private = Starlette(
             routes=[
-                Route("/engine/status", self.status),
+                Route("/engine/status", self.status, methods=["POST"]),
+                Route("/engine/weights", self.update, methods=["POST"]),
+                Route("/engine/version", self.rename, methods=["POST"]),
                 Route("/engine/drain", post_drain, methods=["POST"]),
-                Route("/lora/load", self.load, methods=["POST"]),
+                Route("/engine/adapter", self.load, methods=["POST"]),
             ]
         )
         servers = {public: self.plan.public, DrainingServer(private): self.plan.private}

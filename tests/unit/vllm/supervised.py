@@ -19,10 +19,10 @@ from redis import Redis
 from grpo_core.process import ManagedProcess
 from grpo_core.redis.keys import served_weights_key
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_CONFIG
-from grpo_core.weights.supervisor import Action, OutcomeState
+from grpo_core.weights.versions import version_id
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_runs.process.ports import free_port
-from tests.fixtures.command_sender import Sender
+from tests.fixtures.announcer import Announcer
 from tests.unit.vllm.stub_engine import DIRECTORY
 
 START_S = 120.0
@@ -35,7 +35,6 @@ configure_logging("vllm-server", "INFO")
 sys.exit(supervise(load_server_settings(sys.argv[1:]), sys.argv[1:], "tests.unit.vllm.stub_engine"))
 """
 """`vllm-api-server` with the stand-in for its engine and no other difference."""
-CHECKPOINT, LOAD = Action.RESTART_WITH_CHECKPOINT, Action.LOAD_ADAPTER
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Supervised:
     port: int
     health_url: str
     directory: Path
-    sender: Sender
+    announcer: Announcer
     _steps: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
@@ -102,14 +101,15 @@ class Supervised:
     def next_version(self) -> PolicyVersion:
         return PolicyVersion(1, next(self._steps))
 
-    def publish(self, action: Action = CHECKPOINT) -> PolicyVersion:
+    def publish(self, restarts: bool = True, adapter: bool = False) -> PolicyVersion:
         """Serve new weights. Returns their version when the engine and Redis have it."""
         version = self.next_version()
-        make = self.adapter if action is LOAD else self.checkpoint
-        outcome = self.sender.ask(action, version, make(f"step-{version.step}"))
-        assert outcome.state is OutcomeState.DONE, outcome
-        key = served_weights_key(self.sender.run_id)
-        with Redis.from_url(self.sender.redis_url, decode_responses=True) as redis:
+        make = self.adapter if adapter else self.checkpoint
+        announced = self.announcer.announce(version, make(version), restarts=restarts)
+        status = self.announcer.settled(announced, START_S)
+        assert status.version == version, status
+        key = served_weights_key(self.announcer.run_id)
+        with Redis.from_url(self.announcer.redis_url, decode_responses=True) as redis:
             expected = [str(version.epoch), str(version.step)]
             self.process.wait_until(lambda: redis.hmget(key, "epoch", "step") == expected, START_S)
         return version
@@ -123,16 +123,16 @@ class Supervised:
         finally:
             (self.directory / mark).unlink()
 
-    def checkpoint(self, name: str) -> Path:
-        return self._weights(name, {MODEL_CONFIG: "{}", "model.safetensors": name})
+    def checkpoint(self, version: PolicyVersion) -> Path:
+        files = {MODEL_CONFIG: "{}", "model.safetensors": f"weights of {version}"}
+        return self._weights(version, files)
 
-    def adapter(self, name: str, rank: int = 8, **others: str) -> Path:
-        return self._weights(
-            name, {ADAPTER_CONFIG: f'{{"r": {rank}}}', ADAPTER_WEIGHTS: name, **others}
-        )
+    def adapter(self, version: PolicyVersion, rank: int = 8, **others: str) -> Path:
+        files = {ADAPTER_CONFIG: f'{{"r": {rank}}}', ADAPTER_WEIGHTS: f"weights of {version}"}
+        return self._weights(version, files | others)
 
-    def _weights(self, name: str, files: Mapping[str, str]) -> Path:
-        path = self.weights / name
+    def _weights(self, version: PolicyVersion, files: Mapping[str, str]) -> Path:
+        path = self.weights / version_id(version)
         path.mkdir(parents=True)
         for file, content in files.items():
             (path / file).write_text(content)
@@ -158,13 +158,18 @@ def supervised(
             *(sys.executable, "-c", SUPERVISOR),
             *options.split(),
             *("--weights-dir", str(directory / "weights"), "--redis-url", redis_url or "none"),
+            *("--staging-dir", str(directory / "staging")),
             *flags,
         ],
         directory / "server.log",
         {DIRECTORY: str(directory), **(environment or {})},
     )
     server = Supervised(
-        process, port, f"http://127.0.0.1:{health_port}", directory, Sender(redis_url or "", run_id)
+        process,
+        port,
+        f"http://127.0.0.1:{health_port}",
+        directory,
+        Announcer(redis_url or "", run_id),
     )
     try:
         if waits:

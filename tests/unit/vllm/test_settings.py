@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ NODES = {"NUM_INFERENCE_NODES": "0"}
         (NODES, "--no-share-weights", False),
         (SHARED, "--enable-lora", False),
         (NODES, "--enable_lora", False),
+        ({"NUM_INFERENCE_NODES": "2"}, "", False),
+        ({"NUM_INFERENCE_NODES": "2"} | SHARED, "", False),
     ],
 )
 def test_a_variable_shares_the_weights_unless_the_server_takes_adapters(
@@ -34,14 +37,38 @@ def test_a_variable_shares_the_weights_unless_the_server_takes_adapters(
     assert chosen.share_weights is shares
 
 
-def test_variables_without_effect_and_several_nodes_are_named(
+def test_variables_without_effect_and_invalid_ones_are_named(
     refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
     load_settings(ServerSettings, ["--model", "m", "--enable-lora"], SHARED)
     told = capsys.readouterr().err
     assert told == "vllm-api-server: ignored with --enable-lora: VLLM_ENABLE_SHARED_WEIGHTS\n"
-    told = refused(load_settings, ServerSettings, ["--model", "m"], {"NUM_INFERENCE_NODES": "2"})
-    assert "NUM_INFERENCE_NODES: expected 0, which means one" in told
+    told = refused(load_settings, ServerSettings, ["--model", "m"], {"NUM_INFERENCE_NODES": "x"})
+    assert "NUM_INFERENCE_NODES: expected the number of inference servers" in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "url", "weights_url"),
+    [
+        ("--port 9", "http://127.0.0.1:9", "http://127.0.0.1:1009/weights"),
+        ("--port 9 --host 10.0.0.1", "http://10.0.0.1:9", ""),
+        (
+            "--port 9 --host 0.0.0.0 --control-host 0.0.0.0",
+            f"http://{socket.gethostname()}:9",
+            f"http://{socket.gethostname()}:1009/weights",
+        ),
+        (
+            "--advertise-url https://gpu3/vllm/ --control-host 10.0.0.1 --health-port 7",
+            "https://gpu3/vllm",
+            "http://10.0.0.1:7/weights",
+        ),
+        ("--port 9 --host ::1", "http://[::1]:9", "http://127.0.0.1:1009/weights"),
+    ],
+)
+def test_a_server_tells_others_where_it_is_reached(flags: str, url: str, weights_url: str) -> None:
+    found = load_settings(ServerSettings, ["--model", "m", *flags.split()], {})
+    assert (found.advertise_url, found.weights_url) == (url, weights_url)
+    assert found.server_name == f"{socket.gethostname()}-{found.port}"
 
 
 def test_servers_with_different_ports_have_different_runs_and_directories(

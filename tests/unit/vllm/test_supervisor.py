@@ -10,7 +10,9 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,16 +20,17 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from redis import Redis
 
 from grpo_core.weights.ref import UNTRAINED
-from grpo_core.weights.supervisor import Action, OutcomeState, commands_key
+from grpo_core.weights.version_log import VersionLog
+from grpo_core.weights.versions import MANIFEST, Announcement, VersionKind, version_id
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.supervisor.supervisor import STABLE_AFTER_S, RestartPolicy
+from grpo_vllm.supervisor.restart_policy import STABLE_AFTER_S, RestartPolicy
+from tests.fixtures.announcer import Announcer, described
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
-from tests.unit.vllm.stub_engine import BAD_RANK, BROKEN, HELD, OBSTACLE
-from tests.unit.vllm.supervised import CHECKPOINT, LOAD, START_S, Supervised, supervised
+from tests.unit.vllm.stub_engine import BAD_RANK, BROKEN, OBSTACLE, TORN
+from tests.unit.vllm.supervised import START_S, Supervised, supervised
 
 RESTART_LIMIT = 3
 """Above the crashes of two tests together, so only the test that breaks all engines reaches it."""
@@ -75,7 +78,8 @@ def test_a_restart_costs_no_request_and_no_connection(server: Supervised, tmp_pa
         under_way = pool.submit(server.post, until=str(go_on))
         server.wait_for_requests(1)
         version = server.next_version()
-        sent = server.sender.send(CHECKPOINT, version, server.checkpoint("drained-for"))
+        path = server.checkpoint(version)
+        sent = server.announcer.announce(version, path, restarts=True)
         server.wait_for(state="draining")
         wait_for(lambda: drains() > drained)  # the supervisor reports it before the engine is told
         idle.request("POST", "/generate", "{}")
@@ -83,7 +87,7 @@ def test_a_restart_costs_no_request_and_no_connection(server: Supervised, tmp_pa
         assert under_way.result().json()["pid"] == engine
         assert under_way.result().headers["connection"] == "close"
         assert port_seen_by_the_engine() == port, "the connection was closed"
-    assert server.sender.outcome(sent).state is OutcomeState.DONE
+    assert server.announcer.settled(sent).version == version
     assert server.serves(version)
     after = server.status()
     counted = [after[what] - before[what] for what in ("restarts", "crashes", "dropped_requests")]
@@ -113,7 +117,11 @@ def test_an_engine_that_cannot_be_forked_is_started_anew(unforked: Supervised) -
 
 
 def test_an_engine_that_crashes_is_followed_by_one_with_the_same_weights(lora: Supervised) -> None:
-    version, host, engine = lora.publish(LOAD), lora.host, lora.status()["engine_pid"]
+    version, host, engine = (
+        lora.publish(restarts=False, adapter=True),
+        lora.host,
+        lora.status()["engine_pid"],
+    )
     crashes = lora.count("crashes")
     os.kill(engine, signal.SIGKILL)
     lora.wait_for(state="serving", crashes=crashes + 1)
@@ -134,7 +142,7 @@ def test_a_host_that_is_killed_takes_its_engine_along_and_both_are_replaced(
     wait_for(lambda: not psutil.pid_exists(engine))  # until it is reaped
 
 
-def test_engines_that_keep_failing_are_given_up_until_a_command_asks_again(
+def test_engines_that_keep_failing_are_given_up_until_new_weights_are_announced(
     server: Supervised,
 ) -> None:
     with server.engines(BROKEN):
@@ -148,83 +156,145 @@ def test_engines_that_keep_failing_are_given_up_until_a_command_asks_again(
     assert httpx.get(f"{server.health_url}/healthz").status_code == 200
 
 
-def test_of_two_commands_at_once_the_newer_wins_and_a_later_one_finds_it_under_way(
-    server: Supervised, tmp_path: Path
+def test_weights_are_loaded_while_the_engine_runs(server: Supervised) -> None:
+    before = server.status()
+    version = server.publish(restarts=False)
+    assert server.serves(version)
+    after = server.status()
+    assert (after["engine_pid"], after["pause_s"]) == (before["engine_pid"], 0.25)
+    assert after["path"] == str(server.weights / version_id(version)), "used in place"
+    assert set(after["in_use"].split()) >= {version_id(version), Path(before["path"]).name} - {""}
+
+
+def test_the_same_weights_under_another_name_only_get_the_name(server: Supervised) -> None:
+    served, engine = server.publish(restarts=False), server.status()["engine_pid"]
+    renamed = server.next_version()
+    path = server.weights / version_id(served)
+    announced = server.announcer.announce(renamed, path, sources=(), restarts=True)
+    assert server.announcer.settled(announced).path == str(path)
+    assert server.serves(renamed)
+    assert server.status()["engine_pid"] == engine
+
+
+def test_a_run_that_begins_with_the_base_model_costs_no_restart(
+    tmp_path: Path, redis_url: str
 ) -> None:
-    """The restart lasts as long as a request is in flight."""
-    restarts, go_on = server.count("restarts"), tmp_path / "go on"
-    versions = [server.next_version() for _ in range(3)]
-    weights = [(version, server.checkpoint(f"rival-{version.step}")) for version in versions]
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(server.post, until=str(go_on))
-        server.wait_for_requests(1)
-        older, newer = server.sender.send_at_once(CHECKPOINT, weights[:2])
-        server.wait_for(state="draining")
-        later = server.sender.ask(CHECKPOINT, *weights[2])
-        go_on.touch()
-    replaced = server.sender.outcome(older)
-    assert (replaced.state, "arrived at the same time" in replaced.reason) == (
-        OutcomeState.BUSY,
-        True,
-    )
-    assert (later.state, "in progress" in later.reason) == (OutcomeState.BUSY, True)
-    assert server.sender.outcome(newer).state is OutcomeState.DONE
-    assert server.serves(versions[1])
-    assert server.count("restarts") == restarts + 1
+    with supervised(tmp_path, redis_url) as server:
+        begun = Announcement(epoch=1, step=0, kind=VersionKind.BASE, restarts=True)
+        with VersionLog(redis_url, server.announcer.run_id, START_S) as log:
+            log.announce(begun)
+        assert server.announcer.settled(begun).restarts == 0
 
 
-def test_bad_commands_are_refused_with_the_reason_and_change_nothing(lora: Supervised) -> None:
-    served, restarts = lora.publish(LOAD), lora.count("restarts")
-    version = lora.next_version()
-    with Redis.from_url(lora.sender.redis_url) as redis:
-        redis.xadd(commands_key(lora.sender.run_id), {b"id": b"\xff"})
-    (link := lora.weights / "link").symlink_to(lora.directory)
-    digest, large = {"sha256": "0" * 64}, lora.adapter("large", rank=64)
-    refusals: list[tuple[str, Path, dict[str, str]]] = [
-        ("is not in", link, digest),
-        ("checksum", lora.adapter("other-bytes"), digest),
-        ("the adapter has rank 64, but the server accepts at most 16", large, {}),
-        ("not newer than", lora.adapter("old"), {"step": str(served.step)}),
-    ]
-    for reason, path, other in refusals:
-        for action in (LOAD, Action.RESTART_WITH_ADAPTER):
-            outcome = lora.sender.ask(action, version, path, **other)
-            assert (outcome.state, reason) == (OutcomeState.REFUSED, reason)
-            assert reason in outcome.reason
-    only_an_engine_sees = lora.adapter("bad", **{BAD_RANK: ""})
-    outcome = lora.sender.ask(LOAD, version, only_an_engine_sees)
-    assert (outcome.state, outcome.reason) == (OutcomeState.REFUSED, "the engine does not like it")
-    wrong_mode = lora.sender.ask(CHECKPOINT, version, lora.checkpoint("c"))
-    assert "without --enable-lora" in wrong_mode.reason
+def test_an_engine_that_ends_while_it_loads_is_replaced_by_one_with_the_new_weights(
+    server: Supervised,
+) -> None:
+    torn = server.count("torn")
+    with server.engines(TORN):
+        version = server.publish(restarts=False)
+    assert server.serves(version)
+    assert server.count("torn") == torn + 1
+
+
+def test_weights_that_no_engine_starts_with_are_refused_and_the_previous_ones_return(
+    server: Supervised,
+) -> None:
+    served, version = server.publish(), server.next_version()
+    with server.engines(BROKEN):
+        announced = server.announcer.announce(version, server.checkpoint(version), restarts=True)
+        status = server.announcer.settled(announced)
+    assert status.refused == announced.id
+    assert "the engine ended with status 3" in status.reason
+    server.wait_for(state="serving")
+    assert server.serves(served)
+    assert server.serves(server.publish())
+
+
+def test_versions_that_a_server_cannot_serve_are_refused_with_the_reason_and_change_nothing(
+    lora: Supervised,
+) -> None:
+    served, restarts = lora.publish(restarts=False, adapter=True), lora.count("restarts")
+    for make, reason in (
+        (lambda v: lora.adapter(v, rank=64), "has rank 64, but the server accepts at most 16"),
+        (lambda v: lora.adapter(v, **{BAD_RANK: ""}), "the engine does not like it"),
+        (lora.checkpoint, "is a whole model; start the server without --enable-lora"),
+    ):
+        version = lora.next_version()
+        announced = lora.announcer.announce(version, make(version))
+        status = lora.announcer.settled(announced)
+        assert status.refused == announced.id
+        assert reason in status.reason
     assert lora.serves(served)
     assert lora.count("restarts") == restarts
 
 
-def test_a_killed_supervisor_ends_its_engine_and_the_next_one_serves_the_same(
+def test_a_killed_supervisor_ends_its_engine_and_the_next_one_serves_the_newest(
     tmp_path: Path, redis_url: str
 ) -> None:
     with supervised(tmp_path, redis_url) as first:
-        version = first.publish()
+        first.publish()
         gone = [first.host.pid, first.status()["engine_pid"]]
         os.kill(first.process.pid, signal.SIGKILL)
         first.process.wait(START_S)
         for pid in gone:
             wait_for(lambda pid=pid: not is_alive(pid))
-    weights = [(first.next_version(), first.checkpoint(name)) for name in ("older", "newer")]
-    older, newer = (first.sender.send(CHECKPOINT, *each) for each in weights)
-    again = {"run_id": first.sender.run_id, "port": first.port}
-    (tmp_path / HELD).touch()
-    with supervised(tmp_path, redis_url, **again, waits=False) as second:
-        assert "at the same time" in second.sender.outcome(older).reason
-        assert "the server is starting" in second.sender.outcome(newer).reason
-        (tmp_path / HELD).unlink()
-        second.wait_for(state="serving")
+    for _ in range(2):  # announced while no server was there
+        version = first.next_version()
+        first.announcer.announce(version, first.checkpoint(version))
+    again = {"run_id": first.announcer.run_id, "port": first.port}
+    with supervised(tmp_path, redis_url, **again) as second:
         assert second.serves(version)
-        assert second.sender.ask(CHECKPOINT, *weights[1]).state is OutcomeState.DONE
         engine = second.status()["engine_pid"]
         second.process.signal(signal.SIGTERM)
         assert second.process.wait(START_S) == 0
         assert not psutil.pid_exists(engine)
+        assert second.announcer.status() is None, "it has left"
+
+
+def test_a_server_whose_weights_are_missing_joins_when_newer_ones_are_announced(
+    tmp_path: Path, redis_url: str
+) -> None:
+    run_id, version = uuid.uuid4().hex, PolicyVersion(1, 7)
+    announcer = Announcer(redis_url, run_id)
+    (tmp_path / "1-7").mkdir()
+    announcer.announce(version, tmp_path / "1-7", sources=("http://127.0.0.1:9/weights",))
+    with supervised(tmp_path, redis_url, run_id=run_id, waits=False) as server:
+        server.process.wait_until(lambda: "weights.not_fetched" in log_of(server), START_S)
+        status = server.wait_for(state="joining")
+        assert "no source has all files of policy version 1-7" in status["reason"]
+        newer = PolicyVersion(1, 8)
+        announcer.announce(newer, server.checkpoint(newer))
+        server.wait_for(state="serving")
+        assert server.serves(newer)
+
+
+def log_of(server: Supervised) -> str:
+    return server.process.log_path.read_text()
+
+
+def test_a_server_that_does_not_see_the_files_fetches_them_and_offers_its_copy(
+    tmp_path: Path, redis_url: str
+) -> None:
+    (far := tmp_path / "far").mkdir()
+    with supervised(tmp_path, redis_url, "--server-name", "near") as near:
+        version = near.next_version()
+        path = near.checkpoint(version)
+        shutil.copytree(path, staged := tmp_path / "staging" / path.name)  # near serves these
+        url = f"{near.health_url}/weights"
+        announced = described(path, version)
+        (staged / MANIFEST).write_bytes((path / MANIFEST).read_bytes())
+        near.announcer.announce(version, path, (url, near.weights.as_uri()))
+        near.wait_for(state="serving", step=version.step)
+        flags = ("--server-name", "far")
+        with supervised(far, redis_url, *flags, run_id=near.announcer.run_id) as other:
+            assert other.serves(version)
+            assert other.status()["bytes"] == announced.bytes
+            copy = httpx.get(f"{other.health_url}/weights/{announced.id}/model.safetensors")
+            assert copy.text == f"weights of {version}"
+            for bad in (f"{announced.id}/..%2f..%2fserver.log", "../server.log", "1-9/x"):
+                assert httpx.get(f"{other.health_url}/weights/{bad}").status_code == 404
+        with supervised(far, redis_url, *flags, run_id=near.announcer.run_id) as again:
+            assert again.serves(version)
 
 
 def test_an_engine_that_served_for_a_while_ends_a_series_of_failures_and_no_other() -> None:
@@ -243,7 +313,7 @@ def test_an_engine_that_served_for_a_while_ends_a_series_of_failures_and_no_othe
         (3, [(1, 0), (1, 1), (1, 1), (2, 0), (2, 0), (2, 0)], [1, 1, 2, 1, 2, None]),
     ],
 )
-def test_restarts_are_delayed_until_a_command_starts_over(
+def test_restarts_are_delayed_until_new_weights_start_over(
     limit: int, served: list[tuple[int, int]], delays: list[float | None]
 ) -> None:
     policy = RestartPolicy(limit)

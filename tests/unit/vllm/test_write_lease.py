@@ -7,6 +7,7 @@ which version.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +88,28 @@ async def test_an_engine_that_does_not_go_on_ends_the_server_and_stays_known_as_
     assert bridge.paused
     assert bridge.engine.broken
     assert bridge.version == served
+
+
+async def test_weights_are_loaded_under_a_pause_and_named_before_it_ends() -> None:
+    engine = FakeEngine()
+    bridge = WeightBridge(EngineControl(engine))
+    await bridge.update(Path("/weights/1-5"), PolicyVersion(1, 5))
+    assert engine.calls == [
+        *("pause", "start_weight_update", "update_weights", "finish_weight_update"),
+        *("name 1.5", "resume"),
+    ]
+    assert bridge.version == PolicyVersion(1, 5)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_an_engine_that_fails_or_hangs_while_it_loads_never_resumes(fails: bool) -> None:
+    names = {"update_weights"}
+    engine = FakeEngine(fails=names) if fails else FakeEngine(hangs=names)
+    bridge = WeightBridge(EngineControl(engine))
+    with pytest.raises((RuntimeError, EngineTimeout)):
+        await bridge.update(Path("/weights/1-5"), PolicyVersion(1, 5))
+    assert bridge.engine.broken
+    assert engine.calls == ["pause", "start_weight_update", "update_weights"]
 
 
 async def test_an_engine_that_does_not_pause_is_told_to_go_on() -> None:

@@ -46,8 +46,18 @@
 {{- end }}
 {{- end }}
 {{- end }}
-{{- if gt (int $v.runApi.autoscaling.minReplicas) (int $v.runApi.autoscaling.maxReplicas) }}
-{{- $problems = append $problems (printf "runApi.autoscaling.minReplicas %v is larger than maxReplicas %v: lower minReplicas or raise maxReplicas" $v.runApi.autoscaling.minReplicas $v.runApi.autoscaling.maxReplicas) }}
+{{- $server := $v.vllmServer }}
+{{- if and (eq $v.mode "shared_vllm") (or $server.autoscaling.enabled (gt (int $server.replicas) 1)) }}
+{{- $problems = append $problems (printf "vllmServer.replicas is %v and vllmServer.autoscaling.enabled is %v, but in mode shared_vllm the trainer shares the memory of one server: set mode=none, mode=lora_only or mode=lora_restart, or vllmServer.replicas=1 and vllmServer.autoscaling.enabled=false" $server.replicas $server.autoscaling.enabled) }}
+{{- end }}
+{{- range $name := list "runApi" "vllmServer" }}
+{{- $pods := index $v $name }}
+{{- if gt (int $pods.autoscaling.minReplicas) (int $pods.autoscaling.maxReplicas) }}
+{{- $problems = append $problems (printf "%s.autoscaling.minReplicas %v is larger than maxReplicas %v: lower minReplicas or raise maxReplicas" $name $pods.autoscaling.minReplicas $pods.autoscaling.maxReplicas) }}
+{{- end }}
+{{- if and $pods.podDisruptionBudget.enabled (not $pods.autoscaling.enabled) (lt (int $pods.replicas) 2) }}
+{{- $problems = append $problems (printf "%s.podDisruptionBudget.enabled is true, but %s.replicas is 1, so a drained node would stop the only pod all the same: set %s.replicas=2, or %s.podDisruptionBudget.enabled=false" $name $name $name $name) }}
+{{- end }}
 {{- end }}
 {{- if and $v.metrics.podAnnotations $v.accessToken.existingSecret }}
 {{- $problems = append $problems "metrics.podAnnotations is true, but with accessToken.existingSecret run-api's metrics need the access token, which annotations cannot name: use metrics.serviceMonitor.enabled=true instead" }}
@@ -59,9 +69,6 @@
 {{- if and (first $who) $v.networkPolicy.enabled (not $v.networkPolicy.allowFrom) }}
 {{- $problems = append $problems (printf "%s is true, but no NetworkPolicy allows %s to connect: add its namespace to networkPolicy.allowFrom, or set networkPolicy.enabled=false" $value (last $who)) }}
 {{- end }}
-{{- end }}
-{{- if and $v.runApi.podDisruptionBudget.enabled (not $v.runApi.autoscaling.enabled) (lt (int $v.runApi.replicas) 2) }}
-{{- $problems = append $problems "runApi.podDisruptionBudget.enabled is true, but runApi.replicas is 1, so a drained node would stop run-api all the same: set runApi.replicas=2, or runApi.podDisruptionBudget.enabled=false" }}
 {{- end }}
 {{- if and (include "grpo.lora" .) (gt (int $v.run.lora.r) 512) }}
 {{- $problems = append $problems (printf "run.lora.r is %v, but vLLM accepts at most 512: lower run.lora.r" $v.run.lora.r) }}

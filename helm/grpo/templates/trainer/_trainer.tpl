@@ -45,7 +45,7 @@
 {{- if eq $v.mode "lora_only" }}
 {{- $_ := set $env "GRPO_ADAPTER_SYNC_INTERVAL" $v.run.adapterSyncInterval }}
 {{- else if ne $v.mode "shared_vllm" }}
-{{- $_ := set $env "GRPO_VLLM_RESTART_INTERVAL" $v.run.restartInterval }}
+{{- $_ := set $env "GRPO_VLLM_RESTART_INTERVAL" ($v.run.restartInterval | default (eq $v.mode "none" | ternary 1 10)) }}
 {{- end }}
 {{- if eq (include "grpo.layout" .) "single" }}
 {{- $env = merge $env (dict
@@ -65,7 +65,14 @@
   "GRPO_MODE" $v.mode
   "GRPO_SAVE_PATH" (printf "/checkpoints/%s" $id)
 ) }}
-{{- if eq $v.mode "shared_vllm" }}
+{{- if ne $v.mode "shared_vllm" }}
+{{- /* The trainer serves new weights here. It starts with the first server; others may join and leave. */}}
+{{- $env = merge $env (dict
+  "NUM_INFERENCE_NODES" 1
+  "MASTER_ADDR" (printf "%s-trainer" (include "grpo.name" .))
+  "MASTER_PORT" 26756
+) }}
+{{- else }}
 {{- $env = mergeOverwrite $env (dict
   "GRPO_INFERENCE_URL" "http://127.0.0.1:9001"
   "GRPO_WEIGHTS_SOCKET" "/share/weights/weights.sock"
@@ -130,7 +137,10 @@ spec:
         {{- end }}
       {{- end }}
       env: {{- include "grpo.trainerEnv" . | trim | nindent 8 }}
-      {{- if eq $layout "single" }}
+      {{- if eq $layout "apart" }}
+      ports:
+        - {name: weights, containerPort: 26756}
+      {{- else if eq $layout "single" }}
       ports:
         - {name: http, containerPort: 9001}
       # No liveness probe: grpo-run ends when its server fails.

@@ -44,7 +44,13 @@
 ) }}
 {{- else }}
 {{- /* The health port listens on this address for the kubelet. Without a control port, no route replaces weights. */}}
-{{- $env = merge $env (dict "GRPO_VLLM_WEIGHTS_DIR" "/checkpoints" "GRPO_VLLM_CONTROL_HOST" "0.0.0.0") }}
+{{- $pod := printf "$(POD_NAME).%s-vllm-servers" (include "grpo.name" .) }}
+{{- $env = merge $env (dict
+  "GRPO_VLLM_WEIGHTS_DIR" "/checkpoints"
+  "GRPO_VLLM_CONTROL_HOST" "0.0.0.0"
+  "GRPO_VLLM_ADVERTISE_URL" (printf "http://%s:9001" $pod)
+) }}
+{{- $_ := set $env "GRPO_VLLM_ALLOWED_HOSTS" (printf "%s,%s" $env.GRPO_VLLM_ALLOWED_HOSTS $pod) }}
 {{- end }}
 {{- if include "grpo.lora" . }}
 {{- $env = merge $env (dict
@@ -98,7 +104,11 @@ name: vllm-server
 image: {{ include "grpo.image" (list $root "vllm-server" $root.Values.vllmServer.image) }}
 {{ include "grpo.containerDefaults" $root }}
 args: {{- include "grpo.serverArgs" $root | trim | nindent 2 }}
-env: {{- include "grpo.serverEnv" $root | trim | nindent 2 }}
+env:
+  {{- if eq (include "grpo.layout" $root) "apart" }}
+  - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+  {{- end }}
+  {{- include "grpo.serverEnv" $root | trim | nindent 2 }}
 ports:
   - {name: http, containerPort: 9001}
   - {name: health, containerPort: 10001}
@@ -119,6 +129,14 @@ metadata:
   {{- end }}
 spec:
   {{- include "grpo.podDefaults" (list . .Values.vllmServer "volumes" "gpu") | nindent 2 }}
+  {{- if or .Values.vllmServer.autoscaling.enabled (gt (int .Values.vllmServer.replicas) 1) }}
+  topologySpreadConstraints:
+    - maxSkew: 1
+      topologyKey: kubernetes.io/hostname
+      whenUnsatisfiable: ScheduleAnyway
+      labelSelector:
+        matchLabels: {{- include "grpo.selector" (list . "vllm-server") | nindent 10 }}
+  {{- end }}
   terminationGracePeriodSeconds: 30
   initContainers:
     - {{ include "grpo.awaitModel" (list . (include "grpo.image" (list . "vllm-server" .Values.vllmServer.image))) | indent 6 | trim }}

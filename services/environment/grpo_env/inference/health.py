@@ -3,10 +3,8 @@ follows the standing of each server in the pool."""
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable
 from enum import Enum, auto
 
 import httpx
@@ -15,7 +13,6 @@ from pydantic import BaseModel, ValidationError
 
 from grpo_core.clients.inference import SERVICE
 from grpo_core.clients.service import AsyncServiceClient, TransientAnswer
-from grpo_core.deadline import Deadline
 from grpo_core.errors import (
     GrpoError,
     ProtocolViolation,
@@ -24,12 +21,11 @@ from grpo_core.errors import (
     problems_of,
 )
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_env.inference.places import Place
 
 log = structlog.get_logger()
 
 _ATTEMPT_S = 5.0
-_POLL_S = 1.0
-_STEP_POLL_S = 0.1
 _NOT_FOUND = 404
 _FIRST_RECHECK_S = 0.2
 _LAST_RECHECK_S = 5.0
@@ -47,6 +43,7 @@ class SharedWeightsHaveOneServer(GrpoError):
 class _BridgeState(BaseModel):
     """The fields of `GET /bridge/info` that an environment reads."""
 
+    name: str = ""
     shared_weights: bool = False
     policy_version: PolicyVersion | None = None
 
@@ -54,36 +51,42 @@ class _BridgeState(BaseModel):
 class HealthClient(AsyncServiceClient):
     """Probes one inference server.
 
+    `name`: of the server; None until it was asked, "" if it has none. `asks_name`: whether the next
+    probe asks.
+
     Args:
-        others: number of the other servers that the environment uses
+        others: number of the other servers that `--inference-url` names
         api_key: the server's API key; None if it needs none
         attempt_s: limit on one probe; a longer one is shortened
     """
 
     def __init__(
         self,
-        base_url: str,
+        place: Place,
         others: int = 0,
         api_key: str | None = None,
         attempt_s: float = _ATTEMPT_S,
     ) -> None:
         attempt_s = min(_ATTEMPT_S, attempt_s)
-        super().__init__(SERVICE, base_url, attempt_s, attempt_s, token=api_key)
+        super().__init__(
+            SERVICE, place.url, attempt_s, attempt_s, token=api_key, address=place.address
+        )
+        self.name: str | None = None
+        self.asks_name = others > 0
         self._others = others
-        self._is_admitted = not others
 
     async def problem(self) -> Exception | None:
         """Query the server's health once. Returns None if it is healthy.
 
         Raises:
-            SharedWeightsHaveOneServer: a trainer writes the server's weights in place, and the
-                environment uses other servers too.
+            SharedWeightsHaveOneServer: a trainer writes the server's weights in place, and
+                `--inference-url` names other servers too.
         """
         try:
             # A new connection each time: an open one does not tell whether a host is silent.
             await self.send_once("GET", "/health", headers={"connection": "close"})
-            if not self._is_admitted:
-                await self._require_own_weights()
+            if self.asks_name and self.name is None:
+                await self._ask_name()
         except RequestRefused as error:
             return NotAnInferenceServer(
                 f"{error}; {self.base_url} is not vllm-api-server; check --inference-url"
@@ -92,32 +95,31 @@ class HealthClient(AsyncServiceClient):
             return error
         return None
 
-    async def _require_own_weights(self) -> None:
-        """A server without a bridge has weights of its own."""
+    async def _ask_name(self) -> None:
+        """A server without a bridge has no name, and weights of its own."""
         try:
-            answer = await self.send_once("GET", "/bridge/info")
+            state = _bridge_state(await self.send_once("GET", "/bridge/info"))
         except RequestRefused as error:
             if error.status != _NOT_FOUND:
                 raise
-        else:
-            if _bridge_state(answer).shared_weights:
-                raise SharedWeightsHaveOneServer(
-                    f"the trainer writes the weights of {self.base_url} in place, so the "
-                    f"{self._others} other servers of --inference-url would keep old weights; "
-                    "pass only one URL in --inference-url, or use a mode other than shared_vllm"
-                )
-        self._is_admitted = True
+            state = _BridgeState()
+        if state.shared_weights and self._others:
+            raise SharedWeightsHaveOneServer(
+                f"the trainer writes the weights of {self.base_url} in place, so the "
+                f"{self._others} other servers of --inference-url would keep old weights; "
+                "pass only one URL in --inference-url, or use a mode other than shared_vllm"
+            )
+        self.name = state.name
 
-    async def served_step(self) -> int | ServiceUnavailable | None:
-        """The training step of the served policy. None: the server has no bridge. The error: it did
-        not answer."""
+    async def served_version(self) -> PolicyVersion | ServiceUnavailable | None:
+        """The version of the served policy. None: the server has no bridge. The error: it did not
+        answer."""
         try:
-            version = _bridge_state(await self.send("GET", "/bridge/info")).policy_version
+            return _bridge_state(await self.send("GET", "/bridge/info")).policy_version
         except (RequestRefused, ProtocolViolation):
             return None
         except ServiceUnavailable as error:
             return error
-        return None if version is None else version.step
 
 
 def _bridge_state(answer: httpx.Response) -> _BridgeState:
@@ -220,7 +222,7 @@ class ServerStanding:
 
     def _stop_serving(self, error: Exception, is_restart: bool) -> None:
         now = self._clock()
-        self.reason = _named(error)
+        self.reason = named(error)
         if self.standing is Standing.SERVING:
             self._not_serving_since = now
         is_gone = (
@@ -259,97 +261,5 @@ def _is_unreachable(error: Exception) -> bool:
     return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
 
 
-async def wait_for_servers(
-    urls: Sequence[str], deadline_s: float, api_key: str | None = None
-) -> None:
-    """Wait at the start until one of the servers answers `GET /health`.
-
-    One is enough, because `InferencePool` probes the others and uses each as soon as it is healthy:
-    a server that is down must not delay a run that can proceed without it. The pool logs each
-    server that is not healthy by name, so a wrong URL is noticed.
-
-    Raises:
-        ServiceUnavailable: no server was healthy within the deadline.
-        NotAnInferenceServer: another kind of server answers at a URL.
-        SharedWeightsHaveOneServer: one of several servers shares its weights with a trainer.
-    """
-    deadline = Deadline(deadline_s)
-    problems: dict[str, Exception] = {}
-    async with AsyncExitStack() as stack:
-        servers = [HealthClient(url, len(urls) - 1, api_key, deadline_s) for url in urls]
-        for server in servers:
-            await stack.enter_async_context(server)
-        while not await _is_one_healthy(servers, problems):
-            if deadline.has_passed:
-                listed = "; ".join(
-                    f"{SERVICE} at {url} is not healthy after {deadline_s:g} s; the last error "
-                    f"was: {_named(problem)}"
-                    for url, problem in problems.items()
-                )
-                raise ServiceUnavailable(
-                    f"{listed}; read the server's log, check --inference-url, or raise "
-                    "--start-deadline-s"
-                )
-            await asyncio.sleep(_POLL_S)
-
-
-async def _is_one_healthy(servers: Sequence[HealthClient], problems: dict[str, Exception]) -> bool:
-    """Probe all servers at once, and add their problems by URL."""
-    found = await asyncio.gather(*(server.problem() for server in servers))
-    for problem in found:
-        if isinstance(problem, NotAnInferenceServer):
-            raise problem
-    if None in found:
-        return True
-    for server, problem in zip(servers, found, strict=True):
-        assert problem is not None
-        if server.base_url not in problems:
-            log.info(
-                "wait_for_server.started",
-                url=server.base_url,
-                reason=_named(problem),
-                hint="start vllm-api-server, or check --inference-url",
-            )
-        # A timeout is less informative than an earlier error.
-        if server.base_url not in problems or not isinstance(problem, httpx.TimeoutException):
-            problems[server.base_url] = problem
-    return False
-
-
-def _named(problem: Exception) -> str:
+def named(problem: Exception) -> str:
     return str(problem) or type(problem).__name__
-
-
-async def wait_for_step(
-    urls: Sequence[str], step: int, deadline_s: float, api_key: str | None
-) -> None:
-    """Return once one of the servers has the weights of `step` updates. Modes that publish rarely
-    may reach it late: after the deadline, the policy that is served then is taken, with a warning.
-
-    A server without bridge never says which policy it serves, so nothing is waited for.
-
-    Raises:
-        ServiceUnavailable: nothing listens at any of the URLs. A server that restarts its engine
-            keeps its socket open, so this one has ended.
-    """
-    deadline = Deadline(deadline_s)
-    async with AsyncExitStack() as stack:
-        servers = [HealthClient(url, api_key=api_key) for url in urls]
-        for server in servers:
-            await stack.enter_async_context(server)
-        while True:
-            found = await asyncio.gather(*(server.served_step() for server in servers))
-            failures = [one for one in found if isinstance(one, ServiceUnavailable)]
-            refused = [e for e in failures if isinstance(e.__cause__, httpx.ConnectError)]
-            if len(refused) == len(found):
-                raise refused[0]
-            served = [one for one in found if not isinstance(one, ServiceUnavailable)]
-            steps = [one for one in served if one is not None]
-            if len(steps) < len(served) or max(steps, default=-1) >= step:
-                return
-            if deadline.has_passed:
-                log.warning(
-                    "evaluation.policy_is_older", served_step=max(steps, default=-1), step=step
-                )
-                return
-            await asyncio.sleep(_STEP_POLL_S)

@@ -1,14 +1,17 @@
-"""Sends each request to the least loaded inference server that is healthy.
+"""Sends each request to an inference server that is healthy: one that serves the newest policy, and
+has little to do.
 
-A server that restarts is waited for, a server that is gone is skipped. One task per server probes
-`GET /health`. Requests that find no server wait until a server's standing changes.
+A server that restarts is waited for, a server that is gone is skipped. Each server has a task that
+probes `GET /health`. Requests that find no server wait until a server's standing changes.
+
+Servers are those of `--inference-url`, and those that run-api lists. They come and go during a run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any, Self
 
@@ -18,108 +21,20 @@ from grpo_core.clients.inference import SERVICE, GenerateAnswer, GenerationClien
 from grpo_core.clients.service import TransientAnswer, unavailable
 from grpo_core.closing import ClosesOnAsyncExit
 from grpo_core.deadline import Deadline
-from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
-from grpo_env.inference.health import HealthClient, ServerStanding, Standing
+from grpo_core.errors import ServiceUnavailable
+from grpo_core.wire.run_api import ListedServer
+from grpo_env.inference.health import HealthClient, Standing
+from grpo_env.inference.places import Lookup, NamedServers, Place, addresses_of, place_key
+from grpo_env.inference.server import PooledServer
 
 _GONE_AFTER_S = 120.0
 """A server that has not served for so long is gone. A restart takes less: a drain of up to 60 s and
 the start of an engine."""
 _FIRST_PROBES_S = 1.0
 """Limit on waiting for the first probes, so that the first requests use all healthy servers."""
-_PROBE_EVERY_S = 2.0
-_NOT_FOUND = 404
-
-
-class NoGenerateRoute(GrpoError):
-    """The server at `--inference-url` has no route `POST /generate`."""
-
-
-class PooledServer(ServerStanding):
-    """One server of the pool, with the task that probes it.
-
-    `load`: number of sequences that are being sampled; `picked_at`: rank of its newest request
-    among those of the pool; `probed`: set after the first probe.
-    """
-
-    def __init__(
-        self,
-        generation: GenerationClient,
-        health: HealthClient,
-        gone_after_s: float,
-        on_change: Callable[[], None],
-        clock: Callable[[], float],
-    ) -> None:
-        super().__init__(generation.base_url, gone_after_s, on_change, clock)
-        self.load = self.picked_at = 0
-        self.probed = asyncio.Event()
-        self._generation = generation
-        self._health = health
-        self._in_flight: set[asyncio.Timeout] = set()
-        self._request_failed = asyncio.Event()
-
-    async def close(self) -> None:
-        await self._health.close()
-        await self._generation.close()
-
-    async def generate(
-        self, prompt_token_ids: list[int], within_s: float, sampling: dict[str, Any]
-    ) -> GenerateAnswer:
-        """As `GenerationClient.generate`.
-
-        Raises:
-            TimeoutError: `abort_requests` ended the request.
-            NoGenerateRoute: the server has no such route.
-        """
-        sequences = sampling.get("n", 1)
-        self.load += sequences
-        try:
-            async with asyncio.timeout(None) as until_aborted:
-                self._in_flight.add(until_aborted)
-                answer = await self._generation.generate(prompt_token_ids, within_s, **sampling)
-        except RequestRefused as error:
-            if error.status == _NOT_FOUND:
-                raise NoGenerateRoute(
-                    f"404 Not Found on /generate at {self.url}: this server is not "
-                    "vllm-api-server (stock vLLM has no /generate); start vllm-api-server, or "
-                    "check --inference-url"
-                ) from error
-            raise
-        finally:
-            self._in_flight.discard(until_aborted)
-            self.load -= sequences
-        self.request_answered()
-        return answer
-
-    def abort_requests(self) -> None:
-        """End the requests in flight."""
-        now = asyncio.get_running_loop().time()
-        for until_aborted in self._in_flight:
-            until_aborted.reschedule(now)
-        self._in_flight.clear()
-
-    def request_failed(self, error: Exception) -> None:
-        """As in the base class. A probe follows soon."""
-        super().request_failed(error)
-        self._request_failed.set()
-
-    async def watch(self) -> None:
-        """Probe the server for ever.
-
-        Raises:
-            SharedWeightsHaveOneServer: a trainer writes the server's weights in place, and the
-                pool has other servers.
-        """
-        while True:
-            began_at = self._clock()
-            self.record_probe(await self._health.problem(), began_at)
-            self.probed.set()
-            if self.gets_requests:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_PROBE_EVERY_S):
-                        await self._request_failed.wait()
-            self._request_failed.clear()
-            if not self.gets_requests:
-                await asyncio.sleep(self.recheck_s)
+_LOOK_UP_EVERY_S = 10.0
+_TEND_EVERY_S = 1.0
+ANY: frozenset[Place] = frozenset()
 
 
 class InferencePool(ClosesOnAsyncExit):
@@ -131,6 +46,7 @@ class InferencePool(ClosesOnAsyncExit):
         max_requests: the largest number of requests in flight at one server.
         api_key: the servers' API key; None if they need none.
         clock: in seconds; measures deadlines and how long a server has not served.
+        lookup: of the addresses of names.
     """
 
     def __init__(
@@ -140,30 +56,27 @@ class InferencePool(ClosesOnAsyncExit):
         max_requests: int,
         api_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        lookup: Lookup = addresses_of,
     ) -> None:
         self.deadline_s = deadline_s
         self.clock = clock
-        self._servers = [
-            PooledServer(
-                GenerationClient(url, deadline_s, max_requests, api_key),
-                HealthClient(url, others=len(urls) - 1, api_key=api_key),
-                # Half of the deadline remains for another server.
-                min(_GONE_AFTER_S, deadline_s / 2),
-                self._standing_changed,
-                clock,
-            )
-            for url in urls
-        ]
+        self._others = len(urls) - 1
+        self._max_requests = max_requests
+        self._api_key = api_key
+        self._named = NamedServers(urls, lookup)
+        self._servers: list[PooledServer] = []
         self._picks = 0
         self._changed = asyncio.Event()
-        self._watches: list[asyncio.Task[None]] = []
+        self._tending: asyncio.Task[None] | None = None
         self._unusable: BaseException | None = None
 
     async def __aenter__(self) -> Self:
-        for server in self._servers:
-            watch = asyncio.create_task(server.watch())
-            watch.add_done_callback(self._watch_ended)
-            self._watches.append(watch)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_PROBES_S):
+                await self._named.look_up()
+        self._take_names()
+        self._tending = asyncio.create_task(self._tend())
+        self._tending.add_done_callback(self._task_ended)
         with suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_PROBES_S):
                 for server in self._servers:
@@ -173,6 +86,10 @@ class InferencePool(ClosesOnAsyncExit):
     def session(self) -> Conversation:
         """For the requests of one conversation."""
         return Conversation(self)
+
+    def part(self, places: frozenset[Place]) -> PoolPart:
+        """These servers alone; if they are all gone, or there are none, all servers."""
+        return PoolPart(self, places)
 
     async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
         """As `GenerationClient.generate`, repeated until a server answers.
@@ -186,32 +103,112 @@ class InferencePool(ClosesOnAsyncExit):
         return await self.session().generate(prompt_token_ids, **sampling)
 
     async def close(self) -> None:
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        if self._tending is not None:
+            self._tending.cancel()
+            await asyncio.gather(self._tending, return_exceptions=True)
         async with AsyncExitStack() as stack:
             for server in self._servers:
                 stack.push_async_callback(server.close)
 
+    @property
+    def places(self) -> list[Place]:
+        """The servers that may answer now; all if there are none."""
+        present = [s.place for s in self._members() if s.standing is not Standing.GONE]
+        return present or [server.place for server in self._servers]
+
+    def follow(self, listed: Sequence[ListedServer]) -> None:
+        """Take run-api's newest list of the run's servers.
+
+        An empty list says nothing: Redis may have lost its data.
+        """
+        if not listed:
+            return
+        by_place = {server.place.key: server for server in self._servers}
+        by_name = {server.name: server for server in self._servers if server.is_known_by_name}
+        entries: dict[PooledServer, ListedServer] = {}
+        missing: list[ListedServer] = []
+        for entry in listed:
+            known = by_place.get(place_key(entry.url)), by_name.get(entry.name)
+            if any(known):
+                entries |= {server: entry for server in known if server}
+            else:
+                missing.append(entry)
+        # A missing server may be one of these, under another URL.
+        unknown = [s for s in self._servers if s.has_unknown_name and s not in entries]
+        for server in unknown:
+            server.ask_name()
+        if not unknown:
+            entries |= {self._add(Place(entry.url)): entry for entry in missing}
+        changes = [server.take(server.is_named, entries.get(server)) for server in self._servers]
+        if any(changes):
+            self._standing_changed()
+
+    def _add(self, place: Place, others: int = 0, is_named: bool = False) -> PooledServer:
+        server = PooledServer(
+            place,
+            GenerationClient(
+                place.url, self.deadline_s, self._max_requests, self._api_key, place.address
+            ),
+            HealthClient(place, others, self._api_key),
+            # Half of the deadline remains for another server.
+            min(_GONE_AFTER_S, self.deadline_s / 2),
+            self._standing_changed,
+            self.clock,
+            is_named,
+        )
+        self._servers.append(server)
+        server.start(self._task_ended)
+        return server
+
+    def _take_names(self) -> None:
+        """Take the newest addresses of the names in `--inference-url`."""
+        places, known = self._named.places, {server.place for server in self._servers}
+        for server in self._servers:
+            server.take(server.place in places, server.listed)
+        for place in places:
+            if place not in known:
+                self._add(place, self._others, is_named=True)
+        self._standing_changed()
+
+    async def _tend(self) -> None:
+        """Look names up for ever, and close servers that nothing names any more."""
+        looked_up_at = self.clock()
+        left: set[PooledServer] = set()
+        while True:
+            await asyncio.sleep(_TEND_EVERY_S)
+            serves = any(server.gets_requests for server in self._members())
+            if not serves or self.clock() - looked_up_at >= _LOOK_UP_EVERY_S:
+                looked_up_at = self.clock()
+                await self._named.look_up()
+                self._take_names()
+            # The lists of two run-api processes differ for a second: its requests may go on.
+            left_before, left = left, {server for server in self._servers if server.has_left}
+            self._repeat_elsewhere(left & left_before)
+            for server in [s for s in self._servers if s.is_forgotten and not s.load]:
+                self._servers.remove(server)
+                server.log_requests()
+                await server.close()
+
     async def next_server(
-        self, home: PooledServer | None, broken: set[PooledServer], deadline: Deadline
+        self,
+        home: PooledServer | None,
+        broken: set[PooledServer],
+        deadline: Deadline,
+        part: frozenset[Place] = ANY,
     ) -> PooledServer:
-        """The least loaded candidate. Waits until there is one.
+        """The best candidate. Waits until there is one.
 
         Args: as `candidates`
 
         Raises:
             ServiceUnavailable: there was none within the deadline.
         """
-        assert self._watches, "enter the pool with `async with` first"
+        assert self._tending, "enter the pool with `async with` first"
         while not deadline.has_passed:
             if self._unusable is not None:
                 raise self._unusable
-            if candidates := self.candidates(home, broken):
-                server = min(candidates, key=lambda s: (s.load, s.picked_at))
-                self._picks += 1
-                server.picked_at = self._picks  # servers with equal loads take turns
-                return server
+            if candidates := self.candidates(home, broken, part):
+                return self._pick(candidates)
             with suppress(TimeoutError):
                 async with asyncio.timeout(deadline.left_s):
                     await self._changed.wait()
@@ -221,34 +218,88 @@ class InferencePool(ClosesOnAsyncExit):
             "the servers run, and --inference-url"
         )
 
+    def _pick(self, candidates: Collection[PooledServer]) -> PooledServer:
+        """The least loaded one, where each step that a server lacks counts as twice the load.
+
+        Newest first without exception would leave all servers idle but the one that is first to
+        have a version.
+        """
+        newest = max((s.version for s in candidates if s.version is not None), default=None)
+        server = min(candidates, key=lambda s: ((s.load + 1) << s.lag(newest), s.picked_at))
+        self._picks += 1
+        server.picked_at = self._picks  # servers with equal loads take turns
+        return server
+
     def candidates(
-        self, home: PooledServer | None, broken: set[PooledServer]
+        self,
+        home: PooledServer | None,
+        broken: set[PooledServer],
+        part: frozenset[Place] = ANY,
     ) -> list[PooledServer]:
         """The servers to which a request may go now.
 
         Args:
             home: the only server to use, unless it is gone; None for any
             broken: the servers that answered the request with an error that a repeat would meet
+            part: the only servers to use, unless all are gone; empty for any
         """
-        servers = [home] if home and home.standing is not Standing.GONE else self._servers
-        serving = [s for s in servers if s.standing is Standing.SERVING and s not in broken]
-        on_trial = [s for s in servers if s.standing is Standing.ON_TRIAL and s not in broken]
-        # A server that fails at once is always the least loaded, so it is tried by one request.
-        return [s for s in on_trial if not s.load] or serving or on_trial
+        members = self._members()
+        if len(members) > 1:  # else nobody could take the requests, so the only server holds them
+            here = [s for s in members if s.is_usable and s.standing is not Standing.GONE]
+            part_here = [s for s in here if s.place in part]
+            members = [home] if home in here else part_here or here
+        open_now = [server for server in members if server.is_open]
+        return _healthy(open_now, broken) or _healthy(members, broken)
+
+    def _members(self) -> list[PooledServer]:
+        """All servers that something names, each once even if it has several URLs."""
+        named = [server for server in self._servers if not server.is_forgotten]
+        return [*{s.name or s.url: s for s in reversed(named)}.values()][::-1]
 
     def _standing_changed(self) -> None:
         """Wake the requests that wait for a server, and those that a server holds that is gone."""
         self._changed.set()
         self._changed.clear()
-        if any(server.standing is Standing.SERVING for server in self._servers):
-            for server in self._servers:
-                if server.standing is Standing.GONE:
-                    server.abort_requests()
+        self._repeat_elsewhere(s for s in self._servers if s.standing is Standing.GONE)
 
-    def _watch_ended(self, watch: asyncio.Task[None]) -> None:
-        if not watch.cancelled():
-            self._unusable = watch.exception()
+    def _repeat_elsewhere(self, lost: Iterable[PooledServer]) -> None:
+        """End the requests in flight at these servers, if another one serves."""
+        if any(s.standing is Standing.SERVING and s.is_open for s in self._servers):
+            for server in lost:
+                server.abort_requests()
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._unusable = task.exception()
             self._standing_changed()
+
+    def log_requests(self) -> None:
+        """Log how many requests each server has answered, by policy version."""
+        for server in self._servers:
+            server.log_requests()
+
+
+def _healthy(servers: Iterable[PooledServer], broken: set[PooledServer]) -> list[PooledServer]:
+    left = [server for server in servers if server not in broken]
+    serving = [server for server in left if server.standing is Standing.SERVING]
+    on_trial = [server for server in left if server.standing is Standing.ON_TRIAL]
+    # A server that fails at once is always the least loaded, so it is tried by one request.
+    return [server for server in on_trial if not server.load] or serving or on_trial
+
+
+class PoolPart:
+    """Some servers of a pool; all of them once these are gone."""
+
+    def __init__(self, pool: InferencePool, places: frozenset[Place]) -> None:
+        self._pool = pool
+        self._places = places
+
+    def session(self) -> Conversation:
+        return Conversation(self._pool, self._places)
+
+    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
+        """As `InferencePool.generate`."""
+        return await self.session().generate(prompt_token_ids, **sampling)
 
 
 class Conversation:
@@ -256,11 +307,14 @@ class Conversation:
 
     So every turn finds its prefix in that server's cache, and only an update of the server changes
     the policy. The server that answers first is kept, even while it restarts. Another server takes
-    over only if it is gone.
+    over only if it is gone, or if its policy is too old.
+
+    Args: part: as in `InferencePool.candidates`
     """
 
-    def __init__(self, pool: InferencePool) -> None:
+    def __init__(self, pool: InferencePool, part: frozenset[Place] = ANY) -> None:
         self._pool = pool
+        self._part = part
         self._home: PooledServer | None = None
 
     async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
@@ -268,7 +322,7 @@ class Conversation:
         deadline = Deadline(self._pool.deadline_s, self._pool.clock)
         broken: set[PooledServer] = set()
         while True:
-            server = await self._pool.next_server(self._home, broken, deadline)
+            server = await self._pool.next_server(self._home, broken, deadline, self._part)
             try:
                 answer = await server.generate(prompt_token_ids, deadline.left_s, sampling)
             except TimeoutError:
@@ -281,7 +335,7 @@ class Conversation:
             except ServiceUnavailable as error:
                 server.request_failed(error)
                 broken.add(server)
-                if not self._pool.candidates(self._home, broken):
+                if not self._pool.candidates(self._home, broken, self._part):
                     raise
             else:
                 self._home = server

@@ -166,6 +166,10 @@ class RolloutEngine:
         self._grader = grader
         self._schemas: dict[int, list[dict[str, Any]]] = {}
 
+    def on(self, source: CompletionSource) -> RolloutEngine:
+        """The same engine with other servers."""
+        return RolloutEngine(source, self._template, self._grader)
+
     def prompt_ids(self, item: Item) -> list[int]:
         """[T] tokens that the policy continues first."""
         return self._template.prompt_ids(item.prompt, self._tools_of(item.task))

@@ -251,10 +251,10 @@ class SampledGroup:
         return [sum(len(s.sampled_ids) for s in rollout) for rollout in self.sequences]
 
     @property
-    def policy_versions(self) -> list[PolicyVersion]:
+    def policy_versions(self) -> list[tuple[PolicyVersion, PolicyVersion]]:
         """Those that sampled the first and the last token of each sequence."""
         ends = ((s.first_version, s.last_version) for rollout in self.sequences for s in rollout)
-        return [version for pair in ends for version in pair if version is not None]
+        return [(first, last) for first, last in ends if first is not None and last is not None]
 
     @property
     def completion_tokens(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from grpo_api.planning.batch_plan import Demand, Kind, demand
 from grpo_core.wire.fields import IGNORED_WEIGHT
-from grpo_core.wire.run_api import EnvironmentRegistration, EnvironmentStatus
+from grpo_core.wire.run_api import EnvironmentRegistration, EnvironmentStatus, ListedServer
 
 PRESSURE_FROM = 0.5
 """No environment is slowed down while the queue is at most this full."""
@@ -138,7 +138,9 @@ class RunView:
         return min(1.0, max(0.0, (fill - PRESSURE_FROM) / (1.0 - PRESSURE_FROM)))
 
 
-def environment_status(own: Environment, run: RunView, limits: Limits) -> EnvironmentStatus:
+def environment_status(
+    own: Environment, run: RunView, limits: Limits, servers: Sequence[ListedServer] = ()
+) -> EnvironmentStatus:
     """Answer of `/status-env` for `own`, which is one of `run.environments`.
 
     Sizes are in groups of the asking environment. Sequences of other environments beyond their
@@ -165,6 +167,7 @@ def environment_status(own: Environment, run: RunView, limits: Limits) -> Enviro
         env_weight=max(MIN_ENV_WEIGHT, _weight(own, run.connected()) * (1.0 - pressure)),
         pressure=pressure,
         num_steps=run.num_steps,
+        servers=tuple(servers),
     )
 
 

@@ -117,11 +117,13 @@ async def status_of_environment(
     environment: EnvironmentIdBody, services: Services
 ) -> EnvironmentStatus:
     """The step of the run and the size of the queue, from which an environment decides how many
-    groups it samples at once. As in Atropos, `GET /status-env` has a request body."""
+    groups it samples at once, and the run's inference servers. As in Atropos, `GET /status-env` has
+    a request body."""
     run = await services.store.view(environment.env_id)
     for own in run.environments:
         if own.env_id == environment.env_id:
-            return environment_status(own, run, services.limits)
+            servers = await services.store.servers.listed()
+            return environment_status(own, run, services.limits, servers)
     raise Refused(404, _unknown(environment.env_id))
 
 

@@ -69,6 +69,7 @@ class RedisLink:
     """
 
     def __init__(self, url: str, run_id: str, deadline_s: float) -> None:
+        self.run_id = run_id
         self.prefix = layout_prefix(run_id)
         self.served_weights = served_weights_key(run_id)
         self._run_keys = self.keys(*RUN_KEYS)

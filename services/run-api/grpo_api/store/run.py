@@ -22,6 +22,7 @@ from grpo_api.store.leases import Leases
 from grpo_api.store.payloads import PayloadStore
 from grpo_api.store.queue import GroupQueue
 from grpo_api.store.redis import RedisLink
+from grpo_api.store.servers import ServerRecords
 from grpo_core.redis.keys import served_weights_followers_key, served_weights_key
 from grpo_core.wire.run_api import (
     EnvironmentCount,
@@ -99,6 +100,7 @@ class RunStore:
         self.payloads = PayloadStore(link)
         self.queue = GroupQueue(link, self.payloads)
         self.leases = Leases(link, max_leased_bytes)
+        self.servers = ServerRecords(link)
 
     async def close(self) -> None:
         await self._link.close()
@@ -134,6 +136,7 @@ class RunStore:
             if outcome == b"registered":
                 step, run = rest
                 await self._follow(registration.server_run_id)
+                self.servers.forget()
                 return TrainerEnrolled(uuid=trainer_id.int, run_uuid=run.decode()), int(step)
             current, unacknowledged, approved = rest
             await self._check_batch_size(registration.batch_size, current, unacknowledged)

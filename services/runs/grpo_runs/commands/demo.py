@@ -16,12 +16,19 @@ from grpo_core.redis.url import redis_password, with_password
 from grpo_core.security import plain
 from grpo_core.settings import resolved_yaml
 from grpo_core.settings.machine import MADE_HERE, TINY
-from grpo_core.weights.supervisor import SupervisorClient
+from grpo_core.weights.version_log import VersionLog
 from grpo_runs.defaults import RunSizes
 from grpo_runs.modes import Mode
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
-from grpo_runs.process.stack import MemoryPeaks, Stack, StopRequest, StopRequested, start_on_screen
+from grpo_runs.process.stack import (
+    LostServices,
+    MemoryPeaks,
+    Stack,
+    StopRequest,
+    StopRequested,
+    start_on_screen,
+)
 from grpo_runs.report.evaluations import (
     EvaluationsFile,
     evaluation_line,
@@ -152,8 +159,8 @@ def _train_and_report(
             if settings.evaluates_every:
                 wait_for_evaluations(stack, names, settings.sizes, screen)
                 show_evaluations(evaluations, screen)
-            with SupervisorClient(places.redis_url, places.run_id, REDIS_DEADLINE_S) as supervisor:
-                status = supervisor.status_for_report()
+            with VersionLog(places.redis_url, places.run_id, REDIS_DEADLINE_S) as versions:
+                servers, ended = versions.servers_for_report(), stack.lost()
         except StopRequested:
             with screen.activity("finishing the step and saving it; Ctrl-C again stops at once"):
                 stack.stop_in_time("trainer", SAVE_GRACE_S)
@@ -172,7 +179,8 @@ def _train_and_report(
         seed=settings.seed,
         summary=summarise(records, time.monotonic() - started, training_s),
         benchmark=read_record(BenchmarkFacts, benchmark) if benchmark.exists() else None,
-        server=status,
+        servers=tuple(server for server in servers if server.name not in ended),
+        ended_servers=ended,
         peak_bytes=memory.peak_bytes,
     )
     run.summary.write_text(facts.model_dump_json(indent=2) + "\n")
@@ -183,11 +191,11 @@ def _train_and_report(
             write_report(run)
     screen.line("")
     lifts = [lift_text(*lift) for lift in evaluations.lifts()]
-    screen.lines(summary_lines(facts.summary, facts.publication, lifts), "bold")
+    screen.lines(summary_lines(facts, lifts), "bold")
     more = f"{_command()} --resume {run.path} --steps {2 * settings.sizes.steps}"
     screen.lines(closing_lines(run, settings.weight_mode, more, settings.report))
     few = [few_items_warning(task, items) for task, _, items in evaluations.lifts()]
-    for warning in (facts.crash_warning(run.server_log), *few):
+    for warning in (facts.crash_warning(run), *few):
         if warning is not None:
             screen.warning(warning)
 
@@ -225,7 +233,8 @@ def start_services(
         StopRequested: a stop signal arrived.
     """
     settings, run = factory.settings, factory.run
-    redis_port, api_port, vllm_port = free_port(), free_port(), free_port()
+    redis_port, api_port = free_port(), free_port()
+    server_ports = [free_port() for _ in range(settings.servers)]
     url = with_password(redis_url(redis_port), redis_password(run.redis))
     path_file, jobs = run.path / MODEL_PATH_FILE, []
     if settings.model in MADE_HERE:
@@ -233,7 +242,7 @@ def start_services(
         jobs = [model_job(settings.model, path_file, threads, within_s)]
     start_on_screen(stack, [factory.redis(redis_port), *jobs], screen)
     model = path_file.read_text().strip() if jobs else settings.model
-    places = Places.of_run(run, model, api_port, vllm_port, url, weights_socket)
+    places = Places.of_run(run, model, api_port, server_ports, url, weights_socket)
     make_weights_directory(settings, places)
     start_on_screen(stack, factory.services(places, api_port), screen)
     return places
@@ -267,8 +276,10 @@ def follow_training(
     records: list[StepRecord] = []
     trainer = stack.process("trainer")
     last_step_at = time.monotonic()
+    lost = LostServices(stack, screen)
     screen.lines(legend_lines(), style="dim")
     while True:
+        lost.show()
         finished = trainer.exit_code == 0  # read before the file, which is then complete
         if evaluations is not None and show_evaluations(evaluations, screen):
             last_step_at = time.monotonic()

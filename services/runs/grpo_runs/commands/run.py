@@ -13,13 +13,19 @@ from grpo_core.redis.url import local_redis_directory
 from grpo_core.settings.machine import MADE_HERE
 from grpo_core.tree.sections import TRAINER
 from grpo_runs.process.health import HealthProbe
-from grpo_runs.process.stack import Stack, StopRequest, StopRequested, start_on_screen
+from grpo_runs.process.stack import (
+    LostServices,
+    Stack,
+    StopRequest,
+    StopRequested,
+    start_on_screen,
+)
 from grpo_runs.report.steps import GrowingFile
 from grpo_runs.screen import EXIT_FAILED, Screen
 from grpo_runs.services import (
     make_model,
     make_weights_directory,
-    server_of,
+    servers_of,
     trainer_of,
     weights_socket_path,
 )
@@ -46,16 +52,18 @@ def run_together(settings: LaunchOptions, screen: Screen) -> int:
             make_weights_directory(settings, places)
             if settings.may_start_redis:
                 resources.enter_context(LocalRedis(local_redis_directory()))
-            start_on_screen(stack, [server_of(settings, places, probe)], screen)
+            start_on_screen(stack, servers_of(settings, places, probe), screen)
         except StopRequested as stopped:
             screen.failure(f"{stopped} before the trainer was started")
             return stopped.exit_status
         except GrpoError as error:
             return screen.failed(error)
         log = GrowingFile(settings.log_dir / f"{TRAINER}.log")
+        lost = LostServices(stack, screen)
 
         def show_log() -> None:
             screen.lines(log.new_lines())
+            lost.show()
 
         try:
             code = stack.join([trainer_of(settings, places)], show_log)[TRAINER]

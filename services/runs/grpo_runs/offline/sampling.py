@@ -37,7 +37,7 @@ from grpo_trainer.model.policy import CausalLM, vocabulary_of
 from grpo_trainer.token_table import mean_distance
 from grpo_trainer.weight_sync.base import WeightSync
 from grpo_trainer.weight_sync.build import open_weight_sync
-from grpo_trainer.weight_sync.files import WeightDirectories
+from grpo_trainer.weight_sync.directories import VersionDirectories
 
 log = structlog.get_logger()
 
@@ -59,7 +59,7 @@ def open_weights(
         weights = SglangWeights(
             server=SglangClient(settings.inference_url, settings.service_deadline_s, api_key=key),
             weights=TrainedWeights(settings.model, settings.lora),
-            directories=WeightDirectories(served_weights_directory(settings.save_path)),
+            directories=VersionDirectories(served_weights_directory(settings.save_path)),
             dtype=settings.dtype,
             device=settings.device,
             every_steps=keys.steps_per_iteration,

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from grpo_core.clients.inference import Completion, GenerateAnswer
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
 from grpo_core.errors import ProtocolViolation, RequestRefused, problems_of
-from grpo_core.weights.ref import WeightRef
+from grpo_core.weights.versions import Announcement
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_runs.offline.errors import ServerUnsuitable
 from grpo_trainer.checks.served_weights import DEFAULT_BLOCK, Bound, ProbeLengths
@@ -372,13 +372,12 @@ class SglangWeights(DirectorySync):
     def close(self) -> None:
         self.server.close()
 
-    def _load(self, files: WeightRef) -> frozenset[Path]:
+    def _load(self, announced: Announcement) -> None:
         """Raises `WeightsRefused`, `ServiceUnavailable`: the server serves the previous weights, or
         none."""
-        assert files.path is not None, "a checkpoint has a directory"
-        self.server.load_weights(files.path.absolute(), self.version)
-        self._served = self.version
-        return frozenset()
+        directory = self.directories.path_of(announced.version)
+        self.server.load_weights(directory.absolute(), announced.version)
+        self._served = announced.version
 
 
 def _dtype_to_load(wanted: str, info: ServerInfo) -> torch.dtype:

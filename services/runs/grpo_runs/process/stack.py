@@ -93,6 +93,9 @@ class Service:
     """An end with status 0 is no failure."""
     may_start: Callable[[], bool] = lambda: True
     """False until the services that it connects to accept connections."""
+    group: str = ""
+    """Services of one group replace each other: once they are ready, the end of one is no failure
+    of the run while another runs."""
 
 
 class Stack:
@@ -151,6 +154,14 @@ class Stack:
         """Raises `StopRequested` after a stop signal, `ProcessFailed` if a process failed."""
         self._look_around()
         self._check_processes(self._running)
+
+    def lost(self) -> dict[str, str]:
+        """How services ended without a failure of the run, because others of their group run."""
+        return {
+            process.name: describe_exit(process.exit_code)
+            for service, process in self._running
+            if service.group and _has_failed(service, process)
+        }
 
     def sleep(self, seconds: float) -> None:
         """Sleep, and call `check` often meanwhile."""
@@ -239,7 +250,16 @@ class Stack:
         self._watch({service.name: process.pid for service, process in self._running})
 
     def _check_processes(self, running: Sequence[tuple[Service, ManagedProcess]]) -> None:
-        failed = [process for service, process in running if _has_failed(service, process)]
+        groups = {
+            service.group
+            for service, process in self._running
+            if service.group and process.exit_code is None
+        }
+        failed = [
+            process
+            for service, process in running
+            if service.group not in groups and _has_failed(service, process)
+        ]
         if failed:
             raise ProcessFailed(describe_failures(failed))
 
@@ -252,6 +272,24 @@ def start_on_screen(stack: Stack, services: Sequence[Service], screen: Screen) -
 
     with screen.activity(f"starting {', '.join(service.name for service in services)}"):
         stack.start(services, show)
+
+
+class LostServices:
+    """Warns once of each service that has ended while others of its group run."""
+
+    def __init__(self, stack: Stack, screen: Screen) -> None:
+        self._stack = stack
+        self._screen = screen
+        self._shown: set[str] = set()
+
+    def show(self) -> None:
+        for name, how in self._stack.lost().items():
+            if name not in self._shown:
+                self._shown.add(name)
+                log = self._stack.process(name).log_path
+                self._screen.warning(
+                    f"{name} ended with {how}; the run goes on with the others; see {log}"
+                )
 
 
 def describe_failures(failed: Sequence[ManagedProcess]) -> str:

@@ -103,9 +103,11 @@ def _facts(
 
 def _crashes(run: RunDirectory) -> str | None:
     """None if the engine did not crash, or if the run has no summary yet."""
-    crashes = read_record(RunFacts, run.summary).crashes if run.summary.is_file() else 0
-    log = run.server_log.relative_to(run.path)
-    return f"crashed {counted(crashes, 'time')}; see {log}" if crashes else None
+    facts = read_record(RunFacts, run.summary) if run.summary.is_file() else None
+    if facts is None or not facts.crashes:
+        return None
+    log = facts.crash_log(run).relative_to(run.path)
+    return f"crashed {counted(facts.crashes, 'time')}; see {log}"
 
 
 def _change(rewards: Sequence[float]) -> str:

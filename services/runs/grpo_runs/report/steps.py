@@ -39,7 +39,16 @@ class StepRecord(BaseModel):
     fetch_s: float = Field(alias="train/data_fetch_time")
     compute_s: float = Field(alias="train/compute_time")
     sync_s: float = Field(alias="train/sync_time")
+    publication_servers: int | None = Field(None, alias="publication/servers")
+    """That served the new weights when the step went on; None if none were published as files."""
+    all_serve_s: float | None = Field(None, alias="publication/all_serve_time")
+    """None if the step did not wait for all of them."""
     step_s: float = Field(alias="train/step_time")
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the step went on before all servers served the new weights."""
+        return self.publication_servers is not None and self.all_serve_s is None
 
 
 class GrowingFile:

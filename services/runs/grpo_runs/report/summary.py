@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.errors import ProtocolViolation, problems_of
 from grpo_core.tree.weights import ModeName
-from grpo_core.weights.supervisor import SupervisorStatus
+from grpo_core.weights.servers import ServerStatus
 from grpo_runs.modes import Mode
 from grpo_runs.process.stack import MIB
 from grpo_runs.report.steps import MetricsFile, StepRecord
-from grpo_runs.run_directory import RunDirectory
+from grpo_runs.run_directory import ONE_OF_SERVERS, ONE_SERVER, RunDirectory
 from grpo_runs.screen import Screen
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -40,6 +41,8 @@ class Summary:
     compute_s: float
     sync_s: float
     step_s: float
+    late_publications: int = 0
+    """For which a step did not wait until all servers served them."""
 
 
 def tenth_of(steps: int) -> int:
@@ -63,6 +66,7 @@ def summarise(records: Sequence[StepRecord], total_s: float, training_s: float) 
         compute_s=fmean(record.compute_s for record in records),
         sync_s=fmean(record.sync_s for record in records),
         step_s=fmean(record.step_s for record in records),
+        late_publications=sum(record.is_late for record in records),
     )
 
 
@@ -91,37 +95,73 @@ class RunFacts(BaseModel):
     seed: int
     summary: Summary
     benchmark: BenchmarkFacts | None
-    server: SupervisorStatus | None
-    """The supervisor's last status before the end of the trainer."""
+    servers: tuple[ServerStatus, ...] = ()
+    """The last status of each server that was there at the end of the trainer."""
+    ended_servers: dict[str, str] = {}
+    """How the others ended, by name."""
     peak_bytes: dict[str, int]
     """Highest memory of each service, its child processes included."""
 
     @property
     def crashes(self) -> int:
-        """How often the engine crashed; 0 if the server did not report it."""
-        return self.server.crashes if self.server else 0
+        """How often the engines crashed; 0 if no server reported it."""
+        return sum(server.crashes for server in self.servers)
 
     @property
     def publication(self) -> str:
         """How often weights were published, and what that cost, in one line."""
         publishes = self.benchmark.publishes if self.benchmark else None
         published = "" if publishes is None else f"{counted(publishes, 'publication')}, "
-        if self.server is None:
+        if not self.servers:
             return f"{published}number of engine restarts not reported"
-        restarts = max(self.server.restarts, self.crashes)  # a restart counts later than its crash
+        # A restart counts later than its crash.
+        restarts = sum(max(server.restarts, server.crashes) for server in self.servers)
         return (
             f"{published}{counted(restarts, 'engine restart')}, "
             + (f"{self.crashes} of them not planned (the engine crashed), " if self.crashes else "")
-            + counted(self.server.dropped_requests, "dropped request")
+            + counted(self.dropped_requests, "dropped request")
         )
 
-    def crash_warning(self, log: Path) -> str | None:
-        """The line to show if the engine crashed often. `log`: of the server."""
+    @property
+    def dropped_requests(self) -> int:
+        return sum(server.dropped_requests for server in self.servers)
+
+    @property
+    def serving(self) -> str | None:
+        """The servers of a run with several, in one line: how many there are at the end, what they
+        serve, and what they had to repeat."""
+        number = len(self.servers) + len(self.ended_servers)
+        if number < 2:
+            return None
+        versions = Counter(str(list(server.version)) for server in self.servers)
+        held = ", ".join(
+            f"{version} on {many}" if len(versions) > 1 else version
+            for version, many in sorted(versions.items())
+        )
+        wrong = sum(server.wrong_chunks for server in self.servers)
+        ended = [f"{name} ended with {how}" for name, how in self.ended_servers.items()]
+        return "; ".join(
+            [
+                f"{len(self.servers)} of {number}, policy version {held or 'not reported'}",
+                counted(self.summary.late_publications, "late publication"),
+                f"{counted(wrong, 'wrong chunk')} fetched again",
+                *ended,
+            ]
+        )
+
+    def crash_log(self, run: RunDirectory) -> Path:
+        """The log of the server whose engine crashed most often."""
+        names = [s.name for s in sorted(self.servers, key=lambda server: -server.crashes)]
+        known = [name for name in names if name.startswith(ONE_OF_SERVERS)]
+        return run.logs / f"{known[0] if known else ONE_SERVER}.log"
+
+    def crash_warning(self, run: RunDirectory) -> str | None:
+        """The line to show if the engines crashed often."""
         if self.crashes <= CRASHES_WITHOUT_WARNING:
             return None
         return (
             f"the engine crashed {counted(self.crashes, 'time')}; "
-            f"read the lines before engine.crashed in {log}"
+            f"read the lines before engine.crashed in {self.crash_log(run)}"
         )
 
 
@@ -142,12 +182,9 @@ def read_record(kind: type[Model], path: Path) -> Model:
         ) from None
 
 
-def summary_lines(summary: Summary, publication: str, lifts: Sequence[str] = ()) -> list[str]:
-    """
-    Args:
-        publication: how often weights were published, and what that cost
-        lifts: of each task on held-out items
-    """
+def summary_lines(facts: RunFacts, lifts: Sequence[str] = ()) -> list[str]:
+    """Args: lifts: of each task on held-out items"""
+    summary = facts.summary
     steps = "step" if summary.tenth_steps == 1 else f"{summary.tenth_steps} steps"
     return _table(
         {
@@ -158,7 +195,8 @@ def summary_lines(summary: Summary, publication: str, lifts: Sequence[str] = ())
             f"{summary.total_s:.1f} s with start and stop",
             "per step": f"{summary.step_s:.2f} s: wait {summary.fetch_s:.2f}, "
             f"train {summary.compute_s:.2f}, publish {summary.sync_s:.2f} (mean)",
-            "weights": publication,
+            "weights": facts.publication,
+            **({"servers": facts.serving} if facts.serving else {}),
         }
     )
 
@@ -202,9 +240,9 @@ class ModeResult(BaseModel):
         """Why the run is not a success, one line each; empty if it is."""
         if self.facts is None:
             return [f"{self.mode} failed: {self.failure}; see {self.log}"]
-        if self.facts.server is None:
+        if not self.facts.servers:
             return [f"{self.mode}: the server did not report how many requests it dropped"]
-        dropped = self.facts.server.dropped_requests
+        dropped = self.facts.dropped_requests
         return (
             [f"{self.mode}: the server dropped {dropped} requests; expected 0"] if dropped else []
         )
@@ -241,18 +279,29 @@ def _trainer(name: str, scale: int = 1) -> Measure:
     return measure
 
 
-def _server(name: str) -> Measure:
-    """A value of the supervisor's last status."""
-    return lambda facts: getattr(facts.server, name) if facts.server else None
+def _servers(name: str) -> Measure:
+    """A number of the servers' last statuses, added up."""
+
+    def measure(facts: RunFacts) -> float | None:
+        return sum(getattr(each, name) for each in facts.servers) if facts.servers else None
+
+    return measure
 
 
-def _peak_mib(service: str) -> Measure:
-    return lambda f: f.peak_bytes[service] / MIB if service in f.peak_bytes else None
+def _peak_mib(*services: str) -> Measure:
+    """Of the processes whose names begin with one of these."""
+
+    def measure(facts: RunFacts) -> float | None:
+        found = [peak for name, peak in facts.peak_bytes.items() if name.startswith(services)]
+        return sum(found) / MIB if found else None
+
+    return measure
 
 
 def _generated_per_s(facts: RunFacts) -> float | None:
     """Tokens per second of training, restarts included."""
-    return facts.server.generation_tokens / facts.summary.training_s if facts.server else None
+    tokens = _servers("generation_tokens")(facts)
+    return None if tokens is None else tokens / facts.summary.training_s
 
 
 ROWS: Mapping[str, tuple[Measure, str]] = {
@@ -271,15 +320,15 @@ ROWS: Mapping[str, tuple[Measure, str]] = {
     "peak resident memory, trainer (MiB)": (_trainer("peak_rss_bytes", MIB), ".0f"),
     "mean resident memory, trainer (MiB)": (_trainer("rss_bytes_mean", MIB), ".0f"),
     "peak memory, trainer (MiB)": (_peak_mib("trainer"), ".0f"),
-    "peak memory, server (MiB)": (_peak_mib("vllm-server"), ".0f"),
+    "peak memory, server (MiB)": (_peak_mib(ONE_SERVER, ONE_OF_SERVERS), ".0f"),
     "checkpoint on disk (MiB)": (_trainer("checkpoint_bytes", MIB), ".1f"),
     "trained model on disk (MiB)": (_trainer("model_bytes", MIB), ".1f"),
     "trained adapter on disk (MiB)": (_trainer("adapter_bytes", MIB), ".1f"),
     "generated tokens per second": (_generated_per_s, ".0f"),
     "publications": (_trainer("publishes"), "d"),
-    "engine restarts": (_server("restarts"), "d"),
-    "engine crashes": (_server("crashes"), "d"),
-    "dropped requests": (_server("dropped_requests"), "d"),
+    "engine restarts": (_servers("restarts"), "d"),
+    "engine crashes": (_servers("crashes"), "d"),
+    "dropped requests": (_servers("dropped_requests"), "d"),
     "reward, first tenth of the steps": (lambda f: f.summary.first_reward, ".3f"),
     "reward, last tenth of the steps": (lambda f: f.summary.last_reward, ".3f"),
 }

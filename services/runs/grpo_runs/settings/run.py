@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -61,13 +62,14 @@ _SETS_ITSELF = (
 """Options of a run whose services are all started here: each run has its own."""
 _OF_PAIR = frozenset({"log_dir", "stop_grace_s"})
 """Of a run without --task, of which server and trainer are started here."""
-_OWN_MEANING = frozenset({"stop_grace_s", "start_deadline_s"})
+_OWN_MEANING = frozenset({"stop_grace_s", "start_deadline_s", f"{SERVER}.max_staleness"})
 """Options of services that mean something else here."""
 _NEEDS_TASK = (
     *("run_dir", "report", "kv_cache_mib", "eager", "compute_threads", "redis_appendfsync"),
     *("step_deadline_s", "start_deadline_s"),
 )
 """Own options that mean nothing without --task, as those of environments and run-api do."""
+_OF_ONE_SERVER = ("server_name", "advertise_url", "staging_dir")
 _API_KEYS = ("vllm_api_key", "api_key")
 
 
@@ -129,7 +131,14 @@ class LaunchOptions(ServerHere):
         description="Weight-sync mode, which decides how the server gets new weights. shared_vllm: "
         "trainer and server share one copy in memory. lora_only: the running server "
         "loads each new adapter. lora_restart: the engine restarts with each new "
-        "adapter. none: the engine restarts with each new model",
+        "adapter. none: the running server loads each new model",
+    )
+    servers: int = Field(
+        1,
+        ge=1,
+        description="Number of inference servers on this machine. Several servers share the cores "
+        "of --compute-threads. If one ends, the run goes on with the others. Several servers need "
+        "a CPU, and a mode other than shared_vllm",
     )
     run_dir: Annotated[Path | None, Shown(default="runs/<UTC time>-<seed>")] = Field(
         None, description="New or empty directory for the files of the run"
@@ -148,7 +157,7 @@ class LaunchOptions(ServerHere):
     ] = Field(None, ge=1, description="Size of the server's KV cache, in MiB")
     step_deadline_s: Annotated[
         float | None,
-        Shown(default="300; pretrained models: 1800; 180 more in modes lora_restart and none"),
+        Shown(default="300; pretrained models: 1800; 180 more if the engine restarts"),
     ] = Field(
         None,
         gt=0,
@@ -173,8 +182,8 @@ class LaunchOptions(ServerHere):
     compute_threads: Annotated[int, Shown(default="half the cores")] = Field(
         default_factory=half_the_cores,
         ge=1,
-        description="Number of CPU threads that the server computes with. The trainer uses the "
-        "same number",
+        description="Number of CPU threads that the server computes with; several servers share "
+        "them. The trainer uses the same number",
     )
     redis_appendfsync: Literal["always", "everysec"] = Field(
         "always",
@@ -212,13 +221,15 @@ class LaunchOptions(ServerHere):
         log_level: str
         max_completion_tokens: int | None
         max_model_len: int | None
+        num_inference_nodes: int
         port: int
+        publish: str
         redis_url: SecretStr
         run_api_url: str
         run_id: str | None
         save_path: Path
         seed: int
-        vllm_restart_interval: int
+        vllm_restart_interval: int | None
         world_size: int
 
     _usable_token = field_validator("run_api_token")(usable_token)
@@ -263,7 +274,9 @@ class LaunchOptions(ServerHere):
 
     @property
     def weight_mode(self) -> Mode:
-        return MODES[self.mode]
+        mode = MODES[self.mode]
+        restarts = mode.restarts_engine or (self.mode == "none" and self.publish == "restart")
+        return replace(mode, restarts_engine=restarts)
 
     @property
     def weights_dtype(self) -> str:
@@ -286,10 +299,22 @@ class LaunchOptions(ServerHere):
         return "redis_url" not in self.model_fields_set
 
     @property
+    def server_ports(self) -> range:
+        """Of the servers of a run whose run-api runs already."""
+        return range(self.port, self.port + self.servers)
+
+    @property
     def server_url(self) -> str:
-        """For clients on this host."""
+        """Of the first server, for clients on this host."""
+        return self.url_of(self.port)
+
+    def url_of(self, port: int) -> str:
         host = LOOPBACK if self.host in EVERY_ADDRESS else self.host
-        return f"http://{host}:{self.port}"
+        return f"http://{host}:{port}"
+
+    @property
+    def server_threads(self) -> int:
+        return max(1, self.compute_threads // self.servers)
 
     @cached_property
     def sizes(self) -> RunSizes:
@@ -313,7 +338,8 @@ class LaunchOptions(ServerHere):
     def given(self, service: str) -> dict[str, Any]:
         """The options of this service that the user has given, by field."""
         names = self.model_fields_set & VIEWS[service].model_fields.keys()
-        names -= _OWN_MEANING | {"world_size"} | ({"resume"} if self.starts_all else set())
+        names -= {name.removeprefix(f"{service}.") for name in _OWN_MEANING}
+        names -= {"world_size"} | ({"resume"} if self.starts_all else set())
         return {name: getattr(self, name) for name in names}
 
     def resolved(self) -> dict[str, Any]:
@@ -329,7 +355,7 @@ class LaunchOptions(ServerHere):
                 del values["lora_target_modules"]
             else:
                 values["lora_target_modules"] = tuple(self.sizes.lora_target_modules) or None
-            if not self.weight_mode.restarts_engine:
+            if self.weight_mode.shares_memory or self.weight_mode.loads_adapters:
                 del values["vllm_restart_interval"]
         for name in ("run_dir", "resume"):
             values.pop(name, None)
@@ -347,6 +373,7 @@ class LaunchOptions(ServerHere):
         prog = self.command.prog
         if self.world_size != 1:
             yield Mistake("world_size", f"{prog} starts one trainer process; omit it")
+        yield from self._mistakes_of_servers()
         if not self.starts_all:
             if self.port == self.health_port:
                 yield Mistake(
@@ -377,6 +404,29 @@ class LaunchOptions(ServerHere):
         if self.resume is not None and self.run_dir is not None:
             yield Mistake("run_dir", "--resume already names the run's directory; omit this option")
 
+    def _mistakes_of_servers(self) -> Iterator[Mistake]:
+        nodes = self.num_inference_nodes
+        if self.starts_all and nodes not in (0, self.servers):
+            yield Mistake("num_inference_nodes", f"omit it, and write --servers {nodes}")
+        if self.servers == 1:
+            return
+        for name in _OF_ONE_SERVER:
+            if name in self.model_fields_set:
+                yield Mistake(name, f"is of one server; omit it with --servers {self.servers}")
+        if self.weight_mode.shares_memory:
+            yield Mistake(
+                "servers",
+                f"{self.servers}: in mode shared_vllm the trainer shares the memory of one server; "
+                "choose --mode none, lora_only or lora_restart, or omit this option",
+            )
+        elif self.on_gpu:
+            yield Mistake(
+                "servers",
+                f"{self.servers}: on GPUs, {self.command.prog} starts one server; start each "
+                "further server with CUDA_VISIBLE_DEVICES and vllm-api-server, and the trainer "
+                "with --num-inference-nodes (docs/how-to/several-servers.md)",
+            )
+
     def _mistakes_of_sizes(self) -> Iterator[Mistake]:
         sizes = self.sizes
         sequences = sizes.batch_size * sizes.gradient_accumulation_steps
@@ -404,8 +454,9 @@ class LaunchOptions(ServerHere):
         if not self.starts_all:
             if problem := not_writable(self.log_dir):
                 yield Mistake("log_dir", problem)
-            if problem := cannot_listen(self.host, self.port):
-                yield Mistake("port", problem)
+            for port in self.server_ports:
+                if problem := cannot_listen(self.host, port):
+                    yield Mistake("port", problem)
         elif self.resumed is not None:
             yield from self._mistakes_of_resumed(self.resumed)
         elif problem := not_writable(self.run_dir or RUNS):
@@ -484,7 +535,7 @@ _OWN = {
     "task": ("task",),
     "weights": ("mode",),
     "queue": ("redis_appendfsync", "run_api_token"),
-    "server": ("kv_cache_mib", "eager", "server_flags"),
+    "server": ("servers", "kv_cache_mib", "eager", "server_flags"),
     "run": (
         *("run_dir", "resume", "report", "compute_threads", "step_deadline_s", "model_deadline_s"),
         *("server_deadline_s", "start_deadline_s", "stop_grace_s", "log_dir"),
@@ -511,8 +562,8 @@ _ALIASES = {
 
 
 _DEFAULTS = {
-    "steps": "250; gsm8k: 60; at most 60 with a pretrained model, and in modes lora_restart and "
-    "none; without --task: 10",
+    "steps": "250; gsm8k: 60; at most 60 with a pretrained model, and if the engine restarts; "
+    "without --task: 10",
     "batch_size": "64; gsm8k: 16; pretrained models: at most 32; without --task: 2",
     "gradient_accumulation_steps": "2; without --task: 32",
     "lr": "3e-4; gsm8k: 1e-4; six times as high with an adapter; pretrained models: 1e-5, with an "
@@ -527,7 +578,7 @@ _DEFAULTS = {
     "max_batches_offpolicy": "1",
     "gpu_memory_utilization": "0.4; without --task: 0.45",
     "dtype": "float32; on a GPU bfloat16; without --task: the model's",
-    "vllm_restart_interval": "10; without --task: 3",
+    "vllm_restart_interval": "10; without --task: 3; 1 in mode none with --publish update",
     "lora_target_modules": "q_proj,v_proj; with the tiny model every linear layer",
     "eval_every": "before and after the run",
     "checkpoint_interval": "0; without --task: 3",

@@ -170,6 +170,8 @@ def _log_disk_need(settings: TrainerSettings, policy: CausalLM, optimizer: Maste
     models = 1 + min(saved, settings.keep_checkpoints + 1)
     if settings.sync.uses_files:
         models += 1 + SERVED_KEPT
+    if settings.sync.mode == "none":
+        models += 2  # the newest version without deltas, and all deltas since
     model_bytes = sum(p.nbytes for p in trained_parameters(policy).values())
     states, state_bytes = 1 + STATES_KEPT, optimizer.state_bytes()
     log.info(

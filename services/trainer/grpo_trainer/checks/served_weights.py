@@ -7,7 +7,9 @@ update moved the logprobs further than the noise, so this movement is measured t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import structlog
@@ -170,22 +172,55 @@ class PublicationCheck:
 
     def measure(self) -> Alignment:
         """Of the fixed tokens alone; judges nothing."""
-        ours, served = self._logprobs(), self._served_logprobs()
+        ours = self._logprobs()
+        served = torch.tensor(self._server.served_logprobs(self._tokens))
         alignment = self._alignment(ours, served)
         if alignment.is_conclusive:
             self._previous = ours
         return alignment
 
-    def require(self, version: PolicyVersion | None, label: str) -> Alignment:
-        """Args:
+    def require(
+        self,
+        version: PolicyVersion | None,
+        label: str,
+        servers: Mapping[str, Server] = MappingProxyType({}),
+    ) -> Alignment:
+        """Returns the alignment of the server that is furthest off.
+
+        Args:
             version: the published policy version, which the server must name; None: it need not
             label: names the moment in the error message
+            servers: those to check instead of `server`, by their names in messages
 
         Raises:
-            ServedWeightsDiffer: the server does not serve these weights; names the likely cause.
+            ServedWeightsDiffer: a server does not serve these weights; names the likely cause.
         """
-        ours, served = self._logprobs(), self._served_logprobs()
-        completion = self._server.sample(self._prompt, max_tokens=self._sampled)
+        ours = self._logprobs()
+        found = [
+            self._required(name, server, ours, version, label)
+            for name, server in (servers or {"the server": self._server}).items()
+        ]
+        worst = max(found, key=lambda alignment: alignment.mean)
+        self.bound.learn(max(max(one.mean, one.sampled_mean or 0.0) for one in found))
+        if worst.is_conclusive:
+            self._previous = ours
+        else:
+            log.info(
+                "alignment.inconclusive",
+                reason="since the last conclusive check, the trainer's logprobs changed by at most "
+                f"{FAR_BETTER:g} times the rounding noise, so a server that still serves the "
+                "earlier weights would pass this check",
+                moved=worst.moved,
+                noise=worst.mean,
+            )
+        return worst
+
+    def _required(
+        self, name: str, server: Server, ours: Tensor, version: PolicyVersion | None, label: str
+    ) -> Alignment:
+        """Of one server. Raises the error of `require`."""
+        served = torch.tensor(server.served_logprobs(self._tokens))
+        completion = server.sample(self._prompt, max_tokens=self._sampled)
         continued = logprobs_of(self._policy, [*self._prompt, *completion.token_ids])
         sampled_mean = mean_distance(
             torch.tensor(completion.logprobs), continued[len(self._prompt) - 1 :]
@@ -200,31 +235,15 @@ class PublicationCheck:
                 "publishes to this server, stop that trainer"
             )
         if problems:
-            but = "the server does not serve the trainer's weights: "
+            but = f"{name} does not serve the trainer's weights: "
             if version is not None:
-                but = f"policy version {tuple(version)} is published, but "
+                but = f"policy version {tuple(version)} is published, but " + but
             raise ServedWeightsDiffer(f"{MISMATCH} {label}, {but}" + "; ".join(problems))
-        self.bound.learn(max(alignment.mean, sampled_mean))
-        if alignment.is_conclusive:
-            self._previous = ours
-        else:
-            log.info(
-                "alignment.inconclusive",
-                reason="since the last conclusive check, the trainer's logprobs changed by at most "
-                f"{FAR_BETTER:g} times the rounding noise, so a server that still serves the "
-                "earlier weights would pass this check",
-                moved=alignment.moved,
-                noise=alignment.mean,
-            )
         return alignment
 
     def _logprobs(self) -> Tensor:
         """[T-1] the trainer's logprobs of the fixed tokens."""
         return logprobs_of(self._policy, self._tokens)
-
-    def _served_logprobs(self) -> Tensor:
-        """[T-1] the server's."""
-        return torch.tensor(self._server.served_logprobs(self._tokens))
 
     def _alignment(
         self, ours: Tensor, served: Tensor, sampled_mean: float | None = None

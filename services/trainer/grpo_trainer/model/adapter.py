@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import nn
 
 from grpo_core.tree.weights import LoraOptions
@@ -107,16 +106,6 @@ def adapter_dropouts(policy: CausalLM) -> list[nn.Dropout]:
 def trained_parameters(policy: CausalLM) -> dict[str, nn.Parameter]:
     """The trained parameters by name, in the order of the optimizer's master weights."""
     return {name: p for name, p in policy.named_parameters() if p.requires_grad}
-
-
-def adapter_tensors(policy: CausalLM) -> dict[str, torch.Tensor]:
-    """The adapter's tensors, named as in `adapter_model.safetensors`."""
-    from peft import get_peft_model_state_dict
-
-    tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(
-        policy, save_embedding_layers=False
-    )
-    return tensors
 
 
 def _targets(model: CausalLM, names: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Loads the policy onto its device, writes and exports its weights, and recognises written weights.
+"""Loads the policy onto its device, and writes and exports its weights.
 
 An exported model loads with `AutoModelForCausalLM.from_pretrained`, an adapter with
 `PeftModel.from_pretrained`.
@@ -6,20 +6,19 @@ An exported model loads with `AutoModelForCausalLM.from_pretrained`, an adapter 
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from grpo_core.cpu import SLOW, is_slow_in_bfloat16
 from grpo_core.tree.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_core.tree.weights import LoraOptions
-from grpo_core.weights.directory_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_WEIGHTS_GLOB
+from grpo_core.weights.directory_checks import ADAPTER_CONFIG
 from grpo_core.weights.ref import WeightKind
 from grpo_trainer.atomic_files import remove_directory, whole_directory
 from grpo_trainer.errors import (
@@ -28,7 +27,7 @@ from grpo_trainer.errors import (
     UnsupportedModel,
     UnusableOptimizer,
 )
-from grpo_trainer.model.adapter import adapter_tensors, with_adapter
+from grpo_trainer.model.adapter import with_adapter
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.ranks.group import Ranks
 
@@ -163,29 +162,16 @@ class TrainedWeights:
         from transformers import AutoTokenizer
 
         with whole_directory(target) as directory:
-            if self.lora is None:
-                write_model(policy, self.model_name, directory)
-            else:
-                write_adapter(policy, directory)
+            self.write_into(policy, directory)
             if with_tokenizer:
                 AutoTokenizer.from_pretrained(self.model_name).save_pretrained(directory)
 
-    def are_in(self, policy: CausalLM, directory: Path) -> bool:
-        """Whether `directory`, written by `write`, holds exactly the policy's weights. False if it
-        cannot be read."""
+    def write_into(self, policy: CausalLM, directory: Path) -> None:
+        """Write the files of the model or adapter. Raises `OSError`, `SafetensorError`."""
         if self.lora is None:
-            ours = as_in_files(policy, model_tensors(policy))
-            files = sorted(directory.glob(MODEL_WEIGHTS_GLOB))
+            write_model(policy, self.model_name, directory)
         else:
-            ours, files = adapter_tensors(policy), [directory / ADAPTER_WEIGHTS]
-        try:
-            found = {name: tensor for path in files for name, tensor in load_file(path).items()}
-        except (OSError, SafetensorError):
-            return False
-        return found.keys() == ours.keys() and all(
-            tensor.dtype == ours[name].dtype and torch.equal(tensor, ours[name].cpu())
-            for name, tensor in found.items()
-        )
+            write_adapter(policy, directory)
 
 
 def broadcast_policy(
@@ -263,17 +249,6 @@ def model_tensors(policy: CausalLM) -> dict[str, Tensor]:
     return dict(policy.named_parameters()) | buffers
 
 
-def as_in_files(policy: CausalLM, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as transformers writes them: a mixture of experts has one for each expert in its
-    files, and one for all experts in memory."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    found: dict[str, Tensor] = revert_weight_conversion(
-        policy, {name: tensor.detach() for name, tensor in tensors.items()}
-    )
-    return found
-
-
 def _generation_config_file(model_name: str) -> Path | None:
     from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
@@ -291,6 +266,12 @@ def write_adapter(policy: CausalLM, directory: Path) -> None:
     # The default "auto" would ask the model hub whether the vocabulary has grown. It never grows
     # here.
     policy.save_pretrained(str(directory), save_embedding_layers=False)
+    # peft writes this set in another order in each process, but equal adapters need equal digests.
+    file = directory / ADAPTER_CONFIG
+    config = json.loads(file.read_text())
+    if isinstance(config["target_modules"], list):
+        config["target_modules"].sort()
+    file.write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
 def remove_checkpoint(directory: Path) -> None:

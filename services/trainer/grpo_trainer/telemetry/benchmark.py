@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from grpo_core.tree.trainer import TrainerSettings
-from grpo_core.weights.supervisor import SupervisorClient, SupervisorStatus
+from grpo_core.weights.servers import ServerStatus
+from grpo_core.weights.version_log import VersionLog
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.model.loading import FINAL_ADAPTER, FINAL_MODEL
 
@@ -25,7 +26,7 @@ _GB, _MB = 1e9, 1e6
 @dataclass(frozen=True)
 class BenchmarkSummary:
     """The fields of `benchmark.json`. A field is None if there is no GPU, no publication, no
-    reward, no such file, or no supervisor status in Redis."""
+    reward, no such file, or no server's status in Redis. Counts are of all inference servers."""
 
     mode: str
     steps: int  # number of steps that this process took
@@ -43,6 +44,7 @@ class BenchmarkSummary:
     checkpoint_bytes: int | None  # of the newest checkpoint on disk
     model_bytes: int | None  # of final_model/ on disk
     adapter_bytes: int | None  # of final_adapter/ on disk
+    servers: int | None  # inference servers at the end of the run
     restarts: int | None  # engine starts after the first
     crashes: int | None  # of engines that served; restarts after them were not planned
     dropped_requests: int | None  # requests that drains aborted
@@ -80,6 +82,7 @@ class BenchmarkSummary:
         }
         if self.restarts is not None:
             sections["INFERENCE SERVER"] = {
+                "Servers": self.servers if self.servers != 1 else None,
                 "Restarts": self.restarts,
                 "Crashes of the engine": self.crashes,
                 "Dropped requests": self.dropped_requests,
@@ -119,8 +122,11 @@ class RunTotals:
         self._rewards = [*self._rewards[:1], record.get("reward/mean")]
 
     def summary(
-        self, mode: str, server: SupervisorStatus | None, save_path: Path
+        self, mode: str, servers: Sequence[ServerStatus], save_path: Path
     ) -> BenchmarkSummary:
+        def total(counts: Iterable[int]) -> int | None:
+            return sum(counts) if servers else None
+
         steps, has_gpu = self._steps or 1, torch.cuda.is_available()
         checkpoint = StateStore(save_path).newest()
         return BenchmarkSummary(
@@ -140,23 +146,24 @@ class RunTotals:
             checkpoint_bytes=directory_bytes(checkpoint.directory) if checkpoint else None,
             model_bytes=directory_bytes(save_path / FINAL_MODEL),
             adapter_bytes=directory_bytes(save_path / FINAL_ADAPTER),
-            restarts=server.restarts if server else None,
-            crashes=server.crashes if server else None,
-            dropped_requests=server.dropped_requests if server else None,
-            generation_tokens=server.generation_tokens if server else None,
+            servers=len(servers) or None,
+            restarts=total(one.restarts for one in servers),
+            crashes=total(one.crashes for one in servers),
+            dropped_requests=total(one.dropped_requests for one in servers),
+            generation_tokens=total(one.generation_tokens for one in servers),
             reward_first=self._rewards[0] if self._rewards else None,
             reward_last=self._rewards[-1] if self._rewards else None,
         )
 
 
-def server_status(settings: TrainerSettings) -> SupervisorStatus | None:
-    """The supervisor's counters; None without Redis or without a status."""
+def servers_of(settings: TrainerSettings) -> list[ServerStatus]:
+    """The run's inference servers with their counters; none without Redis."""
     uses_redis = settings.sync.uses_files or "redis_url" in settings.model_fields_set
     if settings.run_id is None or not uses_redis:
-        return None
+        return []
     url = settings.redis_url.get_secret_value()
-    with SupervisorClient(url, settings.run_id, STATUS_DEADLINE_S) as link:
-        return link.status_for_report()
+    with VersionLog(url, settings.run_id, STATUS_DEADLINE_S) as versions:
+        return versions.servers_for_report()
 
 
 def resident_bytes() -> int:

@@ -107,6 +107,7 @@ def step_record(outcome: StepOutcome, steps: int) -> Record:
         **_policy(outcome),
         **_maxent(outcome),
         **_alignment(outcome),
+        **_publication(outcome),
         **_staleness(outcome),
         **dict(_by_lag(outcome)),
     }
@@ -191,6 +192,18 @@ def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
         found["alignment/probe_moved"] = probe.moved
         found["alignment/sampled_abs_mean"] = probe.sampled_mean
     return found
+
+
+def _publication(outcome: StepOutcome) -> dict[str, float | None]:
+    reach = outcome.published.reach
+    if reach is None:
+        return {}
+    return {
+        "publication/servers": reach.servers,
+        "publication/bytes": reach.bytes,
+        "publication/first_serves_time": reach.first_s,
+        "publication/all_serve_time": reach.all_s,
+    }
 
 
 def _by_lag(outcome: StepOutcome) -> Iterator[tuple[str, float]]:

@@ -21,7 +21,7 @@ from grpo_core.wandb_run import WandbRun, WandbSink, start_wandb
 from grpo_trainer.atomic_files import write_whole
 from grpo_trainer.checks.findings import RangeWatch
 from grpo_trainer.errors import CheckpointNotSaved, MetricsNotWritten
-from grpo_trainer.telemetry.benchmark import RunTotals, server_status
+from grpo_trainer.telemetry.benchmark import RunTotals, servers_of
 from grpo_trainer.telemetry.metrics import Record, StepOutcome, step_record
 from grpo_trainer.telemetry.rollouts import (
     RolloutWriter,
@@ -166,9 +166,7 @@ class Recorder:
     def report_times(self) -> None:
         """Write the summary to standard output and to benchmark.json."""
         settings = self._settings
-        summary = self._totals.summary(
-            settings.sync.mode, server_status(settings), settings.save_path
-        )
+        summary = self._totals.summary(settings.sync.mode, servers_of(settings), settings.save_path)
         summary.write(settings.save_path)
         sys.stdout.write(f"\n{summary}")
 

@@ -24,6 +24,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Reach:
+    """How far an announced version has come. `servers`: that serve it. `bytes`: that each has to
+    fetch. `first_s`, `all_s`: seconds from the announcement until the first server serves it, and
+    until all do that served before; None if the trainer did not wait for all."""
+
+    servers: int
+    bytes: int
+    first_s: float
+    all_s: float | None
+
+
+@dataclass(frozen=True)
 class Published:
     """`version` names the trainer's current weights, even if the server does not serve them yet."""
 
@@ -34,6 +46,8 @@ class Published:
     """False if the server continues with older weights."""
     alignment: Alignment | None = None
     """The result of the check of the served weights; None if no check was due."""
+    reach: Reach | None = None
+    """None if the mode announces nothing, or nothing was announced."""
 
 
 class WeightSync(Protocol):

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -21,23 +22,23 @@ from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_core.security import plain
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.weights import (
-    CheckpointRestartSettings,
-    LoraOnlySettings,
-    LoraRestartSettings,
     RestartSettings,
     SharedVllmSettings,
     served_weights_directory,
 )
-from grpo_core.weights.supervisor import Action, SupervisorClient
+from grpo_core.weights.version_log import VersionLog
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.errors import MissingPackage, NoInferenceServer, NoSuchDevice
 from grpo_trainer.model.adapter import served_rank
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.base import WeightSync
-from grpo_trainer.weight_sync.files import FileSync, WeightDirectories
+from grpo_trainer.weight_sync.directories import VersionDirectories
+from grpo_trainer.weight_sync.files import FileSync
+from grpo_trainer.weight_sync.publisher import Publisher
+from grpo_trainer.weight_sync.servers import ServerWatch
 from grpo_trainer.weight_sync.shared import SharedVllm
-from grpo_trainer.weight_sync.supervisor import Publisher, ServerMonitor
+from grpo_trainer.weight_sync.source import WeightSource
 
 log = structlog.get_logger()
 
@@ -54,11 +55,6 @@ END_GRACE_S = 60.0
 """Time for the server to answer its requests in flight."""
 _POLL_S = 0.2
 _CONNECT_S = 2.0
-ACTIONS = {
-    LoraOnlySettings: Action.LOAD_ADAPTER,
-    LoraRestartSettings: Action.RESTART_WITH_ADAPTER,
-    CheckpointRestartSettings: Action.RESTART_WITH_CHECKPOINT,
-}
 
 
 @contextlib.contextmanager
@@ -76,14 +72,13 @@ def open_weight_sync(
 
 def build_weight_sync(settings: TrainerSettings, starts_from_model: bool = False) -> WeightSync:
     """Create the object without sending a request. Args: starts_from_model: see `SharedVllm`"""
-    chosen = settings.sync
-    bridge = BridgeClient(
-        settings.inference_url,
-        settings.service_deadline_s,
-        chosen.vllm_control_url if isinstance(chosen, SharedVllmSettings) else None,
-        plain(settings.vllm_api_key),
-    )
+    chosen, api_key = settings.sync, plain(settings.vllm_api_key)
+
+    def connected(url: str, control_url: str | None = None) -> BridgeClient:
+        return BridgeClient(url, settings.service_deadline_s, control_url, api_key)
+
     if isinstance(chosen, SharedVllmSettings):
+        bridge = connected(settings.inference_url, chosen.vllm_control_url)
         server = ServerConnection(
             bridge,
             chosen.weights_socket,
@@ -100,21 +95,34 @@ def build_weight_sync(settings: TrainerSettings, starts_from_model: bool = False
             verify_every_steps=chosen.verify_every_steps,
             starts_from_model=starts_from_model,
         )
-    url, action = settings.redis_url.get_secret_value(), ACTIONS[type(chosen)]
-    supervisor = SupervisorClient(url, settings.run_id or "", settings.service_deadline_s)
-    monitor = ServerMonitor(supervisor, settings.server_return_deadline_s)
+    redis_url = settings.redis_url.get_secret_value()
+    versions = VersionLog(redis_url, settings.run_id or "", settings.service_deadline_s)
+    watch = ServerWatch(versions, settings.server_return_deadline_s)
+    served = served_weights_directory(settings.save_path)
     return FileSync(
-        bridge=bridge,
-        supervisor=supervisor,
-        monitor=monitor,
-        publisher=Publisher(supervisor, monitor, action, chosen.publish_deadline_s),
+        bridge=connected(settings.inference_url),
+        connect=connected,
+        watch=watch,
+        publisher=Publisher(watch, chosen.publish_wait_s, chosen.publish_deadline_s),
+        source=_source(settings, served),
+        restarts=chosen.restarts_engine,
+        nodes=settings.num_inference_nodes,
         weights=TrainedWeights(settings.model, settings.lora),
-        directories=WeightDirectories(served_weights_directory(settings.save_path)),
+        directories=VersionDirectories(served, with_deltas=settings.lora is None),
         dtype=settings.dtype,
         device=settings.device,
         every_steps=chosen.publish_every_steps,
         last_step=settings.steps,
     )
+
+
+def _source(settings: TrainerSettings, root: Path) -> WeightSource:
+    if not settings.num_inference_nodes:
+        return WeightSource(root, None, 0, settings.vllm_api_key)
+    import torch.distributed
+
+    port = settings.master_port + torch.distributed.is_initialized()
+    return WeightSource(root, settings.master_addr, port, settings.vllm_api_key)
 
 
 @contextlib.contextmanager
@@ -124,12 +132,19 @@ def inference_server(settings: TrainerSettings) -> Iterator[None]:
 
     Raises:
         NoInferenceServer: nothing listens there before the deadline; names the command to start.
+            With --num-inference-nodes, and with --run-id, the servers are found in Redis instead.
         MissingPackage: the server's package is not installed.
         NoSuchDevice: --vllm-gpu names a GPU that this process cannot see.
     """
     chosen, (host, port) = settings.sync, _address(settings.inference_url)
     is_local = host in LOOPBACK
-    if isinstance(chosen, RestartSettings) and is_local and not _listens(host, port):
+    if settings.num_inference_nodes and settings.run_id:
+        _mention_unused(settings)
+        yield  # the servers are found in Redis
+    elif settings.num_inference_nodes:
+        _wait_for(settings, host, port)
+        yield
+    elif isinstance(chosen, RestartSettings) and is_local and not _listens(host, port):
         with _started_server(settings, chosen.vllm_flags, port):
             yield
     else:

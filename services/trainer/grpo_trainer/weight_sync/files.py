@@ -1,30 +1,23 @@
 """Publishes weights as files in modes `lora_only`, `lora_restart` and `none`, every N steps.
 
-The modes differ in what they train (`TrainedWeights`) and in how the server loads it (`Action`).
-After a crash the supervisor restores the weights that the server served last, so the trainer only
-waits.
+The trainer announces each version in Redis, and all inference servers of the run follow. The modes
+differ in what they train (`TrainedWeights`) and in whether the engine restarts on new weights.
 """
 
 from __future__ import annotations
 
-import re
-import secrets
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import structlog
 import torch
 
-from grpo_core.clients.inference import BridgeClient, BridgeInfo
-from grpo_core.deadline import Deadline
-from grpo_core.tree.weights import SERVED_KEPT
-from grpo_core.weights.directory_checks import directory_digest
-from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.weights.supervisor import SupervisorClient, SupervisorStatus
+from grpo_core.clients.inference import BridgeClient, BridgeInfo, Completion
+from grpo_core.weights.ref import UNTRAINED, WeightKind
+from grpo_core.weights.versions import Announcement, VersionKind
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.atomic_files import make_directory, remove_directory, remove_unfinished
 from grpo_trainer.checks.served_weights import (
     Alignment,
     Bound,
@@ -32,63 +25,20 @@ from grpo_trainer.checks.served_weights import (
     PublicationCheck,
     Server,
 )
-from grpo_trainer.errors import CheckpointNotSaved, PolicyMismatch
+from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on, import_architecture
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.weight_sync.base import POLL_S, CheckedServer, Published
-from grpo_trainer.weight_sync.supervisor import Publisher, ServerMonitor
+from grpo_trainer.weight_sync.base import Published, Reach
+from grpo_trainer.weight_sync.directories import VersionDirectories
+from grpo_trainer.weight_sync.probe import ServerLeft, ServerProbe
+from grpo_trainer.weight_sync.publisher import Publication, Publisher
+from grpo_trainer.weight_sync.servers import ServerWatch
+from grpo_trainer.weight_sync.source import WeightSource
 
 log = structlog.get_logger()
 
-SEEN_DEADLINE_S = 30.0
-"""For a file of the trainer to be seen by the server: a network file system may show it late."""
-
-_NAME = re.compile(r"epoch_(\d+)_step_(\d+)")
-
-
-class WeightDirectories:
-    """Args: root: the server's --weights-dir"""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def prepare(self) -> None:
-        """Create the root, and remove unfinished directories of a trainer that was killed."""
-        make_directory(self.root)
-        remove_unfinished(self.root)
-
-    def write(self, version: PolicyVersion, weights: TrainedWeights, policy: CausalLM) -> WeightRef:
-        """Raises `CheckpointNotSaved` if the directory could not be written."""
-        target = self.root / f"epoch_{version.epoch}_step_{version.step}"
-        weights.write(policy, target)
-        try:
-            digest = directory_digest(target)
-        except OSError as error:
-            raise CheckpointNotSaved(
-                f"{target} was written and cannot be read: {error}; check the disk"
-            ) from error
-        return WeightRef(version=version, kind=weights.kind, path=target, digest=digest)
-
-    def remove_older(self, in_use: Collection[Path]) -> None:
-        """Remove all but the newest two and those in use.
-
-        Args:
-            in_use: resolved paths that requests in flight still read
-        """
-        for _, path in sorted(self._versions())[:-SERVED_KEPT]:
-            if path.resolve() not in in_use:
-                remove_directory(path)
-
-    def newest_epoch(self) -> int:
-        """The newest epoch that has a directory, or 0."""
-        return max((version.epoch for version, _ in self._versions()), default=0)
-
-    def _versions(self) -> list[tuple[PolicyVersion, Path]]:
-        if not self.root.is_dir():
-            return []
-        found = ((_NAME.fullmatch(path.name), path) for path in self.root.iterdir())
-        return [(PolicyVersion(int(m[1]), int(m[2])), path) for m, path in found if m]
+T = TypeVar("T")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -98,7 +48,7 @@ class DirectorySync(Server):
 
     Args:
         weights: what is trained
-        directories: where the weights are written; the server must see the same path
+        directories: where the weights are written
         dtype: the data type that the server must have; "auto" accepts any
         device: the device to train on; "auto" takes a GPU if there is one
 
@@ -106,7 +56,7 @@ class DirectorySync(Server):
     """
 
     weights: TrainedWeights
-    directories: WeightDirectories
+    directories: VersionDirectories
     dtype: str
     device: str
     every_steps: int
@@ -129,10 +79,10 @@ class DirectorySync(Server):
         self.version = PolicyVersion(self.version.epoch, step)
         if step % self.every_steps and step != self.last_step:
             return Published(self.version, 0.0, is_served=False)
-        alignment = self.publish_now(f"After step {step}")
-        return Published(self.version, time.monotonic() - started, alignment=alignment)
+        published = self.publish_now(f"After step {step}")
+        return replace(published, seconds=time.monotonic() - started)
 
-    def publish_now(self, label: str) -> Alignment:
+    def publish_now(self, label: str) -> Published:
         """Write the policy's weights into a directory, let the server load them, and check it.
 
         Args:
@@ -143,20 +93,27 @@ class DirectorySync(Server):
             ServedWeightsDiffer: the server reports the new weights but does not serve them.
             GrpoError: those of `_load`, and of the requests of the check.
         """
-        started, version = time.monotonic(), self.version
-        files = self.directories.write(version, self.weights, self._policy)
+        files = self.directories.write(self.version, self.weights, self._policy)
+        return self._bring(files, label)
+
+    def _bring(self, announced: Announcement, label: str) -> Published:
+        """Let the server load a version, and check it."""
+        started = time.monotonic()
         if self.caches_stay:
             self._check.prime()
-        in_use = self._load(files)
-        alignment = self._check.require(version, label)
-        self.directories.remove_older(in_use)
+        reach = self._load(announced)
+        alignment = self._require_served(label)
+        self._remove_older()
+        seconds = time.monotonic() - started
         log.info(
             "weights.published",
-            policy_version=tuple(version),
-            seconds=round(time.monotonic() - started, 2),
+            policy_version=tuple(announced.version),
+            kind=announced.kind.value,
+            seconds=round(seconds, 2),
+            servers=None if reach is None else reach.servers,
             logprob_difference=alignment.mean,
         )
-        return alignment
+        return Published(announced.version, seconds, alignment=alignment, reach=reach)
 
     def _loaded(self, dtype: torch.dtype, device: torch.device, probe: ProbeLengths) -> CausalLM:
         """The untrained policy; its logprobs are those of the first check."""
@@ -174,47 +131,59 @@ class DirectorySync(Server):
         self.directories.prepare()
         self.version = PolicyVersion(1 + max(self.directories.newest_epoch(), *known), step)
 
-    def _load(self, files: WeightRef) -> frozenset[Path]:
-        """Let the server load a directory; returns those that requests in flight still read."""
+    def _load(self, announced: Announcement) -> Reach | None:
+        """Let the server load the version. Returns None if it has no use for announcements."""
         raise NotImplementedError
+
+    def _require_served(self, label: str) -> Alignment:
+        return self._check.require(self.version, label)
+
+    def _remove_older(self) -> None:
+        self.directories.remove_older(())
 
 
 @dataclass(eq=False, kw_only=True)
-class FileSync(CheckedServer, DirectorySync):
+class FileSync(DirectorySync):
     """Args:
-    bridge: client of the inference server
-    supervisor: client of that server's supervisor
-    monitor: watches that supervisor's status
-    publisher: makes the server load a directory
+    bridge: client of the server at --inference-url
+    connect: makes the client of another server, from its URL
+    watch: sees the servers of the run
+    publisher: brings a version to them
+    source: serves the directories to them
+    restarts: whether an engine restarts on new weights
+    nodes: servers to wait for at the start; 0: the one at --inference-url
     """
 
     bridge: BridgeClient
-    supervisor: SupervisorClient
-    monitor: ServerMonitor
+    connect: Callable[[str], BridgeClient]
+    watch: ServerWatch
     publisher: Publisher
-    _crashes: int = field(init=False, default=0)
+    source: WeightSource
+    restarts: bool
+    nodes: int = 0
+    _own_name: str | None = field(init=False, default=None)
+    _clients: dict[str, BridgeClient] = field(init=False, default_factory=dict)
+    _sources: list[str] = field(init=False, default_factory=list)
+    _turn: str = field(init=False, default="")
+    _publication: Publication | None = field(init=False, default=None)
 
     @property
     def caches_stay(self) -> bool:
-        return not self.publisher.action.restarts
+        return not self.restarts
 
     def load_policy(self, restoring: bool = False) -> CausalLM:  # noqa: ARG002
         """Load the model of --model, in the LoRA modes with an adapter that changes nothing
         yet.
 
         Raises:
-            ServiceUnavailable, LostServer: the server or its supervisor does not answer.
-            PolicyMismatch: the server has another mode, data type, run or weights directory.
+            ServiceUnavailable, LostServer, NoInferenceServer: the servers do not answer.
+            PolicyMismatch: a server has another mode, data type or run.
             NoSuchDevice: the GPU to train on does not exist.
         """
         device = device_to_load_on(self.device)
         import_architecture(self.weights.model_name)
-        info = self.bridge.info()
-        _require_server(self.bridge.base_url, info, self.weights.kind, self.supervisor.run_id)
-        self.server_run_id = self.supervisor.run_id = info.run_id or ""
+        info = self._agreed_info()
         dtype = _dtype_to_load(self.dtype, info)
-        self._agreed_status(info)
-        self._agreed_directory(info)
         lengths = ProbeLengths.fitting(info.kv_block_size, info.max_model_len)
         return self._loaded(dtype, device, lengths)
 
@@ -225,106 +194,147 @@ class FileSync(CheckedServer, DirectorySync):
         last_epoch: int = 0,
         bound: Bound | None = None,
     ) -> PolicyVersion:
-        """Start an epoch later than every known one, and publish unless the server already serves
-        exactly these weights."""
-        status = self.monitor.await_serving()
-        is_untrained = optimizer.unwritten_parameters() == 0
-        known = last_epoch, status.epoch, self.supervisor.newest_epoch()
-        self._begin(optimizer, step, bound, known)
-        # Without a restart a publication is cheap, so it is done even if the server has these
-        # weights.
-        if self.caches_stay or not self._has(status, is_untrained):
-            self.publish_now(f"After step {step}")
+        """Announce the policy's weights under an epoch later than every known one. Servers that
+        have these weights already only rename them."""
+        served = self.watch.await_serving()
+        head = self.watch.versions.head()
+        is_untrained = step == 0 and optimizer.unwritten_parameters() == 0
+        epochs = [one.epoch for one in (*served.values(), *([head] if head else []))]
+        self._begin(optimizer, step, bound, (last_epoch, *epochs))
+        self._sources = self.source.open()
+        if is_untrained:
+            announced = Announcement(**self.version.fields(), kind=VersionKind.BASE)
         else:
-            self.begun_as = status.version
-            self._check.require(status.version, "At the start")
-            log.info("weights.already_served", policy_version=tuple(status.version))
+            announced = self.directories.write(self.version, self.weights, self._policy)
+        self.begun_as = _name_before(announced, head)
+        self._bring(announced, f"After step {step}")
+        if self.begun_as is not None:
+            log.info("weights.already_served", policy_version=tuple(self.begun_as))
         return self.version
 
     def recover_server(self) -> None:
-        """Wait for the server's return if it is down. Raises `LostServer`."""
-        self.monitor.look()
-
-    def crashes(self) -> int:
-        status = self.monitor.status()
-        if status is not None:
-            self._crashes = status.crashes
-        return self._crashes
-
-    def await_serving(self) -> None:
-        self.monitor.await_serving()
-
-    def close(self) -> None:
-        self.supervisor.close()
-        self.bridge.close()
-
-    def _load(self, files: WeightRef) -> frozenset[Path]:
-        """Raises `WeightsRefused`, `NotPublished`, `LostServer`: the server serves the previous
-        weights, or none."""
-        return self.publisher.publish(files)
-
-    def _has(self, status: SupervisorStatus, is_untrained: bool) -> bool:
-        """Whether the server serves the policy's weights, under any policy version."""
-        served = status.weights
-        if not served.trained:
-            return is_untrained
-        return (
-            served.kind is self.weights.kind
-            and served.path is not None
-            and self.weights.are_in(self._policy, served.path)
-        )
-
-    def _agreed_status(self, info: BridgeInfo) -> SupervisorStatus:
-        """The supervisor's status, once Redis and the server at our URL report the same version."""
-        deadline = Deadline(self.supervisor.deadline_s)
-        while True:
-            status = self.monitor.await_serving()
-            if status.version == info.policy_version:
-                return status
-            if deadline.has_passed:
-                raise PolicyMismatch(
-                    f"the server at {self.bridge.base_url} serves policy version "
-                    f"{tuple(info.policy_version)}, but according to Redis the server of run "
-                    f"{self.supervisor.run_id!r} serves {tuple(status.version)}. So "
-                    "--inference-url is not the URL of that run's server. Start server and trainer "
-                    "with the same --redis-url and --run-id"
-                )
-            time.sleep(POLL_S)
-            info = self.bridge.info()
-
-    def _agreed_directory(self, info: BridgeInfo) -> None:
-        """Choose a directory for the weights in which the server looks too: that below --save-path
-        if the server loads weights from there, otherwise the server's own.
+        """Wait for a server if none serves, and announce again what Redis has lost.
 
         Raises:
-            PolicyMismatch: the trainer cannot write into it, or it is another directory on the
-                server's host.
+            LostServer: no server came back in time.
+            TrainerReplaced: another trainer publishes to this run.
         """
-        assert info.weights_dir is not None, "_require_server checks this"
-        accepted = Path(info.weights_dir)
-        if not self.directories.root.is_relative_to(accepted):
-            self.directories = WeightDirectories(accepted)
-        probe = accepted / f"probe-{secrets.token_hex(8)}"
-        try:
-            make_directory(accepted)
-            probe.touch()
-        except OSError as error:
-            raise PolicyMismatch(
-                f"the server loads weights from {accepted}, and the trainer cannot write there: "
-                f"{error}. Start the server with a --weights-dir that the trainer can write to"
-            ) from error
-        try:
-            deadline = Deadline(SEEN_DEADLINE_S)
-            while not self.bridge.sees(probe.name):
-                if deadline.has_passed:
-                    raise PolicyMismatch(
-                        f"the server at {self.bridge.base_url} loads weights from {accepted}, but "
-                        "does not see a file that the trainer wrote there; let both hosts or "
-                        "containers mount the same directory under this path"
-                    )
-                time.sleep(POLL_S)
-        finally:
-            probe.unlink()
+        self.watch.look()
+
+    def served_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Of one of the servers. Raises the errors of `CheckedServer.served_logprobs`."""
+        return self._at_one(lambda probe: probe.served_logprobs(token_ids))
+
+    def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
+        """At one of the servers. Raises the errors of `served_logprobs`."""
+        return self._at_one(lambda probe: probe.sample(prompt_token_ids, max_tokens))
+
+    def close(self) -> None:
+        log.info(
+            "servers.summary",
+            left=self.watch.left,
+            late=self.publisher.late,
+            repeated_announcements=self.watch.repeated,
+        )
+        self.source.close()
+        self.watch.versions.close()
+        for client in (self.bridge, *self._clients.values()):
+            client.close()
+
+    def _load(self, announced: Announcement) -> Reach:
+        """Raises the errors of `Publisher.publish`."""
+        announced = announced.model_copy(update={"restarts": self.restarts})
+        has_files = announced.kind is not VersionKind.BASE
+        self._publication = self.publisher.publish(announced, self._sources if has_files else [])
+        return self._publication.reach
+
+    def _require_served(self, label: str) -> Alignment:
+        """Check one of the servers, each in its turn, and those that joined since."""
+        assert self._publication is not None, "something was published"
+        serving = self._publication.serving
+        while True:
+            turn = self._turn if self._turn in serving else self._next(serving)
+            names = {turn, *self.watch.unchecked(serving)}
+            servers = {self._label(name): self._probe(name) for name in sorted(names)}
+            try:
+                alignment = self._check.require(self.version, label, servers)
+            except ServerLeft as gone:
+                serving = {n: one for n, one in serving.items() if n != gone.name}
+                if not serving:
+                    serving = self.watch.await_serving()
+                continue
+            for name in names:
+                self.watch.checked(name)
+            self._turn = self._next(serving)
+            return alignment
+
+    def _remove_older(self) -> None:
+        assert self._publication is not None, "something was published"
+        removed = self.directories.remove_older(self._publication.in_use)
+        self.watch.versions.forget(removed)
+
+    def _at_one(self, ask: Callable[[Server], T]) -> T:
+        """The answer of the server whose turn it is, or of another one if it leaves or is late."""
+        while True:
+            serving = self.watch.await_serving()
+            newest = max(one.version for one in serving.values())
+            names = [name for name, one in serving.items() if one.version == newest]
+            if self._turn not in names:
+                self._turn = self._next(names)
+            try:
+                return ask(self._probe(self._turn))
+            except ServerLeft:
+                self._turn = ""
+
+    def _next(self, names: Iterable[str]) -> str:
+        """The name after the last one whose turn it was."""
+        ordered = sorted(names)
+        return next((name for name in ordered if name > self._turn), ordered[0])
+
+    def _probe(self, name: str) -> ServerProbe:
+        return ServerProbe(name, self._client(name), self.watch)
+
+    def _client(self, name: str) -> BridgeClient:
+        """--inference-url may be the only address under which its server is reachable from here."""
+        servers = self.watch.known
+        is_alone = not self.nodes and len(servers) == 1
+        url = servers[name].url if name in servers else ""
+        if not url or name == self._own_name or is_alone:
+            return self.bridge
+        if url not in self._clients:
+            self._clients[url] = self.connect(url)
+        return self._clients[url]
+
+    def _label(self, name: str) -> str:
+        servers = self.watch.known
+        if len(servers) < 2 or name not in servers:
+            return "the server"
+        return f"server {name} at {servers[name].url}"
+
+    def _agreed_info(self) -> BridgeInfo:
+        """What the servers report. Raises `PolicyMismatch` if they do not fit."""
+        versions, kind = self.watch.versions, self.weights.kind
+        info = None
+        if not (self.nodes and versions.run_id):
+            info = self.bridge.info()
+            _require_server(self.bridge.base_url, info, kind, versions.run_id)
+            versions.run_id, self._own_name = info.run_id or "", info.name
+        self.server_run_id = versions.run_id
+        for name in self.watch.await_all(self.nodes) if self.nodes else ():
+            client = self._client(name)
+            info = client.info()
+            _require_server(client.base_url, info, kind, versions.run_id)
+            _dtype_to_load(self.dtype, info)
+        assert info is not None, "there is at least one server"
+        return info
+
+
+def _name_before(announced: Announcement, head: Announcement | None) -> PolicyVersion | None:
+    """The version under which these weights were announced before; None if they were not."""
+    if head is None:
+        return UNTRAINED if announced.kind is VersionKind.BASE else None
+    is_same = (head.kind.weights, head.digest) == (announced.kind.weights, announced.digest)
+    return head.version if is_same else None
 
 
 def _require_server(url: str, info: BridgeInfo, kind: WeightKind, run_id: str) -> None:

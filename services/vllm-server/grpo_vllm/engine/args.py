@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 import structlog
 
 from grpo_core.security import plain
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.ref import WeightRef
-from grpo_vllm.engine.plugin import LOAD_FORMAT, WORKER_EXTENSION
+from grpo_vllm.engine.plugin import LOAD_FORMAT, STAGED_UPDATE, WORKER_EXTENSION
 from grpo_vllm.engine.vllm_compat.launch import (
     adapt_to_cpu,
+    can_update_weights,
     current_platform,
     parse_engine_arguments,
     refuse_parallel_engines,
@@ -130,4 +132,6 @@ def engine_arguments(settings: ServerSettings, weights: WeightRef) -> list[str]:
     if settings.enable_lora:
         ours += ["--enable-lora", "--max-lora-rank", str(settings.max_lora_rank)]
         ours += ["--max-loras", str(settings.max_loras)]
+    if settings.loads_in_place and can_update_weights():
+        ours += ["--weight-transfer-config", json.dumps({"backend": STAGED_UPDATE})]
     return [*ours, *settings.engine_arguments]

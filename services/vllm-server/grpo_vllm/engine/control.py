@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire.policy_version import PolicyVersion
 
 ENGINE_CALL_TIMEOUT_S = 30.0
+UPDATE_TIMEOUT_S = 120.0
+"""For loading the weights of a whole model; a CPU packs them for its kernels."""
 FINISHED_FIRST_TOKENS = 16
 """On a CPU, a pause waits for the requests in flight if none of them can sample more tokens than
 this. That takes less time than computing their KV cache again: with 128 sequences of 26 tokens, a
@@ -54,6 +57,20 @@ class EngineControl:
 
     async def resume(self) -> None:
         await self._or_broken("resume", self._engine.resume_generation())
+
+    @property
+    def loads_weights(self) -> bool:
+        """Whether `update_weights` is possible: not before vLLM 0.32."""
+        return hasattr(self._engine, "start_weight_update")
+
+    async def update_weights(self, directory: Path, version: PolicyVersion) -> None:
+        """Load the weights of the directory under a pause. The KV cache is cleared. If loading
+        fails, the engine holds weights of two versions, so it is broken."""
+        await self.pause()
+        loading = self._load_from(directory)
+        await self._or_broken("load the weights", loading, UPDATE_TIMEOUT_S)
+        await self.name_weights(version)
+        await self.resume()
 
     async def name_weights(self, version: PolicyVersion) -> None:
         """Let the engine stamp tokens that it samples from now on, if it can (vLLM 0.32)."""
@@ -105,9 +122,18 @@ class EngineControl:
     async def _pause_scheduler(self, mode: str) -> None:
         await self._engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
 
-    async def _or_broken(self, what: str, call: Awaitable[None]) -> None:
+    async def _load_from(self, directory: Path) -> None:
+        """With the backend `engine.vllm_compat.staged_update`."""
+        update = {"update_info": {"directory": str(directory)}}
+        await self._engine.collective_rpc("start_weight_update")
+        await self._engine.collective_rpc("update_weights", kwargs=update)
+        await self._engine.collective_rpc("finish_weight_update")
+
+    async def _or_broken(
+        self, what: str, call: Awaitable[None], within_s: float = ENGINE_CALL_TIMEOUT_S
+    ) -> None:
         try:
-            await _in_time(what, call)
+            await _in_time(what, call, within_s)
         except Exception:  # the engine raises its internal errors unchanged
             self.broken = True
             raise
@@ -118,11 +144,11 @@ def stamps_versions(engine: Any) -> bool:
     return hasattr(engine, "update_weight_version")
 
 
-async def _in_time(what: str, call: Awaitable[T]) -> T:
+async def _in_time(what: str, call: Awaitable[T], within_s: float = ENGINE_CALL_TIMEOUT_S) -> T:
     try:
-        async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
+        async with asyncio.timeout(within_s):
             return await call
     except TimeoutError:
         raise EngineTimeout(
-            f"the engine did not {what} within {ENGINE_CALL_TIMEOUT_S:g} s; see the server log"
+            f"the engine did not {what} within {within_s:g} s; see the server log"
         ) from None

@@ -36,6 +36,7 @@ from grpo_vllm.http.middleware import InFlight, ReadinessGate
 from grpo_vllm.http.server import DrainingServer, require_api_key, serve_until
 from grpo_vllm.routes.control import bridge_router, engine_router, info_router, lora_router
 from grpo_vllm.routes.generation import generation_router
+from grpo_vllm.weights.follow_gate import FollowGate
 from grpo_vllm.weights.lora import AdapterNames, AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
 from grpo_vllm.weights.served_store import RedisServedStore, ServedStore
@@ -91,7 +92,8 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
                 await adapters.load(plan.weights.adapter, plan.weights.version)
         shared = await stack.enter_async_context(_sharing(settings, engine, bridge))
         app = await _public_app(engine, arguments, bridge, adapters)
-        app.include_router(info_router(engine, bridge, settings, shared, adapters))
+        gate = FollowGate(settings.follows)
+        app.include_router(info_router(engine, bridge, settings, shared, adapters, gate))
         lora = lora_router(bridge, adapters, settings)
         control = (bridge_router(bridge, settings, why_no_sleep(engine)), lora)
         servers = {}
@@ -102,13 +104,14 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
             for router in control:
                 app.include_router(router)
         counted = functools.partial(in_flight.pass_on, app)
-        hold = (bridge.refusal, bridge.write_back.wait, settings.write_back_hold_s)
+        wait = gate.wait if settings.follows else bridge.write_back.wait
+        hold = (lambda: bridge.refusal() or gate.refusal(), wait, settings.write_back_hold_s)
         pages = frozenset(arguments.allowed_origins) - {"*"}  # "*" is vLLM's default
         public = DrainingServer(_guarded(ReadinessGate(counted, *hold), settings, pages))
         app.state.server = public  # vLLM's error handler stops this server if the engine is dead
         drain = functools.partial(public.drain, park=channel.park, in_flight=in_flight)
-        status = engine_router(bridge, in_flight, adapters, drain)
-        private = DrainingServer(_app("vllm-server engine process", status, lora))
+        status = engine_router(bridge, in_flight, adapters, gate, drain)
+        private = DrainingServer(_app("vllm-server engine process", status))
         servers |= {public: plan.public, private: plan.private}
         log.info(
             "engine.serving",
@@ -123,7 +126,10 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         if engine.errored:
             raise EngineDied("a process of vLLM ended; its last lines in this log give the cause")
         if bridge.engine.broken:
-            raise EngineDied("the engine did not resume after a pause; the supervisor restarts it")
+            raise EngineDied(
+                "the engine failed in a pause or while it loaded weights; the supervisor restarts "
+                "it"
+            )
 
 
 async def _public_app(

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from grpo_core.tree.server import SHARE_WEIGHTS_VARIABLE
 
 LOAD_FORMAT = "grpo_shared"
+STAGED_UPDATE = "grpo_staged"
+"""Backend of vLLM's weight transfer that loads a directory of weights into the running engine."""
 WORKER_EXTENSION = "grpo_vllm.weights.loader.WeightExport"
 SERVER_VARIABLE = "GRPO_VLLM_SERVER"
 """Environment variable that our server sets for its processes."""
@@ -25,12 +27,14 @@ VARIABLE = "GRPO_VLLM_ENGINE_PROCESS"
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes. Registers small KV blocks for a CPU, and the shared
-    load format only if the server shares weights."""
+    """Called by vLLM in each of its processes. Registers small KV blocks for a CPU, the backend
+    that loads weights while the engine runs, and the shared load format only if the server shares
+    weights."""
     end_with_the_engine_process()
-    from grpo_vllm.engine.vllm_compat.launch import offer_small_blocks
+    from grpo_vllm.engine.vllm_compat.launch import offer_small_blocks, offer_staged_update
 
     offer_small_blocks()
+    offer_staged_update(STAGED_UPDATE)
     if os.environ.get(SHARE_WEIGHTS_VARIABLE) == "1":
         import grpo_vllm.weights.loader  # noqa: F401  (importing registers the load format)
 

@@ -7,6 +7,7 @@ Pausing, sleeping and draining are offered to the trainer, the operator and the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -20,9 +21,10 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.vllm_compat.launch import device_type, generation_tokens
 from grpo_vllm.http.middleware import InFlight
 from grpo_vllm.routes.errors import ErrorHandlingRoute, NotOffered
+from grpo_vllm.weights.follow_gate import FollowGate
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
-from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
+from grpo_vllm.weights.write_lease import BridgeConflict, ServingState, WeightBridge
 
 PAUSE_BODY = (
     '{"session": ..., "lease_s": seconds, "policy_version": [epoch, step]}; the weight socket '
@@ -73,6 +75,28 @@ class LoadRequest(_Body):
 
 class UnloadRequest(_Body):
     adapter_name: AdapterName = ""
+
+
+class UpdateRequest(_Body):
+    """`directory`: verified by the supervisor, with all weights of the model or an adapter."""
+
+    directory: Path
+    policy_version: PolicyVersion
+
+
+class NameRequest(_Body):
+    """`policy_version`: a new name of the served weights."""
+
+    policy_version: PolicyVersion
+
+
+class StatusRequest(_Body):
+    """What the supervisor says with each query: see `FollowGate.note`."""
+
+    behind: str = ""
+    hold: bool = False
+    head: str = ""
+    staged: str = ""
 
 
 class DrainRequest(_Body):
@@ -198,6 +222,7 @@ def info_router(
     settings: ServerSettings,
     shared: BridgeConfig | None,
     adapters: AdapterSwitch | None,
+    gate: FollowGate,
 ) -> APIRouter:
     """The routes of `/bridge` and `/lora` that only report. Args: shared: None without
     --share-weights"""
@@ -206,9 +231,12 @@ def info_router(
 
     @router.get("/bridge/info")
     async def get_info() -> dict[str, Any]:
-        refusal = bridge.refusal()
+        refusal = bridge.refusal() or gate.refusal()
         adapter = adapters.current if adapters else None
         return {
+            "name": settings.server_name,
+            "head": gate.head or None,
+            "staged": gate.staged or None,
             "enabled": shared is not None,
             "shared_weights": shared is not None,
             "model_name": settings.model,
@@ -225,7 +253,7 @@ def info_router(
             "policy_version": list(bridge.version),
             "weights_intact": bridge.weights_intact,
             "paused": bridge.paused,
-            "state": bridge.state.value,
+            "state": state_of(bridge, gate).value,
             "state_reason": refusal.reason if refusal else None,
             "update_count": bridge.update_count,
             "notice_count": bridge.notice_count,
@@ -259,26 +287,56 @@ def info_router(
     return router
 
 
+def state_of(bridge: WeightBridge, gate: FollowGate) -> ServingState:
+    is_open = bridge.refusal() is not None or gate.refusal() is None
+    return bridge.state if is_open else ServingState.BEHIND
+
+
 def engine_router(
     bridge: WeightBridge,
     in_flight: InFlight,
     adapters: AdapterSwitch | None,
+    gate: FollowGate,
     drain: Callable[[float], None],
 ) -> APIRouter:
-    """`GET /engine/status` and `POST /engine/drain`. The engine ends after a drain."""
+    """The supervisor's routes. The engine ends after a drain, and after an update that failed."""
     router = APIRouter(prefix="/engine", route_class=ErrorHandlingRoute)
 
-    @router.get("/status")
-    async def get_status() -> dict[str, Any]:
+    @router.post("/status")
+    async def post_status(request: StatusRequest) -> dict[str, Any]:
+        gate.note(request.behind, request.hold, request.head, request.staged)
         refusal = bridge.refusal()
         return {
             "policy_version": list(bridge.version),
-            "state": bridge.state.value,
+            "state": state_of(bridge, gate).value,
+            "in_use": adapters.directories_in_use() if adapters else [],
             "reason": refusal.reason if refusal else "",
             "adapter": adapters.current.described() if adapters and adapters.current else None,
             "in_flight": len(in_flight),
             "generation_tokens": generation_tokens(),
         }
+
+    @router.post("/weights")
+    async def post_weights(request: UpdateRequest) -> dict[str, float]:
+        if not bridge.engine.loads_weights:
+            raise BridgeConflict("this version of vLLM cannot load weights while it runs")
+        pause_s = await bridge.update(request.directory, request.policy_version)
+        return {"pause_s": round(pause_s, 3)}
+
+    @router.post("/adapter")
+    async def post_adapter(request: UpdateRequest) -> dict[str, Any]:
+        if adapters is None:
+            raise NotOffered(NO_LORA)
+        await adapters.load(request.directory, request.policy_version)
+        await bridge.adopt(request.policy_version)
+        return {"in_use": adapters.directories_in_use()}
+
+    @router.post("/version")
+    async def post_version(request: NameRequest) -> dict[str, str]:
+        if adapters is not None:
+            await adapters.rename(request.policy_version)
+        await bridge.adopt(request.policy_version)
+        return {"status": "ok"}
 
     @router.post("/drain")
     async def post_drain(request: DrainRequest) -> dict[str, str]:

@@ -138,10 +138,28 @@ class Engine:
         loop.add_reader(self._descriptor, self._read)
         self._watching = asyncio.create_task(self._watch_server())
 
-    async def status(self) -> dict[str, Any]:
-        """`GET /engine/status`. Raises `EngineDoesNotAnswer`."""
-        answer: dict[str, Any] = await self._ask("GET", "/engine/status", ASK_DEADLINE_S)
+    async def status(self, **word: str | bool) -> dict[str, Any]:
+        """`POST /engine/status` with the supervisor's word. Raises `EngineDoesNotAnswer`."""
+        answer: dict[str, Any] = await self._ask(
+            "POST", "/engine/status", ASK_DEADLINE_S, json=word
+        )
         return answer
+
+    async def update_weights(self, directory: str, version: tuple[int, int]) -> float:
+        """Load the weights of a whole model. Returns the seconds of the pause.
+
+        Raises:
+            EngineRefused: the engine cannot load weights while it runs.
+            EngineDoesNotAnswer: the engine may hold a part of the new weights.
+        """
+        body = {"directory": directory, "policy_version": list(version)}
+        answer = await self._ask("POST", "/engine/weights", LOAD_DEADLINE_S, json=body)
+        return float(answer["pause_s"])
+
+    async def rename_weights(self, version: tuple[int, int]) -> None:
+        """Raises `EngineDoesNotAnswer`, `EngineRefused`."""
+        body = {"policy_version": list(version)}
+        await self._ask("POST", "/engine/version", ASK_DEADLINE_S, json=body)
 
     async def load_adapter(self, directory: str, version: tuple[int, int]) -> list[str]:
         """Serve the adapter. Returns the adapter directories that the engine may still read.
@@ -150,8 +168,8 @@ class Engine:
             EngineRefused: the engine refused the adapter and still serves the previous weights.
             EngineDoesNotAnswer: the served weights are unknown.
         """
-        body = {"adapter_path": directory, "policy_version": list(version)}
-        answer = await self._ask("POST", "/lora/load", LOAD_DEADLINE_S, json=body)
+        body = {"directory": directory, "policy_version": list(version)}
+        answer = await self._ask("POST", "/engine/adapter", LOAD_DEADLINE_S, json=body)
         return [str(path) for path in answer["in_use"]]
 
     async def drain(self, within_s: float) -> None:
@@ -287,13 +305,14 @@ class EngineSlot:
         )
         return engine
 
-    async def look(self) -> dict[str, Any] | None:
-        """The engine's own status; None if no engine answers."""
+    async def look(self, **word: str | bool) -> dict[str, Any] | None:
+        """The engine's own status; None if no engine answers. `word`: what the engine is told; see
+        `FollowGate.note`."""
         engine = self.engine
         if engine is None:
             return None
         try:
-            seen = await engine.status()
+            seen = await engine.status(**word)
         except (EngineDoesNotAnswer, EngineRefused) as error:
             self.answers = False
             log.debug("engine.unresponsive", reason=str(error))

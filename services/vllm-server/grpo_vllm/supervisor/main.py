@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
+import re
 import resource
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
-from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from grpo_core.process import adopt_orphans, children
 from grpo_core.tree.server import ServerSettings
-from grpo_core.weights.supervisor import SupervisorPhase, SupervisorStatus
+from grpo_core.weights.ref import WeightRef
+from grpo_core.weights.servers import ServerState, ServerStatus
+from grpo_core.weights.version_log import ServerVersionLog
 from grpo_vllm.http.server import require_api_key, serving
-from grpo_vllm.supervisor.commands import CommandStream, ControlPlane
 from grpo_vllm.supervisor.engine import ENGINE_MODULE, ForkServer
+from grpo_vllm.supervisor.follower import Follower
 from grpo_vllm.supervisor.host import Sockets, require_shared_memory
+from grpo_vllm.supervisor.joining import FirstWeights, joined, servable
 from grpo_vllm.supervisor.ownership import RunOwner
-from grpo_vllm.supervisor.supervisor import Supervisor
-from grpo_vllm.weights.served_store import RedisServedStore, ServedStore, first_weights
+from grpo_vllm.supervisor.supervisor import Report, Supervisor
+from grpo_vllm.weights.fetch import Fetcher
+from grpo_vllm.weights.served_store import RedisServedStore, ServedStore
 from grpo_vllm.weights.socket_server import make_private_directory
+from grpo_vllm.weights.staging import Staging
+from grpo_vllm.weights.transport import HttpTransport
 
 log = structlog.get_logger()
 
 _REAP_AGAIN_S = 1.0
+_VERSION, _FILE = re.compile(r"\d+-\d+"), re.compile(r"\w[\w.-]*")
 
 
 def supervise(
@@ -62,28 +70,62 @@ async def _run(
     settings: ServerSettings, arguments: Sequence[str], sockets: Sockets, engine_module: str
 ) -> int:
     async with contextlib.AsyncExitStack() as stack:
-        beside: list[Callable[[], Awaitable[None]]] = []
-        control = ControlPlane()
         store = ServedStore()
+        host = ForkServer(engine_module, arguments)
         if (url := settings.redis) is not None:
             store = await stack.enter_async_context(
                 RedisServedStore(url, settings.run_id, settings.redis_required)
             )
-            control = await stack.enter_async_context(CommandStream(url, settings.run_id))
-            owner = RunOwner(url, settings.run_id, settings.port)
-            await (await stack.enter_async_context(owner)).claim()
-            beside.append(owner.hold)
-        weights = await first_weights(settings, store)
-        host = ForkServer(engine_module, arguments)
-        stack.push_async_callback(host.close)
-        supervisor = Supervisor(settings, sockets, weights, control, store, host)
+        supervisor = Supervisor(settings, sockets, store, host)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, supervisor.stop)
         loop.add_signal_handler(signal.SIGCHLD, _reap_strangers, host)
-        app = health_app(supervisor.status, supervisor.ready, settings.api_key)
+        app = health_app(supervisor.status, supervisor.ready, settings)
+        first: FirstWeights = _without_redis
+        report: Report = _to_nobody
+        beside: list[Callable[[], Awaitable[None]]] = []
+        if url is not None:
+            owner = RunOwner(url, settings.run_id, settings.server_name, settings.share_weights)
+            await (await stack.enter_async_context(owner)).claim()
+            beside.append(owner.hold)
+            versions = ServerVersionLog(url, settings.run_id, settings.server_name)
+            await stack.enter_async_context(versions)
+            stack.push_async_callback(versions.leave)
+            report = versions.report
+        if settings.follows:
+            first = await _following(settings, store, versions, supervisor, stack)
+        stack.push_async_callback(host.close)
         await stack.enter_async_context(serving(app, sockets.health))
-        return await supervisor.run(beside)
+        return await supervisor.run(first, report, beside)
+
+
+async def _without_redis() -> WeightRef:
+    return WeightRef()
+
+
+async def _to_nobody(_status: ServerStatus) -> None:
+    pass
+
+
+async def _following(
+    settings: ServerSettings,
+    store: ServedStore,
+    versions: ServerVersionLog,
+    supervisor: Supervisor,
+    stack: contextlib.AsyncExitStack,
+) -> FirstWeights:
+    """Let the supervisor follow the trainer. Returns what brings its first weights."""
+    staging = Staging(settings.staging, settings.loads_from)
+    await staging.clear()
+    stack.push_async_callback(staging.clear)
+    transport = await stack.enter_async_context(HttpTransport(settings.api_key))
+    fetcher = Fetcher(versions, transport, staging, settings.weights_url)
+    check, max_staleness = servable(settings), settings.max_staleness
+    follower = Follower(versions, fetcher, supervisor.seat, check, max_staleness)
+    stack.push_async_callback(follower.close)
+    supervisor.follow(follower, fetcher)
+    return functools.partial(joined, settings, store, versions, follower)
 
 
 def _reap_strangers(host: ForkServer) -> None:
@@ -99,10 +141,11 @@ def _reap_strangers(host: ForkServer) -> None:
 
 
 def health_app(
-    status: Callable[[], SupervisorStatus], ready: Callable[[], bool], api_key: SecretStr | None
+    status: Callable[[], ServerStatus], ready: Callable[[], bool], settings: ServerSettings
 ) -> ASGIApp:
     """`/healthz`: 200 unless the supervisor has given up. `/readyz`: 200 if requests are answered
-    now. `/status`: the whole status; needs the API key."""
+    now. `/status`: the whole status; needs the API key. `/weights/<id>/<file>`: copies of versions,
+    for other servers; needs the API key."""
 
     def answer(is_good: bool) -> Response:
         now = status()
@@ -110,7 +153,7 @@ def health_app(
         return JSONResponse(body, 200 if is_good else 503)
 
     async def healthz(_request: Request) -> Response:
-        return answer(status().state is not SupervisorPhase.FAILED)
+        return answer(status().state is not ServerState.FAILED)
 
     async def readyz(_request: Request) -> Response:
         return answer(ready())
@@ -118,6 +161,16 @@ def health_app(
     async def everything(_request: Request) -> Response:
         return JSONResponse(status().model_dump(mode="json"))
 
+    async def weights(request: Request) -> Response:
+        version, name = request.path_params["version"], request.path_params["file"]
+        path = settings.staging / version / name
+        if not (_VERSION.fullmatch(version) and _FILE.fullmatch(name) and path.is_file()):
+            return JSONResponse({"detail": f"{version}/{name}: no such file"}, 404)
+        return FileResponse(path)
+
     handlers = {"/healthz": healthz, "/readyz": readyz, "/status": everything}
-    app = Starlette(routes=[Route(path, handler) for path, handler in handlers.items()])
-    return require_api_key(app, api_key)
+    routes = [Route(path, handler) for path, handler in handlers.items()]
+    if settings.follows:
+        routes.append(Route("/weights/{version}/{file}", weights))
+    app = Starlette(routes=routes)
+    return require_api_key(app, settings.api_key)

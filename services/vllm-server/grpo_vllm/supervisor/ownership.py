@@ -1,6 +1,11 @@
-"""Lets one server at a time serve a run: two would both answer the trainer's commands.
+"""Lets one server at a time have a name in a run, and a server that shares its weights be alone
+in its run: a trainer writes into one server's memory.
 
-The owner is a Redis key that expires, so the run of a server whose host is lost is soon free.
+    owner:<name>     the server of that name
+    owner-alone      the server that shares its weights
+    owners           set: the names
+
+Both keys expire, so the name of a server whose host is lost is soon free.
 """
 
 from __future__ import annotations
@@ -26,42 +31,67 @@ RENEW_S = 2.0
 ASK_AGAIN_S = 0.5
 TIMEOUT_S = 2.0
 _CLAIM = """
-local held = redis.call('GET', KEYS[1])
-if held and held ~= ARGV[1] and held ~= ARGV[2] then
-  return held
+local function other(key)
+  local held = redis.call('GET', key)
+  if held == ARGV[2] then
+    redis.call('DEL', key)
+    return nil
+  end
+  return held and held ~= ARGV[1] and held or nil
+end
+local found = other(KEYS[1]) or other(KEYS[2])
+if not found and ARGV[5] == '1' then
+  for _, name in ipairs(redis.call('SMEMBERS', KEYS[3])) do
+    found = found or other(ARGV[6] .. name)
+  end
+end
+if found then
+  return found
 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
+redis.call('SADD', KEYS[3], ARGV[4])
+if ARGV[5] == '1' then
+  redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[3])
+end
 return ''
 """
-"""KEYS: the owner. ARGV: this server; a server that has ended, or ''; milliseconds. Returns '' or
-the other server that owns the run."""
+"""Claims the name and, for a server that shares its weights, the whole run.
+
+KEYS: the owner of the name, the owner of the run, the names. ARGV: this server; a server that has
+ended, or ''; milliseconds; the name; '1' to claim the run; what precedes the name in KEYS[1].
+Returns '' or the other server that is in the way."""
 _RELEASE = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then
-  redis.call('DEL', KEYS[1])
+for _, key in ipairs(KEYS) do
+  if redis.call('GET', key) == ARGV[1] then
+    redis.call('DEL', key)
+  end
 end
 """
 
 
 class ServerExists(GrpoError):
-    """Another server serves this run."""
+    """Another server has this name, or must be alone in this run."""
 
 
 class Owner(BaseModel):
-    """A server. `place`: its kernel and its namespace of process ids."""
+    """A server. `alone`: it shares its weights. `place`: its kernel and its namespace of process
+    ids."""
 
     id: str
     host: str
-    port: int
+    name: str
+    alone: bool
     pid: int
     place: str
 
     @classmethod
-    def this_process(cls, port: int) -> Owner:
+    def this_process(cls, name: str, alone: bool) -> Owner:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return cls(
             id=uuid.uuid4().hex,
             host=socket.gethostname(),
-            port=port,
+            name=name,
+            alone=alone,
             pid=os.getpid(),
             place=f"{boot} {Path('/proc/self/ns/pid').readlink()}",
         )
@@ -78,18 +108,20 @@ class Owner(BaseModel):
 
 
 class RunOwner(AsyncRedisConnection):
-    """The claim of this server to the run `run_id`. Args: port: its own, for messages"""
+    """The claim of this server in the run `run_id`. Args: alone: it shares its weights"""
 
-    def __init__(self, url: str, run_id: str, port: int) -> None:
+    def __init__(self, url: str, run_id: str, name: str, alone: bool = False) -> None:
         super().__init__(url, TIMEOUT_S)
-        self._key = run_prefix(run_id) + "server:owner"
+        self._prefix = run_prefix(run_id) + "owner:"
+        self._keys = (self._prefix + name, run_prefix(run_id) + "owner-alone")
+        self._names = run_prefix(run_id) + "owners"
         self._run_id = run_id
-        self._owner = Owner.this_process(port)
+        self._owner = Owner.this_process(name, alone)
         self._written = self._owner.model_dump_json()
 
     async def claim(self) -> None:
-        """Own the run, if Redis answers. Waits until the claim of a lost server has expired. Raises
-        `ServerExists` if another server owns it."""
+        """Own the name, if Redis answers. Waits until the claim of a lost server has expired.
+        Raises `ServerExists` if another server is in the way."""
         deadline = Deadline(KEPT_S + RENEW_S)
         replaced = ""
         while (held := await self._ask(replaced)) is not None:
@@ -101,8 +133,8 @@ class RunOwner(AsyncRedisConnection):
                 await asyncio.sleep(ASK_AGAIN_S)
 
     async def hold(self) -> None:
-        """Renew the claim for ever. Raises `ServerExists` if another server took the run while this
-        one could not renew its claim."""
+        """Renew the claim for ever. Raises `ServerExists` if another server took it while this one
+        could not renew its claim."""
         while True:
             await asyncio.sleep(RENEW_S)
             if (held := await self._ask()) is not None:
@@ -110,17 +142,18 @@ class RunOwner(AsyncRedisConnection):
 
     async def close(self) -> None:
         try:
-            await self.attempt("EVAL", _RELEASE, 1, self._key, self._written)
+            await self.attempt("EVAL", _RELEASE, 2, *self._keys, self._written)
         except FAILURES as error:
             log.info("run.not_released", reason=str(error) or type(error).__name__)
         await super().close()
 
     async def _ask(self, replaced: str = "") -> Owner | None:
-        """Claim the run, or renew the claim; returns another owner."""
-        milliseconds = int(KEPT_S * 1000)
+        """Claim, or renew the claim; returns another owner."""
+        owner, milliseconds = self._owner, int(KEPT_S * 1000)
         try:
             held = await self.attempt(
-                *("EVAL", _CLAIM, 1, self._key, self._written, replaced, milliseconds)
+                *("EVAL", _CLAIM, 3, *self._keys, self._names, self._written, replaced),
+                *(milliseconds, owner.name, int(owner.alone), self._prefix),
             )
         except FAILURES as error:
             self.note_absence(error)
@@ -128,11 +161,18 @@ class RunOwner(AsyncRedisConnection):
         try:
             return Owner.model_validate_json(held) if held else None
         except ValidationError:
-            return Owner(id="", host="unknown", port=0, pid=0, place="")
+            return Owner(id="", host="unknown", name="", alone=False, pid=0, place="")
 
     def _exists(self, other: Owner) -> ServerExists:
+        where = f"host {other.host}, process {other.pid}"
+        if other.name == self._owner.name:
+            return ServerExists(
+                f"--server-name {other.name}: another vllm-api-server of run {self._run_id} has "
+                f"this name ({where}); stop that server, or give this one another --server-name"
+            )
+        sharing = other.name if other.alone else self._owner.name
         return ServerExists(
-            f"--run-id {self._run_id}: another vllm-api-server serves this run (host {other.host}, "
-            f"port {other.port}, process {other.pid}), and both would answer the trainer's "
-            "commands; stop that server, or start this one with another --run-id"
+            f"--run-id {self._run_id}: another vllm-api-server, {other.name}, serves this run "
+            f"({where}), and {sharing} shares its weights with a trainer (--share-weights), so it "
+            "must be the only server; stop one of the two, or start this one with another --run-id"
         )

@@ -1,13 +1,14 @@
-"""Keeps one engine running and restarts it after a crash or on a command.
+"""Keeps one engine running and restarts it after a crash or for new weights.
 
-starting ─▶ serving ─▶ draining ─▶ restarting ─▶ serving          on a command
-            serving ─────────────▶ restarting ─▶ serving          after a crash
-                                   restarting ─▶ failed           after too many failures in a row
+joining ─▶ starting ─▶ serving ─▶ draining ─▶ restarting ─▶ serving     for new weights
+                       serving ─────────────▶ restarting ─▶ serving     after a crash
+                                              restarting ─▶ failed      after too many failures
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
@@ -20,17 +21,16 @@ from grpo_core.security import refuse
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.directory_checks import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.weights.supervisor import (
-    STATUS_EVERY_S,
-    OutcomeState,
-    SupervisorPhase,
-    SupervisorStatus,
-)
+from grpo_core.weights.servers import ABSENT_AFTER_S, REPORT_EVERY_S, ServerState, ServerStatus
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.http.server import serving
-from grpo_vllm.supervisor.commands import CommandHandler, ControlPlane, SupervisorState
 from grpo_vllm.supervisor.engine import Engine, EngineSlot, ForkServer
+from grpo_vllm.supervisor.follower import Follower, Progress
 from grpo_vllm.supervisor.host import Sockets
+from grpo_vllm.supervisor.joining import FirstWeights
+from grpo_vllm.supervisor.restart_policy import RestartPolicy
+from grpo_vllm.supervisor.seat import EngineSeat, SupervisorState
+from grpo_vllm.weights.fetch import Fetcher
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 
 log = structlog.get_logger()
@@ -38,42 +38,37 @@ log = structlog.get_logger()
 END_MARGIN_S = 10.0
 """Time after a drain's deadline for writing the last answers and ending the engine."""
 EXIT_FAILED = 1
-FIRST_DELAY_S = 1.0
-LONGEST_DELAY_S = 30.0
-STABLE_AFTER_S = 60.0
-"""An engine that has served for so long resets the count of failures."""
+
+
+Report = Callable[[ServerStatus], Awaitable[None]]
 
 
 class Supervisor:
     """Args:
-    weights: the weights of the first engine
-    control: delivers commands
     store: records the served weights, except in `shared_vllm`, where the engine records them
     host: starts engines
     """
 
     def __init__(
-        self,
-        settings: ServerSettings,
-        sockets: Sockets,
-        weights: WeightRef,
-        control: ControlPlane,
-        store: ServedStore,
-        host: ForkServer,
+        self, settings: ServerSettings, sockets: Sockets, store: ServedStore, host: ForkServer
     ) -> None:
         self._settings = settings
         self._sockets = sockets
-        self._control = control
         self._store = store
-        self._state = SupervisorState(weights=weights, previous=weights)
+        self._state = SupervisorState()
         self._slot = EngineSlot(settings, sockets, host)
-        self._commands = CommandHandler(
-            settings, control, self._state, self._slot, self._save_served
-        )
+        self.seat = EngineSeat(self._state, self._slot, self._save_served)
+        self._follower: Follower | None = None
+        self._fetcher: Fetcher | None = None
         self._policy = RestartPolicy(settings.restart_limit)
         self._restarts = self._crashes = 0
         self._lost: PolicyVersion | None = None
+        self._answered_at = 0.0
         self._stop = asyncio.Event()
+
+    def follow(self, follower: Follower, fetcher: Fetcher) -> None:
+        """Commit what the follower brings. Call this before `run`."""
+        self._follower, self._fetcher = follower, fetcher
 
     def stop(self) -> None:
         """End the engine, so that `run` returns."""
@@ -82,32 +77,73 @@ class Supervisor:
     def ready(self) -> bool:
         return self._state.serving and self._slot.answers
 
-    def status(self) -> SupervisorStatus:
-        now, slot = self._state, self._slot
-        return SupervisorStatus(
-            state=now.phase,
+    def status(self) -> ServerStatus:
+        now, slot, given, fetcher = self._state, self._slot, self._settings, self._fetcher
+        progress = self._follower.progress if self._follower else Progress()
+        in_use = self._follower.in_use if self._follower else self.seat.in_use()
+        return ServerStatus(
+            name=given.server_name,
+            url=given.advertise_url,
+            weights_url=given.weights_url if given.follows else "",
+            state=self._seen_from_outside(),
             **now.weights.version.fields(),
             kind=now.weights.kind,
             path=str(now.weights.path or ""),
-            reason=now.reason,
+            reason=now.reason or self._behind() or progress.reason,
+            fetching=progress.fetching,
+            in_use=" ".join(sorted(in_use)),
+            refused=progress.refused,
+            shares_weights=given.share_weights,
+            fetch_s=progress.fetch_s,
+            pause_s=progress.pause_s,
+            bytes=progress.bytes,
+            peer_bytes=progress.peer_bytes,
+            wrong_chunks=fetcher.wrong_chunks if fetcher else 0,
+            failed_sources=fetcher.failed_sources if fetcher else 0,
             restarts=self._restarts,
             crashes=self._crashes,
+            torn=self.seat.torn,
             dropped_requests=slot.channel.dropped,
             generation_tokens=slot.generation_tokens,
             engine_pid=slot.engine.pid if slot.engine else 0,
             time=round(time.time(), 3),
         )
 
-    async def run(self, others: Iterable[Callable[[], Awaitable[None]]] = ()) -> int:
+    def _seen_from_outside(self) -> ServerState:
+        if not self._state.serving:
+            return self._state.phase
+        if self.seat.loading:
+            return ServerState.COMMITTING
+        return ServerState.BEHIND if self._behind() else ServerState.SERVING
+
+    def _behind(self) -> str:
+        return self._follower.behind if self._follower else ""
+
+    async def run(
+        self,
+        first: FirstWeights,
+        report: Report,
+        others: Iterable[Callable[[], Awaitable[None]]] = (),
+    ) -> int:
         """Run until `stop`. Returns the exit status: 0, or that of a first engine that failed to
-        start. An error of one of `others`, which run beside, ends the server."""
+        start.
+
+        Args:
+            first: brings the weights of the first engine; its errors end the server
+            report: takes the status every second
+            others: run beside; an error of one ends the server
+        """
         await self._slot.measure_memory()
         beside: list[asyncio.Future[None]] = [
-            asyncio.create_task(self._report_for_ever()),
-            asyncio.create_task(self._commands.listen()),
+            asyncio.create_task(self._report_for_ever(report)),
+            asyncio.create_task(self._look_for_ever()),
             *(asyncio.ensure_future(other()) for other in others),
         ]
         try:
+            if not await self._join(first, beside):
+                return 0
+            if self._follower is not None:
+                beside.append(asyncio.create_task(self._follower.follow()))
             return await self._keep_serving(beside)
         finally:
             if self._slot.engine is not None:
@@ -115,15 +151,29 @@ class Supervisor:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
-            await self._commands.close()
-            await self._control.report(self.status())
+
+    async def _join(self, first: FirstWeights, beside: list[asyncio.Future[None]]) -> bool:
+        """Get the weights of the first engine. False if told to stop."""
+        self._state.phase = ServerState.JOINING
+        joining = asyncio.ensure_future(first())
+        try:
+            await self._first_of(asyncio.Event(), joining, *beside)
+            _raise_errors(beside)
+            if self._stop.is_set():
+                return False
+            self._state.has_served(joining.result())
+        finally:
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
+        self._state.phase = ServerState.STARTING
+        return True
 
     async def _keep_serving(self, beside: list[asyncio.Future[None]]) -> int:
         first = True
         while not self._stop.is_set():
-            self._state.launched = command = self._state.restart
-            if command is not None:
-                self._state.weights = command.weights
+            self._state.launched = wanted = self._state.restart
+            if wanted is not None:
+                self._state.weights = wanted.weights
             engine = await self._slot.launch(self._state.weights)
             started = self._slot.channel.serving
             await self._first_of(started, engine.ended, within_s=self._settings.engine_deadline_s)
@@ -145,26 +195,32 @@ class Supervisor:
         """Watch an engine that serves, until it has ended. Raises the error of a task in `beside`
         that ended."""
         self._policy.serving()
-        self._state.phase, self._state.reason = SupervisorPhase.SERVING, ""
+        if self._follower is not None and self._state.launched is None:
+            self._follower.returned()  # versions may have been announced while the engine started
+        self._state.phase, self._state.reason = ServerState.SERVING, ""
+        self._answered_at = time.monotonic()
+        await self._look()
         await self._save_served()
         if engine.ended.done() and self._state.launched is not None:
-            self._state.phase = SupervisorPhase.RESTARTING
+            self._state.phase = ServerState.RESTARTING
             await self._start_failed(await self._slot.end())
             return
         self._state.has_served(self._state.weights)
-        self._commands.answer_restart(OutcomeState.DONE)
+        self._state.answer_restart()
         await self._first_of(self._state.requested, engine.ended, *beside)
-        for task in beside:
-            if task.done():
-                task.result()
+        _raise_errors(beside)
         if self._stop.is_set() or engine.ended.done():
             await self._after_crash_or_stop(engine)
+        elif self._state.restart is not None and self._state.restart.torn:
+            self._state.phase = ServerState.RESTARTING
+            await self._slot.end()
+            self._restarts += 1
         else:
             await self._drain(engine)
 
     async def _after_crash_or_stop(self, engine: Engine) -> None:
         """The engine crashed, or the supervisor was told to stop."""
-        self._state.phase = SupervisorPhase.RESTARTING
+        self._state.phase = ServerState.RESTARTING
         code = await self._slot.end()
         if self._stop.is_set():
             return
@@ -175,12 +231,12 @@ class Supervisor:
 
     async def _drain(self, engine: Engine) -> None:
         """Drain and end the engine, so that the requested one can start."""
-        self._state.phase = SupervisorPhase.DRAINING
+        self._state.phase = ServerState.DRAINING
         started, drain_s = time.monotonic(), self._settings.drain_s
         dropped_before = self._slot.channel.dropped
         await engine.drain(drain_s)
         await engine.ended_within(drain_s + END_MARGIN_S)
-        self._state.phase = SupervisorPhase.RESTARTING
+        self._state.phase = ServerState.RESTARTING
         await self._slot.end()
         log.info(
             "engine.drained",
@@ -206,11 +262,11 @@ class Supervisor:
             reason=reason,
         )
         self._state.weights = self._state.previous
-        self._commands.answer_restart(OutcomeState.FAILED, reason)
+        self._state.answer_restart(refused=reason)
         self._restarts += 1
 
     async def _back_off(self) -> None:
-        self._state.phase = SupervisorPhase.RESTARTING
+        self._state.phase = ServerState.RESTARTING
         delay_s = self._policy.delay_after_failure(self._state.weights.version)
         if delay_s is None:
             await self._give_up()
@@ -220,9 +276,9 @@ class Supervisor:
         self._restarts += 1
 
     async def _give_up(self) -> None:
-        """Answer every request with status 503, until a command asks for weights."""
+        """Answer every request with status 503, until new weights are announced."""
         now = self._state
-        now.phase = SupervisorPhase.FAILED
+        now.phase = ServerState.FAILED
         now.reason = (
             f"{now.reason}; {self._policy.failures} engines failed in a row, so no more "
             "engines are started. Fix the cause of the failures, then restart this server"
@@ -232,7 +288,7 @@ class Supervisor:
             await server.adopt(self._slot.channel.take_parked())
             await self._first_of(self._state.requested)
         self._policy.forget()
-        now.phase = SupervisorPhase.RESTARTING
+        now.phase = ServerState.RESTARTING
 
     async def _first_of(
         self, event: asyncio.Event, *futures: asyncio.Future[Any], within_s: float | None = None
@@ -251,19 +307,39 @@ class Supervisor:
         if not self._settings.share_weights and weights != WeightRef():
             await self._store.save(ServedWeights(weights, model=self._settings.model))
 
-    async def _report_for_ever(self) -> None:
+    async def _report_for_ever(self, report: Report) -> None:
         while True:
+            await report(self.status())
+            await asyncio.sleep(REPORT_EVERY_S)
+
+    async def _look_for_ever(self) -> None:
+        changed = self._follower.changed if self._follower else asyncio.Event()
+        while True:
+            changed.clear()
             if self._state.serving:
                 await self._look()
-            await self._control.report(self.status())
-            await asyncio.sleep(STATUS_EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_EVERY_S):
+                    await changed.wait()
 
     async def _look(self) -> None:
-        """Note weights that changed without a command: a trainer wrote in place, or an operator
-        loaded or unloaded an adapter."""
-        engine, seen = self._slot.engine, await self._slot.look()
+        """Tell the engine whether its weights are too old, and note weights that changed without a
+        commit: a trainer wrote in place, or an operator loaded or unloaded an adapter."""
+        if self._follower is not None and time.monotonic() - self._answered_at > ABSENT_AFTER_S:
+            self._follower.returned()  # the engine was stopped; it may have missed a commit
+            self._answered_at = time.monotonic()
+        progress = self._follower.progress if self._follower else Progress()
+        word: dict[str, str | bool] = {
+            "behind": self._behind(),
+            "hold": self._follower is not None and self._follower.returning,
+            "head": progress.head.id if progress.head else "",
+            "staged": progress.staged,
+        }
+        engine, seen = self._slot.engine, await self._slot.look(**word)
         if seen is None or not self._state.serving:
             return
+        self._answered_at = time.monotonic()
+        self.seat.note_in_use(seen["in_use"])
         self._state.reason = seen["reason"]
         version = PolicyVersion(*seen["policy_version"])
         if not self._is_news(version):
@@ -286,45 +362,15 @@ class Supervisor:
             await self._save_served()
 
     def _is_news(self, version: PolicyVersion) -> bool:
-        """True if the engine serves a newer version that the supervisor did not request."""
+        """True if the engine serves a newer version that the supervisor did not commit."""
         now = self._state
-        return now.serving and version > now.weights.version and not self._commands.loading
+        return now.serving and version > now.weights.version and not self.seat.loading
 
 
-class RestartPolicy:
-    """Args: limit: failures in a row after which the supervisor gives up."""
-
-    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit = limit
-        self._clock = clock
-        self.failures = 0
-        self._serving_since: float | None = None
-        self._served: PolicyVersion | None = None
-
-    def serving(self) -> None:
-        """Record that an engine serves."""
-        self._serving_since = self._clock()
-
-    def delay_after_failure(self, served: PolicyVersion) -> float | None:
-        """Seconds to wait after an engine crashed or failed to start: 1, 2, 4, … up to 30. None
-        means to give up.
-
-        Args: served: the last served version. If it is newer than at the previous failure, the
-            count of failures starts again.
-        """
-        since, self._serving_since = self._serving_since, None
-        is_stable = since is not None and self._clock() - since >= STABLE_AFTER_S
-        if is_stable or (self._served is not None and served > self._served):
-            self.failures = 0
-        self._served = served
-        self.failures += 1
-        if self.failures >= self._limit:
-            return None
-        return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** (self.failures - 1))
-
-    def forget(self) -> None:
-        """Reset the count of failures, because a command asked for other weights."""
-        self.failures = 0
+def _raise_errors(tasks: Iterable[asyncio.Future[None]]) -> None:
+    for task in tasks:
+        if task.done():
+            task.result()
 
 
 def given_up(reason: str) -> ASGIApp:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,12 @@ class AdapterSwitch:
             log.info("adapter.loaded", name=name, directory=str(directory))
             self._retire(former)
             return self.current
+
+    async def rename(self, version: PolicyVersion) -> None:
+        """Requests that arrive from now on name this version; the adapter stays the same."""
+        async with self._lock:
+            if self.current is not None:
+                self.current = replace(self.current, version=version)
 
     async def unload(self) -> None:
         """Serve the base model again."""

@@ -30,16 +30,24 @@ RETRY_S = 1.0
 LAST_ATTEMPT_DEADLINE_S = 2.0
 """Deadline of the final write when the server ends; well below the server's own stop deadline."""
 _WRITE = """
-if table.remove(ARGV, 1) == 'first' and redis.call('EXISTS', KEYS[1]) == 1 then
-  return
+local first = table.remove(ARGV, 1) == 'first'
+local epoch, step = tonumber(table.remove(ARGV, 1)), tonumber(table.remove(ARGV, 1))
+local held = redis.call('HMGET', KEYS[1], 'epoch', 'step')
+if held[1] then
+  local its_epoch, its_step = tonumber(held[1]), tonumber(held[2])
+  if first or its_epoch > epoch or (its_epoch == epoch and its_step > step) then
+    return
+  end
 end
 redis.call('HSET', KEYS[1], unpack(ARGV))
 for _, follower in ipairs(redis.call('SMEMBERS', KEYS[2])) do
   redis.call('HSET', follower, unpack(ARGV))
 end
 """
-"""KEYS: the record, and the set of records that follow it. ARGV: `first` to keep an existing
-record, otherwise `any`; fields and values."""
+"""Writes the record unless it holds a newer version, which another server of the run serves.
+
+KEYS: the record, and the set of records that follow it. ARGV: `first` to keep an existing record,
+otherwise `any`; epoch and step; fields and values."""
 
 
 class RedisUnreachable(GrpoError):
@@ -90,6 +98,9 @@ class ServedWeights:
 class ServedStore:
     """A store that keeps nothing, for servers without Redis."""
 
+    unread = False
+    """Redis did not answer at the start, and the server started nevertheless."""
+
     async def read(self, deadline_s: float) -> ServedWeights | None:  # noqa: ARG002
         """The weights that the run served last; None if it has served none yet."""
         return None
@@ -111,7 +122,7 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
         super().__init__(url, max(ATTEMPT_DEADLINE_S, LAST_ATTEMPT_DEADLINE_S))
         self._key = served_weights_key(run_id)
         self._required = required
-        self._is_unread = False
+        self.unread = False
         self._followers = served_weights_followers_key(run_id)
         self._latest: ServedWeights | None = None
         self._catching_up: asyncio.Task[None] | None = None
@@ -142,7 +153,7 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
                     fields = await self.attempt("HGETALL", self._key, within_s=ATTEMPT_DEADLINE_S)
         except FAILURES as error:
             if not self._required:
-                self._is_unread = True
+                self.unread = True
                 return None
             raise RedisUnreachable(
                 f"Redis at {self._where} did not answer within {deadline_s:g} s "
@@ -183,9 +194,10 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
         fields = {**served.fields(), "time": round(time.time(), 3)}
         try:
             # The model from disk must not replace a record that could not be read at the start.
-            when = "first" if self._is_unread and not served.weights.trained else "any"
+            when = "first" if self.unread and not served.weights.trained else "any"
             await self.attempt(
-                *("EVAL", _WRITE, 2, self._key, self._followers, when, *words(fields)),
+                *("EVAL", _WRITE, 2, self._key, self._followers, when),
+                *(*served.weights.version, *words(fields)),
                 within_s=within_s,
             )
         except FAILURES:
@@ -253,6 +265,8 @@ def _obstacle(settings: ServerSettings, served: ServedWeights) -> str | None:
     if kind is not wanted:
         named = {WeightKind.ADAPTER: "an adapter", WeightKind.CHECKPOINT: "a checkpoint"}
         return f"the weights are {named[kind]}, but this server serves {named[wanted]}"
+    if not served.weights.digest:
+        return "the trainer's announcement of the weights is lost"
     if served.model != settings.model:
         return f"the weights belong to {served.model}, but this server serves {settings.model}"
     return None

@@ -19,6 +19,7 @@ import time
 import uuid
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 import structlog
 
@@ -44,6 +45,8 @@ class ServingState(StrEnum):
     FAILED = "failed"
     """No trainer wrote the run's weights back before the deadline. One may still do so."""
     SLEEPING = "sleeping"
+    BEHIND = "behind"
+    """The weights may be older than those that the trainer announced last; see `FollowGate`."""
 
 
 _CLOSED_BECAUSE = {
@@ -253,6 +256,16 @@ class WeightBridge:
         async with self._lock:
             await self._name(version, intact=True)
 
+    async def update(self, directory: Path, version: PolicyVersion) -> float:
+        """Load all weights from the directory. Returns the seconds during which the engine was
+        paused. If loading fails, the engine ends."""
+        async with self._lock:
+            began = time.monotonic()
+            await self.engine.update_weights(directory, version)
+            pause_s = time.monotonic() - began
+            self._note(version, intact=True)
+            return pause_s
+
     async def take_notice(self) -> bool:
         """Clear the KV cache after an update notice. The version stays, because only a trainer that
         holds the pause can set it. Returns False if requests in flight still use the cache."""
@@ -275,12 +288,15 @@ class WeightBridge:
 
     async def _name(self, version: PolicyVersion, intact: bool) -> None:
         await self.engine.name_weights(version)
+        self._note(version, intact)
+        written = WeightRef(version=version, kind=WeightKind.MEMORY)
+        await self._store.save(ServedWeights(written, intact))
+
+    def _note(self, version: PolicyVersion, intact: bool) -> None:
         self.version = version
         self.weights_intact = intact
         self.update_count += 1
         self.last_update_time = time.time()
-        written = WeightRef(version=version, kind=WeightKind.MEMORY)
-        await self._store.save(ServedWeights(written, intact))
 
     def _lease_ran_out(self, session: str) -> None:
         # The session ends too: a trainer that only hung must attach again.

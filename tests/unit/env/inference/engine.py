@@ -21,15 +21,17 @@ class Engine:
     """`received`: the bodies of requests to /generate; `probes`: who sent those to /health.
 
     `open`: requests wait for it before they are answered; `status`, `health`: of the answers;
-    `is_silent`: no probe is answered.
+    `is_silent`: no probe is answered; `name`, `version`: as it tells them.
     """
 
-    def __init__(self) -> None:
-        self._reserved = _bound(0)  # nobody else gets the port while nothing listens
-        self._port = self._reserved.getsockname()[1]
+    def __init__(self, address: str = "127.0.0.1", port: int = 0) -> None:
+        self.address = address
+        self._reserved = _bound(address, port)  # nobody else gets it while nothing listens
+        self.port = self._reserved.getsockname()[1]
         self._listening: socket.socket | None = None
         self._runner: web.AppRunner | None = None
-        self.url = f"http://127.0.0.1:{self._port}"
+        self.url = f"http://{address}:{self.port}"
+        self.name, self.version = "", (1, 0)
         self.received: list[dict[str, Any]] = []
         self.probes: list[Any] = []
         self.open = asyncio.Event()
@@ -39,7 +41,7 @@ class Engine:
 
     async def start(self) -> None:
         if self._listening is None:
-            self._listening = _bound(self._port)
+            self._listening = _bound(self.address, self.port)
             self._listening.listen(1000)
         app = web.Application()
         app.router.add_post("/generate", self._generate)
@@ -68,7 +70,9 @@ class Engine:
         await self.open.wait()
         if self.status != 200:
             return web.json_response({"detail": "not now"}, status=self.status)
-        return web.json_response(generate_answer(["7"], text=[self.url]))
+        texts = [self.url] * body.get("n", 1)
+        versions = [[self.version, self.version]] * len(texts)
+        return web.json_response(generate_answer(texts, policy_version=versions))
 
     async def _health(self, request: web.Request) -> web.Response:
         self.probes.append(request.transport and request.transport.get_extra_info("peername"))
@@ -77,13 +81,14 @@ class Engine:
         return web.Response(status=self.health)
 
     async def _info(self, _request: web.Request) -> web.Response:
-        return web.json_response({"shared_weights": self.shares_weights})
+        told = {"name": self.name, "policy_version": self.version}
+        return web.json_response({"shared_weights": self.shares_weights, **told})
 
 
 @contextlib.asynccontextmanager
-async def engines(count: int) -> AsyncIterator[list[Engine]]:
+async def engines(count: int, *more: Engine) -> AsyncIterator[list[Engine]]:
     """Started servers. `text` of their answers is their URL."""
-    started = [Engine() for _ in range(count)]
+    started = [*(Engine() for _ in range(count)), *more]
     try:
         for engine in started:
             await engine.start()
@@ -95,9 +100,9 @@ async def engines(count: int) -> AsyncIterator[list[Engine]]:
             engine._reserved.close()
 
 
-def _bound(port: int) -> socket.socket:
+def _bound(address: str, port: int) -> socket.socket:
     bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    bound.bind(("127.0.0.1", port))
+    bound.bind((address, port))
     bound.setblocking(False)
     return bound

@@ -14,8 +14,8 @@ from grpo_env.inference.health import (
     ServerStanding,
     SharedWeightsHaveOneServer,
     Standing,
-    wait_for_servers,
 )
+from grpo_env.inference.waiting import wait_for_servers
 from tests.support.http_stub import Route, stub_server
 from tests.unit.env.inference.engine import engines
 

@@ -13,10 +13,10 @@ from structlog.testing import capture_logs
 from grpo_core.clients.aiohttp_transport import AiohttpTransport
 from grpo_core.clients.service import CONNECT_S
 from grpo_core.errors import RequestRefused, ServiceUnavailable
-from grpo_env.inference import health
-from grpo_env.inference import pool as inference_pool
+from grpo_env.inference import health, server
 from grpo_env.inference.health import SharedWeightsHaveOneServer
-from grpo_env.inference.pool import Conversation, InferencePool, NoGenerateRoute
+from grpo_env.inference.pool import Conversation, InferencePool, PoolPart
+from grpo_env.inference.server import NoGenerateRoute
 from tests.support.canned import PROMPT, generate_answer
 from tests.support.wait import DEADLINE_S, wait_for_async
 from tests.unit.env.inference.engine import Engine, engines
@@ -35,7 +35,7 @@ async def pool_of(
         yield pool, servers
 
 
-async def asked(source: InferencePool | Conversation, **sampling: Any) -> str:
+async def asked(source: InferencePool | Conversation | PoolPart, **sampling: Any) -> str:
     """The URL of the server that answered."""
     return (await source.generate(PROMPT, **sampling)).text[0]
 
@@ -75,7 +75,7 @@ async def test_servers_with_equal_loads_take_turns() -> None:
 async def test_a_server_that_is_gone_is_skipped_and_taken_back_and_each_is_logged_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(inference_pool, "_PROBE_EVERY_S", 3600.0)  # a failed request probes at once
+    monkeypatch.setattr(server, "_PROBE_EVERY_S", 3600.0)  # a failed request probes at once
     with capture_logs() as logs:
         async with pool_of(2) as (pool, (one, two)):
             await one.vanish()

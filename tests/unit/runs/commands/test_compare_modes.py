@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_core.settings import load_settings
-from grpo_core.weights.supervisor import SupervisorStatus
+from grpo_core.weights.servers import ServerState, ServerStatus
 from grpo_runs.commands.compare_modes import compare_modes
 from grpo_runs.process.stack import MIB
 from grpo_runs.report.summary import BenchmarkFacts, RunFacts, summarise
@@ -38,7 +38,7 @@ if "fails" in does:
     sys.exit("failed (ProcessFailed): trainer ended with status 1")
 facts = json.loads((here / "facts.json").read_text()) | {"mode": mode}
 if "drops" in does:
-    facts["server"]["dropped_requests"] = 2
+    facts["servers"][0]["dropped_requests"] = 2
 (run / "summary.json").write_text(json.dumps(facts))
 note("ends")
 """
@@ -52,8 +52,16 @@ def facts() -> RunFacts:
         seed=5,
         summary=summarise(records, total_s=60.0, training_s=40.0),
         benchmark=BenchmarkFacts(publishes=20, **BENCHMARK),
-        server=SupervisorStatus(
-            state="serving", epoch=1, step=1, restarts=2, crashes=1, generation_tokens=5000
+        servers=(
+            ServerStatus(
+                name="one",
+                state=ServerState.SERVING,
+                epoch=1,
+                step=1,
+                restarts=2,
+                crashes=1,
+                generation_tokens=5000,
+            ),
         ),
         peak_bytes={"vllm-server": 100 * MIB},
     )
@@ -132,7 +140,7 @@ def test_the_table_has_a_column_per_mode_with_what_it_took(comparing: Comparing)
     }
     assert {title: comparing.row(title) for title in expected} == expected
     recorded: Any = json.loads((comparing.directory / "comparison.json").read_text())
-    assert recorded["results"][1]["facts"]["server"]["generation_tokens"] == 5000
+    assert recorded["results"][1]["facts"]["servers"][0]["generation_tokens"] == 5000
     assert (comparing.directory / "comparison.png").stat().st_size > 5_000
 
 

@@ -74,7 +74,9 @@ def started(folder: Path, *arguments: str, **environment: str) -> Iterator[Demo]
         cwd=folder,
         env={
             **os.environ,
-            "PYTHONPATH": str(folder / "stand-ins"),
+            "PYTHONPATH": os.pathsep.join(
+                [str(folder / "stand-ins"), os.environ.get("PYTHONPATH", "")]
+            ),
             "STAND_IN_PIDS": str(folder / "pids"),
             "TMPDIR": str(folder / "tmp"),
             **environment,
@@ -156,10 +158,10 @@ def test_other_programs_can_read_what_the_run_took(finished: Finished) -> None:
     facts = read_record(RunFacts, finished.run.summary)
     assert (facts.mode, facts.seed, facts.summary.steps) == ("shared_vllm", 4, 25)
     assert facts.benchmark is not None
-    assert facts.server is not None
     assert facts.benchmark.publishes == 25
-    assert (facts.server.restarts, facts.server.dropped_requests) == (5, 0)
-    assert facts.server.generation_tokens == 5000
+    (server,) = facts.servers
+    assert (server.restarts, server.dropped_requests) == (5, 0)
+    assert server.generation_tokens == 5000
     assert set(facts.peak_bytes) >= set(SERVICES[:-1])
     assert len(MetricsFile(finished.run.metrics).read_new()) == 25
 
@@ -170,6 +172,24 @@ def test_every_task_has_an_environment_of_its_own(finished: Finished) -> None:
         assert said.startswith(f"{name.removeprefix('environment-')} serve ")
         assert "--seq-len 2000 " in said
     assert "--data data" in said
+
+
+def test_a_run_goes_on_without_a_server_that_died(tmp_path: Path) -> None:
+    flags = ("--mode", "none", "--servers", "3", "--steps", "2", "--run-dir", "run")
+    with started(tmp_path, *flags, STAND_IN_KILLED="server-1") as demo:
+        status, out, err = demo.finish()
+        assert status == 0, err
+        assert demo.all_ended()
+    lost = "warning: server-1 ended with SIGKILL; the run goes on with the others; see run/logs/"
+    assert [line for line in err.splitlines() if "server-1" in line] == [f"{lost}server-1.log"]
+    assert (
+        "servers:  2 of 3, policy version [1, 1]; 1 late publication; 0 wrong chunks fetched "
+        "again; server-1 ended with SIGKILL"
+    ) in out.splitlines()
+    assert "weights:  2 publications, 10 engine restarts, 6 of them not planned" in out
+    facts = read_record(RunFacts, tmp_path / "run" / "summary.json")
+    assert [server.name for server in facts.servers] == ["server-0", "server-2"]
+    assert facts.ended_servers == {"server-1": "SIGKILL"}
 
 
 def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from grpo_env.evaluation import evaluate
-from grpo_env.inference.pool import NoGenerateRoute
+from grpo_env.inference.server import NoGenerateRoute
 from grpo_runs.offline import iteration_end
 from grpo_runs.offline.data import InProcessQueue, optimizer_batches
 from grpo_runs.offline.errors import RolloutsFail, StaleServer

@@ -32,7 +32,7 @@ from grpo_runs.offline.sglang import (
 from grpo_trainer.errors import PolicyMismatch, ServedWeightsDiffer, WeightsRefused
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.weight_sync.files import WeightDirectories
+from grpo_trainer.weight_sync.directories import VersionDirectories
 from tests.support.directories import names
 from tests.support.http_stub import Route, StubServer, stub_server
 from tests.unit.trainer.served_model import ServedModel
@@ -172,7 +172,7 @@ def test_the_trainers_client_publishes_and_reads_versions(replay: Replay) -> Non
         assert replay.requests[-1] == (RECORDED["loaded"]["path"], RECORDED["loaded"]["request"])
         assert client.weight_version() == (3, 12)
         with pytest.raises(WeightsRefused, match=r"3\.13 from .*the same path"):
-            client.load_weights(Path("/weights/epoch_3_step_13"), PolicyVersion(3, 13))
+            client.load_weights(Path("/weights/3-13"), PolicyVersion(3, 13))
         replay.give({"weight_version": "default"})
         assert client.weight_version() is None
 
@@ -232,7 +232,7 @@ def weights_of(
     return SglangWeights(
         server=server,  # type: ignore[arg-type]
         weights=TrainedWeights(server.model, lora),
-        directories=WeightDirectories(root),
+        directories=VersionDirectories(root),
         device="cpu",
         last_step=5,
         **{"dtype": "auto", "every_steps": 1} | options,
@@ -265,7 +265,7 @@ def test_weights_are_published_at_the_start_when_due_and_at_the_end(
     assert (sync.begun_as, server.loaded) == (None, [(1, 0)])
     assert take_steps(sync, optimizer, range(5)) == [False, True, False, True, True]
     assert server.loaded == [(1, 0), (1, 2), (1, 4), (1, 5)]
-    assert names(tmp_path / "weights") == ["epoch_1_step_4", "epoch_1_step_5"]
+    assert names(tmp_path / "weights") == ["1-4", "1-5"]
 
 
 @pytest.mark.full

@@ -150,6 +150,18 @@ def test_a_service_that_may_finish_does_so_with_status_0_only(stack: Stack, tmp_
         stack.check()
 
 
+def test_one_of_a_group_may_end_but_not_the_last(stack: Stack) -> None:
+    stack.start([script(name, SLEEP, group="server") for name in ("first", "second")])
+    stack.process("first").signal(signal.SIGKILL)
+    stack.process("first").wait(FOREVER_S)
+    stack.check()
+    assert stack.lost() == {"first": "SIGKILL"}
+    stack.process("second").signal(signal.SIGKILL)
+    stack.process("second").wait(FOREVER_S)
+    with pytest.raises(ProcessFailed, match=r"first ended with SIGKILL.*\nsecond ended"):
+        stack.check()
+
+
 def test_a_job_is_waited_for_until_it_has_ended(stack: Stack, tmp_path: Path) -> None:
     made, code = tmp_path / "made", "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"
     stack.start([script("job", code, made, healthy=lambda: False, may_finish=True)])

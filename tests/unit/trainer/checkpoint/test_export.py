@@ -50,10 +50,6 @@ def test_a_reloaded_export_computes_the_same(family: str, tmp_path: Path) -> Non
     tokens = torch.randint(97, (1, 12))
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, policy(tokens).logits)
-    assert weights.are_in(policy, tmp_path / "ours")
-    with torch.no_grad():
-        next(policy.parameters()).add_(1.0)
-    assert not weights.are_in(policy, tmp_path / "ours")
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ def test_the_trained_layers_are_written_as_for_the_archived_trainer(mode: str) -
         ("lora_only", "--adapter-sync-interval 4", 4),
         ("lora_only", "--vllm-restart-interval 5", 5),
         ("lora_restart", "", 3),
+        ("none", "", 1),
+        ("none", "--publish restart", 3),
         ("none", "--vllm-restart-interval 7 --max-staleness 6", 7),
     ],
 )

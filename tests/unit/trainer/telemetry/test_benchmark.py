@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_core.weights.supervisor import SupervisorPhase, SupervisorStatus
+from grpo_core.weights.servers import ServerState, ServerStatus
 from grpo_trainer.telemetry.benchmark import BenchmarkSummary, RunTotals
 
 
@@ -24,7 +24,7 @@ def measured(save_path: Path) -> BenchmarkSummary:
     watch = RunTotals()
     watch.add(step(2.0), is_served=False)
     watch.add(step(4.0), is_served=True)
-    return watch.summary("lora_only", None, save_path)
+    return watch.summary("lora_only", [], save_path)
 
 
 def test_resident_memory_is_measured_after_each_step(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_resident_memory_is_measured_after_each_step(tmp_path: Path) -> None:
     for page in range(0, len(ballast), mmap.PAGESIZE):
         ballast[page] = 1
     watch.add(step(4.0), is_served=True)
-    summary = watch.summary("none", None, tmp_path)
+    summary = watch.summary("none", [], tmp_path)
     ballast.close()
     lone = measured(tmp_path).rss_bytes_mean
     assert 96 * 2**20 < summary.rss_bytes_mean - lone < 160 * 2**20  # half of the ballast
@@ -74,7 +74,10 @@ def test_the_text_names_resident_memory_on_a_cpu_and_gpu_memory_on_a_gpu(tmp_pat
     assert "    Peak GPU memory:       31.44 GB\n    Avg GPU memory:        18.88 GB\n" in on_gpu
 
 
-def test_crashes_of_the_engine_are_counted(tmp_path: Path) -> None:
-    status = SupervisorStatus(state=SupervisorPhase.SERVING, epoch=1, step=1, restarts=3, crashes=1)
-    summary = RunTotals().summary("none", status, tmp_path)
+def test_crashes_of_all_engines_are_counted(tmp_path: Path) -> None:
+    one = ServerStatus(name="a", state=ServerState.SERVING, epoch=1, step=1, restarts=3, crashes=1)
+    summary = RunTotals().summary("none", [one], tmp_path)
     assert "    Restarts:              3\n    Crashes of the engine: 1\n" in str(summary)
+    two = one.model_copy(update={"name": "b", "restarts": 1})
+    summary = RunTotals().summary("none", [one, two], tmp_path)
+    assert "    Servers:               2\n    Restarts:              4\n" in str(summary)

@@ -6,11 +6,11 @@ The tests check when weights are published, under which version, and which files
 from __future__ import annotations
 
 import itertools
-import json
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,41 +22,48 @@ from transformers import AutoModelForCausalLM
 
 from grpo_core.clients.inference import BridgeInfo, Completion
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.weights.directory_checks import check_weights
-from grpo_core.weights.ref import WeightKind
-from grpo_core.weights.supervisor import Action, OutcomeState, SupervisorClient, SupervisorCommand
+from grpo_core.weights.ref import UNTRAINED
+from grpo_core.weights.version_log import VersionLog
+from grpo_core.weights.versions import Announcement, VersionKind, version_id
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.errors import EngineCrashed, PolicyMismatch
+from grpo_trainer.errors import EngineCrashed, PolicyMismatch, ServedWeightsDiffer
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync import base
-from grpo_trainer.weight_sync import files as file_sync
-from grpo_trainer.weight_sync.files import FileSync, WeightDirectories
-from grpo_trainer.weight_sync.supervisor import Publisher, ServerMonitor
+from grpo_trainer.weight_sync.directories import VersionDirectories
+from grpo_trainer.weight_sync.files import FileSync
+from grpo_trainer.weight_sync.publisher import Publisher
+from grpo_trainer.weight_sync.servers import ServerWatch
+from grpo_trainer.weight_sync.source import WeightSource
 from tests.support.directories import names
+from tests.support.wait import DEADLINE_S
 from tests.unit.trainer.served_model import ServedModel
-from tests.unit.trainer.supervisor_stand_in import StandIn
+from tests.unit.trainer.server_stand_in import StandIn
 from tests.unit.trainer.tiny_policy import LORA, gather_gradient, optimizer_of
 
-LOAD = Action.LOAD_ADAPTER
-ACTIONS = {"lora_only": LOAD, "none": Action.RESTART_WITH_CHECKPOINT}
-
-IGNORED = "ignored"
-"""The id of a command that the server never answers."""
+FIRST = "a"
+LOADING = threading.Lock()
+"""transformers changes global state while it loads a model."""
+FULL, ADAPTER, BASE = VersionKind.FULL, VersionKind.ADAPTER, VersionKind.BASE
 
 
 class StandInServer:
     """Supervisor and engine: loads weights like the real ones, and computes with them."""
 
-    base_url = "http://server"
-
-    def __init__(self, url: str, model: str, root: Path, takes_adapters: bool) -> None:
-        self._model, self._root, self._takes_adapters = model, root, takes_adapters
-        self.mounted = root
-        self._engine = ServedModel(_loaded(model))
-        self.supervisor = StandIn(url, uuid.uuid4().hex[:8], itertools.repeat(self._take))
-        self.version = PolicyVersion(0, 0)
+    def __init__(self, url: str, run_id: str, name: str, model: str, root: Path) -> None:
+        self.base_url = f"http://{name}"
+        self.name = name
+        self._model, self._root = model, root
+        self.takes_adapters = False
+        self.dtype = "float32"
+        self.engine = ServedModel(_loaded(model))
+        self.shown = StandIn(url, run_id, name, self._take)
+        self.is_stuck = False
+        """Whether it reports new versions, and serves the old one."""
+        self.digest = ""
+        self.loads: list[PolicyVersion] = []
+        self.probed: list[PolicyVersion] = []
         self.faults: Iterator[Callable[[], None]] = iter(())
         """What happens to the next requests, before they are answered."""
 
@@ -66,7 +73,7 @@ class StandInServer:
 
     def crash(self) -> None:
         """The engine ends and another one starts."""
-        self.supervisor.becomes(crashes=self.supervisor.says.crashes + 1)
+        self.shown.becomes(crashes=self.shown.says.crashes + 1)
 
     def fail(self) -> None:
         raise ServiceUnavailable("no answer")
@@ -75,77 +82,95 @@ class StandInServer:
         self.crash()
         self.fail()
 
-    def _take(self, supervisor: StandIn, command: SupervisorCommand) -> None:
-        if command.id == IGNORED:
-            return
-        kind = command.action.kind
-        directory = check_weights(command.weights, self._root)
-        adapted = kind is WeightKind.ADAPTER
-        model = _loaded(self._model, directory) if adapted else _loaded(directory)
-        self._engine.swap(model, command.version)
-        self.version = command.version
-        supervisor.serve(command)
-        supervisor.says = supervisor.says.model_copy(update={"kind": kind})
-        supervisor.answer(command, OutcomeState.DONE, in_use=json.dumps([]))
+    def _take(self, shown: StandIn, announced: Announcement) -> None:
+        if announced.digest != self.digest:
+            self.digest = announced.digest
+            self.loads.append(announced.version)
+            directory = self._root / announced.id
+            if announced.kind is BASE:
+                model = _loaded(self._model)
+            elif announced.kind is ADAPTER:
+                model = _loaded(self._model, directory)
+            else:
+                model = _loaded(directory)
+            if not self.is_stuck:
+                self.engine.swap(model, announced.version)
+        self.engine.version = announced.version
+        shown.adopt(announced)
 
     def info(self) -> BridgeInfo:
         return BridgeInfo(
-            policy_version=self.version,
+            policy_version=self.engine.version,
             paused=False,
             weights_intact=True,
             weights_socket=None,
-            dtype="float32",
+            dtype=self.dtype,
             max_model_len=256,
             kv_block_size=16,
-            lora_enabled=self._takes_adapters,
-            run_id=self.supervisor.run_id,
-            weights_dir=str(self._root),
+            lora_enabled=self.takes_adapters,
+            run_id=self.shown.run_id,
+            name=self.name,
         )
-
-    def sees(self, probe: str) -> bool:
-        return (self.mounted / probe).exists()
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         self._next_fault()
-        return self._engine.served_logprobs(token_ids)
+        self.probed.append(self.engine.version)
+        return self.engine.served_logprobs(token_ids)
 
     def sample(self, prompt_token_ids: list[int], max_tokens: int, **_: Any) -> Completion:
         self._next_fault()
-        return self._engine.sample(prompt_token_ids, max_tokens)
+        return self.engine.sample(prompt_token_ids, max_tokens)
 
     def close(self) -> None:
         """Nothing to close."""
 
 
 def _loaded(model: Path | str, adapter: Path | None = None) -> Any:
-    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return (whole if adapter is None else PeftModel.from_pretrained(whole, str(adapter))).eval()
+    with LOADING:
+        whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        return (whole if adapter is None else PeftModel.from_pretrained(whole, str(adapter))).eval()
 
 
 @dataclass
 class Bench:
-    """One server, and a sequence of trainers."""
+    """Servers, and a sequence of trainers."""
 
     url: str
     mode: str
     model: str
     root: Path
-    server: StandInServer
+    stack: ExitStack
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    servers: dict[str, StandInServer] = field(default_factory=dict)
+
+    def add(self, name: str) -> StandInServer:
+        server = StandInServer(self.url, self.run_id, name, self.model, self.root)
+        server.takes_adapters = self.mode == "lora_only"
+        self.servers[server.base_url] = server
+        self.stack.enter_context(server.shown)
+        return server
+
+    @property
+    def server(self) -> StandInServer:
+        return next(iter(self.servers.values()))
 
     @contextmanager
-    def trainer(self, every_steps: int = 1, last_step: int = 100) -> Iterator[FileSync]:
-        link = SupervisorClient(self.url, self.server.supervisor.run_id, deadline_s=60.0)
-        monitor = ServerMonitor(link, return_deadline_s=60.0)
-        action = ACTIONS[self.mode]
-        adapter = action.kind is WeightKind.ADAPTER
+    def trainer(
+        self, every_steps: int = 1, last_step: int = 100, nodes: int = 0, dtype: str = "auto"
+    ) -> Iterator[FileSync]:
+        watch = ServerWatch(VersionLog(self.url, self.run_id, DEADLINE_S), return_deadline_s=60.0)
+        adapter = self.mode == "lora_only"
         sync = FileSync(
             bridge=self.server,  # type: ignore[arg-type]
-            supervisor=link,
-            monitor=monitor,
-            publisher=Publisher(link, monitor, action, deadline_s=60.0),
+            connect=self.servers.__getitem__,  # type: ignore[arg-type]
+            watch=watch,
+            publisher=Publisher(watch, wait_s=60.0, deadline_s=60.0),
+            source=WeightSource(self.root, None, 0, None),
+            restarts=self.mode == "restart",
+            nodes=nodes,
             weights=TrainedWeights(self.model, LORA if adapter else None),
-            directories=WeightDirectories(self.root),
-            dtype="auto",
+            directories=VersionDirectories(self.root, with_deltas=not adapter),
+            dtype=dtype,
             device="cpu",
             every_steps=every_steps,
             last_step=last_step,
@@ -154,20 +179,16 @@ class Bench:
         yield sync
         sync.close()
 
-    @property
-    def asked_for(self) -> list[PolicyVersion]:
-        return [command.version for command in self.server.supervisor.seen]
-
 
 @pytest.fixture
 def bench(redis_url: str, model: str, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
-    with ExitStack() as servers:
+    with ExitStack() as stack:
 
-        def made(mode: str, takes_adapters: bool | None = None) -> Bench:
-            takes = mode == "lora_only" if takes_adapters is None else takes_adapters
-            server = StandInServer(redis_url, model, tmp_path / "served", takes)
-            servers.enter_context(server.supervisor)
-            return Bench(redis_url, mode, model, tmp_path / "served", server)
+        def made(mode: str, *names: str) -> Bench:
+            rig = Bench(redis_url, mode, model, tmp_path / "served", stack)
+            for name in names or (FIRST,):
+                rig.add(name)
+            return rig
 
         yield made
 
@@ -196,6 +217,7 @@ def take_steps(sync: FileSync, optimizer: MasterOptimizer, steps: range) -> list
         done = sync.publish(optimizer, step + 1)
         assert done.version.step == step + 1
         assert (done.alignment is not None) == done.is_served == (done.seconds > 0)
+        assert (done.reach is not None) == done.is_served
         published.append(done.is_served)
     return published
 
@@ -203,105 +225,164 @@ def take_steps(sync: FileSync, optimizer: MasterOptimizer, steps: range) -> list
 NewBench = Callable[..., Bench]
 
 
-def test_adapters_are_published_at_the_start_and_at_every_step(bench: NewBench) -> None:
+def test_adapters_are_published_at_every_step_after_the_untrained_model(bench: NewBench) -> None:
     rig = bench("lora_only")
     with rig.trainer() as sync:
         optimizer = begun(sync)
+        assert sync.begun_as == UNTRAINED
         assert take_steps(sync, optimizer, range(3)) == [True] * 3
-        assert sync.begun_as is None
-    assert rig.asked_for == [(1, 0), (1, 1), (1, 2), (1, 3)]
-    assert names(rig.root) == ["epoch_1_step_2", "epoch_1_step_3"]
+        assert sync.server_run_id == rig.run_id
+    seen = [(tuple(one.version), one.kind) for one in rig.server.shown.seen]
+    assert seen == [((1, 0), BASE), ((1, 1), ADAPTER), ((1, 2), ADAPTER), ((1, 3), ADAPTER)]
+    assert names(rig.root) == ["1-2", "1-3"]
 
 
-def test_weights_are_written_where_the_server_looks_and_the_run_is_the_servers(
-    bench: NewBench, tmp_path: Path
-) -> None:
-    rig = bench("lora_only")
-    own = replace(rig, root=tmp_path / "save_path" / "served_weights")
-    with own.trainer() as sync:
-        sync.supervisor.run_id = ""
-        begun(sync)
-        assert sync.server_run_id == rig.server.supervisor.run_id
-    assert names(rig.root) == ["epoch_1_step_0"]
-    assert not own.root.exists()
-
-
-def test_a_server_that_looks_elsewhere_is_refused_at_the_start(
-    bench: NewBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_sync, "SEEN_DEADLINE_S", 0.0)
-    rig = bench("lora_only")
-    rig.server.mounted = tmp_path
-    with rig.trainer() as sync, pytest.raises(PolicyMismatch, match="does not see a file"):
-        sync.load_policy()
-    assert names(rig.root) == []
-    (rig.root).rmdir()
-    rig.root.write_text("a file")
-    with rig.trainer() as sync, pytest.raises(PolicyMismatch, match="cannot write there"):
-        sync.load_policy()
-
-
-def test_a_restart_is_saved_if_the_server_has_the_weights(bench: NewBench) -> None:
-    rig = bench("none")
+def test_a_server_that_has_the_weights_only_renames_them(bench: NewBench) -> None:
+    rig = bench("restart")
     with rig.trainer(every_steps=2, last_step=5) as sync:
         optimizer = begun(sync)
-        assert sync.begun_as == (0, 0)
         assert take_steps(sync, optimizer, range(4)) == [False, True, False, True]
         state = saved(sync, optimizer)
         assert take_steps(sync, optimizer, range(4, 5)) == [True]
-    assert rig.asked_for == [(1, 2), (1, 4), (1, 5)]
+    assert rig.server.loads == [(1, 2), (1, 4), (1, 5)]
+    assert all(one.restarts for one in rig.server.shown.seen)
 
     with rig.trainer(every_steps=2) as sync:  # starts from step 4, while 5 is served
         optimizer = begun(sync, 4, state)
         assert sync.begun_as is None
         take_steps(sync, optimizer, range(4, 6))
         state = saved(sync, optimizer)
-    assert rig.asked_for[3:] == [(2, 4), (2, 6)]
+    assert rig.server.loads[3:] == [(2, 4), (2, 6)]
 
     with rig.trainer(every_steps=2) as sync:  # starts from step 6, which is served as (2, 6)
         begun(sync, 6, state)
         assert sync.begun_as == (2, 6)
-    assert rig.asked_for[5:] == []
+        assert rig.server.engine.version == (3, 6)
+    assert rig.server.loads[5:] == []
+
+    with rig.trainer() as sync:  # from the start again
+        begun(sync)
+        assert sync.begun_as is None
+    assert rig.server.loads[5:] == [(4, 0)]
 
 
-@pytest.mark.parametrize("known_from", ["a directory", "a saved state", "a command"])
+def test_an_adapter_that_is_loaded_again_from_a_checkpoint_has_the_same_digest(
+    bench: NewBench,
+) -> None:
+    rig = bench("lora_only")
+    with rig.trainer() as sync:
+        optimizer = begun(sync)
+        take_steps(sync, optimizer, range(1))
+        state = saved(sync, optimizer)
+    with rig.trainer() as sync:
+        begun(sync, 1, state)
+        assert sync.begun_as == (1, 1)
+    assert rig.server.loads == [(1, 1)]
+
+
+@pytest.mark.parametrize("known_from", ["a directory", "a checkpoint", "Redis", "a server"])
 def test_a_run_opens_an_epoch_beyond_every_known_one(known_from: str, bench: NewBench) -> None:
-    """A killed trainer may have written or commanded weights that are not served yet."""
+    """A killed trainer may have written or announced weights that are not served yet."""
     rig = bench("none")
     with rig.trainer() as sync:
-        if known_from == "a directory":
-            (rig.root / "epoch_8_step_2").mkdir(parents=True)
-        elif known_from == "a command":
-            unread = {"path": "/x", "sha256": "0" * 64}
-            sync.supervisor.send(
-                SupervisorCommand(id=IGNORED, action=LOAD, epoch=8, step=0, **unread)
-            )
-        last_epoch = 8 if known_from == "a saved state" else 1
         optimizer = optimizer_of(sync.load_policy())
+        if known_from == "a directory":
+            (rig.root / "8-2").mkdir(parents=True)
+        elif known_from == "Redis":
+            sync.watch.versions.announce(Announcement(epoch=8, step=0, kind=BASE))
+        elif known_from == "a server":
+            rig.server.shown.becomes(epoch=8)
+        last_epoch = 8 if known_from == "a checkpoint" else 1
         assert sync.start(optimizer, step=0, last_epoch=last_epoch) == (9, 0)
 
 
-@pytest.mark.parametrize(
-    ("mode", "takes_adapters", "version", "told"),
-    [
-        ("lora_only", False, (0, 0), "the server accepts no adapters: start vllm-api-server with"),
-        ("none", False, (3, 1), r"\(3, 1\).*\(0, 0\). So --inference-url is not"),
-    ],
-)
-def test_a_server_of_another_mode_or_run_is_refused(
-    mode: str, takes_adapters: bool, version: tuple[int, int], told: str, bench: NewBench
-) -> None:
-    rig = bench(mode, takes_adapters)
-    rig.server.version = PolicyVersion(*version)
+def test_a_server_of_another_mode_or_run_is_refused(bench: NewBench) -> None:
+    rig = bench("lora_only")
+    rig.server.takes_adapters = False
     with rig.trainer() as sync:
-        sync.supervisor.deadline_s = 0.0  # time for Redis and the server to report the same version
+        told = "the server accepts no adapters: start vllm-api-server with"
         with pytest.raises(PolicyMismatch, match=told):
             sync.load_policy()
+        rig.server.takes_adapters = True
+        sync.watch.versions.run_id = "other"
+        with pytest.raises(PolicyMismatch, match="but the trainer's is 'other'"):
+            sync.load_policy()
+
+
+def test_all_servers_follow_and_each_is_checked_in_its_turn(bench: NewBench) -> None:
+    rig = bench("none", "a", "b", "c")
+    with rig.trainer(nodes=3) as sync:
+        optimizer = begun(sync)
+        take_steps(sync, optimizer, range(3))
+        late = rig.add("d")
+        take_steps(sync, optimizer, range(3, 4))
+    # All at the start, when they joined; then one after the other.
+    probed = {one.name: [*map(version_id, one.probed)] for one in rig.servers.values()}
+    assert probed == {
+        "a": ["1-0", "1-3"],
+        "b": ["1-0", "1-1", "1-4"],
+        "c": ["1-0", "1-2"],
+        "d": ["1-4"],
+    }
+    assert late.loads == [(1, 3), (1, 4)]
+
+
+def test_one_of_three_that_serves_other_weights_is_named(bench: NewBench) -> None:
+    rig = bench("none", "a", "b", "c")
+    with rig.trainer(nodes=3) as sync:
+        optimizer = begun(sync)
+        rig.servers["http://c"].is_stuck = True
+        told = "server c at http://c does not serve the trainer's weights: .* without any training"
+        take_steps(sync, optimizer, range(1))  # the turn of b
+        with pytest.raises(ServedWeightsDiffer, match=told):
+            take_steps(sync, optimizer, range(1, 2))
+
+
+def test_a_server_that_leaves_during_its_check_is_replaced(bench: NewBench) -> None:
+    rig = bench("none", "a", "b")
+    with rig.trainer(nodes=2) as sync:
+        optimizer = begun(sync)
+        gone = rig.servers["http://b"]
+
+        def leave() -> None:
+            gone.shown.leave()
+            gone.fail()
+
+        # Its cache is filled before the publication.
+        gone.faults = iter([lambda: None, leave])
+        assert take_steps(sync, optimizer, range(1)) == [True]
+        assert [*map(version_id, rig.servers["http://a"].probed)] == ["1-0", "1-1"]
+
+
+def test_a_server_that_is_stopped_during_its_check_does_not_stop_the_trainer(
+    bench: NewBench,
+) -> None:
+    rig = bench("none", "a", "b")
+    goes_on = threading.Event()
+    with rig.trainer(nodes=2) as sync:
+        optimizer = begun(sync)
+        stopped = rig.servers["http://b"]
+
+        def stop() -> None:
+            stopped.shown.leave()
+            goes_on.wait(DEADLINE_S)
+
+        stopped.faults = iter([lambda: None, stop])
+        assert take_steps(sync, optimizer, range(1)) == [True]
+        assert not goes_on.is_set()
+        goes_on.set()
+
+
+def test_a_server_of_another_data_type_is_refused_at_the_start(bench: NewBench) -> None:
+    rig = bench("none", "a", "b")
+    rig.servers["http://b"].dtype = "bfloat16"
+    with rig.trainer(nodes=2, dtype="float32") as sync, pytest.raises(PolicyMismatch, match="bfl"):
+        sync.load_policy()
 
 
 CRASHED = "engine.crashed_during_check"
 FIRST_REQUEST = {
-    "none": "the logprobs of 32 tokens",
+    "restart": "the logprobs of 32 tokens",
     "lora_only": "1 sampled tokens after a prompt",
 }
 """Of a publication. With an adapter, the cache is filled before it is published."""
@@ -316,7 +397,7 @@ def test_a_request_that_crashes_the_engine_twice_ends_the_run(mode: str, bench: 
         told = rf"crashed 2 times while the trainer waited for {FIRST_REQUEST[mode]}.*vllm-server"
         with pytest.raises(EngineCrashed, match=told):
             take_steps(sync, optimizer, range(1))
-        assert rig.server.supervisor.says.crashes == 2
+        assert rig.server.shown.says.crashes == 2
 
 
 @pytest.mark.parametrize("fault", ["crash_and_fail", "crash"])
@@ -326,7 +407,7 @@ def test_an_engine_that_is_killed_once_during_a_request_is_logged(
     """The client repeats a lost request by itself, so that the crash may not be seen as a failure.
     A request that waits for a slow start still gets its second chance."""
     monkeypatch.setattr(base, "PROBE_DEADLINE_S", 0.0)
-    rig = bench("none")
+    rig = bench("restart")
     with rig.trainer() as sync:
         optimizer = begun(sync)
         rig.server.crash()  # of an earlier engine: it does not count

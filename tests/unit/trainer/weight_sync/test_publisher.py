@@ -1,179 +1,201 @@
-"""The trainer's commands to the supervisor, over a real Redis; a thread acts as the supervisor."""
+"""Publications to several servers, over a real Redis; threads act as the servers."""
 
 from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 from redis import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
+from structlog.testing import capture_logs
 
-from grpo_core.errors import ServiceUnavailable
-from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.weights.supervisor import (
-    Action,
-    OutcomeState,
-    SupervisorClient,
-    SupervisorCommand,
-    SupervisorPhase,
-    commands_key,
+from grpo_core.weights.servers import ServerState
+from grpo_core.weights.version_log import TrainerReplaced, VersionLog
+from grpo_core.weights.versions import Announcement, VersionKind
+from grpo_trainer.errors import (
+    GrpoError,
+    LostServer,
+    NoInferenceServer,
+    NotPublished,
+    WeightsRefused,
 )
-from grpo_core.wire.policy_version import PolicyVersion
-from grpo_runs.process.ports import free_port
-from grpo_trainer.errors import GrpoError, LostServer, NotPublished, WeightsRefused
-from grpo_trainer.weight_sync import supervisor as supervisor_commands
-from grpo_trainer.weight_sync.supervisor import Publisher, ServerMonitor
-from tests.unit.trainer.supervisor_stand_in import Reply, StandIn, done, says, silence
+from grpo_trainer.weight_sync.publisher import Publication, Publisher
+from grpo_trainer.weight_sync.servers import ServerWatch
+from tests.support.wait import DEADLINE_S, wait_for
+from tests.unit.trainer.server_stand_in import Reply, StandIn, depart, ignore, refuse
 
-FILES = WeightRef(
-    version=PolicyVersion(1, 3),
-    kind=WeightKind.ADAPTER,
-    path=Path("/weights/epoch_1_step_3"),
-    digest="0" * 64,
-)
-FAILED = says(OutcomeState.FAILED, "no memory")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_commands, "FIRST_RETRY_S", 0.05)
+VERSION = Announcement(epoch=1, step=3, kind=VersionKind.FULL, digest="0" * 64, bytes=7)
+SOURCES = ["http://trainer/weights"]
+WAIT_S, PUBLISH_DEADLINE_S, RETURN_DEADLINE_S = 10.0, 600.0, 60.0
 
 
 @dataclass
+class Clock:
+    """Time passes only in `sleep`, and there only if it may."""
+
+    now: float = 0.0
+    may_pass: Callable[[], bool] = lambda: True
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        if self.may_pass():
+            self.now += seconds
+
+
 class Rig:
-    """A client of Redis, and a stand-in supervisor at the other end."""
+    """A run's servers and its trainer."""
 
-    url: str
-    link: SupervisorClient
+    def __init__(self, url: str, stack: ExitStack) -> None:
+        self.url, self.run_id = url, uuid.uuid4().hex[:8]
+        self.clock = Clock()
+        self.versions = stack.enter_context(VersionLog(url, self.run_id, DEADLINE_S))
+        self.redis = stack.enter_context(Redis.from_url(url, decode_responses=True))
+        self._stack = stack
+        self.watch = ServerWatch(
+            self.versions, RETURN_DEADLINE_S, clock=self.clock, sleep=self.clock.sleep
+        )
+        self.publisher = Publisher(self.watch, WAIT_S, PUBLISH_DEADLINE_S)
 
-    def supervisor(self, *replies: Reply) -> StandIn:
-        return StandIn(self.url, self.link.run_id, replies)
+    def server(self, name: str, reply: Reply | None = None, **status: object) -> StandIn:
+        return self._stack.enter_context(StandIn(self.url, self.run_id, name, reply, **status))
 
-    def serve(self, deadline_s: float = 60.0) -> frozenset[Path]:
-        monitor = ServerMonitor(self.link, return_deadline_s=60.0)
-        return Publisher(self.link, monitor, Action.LOAD_ADAPTER, deadline_s).publish(FILES)
+    def publish(self) -> Publication:
+        return self.publisher.publish(VERSION, SOURCES)
+
+    def lose(self) -> None:
+        """What a flush of Redis does to this run."""
+        for key in self.redis.scan_iter(f"*{self.run_id}*weights*"):
+            self.redis.delete(key)
 
 
 @pytest.fixture
 def rig(redis_url: str) -> Iterator[Rig]:
-    with SupervisorClient(redis_url, uuid.uuid4().hex[:8], deadline_s=60.0) as link:
-        yield Rig(redis_url, link)
+    with ExitStack() as stack:
+        yield Rig(redis_url, stack)
 
 
-def test_a_command_holds_everything_and_its_answer_what_must_stay(rig: Rig) -> None:
-    with rig.supervisor(done) as server:
-        assert rig.serve() == {Path("/weights/epoch_1_step_2")}
-    (command,) = server.seen
-    assert (command.action, command.version) == (Action.LOAD_ADAPTER, (1, 3))
-    assert (command.path, command.sha256) == ("/weights/epoch_1_step_3", "0" * 64)
-    assert rig.link.newest_epoch() == 1
+def test_a_publication_waits_for_all_that_serve(rig: Rig) -> None:
+    rig.clock.may_pass = lambda: False
+    rig.server("a")
+    rig.server("b", in_use="1-1", fetching="1-2", reply=ignore, state=ServerState.JOINING)
+    found = rig.publish()
+    assert [*found.serving] == ["a"]
+    assert found.in_use == {"1-1", "1-2", "1-3"}
+    assert (found.reach.servers, found.reach.bytes, found.reach.all_s) == (1, 7, 0.0)
+    rig.server("c")
+    assert [*rig.watch.await_serving()] == ["a", "c"]
 
 
-def test_busy_and_failed_are_retried_under_another_id(rig: Rig) -> None:
-    replies = [says(OutcomeState.BUSY, "another"), FAILED, done]
-    with rig.supervisor(*replies) as server:
-        rig.serve()
-    assert len({command.id for command in server.seen}) == 3
+def test_a_straggler_delays_a_publication_by_the_wait_only(rig: Rig) -> None:
+    """The clock stands still until both others serve."""
+    rig.server("a")
+    rig.server("b")
+    rig.server("slow", ignore)
+    rig.clock.may_pass = lambda: (
+        sum(one.version == VERSION.version for one in rig.versions.servers()) == 2
+    )
+    with capture_logs() as logs:
+        found = rig.publish()
+    assert [*found.serving] == ["a", "b"]
+    assert WAIT_S <= rig.clock.now < WAIT_S + 0.5
+    assert found.reach.all_s is None
+    assert found.reach.first_s == 0.0
+    late = [event["servers"] for event in logs if event["event"] == "publication.late"]
+    assert late == ["slow serving policy version (0, 0)"]
+    assert rig.publisher.late == 1
+
+
+def test_a_server_that_leaves_is_not_waited_for(rig: Rig) -> None:
+    rig.clock.may_pass = lambda: False
+    rig.server("a")
+    rig.server("gone", depart)
+    with capture_logs() as logs:
+        assert [*rig.publish().serving] == ["a"]
+    assert [event["server"] for event in logs if event["event"] == "server.left"] == ["gone"]
+    assert rig.watch.left == 1
+
+
+def test_a_refusal_by_all_ends_it_at_once_and_by_one_does_not(rig: Rig) -> None:
+    rig.clock.may_pass = lambda: False
+    rig.server("a", refuse)
+    with pytest.raises(WeightsRefused, match=r"\(1, 3\): a: rank 64, at most 16"):
+        rig.publish()
+    rig.server("b")
+    assert [*rig.publish().serving] == ["b"]
 
 
 @pytest.mark.parametrize(
     ("reply", "error", "told"),
     [
-        (says(OutcomeState.REFUSED, "rank 64, at most 16"), WeightsRefused, "rank 64, at most 16"),
-        (FAILED, NotPublished, r"\(1, 3\) is not served after 60 s \(failed: no memory"),
+        (ignore, NotPublished, r"\(1, 3\) is not served after 600 s \(a serving policy version"),
+        (depart, LostServer, r"has served for 60 s \(none reports a status in Redis"),
     ],
 )
-def test_a_refusal_or_a_failure_without_time_for_a_retry_ends_it(
-    reply: Reply,
-    error: type[GrpoError],
-    told: str,
-    rig: Rig,
-    monkeypatch: pytest.MonkeyPatch,
+def test_without_a_server_that_takes_it_the_trainer_ends(
+    reply: Reply, error: type[GrpoError], told: str, rig: Rig
 ) -> None:
-    monkeypatch.setattr(supervisor_commands, "FIRST_RETRY_S", 60.0)
-    with rig.supervisor(reply) as server, pytest.raises(error, match=told):
-        rig.serve()
-    assert len(server.seen) == 1
-
-
-def test_a_command_without_an_answer_is_named_at_the_deadline(rig: Rig) -> None:
-    with rig.supervisor(silence), pytest.raises(NotPublished, match="not accepted"):
-        rig.serve(deadline_s=0.5)
-
-
-def test_served_weights_count_although_the_answer_was_lost(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The repeated command is refused, because its version is no longer new."""
-    monkeypatch.setattr(supervisor_commands, "LOST_AFTER_S", 0.0)
-
-    def carry_out_and_forget(server: StandIn, command: SupervisorCommand) -> None:
-        server.serve(command)
-        server.lose_commands()
-
-    replies = [carry_out_and_forget, says(OutcomeState.REFUSED, "not a new version")]
-    with rig.supervisor(*replies):
-        assert rig.serve() == frozenset()
-
-
-def test_a_supervisor_that_falls_silent_is_lost(rig: Rig) -> None:
-    def fall_silent(server: StandIn, _command: SupervisorCommand) -> None:
-        server.speaks = False
-
-    a_second_per_reading = map(float, itertools.count()).__next__
-    monitor = ServerMonitor(rig.link, 20.0, a_second_per_reading)
-    told = r"down for 20 s \(its supervisor reports no status in Redis"
-    with rig.supervisor(fall_silent), pytest.raises(LostServer, match=told):
-        Publisher(rig.link, monitor, Action.LOAD_ADAPTER, deadline_s=120.0).publish(FILES)
+    server = rig.server("a", reply)
+    rig.clock.may_pass = lambda: bool(server.seen)
+    rig.clock.sleep, sleep = (lambda s: sleep(50 * s)), rig.clock.sleep  # type: ignore[method-assign]
+    rig.watch.sleep = rig.clock.sleep
+    with pytest.raises(error, match=told):
+        rig.publish()
 
 
 def test_a_failed_server_is_lost_with_the_reason_that_it_gives(rig: Rig) -> None:
-    with rig.supervisor() as server:
-        server.becomes(state=SupervisorPhase.FAILED, reason="5 crashes in 60 s")
-        with pytest.raises(LostServer, match="failed: 5 crashes in 60 s"):
-            ServerMonitor(rig.link, 0.0, lambda: 100.0).look()
+    rig.server("a", state=ServerState.FAILED, reason="5 crashes in 60 s")
+    rig.watch.sleep = lambda s: rig.clock.sleep(50 * s)
+    with pytest.raises(LostServer, match="a failed: 5 crashes in 60 s"):
+        rig.watch.look()
 
 
-class BreaksOnce(SupervisorClient):
-    """The connection breaks at the first command, before or after Redis executes it."""
-
-    carries_out = is_whole = False
-
-    def attempt(self, *command: Any) -> Any:
-        if self.is_whole or command[0] != "XADD":
-            return super().attempt(*command)
-        self.is_whole = True
-        if self.carries_out:
-            super().attempt(*command)
-        raise RedisConnectionError("broken")
+def test_servers_that_do_not_come_are_named_at_the_start(rig: Rig) -> None:
+    rig.server("a")
+    rig.watch.sleep = lambda s: rig.clock.sleep(50 * s)
+    with pytest.raises(NoInferenceServer, match="nodes 3: after 60 s, 1 inference servers of run"):
+        rig.watch.await_all(3)
+    rig.server("b")
+    assert [*rig.watch.await_all(2)] == ["a", "b"]
 
 
-@pytest.mark.parametrize("carries_out", [False, True])
-def test_a_command_is_sent_once_over_a_connection_that_breaks(
-    carries_out: bool, redis_url: str
-) -> None:
-    weights = {"path": "/weights/x", "sha256": "0" * 64}
-    command = SupervisorCommand(id="1", action=Action.LOAD_ADAPTER, epoch=1, step=1, **weights)
-    with BreaksOnce(redis_url, uuid.uuid4().hex[:8], deadline_s=60.0) as link:
-        link.carries_out = carries_out
-        link.send(command)
-        assert link.is_whole
-        with Redis.from_url(redis_url, decode_responses=True) as plain:
-            entries = plain.xrange(commands_key(link.run_id))
-    assert [fields["id"] for _, fields in entries] == ["1"]
+def test_an_announcement_that_redis_has_lost_is_repeated(rig: Rig) -> None:
+    rig.clock.may_pass = lambda: False
+    rig.server("a")
+    rig.publish()
+    rig.lose()
+    rig.clock.now += 1.0
+    with capture_logs() as logs:
+        rig.watch.look()
+    assert rig.versions.head() == VERSION
+    assert "announcement.repeated" in [event["event"] for event in logs]
+    assert rig.watch.repeated == 1
 
 
-def test_a_redis_that_stays_away_is_named_without_its_password() -> None:
-    url = f"redis://:secret@127.0.0.1:{free_port()}/0"
-    told = r"Redis at redis://127\.0\.0\.1"
-    with (
-        SupervisorClient(url, "run", deadline_s=0.05) as link,
-        pytest.raises(ServiceUnavailable, match=told) as raised,
-    ):
-        link.status()
-    assert "secret" not in str(raised.value)
+def test_one_that_is_lost_during_the_publication_is_repeated(rig: Rig) -> None:
+    rig.clock.may_pass = lambda: False
+    times = itertools.count()
+
+    def lose_once(server: StandIn, announced: Announcement) -> None:
+        if next(times) == 0:
+            rig.lose()
+            wait_for(lambda: rig.watch.repeated)
+        server.adopt(announced)
+
+    rig.server("a", lose_once)
+    rig.publish()
+    assert rig.versions.head() == VERSION
+
+
+def test_a_trainer_that_was_replaced_ends(rig: Rig) -> None:
+    rig.clock.may_pass = lambda: False
+    rig.server("a")
+    rig.publish()
+    rig.versions.announce(Announcement(epoch=2, step=0, kind=VersionKind.BASE))
+    rig.clock.now += 1.0
+    with pytest.raises(TrainerReplaced, match=r"\(1, 3\) cannot be announced"):
+        rig.watch.look()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
@@ -19,11 +21,13 @@ from grpo_trainer.errors import GrpoError, MissingPackage, NoInferenceServer, No
 from grpo_trainer.weight_sync import build as server_process
 from grpo_trainer.weight_sync.build import (
     LOG,
+    build_weight_sync,
     command_to_start,
     inference_server,
     server_flags,
     sizing_flags,
 )
+from grpo_trainer.weight_sync.files import FileSync
 from tests.support.http_stub import stub_server
 from tests.support.wait import wait_for
 
@@ -141,6 +145,36 @@ def test_a_server_is_started_and_ended_with_the_run(
         assert f"--port {port}" in written
         assert listens(port)
     assert not listens(port)
+
+
+@pytest.mark.usefixtures("package")
+def test_with_several_servers_none_is_started_or_looked_for_at_the_url(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, "none", num_inference_nodes=2)
+    with inference_server(chosen):
+        assert not listens(urlsplit(chosen.inference_url).port or 0)
+    unnamed = chosen.model_copy(update={"run_id": None})
+    with pytest.raises(NoInferenceServer), inference_server(unnamed):
+        pass  # only that server could name the run
+
+
+@pytest.mark.parametrize(
+    ("nodes", "processes", "place"),
+    [(0, 1, (None, 0)), (2, 1, ("trainer", 26756)), (2, 2, ("trainer", 26757))],
+)
+def test_where_servers_fetch_weights(
+    nodes: int,
+    processes: int,
+    place: tuple[str | None, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With several trainer processes, torch.distributed listens on --master-port."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: processes > 1)
+    chosen = settings(tmp_path, "none", num_inference_nodes=nodes, master_addr="trainer")
+    sync = build_weight_sync(chosen)
+    assert isinstance(sync, FileSync)
+    with contextlib.closing(sync):
+        assert (sync.source._address, sync.source._port) == place
 
 
 @pytest.mark.usefixtures("package")

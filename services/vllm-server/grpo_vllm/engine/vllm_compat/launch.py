@@ -32,6 +32,7 @@ ONE_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 """On CPU the engine also does the worker's job in the same process. This saves half a gigabyte."""
 LORA_WITHOUT_PDL = ("VLLM_LORA_DISABLE_PDL", "1")
 _SMALL_BLOCKS = "grpo_vllm.engine.vllm_compat.cpu.SmallBlocks"
+_STAGED_MODULE = "grpo_vllm.engine.vllm_compat.staged_update"
 SM100_MAJOR = 10
 """Major compute capability of B200 and B300."""
 
@@ -80,6 +81,23 @@ def offer_small_blocks() -> None:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
         register_backend(AttentionBackendEnum.CPU_ATTN, _SMALL_BLOCKS)
+
+
+def offer_staged_update(name: str) -> None:
+    """Register the backend that loads weights from a directory. Each of vLLM's processes needs
+    this. Its module is imported when an engine uses it."""
+    # Older versions of vLLM have none; a second call finds the backend registered.
+    with contextlib.suppress(ImportError, ValueError):
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+        WeightTransferEngineFactory.register_engine(name, _STAGED_MODULE, "StagedUpdate")
+
+
+def can_update_weights() -> bool:
+    """Whether a running engine can load weights: not before vLLM 0.32."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return hasattr(AsyncLLM, "start_weight_update")
 
 
 def adapt_to_cpu(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,156 @@
+"""Runs on one to three inference servers: `python -m benchmarks.several_servers`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from benchmarks.run_api_bench import machine
+from benchmarks.run_api_bench.report import table
+from benchmarks.run_api_bench.results_file import replace_section
+from benchmarks.train_bench.turns import Reading, in_turn, spread, values
+from grpo_core.logs import configure_logging
+from grpo_core.settings import Command, CommandSettings, load_settings
+from grpo_tiny_model.smollm2 import ensure_smollm2
+
+SECTION = "several servers"
+WARM_STEPS = 2
+SMOLLM2_FLAGS = ("--dtype", "bfloat16")
+
+
+class SeveralServersSettings(CommandSettings):
+    """Measure runs on one to three servers, in turns."""
+
+    command: ClassVar[Command] = Command(prog="bench-servers", env_prefix="BENCH_SERVERS_")
+
+    rounds: int = Field(3, ge=1, description="Times that each kind of run is measured")
+    steps: int = Field(12, ge=4, description="Steps of one run")
+    most: int = Field(3, ge=1, description="Largest number of servers")
+    smollm2: bool = Field(False, description="Train SmolLM2-135M instead of the tiny model")
+    results: Path | None = Field(None, description="Markdown file whose section is replaced")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How weights are published. `several`: whether more than one server can be used."""
+
+    name: str
+    flags: tuple[str, ...]
+    several: bool = True
+
+
+KINDS = (
+    Kind("shared_vllm", ("--mode", "shared_vllm"), several=False),
+    Kind("none", ("--mode", "none")),
+    Kind(
+        "none, restart",
+        ("--mode", "none", "--publish", "restart", "--vllm-restart-interval", "1"),
+        several=False,
+    ),
+    Kind("lora_only", ("--mode", "lora_only")),
+)
+COLUMNS = {
+    "a step, s": ("step_s", 1.0),
+    "publication, s": ("publish_s", 1.0),
+    "first serves, s": ("first_s", 1.0),
+    "all serve, s": ("all_s", 1.0),
+    "pause, s": ("pause_s", 1.0),
+    "announced, MB": ("bytes", 1e6),
+}
+
+
+def main() -> None:
+    settings = load_settings(SeveralServersSettings, sys.argv[1:])
+    configure_logging("bench-servers")
+    flags = [*("--model", str(ensure_smollm2())), *SMOLLM2_FLAGS] if settings.smollm2 else []
+    sides = {
+        (kind, count): _measure([*kind.flags, *flags], count, settings.steps)
+        for kind in KINDS
+        for count in (range(1, settings.most + 1) if kind.several else (1,))
+    }
+    found = in_turn(
+        SECTION, settings.rounds, {f"{kind.name} {n}": each for (kind, n), each in sides.items()}
+    )
+    rows = [
+        [
+            kind.name,
+            str(count),
+            *(_cell(found[f"{kind.name} {count}"], key, scale) for key, scale in COLUMNS.values()),
+        ]
+        for kind, count in sides
+    ]
+    lines = [
+        _about(settings),
+        "",
+        *(f"- {fact}" for fact in machine.host()),
+        "",
+        *table([["mode", "servers", *COLUMNS], *rows]),
+    ]
+    sys.stdout.write("\n".join([*lines, ""]))
+    if settings.results:
+        model = "SmolLM2-135M" if settings.smollm2 else "tiny model"
+        replace_section(settings.results, f"{SECTION}: {model}", lines)
+
+
+def _measure(flags: Sequence[str], servers: int, steps: int) -> Any:
+    def measured() -> Reading:
+        with tempfile.TemporaryDirectory() as scratch:
+            directory = Path(scratch) / "run"
+            command = [sys.executable, "-m", "grpo_runs", "--run-dir", str(directory)]
+            command += ["--servers", str(servers), "--steps", str(steps), "--eval-every", "0"]
+            subprocess.run([*command, *flags], check=True, stdout=subprocess.DEVNULL)
+            lines = (directory / "metrics.jsonl").read_text().splitlines()
+            records = [json.loads(line) for line in lines][WARM_STEPS:]
+            summary = json.loads((directory / "summary.json").read_text())
+        return _reading(records, summary["servers"])
+
+    return measured
+
+
+def _reading(records: Sequence[dict[str, Any]], servers: Sequence[dict[str, Any]]) -> Reading:
+    """Medians over the steps; of the pauses, the longest of all servers' last ones."""
+    keys = {
+        "step_s": "train/step_time",
+        "publish_s": "train/sync_time",
+        "first_s": "publication/first_serves_time",
+        "all_s": "publication/all_serve_time",
+        "bytes": "publication/bytes",
+    }
+    reading: Reading = {}
+    for name, key in keys.items():
+        if found := [record[key] for record in records if key in record]:
+            reading[name] = median(found)
+    if reading.get("bytes"):
+        reading["pause_s"] = max(server["pause_s"] for server in servers)
+    return reading
+
+
+def _cell(readings: Sequence[Reading], key: str, scale: float) -> str:
+    return spread(values(readings, key, scale)) if all(key in r for r in readings) else "-"
+
+
+def _about(settings: SeveralServersSettings) -> str:
+    today = datetime.now(UTC).date().isoformat()
+    model = "SmolLM2-135M in bfloat16" if settings.smollm2 else "the tiny model in float32"
+    return (
+        f"`python -m benchmarks.several_servers` on {today}, {settings.rounds} runs of "
+        f"{settings.steps} steps in turn: median (lowest to highest) of {model}, `grpo-run`'s "
+        "arithmetic task. *First* and *all serve* count from the announcement; a publication "
+        "includes writing the files and the check of the served weights. On this machine all "
+        "servers and the trainer share the cores, so more servers cannot make a step faster: the "
+        "table shows what the protocol costs, not what servers on hosts of their own gain."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""One server of the pool: its requests, the task that probes it, and what run-api says about it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import structlog
+
+from grpo_core.clients.inference import GenerateAnswer, GenerationClient
+from grpo_core.errors import GrpoError, RequestRefused
+from grpo_core.weights.servers import ServerState
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.run_api import ListedServer
+from grpo_env.inference.health import HealthClient, ServerStanding, Standing
+from grpo_env.inference.places import Place
+
+log = structlog.get_logger()
+
+_PROBE_EVERY_S = 2.0
+_NOT_FOUND = 404
+_MAX_LAG = 10
+_OPEN = frozenset({ServerState.SERVING, ServerState.COMMITTING})
+_WAITING = frozenset({ServerState.DRAINING, ServerState.RESTARTING})
+"""Requests wait at the server for its engine."""
+
+
+class NoGenerateRoute(GrpoError):
+    """The server at `--inference-url` has no route `POST /generate`."""
+
+
+class PooledServer(ServerStanding):
+    """One server of the pool, with the task that probes it.
+
+    `load`: number of sequences that are being sampled; `picked_at`: rank of its newest request
+    among those of the pool; `probed`: set after the first probe; `is_named`: by `--inference-url`;
+    `listed`: its entry in the newest list of run-api; `answered`: requests by policy version.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        generation: GenerationClient,
+        health: HealthClient,
+        gone_after_s: float,
+        on_change: Callable[[], None],
+        clock: Callable[[], float],
+        is_named: bool,
+    ) -> None:
+        super().__init__(str(place), gone_after_s, on_change, clock)
+        self.place = place
+        self.load = self.picked_at = 0
+        self.probed = asyncio.Event()
+        self.is_named = is_named
+        self.listed: ListedServer | None = None
+        self.answered: Counter[PolicyVersion] = Counter()
+        self._newest_answer: PolicyVersion | None = None
+        self._was_listed = False
+        self._counts = is_named
+        self._generation = generation
+        self._health = health
+        self._in_flight: set[asyncio.Timeout] = set()
+        self._probe_now = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(self, on_end: Callable[[asyncio.Task[None]], None]) -> None:
+        """Begin to probe. `on_end`: called with the task when it ends."""
+        self._watching = asyncio.create_task(self._watch())
+        self._watching.add_done_callback(on_end)
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await self._health.close()
+        await self._generation.close()
+
+    @property
+    def name(self) -> str:
+        """ "" if it is unknown."""
+        return self.listed.name if self.listed else self._health.name or ""
+
+    @property
+    def has_unknown_name(self) -> bool:
+        """Whether it serves and was not asked for its name."""
+        return self.standing is Standing.SERVING and self._health.name is None
+
+    def ask_name(self) -> None:
+        """With the next probe, which follows soon."""
+        if not self._health.asks_name:
+            self._health.asks_name = True
+            self._probe_now.set()
+
+    @property
+    def is_known_by_name(self) -> bool:
+        """Whether an entry of the list with this name is this server, even if its URL is another
+        one. For a server that only the list names, the URL decides: it may have moved."""
+        return self.is_named and self.standing is not Standing.GONE and self.name != ""
+
+    def take(self, is_named: bool, listed: ListedServer | None) -> bool:
+        """Take whether `--inference-url` names it, and its entry in the newest list of run-api;
+        None if it has none. Returns whether anything changed."""
+        before = self.is_named, self.listed
+        if listed is not None and self.listed is None:
+            self._newest_answer = None  # it may have restarted
+        self.is_named, self.listed = is_named, listed
+        self._was_listed = self._was_listed or listed is not None
+        if (counts := not self.has_left and not self.is_forgotten) is not self._counts:
+            self._counts = counts
+            version = None if self.version is None else tuple(self.version)
+            log.info("server.joined" if counts else "server.left", url=self.url, version=version)
+        return before != (is_named, listed)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether run-api has listed it, and lists it no more."""
+        return self._was_listed and self.listed is None
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether nothing names it any more."""
+        return not self.is_named and self.listed is None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it answers at once, as far as run-api knows."""
+        return not self.has_left and (self.listed is None or self.listed.state in _OPEN)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it answers, perhaps after an update of its engine."""
+        return self.is_open or (self.listed is not None and self.listed.state in _WAITING)
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The newest version that it is known to serve; None if it is not listed."""
+        if self.listed is None:
+            return None
+        return max(self.listed.version, self._newest_answer or self.listed.version)
+
+    def lag(self, newest: PolicyVersion | None) -> int:
+        """Steps between its version and the newest one, up to a limit."""
+        own = self.version
+        if own is None or newest is None:
+            return 0
+        return min(newest.step - own.step, _MAX_LAG) if newest.epoch == own.epoch else _MAX_LAG
+
+    def log_requests(self) -> None:
+        """Log how many requests it has answered with each policy version."""
+        versions = {str(version): count for version, count in sorted(self.answered.items())}
+        total = self.answered.total()
+        log.info("server.requests", url=self.url, requests=total, versions=versions)
+
+    async def generate(
+        self, prompt_token_ids: list[int], within_s: float, sampling: dict[str, Any]
+    ) -> GenerateAnswer:
+        """As `GenerationClient.generate`.
+
+        Raises:
+            TimeoutError: `abort_requests` ended the request.
+            NoGenerateRoute: the server has no such route.
+        """
+        sequences = sampling.get("n", 1)
+        self.load += sequences
+        try:
+            async with asyncio.timeout(None) as until_aborted:
+                self._in_flight.add(until_aborted)
+                answer = await self._generation.generate(prompt_token_ids, within_s, **sampling)
+        except RequestRefused as error:
+            if error.status == _NOT_FOUND:
+                raise NoGenerateRoute(
+                    f"404 Not Found on /generate at {self.url}: this server is not "
+                    "vllm-api-server (stock vLLM has no /generate); start vllm-api-server, or "
+                    "check --inference-url"
+                ) from error
+            raise
+        finally:
+            self._in_flight.discard(until_aborted)
+            self.load -= sequences
+        self.request_answered()
+        if answer.policy_version:
+            self._newest_answer = max(last for _, last in answer.policy_version)
+            self.answered[self._newest_answer] += 1
+        return answer
+
+    def abort_requests(self) -> None:
+        """End the requests in flight."""
+        now = asyncio.get_running_loop().time()
+        for until_aborted in self._in_flight:
+            until_aborted.reschedule(now)
+        self._in_flight.clear()
+
+    def request_failed(self, error: Exception) -> None:
+        """As in the base class. A probe follows soon."""
+        super().request_failed(error)
+        self._probe_now.set()
+
+    async def _watch(self) -> None:
+        """Probe the server for ever.
+
+        Raises:
+            SharedWeightsHaveOneServer: a trainer writes the server's weights in place, and
+                `--inference-url` names other servers.
+        """
+        while True:
+            began_at = self._clock()
+            self.record_probe(await self._health.problem(), began_at)
+            self.probed.set()
+            if self.standing is Standing.GONE:
+                self._health.name = None  # another server may start here
+            if self.gets_requests:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_PROBE_EVERY_S):
+                        await self._probe_now.wait()
+            self._probe_now.clear()
+            if not self.gets_requests:
+                await asyncio.sleep(self.recheck_s)

@@ -1,0 +1,122 @@
+"""Waits until inference servers are healthy, or until they serve a policy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+
+import httpx
+import structlog
+
+from grpo_core.clients.inference import SERVICE
+from grpo_core.deadline import Deadline
+from grpo_core.errors import ServiceUnavailable
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_env.inference.health import HealthClient, NotAnInferenceServer, named
+from grpo_env.inference.places import Place
+
+log = structlog.get_logger()
+
+_POLL_S = 1.0
+_STEP_POLL_S = 0.1
+
+
+async def wait_for_servers(
+    urls: Sequence[str], deadline_s: float, api_key: str | None = None
+) -> None:
+    """Wait at the start until one of the servers answers `GET /health`.
+
+    One is enough, because `InferencePool` probes the others and uses each as soon as it is healthy:
+    a server that is down must not delay a run that can proceed without it. The pool logs each
+    server that is not healthy by name, so a wrong URL is noticed.
+
+    Raises:
+        ServiceUnavailable: no server was healthy within the deadline.
+        NotAnInferenceServer: another kind of server answers at a URL.
+        SharedWeightsHaveOneServer: one of several servers shares its weights with a trainer.
+    """
+    deadline = Deadline(deadline_s)
+    problems: dict[str, Exception] = {}
+    async with AsyncExitStack() as stack:
+        servers = [HealthClient(Place(url), len(urls) - 1, api_key, deadline_s) for url in urls]
+        for server in servers:
+            await stack.enter_async_context(server)
+        while not await _is_one_healthy(servers, problems):
+            if deadline.has_passed:
+                listed = "; ".join(
+                    f"{SERVICE} at {url} is not healthy after {deadline_s:g} s; the last error "
+                    f"was: {named(problem)}"
+                    for url, problem in problems.items()
+                )
+                raise ServiceUnavailable(
+                    f"{listed}; read the server's log, check --inference-url, or raise "
+                    "--start-deadline-s"
+                )
+            await asyncio.sleep(_POLL_S)
+
+
+async def _is_one_healthy(servers: Sequence[HealthClient], problems: dict[str, Exception]) -> bool:
+    """Probe all servers at once, and add their problems by URL."""
+    found = await asyncio.gather(*(server.problem() for server in servers))
+    for problem in found:
+        if isinstance(problem, NotAnInferenceServer):
+            raise problem
+    if None in found:
+        return True
+    for server, problem in zip(servers, found, strict=True):
+        assert problem is not None
+        if server.base_url not in problems:
+            log.info(
+                "wait_for_server.started",
+                url=server.base_url,
+                reason=named(problem),
+                hint="start vllm-api-server, or check --inference-url",
+            )
+        # A timeout is less informative than an earlier error.
+        if server.base_url not in problems or not isinstance(problem, httpx.TimeoutException):
+            problems[server.base_url] = problem
+    return False
+
+
+async def wait_for_step(
+    places: Callable[[], Sequence[Place]], step: int, deadline_s: float, api_key: str | None
+) -> frozenset[Place]:
+    """Return once one of the servers has the weights of `step` updates. Modes that publish rarely
+    may reach it late: after the deadline, the policy that is served then is taken, with a warning.
+
+    A server without bridge never says which policy it serves, so nothing is waited for.
+
+    Args: places: the servers that may answer now
+
+    Returns:
+        The servers of the newest version; empty if they are unknown.
+
+    Raises:
+        ServiceUnavailable: nothing listens at any of the URLs. A server that restarts its engine
+            keeps its socket open, so this one has ended.
+    """
+    deadline = Deadline(deadline_s)
+    clients: dict[Place, HealthClient] = {}
+    async with AsyncExitStack() as stack:
+        while True:
+            asked = places()
+            for place in asked:
+                if place not in clients:
+                    client = HealthClient(place, api_key=api_key)
+                    clients[place] = await stack.enter_async_context(client)
+            found = await asyncio.gather(*(clients[place].served_version() for place in asked))
+            failures = [one for one in found if isinstance(one, ServiceUnavailable)]
+            refused = [e for e in failures if isinstance(e.__cause__, httpx.ConnectError)]
+            if len(refused) == len(found):
+                raise refused[0]
+            if None in found:
+                return frozenset()
+            by_place = zip(asked, found, strict=True)
+            versions = {place: v for place, v in by_place if isinstance(v, PolicyVersion)}
+            newest = max(versions.values(), default=PolicyVersion(0, -1))
+            if newest.step < step and deadline.has_passed:
+                log.warning("evaluation.policy_is_older", served_step=newest.step, step=step)
+            if newest.step >= step or deadline.has_passed:
+                return frozenset(place for place, v in versions.items() if v == newest)
+            await asyncio.sleep(_STEP_POLL_S)

@@ -1,0 +1,75 @@
+"""Reads what the inference servers of the run report about themselves."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from grpo_api.errors import StoreUnavailable
+from grpo_api.store.redis import RedisLink
+from grpo_core.weights.servers import server_key, servers_key
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.run_api import ListedServer
+
+READ_EVERY_S = 1.0
+"""Environments poll ten times a second, and servers report once a second."""
+_FIELDS = ("url", "epoch", "step", "state")
+
+
+class ServerRecords:
+    """The servers of the run with whose servers the trainer registered.
+
+    Args: clock: in seconds
+    """
+
+    def __init__(self, link: RedisLink, clock: Callable[[], float] = time.monotonic) -> None:
+        self._link = link
+        self._clock = clock
+        self._read_at = -math.inf
+        self._found: list[ListedServer] = []
+
+    async def listed(self) -> list[ListedServer]:
+        """All servers that are not gone and that others can reach, by name.
+
+        Calls during a read get the previous list.
+
+        Raises:
+            StoreUnavailable: Redis did not answer within the deadline.
+        """
+        now = self._clock()
+        if now - self._read_at >= READ_EVERY_S:
+            self._read_at = now
+            try:
+                self._found = await self._read()
+            except StoreUnavailable:
+                self.forget()
+                raise
+        return self._found
+
+    def forget(self) -> None:
+        """Read at the next call, because a trainer has registered, perhaps with other servers."""
+        self._read_at = -math.inf
+
+    async def _read(self) -> list[ListedServer]:
+        followed = (await self._link.call("GET", self._link.followed_server) or b"").decode()
+        run_id = followed or self._link.run_id
+        members = await self._link.call("SMEMBERS", servers_key(run_id))
+        names = sorted(name.decode() for name in members)
+        if not names:
+            return []
+        records = await self._link.transaction(
+            *(("HMGET", server_key(run_id, name), *_FIELDS) for name in names)
+        )
+        found = (_server(name, record) for name, record in zip(names, records, strict=True))
+        return [server for server in found if server is not None]
+
+
+def _server(name: str, record: Sequence[bytes | None]) -> ListedServer | None:
+    """None if the record has expired, or names no URL."""
+    url, epoch, step, state = (field.decode() if field else "" for field in record)
+    if not (url and epoch and step and state):
+        return None
+    return ListedServer(
+        name=name, url=url, version=PolicyVersion(int(epoch), int(step)), state=state
+    )

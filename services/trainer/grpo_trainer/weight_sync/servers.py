@@ -1,0 +1,176 @@
+"""Watches the inference servers that follow the run's versions, by what they report in Redis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import structlog
+
+from grpo_core.deadline import Deadline
+from grpo_core.weights.servers import REPORT_EVERY_S, ServerState, ServerStatus
+from grpo_core.weights.version_log import VersionLog
+from grpo_core.weights.versions import Announcement
+from grpo_trainer.errors import LostServer, NoInferenceServer
+from grpo_trainer.weight_sync.base import POLL_S
+
+log = structlog.get_logger()
+
+Clock = Callable[[], float]
+Servers = dict[str, ServerStatus]
+"""By name."""
+
+
+class ServerWatch:
+    """Args:
+    versions: of the run
+    return_deadline_s: how long all servers may be down before `LostServer`
+
+    `known`: the servers at the last look. `left`: number of servers that went away. `repeated`:
+    number of announcements that Redis had lost.
+    """
+
+    def __init__(
+        self,
+        versions: VersionLog,
+        return_deadline_s: float,
+        clock: Clock = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.versions = versions
+        self.clock = clock
+        self.sleep = sleep
+        self.left = self.repeated = 0
+        self.return_deadline_s = return_deadline_s
+        self._return_deadline: Deadline | None = None
+        self.known: Servers = {}
+        self._checked: set[str] = set()
+        self._looked_at = float("-inf")
+        self._announced: Announcement | None = None
+        self._sources: list[str] = []
+
+    def announce(self, announced: Announcement, sources: list[str]) -> None:
+        """Raises `TrainerReplaced`, `ServiceUnavailable`."""
+        self._sources = sources
+        self.versions.announce(announced, sources)
+        self._announced = announced
+
+    def servers(self) -> Servers:
+        """Those that report now. Logs who came and who left."""
+        found = {server.name: server for server in self.versions.servers()}
+        self._looked_at = self.clock()
+        for name in found.keys() - self.known.keys():
+            log.info("server.joined", server=name, url=found[name].url)
+        for name in self.known.keys() - found.keys():
+            self.left += 1
+            log.warning("server.left", server=name, url=self.known[name].url)
+        self._checked &= found.keys()
+        self.known = found
+        return found
+
+    def confirm(self) -> None:
+        """Announce the newest version again if Redis lost it.
+
+        Raises:
+            TrainerReplaced: another trainer has announced a newer one.
+        """
+        if self._announced is None or self.versions.head() == self._announced:
+            return
+        self.versions.announce(self._announced, self._sources)
+        self.repeated += 1
+        log.warning(
+            "announcement.repeated",
+            policy_version=tuple(self._announced.version),
+            reason="Redis has lost it: it was flushed, or restarted without its data",
+        )
+
+    def look(self) -> None:
+        """Wait for the return of a server if none serves. Checks at most once a second.
+
+        Raises:
+            LostServer: none came back in time.
+            TrainerReplaced: another trainer publishes to this run.
+            ServiceUnavailable: Redis does not answer for longer than the deadline.
+        """
+        if self.clock() - self._looked_at >= REPORT_EVERY_S:
+            self.await_serving()
+
+    def await_serving(self) -> Servers:
+        """Those that serve, once there is one. Raises the errors of `look`."""
+        waited = False
+        while True:
+            self.confirm()
+            servers = self.servers()
+            serving = {name: one for name, one in servers.items() if one.serves}
+            self.note(servers, is_up=bool(serving))
+            if serving:
+                if waited:
+                    log.info("server.available_again", servers=sorted(serving))
+                return serving
+            if not waited:
+                log.warning("server.unavailable", reason=described(servers.values()))
+                waited = True
+            self.sleep(POLL_S)
+
+    def await_all(self, count: int) -> Servers:
+        """Those that serve, once they are this many.
+
+        Raises:
+            NoInferenceServer: they are fewer at the deadline.
+        """
+        deadline = Deadline(self.return_deadline_s, self.clock)
+        while True:
+            servers = self.servers()
+            serving = {name: one for name, one in servers.items() if one.serves}
+            if len(serving) >= count:
+                return serving
+            if deadline.has_passed:
+                raise NoInferenceServer(
+                    f"--num-inference-nodes {count}: after {self.return_deadline_s:g} s, "
+                    f"{len(serving)} inference servers of run {self.versions.run_id!r} serve "
+                    f"({described(servers.values())}). Start the others with the trainer's "
+                    "--redis-url and --run-id; if they only need more time, raise "
+                    "--server-return-deadline-s"
+                )
+            self.sleep(POLL_S)
+
+    def note(self, servers: Servers, is_up: bool) -> None:
+        """Record whether there is a server.
+
+        Raises:
+            LostServer: there was none for longer than the deadline.
+        """
+        if is_up:
+            self._return_deadline = None
+        elif self._return_deadline is None:
+            self._return_deadline = Deadline(self.return_deadline_s, self.clock)
+        elif self._return_deadline.has_passed:
+            raise LostServer(
+                f"no inference server of run {self.versions.run_id!r} has served for "
+                f"{self.return_deadline_s:g} s ({described(servers.values())}). Read the log of "
+                "the server, start it again with the trainer's --redis-url and --run-id, then "
+                "start the trainer again"
+            )
+
+    def unchecked(self, names: Iterable[str]) -> list[str]:
+        """Those whose weights were not checked since they joined."""
+        return sorted(set(names) - self._checked)
+
+    def checked(self, name: str) -> None:
+        self._checked.add(name)
+
+
+def described(servers: Iterable[ServerStatus]) -> str:
+    """Their states, for messages."""
+    return "; ".join(map(_described, servers)) or "none reports a status in Redis"
+
+
+def _described(server: ServerStatus) -> str:
+    version = f" policy version {tuple(server.version)}" if server.serves else ""
+    reason = f": {server.reason}" if server.reason else ""
+    return f"{server.name} {server.state.value}{version}{reason}"
+
+
+def serves_now(server: ServerStatus, announced: Announcement) -> bool:
+    """Whether every request to it is answered by this version."""
+    return server.state is ServerState.SERVING and server.version == announced.version

@@ -1,0 +1,112 @@
+"""Serves the files of published versions over HTTP, for servers that do not see the trainer's disk.
+
+GET /weights/<epoch>-<step>/<file>     with `Range`, and with the server's API key if it has one
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+from collections.abc import Generator
+from pathlib import Path
+
+import uvicorn
+from pydantic import SecretStr
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse
+from starlette.routing import Route
+
+from grpo_core.security import BearerTokenGuard
+from grpo_trainer.errors import SourcePortTaken
+
+PREFIX = "/weights"
+LOOPBACK_ADDRESS, EVERY_ADDRESS = "127.0.0.1", "0.0.0.0"
+_FILE = re.compile(r"\w[\w.-]*")
+_VERSION = re.compile(r"\d+-\d+")
+_KEEP_ALIVE_S = 60
+_STOP_S = 5
+
+
+class WeightSource:
+    """Args:
+    root: the directory of all versions
+    address: host name or address under which servers reach this process; None: only this host does
+    port: 0 for any free one
+    api_key: that of the inference servers, which send it
+    """
+
+    def __init__(
+        self, root: Path, address: str | None, port: int, api_key: SecretStr | None
+    ) -> None:
+        self._root = root
+        self._address = address
+        self._port = port
+        self._api_key = api_key
+        self._server: _ThreadServer | None = None
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> list[str]:
+        """Start to serve; returns the URLs below which a version's directory can be fetched.
+
+        Raises:
+            SourcePortTaken: another process listens on the port.
+        """
+        host = LOOPBACK_ADDRESS if self._address is None else EVERY_ADDRESS
+        try:
+            listening = socket.create_server((host, self._port))
+        except OSError as error:
+            raise SourcePortTaken(
+                f"port {self._port}, on which the trainer serves weights to the inference servers, "
+                f"cannot be opened: {error}; choose another one with --master-port or MASTER_PORT"
+            ) from error
+        app = Starlette(routes=[Route(f"{PREFIX}/{{version}}/{{name}}", self._file)])
+        guarded = BearerTokenGuard(app, self._api_key, open_paths=(), credential="VLLM_API_KEY")
+        self._server = _ThreadServer(
+            uvicorn.Config(
+                guarded,
+                lifespan="off",
+                ws="none",
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_STOP_S,
+                proxy_headers=False,
+                access_log=False,
+                log_config=None,
+            )
+        )
+        self._thread = threading.Thread(
+            target=self._server.run, args=([listening],), name="weight-source", daemon=True
+        )
+        self._thread.start()
+        port = listening.getsockname()[1]
+        return [
+            self._root.absolute().as_uri(),
+            f"http://{self._address or LOOPBACK_ADDRESS}:{port}{PREFIX}",
+        ]
+
+    def close(self) -> None:
+        """Finish the transfers in flight, for a few seconds at most."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join()
+
+    async def _file(self, request: Request) -> FileResponse:
+        version, name = request.path_params["version"], request.path_params["name"]
+        path = self._root / version / name
+        if not (_VERSION.fullmatch(version) and _FILE.fullmatch(name) and path.is_file()):
+            raise HTTPException(404, f"no file {version}/{name}")
+        return _WeightFile(path)
+
+
+class _WeightFile(FileResponse):
+    chunk_size = 1 << 20  # with the default of 64 KiB, a transfer is a quarter slower
+
+
+class _ThreadServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals belong to the main thread."""
+        yield

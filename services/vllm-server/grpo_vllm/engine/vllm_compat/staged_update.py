@@ -1,0 +1,97 @@
+"""Loads a directory of safetensors files into the running engine: a backend of vLLM's interface for
+weight transfer. vLLM's own backends receive tensors from a trainer, and none works on a CPU.
+
+The supervisor has verified the files and stores them on this host, so an update needs no network.
+`EngineControl.update_weights` calls start, update and finish under a pause.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+_CPU_KERNEL = "cpu_linear"
+_RELOAD_LOG = "vllm.model_executor.model_loader.reload.layerwise"
+
+
+@dataclass
+class StagedDirectory(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """`directory`: has all weights of the model in *.safetensors."""
+
+    directory: str
+
+
+class StagedUpdate(WeightTransferEngine):  # type: ignore[misc]
+    init_info_cls: ClassVar[type] = WeightTransferInitInfo
+    update_info_cls: ClassVar[type] = StagedDirectory
+    _unfinished = False
+    """An update began and did not finish."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        # At each update it warns of layers without weights in the files: a tied head, and buffers.
+        # `receive_weights` raises for weights that are really missing.
+        logging.getLogger(_RELOAD_LOG).setLevel(logging.ERROR)
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Nothing to connect to."""
+
+    def start_weight_update(self) -> None:
+        if self._unfinished:  # otherwise the next update would find layers on the meta device
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._unfinished = True
+        self._names = {name for name, _ in self.model.named_parameters()}
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As in the base class, which then synchronises an accelerator: that raises on a CPU."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: StagedDirectory) -> None:
+        """Raises `ValueError` if the files lack weights of the model."""
+        directory = Path(update_info.directory)
+        loaded = self.model.load_weights(_tensors(directory))
+        missing = self._names - loaded if loaded is not None else set()
+        if missing and self.model_config.quantization is None:
+            raise ValueError(f"{directory} has no weights for {', '.join(sorted(missing))}")
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._repack_head()
+        self._unfinished = False
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+    def _repack_head(self) -> None:
+        """On a CPU, vLLM multiplies with a packed copy of the output head. A head that is tied to
+        the embeddings gets no weights of its own, so its copy would keep the previous ones."""
+        for layer in self.model.modules():
+            if isinstance(layer, ParallelLMHead) and hasattr(layer, _CPU_KERNEL):
+                layer.quant_method.process_weights_after_loading(layer)
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """In the order of the files, so that the weights of one layer follow each other."""
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.offset_keys():
+                yield name, file.get_tensor(name)

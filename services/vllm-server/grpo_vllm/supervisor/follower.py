@@ -1,0 +1,346 @@
+"""Follows the versions that the trainer announces: fetches, verifies and commits the newest one.
+
+The follower decides only by the version log. It touches no file and no engine: those are behind
+`Fetcher` and `Seat`, and its clock is the event loop's. So a simulation can run a thousand of them.
+
+    join      before the first engine: bring the newest version here, which that engine starts with
+    follow    while it serves: fetch each newer version in the background, then commit it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import structlog
+
+from grpo_core.errors import GrpoError, ProtocolViolation
+from grpo_core.weights.directory_checks import UnusableWeights
+from grpo_core.weights.ref import WeightRef
+from grpo_core.weights.servers import ABSENT_AFTER_S
+from grpo_core.weights.version_log import ServerVersionLog
+from grpo_core.weights.versions import Announcement, VersionKind
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_vllm.weights.fetch import Fetcher, FetchOverdue, Staged
+from grpo_vllm.weights.staging import NotFetched, StagingFull
+
+log = structlog.get_logger()
+
+RETRY_S = 1.0
+TICK_S = 1.0
+BEFORE_ALL = PolicyVersion(0, 0)
+
+
+class CommitRefused(GrpoError):
+    """The engine does not take these weights; it serves the previous ones again."""
+
+
+class Seat(Protocol):
+    """Where versions are committed: the supervisor's engine. `version`: of the weights that it
+    serves or starts with; an operator may have changed them."""
+
+    @property
+    def version(self) -> PolicyVersion: ...
+
+    async def rename(self, version: PolicyVersion) -> None:
+        """Give the served weights another name."""
+        ...
+
+    async def commit(self, weights: WeightRef, restarts: bool) -> float:
+        """Serve the weights: every request from now on is answered by them. Returns the seconds of
+        the pause. Raises `CommitRefused`."""
+        ...
+
+    def in_use(self) -> frozenset[str]:
+        """Ids of the directories that the engine may still read."""
+        ...
+
+
+Check = Callable[[Staged], Awaitable[None]]
+"""Raises `UnusableWeights` if this server can never serve the version. Called twice: before the
+fetch with a `Staged` without a directory, and after it."""
+
+
+@dataclass
+class Progress:
+    """What the status reports. `head`: the newest announced version; `reason`: why it is not
+    served."""
+
+    head: Announcement | None = None
+    fetching: str = ""
+    staged: str = ""
+    reason: str = ""
+    refused: str = ""
+    fetch_s: float = 0.0
+    pause_s: float = 0.0
+    bytes: int = 0
+    peer_bytes: int = 0
+
+
+class Follower:
+    """Args:
+    max_staleness: steps; None for no limit
+    check: whether this server can serve a version
+    """
+
+    def __init__(
+        self,
+        versions: ServerVersionLog,
+        fetcher: Fetcher,
+        seat: Seat,
+        check: Check,
+        max_staleness: int | None = None,
+    ) -> None:
+        self._versions = versions
+        self._fetcher = fetcher
+        self._seat = seat
+        self._check = check
+        self._max_staleness = max_staleness
+        self._held: dict[str, Staged] = {}
+        self._served: Staged | None = None
+        self._previous: Staged | None = None
+        self._seen = BEFORE_ALL
+        self._returning = self._overdue = False
+        self._returns_at: PolicyVersion | None = None
+        self._ticked_at: float | None = None
+        self.progress = Progress()
+        self.changed = asyncio.Event()
+        """Set when `behind` may have changed."""
+
+    @property
+    def returning(self) -> bool:
+        """Whether it is `behind` only until it has looked for newer versions, or fetched one."""
+        return self._returning
+
+    @property
+    def in_use(self) -> frozenset[str]:
+        """Ids of the versions whose files this server may still read."""
+        here = self._held.values()
+        names = (staged.directory.name for staged in here if staged.directory is not None)
+        return frozenset([*self._held, *names]) | self._seat.in_use()
+
+    @property
+    def behind(self) -> str:
+        """Why nothing may be sampled now; "" if it may."""
+        self._check_absence()
+        head, served = self.progress.head, self._served
+        newest = head.id if head else "unknown"
+        if self._returning:
+            return f"this server was away; it first fetches the newest weights ({newest})"
+        if self._overdue:
+            return f"the newest weights ({newest}) are overdue: {self.progress.reason}"
+        if head is None or served is None or self._max_staleness is None:
+            return ""
+        age = steps_between(served.announced.version, head.version)
+        if age <= self._max_staleness:
+            return ""
+        return (
+            f"the served weights are {age} steps older than the newest ({newest}); --max-staleness "
+            f"allows {self._max_staleness}"
+        )
+
+    def returned(self) -> None:
+        """Sample nothing before the newest version is served: this server may have missed some. If
+        no version was ever announced, there is none to miss."""
+        self._returning, self._returns_at = self.progress.head is not None, None
+        self.changed.set()
+
+    async def join(self, waits: bool) -> WeightRef | None:
+        """The newest version, on this host; None if none was announced.
+
+        Args:
+            waits: for a source, as long as it takes
+
+        Raises:
+            NotFetched: it has no source, and `waits` is False.
+            UnusableWeights: this server cannot serve it.
+        """
+        while (head := await self._versions.head()) is not None:
+            self.progress.head = head
+            try:
+                staged = await self._fetched(head)
+            except NotFetched as error:
+                self._failed(head, error)
+                if not waits:
+                    raise
+                await asyncio.sleep(RETRY_S)
+                continue
+            newer = await self._versions.head()
+            if newer is None or newer.version <= head.version:
+                self._serves(staged)
+                return weights_of(staged)
+            self._held[head.id] = staged
+        return None
+
+    async def follow(self) -> None:
+        """Until cancelled."""
+        beside = [asyncio.create_task(self._tick_for_ever())]
+        if self._max_staleness is not None:
+            beside.append(asyncio.create_task(self._watch_head()))
+        try:
+            while True:
+                await self._follow_once()
+        finally:
+            for task in beside:
+                task.cancel()
+
+    def begin_after(self, version: PolicyVersion) -> None:
+        """Follow only versions above this one: the newest one is of no use to this server."""
+        self._seen = version
+
+    async def close(self) -> None:
+        """Let nobody fetch from here any more."""
+        for staged in list(self._held.values()):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S):
+                    await self._fetcher.discard(staged)
+
+    async def _follow_once(self) -> None:
+        try:
+            announced = await self._newest()
+        except ProtocolViolation as error:
+            log.error("announcement.invalid", reason=str(error))
+            await asyncio.sleep(RETRY_S)
+            return
+        if announced is None:
+            return
+        self.progress.head = announced
+        try:
+            await self._catch_up(announced)
+        except NotFetched as error:
+            self._failed(announced, error)
+            await asyncio.sleep(RETRY_S)
+        except (UnusableWeights, CommitRefused) as error:
+            self.progress.refused, self.progress.reason = announced.id, str(error)
+            self._seen = announced.version
+            log.error("weights.refused", version=announced.id, reason=str(error))
+        await self._tidy()
+
+    async def _newest(self) -> Announcement | None:
+        """The newest version, if it is newer than the last one that this server has handled."""
+        if not self._returning:
+            return await self._versions.next(self._seen)
+        head = await self._versions.head()
+        if head is not None and head.version > self._seen:
+            self._returns_at = head.version
+            return head
+        self._returning = False
+        self.changed.set()
+        return None
+
+    async def _catch_up(self, announced: Announcement) -> None:
+        served = self._served
+        is_served = served is not None and self._seat.version == served.announced.version
+        if served is not None and is_served and is_same(served.announced, announced):
+            await self._seat.rename(announced.version)
+            renamed = replace(served, announced=announced)
+            self._held[announced.id] = renamed
+            self._serves(renamed, previous=self._previous)
+            return
+        staged = await self._fetched(announced)
+        pause_s = await self._seat.commit(weights_of(staged), announced.restarts)
+        self._serves(staged, previous=self._served)
+        self.progress.pause_s = round(pause_s, 3)
+        log.info(
+            "weights.committed",
+            version=announced.id,
+            kind=announced.kind.value,
+            fetch_s=staged.seconds,
+            pause_s=self.progress.pause_s,
+            bytes=staged.bytes,
+            peer_bytes=staged.peer_bytes,
+        )
+
+    async def _fetched(self, announced: Announcement) -> Staged:
+        """Fetch, verify and check; nothing is fetched twice."""
+        await self._check(Staged(announced, None))
+        staged = self._held.get(announced.id)
+        if staged is None:
+            self.progress.fetching = announced.id
+            try:
+                staged = await self._fetcher.fetch(announced, self._held)
+            finally:
+                self.progress.fetching = ""
+            self._held[announced.id] = staged
+            self.progress.staged = announced.id
+            self.progress.fetch_s, self.progress.bytes = staged.seconds, staged.bytes
+            self.progress.peer_bytes = staged.peer_bytes
+            await self._fetcher.offer(staged)
+        await self._check(staged)
+        return staged
+
+    def _serves(self, staged: Staged, previous: Staged | None = None) -> None:
+        self._held[staged.announced.id] = staged
+        self._served, self._previous = staged, previous
+        self._seen = staged.announced.version
+        # A version that was announced before the absence does not end it.
+        self._returning &= self._returns_at is None or self._seen < self._returns_at
+        self._overdue = False
+        self.changed.set()
+        self.progress.reason = self.progress.refused = ""
+
+    def _failed(self, announced: Announcement, error: NotFetched) -> None:
+        if str(error) != self.progress.reason:  # log it once
+            event = "staging.full" if isinstance(error, StagingFull) else "weights.not_fetched"
+            log.error(event, version=announced.id, reason=str(error))
+        self.progress.reason = str(error)
+        self._overdue |= isinstance(error, FetchOverdue)
+
+    async def _tidy(self) -> None:
+        """Delete copies that are neither served, nor the previous ones, nor in use."""
+        kept = {s.directory for s in (self._served, self._previous) if s is not None}
+        used = self._seat.in_use()
+        for number, staged in list(self._held.items()):
+            directory = staged.directory
+            if directory in kept or (directory is not None and directory.name in used):
+                continue
+            del self._held[number]
+            await self._fetcher.discard(staged)
+
+    async def _watch_head(self) -> None:
+        """Note newer versions also while an older one is fetched, for `behind`."""
+        while True:
+            with contextlib.suppress(ProtocolViolation):
+                head, known = await self._versions.head(), self.progress.head
+                if head is not None and (known is None or head.version > known.version):
+                    self.progress.head = head
+                    self.changed.set()
+            await asyncio.sleep(TICK_S)
+
+    async def _tick_for_ever(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            self._check_absence()
+            self._ticked_at = clock()
+            await asyncio.sleep(TICK_S)
+
+    def _check_absence(self) -> None:
+        """After a stop of this process, for example with SIGSTOP, others count it as gone."""
+        if self._ticked_at is None:
+            return
+        now = asyncio.get_running_loop().time()
+        if now - self._ticked_at > ABSENT_AFTER_S:
+            log.warning("server.returned", away_s=round(now - self._ticked_at, 1))
+            self._ticked_at = now
+            self.returned()
+
+
+def is_same(served: Announcement, announced: Announcement) -> bool:
+    """Whether the weights are the same under another name."""
+    if served.kind is VersionKind.BASE or announced.kind is VersionKind.BASE:
+        return served.kind is announced.kind
+    return served.digest == announced.digest != ""
+
+
+def steps_between(served: PolicyVersion, head: PolicyVersion) -> int:
+    """How many steps older the served weights are; at least 1 if another trainer made them."""
+    return max(head.step - served.step, int(head.epoch > served.epoch))
+
+
+def weights_of(staged: Staged) -> WeightRef:
+    announced = staged.announced
+    kind, path = announced.kind.weights, staged.directory
+    return WeightRef(version=announced.version, kind=kind, path=path)

@@ -1,0 +1,91 @@
+"""Chooses the weights of a server's first engine, and which versions this server can serve."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from grpo_core.tree.server import ServerSettings
+from grpo_core.weights.directory_checks import (
+    UnusableWeights,
+    require_complete,
+    require_servable_adapter,
+)
+from grpo_core.weights.ref import WeightKind, WeightRef
+from grpo_core.weights.version_log import ServerVersionLog
+from grpo_core.weights.versions import VersionKind
+from grpo_vllm.supervisor.follower import Check, Follower
+from grpo_vllm.weights.fetch import Staged
+from grpo_vllm.weights.served_store import ServedStore, ServedWeights, first_weights
+from grpo_vllm.weights.staging import NotFetched
+
+log = structlog.get_logger()
+
+FirstWeights = Callable[[], Awaitable[WeightRef]]
+
+
+class WrongKind(UnusableWeights):
+    """The run trains adapters, and this server loads whole models; or the other way round."""
+
+
+def servable(settings: ServerSettings) -> Check:
+    """Whether this server can serve a version; see `Check`."""
+
+    async def check(staged: Staged) -> None:
+        kind = staged.announced.kind.weights
+        if kind is not WeightKind.BASE and (kind is WeightKind.ADAPTER) != settings.enable_lora:
+            what = "a whole model" if settings.enable_lora else "an adapter"
+            flag = "without --enable-lora" if settings.enable_lora else "with --enable-lora"
+            raise WrongKind(
+                f"policy version {staged.announced.id} is {what}; start the server {flag}"
+            )
+        if staged.directory is not None:
+            require_complete(kind, staged.directory)
+            if kind is WeightKind.ADAPTER:
+                require_servable_adapter(staged.directory, settings.max_lora_rank)
+
+    return check
+
+
+async def joined(
+    settings: ServerSettings,
+    store: ServedStore,
+    versions: ServerVersionLog,
+    follower: Follower,
+) -> WeightRef:
+    """The newest announced version. If none was announced, the weights that the run served last, or
+    the model itself.
+
+    A run that nobody named may be an earlier one, so its weights are not waited for: the server
+    then serves --model under a new policy version.
+
+    Raises:
+        UnusableWeights: the server cannot serve the run's weights.
+        RedisUnreachable, BadServedRecord: Redis cannot be read.
+    """
+    await store.read(settings.redis_deadline_s)  # raises without a Redis that was named
+    if store.unread:
+        return WeightRef()
+    head = await versions.head()
+    if head is None:
+        return await first_weights(settings, store)
+    try:
+        if settings.await_weights or head.kind is VersionKind.BASE:
+            found = await follower.join(waits="run_id" in settings.model_fields_set)
+            return found or await first_weights(settings, store)
+        obstacle = "--no-await-weights"
+    except (NotFetched, WrongKind) as error:
+        obstacle = str(error)
+    follower.begin_after(head.version)
+    served = await store.read(settings.redis_deadline_s)
+    newest = max(head.version, served.weights.version if served else head.version)
+    log.warning(
+        "weights.not_restored",
+        policy_version=tuple(head.version),
+        reason=obstacle,
+        effect=f"the server serves {settings.model} under a new policy version",
+    )
+    begun = WeightRef(version=newest.next_epoch())
+    await store.save(ServedWeights(begun, model=settings.model))
+    return begun
