@@ -16,13 +16,14 @@ import selectors
 from typing import Any
 
 
-class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
+class _Selector(selectors.DefaultSelector):
     now = 0.0
 
     def select(self, timeout: float | None = None) -> Any:
-        waits_for_a_timer = timeout is not None and timeout > 0
-        ready = super().select(0 if waits_for_a_timer else timeout)
-        if waits_for_a_timer and not ready:
+        if timeout is None or timeout <= 0:
+            return super().select(timeout)
+        ready = super().select(0)
+        if not ready:
             self.now += timeout
         return ready
 
