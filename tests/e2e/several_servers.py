@@ -56,11 +56,10 @@ class RunningDemo:
 
     def server(self, name: str) -> psutil.Process:
         """The supervisor of a server."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
         return next(
             each
-            for each in children
-            if "grpo_vllm" in each.cmdline() and f"--server-name {name}" in " ".join(each.cmdline())
+            for each in psutil.Process(self.process.pid).children()
+            if each.status() != psutil.STATUS_ZOMBIE and f"--server-name {name}" in _words(each)
         )
 
     def start_another(self, like: str, name: str, log: Path) -> subprocess.Popen[bytes]:
@@ -108,6 +107,10 @@ def running_demo(directory: Path, *flags: str) -> Iterator[RunningDemo]:
         process.wait()
         stop.set()
         keeper.join()
+
+
+def _words(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())
 
 
 def _keep(served: Path, archive: Path, stop: threading.Event) -> None:
