@@ -26,7 +26,7 @@ from grpo_core.weights.versions import (
     version_of,
 )
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.supervisor.follower import CommitRefused, Follower
+from grpo_vllm.supervisor.follower import Check, CommitRefused, Follower
 from grpo_vllm.weights.fetch import Fetcher, Staged
 from grpo_vllm.weights.staging import StagingFull
 from grpo_vllm.weights.transport import SourceFailed
@@ -108,6 +108,7 @@ class Shared:
         delta: bytes | None = None,
         kind: VersionKind = VersionKind.FULL,
         restarts: bool = False,
+        model: str = "",
     ) -> Announcement:
         """Put the files at the trainer, and announce them. `delta`: here, simply the result."""
         content = content or f"weights of {version}".encode()
@@ -121,6 +122,7 @@ class Shared:
             digest="" if kind is VersionKind.BASE else manifest.digest,
             manifest_sha256=sha256_of(text),
             restarts=restarts,
+            model=model,
         )
         self.put(TRAINER, announced, {MANIFEST: text, WEIGHTS: content})
         if delta is not None:
@@ -233,6 +235,7 @@ class Server:
     shared: Shared
     name: str = "a"
     max_staleness: int | None = None
+    check: Check = allowed
     copies: Copies = field(default_factory=Copies)
     engine: Engine = field(default_factory=Engine)
 
@@ -244,7 +247,7 @@ class Server:
             log,
             self.fetcher,
             self.engine,
-            allowed,
+            self.check,
             self.max_staleness,  # type: ignore[arg-type]
         )
 

@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator
 import pytest
 from structlog.testing import capture_logs
 
+from grpo_core.tree.server import load_server_settings
 from grpo_core.weights.versions import DELTA_SUFFIX, VersionKind
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.supervisor.follower import steps_between
+from grpo_vllm.supervisor.joining import servable
 from grpo_vllm.weights.fetch import FETCH_DEADLINE_S
 from grpo_vllm.weights.staging import NotFetched
 from grpo_vllm.weights.transport import CHUNK_DEADLINE_S
@@ -94,6 +96,17 @@ async def test_the_same_weights_under_a_new_epoch_get_only_its_name() -> None:
         assert server.follower.in_use >= {"1-7", "2-7"}
     assert (server.served, server.engine.renamed) == ([], [v(7, epoch=2)])
     assert len(run.asked) == asked
+
+
+async def test_the_base_model_of_another_model_is_refused() -> None:
+    run = Shared()
+    run.announce(v(0), kind=VersionKind.BASE, model="m")
+    server = Server(run, check=servable(load_server_settings(["--model", "m"])))
+    await server.joins()
+    async with following(server):
+        run.announce(v(0, epoch=2), kind=VersionKind.BASE, model="n")
+        await asyncio.sleep(SOON_S)
+    assert (server.engine.renamed, server.follower.progress.refused) == ([], "2-0")
 
 
 async def test_a_chain_of_deltas_is_folded_if_that_is_less_than_the_full_file() -> None:

@@ -235,6 +235,7 @@ class Follower:
         served = self._served
         is_served = served is not None and self._seat.version == served.announced.version
         if served is not None and is_served and is_same(served.announced, announced):
+            await self._check(Staged(announced, None))
             await self._seat.rename(announced.version)
             renamed = replace(served, announced=announced)
             self._held[announced.id] = renamed
