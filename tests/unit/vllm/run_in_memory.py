@@ -89,7 +89,8 @@ class Log:
 
 @dataclass
 class Shared:
-    """The run: what is announced, and `files` by URL. A URL in `silent` never answers."""
+    """The run: what is announced, and `files` by URL. A URL in `silent` never answers, and others
+    after `delay_s`."""
 
     announced: list[Announcement] = field(default_factory=list)
     sources: defaultdict[PolicyVersion, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -97,6 +98,7 @@ class Shared:
     slots: dict[tuple[str, int], tuple[str, float]] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
+    delay_s: float = 0.0
     asked: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -145,6 +147,7 @@ class Shared:
         self.asked.append(url)
         if any(url.startswith(each) for each in self.silent):
             await asyncio.Event().wait()
+        await asyncio.sleep(self.delay_s)
         if url not in self.files:
             raise SourceFailed(f"GET {url}: status 404")
         content = self.files[url][first:]

@@ -57,6 +57,25 @@ async def test_a_server_joins_at_the_newest_version_and_follows_the_newest() -> 
     assert run.peers[v(4)] == {server.url}
 
 
+async def test_a_fetch_that_is_slower_than_the_trainers_steps_still_joins() -> None:
+    """The server samples once it has caught up."""
+    run = Shared(delay_s=1.5)
+    run.announce(v(1))
+    server = Server(run)
+    joining = asyncio.create_task(server.joins())
+    for step in range(2, 5):
+        await asyncio.sleep(2.0)
+        run.announce(v(step))
+    assert joining.done()
+    assert joining.result() is not None
+    server.follower.returned()  # its engine has started
+    assert server.follower.behind != ""
+    async with following(server):
+        assert server.served == ["1-4"]
+        assert server.follower.behind == ""
+    assert set(server.copies.held) == {"1-1", "1-4"}
+
+
 async def test_a_run_without_versions_has_nothing_to_join() -> None:
     server = Server(Shared())
     assert await server.joins() is None

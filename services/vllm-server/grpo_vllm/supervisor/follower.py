@@ -149,7 +149,9 @@ class Follower:
         self.changed.set()
 
     async def join(self, waits: bool) -> WeightRef | None:
-        """The newest version, on this host; None if none was announced.
+        """A version, on this host; None if none was announced. It was the newest when its fetch
+        began. Newer ones are fetched while it is served: with fetches slower than the trainer's
+        steps, each fetch ends too late.
 
         Args:
             waits: for a source, as long as it takes
@@ -168,11 +170,8 @@ class Follower:
                     raise
                 await asyncio.sleep(RETRY_S)
                 continue
-            newer = await self._versions.head()
-            if newer is None or newer.version <= head.version:
-                self._serves(staged)
-                return weights_of(staged)
-            self._held[head.id] = staged
+            self._serves(staged)
+            return weights_of(staged)
         return None
 
     async def follow(self) -> None:
