@@ -36,15 +36,22 @@ TRAINER, WEIGHTS = "http://trainer/weights", "model.safetensors"
 
 @dataclass
 class Log:
-    """`ServerVersionLog` of one server; `shared` is what all servers of the run see."""
+    """`ServerVersionLog` of one server; `shared` is what all servers of the run see. The newest
+    version is only read while `answers` is set."""
 
     shared: Shared
     name: str = "a"
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.answers.set()
 
     async def head(self) -> Announcement | None:
+        await self.answers.wait()
         return self.shared.announced[-1] if self.shared.announced else None
 
     async def next(self, after: PolicyVersion) -> Announcement | None:
+        await self.answers.wait()
         try:
             async with asyncio.timeout(1.0):
                 while not (head := await self.head()) or head.version <= after:
@@ -244,7 +251,7 @@ class Server:
 
     def __post_init__(self) -> None:
         self.url = f"http://{self.name}/weights"
-        log = Log(self.shared, self.name)
+        log = self.log = Log(self.shared, self.name)
         self.fetcher = Fetcher(log, self.shared, self.copies, self.url)  # type: ignore[arg-type]
         self.follower = Follower(
             log,

@@ -408,6 +408,27 @@ async def test_a_process_that_was_stopped_notices_it() -> None:
         assert server.follower.behind == ""
 
 
+async def test_after_a_while_without_redis_nothing_older_than_the_newest_version_is_sampled() -> (
+    None
+):
+    run = Shared()
+    run.announce(v(1))
+    server = Server(run)
+    await server.joins()
+    async with following(server):
+        server.log.answers.clear()
+        await asyncio.sleep(LONG_S)
+        run.announce(v(2))
+        assert server.follower.behind == ""
+        run.delay_s = 1.5
+        server.log.answers.set()
+        await asyncio.sleep(1.0)
+        assert "it first fetches the newest weights (1-2)" in server.follower.behind
+        await asyncio.sleep(SOON_S)
+        assert server.follower.behind == ""
+    assert server.served == ["1-2"]
+
+
 async def test_a_flushed_log_changes_nothing_until_the_trainer_announces_again() -> None:
     run = Shared()
     for step in (1, 2):

@@ -176,9 +176,10 @@ class Follower:
 
     async def follow(self) -> None:
         """Until cancelled."""
-        beside = [asyncio.create_task(self._tick_for_ever())]
-        if self._max_staleness is not None:
-            beside.append(asyncio.create_task(self._watch_head()))
+        beside = [
+            asyncio.create_task(self._tick_for_ever()),
+            asyncio.create_task(self._watch_head()),
+        ]
         try:
             while True:
                 await self._follow_once()
@@ -301,13 +302,20 @@ class Follower:
             await self._fetcher.discard(staged)
 
     async def _watch_head(self) -> None:
-        """Note newer versions also while an older one is fetched, for `behind`."""
+        """Note newer versions also while an older one is fetched, for `behind`. Without an answer
+        from Redis, the trainer may have gone on without this server."""
+        clock = asyncio.get_running_loop().time
+        answered_at = clock()
         while True:
             with contextlib.suppress(ProtocolViolation):
                 head, known = await self._versions.head(), self.progress.head
                 if head is not None and (known is None or head.version > known.version):
                     self.progress.head = head
                     self.changed.set()
+            away_s, answered_at = clock() - answered_at, clock()
+            if away_s > ABSENT_AFTER_S:
+                log.warning("redis.returned", away_s=round(away_s, 1))
+                self.returned()
             await asyncio.sleep(TICK_S)
 
     async def _tick_for_ever(self) -> None:
