@@ -246,6 +246,8 @@ class Server:
     name: str = "a"
     max_staleness: int | None = None
     check: Check = allowed
+    reports: list[tuple[str, str, int]] = field(default_factory=list)
+    """(`fetching`, `refused`, requests to sources before the report)"""
     copies: Copies = field(default_factory=Copies)
     engine: Engine = field(default_factory=Engine)
 
@@ -259,7 +261,12 @@ class Server:
             self.engine,
             self.check,
             self.max_staleness,  # type: ignore[arg-type]
+            self.report,
         )
+
+    async def report(self) -> None:
+        now = self.follower.progress
+        self.reports.append((now.fetching, now.refused, len(self.shared.asked)))
 
     @property
     def served(self) -> list[str]:

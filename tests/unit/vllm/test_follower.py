@@ -292,6 +292,20 @@ async def test_a_version_that_the_engine_refuses_is_reported_and_the_next_one_is
     assert server.served == ["1-3"]
 
 
+async def test_others_know_what_is_fetched_before_it_is_used_and_at_once_what_is_refused() -> None:
+    run = Shared()
+    run.announce(v(1))
+    server = Server(run)
+    await server.joins()
+    assert server.reports == [("1-1", "", 0)]
+    server.engine.refuses = {"1-2"}
+    asked = len(run.asked)
+    async with following(server):
+        run.announce(v(2))
+        await asyncio.sleep(SOON_S)
+    assert server.reports[1:] == [("1-2", "", asked), ("", "1-2", len(run.asked))]
+
+
 async def test_a_fetch_that_is_overdue_closes_the_server_until_it_has_caught_up() -> None:
     run = Shared()
     run.announce(v(1))

@@ -80,10 +80,15 @@ class Progress:
     peer_bytes: int = 0
 
 
+async def _unreported() -> None:
+    pass
+
+
 class Follower:
     """Args:
     max_staleness: steps; None for no limit
     check: whether this server can serve a version
+    report: returns when others can read `progress`
     """
 
     def __init__(
@@ -93,12 +98,14 @@ class Follower:
         seat: Seat,
         check: Check,
         max_staleness: int | None = None,
+        report: Callable[[], Awaitable[None]] = _unreported,
     ) -> None:
         self._versions = versions
         self._fetcher = fetcher
         self._seat = seat
         self._check = check
         self._max_staleness = max_staleness
+        self._report = report
         self._held: dict[str, Staged] = {}
         self._served: Staged | None = None
         self._previous: Staged | None = None
@@ -217,6 +224,7 @@ class Follower:
             self.progress.refused, self.progress.reason = announced.id, str(error)
             self._seen = announced.version
             log.error("weights.refused", version=announced.id, reason=str(error))
+            await self._report()
         await self._tidy()
 
     async def _newest(self) -> Announcement | None:
@@ -262,6 +270,8 @@ class Follower:
         if staged is None:
             self.progress.fetching = announced.id
             try:
+                # The trainer keeps the files of a version that a server says it fetches.
+                await self._report()
                 staged = await self._fetcher.fetch(announced, self._held)
             finally:
                 self.progress.fetching = ""
