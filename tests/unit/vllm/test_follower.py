@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from grpo_core.errors import ProtocolViolation
 from grpo_core.tree.server import load_server_settings
-from grpo_core.weights.versions import DELTA_SUFFIX, VersionKind
+from grpo_core.weights.versions import DELTA_SUFFIX, FileParts, VersionKind, sha256_of
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.supervisor.follower import steps_between
 from grpo_vllm.supervisor.joining import servable
@@ -20,7 +20,7 @@ from grpo_vllm.weights.fetch import FETCH_DEADLINE_S
 from grpo_vllm.weights.staging import NotFetched
 from grpo_vllm.weights.transport import CHUNK_DEADLINE_S
 from tests.support.virtual_time import VirtualTimeLoop
-from tests.unit.vllm.run_in_memory import TRAINER, WEIGHTS, Server, Shared
+from tests.unit.vllm.run_in_memory import TRAINER, WEIGHTS, Log, Server, Shared
 
 SOON_S, LONG_S = 5.0, 10_000.0
 
@@ -509,6 +509,55 @@ async def test_many_servers_take_most_bytes_from_each_other() -> None:
     assert sum(server.follower.progress.peer_bytes > 0 for server in servers) == 20 - len(
         of_trainer
     )
+
+
+async def test_a_waiting_server_tries_the_slots_of_a_few_others_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Shared()
+    run.announce(v(1))
+    run.peers[v(1)] = {f"http://{number}/weights" for number in range(100)}
+    tried: list[str] = []
+
+    async def take_slot(_self: Log, source: str) -> int | None:
+        tried.append(source)
+        return 0 if len(tried) > 4 else None
+
+    monkeypatch.setattr(Log, "take_slot", take_slot)
+    await Server(run).joins()
+    assert [source == TRAINER for source in tried] == [True, False, False, False, True]
+
+
+async def test_a_slot_that_another_server_has_taken_is_not_used_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Shared()
+    monkeypatch.setattr("grpo_core.weights.versions.CHUNK_BYTES", 4)
+    content = b"12345678"
+    parts = FileParts(bytes=8, chunks=(sha256_of(content[:4]), sha256_of(content[4:])))
+    monkeypatch.setattr("tests.unit.vllm.run_in_memory.parts_of", lambda _content: parts)
+    run.announce(v(1), content)
+    taken = 0
+    take_slot = Log.take_slot
+
+    async def counted(self: Log, source: str) -> int | None:
+        nonlocal taken
+        taken += 1
+        return await take_slot(self, source)
+
+    monkeypatch.setattr(Log, "take_slot", counted)
+    server = Server(run)
+    renew_slot, calls = Log.renew_slot, 0
+
+    async def lost_after_a_chunk(self: Log, source: str, number: int) -> bool:
+        nonlocal calls
+        calls += 1
+        return False if calls == 2 else await renew_slot(self, source, number)
+
+    monkeypatch.setattr(Log, "renew_slot", lost_after_a_chunk)
+    await server.joins()
+    assert taken == 2
+    assert server.copies.held["1-1"][WEIGHTS] == content
 
 
 async def test_a_server_that_ends_is_no_source_any_more() -> None:
