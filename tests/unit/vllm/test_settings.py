@@ -11,7 +11,7 @@ import pytest
 from grpo_core.security import plain
 from grpo_core.settings import load_settings
 from grpo_core.tree.server import ServerSettings
-from grpo_vllm.weights.staging import Staging
+from grpo_vllm.weights.staging import NotFetched, Staging
 from tests.unit.conftest import Refused
 
 SHARED = {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}
@@ -111,3 +111,15 @@ async def test_the_directory_for_fetched_weights_is_the_users_and_stays(tmp_path
     assert chosen.staging == tmp_path / f"grpo-{os.getuid()}-day-a"
     await staging.clear()
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+async def test_a_staging_directory_that_others_may_enter_is_not_used(tmp_path: Path) -> None:
+    staging = Staging(tmp_path / "own", tmp_path)
+    await staging.open("1-5")
+    assert staging.directory.stat().st_mode & 0o777 == 0o700
+    staging.directory.chmod(0o750)
+    with pytest.raises(NotFetched, match=r"mode 700.*mode 0750.*--staging-dir"):
+        await staging.open("1-6")
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    with pytest.raises(NotFetched, match="must be a directory"):
+        await Staging(tmp_path / "link", tmp_path).open("1-6")
