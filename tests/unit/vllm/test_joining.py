@@ -73,9 +73,12 @@ async def test_a_named_run_without_a_source_is_waited_for() -> None:
     run = Shared()
     run.announce(V15)
     run.sources.clear()
-    joining = asyncio.create_task(first(run, Record(), *NAMED))
+    server = Server(run)
+    joining = asyncio.create_task(first(run, Record(), *NAMED, server=server))
     await asyncio.sleep(1000.0)
     assert not joining.done()
+    told = server.follower.progress.reason
+    assert "--no-await-weights or with another --run-id" in told
     run.announce(V20)
     assert (await joining).version == V20
 

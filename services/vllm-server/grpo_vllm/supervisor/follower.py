@@ -31,6 +31,10 @@ log = structlog.get_logger()
 
 RETRY_S = 1.0
 TICK_S = 1.0
+NOT_TO_WAIT = (
+    "This server waits for these weights; to serve --model instead, start it with "
+    "--no-await-weights or with another --run-id"
+)
 BEFORE_ALL = PolicyVersion(0, 0)
 
 
@@ -172,9 +176,10 @@ class Follower:
             try:
                 staged = await self._fetched(head)
             except NotFetched as error:
-                self._failed(head, error)
                 if not waits:
+                    self._failed(head, error)
                     raise
+                self._failed(head, type(error)(f"{error}. {NOT_TO_WAIT}"))
                 await asyncio.sleep(RETRY_S)
                 continue
             self._serves(staged)
