@@ -150,8 +150,6 @@ class BridgeInfo(BaseModel):
     """The server's run in Redis; None if it runs without Redis."""
     name: str | None = None
     """The server's --server-name; None if it runs without Redis."""
-    weights_dir: str | None = None
-    """Directory from which the server loads weights; None if a trainer writes in place."""
 
     @property
     def awaiting_weights(self) -> bool:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_core.weights.versions import DELTA_SUFFIX, VersionKind
+from grpo_core.errors import ProtocolViolation
+from grpo_core.tree.server import load_server_settings
+from grpo_core.weights.versions import DELTA_SUFFIX, FileParts, VersionKind, sha256_of
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.supervisor.follower import steps_between
+from grpo_vllm.supervisor.joining import servable
 from grpo_vllm.weights.fetch import FETCH_DEADLINE_S
 from grpo_vllm.weights.staging import NotFetched
 from grpo_vllm.weights.transport import CHUNK_DEADLINE_S
 from tests.support.virtual_time import VirtualTimeLoop
-from tests.unit.vllm.run_in_memory import TRAINER, WEIGHTS, Server, Shared
+from tests.unit.vllm.run_in_memory import TRAINER, WEIGHTS, Log, Server, Shared
 
 SOON_S, LONG_S = 5.0, 10_000.0
 
@@ -53,6 +57,25 @@ async def test_a_server_joins_at_the_newest_version_and_follows_the_newest() -> 
     assert (server.served, server.engine.restarted) == (["1-4"], [True])
     assert server.follower.in_use == {"1-2", "1-4"}
     assert run.peers[v(4)] == {server.url}
+
+
+async def test_a_fetch_that_is_slower_than_the_trainers_steps_still_joins() -> None:
+    """The server samples once it has caught up."""
+    run = Shared(delay_s=1.5)
+    run.announce(v(1))
+    server = Server(run)
+    joining = asyncio.create_task(server.joins())
+    for step in range(2, 5):
+        await asyncio.sleep(2.0)
+        run.announce(v(step))
+    assert joining.done()
+    assert joining.result() is not None
+    server.follower.returned()  # its engine has started
+    assert server.follower.behind != ""
+    async with following(server):
+        assert server.served == ["1-4"]
+        assert server.follower.behind == ""
+    assert set(server.copies.held) == {"1-1", "1-4"}
 
 
 async def test_a_run_without_versions_has_nothing_to_join() -> None:
@@ -94,6 +117,17 @@ async def test_the_same_weights_under_a_new_epoch_get_only_its_name() -> None:
         assert server.follower.in_use >= {"1-7", "2-7"}
     assert (server.served, server.engine.renamed) == ([], [v(7, epoch=2)])
     assert len(run.asked) == asked
+
+
+async def test_the_base_model_of_another_model_is_refused() -> None:
+    run = Shared()
+    run.announce(v(0), kind=VersionKind.BASE, model="m")
+    server = Server(run, check=servable(load_server_settings(["--model", "m"])))
+    await server.joins()
+    async with following(server):
+        run.announce(v(0, epoch=2), kind=VersionKind.BASE, model="n")
+        await asyncio.sleep(SOON_S)
+    assert (server.engine.renamed, server.follower.progress.refused) == ([], "2-0")
 
 
 async def test_a_chain_of_deltas_is_folded_if_that_is_less_than_the_full_file() -> None:
@@ -242,6 +276,31 @@ async def test_a_full_staging_directory_is_named_and_room_is_used_later() -> Non
     assert [e["event"] for e in logs].count("staging.full") == 1, "logged once"
 
 
+async def test_trouble_with_files_or_records_is_named_and_the_fetch_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Shared()
+    run.announce(v(1))
+    server = Server(run)
+    await server.joins()
+    troubles: list[Exception] = [OSError("not empty"), ProtocolViolation("a bad record")]
+    finish = server.copies.finish
+
+    async def fails(version: str, manifest: bytes) -> Path:
+        if troubles:
+            raise troubles.pop(0)
+        return await finish(version, manifest)
+
+    monkeypatch.setattr(server.copies, "finish", fails)
+    with capture_logs() as logs:
+        async with following(server):
+            run.announce(v(2))
+            await asyncio.sleep(SOON_S)
+    assert server.served == ["1-2"]
+    told = [entry["reason"] for entry in logs if entry["event"] == "weights.not_fetched"]
+    assert told == ["policy version 1-2: not empty", "policy version 1-2: a bad record"]
+
+
 async def test_a_version_that_the_engine_refuses_is_reported_and_the_next_one_is_served() -> None:
     run = Shared()
     run.announce(v(1))
@@ -258,6 +317,20 @@ async def test_a_version_that_the_engine_refuses_is_reported_and_the_next_one_is
         await asyncio.sleep(SOON_S)
         assert (progress.refused, progress.reason) == ("", "")
     assert server.served == ["1-3"]
+
+
+async def test_others_know_what_is_fetched_before_it_is_used_and_at_once_what_is_refused() -> None:
+    run = Shared()
+    run.announce(v(1))
+    server = Server(run)
+    await server.joins()
+    assert server.reports == [("1-1", "", 0)]
+    server.engine.refuses = {"1-2"}
+    asked = len(run.asked)
+    async with following(server):
+        run.announce(v(2))
+        await asyncio.sleep(SOON_S)
+    assert server.reports[1:] == [("1-2", "", asked), ("", "1-2", len(run.asked))]
 
 
 async def test_a_fetch_that_is_overdue_closes_the_server_until_it_has_caught_up() -> None:
@@ -376,6 +449,27 @@ async def test_a_process_that_was_stopped_notices_it() -> None:
         assert server.follower.behind == ""
 
 
+async def test_after_a_while_without_redis_nothing_older_than_the_newest_version_is_sampled() -> (
+    None
+):
+    run = Shared()
+    run.announce(v(1))
+    server = Server(run)
+    await server.joins()
+    async with following(server):
+        server.log.answers.clear()
+        await asyncio.sleep(LONG_S)
+        run.announce(v(2))
+        assert server.follower.behind == ""
+        run.delay_s = 1.5
+        server.log.answers.set()
+        await asyncio.sleep(1.0)
+        assert "it first fetches the newest weights (1-2)" in server.follower.behind
+        await asyncio.sleep(SOON_S)
+        assert server.follower.behind == ""
+    assert server.served == ["1-2"]
+
+
 async def test_a_flushed_log_changes_nothing_until_the_trainer_announces_again() -> None:
     run = Shared()
     for step in (1, 2):
@@ -415,6 +509,55 @@ async def test_many_servers_take_most_bytes_from_each_other() -> None:
     assert sum(server.follower.progress.peer_bytes > 0 for server in servers) == 20 - len(
         of_trainer
     )
+
+
+async def test_a_waiting_server_tries_the_slots_of_a_few_others_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Shared()
+    run.announce(v(1))
+    run.peers[v(1)] = {f"http://{number}/weights" for number in range(100)}
+    tried: list[str] = []
+
+    async def take_slot(_self: Log, source: str) -> int | None:
+        tried.append(source)
+        return 0 if len(tried) > 4 else None
+
+    monkeypatch.setattr(Log, "take_slot", take_slot)
+    await Server(run).joins()
+    assert [source == TRAINER for source in tried] == [True, False, False, False, True]
+
+
+async def test_a_slot_that_another_server_has_taken_is_not_used_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Shared()
+    monkeypatch.setattr("grpo_core.weights.versions.CHUNK_BYTES", 4)
+    content = b"12345678"
+    parts = FileParts(bytes=8, chunks=(sha256_of(content[:4]), sha256_of(content[4:])))
+    monkeypatch.setattr("tests.unit.vllm.run_in_memory.parts_of", lambda _content: parts)
+    run.announce(v(1), content)
+    taken = 0
+    take_slot = Log.take_slot
+
+    async def counted(self: Log, source: str) -> int | None:
+        nonlocal taken
+        taken += 1
+        return await take_slot(self, source)
+
+    monkeypatch.setattr(Log, "take_slot", counted)
+    server = Server(run)
+    renew_slot, calls = Log.renew_slot, 0
+
+    async def lost_after_a_chunk(self: Log, source: str, number: int) -> bool:
+        nonlocal calls
+        calls += 1
+        return False if calls == 2 else await renew_slot(self, source, number)
+
+    monkeypatch.setattr(Log, "renew_slot", lost_after_a_chunk)
+    await server.joins()
+    assert taken == 2
+    assert server.copies.held["1-1"][WEIGHTS] == content
 
 
 async def test_a_server_that_ends_is_no_source_any_more() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from grpo_core.tree.server import ServerSettings
@@ -34,15 +34,6 @@ RESUME_BODY = '{"session": ..., "written": true or false}, sent by the session t
 LOAD_BODY = '{"adapter_path": directory below --weights-dir, "policy_version": [epoch, step]}'
 UNLOAD_BODY = '{"adapter_name": name}'
 NO_LORA = "this server cannot load adapters; start the server with --enable-lora"
-Probe = Annotated[
-    str,
-    Query(
-        pattern=r"^probe-[0-9a-f]{1,64}$",
-        description="name of an empty file that the trainer has just created in the server's "
-        "--weights-dir. The answer tells whether the server sees this file",
-    ),
-]
-
 
 AdapterName = Annotated[str, Field(validation_alias=AliasChoices("adapter_name", "lora_name"))]
 
@@ -259,10 +250,6 @@ def info_router(
             "notice_count": bridge.notice_count,
             "last_update_time": bridge.last_update_time,
         }
-
-    @router.get("/bridge/weights_dir")
-    async def get_weights_dir(probe: Probe) -> dict[str, bool]:
-        return {"has_probe": (settings.loads_from / probe).exists()}
 
     @router.get("/bridge/state_dict_info")
     async def get_state_dict_info() -> dict[str, Any]:

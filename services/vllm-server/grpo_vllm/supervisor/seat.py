@@ -16,11 +16,17 @@ import structlog
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.servers import ServerState
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.supervisor.engine import EngineDoesNotAnswer, EngineRefused, EngineSlot
+from grpo_vllm.supervisor.engine import (
+    LOAD_DEADLINE_S,
+    EngineDoesNotAnswer,
+    EngineRefused,
+    EngineSlot,
+)
 from grpo_vllm.supervisor.follower import CommitRefused
 
 log = structlog.get_logger()
 
+RENAME_AGAIN_S = 1.0
 TAKES_COMMITS = (ServerState.SERVING, ServerState.FAILED)
 
 
@@ -39,6 +45,8 @@ class SupervisorState:
     """`weights`: the weights of the running or starting engine; `previous`: the last weights that
     were served; `reason`: why nothing is served now.
 
+    `news`: set at each change that others should know of.
+
     `restart`: the request that has no answer yet; `requested` is set while there is one.
     `launched`: the same request when an engine has been started for it.
     """
@@ -50,6 +58,7 @@ class SupervisorState:
     launched: Restart | None = None
     requested: asyncio.Event = field(default_factory=asyncio.Event)
     takes_commits: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
     _phase: ServerState = ServerState.STARTING
 
     @property
@@ -59,6 +68,7 @@ class SupervisorState:
     @phase.setter
     def phase(self, phase: ServerState) -> None:
         self._phase = phase
+        self.news.set()
         if phase in TAKES_COMMITS:
             self.takes_commits.set()
         else:
@@ -71,6 +81,7 @@ class SupervisorState:
     def has_served(self, weights: WeightRef) -> None:
         """Record that an engine serves these weights. A later rollback returns to them."""
         self.previous = self.weights = weights
+        self.news.set()
 
     def answer_restart(self, refused: str = "") -> None:
         """Answer the request that the engine was started for, if there is one."""
@@ -97,10 +108,19 @@ class EngineSeat:
         self._slot = slot
         self._save = save
         self._directories: list[str] = []
-        self.loading = False
-        """True while the engine loads or renames weights."""
+        self._loading = False
         self.torn = 0
         """Commits that failed half-way."""
+
+    @property
+    def loading(self) -> bool:
+        """Whether the engine loads or renames weights."""
+        return self._loading
+
+    @loading.setter
+    def loading(self, loading: bool) -> None:
+        self._loading = loading
+        self._state.news.set()
 
     @property
     def version(self) -> PolicyVersion:
@@ -118,18 +138,26 @@ class EngineSeat:
         self._directories = directories
 
     async def rename(self, version: PolicyVersion) -> None:
-        """As `Seat.rename`."""
-        await self._state.takes_commits.wait()
-        weights = self._state.weights.model_copy(update={"version": version})
-        engine, self.loading = self._slot.engine, True
-        try:
-            if engine is not None:
-                await engine.rename_weights(version)
-        except (EngineDoesNotAnswer, EngineRefused) as error:
-            await self._replace(weights, error)
-            return
-        finally:
-            self.loading = False
+        """As `Seat.rename`. An engine that is busy is asked again: to do it twice does no harm."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        while True:
+            await self._state.takes_commits.wait()
+            weights = self._state.weights.model_copy(update={"version": version})
+            engine, self.loading = self._slot.engine, True
+            try:
+                if engine is not None:
+                    await engine.rename_weights(version)
+                break
+            except (EngineDoesNotAnswer, EngineRefused) as error:
+                is_busy = isinstance(error, EngineDoesNotAnswer)
+                if not is_busy or clock() - began > LOAD_DEADLINE_S:
+                    await self._replace(weights, error)
+                    return
+                log.warning("engine.busy", reason=str(error))
+                await asyncio.sleep(RENAME_AGAIN_S)
+            finally:
+                self.loading = False
         await self._served(weights)
 
     async def commit(self, weights: WeightRef, restarts: bool) -> float:

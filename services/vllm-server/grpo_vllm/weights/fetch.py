@@ -37,6 +37,8 @@ log = structlog.get_logger()
 FETCH_DEADLINE_S = 600.0
 ASK_AGAIN_S = (0.1, 0.3)
 """Bounds of a random pause while all slots are taken."""
+PEERS_ASKED = 3
+"""Servers whose slots are tried in one round; there may be hundreds that have a copy."""
 HTTP = ("http://", "https://")
 
 
@@ -269,7 +271,8 @@ class Fetcher:
                         transfer.peer_bytes += len(piece) * slot.of_peer
                         await self._staging.write(transfer.wanted.id, target, rest[0][0], piece)
                         rest.pop(0)
-                        await self._versions.renew_slot(slot.source, slot.number)
+                        if not await self._versions.renew_slot(slot.source, slot.number):
+                            break  # it took too long, and another server has the slot
                 except SourceFailed as error:
                     self.failed_sources += 1
                     failed.add(slot.source)
@@ -328,7 +331,9 @@ class Fetcher:
             candidates = [source for source in [*trainers, *peers] if source not in unusable]
             if not candidates:
                 raise NotFetched(_no_source(version, transfer.failures))
-            for source in candidates:
+            random_peers = [source for source in candidates if source not in trainers]
+            asked = [source for source in candidates if source in trainers]
+            for source in [*asked, *random_peers[:PEERS_ASKED]]:
                 number = await self._versions.take_slot(source)
                 if number is not None:
                     return _Slot(source, number, source not in trainers)
