@@ -250,12 +250,12 @@ class ServerSettings(CommandSettings, ListenOptions):
         description="URL of the public port, as trainer, environments and other servers reach it. "
         "For a server that listens on all addresses, the default has the host's name",
     )
-    staging_dir: Annotated[
-        Path | None, Shown(default="/dev/shm/grpo-<user id>-<run id>-<server name>")
-    ] = Field(
+    staging_dir: Annotated[Path | None, Shown(default="/dev/shm")] = Field(
         None,
         description="Directory for weights that the server fetches from the trainer or from other "
-        "servers. It needs room for three versions. Weights below --weights-dir are used in place",
+        "servers. The server keeps them in a subdirectory, grpo-<user id>-<run id>-<server name>, "
+        "which it empties when it starts and ends. It needs room for three versions. Weights below "
+        "--weights-dir are used in place",
     )
     max_staleness: int | None = Field(
         None,
@@ -292,8 +292,9 @@ class ServerSettings(CommandSettings, ListenOptions):
 
     @property
     def staging(self) -> Path:
+        """The server's own directory, which it may delete."""
         name = f"grpo-{os.getuid()}-{self.run_id}-{self.server_name}"
-        return self.staging_dir or SHARED_MEMORY / name
+        return (self.staging_dir or SHARED_MEMORY) / name
 
     @property
     def weights_url(self) -> str:

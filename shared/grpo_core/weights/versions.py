@@ -140,6 +140,7 @@ class Announcement(VersionedRecord):
 
     `parent`: the id of the version to which the deltas refer. `digest`: that of the manifest.
     `restarts`: whether the engine restarts on these weights instead of loading them while it runs.
+    `model`: the trainer's --model; "" if unknown.
     """
 
     kind: VersionKind
@@ -148,10 +149,17 @@ class Announcement(VersionedRecord):
     manifest_sha256: str = ""
     bytes: int = 0
     restarts: bool = False
+    model: str = ""
 
     @property
     def id(self) -> str:
         return version_id(self.version)
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two --model options may name the same model: a directory's place may differ from
+    host to host, its name does not. "" is unknown, and may be any."""
+    return len({Path(one).name, Path(other).name} - {""}) < 2
 
 
 def sha256_of(text: bytes) -> str:

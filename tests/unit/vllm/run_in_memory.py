@@ -26,7 +26,7 @@ from grpo_core.weights.versions import (
     version_of,
 )
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.supervisor.follower import CommitRefused, Follower
+from grpo_vllm.supervisor.follower import Check, CommitRefused, Follower
 from grpo_vllm.weights.fetch import Fetcher, Staged
 from grpo_vllm.weights.staging import StagingFull
 from grpo_vllm.weights.transport import SourceFailed
@@ -36,15 +36,22 @@ TRAINER, WEIGHTS = "http://trainer/weights", "model.safetensors"
 
 @dataclass
 class Log:
-    """`ServerVersionLog` of one server; `shared` is what all servers of the run see."""
+    """`ServerVersionLog` of one server; `shared` is what all servers of the run see. The newest
+    version is only read while `answers` is set."""
 
     shared: Shared
     name: str = "a"
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.answers.set()
 
     async def head(self) -> Announcement | None:
+        await self.answers.wait()
         return self.shared.announced[-1] if self.shared.announced else None
 
     async def next(self, after: PolicyVersion) -> Announcement | None:
+        await self.answers.wait()
         try:
             async with asyncio.timeout(1.0):
                 while not (head := await self.head()) or head.version <= after:
@@ -89,7 +96,8 @@ class Log:
 
 @dataclass
 class Shared:
-    """The run: what is announced, and `files` by URL. A URL in `silent` never answers."""
+    """The run: what is announced, and `files` by URL. A URL in `silent` never answers, and others
+    after `delay_s`."""
 
     announced: list[Announcement] = field(default_factory=list)
     sources: defaultdict[PolicyVersion, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -97,6 +105,7 @@ class Shared:
     slots: dict[tuple[str, int], tuple[str, float]] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
+    delay_s: float = 0.0
     asked: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -108,6 +117,7 @@ class Shared:
         delta: bytes | None = None,
         kind: VersionKind = VersionKind.FULL,
         restarts: bool = False,
+        model: str = "",
     ) -> Announcement:
         """Put the files at the trainer, and announce them. `delta`: here, simply the result."""
         content = content or f"weights of {version}".encode()
@@ -121,6 +131,7 @@ class Shared:
             digest="" if kind is VersionKind.BASE else manifest.digest,
             manifest_sha256=sha256_of(text),
             restarts=restarts,
+            model=model,
         )
         self.put(TRAINER, announced, {MANIFEST: text, WEIGHTS: content})
         if delta is not None:
@@ -143,6 +154,7 @@ class Shared:
         self.asked.append(url)
         if any(url.startswith(each) for each in self.silent):
             await asyncio.Event().wait()
+        await asyncio.sleep(self.delay_s)
         if url not in self.files:
             raise SourceFailed(f"GET {url}: status 404")
         content = self.files[url][first:]
@@ -233,20 +245,28 @@ class Server:
     shared: Shared
     name: str = "a"
     max_staleness: int | None = None
+    check: Check = allowed
+    reports: list[tuple[str, str, int]] = field(default_factory=list)
+    """(`fetching`, `refused`, requests to sources before the report)"""
     copies: Copies = field(default_factory=Copies)
     engine: Engine = field(default_factory=Engine)
 
     def __post_init__(self) -> None:
         self.url = f"http://{self.name}/weights"
-        log = Log(self.shared, self.name)
+        log = self.log = Log(self.shared, self.name)
         self.fetcher = Fetcher(log, self.shared, self.copies, self.url)  # type: ignore[arg-type]
         self.follower = Follower(
             log,
             self.fetcher,
             self.engine,
-            allowed,
+            self.check,
             self.max_staleness,  # type: ignore[arg-type]
+            self.report,
         )
+
+    async def report(self) -> None:
+        now = self.follower.progress
+        self.reports.append((now.fetching, now.refused, len(self.shared.asked)))
 
     @property
     def served(self) -> list[str]:

@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator
 import pytest
 from structlog.testing import capture_logs
 
+from grpo_core.tree.server import load_server_settings
 from grpo_core.weights.versions import DELTA_SUFFIX, VersionKind
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.supervisor.follower import steps_between
+from grpo_vllm.supervisor.joining import servable
 from grpo_vllm.weights.fetch import FETCH_DEADLINE_S
 from grpo_vllm.weights.staging import NotFetched
 from grpo_vllm.weights.transport import CHUNK_DEADLINE_S
@@ -55,6 +57,25 @@ async def test_a_server_joins_at_the_newest_version_and_follows_the_newest() -> 
     assert run.peers[v(4)] == {server.url}
 
 
+async def test_a_fetch_that_is_slower_than_the_trainers_steps_still_joins() -> None:
+    """The server samples once it has caught up."""
+    run = Shared(delay_s=1.5)
+    run.announce(v(1))
+    server = Server(run)
+    joining = asyncio.create_task(server.joins())
+    for step in range(2, 5):
+        await asyncio.sleep(2.0)
+        run.announce(v(step))
+    assert joining.done()
+    assert joining.result() is not None
+    server.follower.returned()  # its engine has started
+    assert server.follower.behind != ""
+    async with following(server):
+        assert server.served == ["1-4"]
+        assert server.follower.behind == ""
+    assert set(server.copies.held) == {"1-1", "1-4"}
+
+
 async def test_a_run_without_versions_has_nothing_to_join() -> None:
     server = Server(Shared())
     assert await server.joins() is None
@@ -94,6 +115,17 @@ async def test_the_same_weights_under_a_new_epoch_get_only_its_name() -> None:
         assert server.follower.in_use >= {"1-7", "2-7"}
     assert (server.served, server.engine.renamed) == ([], [v(7, epoch=2)])
     assert len(run.asked) == asked
+
+
+async def test_the_base_model_of_another_model_is_refused() -> None:
+    run = Shared()
+    run.announce(v(0), kind=VersionKind.BASE, model="m")
+    server = Server(run, check=servable(load_server_settings(["--model", "m"])))
+    await server.joins()
+    async with following(server):
+        run.announce(v(0, epoch=2), kind=VersionKind.BASE, model="n")
+        await asyncio.sleep(SOON_S)
+    assert (server.engine.renamed, server.follower.progress.refused) == ([], "2-0")
 
 
 async def test_a_chain_of_deltas_is_folded_if_that_is_less_than_the_full_file() -> None:
@@ -260,6 +292,20 @@ async def test_a_version_that_the_engine_refuses_is_reported_and_the_next_one_is
     assert server.served == ["1-3"]
 
 
+async def test_others_know_what_is_fetched_before_it_is_used_and_at_once_what_is_refused() -> None:
+    run = Shared()
+    run.announce(v(1))
+    server = Server(run)
+    await server.joins()
+    assert server.reports == [("1-1", "", 0)]
+    server.engine.refuses = {"1-2"}
+    asked = len(run.asked)
+    async with following(server):
+        run.announce(v(2))
+        await asyncio.sleep(SOON_S)
+    assert server.reports[1:] == [("1-2", "", asked), ("", "1-2", len(run.asked))]
+
+
 async def test_a_fetch_that_is_overdue_closes_the_server_until_it_has_caught_up() -> None:
     run = Shared()
     run.announce(v(1))
@@ -374,6 +420,27 @@ async def test_a_process_that_was_stopped_notices_it() -> None:
         assert "this server was away" in server.follower.behind
         await asyncio.sleep(SOON_S)
         assert server.follower.behind == ""
+
+
+async def test_after_a_while_without_redis_nothing_older_than_the_newest_version_is_sampled() -> (
+    None
+):
+    run = Shared()
+    run.announce(v(1))
+    server = Server(run)
+    await server.joins()
+    async with following(server):
+        server.log.answers.clear()
+        await asyncio.sleep(LONG_S)
+        run.announce(v(2))
+        assert server.follower.behind == ""
+        run.delay_s = 1.5
+        server.log.answers.set()
+        await asyncio.sleep(1.0)
+        assert "it first fetches the newest weights (1-2)" in server.follower.behind
+        await asyncio.sleep(SOON_S)
+        assert server.follower.behind == ""
+    assert server.served == ["1-2"]
 
 
 async def test_a_flushed_log_changes_nothing_until_the_trainer_announces_again() -> None:

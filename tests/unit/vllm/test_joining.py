@@ -16,7 +16,7 @@ from grpo_core.weights.directory_checks import (
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.versions import Announcement, VersionKind
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.supervisor.joining import WrongKind, joined, servable
+from grpo_vllm.supervisor.joining import WrongKind, WrongModel, joined, servable
 from grpo_vllm.weights.fetch import Staged
 from grpo_vllm.weights.served_store import ServedWeights
 from tests.unit.vllm.fake_engine import Record
@@ -107,6 +107,22 @@ async def test_versions_of_the_other_kind_are_no_use(
     else:
         with pytest.raises(WrongKind, match=told):
             await check(staged)
+
+
+@pytest.mark.parametrize("kind", [VersionKind.BASE, VersionKind.FULL])
+async def test_versions_of_another_model_are_never_served(kind: VersionKind) -> None:
+    check = servable(load_server_settings(["--model", "here/m"]))
+    for model in ("", "elsewhere/m"):
+        await check(Staged(Announcement(epoch=1, step=5, kind=kind, model=model), None))
+    with pytest.raises(WrongModel, match="belongs to n, but this server serves here/m"):
+        await check(Staged(Announcement(epoch=1, step=5, kind=kind, model="n"), None))
+
+
+async def test_a_server_of_another_model_begins_anew_with_its_own() -> None:
+    run, record = Shared(), Record()
+    server = Server(run, check=servable(load_server_settings(["--model", "m"])))
+    run.announce(V15, kind=VersionKind.BASE, model="n")
+    assert await first(run, record, *NAMED, server=server) == WeightRef(version=V20)
 
 
 async def test_an_adapter_is_checked_once_it_is_there(tmp_path: Path) -> None:

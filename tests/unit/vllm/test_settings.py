@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from grpo_core.security import plain
 from grpo_core.settings import load_settings
 from grpo_core.tree.server import ServerSettings
+from grpo_vllm.weights.staging import Staging
 from tests.unit.conftest import Refused
 
 SHARED = {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}
@@ -98,3 +100,14 @@ def test_one_key_is_taken_and_not_passed_on(
     settings = load_settings(ServerSettings, words, variables)
     assert (plain(settings.api_key), settings.engine_arguments) == (key, tuple(passed_on))
     refused(load_settings, ServerSettings, [*words, "--api-key", ""], variables)
+
+
+async def test_the_directory_for_fetched_weights_is_the_users_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "precious").touch()
+    flags = ["--run-id", "day", "--server-name", "a", "--staging-dir", str(tmp_path)]
+    chosen = load_settings(ServerSettings, ["--model", "m", *flags])
+    staging = Staging(chosen.staging, chosen.loads_from)
+    await staging.open("1-5")
+    assert chosen.staging == tmp_path / f"grpo-{os.getuid()}-day-a"
+    await staging.clear()
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]

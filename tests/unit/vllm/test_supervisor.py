@@ -279,7 +279,8 @@ def test_a_server_that_does_not_see_the_files_fetches_them_and_offers_its_copy(
     with supervised(tmp_path, redis_url, "--server-name", "near") as near:
         version = near.next_version()
         path = near.checkpoint(version)
-        shutil.copytree(path, staged := tmp_path / "staging" / path.name)  # near serves these
+        own = tmp_path / "staging" / f"grpo-{os.getuid()}-{near.announcer.run_id}-near"
+        shutil.copytree(path, staged := own / path.name)  # near serves these
         url = f"{near.health_url}/weights"
         announced = described(path, version)
         (staged / MANIFEST).write_bytes((path / MANIFEST).read_bytes())

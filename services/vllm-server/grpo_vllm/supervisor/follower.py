@@ -80,10 +80,15 @@ class Progress:
     peer_bytes: int = 0
 
 
+async def _unreported() -> None:
+    pass
+
+
 class Follower:
     """Args:
     max_staleness: steps; None for no limit
     check: whether this server can serve a version
+    report: returns when others can read `progress`
     """
 
     def __init__(
@@ -93,12 +98,14 @@ class Follower:
         seat: Seat,
         check: Check,
         max_staleness: int | None = None,
+        report: Callable[[], Awaitable[None]] = _unreported,
     ) -> None:
         self._versions = versions
         self._fetcher = fetcher
         self._seat = seat
         self._check = check
         self._max_staleness = max_staleness
+        self._report = report
         self._held: dict[str, Staged] = {}
         self._served: Staged | None = None
         self._previous: Staged | None = None
@@ -149,7 +156,9 @@ class Follower:
         self.changed.set()
 
     async def join(self, waits: bool) -> WeightRef | None:
-        """The newest version, on this host; None if none was announced.
+        """A version, on this host; None if none was announced. It was the newest when its fetch
+        began. Newer ones are fetched while it is served: with fetches slower than the trainer's
+        steps, each fetch ends too late.
 
         Args:
             waits: for a source, as long as it takes
@@ -168,18 +177,16 @@ class Follower:
                     raise
                 await asyncio.sleep(RETRY_S)
                 continue
-            newer = await self._versions.head()
-            if newer is None or newer.version <= head.version:
-                self._serves(staged)
-                return weights_of(staged)
-            self._held[head.id] = staged
+            self._serves(staged)
+            return weights_of(staged)
         return None
 
     async def follow(self) -> None:
         """Until cancelled."""
-        beside = [asyncio.create_task(self._tick_for_ever())]
-        if self._max_staleness is not None:
-            beside.append(asyncio.create_task(self._watch_head()))
+        beside = [
+            asyncio.create_task(self._tick_for_ever()),
+            asyncio.create_task(self._watch_head()),
+        ]
         try:
             while True:
                 await self._follow_once()
@@ -217,6 +224,7 @@ class Follower:
             self.progress.refused, self.progress.reason = announced.id, str(error)
             self._seen = announced.version
             log.error("weights.refused", version=announced.id, reason=str(error))
+            await self._report()
         await self._tidy()
 
     async def _newest(self) -> Announcement | None:
@@ -235,6 +243,7 @@ class Follower:
         served = self._served
         is_served = served is not None and self._seat.version == served.announced.version
         if served is not None and is_served and is_same(served.announced, announced):
+            await self._check(Staged(announced, None))
             await self._seat.rename(announced.version)
             renamed = replace(served, announced=announced)
             self._held[announced.id] = renamed
@@ -261,6 +270,8 @@ class Follower:
         if staged is None:
             self.progress.fetching = announced.id
             try:
+                # The trainer keeps the files of a version that a server says it fetches.
+                await self._report()
                 staged = await self._fetcher.fetch(announced, self._held)
             finally:
                 self.progress.fetching = ""
@@ -301,13 +312,20 @@ class Follower:
             await self._fetcher.discard(staged)
 
     async def _watch_head(self) -> None:
-        """Note newer versions also while an older one is fetched, for `behind`."""
+        """Note newer versions also while an older one is fetched, for `behind`. Without an answer
+        from Redis, the trainer may have gone on without this server."""
+        clock = asyncio.get_running_loop().time
+        answered_at = clock()
         while True:
             with contextlib.suppress(ProtocolViolation):
                 head, known = await self._versions.head(), self.progress.head
                 if head is not None and (known is None or head.version > known.version):
                     self.progress.head = head
                     self.changed.set()
+            away_s, answered_at = clock() - answered_at, clock()
+            if away_s > ABSENT_AFTER_S:
+                log.warning("redis.returned", away_s=round(away_s, 1))
+                self.returned()
             await asyncio.sleep(TICK_S)
 
     async def _tick_for_ever(self) -> None:

@@ -14,7 +14,7 @@ from grpo_core.weights.directory_checks import (
 )
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.version_log import ServerVersionLog
-from grpo_core.weights.versions import VersionKind
+from grpo_core.weights.versions import VersionKind, same_model
 from grpo_vllm.supervisor.follower import Check, Follower
 from grpo_vllm.weights.fetch import Staged
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights, first_weights
@@ -25,6 +25,10 @@ log = structlog.get_logger()
 FirstWeights = Callable[[], Awaitable[WeightRef]]
 
 
+class WrongModel(UnusableWeights):
+    """The run trains another model than this server's --model."""
+
+
 class WrongKind(UnusableWeights):
     """The run trains adapters, and this server loads whole models; or the other way round."""
 
@@ -33,7 +37,13 @@ def servable(settings: ServerSettings) -> Check:
     """Whether this server can serve a version; see `Check`."""
 
     async def check(staged: Staged) -> None:
-        kind = staged.announced.kind.weights
+        kind, model = staged.announced.kind.weights, staged.announced.model
+        if not same_model(model, settings.model):
+            raise WrongModel(
+                f"policy version {staged.announced.id} belongs to {model}, but this server serves "
+                f"{settings.model}; start the server with the trainer's --model, or with another "
+                "--run-id"
+            )
         if kind is not WeightKind.BASE and (kind is WeightKind.ADAPTER) != settings.enable_lora:
             what = "a whole model" if settings.enable_lora else "an adapter"
             flag = "without --enable-lora" if settings.enable_lora else "with --enable-lora"
@@ -75,7 +85,7 @@ async def joined(
             found = await follower.join(waits="run_id" in settings.model_fields_set)
             return found or await first_weights(settings, store)
         obstacle = "--no-await-weights"
-    except (NotFetched, WrongKind) as error:
+    except (NotFetched, WrongKind, WrongModel) as error:
         obstacle = str(error)
     follower.begin_after(head.version)
     served = await store.read(settings.redis_deadline_s)

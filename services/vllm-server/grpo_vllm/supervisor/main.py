@@ -29,7 +29,8 @@ from grpo_vllm.supervisor.follower import Follower
 from grpo_vllm.supervisor.host import Sockets, require_shared_memory
 from grpo_vllm.supervisor.joining import FirstWeights, joined, servable
 from grpo_vllm.supervisor.ownership import RunOwner
-from grpo_vllm.supervisor.supervisor import Report, Supervisor
+from grpo_vllm.supervisor.reporter import Report, to_nobody
+from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.weights.fetch import Fetcher
 from grpo_vllm.weights.served_store import RedisServedStore, ServedStore
 from grpo_vllm.weights.socket_server import make_private_directory
@@ -83,7 +84,7 @@ async def _run(
         loop.add_signal_handler(signal.SIGCHLD, _reap_strangers, host)
         app = health_app(supervisor.status, supervisor.ready, settings)
         first: FirstWeights = _without_redis
-        report: Report = _to_nobody
+        report: Report = to_nobody
         beside: list[Callable[[], Awaitable[None]]] = []
         if url is not None:
             owner = RunOwner(url, settings.run_id, settings.server_name, settings.share_weights)
@@ -104,10 +105,6 @@ async def _without_redis() -> WeightRef:
     return WeightRef()
 
 
-async def _to_nobody(_status: ServerStatus) -> None:
-    pass
-
-
 async def _following(
     settings: ServerSettings,
     store: ServedStore,
@@ -122,7 +119,9 @@ async def _following(
     transport = await stack.enter_async_context(HttpTransport(settings.api_key))
     fetcher = Fetcher(versions, transport, staging, settings.weights_url)
     check, max_staleness = servable(settings), settings.max_staleness
-    follower = Follower(versions, fetcher, supervisor.seat, check, max_staleness)
+    follower = Follower(
+        versions, fetcher, supervisor.seat, check, max_staleness, supervisor.reporter.now
+    )
     stack.push_async_callback(follower.close)
     supervisor.follow(follower, fetcher)
     return functools.partial(joined, settings, store, versions, follower)

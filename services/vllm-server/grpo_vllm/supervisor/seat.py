@@ -39,6 +39,8 @@ class SupervisorState:
     """`weights`: the weights of the running or starting engine; `previous`: the last weights that
     were served; `reason`: why nothing is served now.
 
+    `news`: set at each change that others should know of.
+
     `restart`: the request that has no answer yet; `requested` is set while there is one.
     `launched`: the same request when an engine has been started for it.
     """
@@ -50,6 +52,7 @@ class SupervisorState:
     launched: Restart | None = None
     requested: asyncio.Event = field(default_factory=asyncio.Event)
     takes_commits: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
     _phase: ServerState = ServerState.STARTING
 
     @property
@@ -59,6 +62,7 @@ class SupervisorState:
     @phase.setter
     def phase(self, phase: ServerState) -> None:
         self._phase = phase
+        self.news.set()
         if phase in TAKES_COMMITS:
             self.takes_commits.set()
         else:
@@ -71,6 +75,7 @@ class SupervisorState:
     def has_served(self, weights: WeightRef) -> None:
         """Record that an engine serves these weights. A later rollback returns to them."""
         self.previous = self.weights = weights
+        self.news.set()
 
     def answer_restart(self, refused: str = "") -> None:
         """Answer the request that the engine was started for, if there is one."""
@@ -97,10 +102,19 @@ class EngineSeat:
         self._slot = slot
         self._save = save
         self._directories: list[str] = []
-        self.loading = False
-        """True while the engine loads or renames weights."""
+        self._loading = False
         self.torn = 0
         """Commits that failed half-way."""
+
+    @property
+    def loading(self) -> bool:
+        """Whether the engine loads or renames weights."""
+        return self._loading
+
+    @loading.setter
+    def loading(self, loading: bool) -> None:
+        self._loading = loading
+        self._state.news.set()
 
     @property
     def version(self) -> PolicyVersion:

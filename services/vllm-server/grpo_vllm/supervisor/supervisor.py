@@ -28,6 +28,7 @@ from grpo_vllm.supervisor.engine import Engine, EngineSlot, ForkServer
 from grpo_vllm.supervisor.follower import Follower, Progress
 from grpo_vllm.supervisor.host import Sockets
 from grpo_vllm.supervisor.joining import FirstWeights
+from grpo_vllm.supervisor.reporter import Report, Reporter
 from grpo_vllm.supervisor.restart_policy import RestartPolicy
 from grpo_vllm.supervisor.seat import EngineSeat, SupervisorState
 from grpo_vllm.weights.fetch import Fetcher
@@ -38,9 +39,6 @@ log = structlog.get_logger()
 END_MARGIN_S = 10.0
 """Time after a drain's deadline for writing the last answers and ending the engine."""
 EXIT_FAILED = 1
-
-
-Report = Callable[[ServerStatus], Awaitable[None]]
 
 
 class Supervisor:
@@ -58,6 +56,7 @@ class Supervisor:
         self._state = SupervisorState()
         self._slot = EngineSlot(settings, sockets, host)
         self.seat = EngineSeat(self._state, self._slot, self._save_served)
+        self.reporter = Reporter(self.status, self._state.news)
         self._follower: Follower | None = None
         self._fetcher: Fetcher | None = None
         self._policy = RestartPolicy(settings.restart_limit)
@@ -130,12 +129,13 @@ class Supervisor:
 
         Args:
             first: brings the weights of the first engine; its errors end the server
-            report: takes the status every second
+            report: takes the status every second, and whenever it changes
             others: run beside; an error of one ends the server
         """
+        self.reporter.send = report
         await self._slot.measure_memory()
         beside: list[asyncio.Future[None]] = [
-            asyncio.create_task(self._report_for_ever(report)),
+            asyncio.create_task(self.reporter.run()),
             asyncio.create_task(self._look_for_ever()),
             *(asyncio.ensure_future(other()) for other in others),
         ]
@@ -307,14 +307,11 @@ class Supervisor:
         if not self._settings.share_weights and weights != WeightRef():
             await self._store.save(ServedWeights(weights, model=self._settings.model))
 
-    async def _report_for_ever(self, report: Report) -> None:
-        while True:
-            await report(self.status())
-            await asyncio.sleep(REPORT_EVERY_S)
-
     async def _look_for_ever(self) -> None:
         changed = self._follower.changed if self._follower else asyncio.Event()
         while True:
+            if changed.is_set():
+                self._state.news.set()
             changed.clear()
             if self._state.serving:
                 await self._look()

@@ -1,7 +1,8 @@
 """Closes the engine while its weights may be too old: it samples only while the supervisor says so.
 
-The supervisor repeats that every second. If it was stopped, or lost its way to the trainer's
-announcements, the engine holds requests until the supervisor has looked for newer weights.
+The supervisor repeats that every second. If it was stopped, the engine holds requests until the
+supervisor has looked for newer weights. While Redis does not answer, nobody knows of newer ones and
+the engine samples; when Redis is back after a while, the engine holds requests likewise.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from grpo_core.redis.keys import served_weights_followers_key, served_weights_ke
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.directory_checks import UnusableWeights, check_weights
 from grpo_core.weights.ref import WeightKind, WeightRef
+from grpo_core.weights.versions import same_model
 from grpo_core.wire.policy_version import PolicyVersion
 
 log = structlog.get_logger()
@@ -267,6 +268,6 @@ def _obstacle(settings: ServerSettings, served: ServedWeights) -> str | None:
         return f"the weights are {named[kind]}, but this server serves {named[wanted]}"
     if not served.weights.digest:
         return "the trainer's announcement of the weights is lost"
-    if served.model != settings.model:
+    if not same_model(served.model, settings.model):
         return f"the weights belong to {served.model}, but this server serves {settings.model}"
     return None
