@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
+from redis import Redis
 
-from grpo_core.weights.servers import ServerState, ServerStatus
+from grpo_core.weights.servers import ServerState, ServerStatus, server_key
 from grpo_core.weights.version_log import ServerVersionLog, TrainerReplaced, VersionLog
 from grpo_core.weights.versions import Announcement, VersionKind
 from grpo_core.wire.policy_version import PolicyVersion
@@ -95,3 +98,26 @@ async def test_a_server_reports_itself_until_it_leaves(
     assert status.versions_in_use == {"1-3", "1-4", "1-5"}
     await server.leave()
     assert trainer.servers() == []
+
+
+async def test_a_report_that_is_cut_off_leaves_no_server_that_never_goes(
+    redis_url: str,
+    trainer: VersionLog,
+    server: ServerVersionLog,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server ends after any of its commands."""
+    attempt, sent = server.attempt, 0
+
+    async def first_only(*command: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        return await attempt(*command) if sent == 1 else await asyncio.Event().wait()
+
+    monkeypatch.setattr(server, "attempt", first_only)
+    status = ServerStatus(name="a", epoch=1, step=4, state=ServerState.SERVING)
+    async with asyncio.timeout(DEADLINE_S):
+        await server.report(status)
+    assert trainer.servers() == [status]
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        assert redis.pttl(server_key(trainer.run_id, "a")) > 0

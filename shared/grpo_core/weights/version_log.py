@@ -45,6 +45,12 @@ if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('DEL', KEYS[1])
 end
 """
+_REPORT = """
+redis.call('SADD', KEYS[2], ARGV[1])
+redis.call('HSET', KEYS[1], unpack(ARGV, 3))
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+"""
+"""In one step: a status that never expires would be that of a server that is never gone."""
 
 
 def versions_key(run_id: str) -> str:
@@ -209,9 +215,11 @@ class ServerVersionLog(AsyncRedisConnection):
         """Replace the status. Never raises."""
         key = server_key(self._run_id, self._name)
         try:
-            await self.attempt("SADD", servers_key(self._run_id), self._name)
-            await self.attempt("HSET", key, *words(status.on_the_wire()))
-            await self.attempt("PEXPIRE", key, int(GONE_AFTER_S * 1000))
+            fields, milliseconds = words(status.on_the_wire()), int(GONE_AFTER_S * 1000)
+            await self.attempt(
+                *("EVAL", _REPORT, 2, key, servers_key(self._run_id)),
+                *(self._name, milliseconds, *fields),
+            )
         except FAILURES as error:
             self.note_absence(error)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
+from grpo_core.errors import ProtocolViolation
 from grpo_core.tree.server import load_server_settings
 from grpo_core.weights.versions import DELTA_SUFFIX, VersionKind
 from grpo_core.wire.policy_version import PolicyVersion
@@ -272,6 +274,31 @@ async def test_a_full_staging_directory_is_named_and_room_is_used_later() -> Non
             await asyncio.sleep(SOON_S)
     assert server.served == ["1-2"]
     assert [e["event"] for e in logs].count("staging.full") == 1, "logged once"
+
+
+async def test_trouble_with_files_or_records_is_named_and_the_fetch_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Shared()
+    run.announce(v(1))
+    server = Server(run)
+    await server.joins()
+    troubles: list[Exception] = [OSError("not empty"), ProtocolViolation("a bad record")]
+    finish = server.copies.finish
+
+    async def fails(version: str, manifest: bytes) -> Path:
+        if troubles:
+            raise troubles.pop(0)
+        return await finish(version, manifest)
+
+    monkeypatch.setattr(server.copies, "finish", fails)
+    with capture_logs() as logs:
+        async with following(server):
+            run.announce(v(2))
+            await asyncio.sleep(SOON_S)
+    assert server.served == ["1-2"]
+    told = [entry["reason"] for entry in logs if entry["event"] == "weights.not_fetched"]
+    assert told == ["policy version 1-2: not empty", "policy version 1-2: a bad record"]
 
 
 async def test_a_version_that_the_engine_refuses_is_reported_and_the_next_one_is_served() -> None:

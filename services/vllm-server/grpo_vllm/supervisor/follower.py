@@ -273,6 +273,8 @@ class Follower:
                 # The trainer keeps the files of a version that a server says it fetches.
                 await self._report()
                 staged = await self._fetcher.fetch(announced, self._held)
+            except (OSError, ProtocolViolation) as error:
+                raise NotFetched(f"policy version {announced.id}: {error}") from error
             finally:
                 self.progress.fetching = ""
             self._held[announced.id] = staged

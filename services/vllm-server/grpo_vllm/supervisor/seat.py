@@ -16,11 +16,17 @@ import structlog
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.servers import ServerState
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.supervisor.engine import EngineDoesNotAnswer, EngineRefused, EngineSlot
+from grpo_vllm.supervisor.engine import (
+    LOAD_DEADLINE_S,
+    EngineDoesNotAnswer,
+    EngineRefused,
+    EngineSlot,
+)
 from grpo_vllm.supervisor.follower import CommitRefused
 
 log = structlog.get_logger()
 
+RENAME_AGAIN_S = 1.0
 TAKES_COMMITS = (ServerState.SERVING, ServerState.FAILED)
 
 
@@ -132,18 +138,26 @@ class EngineSeat:
         self._directories = directories
 
     async def rename(self, version: PolicyVersion) -> None:
-        """As `Seat.rename`."""
-        await self._state.takes_commits.wait()
-        weights = self._state.weights.model_copy(update={"version": version})
-        engine, self.loading = self._slot.engine, True
-        try:
-            if engine is not None:
-                await engine.rename_weights(version)
-        except (EngineDoesNotAnswer, EngineRefused) as error:
-            await self._replace(weights, error)
-            return
-        finally:
-            self.loading = False
+        """As `Seat.rename`. An engine that is busy is asked again: to do it twice does no harm."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        while True:
+            await self._state.takes_commits.wait()
+            weights = self._state.weights.model_copy(update={"version": version})
+            engine, self.loading = self._slot.engine, True
+            try:
+                if engine is not None:
+                    await engine.rename_weights(version)
+                break
+            except (EngineDoesNotAnswer, EngineRefused) as error:
+                is_busy = isinstance(error, EngineDoesNotAnswer)
+                if not is_busy or clock() - began > LOAD_DEADLINE_S:
+                    await self._replace(weights, error)
+                    return
+                log.warning("engine.busy", reason=str(error))
+                await asyncio.sleep(RENAME_AGAIN_S)
+            finally:
+                self.loading = False
         await self._served(weights)
 
     async def commit(self, weights: WeightRef, restarts: bool) -> float:
