@@ -219,3 +219,10 @@ def _names_of_this_machine() -> frozenset[str]:
 def listed(names: str) -> list[str]:
     """`a.example, b.example` → both."""
     return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

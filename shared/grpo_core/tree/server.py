@@ -21,7 +21,7 @@ from grpo_core.redis.url import (
     local_redis,
     url_or_none,
 )
-from grpo_core.security import usable_token
+from grpo_core.security import is_loopback, usable_token
 from grpo_core.settings import (
     Command,
     CommandSettings,
@@ -301,14 +301,14 @@ class ServerSettings(CommandSettings, ListenOptions):
         """URL below which other servers fetch weights from this one: on the health port. "" if they
         cannot reach that port."""
         host = urlsplit(self.advertise_url).hostname or ""
-        if _is_loopback(self.control_host) and not _is_loopback(host):
+        if is_loopback(self.control_host) and not is_loopback(host):
             return ""
         reached = host if _is_wildcard(self.control_host) else self.control_host
         return f"http://{_in_url(reached)}:{self.health_port}/weights"
 
     @property
     def public_is_loopback(self) -> bool:
-        return _is_loopback(self.host)
+        return is_loopback(self.host)
 
     @property
     def socket_path(self) -> Path:
@@ -431,13 +431,6 @@ class ServerSettings(CommandSettings, ListenOptions):
         if not self.bridge_config_required:  # these two count as given by being there
             del held["bridge_config_path"], held["logdir"]
         return held
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _is_wildcard(host: str) -> bool:

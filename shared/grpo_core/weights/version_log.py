@@ -34,6 +34,14 @@ BLOCK_MS = 1000
 ATTEMPT_S = 5.0
 _REFUSED = "equal or smaller"
 """Part of Redis' message for an id that is not above the last one."""
+_SERVERS = """
+local found = {}
+for _, name in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+  found[#found + 1] = redis.call('HGETALL', ARGV[1] .. name)
+end
+return found
+"""
+"""In one round trip, because the trainer asks ten times a second while it publishes."""
 _SLOT = """
 if redis.call('GET', KEYS[1]) == ARGV[1] or redis.call('SET', KEYS[1], ARGV[1], 'NX') then
   return redis.call('PEXPIRE', KEYS[1], ARGV[2])
@@ -127,9 +135,10 @@ class VersionLog(RedisConnection):
 
     def servers(self) -> list[ServerStatus]:
         """All servers that are not gone, by name."""
-        names = sorted(self.call("SMEMBERS", servers_key(self.run_id)))
-        found = (self.call("HGETALL", server_key(self.run_id, name)) for name in names)
-        return [ServerStatus.from_wire(fields) for fields in found if fields]
+        keys, prefix = servers_key(self.run_id), server_key(self.run_id, "")
+        found = self.call("EVAL", _SERVERS, 1, keys, prefix)
+        records = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in found if flat)
+        return sorted(map(ServerStatus.from_wire, records), key=lambda server: server.name)
 
     def servers_for_report(self) -> list[ServerStatus]:
         """The same; empty if they are unreadable, so that a successful run does not fail."""

@@ -124,7 +124,11 @@ with redis.Redis.from_url(os.environ["REDIS_URL"]) as client:
     client.sadd(servers_key(option("--run-id")), name)
     client.hset(server_key(option("--run-id"), name), mapping=status.on_the_wire())
 
-serve(lambda *_: (200, {}))
+def answer(*_):
+    pathlib.Path(os.environ["STAND_IN_PIDS"] + f".{name}.asked").touch()
+    return 200, {}
+
+serve(answer)
 """
 
 TRAINER = f"""
@@ -136,7 +140,10 @@ post(api + "/trainer")
 while json.loads(fetch(api + "/environments")) == []:
     time.sleep(0.05)
 if "STAND_IN_KILLED" in os.environ:
-    killed = pathlib.Path(os.environ["STAND_IN_PIDS"], os.environ["STAND_IN_KILLED"])
+    folder, name = os.environ["STAND_IN_PIDS"], os.environ["STAND_IN_KILLED"]
+    killed = pathlib.Path(folder, name)
+    while not pathlib.Path(f"{{folder}}.{{name}}.asked").exists():  # it counts as ready
+        time.sleep(0.05)
     os.kill(int(killed.read_text()), signal.SIGKILL)
 template = {metrics_object(1)!r}
 with open(option("--metrics-file"), "a") as file:

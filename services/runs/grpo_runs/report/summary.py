@@ -138,13 +138,17 @@ class RunFacts(BaseModel):
             f"{version} on {many}" if len(versions) > 1 else version
             for version, many in sorted(versions.items())
         )
-        wrong = sum(server.wrong_chunks for server in self.servers)
+        repeated = {
+            "late publication": self.summary.late_publications,
+            "wrong chunk": sum(server.wrong_chunks for server in self.servers),
+            "failed source": sum(server.failed_sources for server in self.servers),
+            "torn load": sum(server.torn for server in self.servers),
+        }
         ended = [f"{name} ended with {how}" for name, how in self.ended_servers.items()]
         return "; ".join(
             [
                 f"{len(self.servers)} of {number}, policy version {held or 'not reported'}",
-                counted(self.summary.late_publications, "late publication"),
-                f"{counted(wrong, 'wrong chunk')} fetched again",
+                *(counted(number, name) for name, number in repeated.items() if number),
                 *ended,
             ]
         )

@@ -166,6 +166,7 @@ class FileSync(DirectorySync):
     _sources: list[str] = field(init=False, default_factory=list)
     _turn: str = field(init=False, default="")
     _publication: Publication | None = field(init=False, default=None)
+    _announced: Announcement | None = field(init=False, default=None)
 
     @property
     def caches_stay(self) -> bool:
@@ -182,6 +183,9 @@ class FileSync(DirectorySync):
         """
         device = device_to_load_on(self.device)
         import_architecture(self.weights.model_name)
+        # Before servers are waited for: those without the trainer's disk fetch the newest version
+        # here before they serve.
+        self._sources = self.source.open()
         info = self._agreed_info()
         dtype = _dtype_to_load(self.dtype, info)
         lengths = ProbeLengths.fitting(info.kv_block_size, info.max_model_len)
@@ -201,7 +205,6 @@ class FileSync(DirectorySync):
         is_untrained = step == 0 and optimizer.unwritten_parameters() == 0
         epochs = [one.epoch for one in (*served.values(), *([head] if head else []))]
         self._begin(optimizer, step, bound, (last_epoch, *epochs))
-        self._sources = self.source.open()
         if is_untrained:
             announced = Announcement(**self.version.fields(), kind=VersionKind.BASE)
         else:
@@ -234,6 +237,7 @@ class FileSync(DirectorySync):
             "servers.summary",
             left=self.watch.left,
             late=self.publisher.late,
+            unanswered_checks=self.watch.unanswered,
             repeated_announcements=self.watch.repeated,
         )
         self.source.close()
@@ -243,15 +247,23 @@ class FileSync(DirectorySync):
 
     def _load(self, announced: Announcement) -> Reach:
         """Raises the errors of `Publisher.publish`."""
-        announced = announced.model_copy(update={"restarts": self.restarts})
-        has_files = announced.kind is not VersionKind.BASE
-        self._publication = self.publisher.publish(announced, self._sources if has_files else [])
+        self._announced = announced.model_copy(
+            update={"restarts": self.restarts, "model": self.weights.model_name}
+        )
+        self._publication = self._published()
         return self._publication.reach
+
+    def _published(self) -> Publication:
+        """Announced again, the version costs nothing."""
+        assert self._announced is not None, "there is a version"
+        has_files = self._announced.kind is not VersionKind.BASE
+        return self.publisher.publish(self._announced, self._sources if has_files else [])
 
     def _require_served(self, label: str) -> Alignment:
         """Check one of the servers, each in its turn, and those that joined since."""
         assert self._publication is not None, "something was published"
         serving = self._publication.serving
+        silent: dict[str, ServerLeft] = {}
         while True:
             turn = self._turn if self._turn in serving else self._next(serving)
             names = {turn, *self.watch.unchecked(serving)}
@@ -259,9 +271,13 @@ class FileSync(DirectorySync):
             try:
                 alignment = self._check.require(self.version, label, servers)
             except ServerLeft as gone:
-                serving = {n: one for n, one in serving.items() if n != gone.name}
+                silent[gone.name] = gone
+                serving = {n: one for n, one in serving.items() if n not in silent}
                 if not serving:
-                    serving = self.watch.await_serving()
+                    found = self._published().serving
+                    serving = {n: one for n, one in found.items() if n not in silent}
+                if not serving:
+                    raise gone.cause from None
                 continue
             for name in names:
                 self.watch.checked(name)
@@ -275,16 +291,20 @@ class FileSync(DirectorySync):
 
     def _at_one(self, ask: Callable[[Server], T]) -> T:
         """The answer of the server whose turn it is, or of another one if it leaves or is late."""
+        silent: set[str] = set()
         while True:
             serving = self.watch.await_serving()
             newest = max(one.version for one in serving.values())
             names = [name for name, one in serving.items() if one.version == newest]
-            if self._turn not in names:
-                self._turn = self._next(names)
+            others = [name for name in names if name not in silent]
+            if self._turn not in others:
+                self._turn = self._next(others or names)
             try:
                 return ask(self._probe(self._turn))
-            except ServerLeft:
-                self._turn = ""
+            except ServerLeft as gone:
+                if gone.name in silent and gone.name in names:
+                    raise gone.cause from None
+                silent.add(gone.name)
 
     def _next(self, names: Iterable[str]) -> str:
         """The name after the last one whose turn it was."""
@@ -292,7 +312,7 @@ class FileSync(DirectorySync):
         return next((name for name in ordered if name > self._turn), ordered[0])
 
     def _probe(self, name: str) -> ServerProbe:
-        return ServerProbe(name, self._client(name), self.watch)
+        return ServerProbe(name, self._client(name), self.watch, self.publisher.wait_s)
 
     def _client(self, name: str) -> BridgeClient:
         """--inference-url may be the only address under which its server is reachable from here."""

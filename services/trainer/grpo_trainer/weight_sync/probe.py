@@ -7,34 +7,45 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+import structlog
+
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.deadline import Deadline
-from grpo_core.errors import GrpoError
+from grpo_core.errors import GrpoError, ServiceUnavailable
 from grpo_core.weights.servers import REPORT_EVERY_S
+from grpo_trainer.errors import EngineCrashed
 from grpo_trainer.weight_sync.base import POLL_S, CheckedServer
 from grpo_trainer.weight_sync.servers import ServerWatch
+
+log = structlog.get_logger()
 
 T = TypeVar("T")
 
 
 class ServerLeft(GrpoError):
-    """A server left while others serve."""
+    """A server left, or does not answer, while others serve. `cause`: the error if none is left."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"the inference server {name} left while the trainer waited for it")
+    def __init__(self, name: str, cause: Exception | None = None) -> None:
+        told = f"the inference server {name} left while the trainer waited for its answer"
+        super().__init__(told)
         self.name = name
+        self.cause = cause or ServiceUnavailable(told)
 
 
 class ServerProbe(CheckedServer):
     """Args:
     name: of the server
     bridge: its client
+    patience_s: how long an answer may take if other servers serve
     """
 
-    def __init__(self, name: str, bridge: BridgeClient, watch: ServerWatch) -> None:
+    def __init__(
+        self, name: str, bridge: BridgeClient, watch: ServerWatch, patience_s: float
+    ) -> None:
         self.name = name
         self.bridge = bridge
         self._watch = watch
+        self._patience_s = patience_s
         self._crashes = 0
 
     def crashes(self) -> int:
@@ -57,11 +68,18 @@ class ServerProbe(CheckedServer):
             self._watch.sleep(POLL_S)
 
     def _while_serving(self, request: str, ask: Callable[[], T]) -> T:
-        return super()._while_serving(request, lambda: self._unless_gone(ask))
+        patience = Deadline(self._patience_s, self._watch.clock)
+        try:
+            return super()._while_serving(request, lambda: self._unless_gone(ask, patience))
+        except (ServiceUnavailable, EngineCrashed) as error:
+            if not self._others_serve():
+                raise
+            raise self._silent(error) from error
 
-    def _unless_gone(self, ask: Callable[[], T]) -> T:
+    def _unless_gone(self, ask: Callable[[], T], patience: Deadline) -> T:
         """The answer. A process that was stopped accepts requests and never answers, so they are
-        sent in a thread. Raises `ServerLeft` if the server is gone meanwhile."""
+        sent in a thread. Raises `ServerLeft` if the server is gone meanwhile, or takes too long
+        while others serve."""
         answer: Future[T] = Future()
 
         def work() -> None:
@@ -74,6 +92,23 @@ class ServerProbe(CheckedServer):
         while True:
             try:
                 return answer.result(REPORT_EVERY_S)
-            except TimeoutError:
-                if not answer.done() and self.name not in self._watch.servers():
+            except (TimeoutError, ServiceUnavailable) as error:
+                if self.name not in self._watch.servers():
                     raise ServerLeft(self.name) from None
+                if patience.has_passed and self._others_serve():
+                    raise self._silent(error if answer.done() else None) from None
+                if answer.done():
+                    raise
+
+    def _others_serve(self) -> bool:
+        return any(one.serves for name, one in self._watch.servers().items() if name != self.name)
+
+    def _silent(self, error: Exception | None) -> ServerLeft:
+        self._watch.unanswered += 1
+        log.warning(
+            "server.unanswered",
+            server=self.name,
+            reason=str(error) if error else f"no answer within {self._patience_s:g} s",
+            hint="the trainer checks another server; read this server's log",
+        )
+        return ServerLeft(self.name, error)

@@ -27,7 +27,8 @@ class ServerWatch:
     return_deadline_s: how long all servers may be down before `LostServer`
 
     `known`: the servers at the last look. `left`: number of servers that went away. `repeated`:
-    number of announcements that Redis had lost.
+    number of announcements that Redis had lost. `unanswered`: number of requests of checks that a
+    server did not answer while others served.
     """
 
     def __init__(
@@ -40,11 +41,11 @@ class ServerWatch:
         self.versions = versions
         self.clock = clock
         self.sleep = sleep
-        self.left = self.repeated = 0
+        self.left = self.repeated = self.unanswered = 0
         self.return_deadline_s = return_deadline_s
         self._return_deadline: Deadline | None = None
         self.known: Servers = {}
-        self._checked: set[str] = set()
+        self._checked: dict[str, int] = {}
         self._looked_at = float("-inf")
         self._announced: Announcement | None = None
         self._sources: list[str] = []
@@ -64,7 +65,6 @@ class ServerWatch:
         for name in self.known.keys() - found.keys():
             self.left += 1
             log.warning("server.left", server=name, url=self.known[name].url)
-        self._checked &= found.keys()
         self.known = found
         return found
 
@@ -153,11 +153,16 @@ class ServerWatch:
             )
 
     def unchecked(self, names: Iterable[str]) -> list[str]:
-        """Those whose weights were not checked since they joined."""
-        return sorted(set(names) - self._checked)
+        """Those whose weights were not checked since they joined or restarted."""
+        return sorted(n for n in names if n in self.known and self._checked.get(n) != self._pid(n))
 
     def checked(self, name: str) -> None:
-        self._checked.add(name)
+        self._checked[name] = self._pid(name)
+
+    def _pid(self, name: str) -> int:
+        """Of its engine, 0 if it is gone: another one has to be checked."""
+        server = self.known.get(name)
+        return server.engine_pid if server is not None else 0
 
 
 def described(servers: Iterable[ServerStatus]) -> str:

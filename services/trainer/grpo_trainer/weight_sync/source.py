@@ -12,6 +12,7 @@ import threading
 from collections.abc import Generator
 from pathlib import Path
 
+import structlog
 import uvicorn
 from pydantic import SecretStr
 from starlette.applications import Starlette
@@ -20,8 +21,10 @@ from starlette.requests import Request
 from starlette.responses import FileResponse
 from starlette.routing import Route
 
-from grpo_core.security import BearerTokenGuard
+from grpo_core.security import BearerTokenGuard, is_loopback
 from grpo_trainer.errors import SourcePortTaken
+
+log = structlog.get_logger()
 
 PREFIX = "/weights"
 LOOPBACK_ADDRESS, EVERY_ADDRESS = "127.0.0.1", "0.0.0.0"
@@ -55,7 +58,15 @@ class WeightSource:
         Raises:
             SourcePortTaken: another process listens on the port.
         """
-        host = LOOPBACK_ADDRESS if self._address is None else EVERY_ADDRESS
+        is_local = self._address is None or is_loopback(self._address)
+        host = LOOPBACK_ADDRESS if is_local else EVERY_ADDRESS
+        if not is_local and self._api_key is None:
+            log.warning(
+                "weights.unprotected",
+                port=self._port,
+                effect="anyone who reaches this port can read the weights",
+                hint="set VLLM_API_KEY for the trainer and the inference servers",
+            )
         try:
             listening = socket.create_server((host, self._port))
         except OSError as error:

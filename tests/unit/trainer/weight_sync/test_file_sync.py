@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from peft import PeftModel
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from grpo_core.clients.inference import BridgeInfo, Completion
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.ref import UNTRAINED
+from grpo_core.weights.servers import ServerState
 from grpo_core.weights.version_log import VersionLog
 from grpo_core.weights.versions import Announcement, VersionKind, version_id
 from grpo_core.wire.policy_version import PolicyVersion
@@ -371,6 +373,90 @@ def test_a_server_that_is_stopped_during_its_check_does_not_stop_the_trainer(
         assert take_steps(sync, optimizer, range(1)) == [True]
         assert not goes_on.is_set()
         goes_on.set()
+
+
+def test_if_the_only_server_with_a_version_leaves_the_trainer_waits_for_the_next(
+    bench: NewBench,
+) -> None:
+    rig = bench("none", "a", "b")
+    with rig.trainer(nodes=2) as sync:
+        optimizer = begun(sync)
+        sync.publisher.wait_s = 0.0
+        late, gone = rig.servers["http://a"], rig.servers["http://b"]
+        commits: list[threading.Timer] = []
+
+        def later(shown: StandIn, announced: Announcement) -> None:
+            commits.append(threading.Timer(2.0, late._take, (shown, announced)))
+            commits[-1].start()
+
+        def leave() -> None:
+            gone.shown.leave()
+            gone.fail()
+
+        late.shown.reply = later
+        gone.faults = iter([lambda: None, leave])
+        assert take_steps(sync, optimizer, range(1)) == [True]
+        assert late.probed[-1].step == 1
+        for commit in commits:
+            commit.join()
+
+
+def test_a_server_that_never_answers_does_not_end_the_run_while_another_serves(
+    bench: NewBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "PROBE_DEADLINE_S", 0.0)
+    rig = bench("none", "a", "b")
+    with rig.trainer(nodes=2) as sync:
+        optimizer = begun(sync)
+        hung = rig.servers["http://b"]
+        hung.faults = itertools.repeat(hung.fail)
+        with capture_logs() as logs:
+            assert take_steps(sync, optimizer, range(2)) == [True] * 2
+        assert {e["server"] for e in logs if e["event"] == "server.unanswered"} == {"b"}
+        assert sync.watch.unanswered > 0
+
+
+def test_a_slow_server_does_not_hold_up_a_step_for_longer_than_publish_wait_s(
+    bench: NewBench,
+) -> None:
+    rig = bench("none", "a", "b")
+    answered = threading.Event()
+    with rig.trainer(nodes=2) as sync:
+        optimizer = begun(sync)
+        sync.publisher.wait_s = 0.5
+        rig.servers["http://b"].faults = itertools.repeat(lambda: bool(answered.wait()))
+        assert take_steps(sync, optimizer, range(2)) == [True] * 2
+        answered.set()
+
+
+def test_servers_can_fetch_the_newest_version_before_they_serve(bench: NewBench) -> None:
+    rig = bench("none", "a")
+    directory = rig.root / "1-5"
+    directory.mkdir(parents=True)
+    (directory / "manifest.json").write_text("{}")
+    with rig.trainer(nodes=1) as sync:
+        server = rig.server.shown
+        server.becomes(state=ServerState.JOINING)
+        opened = sync.source.open
+
+        def joins() -> list[str]:
+            sources = opened()
+            assert httpx.get(f"{sources[1]}/1-5/manifest.json", trust_env=False).is_success
+            server.becomes(state=ServerState.SERVING)
+            return sources
+
+        sync.source.open = joins  # type: ignore[method-assign]
+        begun(sync)
+
+
+def test_a_server_whose_engine_is_another_one_is_checked_again(bench: NewBench) -> None:
+    rig = bench("none", "a", "b")
+    with rig.trainer(nodes=2) as sync:
+        take_steps(sync, begun(sync), range(1))
+        assert sync.watch.unchecked(["a", "b"]) == []
+        rig.servers["http://b"].shown.becomes(engine_pid=7)
+        sync.watch.servers()
+        assert sync.watch.unchecked(["a", "b"]) == ["b"]
 
 
 def test_a_server_of_another_data_type_is_refused_at_the_start(bench: NewBench) -> None:
