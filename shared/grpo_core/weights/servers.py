@@ -104,6 +104,8 @@ class ServerStatus(VersionedRecord):
     generation_tokens: int = 0
     """Tokens sampled by all engines of this server, counted by vLLM."""
     engine_pid: int = 0
+    started: float = 0.0
+    """Unix time in seconds at which this server started: another one of this name has another."""
     time: float = 0.0
     """Unix time in seconds, by the server's clock."""
 

@@ -45,7 +45,7 @@ class ServerWatch:
         self.return_deadline_s = return_deadline_s
         self._return_deadline: Deadline | None = None
         self.known: Servers = {}
-        self._checked: dict[str, int] = {}
+        self._checked: dict[str, tuple[float, int]] = {}
         self._looked_at = float("-inf")
         self._announced: Announcement | None = None
         self._sources: list[str] = []
@@ -153,16 +153,16 @@ class ServerWatch:
             )
 
     def unchecked(self, names: Iterable[str]) -> list[str]:
-        """Those whose weights were not checked since they joined or restarted."""
-        return sorted(n for n in names if n in self.known and self._checked.get(n) != self._pid(n))
+        """Those whose weights were not checked since they joined, or since their engine crashed."""
+        return sorted(n for n in names if n in self.known and self._checked.get(n) != self._life(n))
 
     def checked(self, name: str) -> None:
-        self._checked[name] = self._pid(name)
+        if name in self.known:
+            self._checked[name] = self._life(name)
 
-    def _pid(self, name: str) -> int:
-        """Of its engine, 0 if it is gone: another one has to be checked."""
-        server = self.known.get(name)
-        return server.engine_pid if server is not None else 0
+    def _life(self, name: str) -> tuple[float, int]:
+        server = self.known[name]
+        return server.started, server.crashes
 
 
 def described(servers: Iterable[ServerStatus]) -> str:

@@ -61,6 +61,7 @@ class Supervisor:
         self._fetcher: Fetcher | None = None
         self._policy = RestartPolicy(settings.restart_limit)
         self._restarts = self._crashes = 0
+        self._started = round(time.time(), 3)
         self._lost: PolicyVersion | None = None
         self._answered_at = 0.0
         self._stop = asyncio.Event()
@@ -105,6 +106,7 @@ class Supervisor:
             dropped_requests=slot.channel.dropped,
             generation_tokens=slot.generation_tokens,
             engine_pid=slot.engine.pid if slot.engine else 0,
+            started=self._started,
             time=round(time.time(), 3),
         )
 

@@ -449,12 +449,15 @@ def test_servers_can_fetch_the_newest_version_before_they_serve(bench: NewBench)
         begun(sync)
 
 
-def test_a_server_whose_engine_is_another_one_is_checked_again(bench: NewBench) -> None:
+@pytest.mark.parametrize("change", [{"started": 7.0}, {"crashes": 1}])
+def test_another_server_of_a_name_and_another_engine_are_checked_again(
+    change: dict[str, Any], bench: NewBench
+) -> None:
     rig = bench("none", "a", "b")
     with rig.trainer(nodes=2) as sync:
         take_steps(sync, begun(sync), range(1))
         assert sync.watch.unchecked(["a", "b"]) == []
-        rig.servers["http://b"].shown.becomes(engine_pid=7)
+        rig.servers["http://b"].shown.becomes(**change)
         sync.watch.servers()
         assert sync.watch.unchecked(["a", "b"]) == ["b"]
 
