@@ -208,7 +208,7 @@ def test_several_servers_have_names_ports_and_their_share_of_the_threads(
 
 
 def test_servers_beside_a_run_api_have_the_ports_after_the_first() -> None:
-    words = ["--model", "m", "--mode", "none", "--servers", "2"]
+    words = ["--model", "m", "--mode", "none", "--servers", "2", "--max-model-len", "64"]
     words += ["--port", "9001", "--health-port", "9101"]
     settings = load_settings(RunSettings, words, {})
     lines = [shlex.split(line) for line in command_lines(settings)]
