@@ -13,6 +13,7 @@ manifest, and the announcement has the manifest's digest, so a server trusts no 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -28,6 +29,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 CHUNK_BYTES = 8 << 20
 MANIFEST, DELTA_SUFFIX = "manifest.json", ".delta"
 NO_PARENT = ""
+_VERSION_ID, _FILE_NAME = re.compile(r"\d+-\d+"), re.compile(r"\w[\w.-]*")
 
 FileName = Annotated[str, Field(max_length=255, pattern=r"^\w[\w.-]*$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -176,3 +178,12 @@ def version_of(text: str) -> PolicyVersion:
     """The inverse of `version_id`. Raises `ValueError`."""
     epoch, step = text.split("-")
     return PolicyVersion(int(epoch), int(step))
+
+
+def file_below(root: Path, version: str, name: str) -> Path | None:
+    """The file of a version in a directory of versions, for a route that serves it; None if there
+    is none, or if a word is no id or no file's name."""
+    if not (_VERSION_ID.fullmatch(version) and _FILE_NAME.fullmatch(name)):
+        return None
+    path = root / version / name
+    return path if path.is_file() else None

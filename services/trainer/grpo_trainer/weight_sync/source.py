@@ -6,7 +6,6 @@ GET /weights/<epoch>-<step>/<file>     with `Range`, and with the server's API k
 from __future__ import annotations
 
 import contextlib
-import re
 import socket
 import threading
 from collections.abc import Generator
@@ -22,14 +21,13 @@ from starlette.responses import FileResponse
 from starlette.routing import Route
 
 from grpo_core.security import BearerTokenGuard, is_loopback
+from grpo_core.weights.versions import file_below
 from grpo_trainer.errors import SourcePortTaken
 
 log = structlog.get_logger()
 
 PREFIX = "/weights"
 LOOPBACK_ADDRESS, EVERY_ADDRESS = "127.0.0.1", "0.0.0.0"
-_FILE = re.compile(r"\w[\w.-]*")
-_VERSION = re.compile(r"\d+-\d+")
 _KEEP_ALIVE_S = 60
 _STOP_S = 5
 
@@ -106,8 +104,8 @@ class WeightSource:
 
     async def _file(self, request: Request) -> FileResponse:
         version, name = request.path_params["version"], request.path_params["name"]
-        path = self._root / version / name
-        if not (_VERSION.fullmatch(version) and _FILE.fullmatch(name) and path.is_file()):
+        path = file_below(self._root, version, name)
+        if path is None:
             raise HTTPException(404, f"no file {version}/{name}")
         return _WeightFile(path)
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import re
 import resource
 import signal
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,6 +22,7 @@ from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.servers import ServerState, ServerStatus
 from grpo_core.weights.version_log import ServerVersionLog
+from grpo_core.weights.versions import file_below
 from grpo_vllm.http.server import require_api_key, serving
 from grpo_vllm.supervisor.engine import ENGINE_MODULE, ForkServer
 from grpo_vllm.supervisor.follower import Follower
@@ -40,7 +40,6 @@ from grpo_vllm.weights.transport import HttpTransport
 log = structlog.get_logger()
 
 _REAP_AGAIN_S = 1.0
-_VERSION, _FILE = re.compile(r"\d+-\d+"), re.compile(r"\w[\w.-]*")
 
 
 def supervise(
@@ -162,8 +161,8 @@ def health_app(
 
     async def weights(request: Request) -> Response:
         version, name = request.path_params["version"], request.path_params["file"]
-        path = settings.staging / version / name
-        if not (_VERSION.fullmatch(version) and _FILE.fullmatch(name) and path.is_file()):
+        path = file_below(settings.staging, version, name)
+        if path is None:
             return JSONResponse({"detail": f"{version}/{name}: no such file"}, 404)
         return FileResponse(path)
 
