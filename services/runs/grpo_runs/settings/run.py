@@ -34,8 +34,6 @@ from grpo_core.tree.sections import (
     TRAINER,
     VIEWS,
     fields_below,
-    names_of,
-    sections_of,
     service_of,
 )
 from grpo_core.tree.trainer_command import CommandLine
@@ -44,6 +42,18 @@ from grpo_runs.defaults import BY_TASK, SIZE_NAMES, RunSizes, name_of_task, size
 from grpo_runs.models import A_MODEL
 from grpo_runs.modes import MODES, Mode
 from grpo_runs.run_directory import RUNS, RunDirectory, unusable
+from grpo_runs.settings.tables import (
+    ALIASES,
+    ALSO_SHOWN,
+    API_KEYS,
+    DEFAULTS,
+    GROUPS,
+    NEEDS_TASK,
+    OF_ONE_SERVER,
+    OF_PAIR,
+    OWN_MEANING,
+    SETS_ITSELF,
+)
 from grpo_runs.views import Places, environment_values, server_values, trainer_values
 
 DEMO_FILE = Path(__file__).with_name("demo.yaml")
@@ -54,23 +64,6 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 _HIDDEN = re.compile(r"^ *# (?:server: )?([\w.-]+)(?:: --([\w.-]+)|:)? \*\*\*$", re.MULTILINE)
 """A line of config.yaml for an option with a secret; the second name is an option of vLLM."""
 _OWN_SECRETS = ("run-api-token", "vllm-api-key", "api-key")
-_SETS_ITSELF = (
-    *("redis_url", "run_id", "run_api_url", "save_path", "metrics_file", "rollouts_dir"),
-    *("host", "port", "health_port", "control_host", "control_port", "log_dir"),
-    *("wandb_name", "eval_output"),
-)
-"""Options of a run whose services are all started here: each run has its own."""
-_OF_PAIR = frozenset({"log_dir", "stop_grace_s"})
-"""Of a run without --task, of which server and trainer are started here."""
-_OWN_MEANING = frozenset({"stop_grace_s", "start_deadline_s", f"{SERVER}.max_staleness"})
-"""Options of services that mean something else here."""
-_NEEDS_TASK = (
-    *("run_dir", "report", "kv_cache_mib", "eager", "compute_threads", "redis_appendfsync"),
-    *("step_deadline_s", "start_deadline_s"),
-)
-"""Own options that mean nothing without --task, as those of environments and run-api do."""
-_OF_ONE_SERVER = ("server_name", "advertise_url", "staging_dir")
-_API_KEYS = ("vllm_api_key", "api_key")
 
 
 def each_once(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -255,7 +248,7 @@ class LaunchOptions(ServerHere):
     @classmethod
     def drop_unused(cls, given: dict[str, Given], environment: Mapping[str, str]) -> Iterator[str]:
         if "task" in given:  # variables such as REDIS_URL are about another run
-            for name in (*_SETS_ITSELF, *_API_KEYS):
+            for name in (*SETS_ITSELF, *API_KEYS):
                 if name in given and given[name].name in environment:
                     del given[name]
         mode = given.setdefault("mode", Given("shared_vllm", "--mode"))
@@ -338,7 +331,7 @@ class LaunchOptions(ServerHere):
     def given(self, service: str) -> dict[str, Any]:
         """The options of this service that the user has given, by field."""
         names = self.model_fields_set & VIEWS[service].model_fields.keys()
-        names -= {name.removeprefix(f"{service}.") for name in _OWN_MEANING}
+        names -= {name.removeprefix(f"{service}.") for name in OWN_MEANING}
         names -= {"world_size"} | ({"resume"} if self.starts_all else set())
         return {name: getattr(self, name) for name in names}
 
@@ -346,7 +339,7 @@ class LaunchOptions(ServerHere):
         """What was given, and what follows from it. Without the directories: this configuration can
         be used for another run."""
         own = LaunchOptions.model_fields.keys() | self.model_fields_set
-        own -= (_OF_PAIR if self.starts_all else {*_NEEDS_TASK}) - self.model_fields_set
+        own -= (OF_PAIR if self.starts_all else {*NEEDS_TASK}) - self.model_fields_set
         values = {name: getattr(self, name) for name in type(self).model_fields if name in own}
         if self.starts_all:
             values |= {name: getattr(self.sizes, name) for name in SIZE_NAMES}
@@ -382,13 +375,13 @@ class LaunchOptions(ServerHere):
             for name in type(self).model_fields:
                 if name not in self.model_fields_set:
                     continue
-                if name in _NEEDS_TASK or service_of(name) in (ENVIRONMENT, RUN_API):
+                if name in NEEDS_TASK or service_of(name) in (ENVIRONMENT, RUN_API):
                     yield Mistake(name, "needs --task, with which all services are started")
             return
-        for name in _SETS_ITSELF:
+        for name in SETS_ITSELF:
             if name in self.model_fields_set:
                 yield Mistake(name, f"{prog} sets this option itself; omit it")
-        for name in _API_KEYS:
+        for name in API_KEYS:
             if name in self.model_fields_set:
                 yield Mistake(name, f"{prog} sets this option; write --run-api-token")
         if self.data is None and "gsm8k" in self.task:
@@ -410,7 +403,7 @@ class LaunchOptions(ServerHere):
             yield Mistake("num_inference_nodes", f"omit it, and write --servers {nodes}")
         if self.servers == 1:
             return
-        for name in _OF_ONE_SERVER:
+        for name in OF_ONE_SERVER:
             if name in self.model_fields_set:
                 yield Mistake(name, f"is of one server; omit it with --servers {self.servers}")
         if self.weight_mode.shares_memory:
@@ -530,61 +523,7 @@ class LaunchOptions(ServerHere):
             )
 
 
-_OWN = {
-    "model": ("model",),
-    "task": ("task",),
-    "weights": ("mode",),
-    "queue": ("redis_appendfsync", "run_api_token"),
-    "server": ("servers", "kv_cache_mib", "eager", "server_flags"),
-    "run": (
-        *("run_dir", "resume", "report", "compute_threads", "step_deadline_s", "model_deadline_s"),
-        *("server_deadline_s", "start_deadline_s", "stop_grace_s", "log_dir"),
-    ),
-}
-_GROUPS = sections_of(_OWN)
-_ALSO_SHOWN = frozenset(
-    {
-        *("data", "group_size", "device", "seed", "log_level", "save_path", "run_api_url"),
-        *("redis_url", "run_id", "host", "port", "health_port", "adapter_sync_interval"),
-        *("lora_r", "lora_alpha", "lora_dropout", "reward_weights"),
-    }
-)
-"""Options of services that most runs set."""
-_OF_TRAINER = {
-    name: alias for name, alias in CommandLine.command.aliases.items() if name != "vllm-url"
-}
-_ALIASES = {
-    **names_of(_GROUPS, _OWN_MEANING),
-    **_OF_TRAINER,
-    "vllm-port": "port",
-    "server.dtype": "dtype",  # an option of vLLM
-}
-
-
-_DEFAULTS = {
-    "steps": "250; gsm8k: 60; at most 60 with a pretrained model, and if the engine restarts; "
-    "without --task: 10",
-    "batch_size": "64; gsm8k: 16; pretrained models: at most 32; without --task: 2",
-    "gradient_accumulation_steps": "2; without --task: 32",
-    "lr": "3e-4; gsm8k: 1e-4; six times as high with an adapter; pretrained models: 1e-5, with an "
-    "adapter 3e-4; without --task: 1e-5",
-    "warmup_steps": "5; without --task: 0",
-    "max_completion_tokens": "8; gsm8k: 32; with a pretrained model, gsm8k and reward functions on "
-    "a CPU: 256; other tasks: their own limit",
-    "seq_len": "128; gsm8k: 1152; your own task: 256, with a pretrained model 1152; without "
-    "--task: 2048",
-    "max_model_len": "512; gsm8k: 1536; at least --seq-len; without --task: the model's limit, at "
-    "most 4096",
-    "max_batches_offpolicy": "1",
-    "gpu_memory_utilization": "0.4; without --task: 0.45",
-    "dtype": "float32; on a GPU bfloat16; without --task: the model's",
-    "vllm_restart_interval": "10; without --task: 3; 1 in mode none with --publish update",
-    "lora_target_modules": "q_proj,v_proj; with the tiny model every linear layer",
-    "eval_every": "before and after the run",
-    "checkpoint_interval": "0; without --task: 3",
-}
-"""What applies if these are not given, for the user."""
-_BRIEF = frozenset(fields_below(LaunchOptions)) - _DEFAULTS.keys() - _ALSO_SHOWN
+_BRIEF = frozenset(fields_below(LaunchOptions)) - DEFAULTS.keys() - ALSO_SHOWN
 
 
 def _command(prog: str, env_prefix: str, *examples: str, defaults: Mapping[str, str]) -> Command:
@@ -594,12 +533,12 @@ def _command(prog: str, env_prefix: str, *examples: str, defaults: Mapping[str, 
     return Command(
         prog=prog,
         env_prefix=env_prefix,
-        groups=_GROUPS,
+        groups=GROUPS,
         sections=True,
-        defaults={**_DEFAULTS, **defaults},
+        defaults={**DEFAULTS, **defaults},
         brief=_BRIEF,
         examples=examples,
-        aliases=_ALIASES,
+        aliases=ALIASES,
         refused={f"{prefix}{name}": refusal for prefix in prefixes for name in names}
         | {"memory-plan": "write grpo --memory-plan, which starts nothing"},
         without_effect=frozenset({"fused-step", "head-kernel"}),  # of 0.1.0
