@@ -1,0 +1,331 @@
+"""What of a run needs a person: one table for the live page, notifications and Prometheus' rules.
+
+`AlertWatch` looks at measures over time. Prometheus evaluates the same rows itself, as rules that
+are generated from this table.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Severity(StrEnum):
+    CRITICAL = "critical"
+    """The run stands still, or soon will."""
+    WARNING = "warning"
+    """The run goes on, but slower or with worse data."""
+
+
+@dataclass(frozen=True)
+class Measures:
+    """One look at a run. None: unknown, or it has no meaning now, for example environments after
+    the last step. A total counts since any start, and may begin at 0 again."""
+
+    since_step_s: float | None = None
+    """Seconds since the last optimizer step, or since the trainer began its first."""
+    staleness_mean: float | None = None
+    """`staleness/mean` of the newest step, in steps."""
+    oldest_queued_group_s: float | None = None
+    """Age of the oldest group in the queue; 0 if the queue is empty."""
+    oldest_lease_s: float | None = None
+    """Age of the oldest batch that is not acknowledged; 0 without one."""
+    refused_groups: float | None = None
+    """Total of groups that run-api refused."""
+    unusable_groups: float | None = None
+    """Total of `data/unusable_groups`."""
+    stale_groups: float | None = None
+    """Total of `data/stale_groups`."""
+    quarantined_batches: float | None = None
+    """Total of `data/quarantined_batches`."""
+    failed_checks: float | None = None
+    """Total of `checks/failed`."""
+    environments_alive: float | None = None
+    """Environments that polled run-api lately and have not left."""
+    servers_gone: float | None = None
+    """Inference servers of the run that ended or failed, and were not stopped."""
+    engine_crashes: float | None = None
+    """Total of `crashes` of all servers."""
+    redis_answers: bool | None = None
+    redis_disk_ok: bool | None = None
+    """Whether Redis' last write to its append-only file succeeded."""
+    disk_free_bytes: float | None = None
+    """Free where the trainer writes its checkpoints."""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One row. It fires once its measure has been above (or below) the threshold for `hold_s`.
+
+    Args:
+        measure: name of a field of `Measures`
+        promql: the measure in PromQL, one value for each run. It has no value where the measure
+            would be None.
+        above: whether the measure fires above the threshold; else below
+        over_s: the measure is a total, and its increase over so many seconds counts
+        unit: of the threshold: "s", "steps", "bytes", or "" for a number
+    """
+
+    name: str
+    meaning: str
+    advice: str
+    severity: Severity
+    measure: str
+    promql: str
+    threshold: float
+    above: bool = True
+    hold_s: float = 0.0
+    over_s: float = 0.0
+    unit: str = ""
+
+    @property
+    def expression(self) -> str:
+        """The condition in PromQL, without `hold_s`."""
+        return f"({self.promql}) {'>' if self.above else '<'} {self.threshold:g}"
+
+    def is_beyond(self, value: float) -> bool:
+        return value > self.threshold if self.above else value < self.threshold
+
+
+RUN = "run"
+"""The label that every scrape configuration of this project gives to a run's metrics."""
+EXPECTED_END = f"max by ({RUN}) (run_api_step) < max by ({RUN}) (run_api_num_steps)"
+TEN_MINUTES_S = 600.0
+
+
+def _largest(metric: str) -> str:
+    return f"max by ({RUN}) ({metric})"
+
+
+def _until_the_end(promql: str) -> str:
+    """No value once run-api has handed out the last batch."""
+    return f"{promql} and on ({RUN}) ({EXPECTED_END})"
+
+
+def _increase(metric: str) -> str:
+    return f"sum by ({RUN}) (increase({metric}[{TEN_MINUTES_S / 60:g}m]))"
+
+
+ALERTS: tuple[Alert, ...] = (
+    Alert(
+        "no-training-step",
+        "The trainer has finished no step for 15 minutes.",
+        "look at the newest lines of the logs of trainer and environments: a trainer that waits "
+        "for a batch gets no groups, so see why environments send none",
+        Severity.CRITICAL,
+        "since_step_s",
+        f"time() - {_largest('grpo_trainer_last_step_timestamp_seconds')}",
+        900,
+        unit="s",
+    ),
+    Alert(
+        "queue-stuck",
+        "A group has been in the queue for 30 minutes.",
+        "check that a trainer runs and takes batches; if it does, run-api cannot form a batch: "
+        "compare --batch-size with the group sizes and weights of the environments",
+        Severity.WARNING,
+        "oldest_queued_group_s",
+        _until_the_end(_largest("run_api_oldest_queued_group_age_seconds")),
+        1800,
+        unit="s",
+    ),
+    Alert(
+        "no-checkpoint",
+        "A batch has not been acknowledged for two hours, so a killed trainer repeats its steps.",
+        "check that the trainer runs and can write to --save-path, or save more often with "
+        "--checkpoint-interval",
+        Severity.WARNING,
+        "oldest_lease_s",
+        _largest("run_api_oldest_lease_age_seconds"),
+        7200,
+        unit="s",
+    ),
+    Alert(
+        "staleness-high",
+        "The policy is trained on rollouts that are more than 4 steps old on average.",
+        "lower --max-batches-offpolicy or --max-concurrent-groups of the environments",
+        Severity.WARNING,
+        "staleness_mean",
+        _largest("grpo_trainer_staleness_mean"),
+        4,
+        hold_s=300,
+        unit="steps",
+    ),
+    Alert(
+        "no-environment",
+        "No environment is connected, so no new groups arrive.",
+        "look at the end of the environment's log, and start an environment again",
+        Severity.CRITICAL,
+        "environments_alive",
+        _until_the_end(_largest("run_api_environments_alive")),
+        1,
+        above=False,
+        hold_s=120,
+    ),
+    Alert(
+        "server-gone",
+        "An inference server has ended or has given up.",
+        "look at the end of its log, and start the server again; the run goes on with the others",
+        Severity.CRITICAL,
+        "servers_gone",
+        f'count by ({RUN}) (up{{job="vllm-server"}} == 0 or vllm_server_failed == 1)',
+        0,
+        hold_s=60,
+    ),
+    Alert(
+        "engine-crashed",
+        "An inference engine crashed in the last ten minutes and was started again.",
+        "find the cause in the server's log: often too little memory",
+        Severity.WARNING,
+        "engine_crashes",
+        _increase("vllm_server_crashes_total"),
+        0,
+        over_s=TEN_MINUTES_S,
+    ),
+    Alert(
+        "groups-refused",
+        "run-api refused groups in the last ten minutes.",
+        "correct the environment that sent them: `last_refusal` in run-api's /status has the "
+        "reason",
+        Severity.WARNING,
+        "refused_groups",
+        _increase("run_api_refused_groups_total"),
+        0,
+        over_s=TEN_MINUTES_S,
+    ),
+    Alert(
+        "groups-unusable",
+        "The trainer dropped groups that it cannot train on in the last ten minutes.",
+        "see the events group.dropped in the trainer's log, and correct the environment",
+        Severity.WARNING,
+        "unusable_groups",
+        _increase("grpo_trainer_data_unusable_groups_total"),
+        0,
+        over_s=TEN_MINUTES_S,
+    ),
+    Alert(
+        "groups-stale",
+        "The trainer dropped more than 10 groups beyond --max-staleness in the last ten minutes.",
+        "lower --max-batches-offpolicy of the environments, or raise --max-staleness",
+        Severity.WARNING,
+        "stale_groups",
+        _increase("grpo_trainer_data_stale_groups_total"),
+        10,
+        over_s=TEN_MINUTES_S,
+    ),
+    Alert(
+        "batch-quarantined",
+        "A batch whose loss or gradient is not finite was put aside in the last ten minutes.",
+        "look at the batch in the directory quarantine below --save-path; if there are more, "
+        "lower --lr",
+        Severity.WARNING,
+        "quarantined_batches",
+        _increase("grpo_trainer_data_quarantined_batches_total"),
+        0,
+        over_s=TEN_MINUTES_S,
+    ),
+    Alert(
+        "check-failed",
+        "A check of the rollouts or of the weights failed in the last ten minutes.",
+        "see the events check.failed in the trainer's log; each has a hint",
+        Severity.WARNING,
+        "failed_checks",
+        _increase("grpo_trainer_checks_failed_total"),
+        0,
+        over_s=TEN_MINUTES_S,
+    ),
+    Alert(
+        "redis-gone",
+        "Redis does not answer run-api.",
+        "look at Redis' log, and start Redis again on the same directory: nothing acknowledged "
+        "is lost",
+        Severity.CRITICAL,
+        "redis_answers",
+        f"min by ({RUN}) (run_api_redis_up)",
+        1,
+        above=False,
+        hold_s=30,
+    ),
+    Alert(
+        "redis-disk",
+        "Redis cannot write to its disk, so it refuses every change.",
+        "free space on the disk of Redis' directory; Redis goes on by itself",
+        Severity.CRITICAL,
+        "redis_disk_ok",
+        f"min by ({RUN}) (run_api_redis_disk_ok)",
+        1,
+        above=False,
+    ),
+    Alert(
+        "disk-low",
+        "Less than 2 GB are free where the trainer writes its checkpoints.",
+        "free disk space, or keep fewer checkpoints with --keep-checkpoints",
+        Severity.WARNING,
+        "disk_free_bytes",
+        f"min by ({RUN}) (grpo_trainer_disk_free_bytes)",
+        2e9,
+        above=False,
+        hold_s=60,
+        unit="bytes",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class FiringAlert:
+    """`since`: when its condition began, by the clock of `AlertWatch.look`. `value`: of the
+    measure, or its increase."""
+
+    alert: Alert
+    since: float
+    value: float
+
+
+class _Increase:
+    """The increase of a total over the last `over_s` seconds. A total that falls began again at
+    0."""
+
+    def __init__(self, over_s: float) -> None:
+        self._over_s = over_s
+        self._last: float | None = None
+        self._steps: deque[tuple[float, float]] = deque()
+
+    def add(self, total: float | None, now: float) -> float:
+        if total is not None:
+            if self._last is not None and total != self._last:
+                grown = total - self._last if total > self._last else total
+                self._steps.append((now, grown))
+            self._last = total
+        while self._steps and self._steps[0][0] <= now - self._over_s:
+            self._steps.popleft()
+        return sum(grown for _, grown in self._steps)
+
+
+class AlertWatch:
+    """Gives the alerts that fire, from measures over time."""
+
+    def __init__(self, alerts: Sequence[Alert] = ALERTS) -> None:
+        self._alerts = alerts
+        self._began: dict[str, float] = {}
+        self._increases = {alert.name: _Increase(alert.over_s) for alert in alerts if alert.over_s}
+
+    def look(self, measures: Measures, now: float) -> tuple[FiringAlert, ...]:
+        """The alerts that fire now, in the order of the table.
+
+        Args:
+            now: seconds of any clock that does not go back
+        """
+        found = (self._look(alert, measures, now) for alert in self._alerts)
+        return tuple(firing for firing in found if firing is not None)
+
+    def _look(self, alert: Alert, measures: Measures, now: float) -> FiringAlert | None:
+        value: float | None = getattr(measures, alert.measure)
+        if alert.over_s:
+            value = self._increases[alert.name].add(value, now)
+        if value is None or not alert.is_beyond(value):
+            self._began.pop(alert.name, None)
+            return None
+        since = self._began.setdefault(alert.name, now)
+        return FiringAlert(alert, since, value) if now - since >= alert.hold_s else None
