@@ -49,8 +49,8 @@ class Measures:
     engine_crashes: float | None = None
     """Total of `crashes` of all servers."""
     redis_answers: bool | None = None
-    redis_disk_ok: bool | None = None
-    """Whether Redis' last write to its append-only file succeeded."""
+    redis_disk_share: float | None = None
+    """Size of Redis' append-only file, divided by the disk space that it may take."""
     disk_free_bytes: float | None = None
     """Free where the trainer writes its checkpoints."""
 
@@ -93,6 +93,8 @@ RUN = "run"
 """The label that every scrape configuration of this project gives to a run's metrics."""
 EXPECTED_END = f"max by ({RUN}) (run_api_step) < max by ({RUN}) (run_api_num_steps)"
 TEN_MINUTES_S = 600.0
+REDIS_DISK_SHARE = 0.75
+"""Above this share, the file that replaces the append-only file may not fit beside it."""
 
 
 def _largest(metric: str) -> str:
@@ -105,7 +107,7 @@ def _until_the_end(promql: str) -> str:
 
 
 def _increase(metric: str) -> str:
-    return f"sum by ({RUN}) (increase({metric}[{TEN_MINUTES_S / 60:g}m]))"
+    return _largest(f"increase({metric}[{TEN_MINUTES_S / 60:g}m])")
 
 
 ALERTS: tuple[Alert, ...] = (
@@ -166,11 +168,14 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "server-gone",
-        "An inference server has ended or has given up.",
-        "look at the end of its log, and start the server again; the run goes on with the others",
+        "Fewer inference servers run than within the last hour.",
+        "if nobody stopped one, look at the end of its log and start the server again; the run "
+        "goes on with the others",
         Severity.CRITICAL,
         "servers_gone",
-        f'count by ({RUN}) (up{{job="vllm-server"}} == 0 or vllm_server_failed == 1)',
+        _until_the_end(
+            f"{_largest('max_over_time(run_api_servers[1h])')} - {_largest('run_api_servers')}"
+        ),
         0,
         hold_s=60,
     ),
@@ -180,7 +185,7 @@ ALERTS: tuple[Alert, ...] = (
         "find the cause in the server's log: often too little memory",
         Severity.WARNING,
         "engine_crashes",
-        _increase("vllm_server_crashes_total"),
+        _increase("run_api_server_crashes_total"),
         0,
         over_s=TEN_MINUTES_S,
     ),
@@ -250,13 +255,13 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "redis-disk",
-        "Redis cannot write to its disk, so it refuses every change.",
-        "free space on the disk of Redis' directory; Redis goes on by itself",
-        Severity.CRITICAL,
-        "redis_disk_ok",
-        f"min by ({RUN}) (run_api_redis_disk_ok)",
-        1,
-        above=False,
+        "Redis' append-only file takes more than 75 % of its disk space.",
+        "enlarge the disk, or lower --max-queued-bytes and --max-leased-bytes of run-api: Redis "
+        "ends when its disk is full, and loses nothing that it has acknowledged",
+        Severity.WARNING,
+        "redis_disk_share",
+        _largest("run_api_redis_append_only_file_bytes / run_api_redis_disk_bytes"),
+        REDIS_DISK_SHARE,
     ),
     Alert(
         "disk-low",

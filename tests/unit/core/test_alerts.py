@@ -18,7 +18,7 @@ def test_nothing_fires_without_measures_or_with_healthy_ones() -> None:
         "environments_alive": 1.0,
         "servers_gone": 0.0,
         "redis_answers": True,
-        "redis_disk_ok": True,
+        "redis_disk_share": 0.75,
         "disk_free_bytes": 2e9,
     }
     watch = AlertWatch()
@@ -28,7 +28,7 @@ def test_nothing_fires_without_measures_or_with_healthy_ones() -> None:
 
 
 def test_a_row_without_a_hold_fires_at_once() -> None:
-    found = fired(AlertWatch(), 50.0, since_step_s=900.5, redis_disk_ok=False)
+    found = fired(AlertWatch(), 50.0, since_step_s=900.5, redis_disk_share=0.8)
     assert list(found) == ["no-training-step", "redis-disk"]
     assert (found["no-training-step"].since, found["no-training-step"].value) == (50.0, 900.5)
 
