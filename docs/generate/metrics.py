@@ -13,12 +13,14 @@ if TYPE_CHECKING:
 def of_run_api() -> str:
     from prometheus_client.parser import text_string_to_metric_families
 
-    from grpo_api.metrics import Metrics
+    from grpo_api.metrics import Metrics, RunScrape
     from grpo_api.store.run import RunStats
+    from grpo_api.store.servers import ServerCounts
 
-    metrics = Metrics()
+    metrics = Metrics(redis_disk_bytes=1)
     metrics.observe("GET", "/", 200, 0.0, 0)
-    exposition = metrics.exposition(RunStats._make([0] * len(RunStats._fields)), accept="")
+    stats = RunStats._make([0] * len(RunStats._fields))
+    exposition = metrics.exposition(RunScrape(stats, [ServerCounts("", True, 0, 0, 0)], 0), "")
     return table(
         ["Metric", "Kind", "Labels", "Meaning"],
         [

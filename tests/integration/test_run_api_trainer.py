@@ -144,6 +144,7 @@ def test_environments_are_told_where_the_run_ends_for_this_trainer(
     """Batches count like steps, even if some are skipped or handed out again."""
     http.submit(*range(4))
     http.lease(trainer, batches_left=3)
+    assert http.run_facts()["num_steps"] == 3
     http.register_environment()
 
     def step_and_end() -> tuple[int, int | None]:

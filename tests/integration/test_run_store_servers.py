@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from grpo_api.store.servers import READ_EVERY_S, ServerRecords
+from grpo_api.store.servers import READ_EVERY_S, ServerCounts, ServerRecords
 from grpo_core.weights.servers import ServerState, ServerStatus, server_key, servers_key
 from grpo_core.weights.version_log import ServerVersionLog
 from grpo_core.wire.policy_version import PolicyVersion
@@ -59,3 +59,18 @@ async def test_the_servers_are_those_that_the_trainer_names(run: Run, redis_url:
         assert await run.store.servers.listed() == [listed("a", 5)]
         await run.register()
         assert await run.store.servers.listed() == []
+
+
+async def test_servers_are_counted_for_metrics(run: Run, redis_url: str) -> None:
+    own, records = run.link.run_id, ServerRecords(run.link)
+    assert await records.counted() is None
+    async with server(redis_url, own, "a", 5) as a, server(redis_url, own, "b", 4, url="") as b:
+        crashed = ServerStatus(
+            name="b", state=ServerState.FAILED, epoch=1, step=4, crashes=2, restarts=3
+        )
+        await b.report(crashed)
+        serving, failed = ServerCounts("a", True, 5, 0, 0), ServerCounts("b", False, 4, 3, 2)
+        assert await records.counted() == [serving, failed]
+        await a.leave()
+        assert await records.counted() == [failed]
+    await run.link.call("DEL", servers_key(own), *(server_key(own, name) for name in "ab"))

@@ -68,7 +68,7 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
     services = AppServices(
         store=store,
         lifetime=lifetime,
-        metrics=Metrics(),
+        metrics=Metrics(settings.redis_disk_bytes),
         dispatcher=BatchDispatcher(store, lifetime),
         bodies=BodyReader(settings.body_deadline_s, _BODIES_AT_ONCE * largest_body),
         decoder=SubmissionDecoder(settings.max_body_bytes),

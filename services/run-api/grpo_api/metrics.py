@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from starlette.responses import Response
 
 from grpo_api.store.run import RunStats
+from grpo_api.store.servers import ServerCounts
 
 _BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -19,6 +21,8 @@ _BUCKETS_S = (
 )
 _GAUGES = {
     "step": "The run's starting step plus the number of batches handed out.",
+    "num_steps": "The value of run_api_step at which the trainer has all its batches; 0 if it is "
+    "unknown.",
     "queued_groups": "Number of groups in the queue.",
     "queued_sequences": "Number of sequences in the queue.",
     "queued_bytes": "Compressed size, in bytes, of the groups in the queue.",
@@ -40,13 +44,32 @@ _COUNTERS = {
     "batches_redelivered": "Number of times that run-api handed out a batch again, after the first "
     "time.",
     "batches_acknowledged": "Number of batches that the trainer acknowledged.",
+    "refused_groups": "Number of groups that run-api refused with status 400, 409, 413 or 422 "
+    "since the last trainer registered.",
+}
+_SERVER_COUNTERS = {
+    "restarts": "Number of engine starts after the first one, for new weights or after a crash.",
+    "crashes": "Number of crashes of the engine.",
 }
 
 
-class Metrics:
-    """The metrics of one application, in their own registry."""
+@dataclass(frozen=True)
+class RunScrape:
+    """What Redis tells about the run. `servers` and `append_only_file_bytes`: None if unknown."""
 
-    def __init__(self) -> None:
+    stats: RunStats
+    servers: list[ServerCounts] | None
+    append_only_file_bytes: int | None
+
+
+class Metrics:
+    """The metrics of one application, in their own registry.
+
+    Args: redis_disk_bytes: that Redis' append-only file may take; None if unknown
+    """
+
+    def __init__(self, redis_disk_bytes: int | None = None) -> None:
+        self._redis_disk_bytes = redis_disk_bytes
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._requests = Counter(
@@ -76,21 +99,55 @@ class Metrics:
         self._seconds.labels(route).observe(seconds)
         self._body_bytes.labels(route).inc(body_bytes)
 
-    def exposition(self, stats: RunStats | None, accept: str) -> Response:
-        """All metrics in the format that the scraper accepts. `stats`: None if Redis is away."""
+    def exposition(self, run: RunScrape | None, accept: str) -> Response:
+        """All metrics in the format that the scraper accepts. `run`: None if Redis is away."""
         encode, content_type = choose_encoder(accept)
-        scrape = SimpleNamespace(collect=lambda: chain(self._registry.collect(), _of_run(stats)))
+        metrics = chain(self._registry.collect(), _of_run(run, self._redis_disk_bytes))
+        scrape = SimpleNamespace(collect=lambda: metrics)
         return Response(encode(scrape), headers={"content-type": content_type})
 
 
-def _of_run(stats: RunStats | None) -> Iterator[Metric]:
+def _of_run(run: RunScrape | None, redis_disk_bytes: int | None) -> Iterator[Metric]:
     """Metrics of the run; only `run_api_redis_up` if Redis did not answer."""
     yield GaugeMetricFamily(
-        "run_api_redis_up", "1 if Redis answered this scrape, else 0.", 0 if stats is None else 1
+        "run_api_redis_up", "1 if Redis answered this scrape, else 0.", 0 if run is None else 1
     )
-    if stats is None:
+    if run is None:
         return
     for name, meaning in _GAUGES.items():
-        yield GaugeMetricFamily(f"run_api_{name}", meaning, getattr(stats, name))
+        yield GaugeMetricFamily(f"run_api_{name}", meaning, getattr(run.stats, name))
     for name, meaning in _COUNTERS.items():
-        yield CounterMetricFamily(f"run_api_{name}", meaning, getattr(stats, name))
+        yield CounterMetricFamily(f"run_api_{name}", meaning, getattr(run.stats, name))
+    if run.append_only_file_bytes is not None and redis_disk_bytes is not None:
+        yield GaugeMetricFamily(
+            "run_api_redis_append_only_file_bytes",
+            "Size of Redis' append-only file, in bytes. Present if --redis-disk-bytes is known.",
+            run.append_only_file_bytes,
+        )
+        yield GaugeMetricFamily(
+            "run_api_redis_disk_bytes",
+            "Bytes of disk that this file may take: --redis-disk-bytes.",
+            redis_disk_bytes,
+        )
+    if run.servers is not None:
+        yield from _of_servers(run.servers)
+
+
+def _of_servers(servers: list[ServerCounts]) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "run_api_servers",
+        "Number of inference servers that have not failed, of those that reported themselves "
+        "within the last ten seconds. Absent if the run never had a server that uses Redis.",
+        sum(server.is_running for server in servers),
+    )
+    step = GaugeMetricFamily(
+        "run_api_server_step", "Step of the weights that the server serves.", labels=["server"]
+    )
+    for server in servers:
+        step.add_metric([server.name], server.step)
+    yield step
+    for name, meaning in _SERVER_COUNTERS.items():
+        family = CounterMetricFamily(f"run_api_server_{name}", meaning, labels=["server"])
+        for server in servers:
+            family.add_metric([server.name], getattr(server, name))
+        yield family

@@ -12,9 +12,9 @@ from fastapi.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict  # pydantic accepts `typing.TypedDict` from Python 3.12 on
 
 from grpo_api.errors import ShuttingDown, StoreUnavailable
+from grpo_api.metrics import RunScrape
 from grpo_api.routes.openapi import refusals
 from grpo_api.routes.requests import Services
-from grpo_api.store.run import RunStats
 from grpo_core.wire.run_api import RunStatus
 
 _SCRAPE_DEADLINE_S = 1.0
@@ -67,11 +67,16 @@ async def readyz(services: Services) -> Healthy:
 async def metrics(services: Services, request: Request) -> Response:
     """Prometheus metrics of the run and of the run-api process. If Redis does not answer, run-api
     leaves out the metrics of the run."""
-    stats: RunStats | None = None
+    run: RunScrape | None = None
+    store = services.store
     with suppress(StoreUnavailable, TimeoutError):
         async with asyncio.timeout(_SCRAPE_DEADLINE_S):
-            stats = await services.store.stats()
-    return services.metrics.exposition(stats, request.headers.get("accept", ""))
+            run = RunScrape(
+                await store.stats(),
+                await store.servers.counted(),
+                await store.append_only_file_bytes(),
+            )
+    return services.metrics.exposition(run, request.headers.get("accept", ""))
 
 
 @router.get("/status", responses=refusals(503))

@@ -26,6 +26,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from grpo_api.errors import StoreUnavailable, UnsuitableRedis
 from grpo_api.lifetime import Lifetime
 from grpo_api.store.keys import RUN_KEYS
+from grpo_core.alerts import REDIS_DISK_SHARE
 from grpo_core.redis.keys import run_prefix, served_weights_key
 from grpo_core.redis.url import without_password
 
@@ -37,9 +38,6 @@ _FAILOVER_RETRY_S = 0.1
 _FIRST_BACKOFF_S = 0.02
 _MAX_BACKOFF_S = 0.5
 _UNTIL_THE_DEADLINE = -1
-WARN_SHARE = 0.75
-"""Above this part of the disk, the file that replaces the append-only file may not fit beside
-it."""
 POLL_S = 10.0
 _PERSISTENCE_RETRY_S = 5.0
 _NO_EVICTION = "noeviction"
@@ -285,6 +283,15 @@ async def _told(link: RedisLink, lifetime: Lifetime, *command: str) -> Any:
     return None
 
 
+async def append_only_file_bytes(link: RedisLink) -> int | None:
+    """None if Redis does not tell, as managed services, or has no such file."""
+    try:
+        size = (await link.call("INFO", "persistence")).get("aof_current_size")
+    except ResponseError:
+        return None
+    return None if size is None else int(size)
+
+
 async def watch_disk(
     link: RedisLink, lifetime: Lifetime, disk_bytes: int | None, poll_s: float = POLL_S
 ) -> None:
@@ -298,10 +305,10 @@ async def watch_disk(
     was_large = False
     while not lifetime.closing.is_set():
         try:
-            held = int((await link.call("INFO", "persistence")).get("aof_current_size", 0))
-            is_large = held > WARN_SHARE * disk_bytes
-        except (ResponseError, StoreUnavailable):  # Redis does not tell
-            is_large = was_large
+            held = await append_only_file_bytes(link)
+        except StoreUnavailable:
+            held = None
+        is_large = was_large if held is None else held > REDIS_DISK_SHARE * disk_bytes
         if is_large and not was_large:
             _log.warning(
                 "redis.disk_nearly_full",

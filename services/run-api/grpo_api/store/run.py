@@ -21,7 +21,7 @@ from grpo_api.store.keys import RECEIPT_S, parse_kind, receipt_key
 from grpo_api.store.leases import Leases
 from grpo_api.store.payloads import PayloadStore
 from grpo_api.store.queue import GroupQueue
-from grpo_api.store.redis import RedisLink
+from grpo_api.store.redis import RedisLink, append_only_file_bytes
 from grpo_api.store.servers import ServerRecords
 from grpo_core.redis.keys import served_weights_followers_key, served_weights_key
 from grpo_core.wire.run_api import (
@@ -59,14 +59,15 @@ class EnvironmentEnrolled(TypedDict):
 class RunStats(NamedTuple):
     """Counters of a run at one moment, in the order in which `read_stats` returns them.
 
-    `metrics` says what they mean. `refused_groups` and `last_refusal` are as in `EnvironmentCount`;
-    `run_uuid` is "" if there is no run.
+    `metrics` says what they mean. `last_refusal` is as in `EnvironmentCount`; `run_uuid` is "" if
+    there is no run.
     """
 
     step: int
     batches_delivered: int
     batches_acknowledged: int
     batches_redelivered: int
+    num_steps: int
     queued_groups: int
     queued_sequences: int
     queued_bytes: int
@@ -257,6 +258,10 @@ class RunStore:
             stored_bytes=queued_bytes + buffered_bytes,
             num_steps=None if ends_at is None else int(ends_at),
         )
+
+    async def append_only_file_bytes(self) -> int | None:
+        """None if Redis does not tell."""
+        return await append_only_file_bytes(self._link)
 
     async def status(self) -> RunStatus:
         stats = await self.stats()

@@ -5,16 +5,27 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from grpo_api.errors import StoreUnavailable
 from grpo_api.store.redis import RedisLink
-from grpo_core.weights.servers import server_key, servers_key
+from grpo_core.weights.servers import ServerState, server_key, servers_key
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import ListedServer
 
 READ_EVERY_S = 1.0
 """Environments poll ten times a second, and servers report once a second."""
 _FIELDS = ("url", "epoch", "step", "state")
+
+
+class ServerCounts(NamedTuple):
+    """What metrics show of one server. `is_running`: it has not failed."""
+
+    name: str
+    is_running: bool
+    step: int
+    restarts: int
+    crashes: int
 
 
 class ServerRecords:
@@ -51,23 +62,48 @@ class ServerRecords:
         """Read at the next call, because a trainer has registered, perhaps with other servers."""
         self._read_at = -math.inf
 
+    async def counted(self) -> list[ServerCounts] | None:
+        """All servers that are not gone, by name; None if the run never had one that reports
+        itself.
+
+        Raises:
+            StoreUnavailable: Redis did not answer within the deadline.
+        """
+        records = await self._records("state", "step", "restarts", "crashes")
+        if not records:
+            return None
+        return [
+            ServerCounts(name, state != ServerState.FAILED, *(int(count or 0) for count in counts))
+            for name, (state, *counts) in records.items()
+            if state
+        ]
+
     async def _read(self) -> list[ListedServer]:
+        records = await self._records(*_FIELDS)
+        found = (_server(name, record) for name, record in records.items())
+        return [server for server in found if server is not None]
+
+    async def _records(self, *fields: str) -> dict[str, list[str]]:
+        """These fields of all servers that the run ever had, by name; "" for those that are
+        missing."""
         followed = (await self._link.call("GET", self._link.followed_server) or b"").decode()
         run_id = followed or self._link.run_id
         members = await self._link.call("SMEMBERS", servers_key(run_id))
         names = sorted(name.decode() for name in members)
         if not names:
-            return []
+            return {}
         records = await self._link.transaction(
-            *(("HMGET", server_key(run_id, name), *_FIELDS) for name in names)
+            *(("HMGET", server_key(run_id, name), *fields) for name in names)
         )
-        found = (_server(name, record) for name, record in zip(names, records, strict=True))
-        return [server for server in found if server is not None]
+        return {
+            name: [(value or b"").decode() for value in record]
+            for name, record in zip(names, records, strict=True)
+        }
 
 
-def _server(name: str, record: Sequence[bytes | None]) -> ListedServer | None:
+def _server(name: str, record: Sequence[str]) -> ListedServer | None:
     """None if the record has expired, or names no URL."""
-    url, epoch, step, state = (field.decode() if field else "" for field in record)
+    url, epoch, step, state = record
     if not (url and epoch and step and state):
         return None
     return ListedServer(

@@ -1,7 +1,7 @@
 -- Counters of the run.
 --
 -- ARGV  1 milliseconds without a poll after which an environment counts as disconnected
--- Returns {step, batches handed out, acknowledged, redeliveries,
+-- Returns {step, batches handed out, acknowledged, redeliveries, num_steps (0: unknown),
 --          queued_groups, queued_sequences, queued_bytes, buffered_parts, buffered_bytes,
 --          leased_bytes, age of the oldest lease (ms), age of the oldest queued group (ms),
 --          environments alive, environments registered, batches leased, groups refused,
@@ -19,7 +19,7 @@ end
 local leased_batches = redis.call('HLEN', leases)
 add(trainer, 'step', 'last_batch')
 table.insert(facts, facts[2] - leased_batches)
-add(trainer, 'redeliveries')
+add(trainer, 'redeliveries', 'ends_at')
 add(
   totals,
   'queued_groups', 'queued_sequences', 'queued_bytes', 'buffered_parts', 'buffered_bytes',
