@@ -45,6 +45,8 @@ PARTS: Mapping[str, Callable[..., str]] = {
     "routes": http_api.routes,
     "fields": http_api.fields,
     "run-api-metrics": metrics.of_run_api,
+    "trainer-metrics": metrics.of_trainer,
+    "environment-metrics": metrics.of_environment,
     "healthy-ranges": metrics.healthy_ranges,
 }
 

@@ -1,7 +1,9 @@
-"""Metrics as the code declares them: run-api's for Prometheus, the trainer's healthy ranges."""
+"""Metrics as the code declares them: those for Prometheus, and the trainer's healthy ranges."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from docs.generate.markdown import table
@@ -21,12 +23,44 @@ def of_run_api() -> str:
     metrics.observe("GET", "/", 200, 0.0, 0)
     stats = RunStats._make([0] * len(RunStats._fields))
     exposition = metrics.exposition(RunScrape(stats, [ServerCounts("", True, 0, 0, 0)], 0), "")
+    families = text_string_to_metric_families(bytes(exposition.body).decode())
+    return _families(
+        family
+        for family in families
+        if family.name.startswith("run_api_") and not family.name.endswith("_created")
+    )
+
+
+def of_trainer() -> str:
+    """Without those that are named after a metric of the record."""
+    from grpo_trainer.telemetry.metrics import Stage
+    from grpo_trainer.telemetry.prometheus import TrainerMetrics
+
+    metrics = TrainerMetrics(Path())
+    metrics.enter(Stage.DATA_FETCH)
+    return _families(metrics.collect())
+
+
+def of_environment() -> str:
+    from types import SimpleNamespace as Fake
+    from typing import Any
+
+    from grpo_env.prometheus import OF_REPORT, EnvironmentMetrics
+    from grpo_env.rollout.producer import GroupCounts
+
+    counts = GroupCounts()
+    counts.reported = dict.fromkeys(OF_REPORT, 0)
+    server: Any = Fake(url="", answered=Fake(total=lambda: 0), load=0, standing=None)
+    pool: Any = Fake(servers=[server])
+    return _families(EnvironmentMetrics(counts, pool, lambda: 0).collect())
+
+
+def _families(families: Iterable[Metric]) -> str:
     return table(
         ["Metric", "Kind", "Labels", "Meaning"],
         [
             [f"`{_name(family)}`", family.type, _labels(family), family.documentation]
-            for family in text_string_to_metric_families(bytes(exposition.body).decode())
-            if family.name.startswith("run_api_") and not family.name.endswith("_created")
+            for family in families
         ],
     )
 

@@ -14,12 +14,14 @@ import structlog
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
+from grpo_core.metrics_port import serving_metrics
 from grpo_core.security import plain
 from grpo_core.wire.run_api import EnvironmentRegistration, EnvironmentStatus, TrainerInfo
 from grpo_env.assembly import TaskSet, engine_on, open_pool, sampling_plan
 from grpo_env.evaluation import TrainingEvaluation
 from grpo_env.inference.pool import InferencePool
 from grpo_env.pacing import FailureBudget, Load, StallDetector, groups_to_start
+from grpo_env.prometheus import EnvironmentMetrics
 from grpo_env.registration import Log, Membership, join_run, wandb_log
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine
@@ -64,7 +66,9 @@ async def serve(settings: EnvServerSettings, tasks: TaskSet, template: ChatTempl
             async with EnvironmentClient(
                 settings.run_api_url, settings.run_api_deadline_s, plain(settings.run_api_token)
             ) as api:
-                await Worker(settings, tasks, api, engine, pool).run()
+                worker = Worker(settings, tasks, api, engine, pool)
+                with _metrics(settings, worker.metrics):
+                    await worker.run()
 
 
 @contextlib.contextmanager
@@ -83,6 +87,14 @@ def _ready_file(path: Path | None) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+def _metrics(
+    settings: EnvServerSettings, metrics: EnvironmentMetrics
+) -> contextlib.AbstractContextManager[None]:
+    if settings.metrics_port is None:
+        return contextlib.nullcontext()
+    return serving_metrics(settings.metrics_host, settings.metrics_port, metrics)
 
 
 class Worker:
@@ -125,6 +137,7 @@ class Worker:
         self._next_run: Deadline | None = None
         self._in_flight: set[asyncio.Task[None]] = set()
         self._idle_poll_s = _FIRST_IDLE_POLL_S
+        self.metrics = EnvironmentMetrics(self._producer.counts, pool, lambda: len(self._in_flight))
 
     async def run(self) -> None:
         async with contextlib.AsyncExitStack() as stack:

@@ -277,6 +277,8 @@ def environment_values(settings: LaunchOptions, places: Places, task: str) -> di
         "steps": sizes.steps if settings.resumed else None,
         "eval_every": settings.evaluates_every or None,
     }
+    if port := values.get("metrics_port"):  # that of the trainer
+        values["metrics_port"] = port + 1 + settings.task.index(task)
     if run is not None and settings.evaluates_every:
         values["eval_output"] = run.evaluations
     return without_none(values)

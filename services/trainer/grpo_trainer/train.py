@@ -107,7 +107,7 @@ def training_steps(
     if lead is not None:
         lead.recorder.started = time.monotonic()
     while position.step < learner.settings.steps:
-        watch = StepWatch()
+        watch = StepWatch() if lead is None else StepWatch(enter=lead.recorder.enter)
         taken = take(learner, lead, position)
         watch.fetched()
         with stop.deferred():

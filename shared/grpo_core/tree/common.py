@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import BaseModel, Field, SecretStr, field_validator
 
 from grpo_core.security import usable_token
-from grpo_core.settings import HttpUrl, LogLevel, Shown
+from grpo_core.settings import HttpUrl, LogLevel, Mistake, Shown
+from grpo_core.settings.machine import cannot_listen
 
 
 class LogOptions(BaseModel):
@@ -37,3 +39,25 @@ class ClientOptions(LogOptions):
     )
 
     _usable_token = field_validator("run_api_token", "vllm_api_key")(usable_token)
+
+
+class MetricsOptions(BaseModel):
+    """Of a service that answers no other requests."""
+
+    metrics_port: Annotated[int | None, Shown(default="none")] = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="TCP port of the route /metrics for Prometheus. The environments of "
+        "grpo-run use the next higher ports",
+    )
+    metrics_host: str = Field(
+        "127.0.0.1", min_length=1, description="Address on which --metrics-port listens"
+    )
+
+    def port_mistakes(self) -> Iterator[Mistake]:
+        """Of a start on this machine."""
+        if self.metrics_port is None:
+            return
+        if problem := cannot_listen(self.metrics_host, self.metrics_port):
+            yield Mistake("metrics_port", problem)

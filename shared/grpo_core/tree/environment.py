@@ -18,7 +18,7 @@ from grpo_core.settings import (
     Shown,
 )
 from grpo_core.settings.machine import missing_data, missing_directory, not_writable
-from grpo_core.tree.common import ClientOptions
+from grpo_core.tree.common import ClientOptions, MetricsOptions
 from grpo_core.tree.environment_values import (
     ALIASES,
     MIXTURE,
@@ -42,7 +42,7 @@ def _upper(value: Any) -> Any:
     return value.upper() if isinstance(value, str) else value
 
 
-class EnvironmentOptions(CommandSettings, ClientOptions):
+class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
     """Environment: samples groups for a task, grades them and submits them to run-api.
 
     TASK is arithmetic, gsm8k, math or mixture; a function or a class in a file (my.py:reward) or in
@@ -119,7 +119,13 @@ class EnvironmentOptions(CommandSettings, ClientOptions):
                 "trainer_deadline_s",
                 "next_run_deadline_s",
             ),
-            "Logging": ("log_level", "ready_file", "use_wandb"),
+            "Logging": (
+                "log_level",
+                "ready_file",
+                "metrics_port",
+                "metrics_host",
+                "use_wandb",
+            ),
         },
         examples=(
             "env-server arithmetic serve --model ./model --group-size 8",
@@ -450,6 +456,8 @@ class EnvironmentOptions(CommandSettings, ClientOptions):
         for name, path in files.items():
             if path and (problem := not_writable(path.parent)):
                 yield Mistake(name, problem)
+        if self.action == "serve":
+            yield from self.port_mistakes()
         if self.answers and not self.answers.is_file():
             yield Mistake("answers", f"{self.answers}: no such file")
         if self.use_wandb and find_spec("wandb") is None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from grpo_core.redis.url import LOCAL_REDIS, RedisUrl, local_redis
 from grpo_core.settings import InferenceUrl, Shown
-from grpo_core.tree.common import ClientOptions
+from grpo_core.tree.common import ClientOptions, MetricsOptions
 from grpo_core.tree.objective import ObjectiveOptions
 from grpo_core.tree.optim import OptimizerOptions
 from grpo_core.tree.weights import (
@@ -88,7 +88,14 @@ class ServersOptions(BaseModel):
     )
 
 
-class RunOptions(ForwardOptions, ObjectiveOptions, OptimizerOptions, ServersOptions, ClientOptions):
+class RunOptions(
+    ForwardOptions,
+    ObjectiveOptions,
+    OptimizerOptions,
+    ServersOptions,
+    MetricsOptions,
+    ClientOptions,
+):
     """Options that every mode reads."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

@@ -132,6 +132,8 @@ COMMAND = Command(
         "Logging": (
             "log_level",
             "metrics_file",
+            "metrics_port",
+            "metrics_host",
             "tensorboard_dir",
             "keep_rollouts",
             "rollouts_dir",
@@ -267,7 +269,8 @@ class CommandLine(
                 yield Mistake(name, problem)
         if self.memory_plan:
             return
-        if not self.trainer_rank:  # rank 0 writes all files
+        if not self.trainer_rank:  # rank 0 writes all files, and serves the metrics
+            yield from self.port_mistakes()
             for name, directory in (
                 ("save_path", self.save_path),
                 ("metrics_file", self.metrics_file and self.metrics_file.parent),

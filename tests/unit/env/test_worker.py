@@ -4,6 +4,7 @@ failures that end it with a named error."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 from collections.abc import Sequence
@@ -20,10 +21,14 @@ from grpo_env.pacing import MAX_REFUSED_IN_A_ROW, EveryGroupRefused, NoTrainer
 from grpo_env.rollout.producer import NoPromptFits
 from grpo_env.tasks import Message, Row, Split
 from grpo_env.worker import GroupLargerThanBatch
+from grpo_runs.process.ports import free_port
 from tests.support.canned import generate_answer, inference_routes
 from tests.support.http_stub import Answer, DropConnection, Route
+from tests.support.scraping import scrape
 from tests.support.wait import DEADLINE_S, wait_for_async
 from tests.unit.env.feeding import CannedTemplate, RunApi, Sevens, feed, right_and_wrong, run
+
+LOST = "groups_lost_total/equal_scores"
 
 
 async def test_a_run_is_fed_to_its_last_step_and_left_politely() -> None:
@@ -39,6 +44,30 @@ async def test_a_run_is_fed_to_its_last_step_and_left_politely() -> None:
     assert {group["env_id"] for group in api.groups} == {0}
     assert api.groups[0]["scores"] == [1.0, 0.0]
     assert api.disconnected == [0]
+
+
+async def test_prometheus_reads_what_the_environment_counts() -> None:
+    port, failing = free_port(), itertools.cycle([(200, generate_answer(["7", "7"])), None])
+
+    def generate(body: dict[str, Any]) -> Answer:
+        return next(failing) or right_and_wrong(body)
+
+    work = asyncio.create_task(run(RunApi(num_steps=10**6), generate, f"--metrics-port={port}"))
+    shown: dict[str, float] = {}
+
+    def counts_both() -> bool:
+        with contextlib.suppress(OSError):
+            shown.update(scrape(port))
+        return all(shown.get(f"grpo_environment_{name}") for name in ("groups_sent_total", LOST))
+
+    await wait_for_async(counts_both)
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    assert shown["grpo_environment_groups_lost_total/refused"] == 0
+    (requests,) = (v for k, v in shown.items() if k.startswith("grpo_environment_server_requests"))
+    assert requests >= 2
+    (up,) = (v for k, v in shown.items() if k.startswith("grpo_environment_server_up"))
+    assert up == 1
 
 
 async def test_total_steps_ends_the_run_earlier_than_the_trainer() -> None:

@@ -59,6 +59,14 @@ def test_trainer_and_environment_start_once_they_can_connect(factory_of: Factory
     assert not factory.environment("arithmetic", places(), api_port).may_start()
 
 
+def test_each_process_serves_its_metrics_on_a_port_of_its_own(factory_of: FactoryOf) -> None:
+    tasks = ("arithmetic", "my.py:reward")
+    factory = factory_of(load("--task", ",".join(tasks), "--metrics-port", "9100"))
+    found = factory.trainer(places(), 1), *(factory.environment(t, places(), 1) for t in tasks)
+    ports = [s.command[s.command.index("--metrics-port") + 1] for s in found]
+    assert ports == ["9100", "9101", "9102"]
+
+
 @pytest.mark.parametrize(("words", "given"), [([], False), (["--resume", "run"], True)])
 def test_an_environment_of_a_resumed_run_knows_its_last_step(
     factory_of: FactoryOf, words: list[str], given: bool

@@ -47,6 +47,8 @@ class InferencePool(ClosesOnAsyncExit):
         api_key: the servers' API key; None if they need none.
         clock: in seconds; measures deadlines and how long a server has not served.
         lookup: of the addresses of names.
+
+    `servers`: all that something names, or that still answer a request.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class InferencePool(ClosesOnAsyncExit):
         self._max_requests = max_requests
         self._api_key = api_key
         self._named = NamedServers(urls, lookup)
-        self._servers: list[PooledServer] = []
+        self.servers: list[PooledServer] = []
         self._picks = 0
         self._changed = asyncio.Event()
         self._tending: asyncio.Task[None] | None = None
@@ -79,7 +81,7 @@ class InferencePool(ClosesOnAsyncExit):
         self._tending.add_done_callback(self._task_ended)
         with suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_PROBES_S):
-                for server in self._servers:
+                for server in self.servers:
                     await server.probed.wait()
         return self
 
@@ -107,14 +109,14 @@ class InferencePool(ClosesOnAsyncExit):
             self._tending.cancel()
             await asyncio.gather(self._tending, return_exceptions=True)
         async with AsyncExitStack() as stack:
-            for server in self._servers:
+            for server in self.servers:
                 stack.push_async_callback(server.close)
 
     @property
     def places(self) -> list[Place]:
         """The servers that may answer now; all if there are none."""
         present = [s.place for s in self._members() if s.standing is not Standing.GONE]
-        return present or [server.place for server in self._servers]
+        return present or [server.place for server in self.servers]
 
     def follow(self, listed: Sequence[ListedServer]) -> None:
         """Take run-api's newest list of the run's servers.
@@ -123,8 +125,8 @@ class InferencePool(ClosesOnAsyncExit):
         """
         if not listed:
             return
-        by_place = {server.place.key: server for server in self._servers}
-        by_name = {server.name: server for server in self._servers if server.is_known_by_name}
+        by_place = {server.place.key: server for server in self.servers}
+        by_name = {server.name: server for server in self.servers if server.is_known_by_name}
         entries: dict[PooledServer, ListedServer] = {}
         missing: list[ListedServer] = []
         for entry in listed:
@@ -134,12 +136,12 @@ class InferencePool(ClosesOnAsyncExit):
             else:
                 missing.append(entry)
         # A missing server may be one of these, under another URL.
-        unknown = [s for s in self._servers if s.has_unknown_name and s not in entries]
+        unknown = [s for s in self.servers if s.has_unknown_name and s not in entries]
         for server in unknown:
             server.ask_name()
         if not unknown:
             entries |= {self._add(Place(entry.url)): entry for entry in missing}
-        changes = [server.take(server.is_named, entries.get(server)) for server in self._servers]
+        changes = [server.take(server.is_named, entries.get(server)) for server in self.servers]
         if any(changes):
             self._standing_changed()
 
@@ -156,14 +158,14 @@ class InferencePool(ClosesOnAsyncExit):
             self.clock,
             is_named,
         )
-        self._servers.append(server)
+        self.servers.append(server)
         server.start(self._task_ended)
         return server
 
     def _take_names(self) -> None:
         """Take the newest addresses of the names in `--inference-url`."""
-        places, known = self._named.places, {server.place for server in self._servers}
-        for server in self._servers:
+        places, known = self._named.places, {server.place for server in self.servers}
+        for server in self.servers:
             server.take(server.place in places, server.listed)
         for place in places:
             if place not in known:
@@ -182,10 +184,10 @@ class InferencePool(ClosesOnAsyncExit):
                 await self._named.look_up()
                 self._take_names()
             # The lists of two run-api processes differ for a second: its requests may go on.
-            left_before, left = left, {server for server in self._servers if server.has_left}
+            left_before, left = left, {server for server in self.servers if server.has_left}
             self._repeat_elsewhere(left & left_before)
-            for server in [s for s in self._servers if s.is_forgotten and not s.load]:
-                self._servers.remove(server)
+            for server in [s for s in self.servers if s.is_forgotten and not s.load]:
+                self.servers.remove(server)
                 server.log_requests()
                 await server.close()
 
@@ -212,7 +214,7 @@ class InferencePool(ClosesOnAsyncExit):
             with suppress(TimeoutError):
                 async with asyncio.timeout(deadline.left_s):
                     await self._changed.wait()
-        reasons = "; ".join(f"{server.url}: {server.reason}" for server in self._servers)
+        reasons = "; ".join(f"{server.url}: {server.reason}" for server in self.servers)
         raise ServiceUnavailable(
             f"{SERVICE}: no server answered within {deadline.seconds:g} s ({reasons}); check that "
             "the servers run, and --inference-url"
@@ -253,18 +255,18 @@ class InferencePool(ClosesOnAsyncExit):
 
     def _members(self) -> list[PooledServer]:
         """All servers that something names, each once even if it has several URLs."""
-        named = [server for server in self._servers if not server.is_forgotten]
+        named = [server for server in self.servers if not server.is_forgotten]
         return [*{s.name or s.url: s for s in reversed(named)}.values()][::-1]
 
     def _standing_changed(self) -> None:
         """Wake the requests that wait for a server, and those that a server holds that is gone."""
         self._changed.set()
         self._changed.clear()
-        self._repeat_elsewhere(s for s in self._servers if s.standing is Standing.GONE)
+        self._repeat_elsewhere(s for s in self.servers if s.standing is Standing.GONE)
 
     def _repeat_elsewhere(self, lost: Iterable[PooledServer]) -> None:
         """End the requests in flight at these servers, if another one serves."""
-        if any(s.standing is Standing.SERVING and s.is_open for s in self._servers):
+        if any(s.standing is Standing.SERVING and s.is_open for s in self.servers):
             for server in lost:
                 server.abort_requests()
 
@@ -275,7 +277,7 @@ class InferencePool(ClosesOnAsyncExit):
 
     def log_requests(self) -> None:
         """Log how many requests each server has answered, by policy version."""
-        for server in self._servers:
+        for server in self.servers:
             server.log_requests()
 
 

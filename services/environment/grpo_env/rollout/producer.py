@@ -57,10 +57,14 @@ class RewardTotals:
 
 
 class GroupCounts:
-    """Counts groups over the whole run, and means and rates since the last report."""
+    """Counts groups over the whole run, and means and rates since the last report.
+
+    `reported`: the fields of the newest report.
+    """
 
     def __init__(self) -> None:
         self.groups_sent = 0
+        self.reported: dict[str, Any] = {}
         self.failures: Counter[FailureReason] = Counter()
         self._recent: deque[bool] = deque(maxlen=_RECENT_GROUPS)  # whether each was kept
         self._reported_at = time.monotonic()
@@ -95,7 +99,7 @@ class GroupCounts:
         now, window, rewards = time.monotonic(), self._window, self._rewards
         elapsed_s = now - self._reported_at
         self._reported_at, self._window, self._rewards = now, Counter(), RewardTotals()
-        return {
+        self.reported = {
             "groups_sent": self.groups_sent,
             "failures": {reason.value: count for reason, count in sorted(self.failures.items())},
             "mean_reward": _ratio(rewards.total, rewards.count),
@@ -106,6 +110,7 @@ class GroupCounts:
             "equal_scores_share": _ratio(window["equal_groups"], window["graded_groups"]),
             "tokens_per_s": round(window["tokens"] / elapsed_s, 1) if elapsed_s else None,
         }
+        return self.reported
 
 
 def _ratio(part: float, whole: int) -> float | None:

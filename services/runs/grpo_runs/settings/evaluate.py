@@ -362,6 +362,7 @@ _SET_HERE = frozenset(
         *_OWN_NAMES,
         *("task", "action", "model", "inference_url", "run_api_url", "run_api_token", "steps"),
         *("eval_every", "eval_output", "output", "answers", "ready_file", "server_type"),
+        *("metrics_port", "metrics_host"),
         *("host", "port", "health_port", "redis_url", "run_id", "share_weights", "weights_socket"),
         *("bridge_config_path", "weights_dir", "api_key", "engine_arguments", "logdir"),
         *("enable_lora", "max_loras", "max_lora_rank"),

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 
@@ -30,20 +31,41 @@ OLDEST_LAG = 4
 """Larger lags are counted together."""
 
 
-class StepWatch:
-    """Measures the times of one step, which starts with this object."""
+class Stage(StrEnum):
+    """Parts of a step, each with a time of its own in the record: `train/data_fetch_time` and so
+    on."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    DATA_FETCH = "data_fetch"
+    COMPUTE = "compute"
+    SYNC = "sync"
+    SAVE = "save"
+
+
+class StepWatch:
+    """Measures the times of one step, which starts with this object.
+
+    Args: enter: called at the begin of each stage
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        enter: Callable[[Stage], None] = lambda _: None,
+    ) -> None:
         self._clock = clock
+        self._enter = enter
         self._begin = self._fetched = self._updated = clock()
+        enter(Stage.DATA_FETCH)
 
     def fetched(self) -> None:
         """The batch has arrived."""
         self._fetched = self._clock()
+        self._enter(Stage.COMPUTE)
 
     def updated(self) -> None:
         """The optimizer step is taken."""
         self._updated = self._clock()
+        self._enter(Stage.SYNC)
 
     def times(self, publish_s: float, run_started: float) -> Record:
         """End the step; returns its times in seconds. Step time includes everything. "time_s"
@@ -52,6 +74,7 @@ class StepWatch:
         Args: run_started: the clock when the first step began
         """
         end = self._clock()
+        self._enter(Stage.SAVE)
         return {
             "time_s": end - run_started,
             "train/step_time": end - self._begin,

@@ -16,13 +16,15 @@ from pathlib import Path
 import structlog
 
 from grpo_core.errors import WandbUnavailable
+from grpo_core.metrics_port import serving_metrics
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wandb_run import WandbRun, WandbSink, start_wandb
 from grpo_trainer.atomic_files import write_whole
 from grpo_trainer.checks.findings import RangeWatch
 from grpo_trainer.errors import CheckpointNotSaved, MetricsNotWritten
 from grpo_trainer.telemetry.benchmark import RunTotals, servers_of
-from grpo_trainer.telemetry.metrics import Record, StepOutcome, step_record
+from grpo_trainer.telemetry.metrics import Record, Stage, StepOutcome, step_record
+from grpo_trainer.telemetry.prometheus import TrainerMetrics
 from grpo_trainer.telemetry.rollouts import (
     RolloutWriter,
     StepRollouts,
@@ -45,6 +47,7 @@ class Sinks:
     records: Sequence[Write] = ()
     rollouts: Sequence[WriteRollouts] = ()
     evaluations: Sequence[Write] = ()
+    enter: Callable[[Stage], None] = lambda _: None
 
     def write(self, record: Record) -> None:
         for writer in self.records:
@@ -64,6 +67,7 @@ def open_sinks(settings: TrainerSettings, steps_taken: int = 0) -> Iterator[Sink
 
     Raises:
         WandbUnavailable: --use-wandb is set, and W&B cannot start.
+        MetricsNotServed: nothing can listen on --metrics-port.
     """
     with contextlib.ExitStack() as stack:
         writers: list[Write] = []
@@ -80,7 +84,12 @@ def open_sinks(settings: TrainerSettings, steps_taken: int = 0) -> Iterator[Sink
         if settings.keep_rollouts:
             writer = RolloutWriter(rollouts_directory(settings), settings.keep_rollouts)
             keepers.append(stack.enter_context(contextlib.closing(writer)).add)
-        yield Sinks([*writers, *boards], keepers, boards)
+        metrics = TrainerMetrics(settings.save_path)
+        if settings.metrics_port is not None:
+            stack.enter_context(
+                serving_metrics(settings.metrics_host, settings.metrics_port, metrics)
+            )
+        yield Sinks([*writers, metrics.write, *boards], keepers, boards, metrics.enter)
 
 
 @contextlib.contextmanager
@@ -139,6 +148,7 @@ class Recorder:
         self._ranges = RangeWatch()
         self._totals = RunTotals()
         self.started = time.monotonic()
+        self.enter = sinks.enter
 
     def record(self, outcome: StepOutcome) -> None:
         record = step_record(outcome, self._settings.steps)

@@ -32,10 +32,10 @@ async def listed(pool: InferencePool, *entries: ListedServer) -> None:
 
     def follows() -> bool:
         pool.follow(entries)
-        return all(any(s.listed == one for s in pool._servers) for one in entries)
+        return all(any(s.listed == one for s in pool.servers) for one in entries)
 
     await wait_for_async(follows)
-    for server in pool._servers:
+    for server in pool.servers:
         await server.probed.wait()
 
 
@@ -168,7 +168,7 @@ async def test_a_listed_server_may_move() -> None:
         await two.vanish()
         await listed(pool, entry(one), entry(three, name="b"))
         assert {await asked(pool), await asked(pool)} == {one.url, three.url}
-        await wait_for_async(lambda: len(pool._servers) == 2)  # the old place is closed
+        await wait_for_async(lambda: len(pool.servers) == 2)  # the old place is closed
 
 
 async def test_a_pool_lasts_while_its_first_server_is_gone() -> None:

@@ -1,0 +1,77 @@
+"""Counters of groups and of the inference servers' requests, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from grpo_env.inference.health import Standing
+from grpo_env.inference.pool import InferencePool
+from grpo_env.rollout.groups import FailureReason
+from grpo_env.rollout.producer import GroupCounts
+
+PREFIX = "grpo_environment_"
+OF_REPORT = {
+    "mean_reward": "Mean reward of all graded completions.",
+    "mean_completion_tokens": "Mean number of tokens of the graded completions.",
+    "equal_scores_share": "Share (0 to 1) of graded groups whose scores are all equal.",
+    "tokens_per_s": "Sampled tokens per second.",
+}
+"""Fields of the newest event `groups.counted`, each over the five seconds before it."""
+
+
+class EnvironmentMetrics(Collector):
+    """Reads what the environment counts anyway, at a scrape, in another thread.
+
+    Args: groups_in_progress: gives the number of groups being sampled, graded or submitted
+    """
+
+    def __init__(
+        self, counts: GroupCounts, pool: InferencePool, groups_in_progress: Callable[[], int]
+    ) -> None:
+        self._counts = counts
+        self._pool = pool
+        self._groups_in_progress = groups_in_progress
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts
+        yield CounterMetricFamily(
+            f"{PREFIX}groups_sent", "Number of groups that run-api took.", counts.groups_sent
+        )
+        lost = CounterMetricFamily(
+            f"{PREFIX}groups_lost", "Number of groups that were dropped.", labels=["reason"]
+        )
+        for reason in FailureReason:
+            lost.add_metric([reason.value], counts.failures[reason])
+        yield lost
+        yield GaugeMetricFamily(
+            f"{PREFIX}groups_in_progress",
+            "Number of groups that are being sampled, graded or submitted.",
+            self._groups_in_progress(),
+        )
+        for name, meaning in OF_REPORT.items():
+            if (value := counts.reported.get(name)) is not None:
+                yield GaugeMetricFamily(f"{PREFIX}{name}", meaning, value)
+        yield from self._of_servers()
+
+    def _of_servers(self) -> Iterator[Metric]:
+        answered = CounterMetricFamily(
+            f"{PREFIX}server_requests", "Number of requests answered.", labels=["server"]
+        )
+        load = GaugeMetricFamily(
+            f"{PREFIX}server_sequences",
+            "Number of sequences that the server is sampling for this environment.",
+            labels=["server"],
+        )
+        serving = GaugeMetricFamily(
+            f"{PREFIX}server_up",
+            "1 if the server answers this environment, else 0.",
+            labels=["server"],
+        )
+        for server in [*self._pool.servers]:
+            answered.add_metric([server.url], server.answered.total())
+            load.add_metric([server.url], server.load)
+            serving.add_metric([server.url], float(server.standing is Standing.SERVING))
+        yield from (answered, load, serving)
