@@ -35,7 +35,7 @@ from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync import base
 from grpo_trainer.weight_sync.directories import VersionDirectories
 from grpo_trainer.weight_sync.files import FileSync
-from grpo_trainer.weight_sync.publisher import Publisher
+from grpo_trainer.weight_sync.publisher import Publication, Publisher
 from grpo_trainer.weight_sync.servers import ServerWatch
 from grpo_trainer.weight_sync.source import WeightSource
 from tests.support.directories import names
@@ -383,22 +383,26 @@ def test_if_the_only_server_with_a_version_leaves_the_trainer_waits_for_the_next
         optimizer = begun(sync)
         sync.publisher.wait_s = 0.0
         late, gone = rig.servers["http://a"], rig.servers["http://b"]
-        commits: list[threading.Timer] = []
+        publish, is_alone = sync.publisher.publish, threading.Event()
 
         def later(shown: StandIn, announced: Announcement) -> None:
-            commits.append(threading.Timer(2.0, late._take, (shown, announced)))
-            commits[-1].start()
+            is_alone.wait(DEADLINE_S)
+            late._take(shown, announced)
 
         def leave() -> None:
             gone.shown.leave()
             gone.fail()
 
+        def publish_again(announced: Announcement, sources: list[str]) -> Publication:
+            if not gone.shown.speaks:
+                is_alone.set()
+            return publish(announced, sources)
+
         late.shown.reply = later
         gone.faults = iter([lambda: None, leave])
+        sync.publisher.publish = publish_again  # type: ignore[method-assign]
         assert take_steps(sync, optimizer, range(1)) == [True]
         assert late.probed[-1].step == 1
-        for commit in commits:
-            commit.join()
 
 
 def test_a_server_that_never_answers_does_not_end_the_run_while_another_serves(

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from pydantic import SecretStr
+from structlog.testing import capture_logs
 
 from grpo_core.security import authorization
 from grpo_trainer.errors import SourcePortTaken
@@ -56,7 +58,25 @@ def test_a_port_in_use_is_named_with_the_option(url: str, tmp_path: Path) -> Non
         WeightSource(tmp_path, "trainer", port, None).open()
 
 
-def test_other_hosts_get_the_address_that_was_given(tmp_path: Path) -> None:
-    source = WeightSource(tmp_path, "trainer.example", 0, None)
-    assert source.open()[1].startswith("http://trainer.example:")
+@pytest.mark.parametrize(
+    ("address", "key", "url", "listens_on", "warns"),
+    [
+        (None, None, "http://127.0.0.1:", "127.0.0.1", False),
+        ("localhost", None, "http://localhost:", "127.0.0.1", False),
+        ("trainer.example", KEY, "http://trainer.example:", "0.0.0.0", False),
+        ("trainer.example", None, "http://trainer.example:", "0.0.0.0", True),
+    ],
+)
+def test_other_hosts_reach_it_only_if_it_has_an_address(
+    address: str | None, key: str | None, url: str, listens_on: str, warns: bool, tmp_path: Path
+) -> None:
+    """Without an API key, a warning says that anyone can read the weights."""
+    source = WeightSource(tmp_path, address, 0, SecretStr(key) if key else None)
+    with capture_logs() as logs:
+        _file, http = source.open()
+    assert http.startswith(url)
+    port = httpx.URL(http).port
+    listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
+    assert [each.ip for each in listening if each.port == port] == [listens_on]
+    assert ("weights.unprotected" in {event["event"] for event in logs}) == warns
     source.close()
