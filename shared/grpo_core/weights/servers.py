@@ -74,6 +74,8 @@ class ServerStatus(VersionedRecord):
     kind: WeightKind = WeightKind.BASE
     path: str = ""
     """Directory of the served weights on the server's host."""
+    dtype: str = ""
+    """Data type of the engine's weights; "" before the first engine."""
     reason: str = ""
     """Why no weights are served, or the newest version is not."""
     fetching: str = ""

@@ -77,6 +77,16 @@ def slot_key(run_id: str, source: str, number: int) -> str:
     return run_prefix(run_id) + f"weights:slot:{source}:{number}"
 
 
+def _servers_of(run_id: str) -> tuple[str, int, str, str]:
+    return _SERVERS, 1, servers_key(run_id), server_key(run_id, "")
+
+
+def _statuses(found: Iterable[list[str]]) -> list[ServerStatus]:
+    """By name. Raises `ProtocolViolation`."""
+    records = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in found if flat)
+    return sorted(map(ServerStatus.from_wire, records), key=lambda server: server.name)
+
+
 class TrainerReplaced(GrpoError):
     """Another trainer has announced weights of a newer version for this run."""
 
@@ -135,10 +145,7 @@ class VersionLog(RedisConnection):
 
     def servers(self) -> list[ServerStatus]:
         """All servers that are not gone, by name."""
-        keys, prefix = servers_key(self.run_id), server_key(self.run_id, "")
-        found = self.call("EVAL", _SERVERS, 1, keys, prefix)
-        records = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in found if flat)
-        return sorted(map(ServerStatus.from_wire, records), key=lambda server: server.name)
+        return _statuses(self.call("EVAL", *_servers_of(self.run_id)))
 
     def servers_for_report(self) -> list[ServerStatus]:
         """The same; empty if they are unreadable, so that a successful run does not fail."""
@@ -219,6 +226,15 @@ class ServerVersionLog(AsyncRedisConnection):
     async def release_slot(self, source: str, number: int) -> None:
         key = slot_key(self._run_id, source, number)
         await self.call("EVAL", _RELEASE, 1, key, self._name)
+
+    async def others(self) -> list[ServerStatus]:
+        """The other servers of the run; none if Redis does not answer."""
+        try:
+            found = _statuses(await self.attempt("EVAL", *_servers_of(self._run_id)))
+        except FAILURES as error:
+            self.note_absence(error)
+            return []
+        return [server for server in found if server.name != self._name]
 
     async def report(self, status: ServerStatus) -> None:
         """Replace the status. Never raises."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_core.weights.ref import UNTRAINED, WeightRef
+from grpo_core.weights.servers import ServerStatus
 from grpo_core.weights.version_log import SLOT_S, SLOTS
 from grpo_core.weights.versions import (
     DELTA_SUFFIX,
@@ -60,6 +61,9 @@ class Log:
         except TimeoutError:
             return None
 
+    async def others(self) -> list[ServerStatus]:
+        return self.shared.others
+
     async def between(self, after: PolicyVersion, last: PolicyVersion) -> list[Announcement]:
         return [each for each in self.shared.announced if after < each.version <= last]
 
@@ -107,6 +111,7 @@ class Shared:
     silent: set[str] = field(default_factory=set)
     delay_s: float = 0.0
     asked: list[str] = field(default_factory=list)
+    others: list[ServerStatus] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def announce(

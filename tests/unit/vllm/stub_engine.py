@@ -34,6 +34,7 @@ BROKEN = "broken"
 HELD = "held"
 TORN = "torn"
 BAD_RANK = "bad-rank"
+DTYPE = "float32"
 
 
 class StubEngine:
@@ -67,7 +68,7 @@ class StubEngine:
         return JSONResponse(
             {
                 "policy_version": self.version,
-                **{"state": "serving", "reason": "", "adapter": adapter},
+                **{"state": "serving", "reason": "", "adapter": adapter, "dtype": DTYPE},
                 **{"in_flight": len(self.in_flight), "generation_tokens": 7, "in_use": []},
             }
         )

@@ -14,9 +14,10 @@ from grpo_core.weights.directory_checks import (
     UnusableWeights,
 )
 from grpo_core.weights.ref import WeightKind, WeightRef
+from grpo_core.weights.servers import ServerState, ServerStatus
 from grpo_core.weights.versions import Announcement, VersionKind
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.supervisor.joining import WrongKind, WrongModel, joined, servable
+from grpo_vllm.supervisor.joining import UnlikeOthers, WrongKind, WrongModel, joined, servable
 from grpo_vllm.weights.fetch import Staged
 from grpo_vllm.weights.served_store import ServedWeights
 from tests.unit.vllm.fake_engine import Record
@@ -126,6 +127,27 @@ async def test_a_server_of_another_model_begins_anew_with_its_own() -> None:
     server = Server(run, check=servable(load_server_settings(["--model", "m"])))
     run.announce(V15, kind=VersionKind.BASE, model="n")
     assert await first(run, record, *NAMED, server=server) == WeightRef(version=V20)
+
+
+@pytest.mark.parametrize(
+    ("state", "epoch", "begins_anew"),
+    [("serving", 1, False), ("committing", 1, False), ("starting", 1, True), ("serving", 2, True)],
+)
+async def test_a_server_of_another_model_is_refused_if_others_serve_the_run(
+    state: str, epoch: int, begins_anew: bool
+) -> None:
+    """Its new policy version would draw all requests."""
+    run, record = Shared(), Record()
+    server = Server(run, check=servable(load_server_settings(["--model", "m"])))
+    run.announce(V15, model="n")
+    run.others = [ServerStatus(name="b", state=ServerState(state), epoch=epoch, step=5)]
+    joining = first(run, record, *NAMED, server=server)
+    if begins_anew:
+        assert await joining == WeightRef(version=V20)
+    else:
+        with pytest.raises(UnlikeOthers, match=r"belongs to n, but this server serves m.*has b"):
+            await joining
+        assert record.saved == []
 
 
 async def test_an_adapter_is_checked_once_it_is_there(tmp_path: Path) -> None:

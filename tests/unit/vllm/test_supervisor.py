@@ -20,8 +20,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from redis import Redis
 
 from grpo_core.weights.ref import UNTRAINED
+from grpo_core.weights.servers import ServerState, ServerStatus, server_key, servers_key
 from grpo_core.weights.version_log import VersionLog
 from grpo_core.weights.versions import MANIFEST, Announcement, VersionKind, version_id
 from grpo_core.wire.policy_version import PolicyVersion
@@ -29,7 +31,7 @@ from grpo_vllm.supervisor.restart_policy import STABLE_AFTER_S, RestartPolicy
 from tests.fixtures.announcer import Announcer, described
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
-from tests.unit.vllm.stub_engine import BAD_RANK, BROKEN, OBSTACLE, TORN
+from tests.unit.vllm.stub_engine import BAD_RANK, BROKEN, DTYPE, OBSTACLE, TORN
 from tests.unit.vllm.supervised import START_S, Supervised, supervised
 
 RESTART_LIMIT = 3
@@ -327,6 +329,24 @@ def test_a_first_engine_that_does_not_start_ends_the_server_with_its_status(tmp_
     (tmp_path / BROKEN).touch()
     with supervised(tmp_path, None, waits=False) as server:
         assert server.process.wait(START_S) == 3
+
+
+@pytest.mark.parametrize(("dtype", "fits"), [("bfloat16", False), (DTYPE, True)])
+def test_a_late_server_of_another_data_type_ends_with_the_option(
+    dtype: str, fits: bool, tmp_path: Path, redis_url: str
+) -> None:
+    other = ServerStatus(name="b", state=ServerState.SERVING, epoch=1, step=5, dtype=dtype)
+    with supervised(tmp_path, redis_url, waits=False) as server:
+        run_id = server.announcer.run_id
+        with Redis.from_url(redis_url) as redis:
+            redis.sadd(servers_key(run_id), "b")
+            redis.hset(server_key(run_id, "b"), mapping=other.on_the_wire())
+        if fits:
+            assert server.wait_for(state="serving")["dtype"] == DTYPE
+            return
+        assert server.process.wait(START_S) == 1
+        told = f"in {DTYPE}, but b of run '{run_id}' serves them in bfloat16; start this server"
+        assert f"{told} with --dtype bfloat16" in log_of(server)
 
 
 def test_orphans_of_an_engine_are_reaped(server: Supervised) -> None:

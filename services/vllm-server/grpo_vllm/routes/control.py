@@ -281,6 +281,7 @@ def state_of(bridge: WeightBridge, gate: FollowGate) -> ServingState:
 
 def engine_router(
     bridge: WeightBridge,
+    dtype: str,
     in_flight: InFlight,
     adapters: AdapterSwitch | None,
     gate: FollowGate,
@@ -296,6 +297,7 @@ def engine_router(
         return {
             "policy_version": list(bridge.version),
             "state": state_of(bridge, gate).value,
+            "dtype": dtype,
             "in_use": adapters.directories_in_use() if adapters else [],
             "reason": refusal.reason if refusal else "",
             "adapter": adapters.current.described() if adapters and adapters.current else None,

@@ -274,6 +274,8 @@ class EngineSlot:
         self.engine: Engine | None = None
         self.answers = False
         """True if the engine answered requests at the last status query."""
+        self.dtype = ""
+        """Data type of the engines' weights; "" until the first one has answered."""
 
     @property
     def generation_tokens(self) -> int:
@@ -321,6 +323,7 @@ class EngineSlot:
             return None
         self.answers = seen["state"] in ANSWERING
         self._tokens = seen["generation_tokens"]
+        self.dtype = seen["dtype"]
         return seen
 
     async def end(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
+from grpo_core.errors import GrpoError
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.directory_checks import (
     UnusableWeights,
@@ -33,6 +34,10 @@ class WrongKind(UnusableWeights):
     """The run trains adapters, and this server loads whole models; or the other way round."""
 
 
+class UnlikeOthers(GrpoError):
+    """Other servers serve this run, and this one would sample from something else."""
+
+
 def servable(settings: ServerSettings) -> Check:
     """Whether this server can serve a version; see `Check`."""
 
@@ -58,6 +63,20 @@ def servable(settings: ServerSettings) -> Check:
     return check
 
 
+async def require_like_others(
+    settings: ServerSettings, versions: ServerVersionLog, dtype: str
+) -> None:
+    """Raises `UnlikeOthers` if a server of the run has another data type: the trainer has only one.
+    Args: dtype: of this server; "" if unknown"""
+    for other in await versions.others():
+        if other.serves and "" not in (dtype, other.dtype) and other.dtype != dtype:
+            raise UnlikeOthers(
+                f"this server's weights are in {dtype}, but {other.name} of run "
+                f"{settings.run_id!r} serves them in {other.dtype}; start this server with --dtype "
+                f"{other.dtype}, or with another --run-id"
+            )
+
+
 async def joined(
     settings: ServerSettings,
     store: ServedStore,
@@ -68,10 +87,12 @@ async def joined(
     the model itself.
 
     A run that nobody named may be an earlier one, so its weights are not waited for: the server
-    then serves --model under a new policy version.
+    then serves --model under a new policy version. With other servers in the run it must not, since
+    requests go to the newest policy version.
 
     Raises:
         UnusableWeights: the server cannot serve the run's weights.
+        UnlikeOthers: it cannot serve them, and others do.
         RedisUnreachable, BadServedRecord: Redis cannot be read.
     """
     await store.read(settings.redis_deadline_s)  # raises without a Redis that was named
@@ -86,6 +107,11 @@ async def joined(
             return found or await first_weights(settings, store)
         obstacle = "--no-await-weights"
     except (NotFetched, WrongKind, WrongModel) as error:
+        others = [o.name for o in await versions.others() if o.serves and o.epoch == head.epoch]
+        if others:
+            raise UnlikeOthers(
+                f"{error}; run {settings.run_id!r} has {', '.join(others)}"
+            ) from None
         obstacle = str(error)
     follower.begin_after(head.version)
     served = await store.read(settings.redis_deadline_s)

@@ -27,7 +27,7 @@ from grpo_vllm.http.server import require_api_key, serving
 from grpo_vllm.supervisor.engine import ENGINE_MODULE, ForkServer
 from grpo_vllm.supervisor.follower import Follower
 from grpo_vllm.supervisor.host import Sockets, require_shared_memory
-from grpo_vllm.supervisor.joining import FirstWeights, joined, servable
+from grpo_vllm.supervisor.joining import FirstWeights, joined, require_like_others, servable
 from grpo_vllm.supervisor.ownership import RunOwner
 from grpo_vllm.supervisor.reporter import Report, to_nobody
 from grpo_vllm.supervisor.supervisor import Supervisor
@@ -122,7 +122,7 @@ async def _following(
         versions, fetcher, supervisor.seat, check, max_staleness, supervisor.reporter.now
     )
     stack.push_async_callback(follower.close)
-    supervisor.follow(follower, fetcher)
+    supervisor.follow(follower, fetcher, functools.partial(require_like_others, settings, versions))
     return functools.partial(joined, settings, store, versions, follower)
 
 

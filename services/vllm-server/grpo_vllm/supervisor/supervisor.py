@@ -39,6 +39,10 @@ log = structlog.get_logger()
 END_MARGIN_S = 10.0
 """Time after a drain's deadline for writing the last answers and ending the engine."""
 EXIT_FAILED = 1
+UNCHECKED = "this server is not yet known to fit the run"
+
+Fits = Callable[[str], Awaitable[None]]
+"""Takes the data type of the first engine. Raises an error if it is not that of the run."""
 
 
 class Supervisor:
@@ -59,6 +63,7 @@ class Supervisor:
         self.reporter = Reporter(self.status, self._state.news)
         self._follower: Follower | None = None
         self._fetcher: Fetcher | None = None
+        self._fits: Fits | None = None
         self._policy = RestartPolicy(settings.restart_limit)
         self._restarts = self._crashes = 0
         self._started = round(time.time(), 3)
@@ -66,9 +71,9 @@ class Supervisor:
         self._answered_at = 0.0
         self._stop = asyncio.Event()
 
-    def follow(self, follower: Follower, fetcher: Fetcher) -> None:
+    def follow(self, follower: Follower, fetcher: Fetcher, fits: Fits) -> None:
         """Commit what the follower brings. Call this before `run`."""
-        self._follower, self._fetcher = follower, fetcher
+        self._follower, self._fetcher, self._fits = follower, fetcher, fits
 
     def stop(self) -> None:
         """End the engine, so that `run` returns."""
@@ -89,6 +94,7 @@ class Supervisor:
             **now.weights.version.fields(),
             kind=now.weights.kind,
             path=str(now.weights.path or ""),
+            dtype=slot.dtype,
             reason=now.reason or self._behind() or progress.reason,
             fetching=progress.fetching,
             in_use=" ".join(sorted(in_use)),
@@ -180,6 +186,9 @@ class Supervisor:
             started = self._slot.channel.serving
             await self._first_of(started, engine.ended, within_s=self._settings.engine_deadline_s)
             if started.is_set():
+                if first and self._fits is not None:
+                    await self._slot.look(behind=UNCHECKED, hold=True)
+                    await self._fits(self._slot.dtype)
                 first = False
                 self._slot.channel.release_parked()
                 await self._serving(engine, beside)
