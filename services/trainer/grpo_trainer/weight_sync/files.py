@@ -340,11 +340,19 @@ class FileSync(DirectorySync):
             _require_server(self.bridge.base_url, info, kind, versions.run_id)
             versions.run_id, self._own_name = info.run_id or "", info.name
         self.server_run_id = versions.run_id
+        dtypes: dict[str, str] = {}
         for name in self.watch.await_all(self.nodes) if self.nodes else ():
             client = self._client(name)
             info = client.info()
             _require_server(client.base_url, info, kind, versions.run_id)
             _dtype_to_load(self.dtype, info)
+            dtypes[name] = str(info.dtype)
+        if len({*dtypes.values()}) > 1:
+            told = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+            raise PolicyMismatch(
+                f"the inference servers have different data types ({told}); start all of them with "
+                "the same --dtype"
+            )
         assert info is not None, "there is at least one server"
         return info
 
