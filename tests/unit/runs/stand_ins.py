@@ -151,6 +151,8 @@ with open(option("--metrics-file"), "a") as file:
         line = template | {{"step": step, "steps": steps, "reward/mean": step / steps}}
         if "STAND_IN_KILLED" in os.environ:  # the first publication waited for it in vain
             line |= {{"publication/servers": 2, "publication/all_serve_time": step - 1 or None}}
+            line |= {{"publication/servers_left": step - 1}}
+            line |= {{"publication/repeated_announcements": 1, "publication/unanswered_checks": 2}}
         file.write(json.dumps(line) + "\\n")
         file.flush()
 save_path = pathlib.Path(option("--save-path"))

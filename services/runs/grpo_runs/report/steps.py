@@ -43,6 +43,9 @@ class StepRecord(BaseModel):
     """That served the new weights when the step went on; None if none were published as files."""
     all_serve_s: float | None = Field(None, alias="publication/all_serve_time")
     """None if the step did not wait for all of them."""
+    servers_left: int = Field(0, alias="publication/servers_left")
+    repeated_announcements: int = Field(0, alias="publication/repeated_announcements")
+    unanswered_checks: int = Field(0, alias="publication/unanswered_checks")
     step_s: float = Field(alias="train/step_time")
 
     @property

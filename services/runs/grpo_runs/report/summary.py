@@ -43,6 +43,12 @@ class Summary:
     step_s: float
     late_publications: int = 0
     """For which a step did not wait until all servers served them."""
+    servers_left: int = 0
+    """How often a server went away."""
+    repeated_announcements: int = 0
+    """Of versions that Redis had lost."""
+    unanswered_checks: int = 0
+    """Requests of the trainer that a server did not answer while others served."""
 
 
 def tenth_of(steps: int) -> int:
@@ -67,6 +73,9 @@ def summarise(records: Sequence[StepRecord], total_s: float, training_s: float) 
         sync_s=fmean(record.sync_s for record in records),
         step_s=fmean(record.step_s for record in records),
         late_publications=sum(record.is_late for record in records),
+        servers_left=sum(record.servers_left for record in records),
+        repeated_announcements=sum(record.repeated_announcements for record in records),
+        unanswered_checks=sum(record.unanswered_checks for record in records),
     )
 
 
@@ -138,17 +147,22 @@ class RunFacts(BaseModel):
             f"{version} on {many}" if len(versions) > 1 else version
             for version, many in sorted(versions.items())
         )
+        summary = self.summary
         repeated = {
-            "late publication": self.summary.late_publications,
+            "late publication": summary.late_publications,
+            "repeated announcement": summary.repeated_announcements,
+            "unanswered check": summary.unanswered_checks,
             "wrong chunk": sum(server.wrong_chunks for server in self.servers),
             "failed source": sum(server.failed_sources for server in self.servers),
             "torn load": sum(server.torn for server in self.servers),
         }
+        left = [f"{counted(summary.servers_left, 'server')} left"] if summary.servers_left else []
         ended = [f"{name} ended with {how}" for name, how in self.ended_servers.items()]
         return "; ".join(
             [
                 f"{len(self.servers)} of {number}, policy version {held or 'not reported'}",
                 *(counted(number, name) for name, number in repeated.items() if number),
+                *left,
                 *ended,
             ]
         )

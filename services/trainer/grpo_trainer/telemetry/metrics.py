@@ -226,6 +226,9 @@ def _publication(outcome: StepOutcome) -> dict[str, float | None]:
         "publication/bytes": reach.bytes,
         "publication/first_serves_time": reach.first_s,
         "publication/all_serve_time": reach.all_s,
+        "publication/servers_left": reach.incidents.left,
+        "publication/repeated_announcements": reach.incidents.repeated,
+        "publication/unanswered_checks": reach.incidents.unanswered,
     }
 
 

@@ -24,6 +24,17 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Incidents:
+    """What happened since the previous publication. `left`: servers that went away. `repeated`:
+    announcements that Redis had lost. `unanswered`: requests of checks that a server did not answer
+    while others served."""
+
+    left: int = 0
+    repeated: int = 0
+    unanswered: int = 0
+
+
+@dataclass(frozen=True)
 class Reach:
     """How far an announced version has come. `servers`: that serve it. `bytes`: that each has to
     fetch. `first_s`, `all_s`: seconds from the announcement until the first server serves it, and
@@ -33,6 +44,7 @@ class Reach:
     bytes: int
     first_s: float
     all_s: float | None
+    incidents: Incidents = Incidents()
 
 
 @dataclass(frozen=True)

@@ -251,7 +251,7 @@ class FileSync(DirectorySync):
             update={"restarts": self.restarts, "model": self.weights.model_name}
         )
         self._publication = self._published()
-        return self._publication.reach
+        return replace(self._publication.reach, incidents=self.watch.incidents())
 
     def _published(self) -> Publication:
         """Announced again, the version costs nothing."""

@@ -12,7 +12,7 @@ from grpo_core.weights.servers import REPORT_EVERY_S, ServerState, ServerStatus
 from grpo_core.weights.version_log import VersionLog
 from grpo_core.weights.versions import Announcement
 from grpo_trainer.errors import LostServer, NoInferenceServer
-from grpo_trainer.weight_sync.base import POLL_S
+from grpo_trainer.weight_sync.base import POLL_S, Incidents
 
 log = structlog.get_logger()
 
@@ -26,9 +26,8 @@ class ServerWatch:
     versions: of the run
     return_deadline_s: how long all servers may be down before `LostServer`
 
-    `known`: the servers at the last look. `left`: number of servers that went away. `repeated`:
-    number of announcements that Redis had lost. `unanswered`: number of requests of checks that a
-    server did not answer while others served.
+    `known`: the servers at the last look. `left`, `repeated`, `unanswered`: as in `Incidents`, but
+    since the start.
     """
 
     def __init__(
@@ -42,6 +41,7 @@ class ServerWatch:
         self.clock = clock
         self.sleep = sleep
         self.left = self.repeated = self.unanswered = 0
+        self._told = (0, 0, 0)
         self.return_deadline_s = return_deadline_s
         self._return_deadline: Deadline | None = None
         self.known: Servers = {}
@@ -151,6 +151,11 @@ class ServerWatch:
                 "the server, start it again with the trainer's --redis-url and --run-id, then "
                 "start the trainer again"
             )
+
+    def incidents(self) -> Incidents:
+        """Since the last call."""
+        told, self._told = self._told, (self.left, self.repeated, self.unanswered)
+        return Incidents(*(now - before for now, before in zip(self._told, told, strict=True)))
 
     def unchecked(self, names: Iterable[str]) -> list[str]:
         """Those whose weights were not checked since they joined, or since their engine crashed."""

@@ -183,12 +183,17 @@ def test_a_run_goes_on_without_a_server_that_died(tmp_path: Path) -> None:
     lost = "warning: server-1 ended with SIGKILL; the run goes on with the others; see run/logs/"
     assert [line for line in err.splitlines() if "server-1" in line] == [f"{lost}server-1.log"]
     assert (
-        "servers:  2 of 3, policy version [1, 1]; 1 late publication; server-1 ended with SIGKILL"
+        "servers:  2 of 3, policy version [1, 1]; 1 late publication; 2 repeated announcements; "
+        "4 unanswered checks; 1 server left; server-1 ended with SIGKILL"
     ) in out.splitlines()
     assert "weights:  2 publications, 10 engine restarts, 6 of them not planned" in out
     facts = read_record(RunFacts, tmp_path / "run" / "summary.json")
     assert [server.name for server in facts.servers] == ["server-0", "server-2"]
     assert facts.ended_servers == {"server-1": "SIGKILL"}
+    summary = facts.summary
+    assert (summary.servers_left, summary.repeated_announcements, summary.unanswered_checks) == (
+        *(1, 2, 4),
+    )
 
 
 def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from grpo_trainer.learner import GradientStats
 from grpo_trainer.losses import NO_SUMS
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch, step_record
 from grpo_trainer.token_table import Distance, TokenTable
-from grpo_trainer.weight_sync.base import Published, Reach
+from grpo_trainer.weight_sync.base import Incidents, Published, Reach
 from tests.unit.trainer.groups import collated, group
 
 SUMS = replace(
@@ -81,7 +81,7 @@ OUTCOME = StepOutcome(
         PolicyVersion(3, 8),
         0.2,
         alignment=Alignment(1e-6, 2e-6, moved=0.01, previous=0.01, sampled_mean=3e-6),
-        reach=Reach(servers=2, bytes=7, first_s=0.2, all_s=0.3),
+        reach=Reach(2, 7, first_s=0.2, all_s=0.3, incidents=Incidents(3, 4, 5)),
     ),
     times={
         "time_s": 9.0,
@@ -125,6 +125,8 @@ def test_every_value_by_hand() -> None:
             **{"alignment/probe_moved": 0.01, "alignment/sampled_abs_mean": 3e-6},
             **{"publication/servers": 2, "publication/bytes": 7},
             **{"publication/first_serves_time": 0.2, "publication/all_serve_time": 0.3},
+            **{"publication/servers_left": 3, "publication/repeated_announcements": 4},
+            **{"publication/unanswered_checks": 5},
             **{"staleness/mean": 0, "staleness/max": 0, "staleness/other_epoch_fraction": 0},
             **{"staleness/bound_fraction": 0},
             **{"lag_1/tokens": 4, "lag_1/kl_k1": -0.05, "lag_1/kl_k3": K3, "lag_1/entropy": 2.0},

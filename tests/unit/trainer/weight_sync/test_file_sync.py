@@ -33,6 +33,7 @@ from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync import base
+from grpo_trainer.weight_sync.base import Incidents
 from grpo_trainer.weight_sync.directories import VersionDirectories
 from grpo_trainer.weight_sync.files import FileSync
 from grpo_trainer.weight_sync.publisher import Publication, Publisher
@@ -354,6 +355,11 @@ def test_a_server_that_leaves_during_its_check_is_replaced(bench: NewBench) -> N
         gone.faults = iter([lambda: None, leave])
         assert take_steps(sync, optimizer, range(1)) == [True]
         assert [*map(version_id, rig.servers["http://a"].probed)] == ["1-0", "1-1"]
+        gather_gradient(sync._policy, seed=1)
+        optimizer.step(1)
+        reach = sync.publish(optimizer, 2).reach
+        assert reach is not None
+        assert reach.incidents == Incidents(left=1)
 
 
 def test_a_server_that_is_stopped_during_its_check_does_not_stop_the_trainer(
@@ -469,8 +475,12 @@ def test_another_server_of_a_name_and_another_engine_are_checked_again(
 def test_a_server_of_another_data_type_is_refused_at_the_start(bench: NewBench) -> None:
     rig = bench("none", "a", "b")
     rig.servers["http://b"].dtype = "bfloat16"
-    with rig.trainer(nodes=2, dtype="float32") as sync, pytest.raises(PolicyMismatch, match="bfl"):
-        sync.load_policy()
+    for dtype, told in (
+        ("float32", "--dtype float32, but the server's weights are in bfloat16"),
+        ("auto", r"different data types \(a float32, b bfloat16\); start all .* same --dtype"),
+    ):
+        with rig.trainer(nodes=2, dtype=dtype) as sync, pytest.raises(PolicyMismatch, match=told):
+            sync.load_policy()
 
 
 CRASHED = "engine.crashed_during_check"

@@ -22,6 +22,7 @@ from grpo_trainer.errors import (
     NotPublished,
     WeightsRefused,
 )
+from grpo_trainer.weight_sync.base import Incidents
 from grpo_trainer.weight_sync.publisher import Publication, Publisher
 from grpo_trainer.weight_sync.servers import ServerWatch
 from tests.support.wait import DEADLINE_S, wait_for
@@ -117,7 +118,8 @@ def test_a_server_that_leaves_is_not_waited_for(rig: Rig) -> None:
     with capture_logs() as logs:
         assert [*rig.publish().serving] == ["a"]
     assert [event["server"] for event in logs if event["event"] == "server.left"] == ["gone"]
-    assert rig.watch.left == 1
+    assert rig.watch.incidents() == Incidents(left=1)
+    assert rig.watch.incidents() == Incidents()
 
 
 def test_a_refusal_by_all_ends_it_at_once_and_by_one_does_not(rig: Rig) -> None:
@@ -173,7 +175,7 @@ def test_an_announcement_that_redis_has_lost_is_repeated(rig: Rig) -> None:
         rig.watch.look()
     assert rig.versions.head() == VERSION
     assert "announcement.repeated" in [event["event"] for event in logs]
-    assert rig.watch.repeated == 1
+    assert rig.watch.incidents() == Incidents(repeated=1)
 
 
 def test_one_that_is_lost_during_the_publication_is_repeated(rig: Rig) -> None:
