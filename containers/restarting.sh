@@ -33,11 +33,11 @@ trap stop TERM INT
 
 finish() { # waits for the child; a signal interrupts "wait"
   wait "$child"
-  status=$?
   while kill -0 "$child" 2>/dev/null; do
     wait "$child"
-    status=$?
   done
+  wait "$child" # bash keeps the status of a child that has ended
+  status=$?
   child=''
 }
 
