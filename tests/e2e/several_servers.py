@@ -3,10 +3,13 @@ with the weights of the version that it names."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -36,6 +39,8 @@ class RunningDemo:
     directory: Path
     archive: Path
     process: subprocess.Popen[str]
+    exit_status: int = 0
+    """That is expected at the end."""
 
     @property
     def records(self) -> list[dict[str, float]]:
@@ -51,8 +56,26 @@ class RunningDemo:
         wait_for(lambda: self.steps >= step or self.process.poll() is not None, bool, DEADLINE_S)
         assert self.steps >= step, self.output()
 
+    def longest_step_s(self, after: int) -> float:
+        """Of the steps after this one."""
+        return max(record["train/step_time"] for record in self.records[after:])
+
     def output(self) -> str:
         return (self.directory.parent / "output").read_text()
+
+    def stop(self) -> None:
+        """As Ctrl-C does: the trainer finishes its step."""
+        self.process.send_signal(signal.SIGINT)
+        self.exit_status = 128 + signal.SIGINT
+
+    def lost_groups(self) -> Counter[str]:
+        """By reason; without those whose scores are all equal."""
+        lost: Counter[str] = Counter()
+        log = (self.directory / "logs" / "environment.log").read_text()
+        for failures in re.findall(r"failures=(\{.*?\})", log):
+            lost.update(ast.literal_eval(failures))
+        del lost["equal_scores"]
+        return lost
 
     def server(self, name: str) -> psutil.Process:
         """The supervisor of a server."""
@@ -101,7 +124,7 @@ def running_demo(directory: Path, *flags: str) -> Iterator[RunningDemo]:
     try:
         run = RunningDemo(directory, archive, process)
         yield run
-        assert process.wait(DEADLINE_S) == 0, run.output()
+        assert process.wait(DEADLINE_S) == run.exit_status, run.output()
     finally:
         process.terminate()
         process.wait()
@@ -141,11 +164,11 @@ class Recomputed:
     mixed: int = 0
 
 
-def recomputed(run: RunningDemo, model: Path, is_adapter: bool) -> Recomputed:
-    """Every completion of the run that was trained on."""
+def recomputed(run: RunningDemo, model: Path, is_adapter: bool, one_in: int = 1) -> Recomputed:
+    """Every completion of the run that was trained on, or every n-th one."""
     found = Recomputed()
     by_version: dict[tuple[int, int], list[RolloutRecord]] = {}
-    for record in read_steps(run.directory / "rollouts"):
+    for record in itertools.islice(read_steps(run.directory / "rollouts"), 0, None, one_in):
         assert record.versions is not None
         first, last = ((epoch, step) for epoch, step in record.versions)
         if first != last:

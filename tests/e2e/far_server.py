@@ -1,0 +1,231 @@
+"""An inference server that does not see the trainer's disk: it fetches weights over a slow link."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+from grpo_core.closing import ClosesOnExit
+from grpo_core.weights.servers import ServerState, ServerStatus
+from grpo_core.weights.version_log import VersionLog
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_runs.process.ports import free_port
+from tests.e2e.demo_run import DEADLINE_S
+from tests.e2e.several_servers import RunningDemo
+from tests.support.wait import wait_for
+
+_PIECE_BYTES = 1 << 16
+_LOOK_AGAIN_S = 0.001
+
+
+class SlowLink:
+    """An HTTP proxy. Args: bytes_per_s: of what comes back through it"""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+
+    def __enter__(self) -> SlowLink:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listening.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it was closed
+            while True:
+                client, _ = self._listening.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        """One connection, to the host that its first request names."""
+        with contextlib.suppress(OSError), client:
+            request = client.recv(_PIECE_BYTES)
+            target = urlsplit(request.split(b" ", 2)[1].decode())
+            address = (target.hostname or "", target.port or 80)
+            with socket.create_connection(address) as server:
+                server.sendall(request)
+                onwards = threading.Thread(target=_copy, args=(client, server, 0.0), daemon=True)
+                onwards.start()
+                _copy(server, client, 1 / self._bytes_per_s)
+
+
+def _copy(source: socket.socket, target: socket.socket, seconds_per_byte: float) -> None:
+    with contextlib.suppress(OSError):
+        while piece := source.recv(_PIECE_BYTES):
+            time.sleep(len(piece) * seconds_per_byte)
+            target.sendall(piece)
+
+
+class FarServer(ClosesOnExit):
+    """One more server of a run whose others see the trainer's disk. Args: link: to the trainer;
+    directory: for its files
+
+    `versions`: what it and the others report."""
+
+    name = "far"
+
+    def __init__(self, run: RunningDemo, link: SlowLink, directory: Path) -> None:
+        self._run = run
+        self._link = link
+        self._directory = directory
+        directory.mkdir()
+        like = run.server("server-0")
+        words = like.cmdline()
+        run_id = words[words.index("--run-id") + 1]
+        self.versions = VersionLog(like.environ()["REDIS_URL"], run_id, DEADLINE_S)
+        self._port = free_port()
+        self._starts = 0
+
+    def close(self) -> None:
+        self.versions.close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def log(self) -> str:
+        """Of the newest start."""
+        return (self._directory / f"{self.name}-{self._starts}.log").read_text()
+
+    def head(self) -> PolicyVersion:
+        head = self.versions.head()
+        assert head is not None
+        return head.version
+
+    def _serves(self) -> bool:
+        return self.name in self.names() and self.status().state is ServerState.SERVING
+
+    def names(self) -> list[str]:
+        """Of all servers that are not gone."""
+        return [server.name for server in self.versions.servers()]
+
+    def status(self) -> ServerStatus:
+        return next(server for server in self.versions.servers() if server.name == self.name)
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator[psutil.Process]:
+        """Inside the block, it has joined the run; it is killed at the end."""
+        process = self._start()
+        try:
+            wait_for(lambda: self._serves() or process.poll() is not None, bool, DEADLINE_S)
+            assert process.poll() is None, self.log
+            yield psutil.Process(process.pid)
+        finally:
+            send(psutil.Process(process.pid), signal.SIGKILL)
+            process.wait()
+
+    def refused(self, *flags: str) -> str:
+        """Start it with these options, with which it ends by itself. Returns its log."""
+        assert self._start(*flags).wait(DEADLINE_S) == 1, self.log
+        return self.log
+
+    def _start(self, *flags: str) -> subprocess.Popen[bytes]:
+        like = self._run.server("server-0")
+        command, environment = like.cmdline(), like.environ()
+        for option, value in {
+            "--server-name": self.name,
+            "--port": str(self._port),
+            "--health-port": str(free_port()),
+            "--weights-dir": str(self._directory / "nothing"),
+        }.items():
+            command[command.index(option) + 1] = value
+        command += ["--staging-dir", str(self._directory), *flags]
+        for name in ("NO_PROXY", "no_proxy"):
+            environment.pop(name, None)
+        self._starts += 1
+        with (self._directory / f"{self.name}-{self._starts}.log").open("wb") as output:
+            return subprocess.Popen(
+                command,
+                cwd=like.cwd(),
+                env=environment | {"HTTP_PROXY": self._link.url},
+                stdout=output,
+                stderr=output,
+            )
+
+    def stopped_while(
+        self, process: psutil.Process, is_reached: Callable[[ServerStatus], bool]
+    ) -> ServerStatus:
+        """Stop all its processes in a state that it reports. Returns that report."""
+        give_up_at = time.monotonic() + DEADLINE_S
+        while not is_reached(self.status()) or not self._still(process, is_reached):
+            assert time.monotonic() < give_up_at, self.log
+            time.sleep(_LOOK_AGAIN_S)
+        return self.status()
+
+    def _still(self, process: psutil.Process, is_reached: Callable[[ServerStatus], bool]) -> bool:
+        """Stop it. If the state was over before the signal, let it go on."""
+        send(process, signal.SIGSTOP)
+        if is_reached(self.status()):
+            return True
+        send(process, signal.SIGCONT)
+        return False
+
+    def others_serve(self, version: PolicyVersion) -> float:
+        """Seconds until all other servers of the run do."""
+        began = time.monotonic()
+        wait_for(
+            lambda: [
+                one.version
+                for one in self.versions.servers()
+                if one.name != self.name and one.version < version
+            ],
+            lambda older: not older,
+            DEADLINE_S,
+        )
+        return time.monotonic() - began
+
+
+def send(process: psutil.Process, number: int) -> None:
+    """To it and all its descendants."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for each in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.send_signal(number)
+
+
+class Askers:
+    """Ask a server for completions all the time. `versions`: those that sampled the first tokens of
+    the answers; `refused`: requests that were answered with status 503."""
+
+    def __init__(self, url: str, count: int = 4) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(count)]
+        self.versions: list[PolicyVersion] = []
+        self.refused = 0
+
+    def __enter__(self) -> Askers:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self) -> None:
+        body = {"prompt": {"prompt_token_ids": [1, 2, 3]}, "logprobs": 0, "max_tokens": 4}
+        with httpx.Client(timeout=DEADLINE_S) as client:
+            while not self._stop.is_set():
+                answer = client.post(f"{self._url}/generate", json=body)
+                if answer.status_code == 503:
+                    self.refused += 1
+                    continue
+                answer.raise_for_status()
+                ((first, _last),) = answer.json()["policy_version"]
+                self.versions.append(PolicyVersion(*first))
