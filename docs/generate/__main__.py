@@ -1,4 +1,5 @@
-"""Fills the generated parts of the pages; with `--check` it only tells whether one is out of date.
+"""Fills the generated parts of the pages, and writes generated files; with `--check` it only tells
+whether one is out of date.
 
 A page marks such a part, and names the function below that makes it:
 
@@ -14,9 +15,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from docs.generate import (
+    alerts,
     archived_commands,
     chart,
     code_map,
+    dashboard,
     errors,
     home,
     http_api,
@@ -33,6 +36,7 @@ PART = re.compile(
     re.DOTALL,
 )
 PARTS: Mapping[str, Callable[..., str]] = {
+    "alerts": alerts.listed,
     "archived-lines": archived_commands.lines,
     "archived-options": archived_commands.options,
     "chart-values": chart.values,
@@ -48,6 +52,11 @@ PARTS: Mapping[str, Callable[..., str]] = {
     "trainer-metrics": metrics.of_trainer,
     "environment-metrics": metrics.of_environment,
     "healthy-ranges": metrics.healthy_ranges,
+}
+
+FILES: Mapping[Path, Callable[[], str]] = {
+    PAGES / "assets/grafana-dashboard.json": dashboard.dashboard,
+    PAGES.parent / "helm/grpo/files/alerts.yml": alerts.rules,
 }
 
 
@@ -67,6 +76,10 @@ def main(argv: list[str]) -> None:
         before = path.read_text()
         after = filled(before)
         if after != before:
+            outdated[path] = after
+    for path, made in FILES.items():
+        after = made()
+        if not path.is_file() or path.read_text() != after:
             outdated[path] = after
     if argv == ["--check"] and outdated:
         names = ", ".join(str(path.relative_to(PAGES.parent)) for path in outdated)

@@ -118,7 +118,10 @@ ALERTS: tuple[Alert, ...] = (
         "for a batch gets no groups, so see why environments send none",
         Severity.CRITICAL,
         "since_step_s",
-        f"time() - {_largest('grpo_trainer_last_step_timestamp_seconds')}",
+        # Also of a trainer that has ended.
+        _until_the_end(
+            f"time() - {_largest('last_over_time(grpo_trainer_last_step_timestamp_seconds[1d])')}"
+        ),
         900,
         unit="s",
     ),
