@@ -18,7 +18,8 @@ from tests.chart.rendering import SHAPES, helm, objects, rendered, versions_of
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 BASE = "minimal"
-CUSTOM = ("ScaledObject", "TriggerAuthentication", "ServiceMonitor")
+_MONITORS = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
+CUSTOM = ("ScaledObject", "TriggerAuthentication", *_MONITORS)
 """Kinds that Kubernetes does not know; the snapshots show them."""
 
 

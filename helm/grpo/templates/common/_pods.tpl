@@ -52,6 +52,13 @@ securityContext:
   capabilities: {drop: [ALL]}
 {{- end }}
 
+{{/* Annotations for a Prometheus that looks for them: (list . port). */}}
+{{- define "grpo.scraped" -}}
+{{- if (index . 0).Values.metrics.podAnnotations -}}
+annotations: {prometheus.io/scrape: "true", prometheus.io/port: {{ index . 1 | quote }}, prometheus.io/path: /metrics}
+{{- end }}
+{{- end }}
+
 {{/* Environment variables: (list . dict-of-values feature...). The features are "redis" (REDIS_URL), "RUN_API_TOKEN" and
      "VLLM_API_KEY". */}}
 {{- define "grpo.env" -}}

@@ -20,6 +20,8 @@
   "GRPO_RESUME" "auto"
   "GRPO_BENCHMARK" true
   "GRPO_LR" ($v.run.lr | default (eq (include "grpo.lora" .) "true" | ternary "2e-3" "3e-4"))
+  "GRPO_METRICS_HOST" "0.0.0.0"
+  "GRPO_METRICS_PORT" 9101
   "GRPO_METRICS_FILE" (printf "/checkpoints/%s/metrics.jsonl" $id)
   "GRPO_USE_WANDB" $v.wandb.enabled
   "GRPO_WANDB_PROJECT" $v.wandb.project
@@ -94,6 +96,9 @@ metadata:
     {{- if ne $layout "apart" }}
     grpo/inference: "true"
     {{- end }}
+  {{- with include "grpo.scraped" (list . 9101) }}
+  {{- . | nindent 2 }}
+  {{- end }}
 spec:
   restartPolicy: Never
   {{- include "grpo.podDefaults" (list . .Values.trainer "volumes" "gpu") | nindent 2 }}
@@ -137,12 +142,14 @@ spec:
         {{- end }}
       {{- end }}
       env: {{- include "grpo.trainerEnv" . | trim | nindent 8 }}
-      {{- if eq $layout "apart" }}
       ports:
+        - {name: metrics, containerPort: 9101}
+        {{- if eq $layout "apart" }}
         - {name: weights, containerPort: 26756}
-      {{- else if eq $layout "single" }}
-      ports:
+        {{- else if eq $layout "single" }}
         - {name: http, containerPort: 9001}
+        {{- end }}
+      {{- if eq $layout "single" }}
       # No liveness probe: grpo-run ends when its server fails.
       {{- include "grpo.serverReadiness" "exec" | nindent 6 }}
       {{- end }}

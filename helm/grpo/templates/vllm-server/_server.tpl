@@ -124,8 +124,8 @@ metadata:
     {{- include "grpo.labels" (list . "vllm-server") | nindent 4 }}
     grpo/volumes: "true"
     grpo/inference: "true"
-  {{- if .Values.metrics.podAnnotations }}
-  annotations: {prometheus.io/scrape: "true", prometheus.io/port: "9001", prometheus.io/path: /metrics}
+  {{- with include "grpo.scraped" (list . 9001) }}
+  {{- . | nindent 2 }}
   {{- end }}
 spec:
   {{- include "grpo.podDefaults" (list . .Values.vllmServer "volumes" "gpu") | nindent 2 }}
