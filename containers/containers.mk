@@ -7,7 +7,7 @@ export REVISION := $(or $(REVISION),$(shell git rev-parse HEAD 2>/dev/null))
 
 STACK_MODES := shared_vllm lora_only lora_restart none
 PROJECT ?= grpo-$(MODE)
-COMPOSE = docker compose --project-name $(PROJECT) --profile $(MODE)
+COMPOSE = docker compose --project-name $(PROJECT) --profile $(MODE) $(if $(MONITORING),--profile monitoring)
 TRAINER = trainer-$(subst _,-,$(MODE:shared_vllm=shared))
 
 # A directory is mounted. Any other value is an id on the Hugging Face hub.
@@ -24,7 +24,7 @@ stack-ready:
 	@bash containers/check_host.sh '$(MODE)' $(STACK_MODES)
 	@test -e .env || bash containers/write_env.sh .env
 
-up: stack-ready ## Start a run in containers: MODE= [REPLICAS= MODEL= TASK= TASKS= STEPS= DATA= CHECKPOINTS=]
+up: stack-ready ## Start a run in containers: MODE= [REPLICAS= MODEL= TASK= TASKS= STEPS= DATA= CHECKPOINTS= MONITORING=1]
 	@$(STACK_SETTINGS) $(COMPOSE) up --detach || { \
 	  bash containers/explain.sh $(COMPOSE); \
 	  echo "the other services still run. Remove the cause and run make up again, or stop them: make down MODE=$(MODE)"; exit 1; }
@@ -34,6 +34,9 @@ up: stack-ready ## Start a run in containers: MODE= [REPLICAS= MODEL= TASK= TASK
 	@echo "  make wait MODE=$(MODE)              show rewards and wait until the trainer ends"
 	@echo "  make fetch-checkpoint MODE=$(MODE)  copy the trained weights into checkpoints/"
 	@echo "  make down MODE=$(MODE)              stop all services (VOLUMES=1: also delete the run's data)"
+
+# Of the containers that run, whatever they were started with.
+down logs ps: MONITORING = 1
 
 down: stack-ready ## Stop the containers; `make up` continues the run. VOLUMES=1 also deletes the run's data
 	@$(COMPOSE) down $(if $(VOLUMES),--volumes)

@@ -110,8 +110,9 @@ def stack_settings(
     """Variables that every stack of these tests is started with. The images are built."""
     with build_settings(tmp_path_factory.mktemp("site")) as site:
         settings = {**site, "STACK_TAG": TAG, "STACK_DEVICE": "cpu", "CPU_THREADS": "1"}
+        profiles = [f"--profile={name}" for name in ("shared_vllm", "single", "monitoring")]
         done = subprocess.run(
-            ["docker", "compose", "--profile", "shared_vllm", "--profile", "single", "build"],
+            ["docker", "compose", *profiles, "build"],
             cwd=ROOT,
             env={**os.environ, **settings},
             capture_output=True,

@@ -63,7 +63,7 @@ def test_redis_loses_nothing_acknowledged_unless_told_that_it_may() -> None:
         assert command[command.index("--appendfsync") + 1] == policy
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "monitoring"])
 def test_everybody_is_confined_and_only_loopback_is_published(mode: str) -> None:
     for name, service in services(mode, STACK_DEVICE="cpu").items():
         assert service["user"] == "1000:1000", name

@@ -17,6 +17,7 @@ from tests.containers.stack import ROOT, TEST_WITHIN_S, Done, docker, run
 MB = 1000 * 1000
 OVER_THE_BASE_MB = {
     f"grpo-redis:{TAG}": 50,
+    f"grpo-prometheus:{TAG}": 150,
     f"grpo-run-api:{TAG}": 150,
     f"grpo-environment:{TAG}": 400,
     f"grpo-vllm-server:{TAG}-cpu": 2000,

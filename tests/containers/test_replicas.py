@@ -1,13 +1,18 @@
-"""Three inference servers, of which one is killed and comes back during a run."""
+"""Three inference servers, of which one is killed and comes back during a run that Prometheus
+watches."""
 
 from __future__ import annotations
 
 import json
+import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from grpo_core.alerts import ALERTS
 from grpo_runs.process.ports import free_port
 from tests.containers.stack import NOISE, TEST_WITHIN_S, Stack, docker
 
@@ -22,19 +27,47 @@ def stack(stack_settings: dict[str, str]) -> Iterator[Stack]:
     settings = {"REPLICAS": str(REPLICAS), "STEPS": str(STEPS), "LR": "1e-4"}
     first = free_port()
     settings |= {"RUN_API_PORT": str(free_port()), "VLLM_PORT": f"{first}-{first + 20}"}
+    settings |= {"PROMETHEUS_PORT": str(free_port()), "RUN_API_TOKEN": "a-token"}
     stack = Stack("none", "grpo-test-replicas", stack_settings | settings)
     yield stack
     stack.down()
 
 
+def asked(stack: Stack, path: str) -> Any:
+    """The answer of Prometheus."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    url = f"http://127.0.0.1:{stack.settings['PROMETHEUS_PORT']}/api/v1/{path}"
+    return json.loads(opener.open(url).read())["data"]
+
+
+def targets_up(stack: Stack) -> dict[str, int]:
+    """Their number by job."""
+    found = asked(stack, "targets?state=active")["activeTargets"]
+    return Counter(target["labels"]["job"] for target in found if target["health"] == "up")
+
+
+def require_monitoring(stack: Stack) -> None:
+    every = {"run-api": 1, "vllm-server": REPLICAS, "trainer": 1, "environment": 1}
+    stack.wait_until(lambda: targets_up(stack) == every)
+    (group,) = asked(stack, "rules")["groups"]
+    assert [rule["name"] for rule in group["rules"]] == [f"grpo-{alert.name}" for alert in ALERTS]
+    for query in ("run_api_servers", "grpo_trainer_steps_taken_total%3E0"):
+        stack.wait_until(lambda query=query: asked(stack, f"query?query={query}")["result"])
+    assert {rule["health"] for rule in asked(stack, "rules")["groups"][0]["rules"]} <= {
+        "ok",
+        "unknown",  # not evaluated yet
+    }
+
+
 def test_a_run_goes_on_without_one_of_three_servers_and_takes_it_back(
     stack: Stack, own_model: Path, tmp_path: Path
 ) -> None:
-    stack.up_well(MODEL=str(own_model))
+    stack.up_well(MODEL=str(own_model), MONITORING="1")
     servers = stack.containers("vllm-server-none")
     assert len(servers) == REPLICAS
     ports = {docker("port", server, "9001").strip() for server in servers}
     assert len(ports) == REPLICAS
+    require_monitoring(stack)
     stack.wait_until(lambda: stack.steps() >= 5)
     docker("kill", servers[0])
     gone_at = stack.steps()
