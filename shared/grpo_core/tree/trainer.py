@@ -7,10 +7,17 @@ import string
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
 from grpo_core.redis.url import LOCAL_REDIS, RedisUrl, local_redis
-from grpo_core.settings import InferenceUrl, Shown
+from grpo_core.settings import CommaSeparated, InferenceUrl, Shown
 from grpo_core.tree.common import ClientOptions, MetricsOptions
 from grpo_core.tree.objective import ObjectiveOptions
 from grpo_core.tree.optim import OptimizerOptions
@@ -27,6 +34,14 @@ AUTO, NEVER = "auto", "never"
 AUTO_DEVICE = "auto"
 
 
+def _not_a_tracker(value: object) -> object:
+    option = {"wandb": "--use-wandb", "tensorboard": "--tensorboard-dir DIR"}.get(str(value))
+    if option:
+        raise ValueError(f"expected trackio; for {value} write {option}")
+    return value
+
+
+Tracker = Annotated[Literal["trackio"], BeforeValidator(_not_a_tracker)]
 Choice = Literal["auto", "on", "off"]
 """`auto` turns a feature on if it pays and the model allows it, and logs the reason otherwise.
 `on` fails if the feature is not available."""
@@ -229,6 +244,11 @@ class RunOptions(
     tensorboard_dir: Path | None = Field(
         None, description="Directory to which the trainer writes its metrics for TensorBoard"
     )
+    report_to: CommaSeparated[Tracker] = Field(
+        (),
+        description="Further experiment trackers to which the trainer logs every step. trackio: "
+        "Trackio, which keeps its data on this machine, in the directory $TRACKIO_DIR",
+    )
     keep_rollouts: int = Field(
         500,
         ge=0,
@@ -246,7 +266,8 @@ class RunOptions(
     use_wandb: bool = Field(False, description="Log every step to Weights & Biases")
     wandb_project: Annotated[str, Shown(default="$WANDB_PROJECT, or uncategorized")] = Field(
         "",
-        description="Project in Weights & Biases to which the trainer and the environments log",
+        description="Project in Weights & Biases to which the trainer and the environments log. "
+        "With --report-to trackio, also the project in Trackio, by default grpo",
     )
     wandb_group: Annotated[str, Shown(default="8 random letters with --use-wandb")] = Field(
         "",

@@ -135,6 +135,7 @@ COMMAND = Command(
             "metrics_port",
             "metrics_host",
             "tensorboard_dir",
+            "report_to",
             "keep_rollouts",
             "rollouts_dir",
             "benchmark",
@@ -332,8 +333,9 @@ def missing_packages(options: RunOptions) -> Iterator[Mistake]:
         "optimizer": (options.optimizer == "adamw_8bit", BITSANDBYTES, BITSANDBYTES_PIN),
         "tensorboard_dir": (options.tensorboard_dir is not None, "tensorboard", "tensorboard"),
         "use_wandb": (options.use_wandb, "wandb", "wandb"),
+        "report_to": ("trackio" in options.report_to, "trackio", "trackio"),
     }
     for field, (is_needed, package, source) in needs.items():
         if is_needed and find_spec(package) is None:
-            value = "adamw_8bit " if field == "optimizer" else ""
+            value = {"optimizer": "adamw_8bit ", "report_to": "trackio "}.get(field, "")
             yield Mistake(field, f"{value}needs the package {package}: pip install {source}")

@@ -175,8 +175,13 @@ def _run(recipe: TrainingRecipe) -> Found:
             yield "logging.wandb.enabled", True
         elif report == "tensorboard":
             yield "grpo.tensorboard_dir", str(run_directory(recipe) / "tensorboard")
+        elif report == "trackio":
+            yield "grpo.report_to", ["trackio"]
+            if not recipe["wandb_project"]:
+                yield "logging.wandb.project", recipe["project"]
         elif report != "none":
-            yield Mistake("report_to", f"expected wandb, tensorboard or none; got {report!r}")
+            known = "wandb, tensorboard, trackio or none"
+            yield Mistake("report_to", f"expected {known}; got {report!r}")
     if recipe["fsdp"]:
         yield "grpo.fsdp", True
 

@@ -31,8 +31,8 @@ from grpo_core.rollouts.files import (
     write_step,
 )
 from grpo_core.rollouts.record import RolloutRecord, records_of_group, split_conversation, text_of
+from grpo_core.tracker import Table
 from grpo_core.tree.trainer import TrainerSettings
-from grpo_core.wandb_run import Table
 from grpo_core.wire.fields import FLOAT32_MAX
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.atomic_files import write_whole

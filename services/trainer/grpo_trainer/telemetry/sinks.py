@@ -1,4 +1,4 @@
-"""Writes the record of each step to the log, the metrics file, TensorBoard and Weights & Biases,
+"""Writes the record of each step to the log, the metrics file, Prometheus and experiment trackers,
 and its rollouts to files."""
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from grpo_core.errors import WandbUnavailable
 from grpo_core.metrics_port import serving_metrics
+from grpo_core.tracker import TrackerSink
+from grpo_core.trackio_run import PROJECT, TrackioRun, start_trackio
 from grpo_core.tree.trainer import TrainerSettings
-from grpo_core.wandb_run import WandbRun, WandbSink, start_wandb
+from grpo_core.wandb_run import WandbRun, start_wandb
 from grpo_trainer.atomic_files import write_whole
 from grpo_trainer.checks.findings import RangeWatch
 from grpo_trainer.errors import CheckpointNotSaved, MetricsNotWritten
@@ -36,6 +39,8 @@ from grpo_trainer.telemetry.rollouts import (
 
 log = structlog.get_logger()
 
+CHECKPOINTS = "checkpoints"
+"""Name of --save-path in the directory of a local run."""
 Write = Callable[[Record], None]
 WriteRollouts = Callable[[StepRollouts], None]
 
@@ -63,10 +68,12 @@ class Sinks:
 def open_sinks(settings: TrainerSettings, steps_taken: int = 0) -> Iterator[Sinks]:
     """Yield every configured sink.
 
-    Args: steps_taken: TensorBoard hides the records of later steps, which a killed trainer wrote
+    Args:
+        steps_taken: of the checkpoint that the run goes on from, else 0. TensorBoard hides the
+            records of later steps, which a killed trainer wrote
 
     Raises:
-        WandbUnavailable: --use-wandb is set, and W&B cannot start.
+        WandbUnavailable, TrackioUnavailable: the tracker cannot start.
         MetricsNotServed: nothing can listen on --metrics-port.
     """
     with contextlib.ExitStack() as stack:
@@ -81,6 +88,8 @@ def open_sinks(settings: TrainerSettings, steps_taken: int = 0) -> Iterator[Sink
             sink = stack.enter_context(wandb_sink(settings))
             boards.append(sink.write)
             keepers.append(partial(write_samples, sink))
+        if "trackio" in settings.report_to:
+            boards.append(stack.enter_context(trackio_sink(settings, steps_taken)).write)
         if settings.keep_rollouts:
             writer = RolloutWriter(rollouts_directory(settings), settings.keep_rollouts)
             keepers.append(stack.enter_context(contextlib.closing(writer)).add)
@@ -108,19 +117,42 @@ def tensorboard(directory: Path, steps_taken: int) -> Iterator[Write]:
         yield write
 
 
-def wandb_sink(settings: TrainerSettings) -> WandbSink:
+def wandb_sink(settings: TrainerSettings) -> TrackerSink:
     """Open the trainer's run in W&B.
 
     Raises:
         WandbUnavailable: W&B cannot start, or the file with the key cannot be read.
     """
-    options = settings.model_dump(mode="json")
-    config = {**options, **options.pop("sync")}  # named as on the command line
-    run = WandbRun(settings.wandb_project, settings.wandb_group, config=config)
+    run = WandbRun(settings.wandb_project, settings.wandb_group, config=_options(settings))
     return start_wandb(run, _api_key(settings.wandb_key_file))
 
 
-def write_samples(sink: WandbSink, rollouts: StepRollouts) -> None:
+def trackio_sink(settings: TrainerSettings, steps_taken: int) -> TrackerSink:
+    """Open the trainer's run in Trackio. It is named after its directory, so that a resumed run
+    finds itself.
+
+    Raises:
+        TrackioUnavailable: Trackio cannot start.
+    """
+    directory = settings.save_path.resolve()
+    name = (directory.parent if directory.name == CHECKPOINTS else directory).name
+    run = TrackioRun(
+        settings.wandb_project or PROJECT,
+        name,
+        settings.wandb_group or None,
+        goes_on=steps_taken > 0,
+        config=_options(settings),
+    )
+    return start_trackio(run)
+
+
+def _options(settings: TrainerSettings) -> dict[str, Any]:
+    """Named as on the command line, without secrets."""
+    options = settings.model_dump(mode="json")
+    return {**options, **options.pop("sync")}
+
+
+def write_samples(sink: TrackerSink, rollouts: StepRollouts) -> None:
     if samples_are_due(rollouts.step):
         sink.write_table(sample_table(rollouts))
 
@@ -166,7 +198,7 @@ class Recorder:
         self._totals.add(record, outcome.published.is_served)
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """To TensorBoard and W&B; the run that evaluates keeps its own file.
+        """To the experiment trackers; the run that evaluates keeps its own file.
 
         Args: step: steps that the evaluated weights include
         """

@@ -77,6 +77,7 @@ lora_r: &peft {use_peft: true}
 lora_alpha: *peft
 lora_dropout: *peft
 lora_target_modules: *peft
+project: {report_to: [trackio]}
 """)
 """Other keys without which a key changes nothing."""
 

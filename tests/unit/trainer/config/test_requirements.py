@@ -24,9 +24,10 @@ TRAINER = ["--model", "m", "--mode", "shared_vllm"]
 def test_missing_packages_are_all_named_before_anything_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for package in ("bitsandbytes", "tensorboard"):
+    for package in ("bitsandbytes", "tensorboard", "trackio"):
         monkeypatch.setitem(sys.modules, package, None)
     flags = ["--optimizer", "adamw_8bit", "--tensorboard-dir", str(tmp_path / "board")]
+    flags += ["--report-to", "trackio"]
     unused = tmp_path / "unused"
     with pytest.raises(SystemExit):
         parse_command([*TRAINER, *flags, "--save-path", str(unused)]).settings()
@@ -34,6 +35,7 @@ def test_missing_packages_are_all_named_before_anything_else(
         "grpo: --optimizer: adamw_8bit needs the package bitsandbytes: "
         f"pip install {BITSANDBYTES_PIN}",
         "grpo: --tensorboard-dir: needs the package tensorboard: pip install tensorboard",
+        "grpo: --report-to: trackio needs the package trackio: pip install trackio",
     ]
     assert not unused.exists()
     pins = (Path(__file__).parents[4] / "requirements/constraints.txt").read_text().splitlines()

@@ -1,10 +1,11 @@
-"""Records on disk and in W&B: the real package offline, and a stand-in that fails."""
+"""Records on disk, and in experiment trackers: real packages offline, and stand-ins that fail."""
 
 from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
+import sqlite3
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_core.errors import WandbUnavailable
+from grpo_core.errors import TrackioUnavailable, WandbUnavailable
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.checkpoint.resume import continued_settings
@@ -217,6 +218,34 @@ def test_the_key_in_the_file_reaches_wandb(tmp_path: Path) -> None:
         assert psutil.Process(sink.pid).environ()["WANDB_API_KEY"] == "s3cret"
     with pytest.raises(WandbUnavailable, match=r"--wandb-key-file .*nowhere"):
         wandb_sink(settings(wandb_key_file=tmp_path / "nowhere"))
+
+
+def test_trackio_has_every_step_once_though_a_resumed_run_repeats_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package is real. A new run in the same directory is another run."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    own = settings(use_wandb=False, report_to=("trackio",), save_path=tmp_path / "my-run")
+    for steps_taken, rewards in ((0, (0.1, 0.2, 0.3)), (1, (0.2, 0.3, 0.4)), (0, (0.5,))):
+        with open_sinks(own, steps_taken) as sinks:
+            for step, reward in enumerate(rewards, steps_taken + 1):
+                sinks.write({"step": step, "reward/mean": reward})
+    with closing(sqlite3.connect(tmp_path / "trackio/proj.db")) as connection:
+        rows = connection.execute("SELECT run_id, run_name, step, metrics FROM metrics ORDER BY id")
+        found = [(run, name, step, json.loads(held)) for run, name, step, held in rows]
+    (first, *_, second) = [run for run, *_ in found]
+    assert first != second
+    assert [row for row in found if row[0] == first] == [
+        (first, "my-run", step, {"reward/mean": step / 10}) for step in (1, 2, 3, 4)
+    ]
+    assert [row[3] for row in found if row[0] == second] == [{"reward/mean": 0.5}]
+
+
+def test_a_trackio_that_does_not_start_says_what_to_do(wandb: StandIn, tmp_path: Path) -> None:
+    (wandb.packages / "trackio.py").write_text("raise SystemExit(3)")
+    own = settings(use_wandb=False, report_to=("trackio",), save_path=tmp_path)
+    with pytest.raises(TrackioUnavailable, match="omit trackio from --report-to"), open_sinks(own):
+        pass
 
 
 def test_tensorboard_has_every_metric_and_a_resumed_run_hides_the_steps_that_it_repeats(
