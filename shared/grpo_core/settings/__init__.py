@@ -20,7 +20,7 @@ from grpo_core.settings.load import (
     parsed,
     settings_of,
 )
-from grpo_core.settings.messages import resolved_yaml, without_secrets
+from grpo_core.settings.messages import hide_secrets, resolved_yaml, without_secrets
 from grpo_core.settings.sources import Given
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "OptionsInvalid",
     "Shown",
     "flag_for",
+    "hide_secrets",
     "load_settings",
     "mistakes_of",
     "parsed",

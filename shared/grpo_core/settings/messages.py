@@ -135,6 +135,8 @@ def _epilog(settings_type: type[CommandSettings]) -> str:
 
 
 _SECRET_NAME = re.compile(r"(token|key|password|secret)$", re.IGNORECASE)
+_SECRET_IN_TEXT = re.compile(r"(--[\w.-]*(?:token|key|password|secret)(?:=|\s+))\S+", re.IGNORECASE)
+_PASSWORD_IN_URL = re.compile(r"(\w+://)[^\s/@]+@")
 
 
 def resolved_yaml(command: Command, values: Mapping[str, Any]) -> str:
@@ -171,6 +173,11 @@ def without_secrets(words: Sequence[str]) -> tuple[list[str], list[str]]:
         elif separator:
             follows_secret = False
     return shown, secret
+
+
+def hide_secrets(text: str) -> str:
+    """`--hf-token X` → `--hf-token ***`, and `redis://user:X@host` → `redis://***@host`."""
+    return _PASSWORD_IN_URL.sub(r"\1***@", _SECRET_IN_TEXT.sub(r"\1***", text))
 
 
 def _lines(name: str, value: Any) -> Iterator[str]:

@@ -19,6 +19,7 @@ from grpo_core.settings.machine import MADE_HERE, TINY
 from grpo_core.weights.version_log import VersionLog
 from grpo_runs.defaults import RunSizes
 from grpo_runs.modes import Mode
+from grpo_runs.notices import RunNotices
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.stack import (
@@ -96,8 +97,11 @@ def run_demo(settings: LaunchOptions, screen: Screen) -> int:
             return screen.failed(error)
         if settings.resumed is None:
             run.write_config(resolved_yaml(settings.command, settings.resolved()))
+        notices = RunNotices(settings, run, screen)
+        held.callback(notices.settle)
         try:
-            _train_and_report(settings, run, screen, stop_request)
+            with notices.of_the_end():
+                _train_and_report(settings, run, screen, stop_request, notices)
         except StopRequested as stopped:
             screen.failure(f"{stopped}; every process of this run has ended")
             status = stopped.exit_status
@@ -125,7 +129,11 @@ def _after_a_failure(run: RunDirectory) -> list[str]:
 
 
 def _train_and_report(
-    settings: LaunchOptions, run: RunDirectory, screen: Screen, stop_request: StopRequest
+    settings: LaunchOptions,
+    run: RunDirectory,
+    screen: Screen,
+    stop_request: StopRequest,
+    notices: RunNotices,
 ) -> None:
     started = time.monotonic()
     records: list[StepRecord] = []
@@ -143,6 +151,7 @@ def _train_and_report(
         try:
             places = start_services(factory, stack, screen, weights_socket_path(Path(temporary)))
             names = [factory.environment_name(task) for task in settings.task]
+            notices.watch(places.run_api_url)
             training_started = time.monotonic()
             records += follow_training(
                 stack,
@@ -166,6 +175,7 @@ def _train_and_report(
                 stack.stop_in_time("trainer", SAVE_GRACE_S)
             raise
         finally:
+            notices.settle()
             with screen.activity("stopping all services"):
                 stack.stop()
     with screen.activity("drawing the reward plot"):

@@ -8,10 +8,13 @@ from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.process import ManagedProcess, ProcessFailed
+from grpo_core.redis.keys import default_run_id
 from grpo_core.redis.server import LocalRedis
 from grpo_core.redis.url import local_redis_directory
 from grpo_core.settings.machine import MADE_HERE
 from grpo_core.tree.sections import TRAINER
+from grpo_runs.notices import notifier_of
+from grpo_runs.notify import Notification
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.stack import (
     LostServices,
@@ -32,8 +35,30 @@ from grpo_runs.services import (
 from grpo_runs.settings.run import LaunchOptions
 from grpo_runs.views import Places
 
+SIGNALLED = 128
+"""Exit statuses above it: a signal ended the trainer."""
+
 
 def run_together(settings: LaunchOptions, screen: Screen) -> int:
+    """`start_together`, and tells its end."""
+    status = start_together(settings, screen)
+    state = "completed" if status == 0 else "stopped" if status > SIGNALLED else "failed"
+    run = settings.run_id or default_run_id(settings.port)
+    notifier = notifier_of(settings, screen)
+    notifier.send(
+        Notification(
+            event="end",
+            run=run,
+            state=state,
+            text=f"run {run} {state}: grpo-run ended with status {status}",
+            directory=str(settings.save_path.absolute()),
+        )
+    )
+    notifier.finish()
+    return status
+
+
+def start_together(settings: LaunchOptions, screen: Screen) -> int:
     """Starts server and trainer, for a run without --task. Returns the trainer's exit status, or
     128 + n if signal n ended it. If the trainer was not started: 1 after a failure, 128 + n after
     signal n."""

@@ -41,6 +41,7 @@ from grpo_core.tree.weights import ModeName
 from grpo_runs.defaults import BY_TASK, SIZE_NAMES, RunSizes, name_of_task, sizes_for
 from grpo_runs.models import A_MODEL
 from grpo_runs.modes import MODES, Mode
+from grpo_runs.notify import unusable_target
 from grpo_runs.run_directory import RUNS, RunDirectory, unusable
 from grpo_runs.settings.tables import (
     ALIASES,
@@ -197,6 +198,18 @@ class LaunchOptions(ServerHere):
         description="More options for the inference server, in one string, for example "
         "--server-flags='--max-num-seqs 64'",
     )
+    on_end: Annotated[str | None, Shown(metavar="COMMAND")] = Field(
+        None,
+        min_length=1,
+        description="Command to run when the run has completed, failed or been stopped. It gets "
+        "JSON on its standard input, and the same facts in variables such as GRPO_STATE and "
+        "GRPO_TEXT. An http(s) URL gets the JSON in a POST request",
+    )
+    on_alert: Annotated[str | None, Shown(metavar="COMMAND")] = Field(
+        None,
+        min_length=1,
+        description="The same for each alert, for example if no training step ends for 15 minutes",
+    )
     server_options: tuple[str, ...] = ()
     """Options of vLLM."""
 
@@ -336,8 +349,8 @@ class LaunchOptions(ServerHere):
         return {name: getattr(self, name) for name in names}
 
     def resolved(self) -> dict[str, Any]:
-        """What was given, and what follows from it. Without the directories: this configuration can
-        be used for another run."""
+        """What was given, and what follows from it. Without the directories, as this configuration
+        can be used for another run, and without --on-end and --on-alert, which may hold secrets."""
         own = LaunchOptions.model_fields.keys() | self.model_fields_set
         own -= (OF_PAIR if self.starts_all else {*NEEDS_TASK}) - self.model_fields_set
         values = {name: getattr(self, name) for name in type(self).model_fields if name in own}
@@ -350,7 +363,7 @@ class LaunchOptions(ServerHere):
                 values["lora_target_modules"] = tuple(self.sizes.lora_target_modules) or None
             if self.weight_mode.shares_memory or self.weight_mode.loads_adapters:
                 del values["vllm_restart_interval"]
-        for name in ("run_dir", "resume"):
+        for name in ("run_dir", "resume", "on_end", "on_alert"):
             values.pop(name, None)
         return {
             name: value
@@ -442,6 +455,10 @@ class LaunchOptions(ServerHere):
         yield from self._mistakes_of_services(at_start=True)
 
     def _mistakes_of_machine(self) -> Iterator[Mistake]:
+        for name in ("on_end", "on_alert"):
+            target = getattr(self, name)
+            if target is not None and (problem := unusable_target(target)):
+                yield Mistake(name, problem)
         if problem := unusable_model(self.model):
             yield Mistake("model", problem)
         if not self.starts_all:

@@ -18,7 +18,7 @@ OWN_MEANING = frozenset({"stop_grace_s", "start_deadline_s", f"{SERVER}.max_stal
 """Options of services that mean something else here."""
 NEEDS_TASK = (
     *("run_dir", "report", "kv_cache_mib", "eager", "compute_threads", "redis_appendfsync"),
-    *("step_deadline_s", "start_deadline_s"),
+    *("step_deadline_s", "start_deadline_s", "on_alert"),
 )
 """Own options that mean nothing without --task, as those of environments and run-api do."""
 OF_ONE_SERVER = ("server_name", "advertise_url", "staging_dir")
@@ -33,6 +33,7 @@ _OWN = {
     "run": (
         *("run_dir", "resume", "report", "compute_threads", "step_deadline_s", "model_deadline_s"),
         *("server_deadline_s", "start_deadline_s", "stop_grace_s", "log_dir"),
+        *("on_end", "on_alert"),
     ),
 }
 GROUPS = sections_of(_OWN)

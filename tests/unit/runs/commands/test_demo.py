@@ -3,6 +3,7 @@ options of a run that is resumed."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -108,6 +109,7 @@ class Finished:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """25 steps on two tasks."""
     flags = ("--task", "arithmetic,gsm8k", "--data", "data", "--seq-len", "2000", "--steps", "25")
+    flags += ("--on-end", "tee end.json")
     with started(tmp_path_factory.mktemp("demo"), *flags, "--seed", "4") as demo:
         return Finished(demo, *demo.finish())
 
@@ -142,6 +144,15 @@ def test_crashes_of_the_engine_are_shown_and_three_warn(finished: Finished) -> N
     assert finished.err == f"warning: {expected}\n"
     content = data_of(finished.run.report)["content"]
     assert ["Engine", "crashed 3 times; see logs/vllm-server.log"] in content["facts"]
+
+
+def test_the_end_is_told(finished: Finished) -> None:
+    told = json.loads((finished.demo.folder / "end.json").read_text())
+    name = finished.run.path.name
+    assert (told["event"], told["state"], told["run"]) == ("end", "completed", name)
+    assert (told["step"], told["last_step"]) == (25, 25)
+    assert told["text"].startswith(f"run {name} completed: mean reward 0.060 at the begin, 0.980")
+    assert "end.json" not in finished.run.config.read_text()
 
 
 def test_evaluations_are_shown(finished: Finished) -> None:
@@ -197,9 +208,10 @@ def test_a_run_goes_on_without_a_server_that_died(tmp_path: Path) -> None:
 
 
 def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(tmp_path: Path) -> None:
+    flags = ("--run-dir", "run", "--on-end", "tee end.json", "--on-alert", "false")
     with (
         unrelated_process() as bystander,
-        started(tmp_path, "--run-dir", "run", STAND_IN_TRAINER_LINGERS="1") as demo,
+        started(tmp_path, *flags, STAND_IN_TRAINER_LINGERS="1") as demo,
     ):
         demo.wait_for_steps()
         demo.process.send_signal(signal.SIGTERM)
@@ -210,6 +222,8 @@ def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(tmp_path: Path
         assert second == "logs of all services: run/logs"
         assert demo.all_ended()
         assert is_alive(bystander.pid)
+        told = json.loads((tmp_path / "end.json").read_text())
+        assert (told["state"], told["text"]) == ("stopped", "run run stopped: stopped by SIGTERM")
 
 
 @pytest.mark.parametrize(
@@ -279,8 +293,10 @@ def test_a_resume_that_fails_leaves_the_configuration(
     run.config.write_text("seed: 1\n")
     failure = ProcessFailed("redis ended with status 1")
     monkeypatch.setattr(demo, "start_services", Mock(side_effect=failure))
-    settings = load(*["--resume", str(run.path), "--seed", "2"])
+    told = tmp_path / "told"
+    settings = load(*["--resume", str(run.path), "--seed", "2", "--on-end", f"tee {told}"])
     assert run_demo(settings, Shown()) == 1
+    assert "failed: ProcessFailed: redis ended" in json.loads(told.read_text())["text"]
     assert run.config.read_text() == "seed: 1\n"
 
 

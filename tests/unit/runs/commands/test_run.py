@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,7 +108,9 @@ def test_smollm2_is_made_before_server_and_trainer_start(together: Together) -> 
 
 
 def test_the_exit_status_is_the_trainers_and_its_last_words_are_shown(together: Together) -> None:
-    assert together.run(does="fails") == 1
+    assert together.run("--on-end", "tee end.json", does="fails") == 1
+    told = json.loads((together.folder / "end.json").read_text())
+    assert (told["event"], told["state"]) == ("end", "failed")
     assert "no such module: lm_tail" in together.shown.out
 
 

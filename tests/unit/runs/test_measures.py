@@ -1,0 +1,96 @@
+"""What alerts look at, from run-api's real metrics and a metrics file that grows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from grpo_api.metrics import Metrics, RunScrape
+from grpo_api.store.run import RunStats
+from grpo_api.store.servers import ServerCounts
+from grpo_runs.measures import MeasuresReader
+from grpo_runs.process.ports import free_port
+from grpo_runs.run_directory import RunDirectory
+
+STATS = RunStats._make([0] * len(RunStats._fields))
+RUNNING = {"step": 3, "num_steps": 10, "environments_alive": 2}
+
+
+class RunApi:
+    """Its /metrics. `shows`: None if Redis is away"""
+
+    def __init__(self) -> None:
+        self.shows: RunScrape | None = None
+
+    def run(self, servers: list[ServerCounts] | None = None, **counts: Any) -> None:
+        self.shows = RunScrape(STATS._replace(**counts), servers, append_only_file_bytes=250)
+
+
+@contextmanager
+def run_api() -> Iterator[tuple[str, RunApi]]:
+    shown, metrics = RunApi(), Metrics(redis_disk_bytes=1000)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            allowed = self.headers["authorization"] == "Bearer t"
+            self.send_response(200 if allowed else 401)
+            self.end_headers()
+            self.wfile.write(bytes(metrics.exposition(shown.shows, "").body))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", shown
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_measures_of_run_api(tmp_path: Path) -> None:
+    two = [ServerCounts("a", True, 5, 2, 1), ServerCounts("b", True, 5, 0, 2)]
+    with run_api() as (url, api):
+        reader = MeasuresReader(RunDirectory(tmp_path), url, "t")
+        assert reader.read().redis_answers is False
+        api.run(two, **RUNNING, refused_groups=4, oldest_queued_group_age_seconds=7.5)
+        found = reader.read()
+        assert (found.redis_answers, found.redis_disk_share) == (True, 0.25)
+        assert (found.environments_alive, found.servers_gone, found.engine_crashes) == (2, 0, 3)
+        assert (found.refused_groups, found.oldest_queued_group_s) == (4, 7.5)
+        api.run(two[:1], **RUNNING)
+        assert reader.read().servers_gone == 1
+        api.run(two[:1], **RUNNING | {"step": 10})  # the last batch is handed out
+        found = reader.read()
+        assert (found.environments_alive, found.servers_gone) == (None, None)
+        assert found.oldest_queued_group_s is None
+        other = MeasuresReader(RunDirectory(tmp_path), url, "wrong")
+        assert other.read().redis_answers is None
+
+
+def test_measures_of_the_metrics_file(tmp_path: Path) -> None:
+    run, now = RunDirectory(tmp_path), [100.0]
+    old = {"step": 1, "checks/failed": 5}
+    run.metrics.write_text(json.dumps(old) + "\n")
+    reader = MeasuresReader(run, f"http://127.0.0.1:{free_port()}", clock=lambda: now[0])
+    now[0] = 130.0
+    found = reader.read()
+    assert (found.since_step_s, found.failed_checks, found.staleness_mean) == (30, 0, None)
+    assert found.redis_answers is None
+    with run.metrics.open("a") as file:
+        for step in (2, 3):
+            line = {"step": step, "checks/failed": 1, "data/stale_groups": 2}
+            file.write(json.dumps(line | {"staleness/mean": step / 2}) + "\n")
+        file.write('{"step": 4')  # the trainer is writing it
+    found = reader.read()
+    assert (found.since_step_s, found.staleness_mean) == (0, 1.5)
+    assert (found.failed_checks, found.stale_groups, found.unusable_groups) == (2, 4, 0)
+    assert (found.disk_free_bytes or 0) > 0
