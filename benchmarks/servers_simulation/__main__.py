@@ -37,7 +37,9 @@ class SimulationSettings(CommandSettings):
     servers: int = Field(100, ge=1, description="Number of servers")
     versions: int = Field(12, ge=1, description="Versions that the trainer announces")
     seed: int = Field(0, ge=0, description="Seed of the losses")
-    skip_whole: bool = Field(False, description="Leave out whole files from the trainer alone")
+    skip_alone: bool = Field(
+        False, description="Leave out the cases in which servers do not help each other"
+    )
     plot: Path | None = Field(None, description="PNG to draw")
     results: Path | None = Field(None, description="Markdown file whose section is replaced")
 
@@ -46,7 +48,7 @@ def main() -> None:
     settings = load_settings(SimulationSettings, sys.argv[1:])
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     found: dict[tuple[bool, bool], Result] = {}
-    for way in WAYS[settings.skip_whole :]:
+    for way in [(peers, deltas) for peers, deltas in WAYS if peers or not settings.skip_alone]:
         case = Case(settings.servers, *way, versions=settings.versions, seed=settings.seed)
         found[way] = simulate(case)
         sys.stdout.write(f"{NAMES[way]}: {_row(way, found[way])}\n")
@@ -102,7 +104,7 @@ def _draw(found: dict[tuple[bool, bool], Result], path: Path) -> None:
     axes.set_xlabel("version")
     axes.set_ylabel("seconds until 99 % of the servers serve it")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import selectors
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -21,7 +22,6 @@ from grpo_core.weights.versions import Announcement, VersionKind, sha256_of
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.supervisor.follower import Follower
 from grpo_vllm.weights.fetch import Fetcher, Staged
-from tests.support.virtual_time import VirtualTimeLoop
 
 EPOCH = 1
 LOOK_EVERY_S = 0.1
@@ -72,10 +72,30 @@ class Result:
 def simulate(case: Case) -> Result:
     before, versions.CHUNK_BYTES = versions.CHUNK_BYTES, case.chunk_bytes
     try:
-        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        random.seed(case.seed)  # the fetcher's choices
+        with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
             return runner.run(_Simulation(case).run())
     finally:
         versions.CHUNK_BYTES = before
+
+
+class _NoSelector(selectors.DefaultSelector):
+    """Nothing is read or written, so each wait is over at once. `now`: the time in seconds."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.now += max(0.0, timeout or 0.0)
+        return []
+
+
+class SimulatedTimeLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._clock = _NoSelector()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now
 
 
 class _Simulation:
@@ -169,8 +189,7 @@ class _Simulation:
                 host.alive = False
                 self._seats[number] = None
                 self._result.losses += 1
-                for peers in self._world.peers.values():
-                    peers.discard(f"http://{host.name}")
+                self._world.forget(f"http://{host.name}")
             life += 1
 
     async def _serve(self, number: int, host: Host) -> None:

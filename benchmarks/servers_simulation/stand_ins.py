@@ -6,6 +6,7 @@ Each class has the methods that `grpo_vllm.supervisor.follower` and `grpo_vllm.w
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.servers_simulation.network import Host, HostLost, Network
 from grpo_core.weights.ref import WeightRef
-from grpo_core.weights.version_log import BLOCK_MS, SLOT_S, SLOTS
+from grpo_core.weights.version_log import BLOCK_MS, SLOT_S, SLOTS, Slot
 from grpo_core.weights.versions import (
     MANIFEST,
     Announcement,
@@ -57,16 +58,15 @@ class Piece(bytes):
 
 @dataclass
 class World:
-    """What is shared: the log, the network and the files. `redis_s`: duration of one command."""
+    """What is shared: the log, the network and the files."""
 
     network: Network
-    redis_s: float = 0.0005
     announced: list[Announcement] = field(default_factory=list)
     manifests: dict[str, bytes] = field(default_factory=dict)
     trainer: Host = field(default_factory=lambda: Host("trainer"))
     hosts: dict[str, Host] = field(default_factory=dict)
-    peers: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    slots: dict[tuple[str, int], tuple[str, float]] = field(default_factory=dict)
+    peers: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    slots: dict[Slot, tuple[str, float]] = field(default_factory=dict)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def announce(self, version: Announcement, manifest: bytes) -> None:
@@ -75,12 +75,18 @@ class World:
         self.news.set()
         self.news = asyncio.Event()
 
+    def forget(self, peer: str, *versions: str) -> None:
+        """As a source of these versions; by default, of all."""
+        for version in versions or [*self.peers]:
+            self.peers[version] = [url for url in self.peers[version] if url != peer]
+
     def host_of(self, url: str) -> Host:
         return self.trainer if url == self.trainer.name else self.hosts[url]
 
 
 class Log:
-    """Stands for `ServerVersionLog`. Args: name: the server's, which is also its URL"""
+    """Stands for `ServerVersionLog`; its commands take no time, as each takes under a millisecond.
+    Args: name: the server's, which is also its URL"""
 
     def __init__(self, world: World, name: str, with_peers: bool) -> None:
         self._world = world
@@ -88,7 +94,6 @@ class Log:
         self._with_peers = with_peers
 
     async def head(self) -> Announcement | None:
-        await self._command()
         return self._world.announced[-1] if self._world.announced else None
 
     async def next(self, after: PolicyVersion) -> Announcement | None:
@@ -103,49 +108,41 @@ class Log:
         return await self.head()
 
     async def between(self, after: PolicyVersion, last: PolicyVersion) -> list[Announcement]:
-        await self._command()
         return [each for each in self._world.announced if after < each.version <= last]
 
     async def sources(self, _version: PolicyVersion) -> list[str]:
-        await self._command()
         return ["http://trainer"]
 
-    async def peers(self, version: PolicyVersion) -> list[str]:
+    async def peers(self, version: PolicyVersion, at_most: int) -> list[str]:
         if not self._with_peers:
             return []
-        await self._command()
-        return sorted(self._world.peers[version_id(version)])
+        peers = self._world.peers[version_id(version)]
+        return random.sample(peers, min(at_most, len(peers)))
 
     async def add_source(self, version: PolicyVersion, url: str) -> None:
-        await self._command()
-        self._world.peers[version_id(version)].add(url)
+        self._world.peers[version_id(version)].append(url)
 
     async def remove_source(self, version: PolicyVersion, url: str) -> None:
-        await self._command()
-        self._world.peers[version_id(version)].discard(url)
+        self._world.forget(url, version_id(version))
 
-    async def take_slot(self, source: str) -> int | None:
-        for number in range(SLOTS):
-            if await self.renew_slot(source, number):
-                return number
-        return None
+    async def take_slot(self, sources: Sequence[str]) -> Slot | None:
+        slots = (Slot(source, number) for source in sources for number in range(SLOTS))
+        return next(filter(self._hold, slots), None)
 
-    async def renew_slot(self, source: str, number: int) -> bool:
-        await self._command()
+    async def renew_slot(self, slot: Slot) -> bool:
+        return self._hold(slot)
+
+    async def release_slot(self, slot: Slot) -> None:
+        if self._world.slots.get(slot, ("", 0.0))[0] == self._name:
+            del self._world.slots[slot]
+
+    def _hold(self, slot: Slot) -> bool:
         now, slots = asyncio.get_running_loop().time(), self._world.slots
-        holder, until = slots.get((source, number), ("", 0.0))
+        holder, until = slots.get(slot, ("", 0.0))
         if holder != self._name and until > now:
             return False
-        slots[source, number] = self._name, now + SLOT_S
+        slots[slot] = self._name, now + SLOT_S
         return True
-
-    async def release_slot(self, source: str, number: int) -> None:
-        await self._command()
-        if self._world.slots.get((source, number), ("", 0.0))[0] == self._name:
-            del self._world.slots[source, number]
-
-    async def _command(self) -> None:
-        await asyncio.sleep(self._world.redis_s)
 
 
 @dataclass

@@ -176,9 +176,9 @@ async def test_a_copy_is_offered_until_it_is_deleted(rig: Rig, redis_url: str) -
     staged = await rig.fetcher.fetch(announced, {})
     await rig.fetcher.offer(staged)
     async with ServerVersionLog(redis_url, rig.log.run_id, "b") as other:
-        assert await other.peers(announced.version) == ["http://me/weights"]
+        assert await other.peers(announced.version, 9) == ["http://me/weights"]
         await rig.fetcher.discard(staged)
-        assert await other.peers(announced.version) == []
+        assert await other.peers(announced.version, 9) == []
     assert list(rig.staging.iterdir()) == []
 
 

@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 
 from grpo_core.weights.servers import ServerState, ServerStatus, server_key
-from grpo_core.weights.version_log import ServerVersionLog, TrainerReplaced, VersionLog
+from grpo_core.weights.version_log import ServerVersionLog, Slot, TrainerReplaced, VersionLog
 from grpo_core.weights.versions import Announcement, VersionKind
 from grpo_core.wire.policy_version import PolicyVersion
 from tests.support.wait import DEADLINE_S
@@ -53,13 +53,13 @@ async def test_a_server_sees_what_the_trainer_announces(
     assert await server.next(PolicyVersion(1, 3)) is None
     await server.add_source(PolicyVersion(1, 3), "http://peer")
     assert await server.sources(PolicyVersion(1, 3)) == [SOURCE]
-    assert await server.peers(PolicyVersion(1, 3)) == ["http://peer"]
+    assert await server.peers(PolicyVersion(1, 3), 2) == ["http://peer"]
     await server.remove_source(PolicyVersion(1, 3), "http://peer")
-    assert await server.peers(PolicyVersion(1, 3)) == []
+    assert await server.peers(PolicyVersion(1, 3), 2) == []
     await server.add_source(PolicyVersion(1, 3), "http://peer")
     trainer.forget([PolicyVersion(1, 3)])
     assert await server.sources(PolicyVersion(1, 3)) == []
-    assert await server.peers(PolicyVersion(1, 3)) == []
+    assert await server.peers(PolicyVersion(1, 3), 2) == []
 
 
 def test_a_replaced_trainer_announces_nothing(trainer: VersionLog) -> None:
@@ -78,13 +78,16 @@ async def test_two_servers_at_most_fetch_from_one_source(
         ServerVersionLog(redis_url, run_id, "b") as second,
         ServerVersionLog(redis_url, run_id, "c") as third,
     ):
-        assert [await log.take_slot(SOURCE) for log in (server, second, third)] == [0, 1, None]
-        assert await server.renew_slot(SOURCE, 0)
-        await second.release_slot(SOURCE, 0)  # is not its own
-        assert await third.take_slot(SOURCE) is None
-        await server.release_slot(SOURCE, 0)
-        assert await third.take_slot(SOURCE) == 0
-        assert await third.take_slot("http://peer") == 0
+        first, last = Slot(SOURCE, 0), Slot(SOURCE, 1)
+        taken = [await log.take_slot([SOURCE]) for log in (server, second, third)]
+        assert taken == [first, last, None]
+        assert await server.renew_slot(first)
+        assert not await third.renew_slot(first)
+        await second.release_slot(first)  # is not its own
+        assert await third.take_slot([SOURCE]) is None
+        assert await third.take_slot([SOURCE, "http://peer"]) == Slot("http://peer", 0)
+        await server.release_slot(first)
+        assert await third.take_slot([SOURCE, "http://peer"]) == first
 
 
 async def test_a_server_reports_itself_until_it_leaves(

@@ -14,6 +14,7 @@ one, which began a new epoch, cannot announce anything.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
@@ -43,11 +44,15 @@ return found
 """
 """In one round trip, because the trainer asks ten times a second while it publishes."""
 _SLOT = """
-if redis.call('GET', KEYS[1]) == ARGV[1] or redis.call('SET', KEYS[1], ARGV[1], 'NX') then
-  return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+for number, key in ipairs(KEYS) do
+  if redis.call('GET', key) == ARGV[1] or redis.call('SET', key, ARGV[1], 'NX') then
+    redis.call('PEXPIRE', key, ARGV[2])
+    return number
+  end
 end
 return 0
 """
+"""Holds the first of the slots that is free; returns its number from 1 on, or 0."""
 _RELEASE = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('DEL', KEYS[1])
@@ -59,6 +64,13 @@ redis.call('HSET', KEYS[1], unpack(ARGV, 3))
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """
 """In one step: a status that never expires would be that of a server that is never gone."""
+
+
+class Slot(NamedTuple):
+    """`number`: of the slots of one source, from 0 on."""
+
+    source: str
+    number: int
 
 
 def versions_key(run_id: str) -> str:
@@ -73,8 +85,8 @@ def peers_key(run_id: str, version: PolicyVersion) -> str:
     return run_prefix(run_id) + f"weights:peers:{version_id(version)}"
 
 
-def slot_key(run_id: str, source: str, number: int) -> str:
-    return run_prefix(run_id) + f"weights:slot:{source}:{number}"
+def slot_key(run_id: str, slot: Slot) -> str:
+    return run_prefix(run_id) + f"weights:slot:{slot.source}:{slot.number}"
 
 
 def _servers_of(run_id: str) -> tuple[str, int, str, str]:
@@ -198,9 +210,10 @@ class ServerVersionLog(AsyncRedisConnection):
         """The trainer's."""
         return sorted(await self.call("SMEMBERS", sources_key(self._run_id, version)))
 
-    async def peers(self, version: PolicyVersion) -> list[str]:
-        """Other sources: the servers that have a copy."""
-        return sorted(await self.call("SMEMBERS", peers_key(self._run_id, version)))
+    async def peers(self, version: PolicyVersion, at_most: int) -> list[str]:
+        """Other sources: some of the servers that have a copy. Hundreds may ask, and hundreds may
+        have one."""
+        return list(await self.call("SRANDMEMBER", peers_key(self._run_id, version), at_most))
 
     async def add_source(self, version: PolicyVersion, url: str) -> None:
         """Offer this server's copy."""
@@ -211,21 +224,23 @@ class ServerVersionLog(AsyncRedisConnection):
     async def remove_source(self, version: PolicyVersion, url: str) -> None:
         await self.call("SREM", peers_key(self._run_id, version), url)
 
-    async def take_slot(self, source: str) -> int | None:
-        """The number of a free slot of the source, now held; None if all are taken."""
-        for number in range(SLOTS):
-            if await self.renew_slot(source, number):
-                return number
-        return None
+    async def take_slot(self, sources: Sequence[str]) -> Slot | None:
+        """The first free slot of these sources, now held; None if all are taken."""
+        slots = [Slot(source, number) for source in sources for number in range(SLOTS)]
+        number = await self._hold(slots)
+        return slots[number - 1] if number else None
 
-    async def renew_slot(self, source: str, number: int) -> bool:
+    async def renew_slot(self, slot: Slot) -> bool:
         """Hold the slot for another `SLOT_S`; False if another server has it."""
-        key, milliseconds = slot_key(self._run_id, source, number), int(SLOT_S * 1000)
-        return bool(await self.call("EVAL", _SLOT, 1, key, self._name, milliseconds))
+        return bool(await self._hold([slot]))
 
-    async def release_slot(self, source: str, number: int) -> None:
-        key = slot_key(self._run_id, source, number)
-        await self.call("EVAL", _RELEASE, 1, key, self._name)
+    async def release_slot(self, slot: Slot) -> None:
+        await self.call("EVAL", _RELEASE, 1, slot_key(self._run_id, slot), self._name)
+
+    async def _hold(self, slots: Sequence[Slot]) -> int:
+        keys = [slot_key(self._run_id, slot) for slot in slots]
+        held = await self.call("EVAL", _SLOT, len(keys), *keys, self._name, int(SLOT_S * 1000))
+        return int(held)
 
     async def others(self) -> list[ServerStatus]:
         """The other servers of the run; none if Redis does not answer."""

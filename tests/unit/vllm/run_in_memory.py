@@ -6,6 +6,7 @@ Times pass on the event loop's clock alone, which is virtual in these tests.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from grpo_core.weights.ref import UNTRAINED, WeightRef
 from grpo_core.weights.servers import ServerStatus
-from grpo_core.weights.version_log import SLOT_S, SLOTS
+from grpo_core.weights.version_log import SLOT_S, SLOTS, Slot
 from grpo_core.weights.versions import (
     DELTA_SUFFIX,
     MANIFEST,
@@ -70,8 +71,9 @@ class Log:
     async def sources(self, version: PolicyVersion) -> list[str]:
         return sorted(self.shared.sources[version])
 
-    async def peers(self, version: PolicyVersion) -> list[str]:
-        return sorted(self.shared.peers[version])
+    async def peers(self, version: PolicyVersion, at_most: int) -> list[str]:
+        peers = sorted(self.shared.peers[version])
+        return random.sample(peers, min(at_most, len(peers)))
 
     async def add_source(self, version: PolicyVersion, url: str) -> None:
         self.shared.peers[version].add(url)
@@ -79,23 +81,23 @@ class Log:
     async def remove_source(self, version: PolicyVersion, url: str) -> None:
         self.shared.peers[version].discard(url)
 
-    async def take_slot(self, source: str) -> int | None:
-        for number in range(SLOTS):
-            if await self.renew_slot(source, number):
-                return number
+    async def take_slot(self, sources: Sequence[str]) -> Slot | None:
+        for slot in (Slot(source, number) for source in sources for number in range(SLOTS)):
+            if await self.renew_slot(slot):
+                return slot
         return None
 
-    async def renew_slot(self, source: str, number: int) -> bool:
+    async def renew_slot(self, slot: Slot) -> bool:
         now = asyncio.get_running_loop().time()
-        holder, until = self.shared.slots.get((source, number), ("", 0.0))
+        holder, until = self.shared.slots.get(slot, ("", 0.0))
         if holder != self.name and until > now:
             return False
-        self.shared.slots[source, number] = (self.name, now + SLOT_S)
+        self.shared.slots[slot] = (self.name, now + SLOT_S)
         return True
 
-    async def release_slot(self, source: str, number: int) -> None:
-        if self.shared.slots.get((source, number), ("",))[0] == self.name:
-            del self.shared.slots[source, number]
+    async def release_slot(self, slot: Slot) -> None:
+        if self.shared.slots.get(slot, ("",))[0] == self.name:
+            del self.shared.slots[slot]
 
 
 @dataclass
@@ -106,7 +108,7 @@ class Shared:
     announced: list[Announcement] = field(default_factory=list)
     sources: defaultdict[PolicyVersion, set[str]] = field(default_factory=lambda: defaultdict(set))
     peers: defaultdict[PolicyVersion, set[str]] = field(default_factory=lambda: defaultdict(set))
-    slots: dict[tuple[str, int], tuple[str, float]] = field(default_factory=dict)
+    slots: dict[Slot, tuple[str, float]] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     delay_s: float = 0.0

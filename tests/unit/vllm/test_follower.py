@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 from grpo_core.errors import ProtocolViolation
 from grpo_core.tree.server import load_server_settings
+from grpo_core.weights.version_log import Slot
 from grpo_core.weights.versions import DELTA_SUFFIX, FileParts, VersionKind, sha256_of
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.supervisor.follower import steps_between
@@ -517,15 +518,16 @@ async def test_a_waiting_server_tries_the_slots_of_a_few_others_at_a_time(
     run = Shared()
     run.announce(v(1))
     run.peers[v(1)] = {f"http://{number}/weights" for number in range(100)}
-    tried: list[str] = []
+    tried: list[list[str]] = []
 
-    async def take_slot(_self: Log, source: str) -> int | None:
-        tried.append(source)
-        return 0 if len(tried) > 4 else None
+    async def take_slot(_self: Log, sources: list[str]) -> Slot | None:
+        tried.append(sources)
+        return Slot(TRAINER, 0) if len(tried) > 1 else None
 
     monkeypatch.setattr(Log, "take_slot", take_slot)
     await Server(run).joins()
-    assert [source == TRAINER for source in tried] == [True, False, False, False, True]
+    assert [source == TRAINER for source in tried[0]] == [True, False, False, False]
+    assert len({*tried[0]}) == len(tried[1]) == 4
 
 
 async def test_a_slot_that_another_server_has_taken_is_not_used_any_more(
@@ -540,19 +542,19 @@ async def test_a_slot_that_another_server_has_taken_is_not_used_any_more(
     taken = 0
     take_slot = Log.take_slot
 
-    async def counted(self: Log, source: str) -> int | None:
+    async def counted(self: Log, sources: list[str]) -> Slot | None:
         nonlocal taken
         taken += 1
-        return await take_slot(self, source)
+        return await take_slot(self, sources)
 
     monkeypatch.setattr(Log, "take_slot", counted)
     server = Server(run)
     renew_slot, calls = Log.renew_slot, 0
 
-    async def lost_after_a_chunk(self: Log, source: str, number: int) -> bool:
+    async def lost_after_a_chunk(self: Log, slot: Slot) -> bool:
         nonlocal calls
         calls += 1
-        return False if calls == 2 else await renew_slot(self, source, number)
+        return False if calls == 2 else await renew_slot(self, slot)
 
     monkeypatch.setattr(Log, "renew_slot", lost_after_a_chunk)
     await server.joins()

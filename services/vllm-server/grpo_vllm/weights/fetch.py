@@ -18,7 +18,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.weights.delta import BadDelta
-from grpo_core.weights.version_log import ServerVersionLog
+from grpo_core.weights.version_log import ServerVersionLog, Slot
 from grpo_core.weights.versions import (
     DELTA_SUFFIX,
     MANIFEST,
@@ -38,7 +38,7 @@ FETCH_DEADLINE_S = 600.0
 ASK_AGAIN_S = (0.1, 0.3)
 """Bounds of a random pause while all slots are taken."""
 PEERS_ASKED = 3
-"""Servers whose slots are tried in one round; there may be hundreds that have a copy."""
+"""Servers whose slots are tried in one round."""
 HTTP = ("http://", "https://")
 
 
@@ -69,13 +69,6 @@ class _Transfer:
     peer_bytes: int = 0
     left: set[str] = field(default_factory=set)
     failures: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Slot:
-    source: str
-    number: int
-    of_peer: bool
 
 
 class Fetcher:
@@ -232,10 +225,8 @@ class Fetcher:
     async def _manifest(self, transfer: _Transfer, version: Announcement) -> tuple[bytes, Manifest]:
         """Raises `NotFetched`."""
         failures = {}
-        trainers, peers = await self._sources(version)
+        trainers, peers = await self._sources(version, transfer.left)
         for source in [*trainers, *peers]:
-            if source in transfer.left:
-                continue
             try:
                 text = await self._read(source, version, MANIFEST)
                 return text, checked_manifest(text, version)
@@ -263,15 +254,15 @@ class Fetcher:
         await self._staging.write(transfer.wanted.id, target, 0, b"")
         failed: set[str] = set()
         while rest:
-            async with self._slot(transfer, version, failed) as slot:
+            async with self._slot(transfer, version, failed) as (slot, is_peer):
                 try:
                     while rest:
                         piece = await self._piece(slot.source, version, name, rest[0])
                         transfer.bytes += len(piece)
-                        transfer.peer_bytes += len(piece) * slot.of_peer
+                        transfer.peer_bytes += len(piece) * is_peer
                         await self._staging.write(transfer.wanted.id, target, rest[0][0], piece)
                         rest.pop(0)
-                        if not await self._versions.renew_slot(slot.source, slot.number):
+                        if not await self._versions.renew_slot(slot):
                             break  # it took too long, and another server has the slot
                 except SourceFailed as error:
                     self.failed_sources += 1
@@ -313,40 +304,40 @@ class Fetcher:
     @contextlib.asynccontextmanager
     async def _slot(
         self, transfer: _Transfer, version: Announcement, failed: set[str]
-    ) -> AsyncIterator[_Slot]:
-        """A source with a slot for this server: the trainer if it has a free one, else any other
-        server. Waits while all slots are taken. Raises `NotFetched` if no source is left."""
-        slot = await self._free_slot(transfer, version, failed)
+    ) -> AsyncIterator[tuple[Slot, bool]]:
+        """A slot for this server: of the trainer if it has a free one, else of any other server,
+        which the second value says. Waits while all slots are taken. Raises `NotFetched` if no
+        source is left."""
+        slot, is_peer = await self._free_slot(transfer, version, failed)
         try:
-            yield slot
+            yield slot, is_peer
         finally:
-            await self._versions.release_slot(slot.source, slot.number)
+            await self._versions.release_slot(slot)
 
     async def _free_slot(
         self, transfer: _Transfer, version: Announcement, failed: set[str]
-    ) -> _Slot:
+    ) -> tuple[Slot, bool]:
         while True:
-            trainers, peers = await self._sources(version)
-            unusable = failed | transfer.left
-            candidates = [source for source in [*trainers, *peers] if source not in unusable]
-            if not candidates:
+            trainers, peers = await self._sources(version, failed | transfer.left)
+            if not trainers and not peers:
                 raise NotFetched(_no_source(version, transfer.failures))
-            random_peers = [source for source in candidates if source not in trainers]
-            asked = [source for source in candidates if source in trainers]
-            for source in [*asked, *random_peers[:PEERS_ASKED]]:
-                number = await self._versions.take_slot(source)
-                if number is not None:
-                    return _Slot(source, number, source not in trainers)
+            slot = await self._versions.take_slot([*trainers, *peers])
+            if slot is not None:
+                return slot, slot.source not in trainers
             await asyncio.sleep(random.uniform(*ASK_AGAIN_S))
 
-    async def _sources(self, version: Announcement) -> tuple[list[str], list[str]]:
-        """The trainer's URLs, and those of other servers in a random order."""
+    async def _sources(
+        self, version: Announcement, unusable: set[str]
+    ) -> tuple[list[str], list[str]]:
+        """The trainer's URLs, and those of a few other servers in a random order."""
         trainers = [
             source
             for source in await self._versions.sources(version.version)
-            if source.startswith(HTTP)
+            if source.startswith(HTTP) and source not in unusable
         ]
-        peers = [p for p in await self._versions.peers(version.version) if p != self._own_url]
+        without = {self._own_url} | unusable
+        some = await self._versions.peers(version.version, PEERS_ASKED + len(without))
+        peers = [source for source in some if source not in without][:PEERS_ASKED]
         random.shuffle(peers)
         return trainers, peers
 
