@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
 PRELOADED = [
@@ -16,6 +17,8 @@ PRELOADED = [
 @functools.cache
 def forked() -> ForkServerContext:
     """Its process imports PRELOADED once, which takes three seconds, and ends with the tests."""
+    # The tests of the environment's task code have started one that imports none of these.
+    forkserver._forkserver._stop()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context

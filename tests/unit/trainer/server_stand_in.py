@@ -14,7 +14,7 @@ from grpo_core.weights.versions import Announcement
 from tests.support.wait import DEADLINE_S, wait_for
 
 Reply = Callable[["StandIn", Announcement], None]
-BEAT_S = 0.05
+BEAT_S = 0.01
 
 
 class StandIn:

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -61,7 +60,10 @@ def _work(rank: int, how: str, directory: Path, silent_s: float) -> None:
         os.dup2(output.fileno(), 2)
     ranks = met(rank, (directory / "meeting").as_uri())
     with Heartbeat(ranks, beat_s=0.05, silent_s=silent_s, grace_s=0.1).beating():
-        if how != "done":
-            end: Callable[[], object] = ENDS[how][0] if rank else threading.Event().wait
-            end()
+        if how != "done" and rank == 0:
+            (directory / "waits").touch()
+            threading.Event().wait()
+        elif how != "done":
+            wait_for((directory / "waits").exists)
+            ENDS[how][0]()
     dist.destroy_process_group()

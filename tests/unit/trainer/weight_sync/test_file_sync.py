@@ -32,7 +32,7 @@ from grpo_trainer.errors import EngineCrashed, PolicyMismatch, ServedWeightsDiff
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.weight_sync import base
+from grpo_trainer.weight_sync import base, probe, publisher, servers
 from grpo_trainer.weight_sync.base import Incidents
 from grpo_trainer.weight_sync.directories import VersionDirectories
 from grpo_trainer.weight_sync.files import FileSync
@@ -184,7 +184,12 @@ class Bench:
 
 
 @pytest.fixture
-def bench(redis_url: str, model: str, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+def bench(
+    redis_url: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Bench]]:
+    for module in (base, probe, publisher, servers):
+        monkeypatch.setattr(module, "POLL_S", 0.01)
+    monkeypatch.setattr(probe, "REPORT_EVERY_S", 0.05)
     with ExitStack() as stack:
 
         def made(mode: str, *names: str) -> Bench:
@@ -433,7 +438,7 @@ def test_a_slow_server_does_not_hold_up_a_step_for_longer_than_publish_wait_s(
     answered = threading.Event()
     with rig.trainer(nodes=2) as sync:
         optimizer = begun(sync)
-        sync.publisher.wait_s = 0.5
+        sync.publisher.wait_s = 0.1
         rig.servers["http://b"].faults = itertools.repeat(lambda: bool(answered.wait()))
         assert take_steps(sync, optimizer, range(2)) == [True] * 2
         answered.set()
