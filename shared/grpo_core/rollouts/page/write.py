@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import base64
 import gzip
-import hashlib
 import html
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
+from grpo_core.rollouts.page.document import document
 from grpo_core.rollouts.page.encode import (
     GroupEncoder,
     Interval,
@@ -110,8 +109,10 @@ def packed(content: Json) -> str:
 
 LIMIT = 20_000_000
 """Characters of the rollouts in a page."""
-_SCRIPTS = ("data.js", "charts.js", "tokens.js", "filters.js", "groups.js", "main.js")
-_STATIC = resources.files("grpo_core.rollouts.page") / "static"
+_SCRIPTS = (
+    *("data.js", "charts.js", "tokens.js", "filters.js"),
+    *("steps.js", "groups.js", "main.js"),
+)
 
 
 def write_page(
@@ -173,32 +174,10 @@ def _group(record: RolloutRecord) -> int:
 
 
 def _document(title: str, content: Json, steps: Sequence[EncodedStep]) -> bytes:
-    style = _static("page.css")
-    script = "\n".join(_static(name) for name in _SCRIPTS)
-    # The policy forbids the browser every request, and scripts and styles other than these two.
-    policy = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}"
     data = [f'<script type="text/plain" id="content">{packed(content)}</script>']
     data += [
         f'<script type="text/plain" id="step-{at}">{step.data}</script>'
         for at, step in enumerate(steps)
     ]
-    values = {
-        "{{policy}}": html.escape(policy),
-        "{{style}}": style,
-        "{{data}}": "\n".join(data),
-        "{{script}}": script,
-        "{{title}}": html.escape(title),  # the last: a title may be one of these names
-    }
-    page = _static("page.html")
-    for name, value in values.items():
-        before, after = page.split(name)
-        page = before + value + after
-    return page.encode("utf-8", "xmlcharrefreplace")
-
-
-def _static(name: str) -> str:
-    return (_STATIC / name).read_text(encoding="utf-8")
-
-
-def _digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    values = {"{{data}}": "\n".join(data), "{{title}}": html.escape(title)}
+    return document("page.html", ["page.css"], _SCRIPTS, values).content

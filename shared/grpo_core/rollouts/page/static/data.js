@@ -1,16 +1,9 @@
 "use strict";
 
-/* Unpacks the data. Texts of a run enter the document only as text nodes, never as HTML. */
+/* The data of a run. Texts of a run enter the document only as text nodes, never as HTML. */
 
 const LOGPROB_STEPS = 10000; // logprobs are integers in units of 1e-4 nats
 const DIFFERENCE_STEPS = 100000; // differences of logprobs in units of 1e-5 nats
-
-async function unpack(id) {
-  const packed = atob(document.getElementById(id).textContent);
-  const bytes = Uint8Array.from(packed, (character) => character.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return JSON.parse(await new Response(stream).text());
-}
 
 /** Element with properties and children. Strings become text nodes. */
 function make(tag, properties = {}, ...children) {
@@ -34,16 +27,31 @@ function shown(value, digits = 3) {
 
 const signed = (value) => (value > 0 ? "+" : "") + shown(value);
 
-/** The run: its content, and the details of steps, which are unpacked when they are shown. */
+/** The rollouts of a run: its content, and the details of steps, which are loaded when they are shown. */
 class Run {
-  constructor(content) {
+  /** Args:
+   *   content: the steps with summaries of their groups, and the texts of tokens
+   *   load: returns the details of the step at a place of `content.steps`
+   */
+  constructor(content, load) {
     this.content = content;
     this.special = new Set(content.special);
+    this.hasServer = content.has_server;
+    this.hasTrainer = content.has_trainer;
     this.groups = content.steps.flatMap((one, at) =>
       one.groups.map((group, place) => ({ at, place, step: one.step, ...group })),
     );
-    this._unpacked = new Map(); // the newest last
+    this._describe(this.groups.flatMap((group) => group.sequences));
+    this._load = load;
+    this._loaded = new Map(); // the newest last
     this._searchable = new Map();
+  }
+
+  /** What colours depend on. */
+  _describe(sequences) {
+    const scores = sequences.map(([score]) => score).filter((score) => score !== null);
+    this.rewardRange = [smallest(scores), -smallest(scores.map((score) => -score))];
+    this.largestAdvantage = -smallest(sequences.map(([, advantage]) => -Math.abs(advantage ?? 0)));
   }
 
   async details(group) {
@@ -90,13 +98,15 @@ class Run {
   }
 
   async _step(at) {
-    const found = this._unpacked.get(at) ?? unpack(`step-${at}`);
-    this._unpacked.delete(at);
-    this._unpacked.set(at, found);
-    if (this._unpacked.size > 8) this._unpacked.delete(this._unpacked.keys().next().value);
+    const found = this._loaded.get(at) ?? this._load(at);
+    this._loaded.delete(at);
+    this._loaded.set(at, found);
+    if (this._loaded.size > 8) this._loaded.delete(this._loaded.keys().next().value);
     return found;
   }
 }
+
+const smallest = (values) => values.reduce((least, value) => Math.min(least, value), Infinity);
 
 /** Whether each token is trained on: `runs` are lengths of alternating runs, a trained one first. */
 function trainedOf(part) {
@@ -115,3 +125,8 @@ function logprobsOf(part, at) {
 }
 
 const scaled = (value, steps) => (value === null || value === undefined ? null : value / steps);
+
+const counted = (number, name) => `${number.toLocaleString("en")} ${name}${number === 1 ? "" : "s"}`;
+
+const nearestOf = (numbers, wanted) =>
+  numbers.reduce((best, one) => (Math.abs(one - wanted) < Math.abs(best - wanted) ? one : best));

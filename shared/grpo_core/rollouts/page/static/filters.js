@@ -3,12 +3,23 @@
 const SEARCH_DELAY_MS = 200;
 
 class Filters {
-  /** Args: onChange: called after every change */
-  constructor(run, onChange) {
+  /** Args:
+   *   steps: has the first and the last step that are shown, in `first` and `last`
+   *   onChange: called after every change
+   */
+  constructor(steps, onChange) {
+    this.steps = steps;
+    this.run = null;
+    this._prepare(onChange);
+  }
+
+  setRun(run) {
     this.run = run;
-    this.onChange = onChange;
-    this.steps = run.content.steps.map((one) => one.step);
-    this._prepare();
+    const [chosen, tasks] = [byId("task").value, [...new Set(run.groups.map((group) => group.task))].sort()];
+    const options = [["", "all tasks"], ...tasks.map((task) => [task, task])];
+    byId("task").replaceChildren(...options.map(([value, textContent]) => make("option", { value, textContent })));
+    byId("task").value = tasks.includes(chosen) ? chosen : "";
+    byId("task-field").hidden = tasks.length < 2;
   }
 
   get wanted() {
@@ -21,12 +32,12 @@ class Filters {
 
   /** Groups that match, each with the matching sequences in `matching`, by their place. */
   async select(isCurrent) {
-    const [from, to] = [numberIn("from", -Infinity), numberIn("to", Infinity)];
+    const { first, last } = this.steps;
     const [low, high] = [numberIn("low", -Infinity), numberIn("high", Infinity)];
     const [task, wanted] = [byId("task").value, this.wanted];
     const found = [];
     for (const group of this.run.groups) {
-      if (group.step < from || group.step > to || (task && group.task !== task)) continue;
+      if (group.step < first || group.step > last || (task && group.task !== task)) continue;
       let matching = [...group.sequences.keys()].filter((place) => {
         const [score] = group.sequences[place];
         return score === null || (score >= low && score <= high);
@@ -41,50 +52,21 @@ class Filters {
     return sorted(found, this.order);
   }
 
-  showStep(step) {
-    const nearest = this.steps.reduce((best, one) => (Math.abs(one - step) < Math.abs(best - step) ? one : best));
-    this._setSteps(nearest, nearest);
-    this.onChange();
-  }
-
-  _setSteps(from, to) {
-    byId("from").value = from;
-    byId("to").value = to;
-    this._follow();
-  }
-
-  /** The slider stands at the first shown step. */
-  _follow() {
-    const from = numberIn("from", this.steps[0]);
-    const at = this.steps.findIndex((step) => step >= from);
-    byId("step").value = at < 0 ? this.steps.length - 1 : at;
-  }
-
-  _prepare() {
-    const [first, last] = [this.steps[0], this.steps.at(-1)];
-    byId("step").max = this.steps.length - 1;
-    for (const id of ["from", "to"]) Object.assign(byId(id), { min: first, max: last });
-    const tasks = [...new Set(this.run.groups.map((group) => group.task))].sort();
-    const options = [["", "all tasks"], ...tasks.map((task) => [task, task])];
-    byId("task").replaceChildren(...options.map(([value, textContent]) => make("option", { value, textContent })));
-    byId("task-field").hidden = tasks.length < 2;
-    this._setSteps(last, last);
-
-    let waiting = 0;
-    const later = () => {
-      clearTimeout(waiting);
-      waiting = setTimeout(this.onChange, SEARCH_DELAY_MS);
-    };
-    for (const id of ["search", "low", "high", "from", "to"]) byId(id).addEventListener("input", later);
-    for (const id of ["task", "order"]) byId(id).addEventListener("input", this.onChange);
-    for (const id of ["from", "to"]) byId(id).addEventListener("input", () => this._follow());
-    byId("step").addEventListener("input", () => this.showStep(this.steps[Number(byId("step").value)]));
-    byId("all-steps").addEventListener("click", () => {
-      this._setSteps(first, last);
-      this.onChange();
-    });
+  _prepare(onChange) {
+    const later = delayed(onChange);
+    for (const id of ["search", "low", "high"]) byId(id).addEventListener("input", later);
+    for (const id of ["task", "order"]) byId(id).addEventListener("input", onChange);
     byId("controls").addEventListener("submit", (event) => event.preventDefault());
   }
+}
+
+/** Calls it when one has stopped typing. */
+function delayed(call) {
+  let waiting = 0;
+  return () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(call, SEARCH_DELAY_MS);
+  };
 }
 
 function numberIn(id, otherwise) {

@@ -5,16 +5,24 @@ const TEXT_AT_ONCE = 20000; // characters
 const DOTS = 24;
 
 class GroupView {
-  constructor(run, filters) {
-    this.run = run;
+  constructor(filters) {
     this.filters = filters;
+    this.run = null;
     this.found = [];
     this.at = 0;
     this.listed = 0;
-    this.colouring = Object.keys(COLOURINGS).find((name) => COLOURINGS[name].known(run));
+    this.colouring = null;
     this._blocks = [];
     this._turn = 0; // counts requests, so that a slow one does not replace a newer one
     this._prepare();
+  }
+
+  setRun(run) {
+    this.run = run;
+    this.filters.setRun(run);
+    const known = Object.keys(COLOURINGS).filter((name) => COLOURINGS[name].known(run));
+    if (!known.includes(this.colouring)) [this.colouring] = known;
+    this._showColourings();
   }
 
   /** Apply the filters, and show the first group that matches. */
@@ -122,6 +130,10 @@ class GroupView {
       const button = event.target.closest("button");
       if (button) this.show(Number(button.dataset.at));
     });
+    document.addEventListener("keydown", (event) => this._key(event));
+  }
+
+  _showColourings() {
     byId("colourings").replaceChildren(...Object.entries(COLOURINGS).map(([name, one]) => {
       const input = make("input", {
         type: "radio", name: "colouring", value: name,
@@ -132,7 +144,6 @@ class GroupView {
     }));
     showLegend(this.run, this.colouring);
     byId("colourings").hidden = byId("legend").hidden = this.colouring === "mask"; // nothing else is known
-    document.addEventListener("keydown", (event) => this._key(event));
   }
 
   _key(event) {
@@ -205,5 +216,3 @@ function plainText(text) {
   else block.append(make("span", { className: "empty", textContent: "no text" }));
   return block;
 }
-
-const counted = (number, name) => `${number.toLocaleString("en")} ${name}${number === 1 ? "" : "s"}`;

@@ -1,4 +1,11 @@
-/* Builds the page. */
+/* Builds the report: a page that contains all data of a run. */
+
+async function unpack(id) {
+  const packed = atob(document.getElementById(id).textContent);
+  const bytes = Uint8Array.from(packed, (character) => character.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+}
 
 async function start() {
   if (typeof DecompressionStream === "undefined") {
@@ -8,36 +15,27 @@ async function start() {
   byId("title").textContent = content.title;
   byId("facts").replaceChildren(...content.facts.map(([name, value]) =>
     make("div", {}, make("dt", { textContent: name }), make("dd", { textContent: value, dir: "auto" }))));
-  const run = describe(new Run(content));
-  let filters = null;
+  const run = new Run(content, (at) => unpack(`step-${at}`));
+  let steps = null;
   showCurves(content.curves, (step) => {
-    filters?.showStep(step);
+    steps?.showStep(step);
     byId("rollouts-section").scrollIntoView();
   });
-  if (run.groups.length) filters = showRollouts(run);
+  if (run.groups.length) steps = showRollouts(run);
 }
 
 function showRollouts(run) {
   let view = null;
-  const filters = new Filters(run, () => view.refresh());
-  view = new GroupView(run, filters);
+  const refresh = () => view.refresh();
+  const steps = new StepRange(run.content.steps.map((one) => one.step), refresh);
+  view = new GroupView(new Filters(steps, refresh));
+  view.setRun(run);
   tellWhatIsLeftOut(run.content);
   listenToTokens();
   byId("rollouts-section").hidden = false;
   view.refresh();
-  return filters;
+  return steps;
 }
-
-/** Adds what colours depend on. */
-function describe(run) {
-  const sequences = run.groups.flatMap((group) => group.sequences);
-  const scores = sequences.map(([score]) => score).filter((score) => score !== null);
-  run.rewardRange = [smallest(scores), -smallest(scores.map((score) => -score))];
-  run.largestAdvantage = -smallest(sequences.map(([, advantage]) => -Math.abs(advantage ?? 0)));
-  return Object.assign(run, { hasServer: run.content.has_server, hasTrainer: run.content.has_trainer });
-}
-
-const smallest = (values) => values.reduce((least, value) => Math.min(least, value), Infinity);
 
 function tellWhatIsLeftOut({ steps, all_steps: allSteps }) {
   const said = [];
