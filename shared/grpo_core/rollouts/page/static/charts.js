@@ -7,7 +7,10 @@ const LEFT = 40;
 const RIGHT = 8;
 const TOP = 8;
 const BOTTOM = 20;
-const SMOOTH_FROM = 30; // points
+const STYLES = 6; // of lines, see page.css
+const KEY_STEPS = { ArrowLeft: -1, ArrowRight: 1, PageDown: -10, PageUp: 10, Home: -Infinity, End: Infinity };
+
+const STEPS = { text: (x) => String(x), said: (x) => `step ${x}` };
 
 function draw(tag, attributes, text) {
   const element = document.createElementNS(SVG, tag);
@@ -16,56 +19,134 @@ function draw(tag, attributes, text) {
   return element;
 }
 
+/** A chart of one metric, with a line for each run. */
 class Chart {
-  /** Args: first, last: steps at the ends of the x axis */
-  constructor(curve, first, last) {
-    this.points = curve.points.filter(([, y]) => y !== null);
-    this.interval = new Map(curve.interval.map(([x, low, high]) => [x, [low, high]]));
-    this.unit = curve.unit;
-    this.first = first;
-    this.last = Math.max(last, first + 1);
-    const values = [...this.points.map(([, y]) => y), ...[...this.interval.values()].flat()];
-    this.ticks = niceTicks(Math.min(...values), Math.max(...values));
+  /** Args: name, title, unit: of the metric */
+  constructor({ name, title, unit }) {
+    this.name = name;
+    this.title = title;
+    this.unit = unit;
+    this.series = [];
+    this.pointed = null; // x
     this.value = make("span", { className: "value" });
+    this.svg = draw("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "slider", tabindex: 0 });
     this.figure = make("figure", {},
-      make("figcaption", {},
-        make("span", { className: "name", textContent: curve.title, title: curve.name }), this.value),
-      this._svg(curve));
-    this.rest();
+      make("figcaption", {}, make("span", { className: "name", textContent: title, title: name }), this.value),
+      this.svg);
+  }
+
+  /** Args:
+   *   series: of each run its label, style (null if it is the only one), points [x, y, step] in order of x
+   *     and intervals [x, low, high]
+   *   axis: first and last x, and how an x reads on the axis (`text`) and in words (`said`)
+   */
+  show(series, axis) {
+    this.series = series.map((one) => ({ ...one, ends: new Map(one.interval.map(([x, ...ends]) => [x, ends])) }));
+    this.axis = { ...axis, last: axis.last > axis.first ? axis.last : axis.first + 1 };
+    this.ticks = niceTicks(...rangeOf(this.series.flatMap((one) =>
+      [...one.points.map(([, y]) => y), ...[...one.ends.values()].flat()])));
+    this.svg.setAttribute("aria-label", `${this.title}: ${this.series.map((one) => this._summary(one)).join("; ")}`);
+    this._draw();
+    if (this.pointed === null) this.rest();
+    else this.at(this.pointed);
   }
 
   rest() {
+    this.pointed = null;
     this.cross.style.display = "none";
-    const [, y] = this.points.at(-1);
-    this.value.textContent = this._text(this.points.at(-1)[0], y, "");
+    this._tell(this.series.map((one) => one.points.at(-1)), "");
   }
 
-  /** Show the value at the nearest step. */
-  at(step) {
-    const nearest = this.points.reduce((best, point) =>
-      Math.abs(point[0] - step) < Math.abs(best[0] - step) ? point : best);
-    const [x, y] = nearest;
+  /** Show the values at the nearest points. */
+  at(x) {
+    this.pointed = x;
+    const points = this.series.map((one) => this._pointAt(one, x));
+    const [nearest] = points.filter(Boolean).sort((a, b) => Math.abs(a[0] - x) - Math.abs(b[0] - x));
     this.cross.style.display = "";
-    this.cross.setAttribute("transform", `translate(${this._x(x)} 0)`);
-    this.dot.setAttribute("cy", this._y(y));
-    this.value.textContent = this._text(x, y, `step ${x}: `);
+    this.cross.firstChild.setAttribute("transform", `translate(${this._x(nearest[0])} 0)`);
+    for (const [at, point] of points.entries()) {
+      const dot = this.cross.children[at + 1];
+      dot.style.display = point ? "" : "none";
+      if (point) dot.setAttribute("transform", `translate(${this._x(point[0])} ${this._y(point[1])})`);
+    }
+    this._tell(points, `${this.axis.said(nearest[0])}: `);
   }
 
-  stepAt(event) {
+  xAt(event) {
     const box = this.svg.getBoundingClientRect();
     const x = ((event.clientX - box.left) / box.width) * WIDTH;
     const share = (x - LEFT) / (WIDTH - LEFT - RIGHT);
-    return this.first + Math.max(0, Math.min(1, share)) * (this.last - this.first);
+    return this.axis.first + Math.max(0, Math.min(1, share)) * (this.axis.last - this.axis.first);
   }
 
-  _text(x, y, before) {
-    const interval = this.interval.get(x);
+  /** The place of the line, and the step of its point, that are nearest to the pointer; and its x. */
+  chosenAt(event) {
+    const [x, box] = [this.xAt(event), this.svg.getBoundingClientRect()];
+    const y = ((event.clientY - box.top) / box.height) * HEIGHT;
+    const far = (at) => {
+      const point = this._pointAt(this.series[at], x);
+      return point ? Math.abs(this._y(point[1]) - y) : Infinity;
+    };
+    const [at] = [...this.series.keys()].sort((a, b) => far(a) - far(b));
+    return { at, x, step: this._stepOf(at, x) };
+  }
+
+  /** The x that a key leads to, by the points of the first line; undefined if it is no such key. */
+  xByKey(event) {
+    if (!(event.key in KEY_STEPS)) return undefined;
+    const [{ points }] = this.series;
+    const place = this.pointed === null ? points.length - 1 : nearestPlace(points, this.pointed);
+    return points[Math.max(0, Math.min(points.length - 1, place + KEY_STEPS[event.key]))][0];
+  }
+
+  stepByKey() {
+    const x = this.pointed ?? this.axis.last;
+    return { at: 0, x, step: this._stepOf(0, x) };
+  }
+
+  _stepOf(at, x) {
+    const { points } = this.series[at];
+    return points[nearestPlace(points, x)][2];
+  }
+
+  /** The nearest point, or null if the line ends far from x. */
+  _pointAt({ points }, x) {
+    const point = points[nearestPlace(points, x)];
+    const reach = (this.axis.last - this.axis.first) / 20;
+    const isBeyond = x < points[0][0] - reach || x > points.at(-1)[0] + reach;
+    return this.series.length > 1 && isBeyond ? null : point;
+  }
+
+  _summary({ label, points }) {
+    const [begin, end] = [points[0], points.at(-1)];
+    const said = ([x, y]) => `${shown(y)} at ${this.axis.said(x)}`;
+    return `${label ? `${label} ` : ""}${said(begin)}, ${said(end)}`;
+  }
+
+  _tell(points, before) {
+    const texts = points.map((point, at) => this._text(this.series[at], point));
+    if (this.series.length === 1) this.value.textContent = before + texts[0];
+    else {
+      this.value.replaceChildren(before, ...texts.map((text, at) => make("span", { className: "one" },
+        lineSample(this.series[at].style), ` ${text}`)));
+    }
+    const [x, places] = [this.pointed ?? this.axis.last, { min: this.axis.first, max: this.axis.last }];
+    const said = texts.map((text, at) => `${this.series[at].label ?? ""} ${text}`.trim()).join(", ");
+    for (const [name, value] of Object.entries({ ...places, now: x, text: before + said })) {
+      this.svg.setAttribute(`aria-value${name}`, value);
+    }
+  }
+
+  _text(one, point) {
+    if (!point) return "–";
+    const [x, y] = point;
+    const interval = one.ends.get(x);
     const ends = interval ? ` (${shown(interval[0])} to ${shown(interval[1])})` : "";
-    return `${before}${shown(y)}${ends} ${y === 1 ? this.unit.replace(/s$/, "") : this.unit}`;
+    return `${shown(y)}${ends} ${y === 1 ? this.unit.replace(/s$/, "") : this.unit}`;
   }
 
   _x(x) {
-    return LEFT + ((x - this.first) / (this.last - this.first)) * (WIDTH - LEFT - RIGHT);
+    return LEFT + ((x - this.axis.first) / (this.axis.last - this.axis.first)) * (WIDTH - LEFT - RIGHT);
   }
 
   _y(y) {
@@ -73,104 +154,70 @@ class Chart {
     return HEIGHT - BOTTOM - ((y - low) / (high - low)) * (HEIGHT - BOTTOM - TOP);
   }
 
-  _svg(curve) {
-    const [begin, end] = [this.points[0], this.points.at(-1)];
-    const said = `${curve.title}: ${shown(begin[1])} at step ${begin[0]}, ${shown(end[1])} at step ${end[0]}`;
-    this.svg = draw("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": said });
-    for (const tick of this.ticks) {
+  _draw() {
+    const parts = this.ticks.flatMap((tick) => {
       const y = this._y(tick);
-      this.svg.append(
+      return [
         draw("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y, y2: y }),
-        draw("text", { class: "tick", x: LEFT - 6, y: y + 3.5, "text-anchor": "end" }, tickText(tick, this.ticks)));
-    }
-    for (const [step, anchor] of [[this.first, "start"], [this.last, "end"]]) {
-      const place = { class: "tick", x: this._x(step), y: HEIGHT - 5, "text-anchor": anchor };
-      this.svg.append(draw("text", place, String(step)));
-    }
-    this.svg.append(...this._lines());
-    this.dot = draw("circle", { r: 3.5, class: "dot" });
-    this.cross = draw("g", {});
-    this.cross.append(draw("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM }), this.dot);
-    this.svg.append(this.cross);
-    return this.svg;
-  }
-
-  _lines() {
-    const path = (points) => points.map(([x, y]) => `${this._x(x)},${this._y(y)}`).join(" ");
-    if (this.interval.size || this.points.length === 1) return this._marks(path);
-    if (this.points.length < SMOOTH_FROM) {
-      return [draw("polyline", { class: "line", points: path(this.points) })];
-    }
-    return [
-      draw("polyline", { class: "line raw", points: path(this.points) }),
-      draw("polyline", { class: "line", points: path(movingAverage(this.points)) }),
-    ];
-  }
-
-  /** Few points, such as evaluations: a line with points and their intervals. */
-  _marks(path) {
-    const bars = this.points.flatMap(([x, y]) => {
-      const ends = this.interval.get(x);
-      const place = { x1: this._x(x), x2: this._x(x) };
-      const bar = ends && draw("line", { class: "interval", ...place, y1: this._y(ends[0]), y2: this._y(ends[1]) });
-      return [bar, draw("circle", { class: "dot", r: 3, cx: this._x(x), cy: this._y(y) })].filter(Boolean);
+        draw("text", { class: "tick", x: LEFT - 6, y: y + 3.5, "text-anchor": "end" }, tickText(tick, this.ticks)),
+      ];
     });
-    return [draw("polyline", { class: "line", points: path(this.points) }), ...bars];
+    for (const [x, anchor] of [[this.axis.first, "start"], [this.axis.last, "end"]]) {
+      const place = { class: "tick", x: this._x(x), y: HEIGHT - 5, "text-anchor": anchor };
+      parts.push(draw("text", place, this.axis.text(x)));
+    }
+    this.cross = draw("g", {});
+    this.cross.append(
+      draw("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM }),
+      ...this.series.map(({ style }) => draw("circle", { r: 3.5, class: `dot ${styleName(style)}` })));
+    this.svg.replaceChildren(...parts, ...this.series.flatMap((one) => this._lines(one)), this.cross);
+  }
+
+  _lines({ points, ends, style }) {
+    const path = (some) => some.map(([x, y]) => `${this._x(x).toFixed(1)},${this._y(y).toFixed(1)}`).join(" ");
+    const line = (some, more = "") => draw("polyline", { class: `line ${styleName(style)} ${more}`, points: path(some) });
+    if (ends.size || points.length === 1) return [line(points), ...this._marks(points, ends, style)];
+    if (points.length < SMOOTH_FROM) return [line(points)];
+    const smooth = line(movingAverage(points));
+    return style === null ? [line(points, "raw"), smooth] : [smooth];
+  }
+
+  /** Of few points, such as evaluations: the points and their intervals. */
+  _marks(points, ends, style) {
+    return points.flatMap(([x, y]) => {
+      const interval = ends.get(x);
+      const place = { x1: this._x(x), x2: this._x(x) };
+      const bar = interval && draw("line", { class: `interval ${styleName(style)}`, ...place, y1: this._y(interval[0]), y2: this._y(interval[1]) });
+      return [bar, draw("circle", { class: `dot ${styleName(style)}`, r: 3, cx: this._x(x), cy: this._y(y) })].filter(Boolean);
+    });
   }
 }
 
-const smoothingWindow = (points) => Math.max(3, Math.floor(points.length / 10));
+const styleName = (style) => (style === null ? "" : `style-${style % STYLES}`);
 
-function movingAverage(points) {
-  const width = smoothingWindow(points);
-  let sum = 0;
-  return points.map(([x, y], at) => {
-    sum += y - (at >= width ? points[at - width][1] : 0);
-    return [x, sum / Math.min(at + 1, width)];
+function lineSample(style) {
+  const svg = draw("svg", { class: "sample", viewBox: "0 0 26 8", "aria-hidden": "true" });
+  svg.append(draw("line", { class: `line ${styleName(style)}`, x1: 1, x2: 25, y1: 4, y2: 4 }));
+  return svg;
+}
+
+/** Let all charts follow the pointer or the keys at one of them.
+ *
+ * Args: onChoose: called with the place of a line (`at`), x and step, if one clicks or presses Enter
+ */
+function connect(chart, charts, onChoose) {
+  const point = (x) => charts().forEach((one) => one.at(x));
+  const rest = () => charts().forEach((one) => one.rest());
+  const listen = (name, react) => chart.svg.addEventListener(name, react);
+  for (const name of ["pointermove", "pointerdown"]) listen(name, (event) => point(chart.xAt(event)));
+  for (const name of ["pointerleave", "blur"]) listen(name, rest);
+  listen("click", (event) => onChoose(chart.chosenAt(event)));
+  listen("keydown", (event) => {
+    const x = chart.xByKey(event);
+    if (event.key === "Enter") onChoose(chart.stepByKey());
+    else if (x !== undefined) point(x);
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
   });
-}
-
-/** Two to five round numbers at equal distances, between which both values are. */
-function niceTicks(low, high) {
-  if (low === high) return low === 0 ? [0, 1] : niceTicks(Math.min(0, low), Math.max(0, high));
-  const span = high - low;
-  const power = 10 ** Math.floor(Math.log10(span / 4));
-  for (const factor of [1, 2, 5, 10, 20]) {
-    const size = factor * power;
-    const first = Math.floor(low / size + 1e-9);
-    const last = Math.max(Math.ceil(high / size - 1e-9), first + 1);
-    if (last - first > 4) continue;
-    return Array.from({ length: last - first + 1 }, (_, at) => Number(((first + at) * size).toPrecision(12)));
-  }
-  return [low, high];
-}
-
-/** With as many decimals as the other ticks. */
-function tickText(tick, ticks) {
-  const size = ticks[1] - ticks[0];
-  const largest = Math.max(...ticks.map(Math.abs));
-  if (largest < 1e-3 || largest >= 1e5) return tick === 0 ? "0" : tick.toExponential().replaceAll("-", MINUS);
-  return tick.toFixed(Math.max(0, -Math.floor(Math.log10(size) + 1e-9))).replace("-", MINUS);
-}
-
-/** Args: onStep: called with the step that one clicks at */
-function showCurves(curves, onStep) {
-  const drawable = curves.filter((curve) => curve.points.some(([, y]) => y !== null));
-  if (!drawable.length) return;
-  const steps = drawable.flatMap((curve) => curve.points.map(([x]) => x));
-  const [first, last] = [Math.min(...steps), Math.max(...steps)];
-  const charts = drawable.map((curve) => new Chart(curve, first, last));
-  for (const chart of charts) {
-    const move = (event) => charts.forEach((one) => one.at(chart.stepAt(event)));
-    chart.svg.addEventListener("pointermove", move);
-    chart.svg.addEventListener("pointerdown", move);
-    chart.svg.addEventListener("pointerleave", () => charts.forEach((one) => one.rest()));
-    chart.svg.addEventListener("click", (event) => onStep(chart.stepAt(event)));
-  }
-  byId("curves").replaceChildren(...charts.map((chart) => chart.figure));
-  const width = Math.max(...charts.map((chart) => smoothingWindow(chart.points)));
-  const smooth = charts.some((chart) => chart.points.length >= SMOOTH_FROM);
-  byId("curves-hint").textContent = "The x axis is the training step. Click a curve to see the rollouts of a step."
-    + (smooth ? ` Thin lines: each step. Thick lines: mean of ${width} steps.` : "");
-  byId("curves-section").hidden = false;
 }

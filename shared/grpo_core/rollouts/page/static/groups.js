@@ -3,10 +3,13 @@
 const LISTED_AT_ONCE = 100;
 const TEXT_AT_ONCE = 20000; // characters
 const DOTS = 24;
+const TOKENS_AT_ONCE = 1500;
 
 class GroupView {
-  constructor(filters) {
+  /** Args: onRead: called when one turns to a group, or touches what is shown of it */
+  constructor(filters, onRead = () => {}) {
     this.filters = filters;
+    this.onRead = onRead;
     this.run = null;
     this.found = [];
     this.at = 0;
@@ -59,7 +62,25 @@ class GroupView {
     byId("place").textContent = `Step ${group.step}, group ${group.group}`;
     byId("count").textContent = `${this.at + 1} of ${this.found.length}`;
     this._blocks = [];
-    byId("details").replaceChildren(...this._details(group, details));
+    byId("details").replaceChildren();
+    await this._fill(this._details(group, details), () => turn === this._turn);
+  }
+
+  /** Draw the parts of a group. After many tokens, the browser may react to the user first. */
+  async _fill(parts, isCurrent) {
+    let pauseAt = TOKENS_AT_ONCE;
+    for (const part of parts) {
+      byId("details").append(part());
+      if (this._blocks.reduce((sum, block) => sum + block.shown, 0) < pauseAt) continue;
+      pauseAt += TOKENS_AT_ONCE;
+      await new Promise((done) => setTimeout(done));
+      if (!isCurrent()) return;
+    }
+  }
+
+  _turnTo(at) {
+    this.onRead();
+    this.show(at);
   }
 
   colour(name) {
@@ -68,6 +89,7 @@ class GroupView {
     for (const block of this._blocks) block.colour(name);
   }
 
+  /** Functions that make the elements, in their order. */
   _details(group, details) {
     const hidden = [...details.sequences.keys()].filter((place) => !group.matching.includes(place));
     const card = (place) => this._completion(details.sequences[place]);
@@ -76,11 +98,11 @@ class GroupView {
     if (others) others.addEventListener("toggle", () => others.append(...hidden.map(card)), { once: true });
     const about = [group.task, details.item && `item ${details.item.slice(0, 12)}`].filter(Boolean).join(", ");
     return [
-      make("section", { className: "prompt" },
+      () => make("section", { className: "prompt" },
         make("h3", {}, "Prompt ", make("small", { textContent: about })),
         ...this._content(details.prompt, details.prompt)),
-      ...group.matching.map(card),
-      ...(others ? [others] : []),
+      ...group.matching.map((place) => () => card(place)),
+      ...(others ? [() => others] : []),
     ];
   }
 
@@ -123,13 +145,14 @@ class GroupView {
   }
 
   _prepare() {
-    byId("previous").addEventListener("click", () => this.show(this.at - 1));
-    byId("next").addEventListener("click", () => this.show(this.at + 1));
+    byId("previous").addEventListener("click", () => this._turnTo(this.at - 1));
+    byId("next").addEventListener("click", () => this._turnTo(this.at + 1));
     byId("more").addEventListener("click", () => this._listMore());
     byId("list").addEventListener("click", (event) => {
       const button = event.target.closest("button");
-      if (button) this.show(Number(button.dataset.at));
+      if (button) this._turnTo(Number(button.dataset.at));
     });
+    byId("details").addEventListener("click", this.onRead);
     document.addEventListener("keydown", (event) => this._key(event));
   }
 
@@ -148,10 +171,10 @@ class GroupView {
 
   _key(event) {
     if (event.key === "Escape") hideTip();
-    const typing = event.target.closest?.("input, select, textarea");
+    const typing = event.target.closest?.("input, select, textarea, dialog");
     if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
     const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (move) this.show(this.at + move);
+    if (move) this._turnTo(this.at + move);
     else if (event.key === "/") byId("search").focus();
     else return;
     event.preventDefault();

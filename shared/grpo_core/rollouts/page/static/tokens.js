@@ -65,6 +65,7 @@ class TokenBlock {
     this.run = run;
     this.sequence = sequence;
     this.tokens = run.tokens(part);
+    this.shown = 0;
     this.hits = hitsIn(this.tokens, wanted);
     this.element = make("div", { className: "tokens" });
     this.element.dir = "auto";
@@ -73,10 +74,9 @@ class TokenBlock {
 
   show(colouring, count = FIRST_TOKENS) {
     this.colouring = colouring;
-    const first = this.element.querySelectorAll(".token").length;
     this.element.querySelector("button")?.remove();
-    const end = Math.min(this.tokens.length, first + count);
-    for (let at = first; at < end; at += 1) this.element.append(this._span(at));
+    const end = Math.min(this.tokens.length, this.shown + count);
+    for (; this.shown < end; this.shown += 1) this.element.append(this._span(this.shown));
     const left = this.tokens.length - end;
     if (left) {
       const text = `Show ${Math.min(left, MORE_TOKENS)} more of ${this.tokens.length} tokens`;

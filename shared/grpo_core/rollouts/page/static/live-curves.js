@@ -1,0 +1,170 @@
+/* Curves that grow, of one run or of several over each other. */
+
+const AXES = {
+  step: { label: "Step", meaning: "the training step", ...STEPS, at: ([step]) => step },
+  time: { label: "Time", meaning: "the time since the start of the run", text: duration, said: duration, at: ([, time]) => time },
+  tokens: { label: "Tokens", meaning: "the number of sampled tokens", text: short, said: (x) => `${short(x)} tokens`, at: ([, , tokens]) => tokens },
+};
+const FIRST_CURVES = 8;
+const LARGEST_POINTS = 1000;
+const NEW_POINTS = 500; // after so many, the curves are asked for again
+
+class LiveCurves {
+  /** Args: onChoose: called with a run and the step that one clicks at */
+  constructor(onChoose) {
+    this.onChoose = onChoose;
+    this.axis = "step";
+    this._runs = [];
+    this._names = {};
+    this._curves = new Map(); // of a run: its curves by name
+    this._charts = new Map(); // by name of the curve
+    this._limit = FIRST_CURVES;
+    this._turn = 0;
+    this._drawing = false;
+    this._prepare();
+  }
+
+  /** Args: names: shown names of the runs by their id */
+  async setRuns(runs, names) {
+    this._runs = runs;
+    this._names = names;
+    await this.load();
+  }
+
+  async load() {
+    const [turn, runs] = [++this._turn, this._runs];
+    const points = Math.min(LARGEST_POINTS, Math.round(byId("curves").clientWidth * devicePixelRatio));
+    const asked = runs.map((run) => ask(`${pathOf(run)}/curves?x=${this.axis}&points=${points}`));
+    const answers = await Promise.all(asked);
+    if (turn !== this._turn) return;
+    this._added = 0;
+    this._curves = new Map(answers.map(({ curves }, at) => [runs[at], new Map(curves.map((one) => [one.name, known(one)]))]));
+    this.draw();
+  }
+
+  /** Add new points. Points of a step that the run repeats replace it and the later ones. */
+  add({ run, points }) {
+    const curves = this._curves.get(run);
+    if (!curves) return;
+    for (const [name, added] of Object.entries(points)) {
+      const curve = curves.get(name);
+      if (!curve || (this._added += added.length) > NEW_POINTS) return this.load();
+      for (const point of added) append(curve.points, [AXES[this.axis].at(point), point[3], point[0]]);
+    }
+    this.draw();
+    return null;
+  }
+
+  /** Once for each frame of the screen; a hidden page draws nothing. */
+  draw() {
+    if (this._drawing) return;
+    this._drawing = true;
+    requestAnimationFrame(() => {
+      this._drawing = false;
+      this._draw();
+    });
+  }
+
+  _draw() {
+    const all = this._named();
+    const names = [...all.keys()].slice(0, this._limit);
+    const [first, last] = rangeOf([...all.values()].flatMap(({ series }) =>
+      series.flatMap(({ points }) => [points[0][0], points.at(-1)[0]])));
+    for (const name of names) {
+      this._chart(all.get(name)).show(all.get(name).series, { ...AXES[this.axis], first, last });
+    }
+    this._place(names);
+    this._tell(all);
+    this._showLines();
+  }
+
+  /** What is drawn of each name, in the order in which the service names them. */
+  _named() {
+    const all = new Map();
+    for (const [at, run] of this._runs.entries()) {
+      for (const curve of this._curves.get(run)?.values() ?? []) {
+        if (!curve.points.length) continue;
+        if (!all.has(curve.name)) all.set(curve.name, { ...curve, series: [] });
+        const several = this._runs.length > 1;
+        all.get(curve.name).series.push({
+          run, points: curve.points, interval: curve.intervals ?? [],
+          label: several ? this._names[run] : null, style: several ? at : null,
+        });
+      }
+    }
+    return all;
+  }
+
+  _chart(curve) {
+    let chart = this._charts.get(curve.name);
+    if (!chart) {
+      chart = new Chart(curve);
+      this._charts.set(curve.name, chart);
+      connect(chart, () => this._shown, ({ at, step }) => this.onChoose(chart.series[at].run, step));
+    }
+    return chart;
+  }
+
+  _place(names) {
+    this._shown = names.map((name) => this._charts.get(name));
+    const figures = this._shown.map((chart) => chart.figure);
+    const { children } = byId("curves");
+    const isSame = figures.length === children.length && figures.every((figure, at) => children[at] === figure);
+    if (!isSame) byId("curves").replaceChildren(...figures);
+  }
+
+  _tell(all) {
+    const longest = [...all.values()].some(({ series }) => series.some(({ points }) => points.length >= SMOOTH_FROM));
+    const thin = this._runs.length > 1 ? "" : " Thin lines: the values.";
+    byId("curves-hint").textContent = all.size
+      ? `The x axis is ${AXES[this.axis].meaning}. Choose a point to see the rollouts of its step.`
+        + (longest ? `${thin} Thick lines: mean over a tenth of the points.` : "")
+      : "No steps yet.";
+    byId("more-curves").hidden = all.size <= this._limit;
+    byId("more-curves").textContent = `Show ${counted(all.size - this._limit, "more curve")}`;
+    byId("values").hidden = !all.size;
+    this._all = all;
+    if (byId("values").open) this._showValues();
+  }
+
+  _showLines() {
+    byId("lines").hidden = this._runs.length < 2;
+    byId("lines").replaceChildren(...this._runs.map((run, at) =>
+      make("span", { className: "one" }, lineSample(at), ` ${this._names[run]}`)));
+  }
+
+  /** The text alternative of the curves. */
+  _showValues() {
+    const rows = [...this._all.values()].flatMap(({ title, series }) => series.map(({ label, points }) => {
+      const values = [points[0][1], points.at(-1)[1], ...rangeOf(points.map(([, y]) => y))];
+      return textRow([title, ...(this._runs.length > 1 ? [label] : []), ...values.map((value) => shown(value))]);
+    }));
+    const head = ["Curve", ...(this._runs.length > 1 ? ["Run"] : []), "First", "Newest", "Lowest", "Highest"];
+    byId("values").lastElementChild.replaceChildren(table("Values of the curves", head, rows));
+  }
+
+  _prepare() {
+    byId("axes").replaceChildren(...Object.entries(AXES).map(([value, { label }]) => {
+      const input = make("input", { type: "radio", name: "axis", value, checked: value === this.axis });
+      input.addEventListener("change", () => {
+        this.axis = value;
+        this.load();
+      });
+      return make("label", {}, input, make("span", { textContent: label }));
+    }));
+    byId("more-curves").addEventListener("click", () => {
+      this._limit = Infinity;
+      this._draw();
+    });
+    byId("values").addEventListener("toggle", () => byId("values").open && this._showValues());
+  }
+}
+
+/** Without the points that have no value. */
+const known = (curve) => ({ ...curve, points: curve.points.filter(([, y]) => y !== null) });
+
+function append(points, point) {
+  const [, value, step] = point;
+  while (points.length && points.at(-1)[2] >= step) points.pop();
+  if (value !== null) points.push(point);
+}

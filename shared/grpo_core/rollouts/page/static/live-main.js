@@ -1,0 +1,186 @@
+/* Builds the live page: chooses runs, and passes what the service tells to the parts of the page. */
+
+const RUNS_EVERY_MS = 10000;
+const TICK_MS = 1000;
+
+class LivePage {
+  constructor() {
+    this.runs = [];
+    this.chosen = new URLSearchParams(location.search).getAll("run");
+    this.panels = new Map();
+    this.lostAt = null;
+    this.curves = new LiveCurves((run, step) => this._showStep(run, step));
+    this.rollouts = new LiveRollouts();
+    this.events = new Events({
+      state: (state) => this._hear(state),
+      points: (points) => this.curves.add(points),
+      evaluations: () => this.curves.load(),
+      lost: () => this._lose(),
+      connected: () => this._connected(),
+    });
+    this._prepare();
+  }
+
+  /** Ask for the runs again, and show the chosen ones. */
+  async load() {
+    try {
+      this.runs = await ask("runs");
+    } catch {
+      this._lose();
+      return;
+    }
+    this._find();
+    const ids = this.runs.map(({ id }) => id);
+    const chosen = ids.filter((id) => this.chosen.includes(id));
+    this._showRuns();
+    if (!this.panels.size && ids.length) await this.choose(chosen.length ? chosen : ids.slice(0, 1));
+  }
+
+  async choose(ids) {
+    this.chosen = ids;
+    history.replaceState(null, "", `?${queryOf(ids)}${location.hash}`);
+    this._showRuns();
+    this._showPanels();
+    this.events.choose(ids);
+    await Promise.all([this.curves.setRuns(ids, this._names()), this._showSettings(), this._chooseRollouts(ids)]);
+  }
+
+  _names() {
+    return Object.fromEntries(this.runs.map(({ id, name }) => [id, name]));
+  }
+
+  /* The line of runs */
+
+  _showRuns() {
+    const several = this.runs.length > 1;
+    byId("runs-hint").textContent = this.runs.length
+      ? (several ? "Choose a run, or tick several to compare them." : "")
+      : "No run yet. The page shows the first one as soon as it starts.";
+    const focused = document.activeElement?.id;
+    byId("runs").replaceChildren(...this.runs.map((run, at) => make("li", {}, ...this._runControls(run, at, several))));
+    if (focused?.startsWith("run-")) byId(focused)?.focus();
+  }
+
+  _runControls({ id, name, title, state, step, steps }, at, several) {
+    const isChosen = this.chosen.includes(id);
+    const tick = make("input", { type: "checkbox", id: `run-tick-${at}`, checked: isChosen, ariaLabel: `Compare ${name}` });
+    tick.addEventListener("change", () => this.choose(this._ticked(id, tick.checked)));
+    const button = make("button", { type: "button", id: `run-${at}`, ariaPressed: String(isChosen) },
+      make("span", { className: "run-name", textContent: name, dir: "auto" }),
+      make("small", { textContent: `${state}, ${stepText({ step, steps })}`, title }));
+    button.addEventListener("click", () => this.choose([id]));
+    return several ? [make("label", { className: "tick" }, tick), button] : [button];
+  }
+
+  /** At least one run stays chosen. */
+  _ticked(id, isTicked) {
+    const wanted = this.runs.map((run) => run.id).filter((one) => (one === id ? isTicked : this.chosen.includes(one)));
+    return wanted.length ? wanted : this.chosen;
+  }
+
+  /* The chosen runs */
+
+  _showPanels() {
+    const names = this._names();
+    this.panels = new Map(this.chosen.map((id) => [id, this.panels.get(id) ?? new RunPanel(names[id])]));
+    byId("panels").replaceChildren(...[...this.panels.values()].map(({ element }) => element));
+    const isOnly = this.panels.size === 1;
+    byId("panels").className = isOnly ? "" : "several";
+    for (const { more } of this.panels.values()) more.open = isOnly;
+  }
+
+  async _showSettings() {
+    const chosen = this.chosen;
+    byId("differences").hidden = this._link("#differences").hidden = chosen.length < 2;
+    if (chosen.length < 2) return;
+    const { runs, rows } = await ask(`differences?${queryOf(chosen)}`);
+    if (chosen !== this.chosen) return;
+    byId("settings").replaceChildren(rows.length
+      ? table("Settings that differ", ["Setting", ...runs], rows.map(({ setting, values }) => textRow([setting, ...values.map(valueText)])))
+      : make("p", { className: "empty", textContent: "All settings are equal." }));
+  }
+
+  async _chooseRollouts(ids, run = ids[0]) {
+    const names = this._names();
+    byId("rollouts-run-field").hidden = ids.length < 2;
+    byId("rollouts-run").replaceChildren(...ids.map((id) => make("option", { value: id, textContent: names[id], selected: id === run })));
+    const about = await ask(pathOf(run));
+    this.panels.get(run)?.setFacts(about.facts);
+    await this.rollouts.setRun(run, about.special);
+  }
+
+  async _showStep(run, step) {
+    if (run !== this.rollouts.run) await this._chooseRollouts(this.chosen, run);
+    byId("rollouts-section").scrollIntoView();
+    byId("rollouts-heading").focus({ preventScroll: true });
+    await this.rollouts.pick(step);
+  }
+
+  /* What the service tells */
+
+  _hear(state) {
+    this.panels.get(state.run)?.show(state);
+    if (state.run === this.rollouts.run) this.rollouts.hear(state.newest_rollouts);
+    const run = this.runs.find(({ id }) => id === state.run);
+    if (run && (run.state !== state.state || run.step !== state.step)) {
+      Object.assign(run, { state: state.state, step: state.step, steps: state.steps });
+      this._showRuns();
+    }
+    if (this.chosen.length === 1) document.title = `${stepText(state)} – ${run?.name ?? state.run}`;
+  }
+
+  _lose() {
+    if (this.lostAt !== null) return;
+    this.lostAt = Date.now() / 1000;
+    byId("connection").textContent =
+      `grpo-watch does not answer since ${clock(this.lostAt)}. The page shows the state of then, and tries again.`;
+    byId("connection").hidden = false;
+  }
+
+  _find() {
+    this.lostAt = null;
+    byId("connection").hidden = true;
+  }
+
+  /** What was missed while the service was away is asked for again. */
+  async _connected() {
+    const wasLost = this.lostAt !== null;
+    this._find();
+    if (wasLost) await Promise.all([this.load(), this.curves.load(), this.rollouts.load()]);
+  }
+
+  /* Keys */
+
+  _link(target) {
+    return byId("parts").querySelector(`[href="${target}"]`);
+  }
+
+  _key(event) {
+    const typing = event.target.closest?.("input:not([type=checkbox], [type=radio], [type=range]), select, textarea, dialog");
+    if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+    const react = {
+      "?": () => byId("keys").showModal(),
+      p: () => this.rollouts.move(-1),
+      n: () => this.rollouts.move(1),
+      f: () => this.rollouts.follow(!this.rollouts.follows),
+      s: () => this._link("#state").click(),
+      c: () => this._link("#curves-section").click(),
+      r: () => this._link("#rollouts-section").click(),
+    }[event.key];
+    if (!react) return;
+    event.preventDefault();
+    react();
+  }
+
+  _prepare() {
+    document.addEventListener("keydown", (event) => this._key(event));
+    byId("show-keys").addEventListener("click", () => byId("keys").showModal());
+    byId("rollouts-run").addEventListener("change", () => this._chooseRollouts(this.chosen, byId("rollouts-run").value));
+    setInterval(() => document.hidden || this.panels.forEach((panel) => panel.tick()), TICK_MS);
+    setInterval(() => document.hidden || this.load(), RUNS_EVERY_MS);
+  }
+}
+
+const valueText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+
+new LivePage().load();

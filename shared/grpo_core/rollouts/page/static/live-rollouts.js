@@ -1,0 +1,148 @@
+/* The rollouts of one step, which is the newest one until one chooses another. */
+
+const CACHED_STEPS = 4;
+const EVERY_STEP = { first: -Infinity, last: Infinity };
+
+class LiveRollouts {
+  constructor() {
+    this.run = null;
+    this.steps = [];
+    this.step = null; // the one that is shown, or is being loaded
+    this.follows = true;
+    this._cache = new Map(); // the newest last
+    this._turn = 0;
+    this._isSeen = false; // whether one has scrolled near
+    const filters = new Filters(EVERY_STEP, () => this.view.refresh());
+    this.view = new GroupView(filters, () => this.setFollows(false)); // whoever reads a group stays at its step
+    this._prepare();
+  }
+
+  /** Args: special: ids of special tokens */
+  async setRun(run, special) {
+    if (run !== this.run) {
+      Object.assign(this, { run, special });
+      this.steps = [];
+      this.step = null;
+      this.setFollows(true);
+    }
+    await this.load();
+  }
+
+  /** Ask for the steps of the run again. */
+  async load() {
+    const run = this.run;
+    const { steps } = await ask(`${pathOf(run)}/steps`);
+    if (run !== this.run) return;
+    if ((steps.at(-1) ?? 0) < (this.steps.at(-1) ?? 0)) this._cache.clear(); // the run repeats steps
+    this.steps = steps;
+    await this._refresh();
+  }
+
+  /** Args: newest: the newest step of the run that has rollouts; null if there is none */
+  async hear(newest) {
+    const last = this.steps.at(-1) ?? null;
+    if (newest === last || newest === null) return;
+    if (last === null || newest !== last + 1) return this.load();
+    this.steps.push(newest);
+    return this._refresh();
+  }
+
+  /** Show the nearest step that has rollouts, and stay there. */
+  async pick(step) {
+    if (!this.steps.length) return;
+    this.setFollows(false);
+    this._isSeen = true;
+    this.step = nearestOf(this.steps, step);
+    await this._refresh();
+  }
+
+  setFollows(follows) {
+    this.follows = byId("follow").checked = follows;
+  }
+
+  async _refresh() {
+    if (this.follows || !this.steps.includes(this.step)) this.step = this.steps.at(-1) ?? null;
+    byId("rollouts").hidden = this.step === null;
+    byId("no-rollouts").hidden = this.step !== null;
+    if (this.step === null) return;
+    this._showStep();
+    const wanted = `${this.run}/${this.step}`;
+    if (!this._isSeen || wanted === this._wanted) return;
+    this._wanted = wanted;
+    await this._load();
+  }
+
+  _showStep() {
+    const at = this.steps.indexOf(this.step);
+    Object.assign(byId("step"), { max: this.steps.length - 1, value: at });
+    Object.assign(byId("step-number"), { min: this.steps[0], max: this.steps.at(-1), value: this.step });
+    byId("step").setAttribute("aria-valuetext", `step ${this.step}`);
+    byId("step-before").disabled = at === 0;
+    byId("step-after").disabled = at === this.steps.length - 1;
+    const newer = this.steps.length - 1 - at;
+    byId("scope").textContent = `Search, filters and colours apply to step ${this.step}, the one that is loaded.`
+      + (newer ? ` There ${newer === 1 ? "is" : "are"} ${counted(newer, "newer step")}.` : "");
+  }
+
+  async _load() {
+    const [turn, step, wanted] = [++this._turn, this.step, this._wanted];
+    byId("details").ariaBusy = "true";
+    byId("found").textContent = `loading step ${step} …`;
+    try {
+      const run = await this._stepOf(wanted, step);
+      if (turn !== this._turn) return;
+      this.view.setRun(run);
+      await this.view.refresh();
+    } catch (error) {
+      if (turn !== this._turn) return;
+      this._wanted = null;
+      byId("found").textContent = `step ${step} cannot be shown: ${error.message}`;
+    } finally {
+      if (turn === this._turn) byId("details").ariaBusy = "false";
+    }
+  }
+
+  async _stepOf(wanted, step) {
+    const found = this._cache.get(wanted) ?? asRun(await ask(`${pathOf(this.run)}/steps/${step}`), this.special);
+    this._cache.delete(wanted);
+    this._cache.set(wanted, found);
+    if (this._cache.size > CACHED_STEPS) this._cache.delete(this._cache.keys().next().value);
+    return found;
+  }
+
+  _pickAt(at) {
+    return this.pick(this.steps[Math.max(0, Math.min(this.steps.length - 1, at))]);
+  }
+
+  move(by) {
+    return this._pickAt(this.steps.indexOf(this.step) + by);
+  }
+
+  follow(follows) {
+    this.setFollows(follows);
+    return this._refresh();
+  }
+
+  _prepare() {
+    listenToTokens();
+    byId("step-before").addEventListener("click", () => this.move(-1));
+    byId("step-after").addEventListener("click", () => this.move(1));
+    byId("step").addEventListener("input", () => {
+      byId("step-number").value = this.steps[Number(byId("step").value)];
+    });
+    byId("step").addEventListener("input", delayed(() => this._pickAt(Number(byId("step").value))));
+    byId("step-number").addEventListener("change", () => this.pick(Number(byId("step-number").value)));
+    byId("follow").addEventListener("change", () => this.follow(byId("follow").checked));
+    const seen = new IntersectionObserver((entries) => {
+      this._isSeen = entries.at(-1).isIntersecting;
+      if (this._isSeen) this._refresh();
+    }, { rootMargin: "400px" });
+    seen.observe(byId("rollouts-section"));
+  }
+}
+
+/** One step as the content of a run. */
+function asRun({ step, groups, details, texts, has_server, has_trainer }, special) {
+  const content = { steps: [{ step, groups }], texts, special, has_server, has_trainer };
+  return new Run(content, async () => ({ groups: details }));
+}

@@ -1,0 +1,339 @@
+"""The page that shows runs while they train, in a real browser: what one sees, hears and does."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+
+from grpo_core.rollouts.record import RolloutRecord
+from tests.support.conversations import group
+from tests.unit.runs.watch.stand_in import Runs, served
+
+DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
+HOSTILE = "</script><script>hacked()</script><img src=x onerror=hacked()>\u202egnp.exe"
+CHECKS = Path(__file__).with_name("checks.js").read_text()
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+expect.set_options(timeout=60_000)
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason="no browser: install chromium to test the page (apt-get install)"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER)
+        yield browser
+        browser.close()
+
+
+def rollouts(step: int) -> list[RolloutRecord]:
+    return [
+        record
+        for at in range(2)
+        for record in group(f"{step}+{at}=", [(f"is {step + at}", 1.0), ("no", 0.0)], group=at)
+    ]
+
+
+@pytest.fixture
+def runs() -> Runs:
+    """Run a has three steps with rollouts, run b two."""
+    runs = Runs()
+    for id, steps, seed in (("a", 3, 1), ("b", 2, 2)):
+        runs.add(id, settings={"seed": seed, "lr": 1e-3}, facts=[["Mode", "lora_only"]])
+        for step in range(1, steps + 1):
+            runs.step(id, step, step / 10, rollouts(step))
+    return runs
+
+
+@pytest.fixture
+def page(request: pytest.FixtureRequest, browser: Browser, runs: Runs) -> Iterator[Page]:
+    """The page of the runs. At the end: no error in it, and nothing beyond its width."""
+    size = getattr(request, "param", DESKTOP)
+    page = browser.new_page(viewport=size, has_touch=size == PHONE)
+    page.set_default_timeout(60_000)
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.expose_function("hacked", lambda: problems.append("a text of the run was executed"))
+    with served(runs) as url:
+        page.goto(url)
+        expect(value_of(page, "Mean reward")).to_have_text("0.3")
+        yield page
+        assert page.evaluate("document.documentElement.scrollWidth") == size["width"]
+        page.close()
+    assert problems == []
+
+
+ON_PHONE = pytest.mark.parametrize("page", [PHONE], ids=["phone"], indirect=True)
+ON_BOTH = pytest.mark.parametrize("page", [DESKTOP, PHONE], ids=["desktop", "phone"], indirect=True)
+
+
+def value_of(page: Page, curve: str) -> Locator:
+    return page.locator("figure", has_text=curve).locator(".value")
+
+
+def show_rollouts(page: Page, place: str = "Step 3, group 0") -> None:
+    page.keyboard.press("r")
+    expect(page.locator("#place")).to_have_text(place)
+
+
+def test_what_a_run_does_is_told_in_words(page: Page, runs: Runs) -> None:
+    trainer = {"name": "trainer", "stage": "computes gradients", "since": 1, "detail": "step 4"}
+    runs.say(
+        "a",
+        state="training",
+        eta_text="about 3 min left",
+        services=[trainer | {"memory_bytes": 3 * 2**29}, {"name": "run-api", "stage": None}],
+        times={"train": {"newest": 0.75, "median": 0.5}, "wait": {"newest": 0.25, "median": 1}},
+        staleness=0.5,
+        alerts=[{"name": "x", "text": "rewards are flat", "advice": "raise --lr", "since": 1}],
+        warnings=[
+            {"time": 1, "service": "trainer", "level": "error", "event": "e", "text": "first"},
+            {"time": 2, "service": "trainer", "level": "warning", "event": "e", "text": "second"},
+        ],
+    )
+    panel = page.locator(".panel")
+    expect(panel.locator(".word")).to_have_text("Training, step 3 of 40")
+    expect(panel.locator(".rest")).to_have_text("about 3 min left")
+    expect(panel.get_by_role("progressbar")).to_have_attribute("max", "40")
+    services = panel.get_by_role("table", name="Services of a").get_by_role("row")
+    expect(services.nth(1)).to_contain_text(
+        re.compile("trainer.*computes gradients for .* d .*step 4.*1.5 GiB")
+    )
+    expect(services.nth(2)).to_contain_text("not known")
+    times = panel.get_by_role("table", name="Time of a step of a").get_by_role("row")
+    expect(times).to_have_text(
+        [re.compile("Part"), "wait for data0.25 s1 s", "train0.75 s0.5 s", "whole step1 s1.5 s"]
+    )
+    expect(panel.locator(".alerts")).to_contain_text("Alert: rewards are flat raise --lr")
+    expect(panel.locator(".warnings li")).to_contain_text(["Warning", "Error"])
+    expect(panel.locator("summary")).to_have_text("Services, times, data, 1 error, 1 warning")
+    expect(panel).to_contain_text("Tokens per secondnot known")
+    expect(page.locator("#announcer")).to_have_text("a: Alert: rewards are flat. Error: first")
+
+
+def test_curves_grow_and_the_newest_step_is_followed(page: Page, runs: Runs) -> None:
+    show_rollouts(page)
+    runs.step("a", 4, 0.75, rollouts(4))
+    expect(value_of(page, "Mean reward")).to_have_text("0.75")
+    expect(page.locator("#place")).to_have_text("Step 4, group 0")
+    page.keyboard.press("p")
+    expect(page.locator("#place")).to_have_text("Step 3, group 0")
+    expect(page.locator("#follow")).not_to_be_checked()
+    runs.step("a", 5, 0.875, rollouts(5))
+    expect(page.locator("#scope")).to_contain_text(
+        "apply to step 3, the one that is loaded. There are 2 newer steps."
+    )
+    assert page.locator("#place").inner_text() == "Step 3, group 0"
+    page.get_by_label("Follow the newest step").check()
+    expect(page.locator("#place")).to_have_text("Step 5, group 0")
+    page.locator("#list button").nth(1).click()  # whoever reads a group stays
+    expect(page.locator("#follow")).not_to_be_checked()
+
+
+@pytest.mark.full
+def test_points_of_repeated_steps_replace_the_earlier_ones(page: Page, runs: Runs) -> None:
+    runs.step("a", 2, 0.625)
+    expect(value_of(page, "Mean reward")).to_have_text("0.625")
+    page.locator("#values summary").click()
+    row = page.get_by_role("table", name="Values of the curves").get_by_role("row").nth(1)
+    expect(row.locator("td")).to_have_text(["0.1", "0.625", "0.1", "0.625"])
+
+
+@pytest.mark.full
+def test_a_point_of_a_curve_leads_to_its_rollouts(page: Page) -> None:
+    chart = page.locator("figure", has_text="Mean reward").locator("svg")
+    chart.hover()
+    expect(value_of(page, "Mean reward")).to_have_text("step 2: 0.2")
+    chart.click()
+    expect(page.locator("#place")).to_have_text("Step 2, group 0")
+    expect(page.locator("#follow")).not_to_be_checked()
+
+
+def test_two_runs_are_compared(page: Page, runs: Runs) -> None:
+    page.get_by_label("Compare b").check()
+    expect(page.locator("#lines")).to_have_text("a b")
+    chart = page.locator("figure", has_text="Mean reward")
+    expect(chart.locator(".line:not(.raw)")).to_have_count(4)  # two in the chart, two samples
+    styles = chart.locator("svg[role] .line").evaluate_all(
+        "all => all.map(one => getComputedStyle(one)).map(one => [one.stroke, one.strokeDasharray])"
+    )
+    colours, dashes = zip(*styles, strict=True)
+    assert len({*colours}) == len({*dashes}) == 2
+    expect(value_of(page, "Mean reward")).to_contain_text("0.3 0.2")
+    runs.step("b", 3, 0.5)
+    expect(value_of(page, "Mean reward")).to_contain_text("0.3 0.5")
+    page.get_by_text("Time", exact=True).click()
+    expect(chart.get_by_role("slider")).to_have_attribute("aria-label", re.compile("0.5 at 4.5 s"))
+    settings = page.get_by_role("table", name="Settings that differ").get_by_role("row")
+    expect(settings).to_have_text(["Settingab", "seed12"])
+    show_rollouts(page)
+    page.locator("#rollouts-run").select_option("b")
+    expect(page.locator("#place")).to_have_text("Step 2, group 0")
+    page.reload()
+    expect(page.get_by_label("Compare b")).to_be_checked()
+
+
+@pytest.mark.full
+def test_the_page_connects_again(browser: Browser, runs: Runs) -> None:
+    page = browser.new_page()
+    with served(runs) as url:
+        page.goto(url)
+        expect(value_of(page, "Mean reward")).to_have_text("0.3")
+    expect(page.locator("#connection")).to_contain_text(
+        re.compile(r"does not answer since \d\d:\d\d:\d\d")
+    )
+    runs.step("a", 4, 0.5, rollouts(4))
+    with served(runs, int(url.rstrip("/").rpartition(":")[2])):
+        expect(page.locator("#connection")).to_be_hidden()
+        expect(value_of(page, "Mean reward")).to_have_text("0.5")
+        page.close()
+
+
+@pytest.mark.full
+def test_only_what_is_looked_at_is_loaded(page: Page, runs: Runs) -> None:
+    page.set_viewport_size({"width": 1280, "height": 300})
+    page.reload()
+    expect(value_of(page, "Mean reward")).to_have_text("0.3")
+
+    def loaded() -> list[str]:
+        return [path for path in runs.requests if "/steps/" in path]
+
+    runs.requests.clear()
+    assert loaded() == []
+    show_rollouts(page)
+    page.keyboard.press("p")
+    expect(page.locator("#place")).to_have_text("Step 2, group 0")
+    page.keyboard.press("n")
+    expect(page.locator("#place")).to_have_text("Step 3, group 0")
+    assert loaded() == ["/api/runs/a/steps/3?", "/api/runs/a/steps/2?"]
+
+
+def test_the_keyboard_is_enough(page: Page) -> None:
+    def focus(wanted: str) -> None:
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if page.evaluate("id => document.activeElement.matches(id)", wanted):
+                style = "getComputedStyle(document.activeElement).outlineStyle"
+                assert page.evaluate(style) == "solid"
+                return
+        raise AssertionError(f"{wanted} cannot be reached")
+
+    focus("#run-1")
+    page.keyboard.press("Enter")
+    expect(value_of(page, "Mean reward")).to_have_text("0.2")
+    focus("figure svg")
+    page.keyboard.press("Home")
+    expect(value_of(page, "Mean reward")).to_have_text("step 1: 0.1")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("Enter")
+    expect(page.locator("#place")).to_have_text("Step 1, group 0")
+    page.keyboard.press("f")
+    expect(page.locator("#place")).to_have_text("Step 2, group 0")
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog", name="Keys")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#place")).to_have_text("Step 2, group 1")
+    page.keyboard.press("/")
+    page.keyboard.type("is 2")
+    expect(page.locator("#found")).to_have_text("1 group, 1 completion")
+
+
+@ON_PHONE
+def test_a_thumb_is_enough(page: Page) -> None:
+    show_rollouts(page)
+    page.get_by_label("Compare b").check()
+    expect(page.locator("#lines")).to_be_visible()
+    assert page.evaluate(f"{CHECKS}; smallTargets()") == []
+
+
+@pytest.mark.full
+@ON_BOTH
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_are_readable(page: Page, scheme: str, runs: Runs) -> None:
+    page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    levels = ("error", "warning")
+    runs.say(
+        "a",
+        alerts=[{"name": "x", "text": "flat", "advice": "do", "since": 1}],
+        services=[{"name": "trainer", "stage": "waits", "since": 1, "detail": "since step 3"}],
+        times={name: {"newest": 1, "median": 1} for name in ("wait", "train", "publish", "save")},
+        warnings=[{"time": 1, "service": "s", "level": level, "text": "t"} for level in levels],
+    )
+    show_rollouts(page)
+    expect(page.locator(".alerts")).to_be_visible()
+    assert page.evaluate(f"{CHECKS}; hardToRead()") == []
+
+
+@pytest.mark.full
+def test_people_who_hear_the_page_find_their_way(page: Page) -> None:
+    show_rollouts(page)
+    assert page.evaluate(f"{CHECKS}; unnamed()") == []
+    levels = page.locator("h1, h2, h3, h4").evaluate_all(
+        "all => all.map(one => Number(one.tagName[1]))"
+    )
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    for role, name in (
+        ("main", None),
+        ("banner", None),
+        ("contentinfo", None),
+        ("navigation", "Groups"),
+    ):
+        expect(page.get_by_role(role, name=name)).to_have_count(1)  # type: ignore[arg-type]
+    expect(page.get_by_role("region", name="Curves")).to_be_visible()
+    expect(
+        page.get_by_role("slider", name="Mean reward: 0.1 at step 1, 0.3 at step 3")
+    ).to_be_visible()
+
+
+@ON_PHONE
+def test_texts_of_a_run_are_shown_as_text(page: Page, runs: Runs) -> None:
+    runs.runs["b"] |= {
+        "name": HOSTILE,
+        "facts": [["Model", HOSTILE]],
+        "settings": {HOSTILE: HOSTILE},
+    }
+    runs.step("b", 3, 0.5, group(HOSTILE, [(HOSTILE, 1.0)], step=3, task=HOSTILE, reason=HOSTILE))
+    service = {"name": HOSTILE, "stage": HOSTILE, "since": 1, "detail": HOSTILE}
+    warning = {"time": 0, "service": HOSTILE, "level": "error", "event": HOSTILE, "text": HOSTILE}
+    runs.say("b", state=HOSTILE, services=[service], warnings=[warning], eta_text=HOSTILE)
+    page.reload()
+    page.locator("#run-tick-1").check()
+    expect(page.locator("#lines")).to_contain_text(HOSTILE)
+    page.locator("#rollouts-run").select_option("b")
+    page.locator(".panel summary").nth(1).click()
+    for part in (".panel", "#lines", "#settings"):
+        expect(page.locator(part).last).to_contain_text(HOSTILE)
+    show_rollouts(page)
+    expect(page.locator(".prompt .tokens")).to_contain_text(HOSTILE.replace("\u202e", "U+202E"))
+    assert page.locator("main img").count() == 0
+
+
+@pytest.mark.full
+def test_no_run_and_no_rollouts_are_told(browser: Browser) -> None:
+    runs = Runs()
+    page = browser.new_page()
+    with served(runs) as url:
+        page.goto(url)
+        expect(page.locator("#runs-hint")).to_contain_text("No run yet")
+        runs.add("a")
+        page.reload()
+        expect(page.locator(".word")).to_have_text("Training, no step yet")
+        expect(page.locator("#curves-hint")).to_have_text("No steps yet.")
+        expect(page.locator("#no-rollouts")).to_be_visible()
+        runs.step("a", 1, 0.5, rollouts(1))
+        expect(value_of(page, "Mean reward")).to_have_text("0.5")
+        show_rollouts(page, "Step 1, group 0")
+        page.close()
