@@ -206,8 +206,19 @@ function lineSample(style) {
  * Args: onChoose: called with the place of a line (`at`), x and step, if one clicks or presses Enter
  */
 function connect(chart, charts, onChoose) {
-  const point = (x) => charts().forEach((one) => one.at(x));
-  const rest = () => charts().forEach((one) => one.rest());
+  let wanted = null;
+  const point = (x) => {
+    if (wanted === null) requestAnimationFrame(show);
+    wanted = x;
+  };
+  const show = () => {
+    if (wanted !== null) charts().forEach((one) => one.at(wanted));
+    wanted = null;
+  };
+  const rest = () => {
+    wanted = null;
+    charts().forEach((one) => one.rest());
+  };
   const listen = (name, react) => chart.svg.addEventListener(name, react);
   for (const name of ["pointermove", "pointerdown"]) listen(name, (event) => point(chart.xAt(event)));
   for (const name of ["pointerleave", "blur"]) listen(name, rest);

@@ -3,7 +3,7 @@
 const LISTED_AT_ONCE = 100;
 const TEXT_AT_ONCE = 20000; // characters
 const DOTS = 24;
-const TOKENS_AT_ONCE = 1500;
+const TOKENS_AT_ONCE = 1000;
 
 class GroupView {
   /** Args: onRead: called when one turns to a group, or touches what is shown of it */

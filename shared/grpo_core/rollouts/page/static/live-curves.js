@@ -6,8 +6,11 @@ const AXES = {
   tokens: { label: "Tokens", meaning: "the number of sampled tokens", text: short, said: (x) => `${short(x)} tokens`, at: ([, , tokens]) => tokens },
 };
 const FIRST_CURVES = 8;
+const WIDEST = 500; // of a chart, in pixels of CSS
 const LARGEST_POINTS = 1000;
-const NEW_POINTS = 500; // after so many, the curves are asked for again
+const DRAW_MS = 8;
+const EVERYTHING = Symbol("everything");
+const EVENTS_KEPT = 300; // after so many, the curves are asked for again
 
 class LiveCurves {
   /** Args: onChoose: called with a run and the step that one clicks at */
@@ -20,7 +23,7 @@ class LiveCurves {
     this._charts = new Map(); // by name of the curve
     this._limit = FIRST_CURVES;
     this._turn = 0;
-    this._drawing = false;
+    this._waiting = new Set(); // names of the curves to draw
     this._prepare();
   }
 
@@ -28,54 +31,70 @@ class LiveCurves {
   async setRuns(runs, names) {
     this._runs = runs;
     this._names = names;
+    this._showLines();
     await this.load();
   }
 
-  async load() {
+  async load(axis = this.axis) {
     const [turn, runs] = [++this._turn, this._runs];
-    const points = Math.min(LARGEST_POINTS, Math.round(byId("curves").clientWidth * devicePixelRatio));
-    const asked = runs.map((run) => ask(`${pathOf(run)}/curves?x=${this.axis}&points=${points}`));
-    const answers = await Promise.all(asked);
+    this._added = [];
+    const width = Math.min(WIDEST, byId("curves").clientWidth) * devicePixelRatio;
+    const query = `x=${axis}&points=${Math.min(LARGEST_POINTS, Math.round(width))}`;
+    const answers = await Promise.all(runs.map((run) => ask(`${pathOf(run)}/curves?${query}`)));
     if (turn !== this._turn) return;
-    this._added = 0;
+    this.axis = axis;
     this._curves = new Map(answers.map(({ curves }, at) => [runs[at], new Map(curves.map((one) => [one.name, known(one)]))]));
+    for (const points of this._added) this._append(points);
     this.draw();
   }
 
   /** Add new points. Points of a step that the run repeats replace it and the later ones. */
-  add({ run, points }) {
-    const curves = this._curves.get(run);
-    if (!curves) return;
-    for (const [name, added] of Object.entries(points)) {
-      const curve = curves.get(name);
-      if (!curve || (this._added += added.length) > NEW_POINTS) return this.load();
-      for (const point of added) append(curve.points, [AXES[this.axis].at(point), point[3], point[0]]);
-    }
+  add(points) {
+    this._added.push(points); // for the case that an answer is on its way, which may not contain them
+    if (this._added.length > EVENTS_KEPT || !this._append(points)) return this.load();
     this.draw();
     return null;
   }
 
-  /** Once for each frame of the screen; a hidden page draws nothing. */
-  draw() {
-    if (this._drawing) return;
-    this._drawing = true;
-    requestAnimationFrame(() => {
-      this._drawing = false;
-      this._draw();
-    });
+  /** Returns false if there is a new curve. */
+  _append({ run, points }) {
+    const curves = this._curves.get(run) ?? new Map();
+    const names = Object.keys(points).filter((name) => curves.has(name));
+    for (const name of names) {
+      for (const point of points[name]) append(curves.get(name).points, [AXES[this.axis].at(point), point[3], point[0]]);
+    }
+    return names.length === Object.keys(points).length;
   }
 
+  /** In the next frames of the screen; a hidden page draws nothing. */
+  draw() {
+    if (!this._waiting.size) requestAnimationFrame(() => this._draw());
+    this._waiting.add(EVERYTHING);
+  }
+
+  /** Draw for a part of a frame, then go on in the next one, so that the page stays fluid. */
   _draw() {
+    const end = performance.now() + DRAW_MS;
+    if (this._waiting.delete(EVERYTHING)) this._arrange();
+    for (const name of this._waiting) {
+      if (performance.now() > end) break;
+      this._waiting.delete(name);
+      this._charts.get(name).show(this._all.get(name).series, this._range);
+    }
+    if (this._waiting.size) requestAnimationFrame(() => this._draw());
+  }
+
+  _arrange() {
     const all = this._named();
-    const names = [...all.keys()].slice(0, this._limit);
     const [first, last] = rangeOf([...all.values()].flatMap(({ series }) =>
       series.flatMap(({ points }) => [points[0][0], points.at(-1)[0]])));
-    for (const name of names) {
-      this._chart(all.get(name)).show(all.get(name).series, { ...AXES[this.axis], first, last });
-    }
-    this._place(names);
+    this._all = all;
+    this._range = { ...AXES[this.axis], first, last };
+    const names = [...all.keys()].slice(0, this._limit);
+    for (const name of this._waiting) if (!all.has(name)) this._waiting.delete(name);
+    for (const name of names) this._waiting.add(name);
+    this._place(names.map((name) => this._chart(all.get(name))));
     this._tell(all);
-    this._showLines();
   }
 
   /** What is drawn of each name, in the order in which the service names them. */
@@ -100,14 +119,15 @@ class LiveCurves {
     if (!chart) {
       chart = new Chart(curve);
       this._charts.set(curve.name, chart);
-      connect(chart, () => this._shown, ({ at, step }) => this.onChoose(chart.series[at].run, step));
+      const drawn = () => this._shown.filter(({ series }) => series.length);
+      connect(chart, drawn, ({ at, step }) => this.onChoose(chart.series[at].run, step));
     }
     return chart;
   }
 
-  _place(names) {
-    this._shown = names.map((name) => this._charts.get(name));
-    const figures = this._shown.map((chart) => chart.figure);
+  _place(charts) {
+    this._shown = charts;
+    const figures = charts.map(({ figure }) => figure);
     const { children } = byId("curves");
     const isSame = figures.length === children.length && figures.every((figure, at) => children[at] === figure);
     if (!isSame) byId("curves").replaceChildren(...figures);
@@ -123,7 +143,6 @@ class LiveCurves {
     byId("more-curves").hidden = all.size <= this._limit;
     byId("more-curves").textContent = `Show ${counted(all.size - this._limit, "more curve")}`;
     byId("values").hidden = !all.size;
-    this._all = all;
     if (byId("values").open) this._showValues();
   }
 
@@ -147,14 +166,13 @@ class LiveCurves {
     byId("axes").replaceChildren(...Object.entries(AXES).map(([value, { label }]) => {
       const input = make("input", { type: "radio", name: "axis", value, checked: value === this.axis });
       input.addEventListener("change", () => {
-        this.axis = value;
-        this.load();
+        this.load(value);
       });
       return make("label", {}, input, make("span", { textContent: label }));
     }));
     byId("more-curves").addEventListener("click", () => {
       this._limit = Infinity;
-      this._draw();
+      this.draw();
     });
     byId("values").addEventListener("toggle", () => byId("values").open && this._showValues());
   }

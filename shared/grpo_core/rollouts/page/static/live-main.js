@@ -9,6 +9,7 @@ class LivePage {
     this.chosen = new URLSearchParams(location.search).getAll("run");
     this.panels = new Map();
     this.lostAt = null;
+    this.hasMissed = false; // events
     this.curves = new LiveCurves((run, step) => this._showStep(run, step));
     this.rollouts = new LiveRollouts();
     this.events = new Events({
@@ -23,12 +24,7 @@ class LivePage {
 
   /** Ask for the runs again, and show the chosen ones. */
   async load() {
-    try {
-      this.runs = await ask("runs");
-    } catch {
-      this._lose();
-      return;
-    }
+    this.runs = await ask("runs");
     this._find();
     const ids = this.runs.map(({ id }) => id);
     const chosen = ids.filter((id) => this.chosen.includes(id));
@@ -38,6 +34,7 @@ class LivePage {
 
   async choose(ids) {
     this.chosen = ids;
+    byId("failure").hidden = true;
     history.replaceState(null, "", `?${queryOf(ids)}${location.hash}`);
     this._showRuns();
     this._showPanels();
@@ -130,6 +127,7 @@ class LivePage {
   }
 
   _lose() {
+    this.hasMissed = true;
     if (this.lostAt !== null) return;
     this.lostAt = Date.now() / 1000;
     byId("connection").textContent =
@@ -142,11 +140,22 @@ class LivePage {
     byId("connection").hidden = true;
   }
 
+  /** A request failed. If the service is away, the events tell when it is back. */
+  _fail(event) {
+    event.preventDefault();
+    if (event.reason instanceof ServiceAway) this._lose();
+    else {
+      byId("failure").textContent = `The page cannot show everything: ${event.reason.message}`;
+      byId("failure").hidden = false;
+    }
+  }
+
   /** What was missed while the service was away is asked for again. */
   async _connected() {
-    const wasLost = this.lostAt !== null;
+    const { hasMissed } = this;
+    this.hasMissed = false;
     this._find();
-    if (wasLost) await Promise.all([this.load(), this.curves.load(), this.rollouts.load()]);
+    if (hasMissed) await Promise.all([this.load(), this.curves.load(), this.rollouts.load()]);
   }
 
   /* Keys */
@@ -173,6 +182,7 @@ class LivePage {
   }
 
   _prepare() {
+    window.addEventListener("unhandledrejection", (event) => this._fail(event));
     document.addEventListener("keydown", (event) => this._key(event));
     byId("show-keys").addEventListener("click", () => byId("keys").showModal());
     byId("rollouts-run").addEventListener("change", () => this._chooseRollouts(this.chosen, byId("rollouts-run").value));

@@ -2,9 +2,14 @@
 
 const RETRY_MS = 2000;
 
-/** Returns the JSON of an address below `api/`. Raises an Error with the service's reason. */
+/** There is no answer. */
+class ServiceAway extends Error {}
+
+/** Returns the JSON of an address below `api/`. Raises ServiceAway, or an Error with the service's reason. */
 async function ask(path) {
-  const answer = await fetch(`api/${path}`, { headers: { accept: "application/json" } });
+  const answer = await fetch(`api/${path}`).catch((error) => {
+    throw new ServiceAway(error.message);
+  });
   if (answer.ok) return answer.json();
   const { detail } = await answer.json().catch(() => ({}));
   throw new Error(typeof detail === "string" ? detail : `${path}: HTTP ${answer.status}`);
