@@ -32,7 +32,10 @@ from grpo_tiny_model.smollm2 import ensure_smollm2
 SECTION = "several servers"
 WARM_STEPS = 2
 _LOOK_EVERY_S = 0.2
-SMOLLM2_FLAGS = ("--dtype", "bfloat16")
+SMOLLM2_FLAGS = (
+    *("--dtype", "bfloat16", "--task", "examples/two_digit_sums.py:TwoDigitSums"),
+    *("--batch-size", "16", "--gradient-accumulation-steps", "1", "--max-completion-tokens", "12"),
+)
 
 
 class SeveralServersSettings(CommandSettings):
@@ -172,6 +175,7 @@ def _cell(readings: Sequence[Reading], key: str, scale: float) -> str:
 def _about(settings: SeveralServersSettings) -> str:
     today = datetime.now(UTC).date().isoformat()
     model = "SmolLM2-135M in bfloat16" if settings.smollm2 else "the tiny model in float32"
+    task = "sums of two-digit numbers" if settings.smollm2 else "`grpo-run`'s arithmetic task"
     cores = (
         "Each server is bound to a core of its own, and the trainer uses all of them"
         if settings.pin
@@ -180,7 +184,7 @@ def _about(settings: SeveralServersSettings) -> str:
     return (
         f"`python -m benchmarks.several_servers` on {today}, {counted(settings.rounds, 'run')} of "
         f"{settings.steps} steps{' in turn' * (settings.rounds > 1)}: median (lowest to highest) "
-        f"of {model}, `grpo-run`'s arithmetic task. *First* and *all serve* count from the "
+        f"of {model}, on {task}. *First* and *all serve* count from the "
         "announcement; a publication includes writing the files and the check of the served "
         f"weights. {cores}, so the table shows what the protocol costs, not what servers on hosts "
         "of their own gain."
