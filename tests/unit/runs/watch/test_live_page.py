@@ -113,7 +113,7 @@ def test_what_a_run_does_is_told_in_words(page: Page, runs: Runs) -> None:
     expect(times).to_have_text(
         [re.compile("Part"), "wait for data0.25 s1 s", "train0.75 s0.5 s", "whole step1 s1.5 s"]
     )
-    expect(panel.locator(".alerts")).to_contain_text("Alert: rewards are flat raise --lr")
+    expect(panel.locator(".alerts")).to_contain_text(re.compile("Alert: rewards are flat since .*raise --lr"))
     expect(panel.locator(".warnings li")).to_contain_text(["Warning", "Error"])
     expect(panel.locator("summary")).to_have_text("Services, times, data, 1 error, 1 warning")
     expect(panel).to_contain_text("Tokens per secondnot known")
@@ -141,11 +141,11 @@ def test_curves_grow_and_the_newest_step_is_followed(page: Page, runs: Runs) -> 
 
 @pytest.mark.full
 def test_points_of_repeated_steps_replace_the_earlier_ones(page: Page, runs: Runs) -> None:
-    runs.step("a", 2, 0.625)
-    expect(value_of(page, "Mean reward")).to_have_text("0.625")
+    runs.step("a", 2, 0.25)
+    expect(value_of(page, "Mean reward")).to_have_text("0.25")
     page.locator("#values summary").click()
     row = page.get_by_role("table", name="Values of the curves").get_by_role("row").nth(1)
-    expect(row.locator("td")).to_have_text(["0.1", "0.625", "0.1", "0.625"])
+    expect(row.locator("td")).to_have_text(["0.1", "0.25", "0.1", "0.25"])
 
 
 @pytest.mark.full
