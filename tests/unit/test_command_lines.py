@@ -26,6 +26,7 @@ from grpo_runs.settings import (
     ReportSettings,
     RolloutsSettings,
     RunSettings,
+    WatchSettings,
 )
 
 PORTS = f"--port {free_port()} --health-port {free_port()}"
@@ -52,6 +53,7 @@ COMMANDS: dict[type[CommandSettings], list[str]] = {
         "--env.held-out 0.5 --env.no-drop-equal-scores --server.block-size=32"
     ],
     ReportSettings: [f"{DIRECTORY}", f"{DIRECTORY} --output page.html --open"],
+    WatchSettings: [f"{DIRECTORY} {DIRECTORY} --port 8765", f"{DIRECTORY} --terminal"],
     RolloutsSettings: [],  # needs the directory of a run
 }
 EVERY_COMMAND = pytest.mark.parametrize(

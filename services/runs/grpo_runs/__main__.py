@@ -1,8 +1,8 @@
 """Entry points: each command parses its options, then imports the rest.
 
 `python -m grpo_runs` is `grpo-demo`, and `python -m grpo_runs run` is `grpo-run`. The words
-`compare`, `evaluate`, `rollouts` and `report` after `python -m grpo_runs` are `grpo-compare`,
-`grpo-eval`, `grpo-rollouts` and `grpo-report`.
+`compare`, `evaluate`, `rollouts`, `report` and `watch` after `python -m grpo_runs` are
+`grpo-compare`, `grpo-eval`, `grpo-rollouts`, `grpo-report` and `grpo-watch`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from typing import NoReturn
 from grpo_core.settings import EXIT_USAGE, Command, CommandSettings, load_settings
 from grpo_core.tree.trainer import AUTO, NEVER
 from grpo_runs.run_directory import RunDirectory
-from grpo_runs.settings import CompareSettings, EvalSettings, ReportSettings, RolloutsSettings
+from grpo_runs.settings import (
+    CompareSettings,
+    EvalSettings,
+    ReportSettings,
+    RolloutsSettings,
+    WatchSettings,
+)
 from grpo_runs.settings.run import DEMO_FILE, DemoSettings, LaunchOptions, RunSettings
 
 FILES = (".yaml", ".yml", ".toml")
@@ -70,6 +76,11 @@ def evaluate() -> None:
 def report() -> None:
     """`grpo-report`"""
     _run(load_settings(ReportSettings, sys.argv[1:], at_start=True), "rollouts", "report")
+
+
+def watch() -> None:
+    """`grpo-watch`"""
+    _run(load_settings(WatchSettings, sys.argv[1:], at_start=True), "watch", "watch")
 
 
 def rollouts() -> None:
@@ -138,6 +149,7 @@ if __name__ == "__main__":
         "evaluate": evaluate,
         "report": report,
         "rollouts": rollouts,
+        "watch": watch,
     }
     if named := commands.get("".join(sys.argv[1:2])):
         del sys.argv[1]

@@ -43,6 +43,8 @@ class RunDirectory:
         self.reward_plot = path / "reward.png"
         self.report = path / "report.html"
         self.evaluations = path / "eval.jsonl"
+        self.services = path / "services.json"
+        self.processes = path / "processes.jsonl"
 
     @classmethod
     def of(cls, path: Path) -> RunDirectory:

@@ -194,6 +194,8 @@ def _lines(name: str, value: Any) -> Iterator[str]:
     yield from (f"# {key}: {secret} ***" for secret in secrets)
     if isinstance(value, Path):
         value = str(value)
+    elif isinstance(value, list):
+        value = [str(one) if isinstance(one, Path) else one for one in value]
     text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
     yield f"{key}: {text}"
 

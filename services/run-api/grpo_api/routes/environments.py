@@ -24,6 +24,7 @@ from grpo_core.wire.run_api import (
     EnvironmentId,
     EnvironmentRegistration,
     EnvironmentStatus,
+    ListedServer,
 )
 
 router = APIRouter()
@@ -146,6 +147,13 @@ async def list_environments(services: Services) -> list[KnownEnvironment]:
         }
         for environment in run.environments
     ]
+
+
+@router.get("/servers", responses=refusals(503))
+async def list_servers(services: Services) -> list[ListedServer]:
+    """The inference servers of the run that report themselves, as in the answer of `/status-env`:
+    name, URL, state, and the policy version that each serves."""
+    return await services.store.servers.listed()
 
 
 def _unknown(env_id: int) -> str:

@@ -22,9 +22,9 @@ from grpo_runs.modes import Mode
 from grpo_runs.notices import RunNotices
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
+from grpo_runs.process.records import ProcessRecords
 from grpo_runs.process.stack import (
     LostServices,
-    MemoryPeaks,
     Stack,
     StopRequest,
     StopRequested,
@@ -68,6 +68,7 @@ from grpo_runs.services import (
 )
 from grpo_runs.settings.run import LaunchOptions
 from grpo_runs.views import Places
+from grpo_runs.watch.beside import page_beside
 
 FOLLOW_POLL_S = 0.2
 REDIS_DEADLINE_S = 5.0
@@ -99,9 +100,14 @@ def run_demo(settings: LaunchOptions, screen: Screen) -> int:
             run.write_config(resolved_yaml(settings.command, settings.resolved()))
         notices = RunNotices(settings, run, screen)
         held.callback(notices.settle)
+        processes = ProcessRecords(run)
         try:
-            with notices.of_the_end():
-                _train_and_report(settings, run, screen, stop_request, notices)
+            with (
+                page_beside(settings, run, screen),
+                notices.of_the_end(),
+                processes.of_the_end(),
+            ):
+                _train_and_report(settings, run, screen, stop_request, notices, processes)
         except StopRequested as stopped:
             screen.failure(f"{stopped}; every process of this run has ended")
             status = stopped.exit_status
@@ -134,24 +140,26 @@ def _train_and_report(
     screen: Screen,
     stop_request: StopRequest,
     notices: RunNotices,
+    processes: ProcessRecords,
 ) -> None:
     started = time.monotonic()
     records: list[StepRecord] = []
     if settings.resumed:  # the steps after the newest checkpoint are repeated
         records = trim_records(run.metrics, run.newest_checkpoint_step() or 0)
     screen.lines(opening_lines(settings, run, len(records)))
-    memory, evaluations = MemoryPeaks(), EvaluationsFile(run.evaluations)
+    evaluations = EvaluationsFile(run.evaluations)
     evaluations.read_new()  # those of the run that is resumed
     with (
         tempfile.TemporaryDirectory(prefix="grpo-") as temporary,
         HealthProbe(plain(settings.run_api_token)) as probe,
-        Stack(run.logs, stop_request, memory.watch) as stack,
+        Stack(run.logs, stop_request, processes.watch) as stack,
     ):
         factory = ServiceFactory(settings, run, probe)
         try:
             places = start_services(factory, stack, screen, weights_socket_path(Path(temporary)))
             names = [factory.environment_name(task) for task in settings.task]
             notices.watch(places.run_api_url)
+            processes.found_run_api(places.run_api_url)
             training_started = time.monotonic()
             records += follow_training(
                 stack,
@@ -191,7 +199,7 @@ def _train_and_report(
         benchmark=read_record(BenchmarkFacts, benchmark) if benchmark.exists() else None,
         servers=tuple(server for server in servers if server.name not in ended),
         ended_servers=ended,
-        peak_bytes=memory.peak_bytes,
+        peak_bytes=processes.peak_bytes,
     )
     run.summary.write_text(facts.model_dump_json(indent=2) + "\n")
     if settings.report:  # the page shows facts of the summary

@@ -108,7 +108,7 @@ class Stack:
         self,
         log_directory: Path,
         stop_request: StopRequest,
-        watch: Callable[[Mapping[str, int]], None] = lambda _: None,
+        watch: Callable[[Mapping[str, int]], object] = lambda _: None,
         grace_s: float = STOP_GRACE_S,
     ) -> None:
         """Args:
@@ -329,8 +329,8 @@ class MemoryPeaks:
         self._next_at = 0.0
         self._watched: frozenset[str] = frozenset()
 
-    def watch(self, pids: Mapping[str, int]) -> None:
-        """Take a sample if one is due. Call it often.
+    def watch(self, pids: Mapping[str, int]) -> dict[str, int]:
+        """Take a sample if one is due; returns it, or nothing. Call it often.
 
         A sample is also due when a service has started or ended, so that short runs have some.
 
@@ -339,11 +339,13 @@ class MemoryPeaks:
         """
         watched = frozenset(pids)
         if watched == self._watched and time.monotonic() < self._next_at:
-            return
+            return {}
         self._watched = watched
-        for name, pid in pids.items():
-            self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), tree_bytes(pid))
+        sample = {name: tree_bytes(pid) for name, pid in pids.items()}
+        for name, size in sample.items():
+            self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), size)
         self._next_at = time.monotonic() + SAMPLE_EVERY_S
+        return sample
 
 
 def tree_bytes(pid: int) -> int:

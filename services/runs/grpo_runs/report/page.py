@@ -44,28 +44,28 @@ def write_report(run: RunDirectory, output: Path | None = None) -> Path:
     curves = {
         name: points for name, points in metrics.items() if name in TITLES or name.startswith(PART)
     }
-    config = _config(run)
-    texts = _token_texts(rollouts)
+    config = config_of(run)
+    texts = token_texts(rollouts)
     path = output or run.report
     write_page(
         path,
-        _title(config),
+        title_of(config),
         () if rollouts is None else read_steps(rollouts),
         curves | evaluations.curves,
         texts,
-        _facts(run, config, curves, evaluations),
+        facts_of(run, config, curves, evaluations),
         intervals=evaluations.intervals,
         special=texts.special if texts else (),
     )
     return path
 
 
-def _token_texts(rollouts: Path | None) -> TokenTexts | None:
+def token_texts(rollouts: Path | None) -> TokenTexts | None:
     tokenizer = None if rollouts is None else rollouts / TOKENIZER
     return TokenTexts.from_file(tokenizer) if tokenizer and tokenizer.exists() else None
 
 
-def _config(run: RunDirectory) -> Mapping[str, Any]:
+def config_of(run: RunDirectory) -> Mapping[str, Any]:
     """The options of the run by field; empty if they are not known."""
     if not run.config.is_file():
         return {}
@@ -76,12 +76,12 @@ def _config(run: RunDirectory) -> Mapping[str, Any]:
     return options_in(found) if isinstance(found, dict) else {}
 
 
-def _title(config: Mapping[str, Any]) -> str:
+def title_of(config: Mapping[str, Any]) -> str:
     tasks = config.get("task")
     return f"GRPO on {' and '.join(map(str, tasks))}" if isinstance(tasks, list) else "GRPO run"
 
 
-def _facts(
+def facts_of(
     run: RunDirectory,
     config: Mapping[str, Any],
     curves: Mapping[str, Sequence[Point]],

@@ -146,6 +146,11 @@ class LaunchOptions(ServerHere):
     report: bool = Field(
         True, description="Write report.html, a page to read the rollouts of the run"
     )
+    watch: Annotated[bool | None, Shown(default="on at a terminal, else off")] = Field(
+        None,
+        description="Serve a page that shows the run while it trains, and open it in a browser if "
+        "one is at hand; else print its address",
+    )
     kv_cache_mib: Annotated[
         int | None, Shown(default="64; gsm8k: 256; on a GPU what --gpu-memory-utilization leaves")
     ] = Field(None, ge=1, description="Size of the server's KV cache, in MiB")

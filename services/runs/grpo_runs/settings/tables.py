@@ -17,8 +17,16 @@ OF_PAIR = frozenset({"log_dir", "stop_grace_s"})
 OWN_MEANING = frozenset({"stop_grace_s", "start_deadline_s", f"{SERVER}.max_staleness"})
 """Options of services that mean something else here."""
 NEEDS_TASK = (
-    *("run_dir", "report", "kv_cache_mib", "eager", "compute_threads", "redis_appendfsync"),
-    *("step_deadline_s", "start_deadline_s", "on_alert"),
+    *(
+        "run_dir",
+        "report",
+        "watch",
+        "kv_cache_mib",
+        "eager",
+        "compute_threads",
+        "redis_appendfsync",
+    ),
+    *("step_deadline_s", "start_deadline_s", "on_alert", "watch"),
 )
 """Own options that mean nothing without --task, as those of environments and run-api do."""
 OF_ONE_SERVER = ("server_name", "advertise_url", "staging_dir")
@@ -31,9 +39,17 @@ _OWN = {
     "queue": ("redis_appendfsync", "run_api_token"),
     "server": ("servers", "kv_cache_mib", "eager", "server_flags"),
     "run": (
-        *("run_dir", "resume", "report", "compute_threads", "step_deadline_s", "model_deadline_s"),
+        *(
+            "run_dir",
+            "resume",
+            "report",
+            "watch",
+            "compute_threads",
+            "step_deadline_s",
+            "model_deadline_s",
+        ),
         *("server_deadline_s", "start_deadline_s", "stop_grace_s", "log_dir"),
-        *("on_end", "on_alert"),
+        *("on_end", "on_alert", "watch"),
     ),
 }
 GROUPS = sections_of(_OWN)

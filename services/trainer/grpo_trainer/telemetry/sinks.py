@@ -36,6 +36,7 @@ from grpo_trainer.telemetry.rollouts import (
     sample_table,
     samples_are_due,
 )
+from grpo_trainer.telemetry.stage_file import StageFile
 
 log = structlog.get_logger()
 
@@ -98,7 +99,13 @@ def open_sinks(settings: TrainerSettings, steps_taken: int = 0) -> Iterator[Sink
             stack.enter_context(
                 serving_metrics(settings.metrics_host, settings.metrics_port, metrics)
             )
-        yield Sinks([*writers, metrics.write, *boards], keepers, boards, metrics.enter)
+        stages = (metrics.enter, StageFile(settings.save_path).enter)
+
+        def enter(stage: Stage) -> None:
+            for tell in stages:
+                tell(stage)
+
+        yield Sinks([*writers, metrics.write, *boards], keepers, boards, enter)
 
 
 @contextlib.contextmanager

@@ -228,7 +228,7 @@ def encoded(
             "points": [[rounded(x), rounded(y)] for x, y in curves[name]],
             "interval": [[rounded(value) for value in one] for one in intervals.get(name, ())],
         }
-        for name in sorted(curves, key=_place)
+        for name in sorted(curves, key=place_of)
         if curves[name]
         for title, unit in [title_of(name)]
     ]
@@ -244,7 +244,8 @@ def title_of(name: str) -> tuple[str, str]:
     return TITLES.get(name, (name, ""))
 
 
-def _place(name: str) -> tuple[int, int]:
+def place_of(name: str) -> tuple[int, int]:
+    """Sorts the names of curves into the order of the page."""
     known = [*TITLES]
     if name == REWARD:
         return 0, 0

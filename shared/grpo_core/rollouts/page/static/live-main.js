@@ -10,7 +10,6 @@ class LivePage {
     this.panels = new Map();
     this.lostAt = null;
     this.hasMissed = false; // events
-    this.line = new RunLine((ids) => this.choose(ids));
     this.curves = new LiveCurves((run, step) => this._showStep(run, step));
     this.rollouts = new LiveRollouts();
     this.events = new Events({
@@ -29,7 +28,7 @@ class LivePage {
     this._find();
     const ids = this.runs.map(({ id }) => id);
     const chosen = ids.filter((id) => this.chosen.includes(id));
-    this.line.show(this.runs, this.chosen);
+    this._showRuns();
     if (!this.panels.size && ids.length) await this.choose(chosen.length ? chosen : ids.slice(0, 1));
   }
 
@@ -37,7 +36,7 @@ class LivePage {
     this.chosen = ids;
     byId("failure").hidden = true;
     history.replaceState(null, "", `?${queryOf(ids)}${location.hash}`);
-    this.line.show(this.runs, this.chosen);
+    this._showRuns();
     this._showPanels();
     this.events.choose(ids);
     await Promise.all([this.curves.setRuns(ids, this._names()), this._showSettings(), this._chooseRollouts(ids)]);
@@ -45,6 +44,35 @@ class LivePage {
 
   _names() {
     return Object.fromEntries(this.runs.map(({ id, name }) => [id, name]));
+  }
+
+  /* The line of runs */
+
+  _showRuns() {
+    const several = this.runs.length > 1;
+    byId("runs-hint").textContent = this.runs.length
+      ? (several ? "Choose a run, or tick several to compare them." : "")
+      : "No run yet. The page shows the first one as soon as it starts.";
+    const focused = document.activeElement?.id;
+    byId("runs").replaceChildren(...this.runs.map((run, at) => make("li", {}, ...this._runControls(run, at, several))));
+    if (focused?.startsWith("run-")) byId(focused)?.focus();
+  }
+
+  _runControls({ id, name, title, state, step, steps }, at, several) {
+    const isChosen = this.chosen.includes(id);
+    const tick = make("input", { type: "checkbox", id: `run-tick-${at}`, checked: isChosen, ariaLabel: `Compare ${name}` });
+    tick.addEventListener("change", () => this.choose(this._ticked(id, tick.checked)));
+    const button = make("button", { type: "button", id: `run-${at}`, ariaPressed: String(isChosen) },
+      make("span", { className: "run-name", textContent: name, dir: "auto" }),
+      make("small", { textContent: `${state}, ${stepText({ step, steps })}`, title }));
+    button.addEventListener("click", () => this.choose([id]));
+    return several ? [make("label", { className: "tick" }, tick), button] : [button];
+  }
+
+  /** At least one run stays chosen. */
+  _ticked(id, isTicked) {
+    const wanted = this.runs.map((run) => run.id).filter((one) => (one === id ? isTicked : this.chosen.includes(one)));
+    return wanted.length ? wanted : this.chosen;
   }
 
   /* The chosen runs */
@@ -93,7 +121,7 @@ class LivePage {
     const run = this.runs.find(({ id }) => id === state.run);
     if (run && (run.state !== state.state || run.step !== state.step)) {
       Object.assign(run, { state: state.state, step: state.step, steps: state.steps });
-      this.line.show(this.runs, this.chosen);
+      this._showRuns();
     }
     if (this.chosen.length === 1) document.title = `${stepText(state)} – ${run?.name ?? state.run}`;
   }

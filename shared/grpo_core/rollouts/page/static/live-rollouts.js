@@ -58,7 +58,6 @@ class LiveRollouts {
 
   setFollows(follows) {
     this.follows = byId("follow").checked = follows;
-    byId("found").ariaLive = follows ? "off" : "polite"; // every new step would be told
   }
 
   async _refresh() {
@@ -68,7 +67,7 @@ class LiveRollouts {
     if (this.step === null) return;
     this._showStep();
     const wanted = `${this.run}/${this.step}`;
-    if (!this._isSeen || document.hidden || wanted === this._wanted) return;
+    if (!this._isSeen || wanted === this._wanted) return;
     this._wanted = wanted;
     await this._load();
   }
@@ -139,7 +138,6 @@ class LiveRollouts {
       if (this._isSeen) this._refresh();
     }, { rootMargin: "400px" });
     seen.observe(byId("rollouts-section"));
-    document.addEventListener("visibilitychange", () => this._refresh());
   }
 }
 

@@ -1,0 +1,1 @@
+"""Shows runs while they train: reads their files and asks run-api."""

@@ -1,0 +1,254 @@
+"""The HTTP interface of `grpo-watch`: the live page, and what it asks for. All answers are JSON.
+
+GET /                                  the page
+GET /api/runs                          the runs: id, name, title, state, step, steps
+GET /api/runs/{id}                     title, facts, special token ids, settings
+GET /api/runs/{id}/curves?x=&points=   curves by step, time or tokens, thinned to `points`
+GET /api/runs/{id}/steps               the steps that have rollouts
+GET /api/runs/{id}/steps/{step}        the rollouts of a step
+GET /api/differences?run=&run=         settings that differ
+GET /api/events?run=&run=              server-sent events: state, points, evaluations
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import groupby
+from typing import Annotated, Any, get_args
+
+import anyio.to_thread
+from fastapi import FastAPI, HTTPException, Query, Response
+from pydantic import SecretStr
+from sse_starlette import EventSourceResponse
+from starlette.middleware.gzip import GZipMiddleware
+
+from grpo_core.errors import BrokenRollouts, GrpoError
+from grpo_core.rollouts.files import read_step
+from grpo_core.rollouts.page import encode
+from grpo_core.rollouts.page.encode import REWARD, GroupEncoder
+from grpo_core.rollouts.page.live import live_document
+from grpo_core.rollouts.page.token_texts import TokenTexts
+from grpo_core.security import SameSiteOnly
+from grpo_runs.report.page import config_of, facts_of, title_of, token_texts
+from grpo_runs.watch.access import TokenCookie
+from grpo_runs.watch.live_run import LiveRun
+from grpo_runs.watch.metrics_log import Axis, Row
+
+EVENTS_EVERY_S = 1.0
+MOST_POINTS = 5000
+Chosen = Annotated[list[str], Query()]
+
+
+def watch_app(
+    runs: Sequence[LiveRun],
+    token: SecretStr | None = None,
+    hosts: Sequence[str] = (),
+    every_s: float = EVENTS_EVERY_S,
+) -> FastAPI:
+    """Args:
+    token: browsers and programs must know it; None: none is needed
+    hosts: public DNS names of this server
+    every_s: seconds between two looks at a run
+    """
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    by_id = {run.id: run for run in runs}
+
+    def named(id: str) -> LiveRun:
+        if id not in by_id:
+            raise HTTPException(404, f"no run {id!r}; GET /api/runs lists the runs")
+        return by_id[id]
+
+    @app.get("/")
+    def page() -> Response:
+        content, policy = live_document()
+        headers = {"content-security-policy": policy, "referrer-policy": "no-referrer"}
+        return Response(content, media_type="text/html", headers=headers)
+
+    @app.get("/favicon.ico")
+    def icon() -> Response:
+        return Response(status_code=204)
+
+    @app.get("/api/runs")
+    def list_runs() -> list[dict[str, Any]]:
+        return [_listed(run) for run in runs]
+
+    @app.get("/api/runs/{id}")
+    def about(id: str) -> dict[str, Any]:
+        return _about(named(id))
+
+    @app.get("/api/runs/{id}/curves")
+    def curves(
+        id: str, x: Axis = "step", points: Annotated[int, Query(ge=10, le=MOST_POINTS)] = 1000
+    ) -> dict[str, Any]:
+        return {"curves": curves_of(named(id), x, points)}
+
+    @app.get("/api/runs/{id}/steps")
+    def steps(id: str) -> dict[str, list[int]]:
+        return {"steps": named(id).steps_with_rollouts()}
+
+    @app.get("/api/runs/{id}/steps/{step}")
+    def rollouts(id: str, step: int) -> dict[str, Any]:
+        return _rollouts(named(id), step)
+
+    @app.get("/api/differences")
+    def differences(run: Chosen) -> dict[str, Any]:
+        return different_settings({id: _settings(named(id)) for id in run})
+
+    @app.get("/api/events")
+    async def events(run: Chosen) -> EventSourceResponse:
+        followed = [Follower(named(id)) for id in run]
+        return EventSourceResponse(_events(followed, every_s))
+
+    app.add_middleware(GZipMiddleware, minimum_size=2000)
+    app.add_middleware(TokenCookie, token=token)
+    app.add_middleware(SameSiteOnly, hosts=hosts)
+    return app
+
+
+async def _events(followed: Sequence[Follower], every_s: float) -> AsyncIterator[dict[str, str]]:
+    while True:
+        for one in followed:
+            for name, data in await anyio.to_thread.run_sync(one.news):
+                yield {"event": name, "data": json.dumps(data)}
+        await asyncio.sleep(every_s)
+
+
+class Follower:
+    """What one page knows of a run already."""
+
+    def __init__(self, live: LiveRun) -> None:
+        self._live = live
+        self._state: Mapping[str, Any] | None = None
+        self._serial = 0
+
+    def news(self) -> list[tuple[str, Any]]:
+        """Events since the last call: name and data. The first call gives the state alone, because
+        the page has just asked for the curves."""
+        state, before = self._live.state(), self._state
+        rows = self._live.log.since(self._serial)
+        if rows:
+            self._serial = rows[-1].serial
+        if state == before:
+            return []
+        self._state = state
+        events: list[tuple[str, Any]] = [("state", state)]
+        if before is not None and rows:
+            events.append(("points", {"run": self._live.id, "points": _points(rows)}))
+        if before is not None and state["last_evaluation"] != before["last_evaluation"]:
+            events.append(("evaluations", {"run": self._live.id}))
+        return events
+
+
+def _points(rows: Sequence[Row]) -> dict[str, list[list[float]]]:
+    found: dict[str, list[list[float]]] = {}
+    for row in rows:
+        for name, value in row.values.items():
+            found.setdefault(name, []).append([row.step, row.time, row.tokens, value])
+    return found
+
+
+def _listed(live: LiveRun) -> dict[str, Any]:
+    state = live.state()
+    return {
+        "id": live.id,
+        "name": live.run.run_id,
+        "title": title_of(_settings(live)),
+        **{key: state[key] for key in ("state", "step", "steps")},
+    }
+
+
+def _about(live: LiveRun) -> dict[str, Any]:
+    live.state()
+    settings, texts = _settings(live), _texts(live)
+    rewards = [(row.step, row.values[REWARD]) for row in live.log.rows if REWARD in row.values]
+    facts: Mapping[str, str] = {}
+    with suppress(GrpoError):  # a summary that is incomplete
+        facts = facts_of(live.run, settings, {REWARD: rewards}, live.evaluations())
+    return {
+        "id": live.id,
+        "title": title_of(settings),
+        "facts": [*facts.items()],
+        "special": sorted(texts.special) if texts else [],
+        "settings": settings,
+    }
+
+
+def curves_of(live: LiveRun, axis: Axis, most: int) -> list[dict[str, Any]]:
+    """Each with name, title, unit, points ([position, value, step]) and intervals ([position, low,
+    high]). Those of metrics come first in the order of the report, then evaluations."""
+    assert axis in get_args(Axis)
+    live.state()
+    found: dict[str, list[Any]] = {**live.log.curves(axis, most)}
+    evaluations = live.evaluations()
+    places = live.log.position_of
+    for name, points in evaluations.curves.items():
+        at = ((places(step, axis), value, step) for step, value in points)
+        found[name] = [point for point in at if point[0] is not None]
+    intervals = {
+        name: [(x, low, high) for step, low, high in ends if (x := places(step, axis)) is not None]
+        for name, ends in evaluations.intervals.items()
+    }
+    return [
+        {
+            "name": name,
+            "title": title,
+            "unit": unit,
+            "points": found[name],
+            "intervals": intervals.get(name),
+        }
+        for name in sorted(found, key=encode.place_of)
+        for title, unit in [encode.title_of(name)]
+    ]
+
+
+def _rollouts(live: LiveRun, step: int) -> dict[str, Any]:
+    directory = live.run.rollouts
+    if directory is None or step not in live.steps_with_rollouts():
+        raise HTTPException(404, f"step {step} has no rollouts; --keep-rollouts keeps the newest")
+    texts = _texts(live)
+    encoder = GroupEncoder(texts, texts.special if texts else ())
+    try:
+        records = [*read_step(directory, step)]
+        groups = [list(group) for _, group in groupby(records, key=lambda one: one.group)]
+        summaries = [encoder.summary(group) for group in groups]
+        details = [encoder.details(group) for group in groups]
+    except BrokenRollouts as error:
+        raise HTTPException(500, str(error)) from None
+    return {
+        "step": step,
+        "groups": summaries,
+        "details": details,
+        "texts": encoder.texts,
+        "has_server": encoder.has_server,
+        "has_trainer": encoder.has_trainer,
+    }
+
+
+def _texts(live: LiveRun) -> TokenTexts | None:
+    try:
+        return token_texts(live.run.rollouts)
+    except (OSError, GrpoError):
+        return None
+
+
+def _settings(live: LiveRun) -> dict[str, Any]:
+    try:
+        return dict(config_of(live.run))
+    except (OSError, GrpoError):
+        return {}
+
+
+def different_settings(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Args: settings: by run. Returns the runs, and a row for each setting that differs."""
+    names = sorted({name for one in settings.values() for name in one})
+    rows = [
+        {"setting": name.replace("_", "-"), "values": [one.get(name) for one in settings.values()]}
+        for name in names
+    ]
+    differing = [
+        row for row in rows if len({json.dumps(v, default=str) for v in row["values"]}) > 1
+    ]
+    return {"runs": [*settings], "rows": differing}

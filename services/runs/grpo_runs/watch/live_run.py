@@ -1,0 +1,223 @@
+"""One run as it is now: its steps, its services, what needs somebody, and how long it will take."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from grpo_core.alerts import AlertWatch, Measures
+from grpo_core.errors import GrpoError
+from grpo_core.evaluation.results import ResultsUnusable
+from grpo_core.rollouts.files import steps_in
+from grpo_runs.measures import MeasuresReader
+from grpo_runs.report.evaluations import Evaluations
+from grpo_runs.report.steps import GrowingFile
+from grpo_runs.run_directory import RunDirectory
+from grpo_runs.watch.logs import ServiceLogs
+from grpo_runs.watch.metrics_log import PARTS, MetricsLog
+from grpo_runs.watch.run_api import RunApi
+from grpo_runs.watch.services import Runner, ServiceFacts, read_json
+
+REFRESH_EVERY_S = 0.5
+ETA_STEPS = 20
+"""Of so many of the newest steps the median time counts."""
+
+
+class LiveRun:
+    """Follows one run. Threads may use it at once.
+
+    Args:
+        id: its name in the page's addresses
+        token: the access token of its run-api
+    """
+
+    def __init__(
+        self,
+        id: str,
+        run: RunDirectory,
+        token: str | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.id = id
+        self.run = run
+        self.log = MetricsLog(run.metrics)
+        self._logs = ServiceLogs(run.logs)
+        self._token = token
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._refreshed_at = 0.0
+        self._memory_file = GrowingFile(run.processes)
+        self._memory: Mapping[str, int] = {}
+        self._stage_path = run.checkpoints / "stage.json"
+        self._api: tuple[str, RunApi, MeasuresReader] | None = None
+        self._api_away_since: float | None = None
+        self._alerts = AlertWatch()
+        self._noticed: dict[str, float] = {}
+        self._state: dict[str, Any] = {}
+        self._evaluated: tuple[int, int] = (0, 0)
+        self._evaluations = Evaluations(())
+
+    def state(self) -> dict[str, Any]:
+        """What the event `state` of the page holds. Reads what is new, if the last time was not
+        just now."""
+        with self._lock:
+            now = self._clock()
+            if not self._state or now - self._refreshed_at >= REFRESH_EVERY_S:
+                self._refreshed_at = now
+                self._state = self._read(now)
+            return self._state
+
+    def evaluations(self) -> Evaluations:
+        """Those in the file now; the earlier ones while it is broken."""
+        try:
+            facts = self.run.evaluations.stat()
+            if self._evaluated != (facts.st_size, facts.st_mtime_ns):
+                self._evaluations = Evaluations.read(self.run.evaluations)
+                self._evaluated = facts.st_size, facts.st_mtime_ns
+        except (OSError, ResultsUnusable):
+            pass
+        return self._evaluations
+
+    def steps_with_rollouts(self) -> list[int]:
+        """In order; empty while there are none."""
+        try:
+            directory = self.run.rollouts
+            return [] if directory is None else steps_in(directory)
+        except (OSError, GrpoError):
+            return []
+
+    def _read(self, now: float) -> dict[str, Any]:
+        self.log.read_new()
+        self._logs.read_new()
+        self.evaluations()
+        runner = Runner.read(self.run.services)
+        rows, record = self.log.rows, self.log.newest
+        step = rows[-1].step if rows else 0
+        steps = int(record["steps"]) if rows and "steps" in record else None
+        state = self._word(runner, step, steps)
+        is_running = runner is not None and runner.is_alive
+        api = self._ask_run_api(runner if is_running else None, now)
+        eta = self._eta_s(step, steps) if is_running else None
+        return {
+            "run": self.id,
+            "state": state,
+            "step": step,
+            "steps": steps,
+            "services": self._services(runner, api),
+            "times": self._time_of_steps(),
+            "queue": api["queue"],
+            "staleness": record.get("staleness/mean"),
+            "tokens_per_s": record.get("throughput/tokens_per_s"),
+            "eta_s": eta,
+            "eta_text": None if eta is None else f"about {duration(eta)} left",
+            "warnings": [one.shown() for one in self._logs.warnings] + self._own_warnings(now),
+            "alerts": api["alerts"],
+            "newest_rollouts": max(self.steps_with_rollouts(), default=None),
+            "last_evaluation": self._evaluated[1],
+        }
+
+    def _word(self, runner: Runner | None, step: int, steps: int | None) -> str:
+        if runner is not None:
+            if runner.end:
+                return runner.end
+            if runner.is_alive:
+                return "training" if step else "starting"
+            return "killed"
+        return "completed" if steps and step >= steps else "not running, or not started here"
+
+    def _services(self, runner: Runner | None, api: Mapping[str, Any]) -> list[dict[str, Any]]:
+        facts = ServiceFacts(
+            pids={} if runner is None else runner.services,
+            is_running=runner is not None and runner.is_alive,
+            memory=self._newest_memory(),
+            trainer=read_json(self._stage_path),
+            environments=self._logs.groups_in_progress,
+            servers=api["servers"],
+            api_away_since=self._api_away_since,
+        )
+        return facts.shown()
+
+    def _newest_memory(self) -> Mapping[str, int]:
+        for line in self._memory_file.new_lines()[-1:]:
+            self._memory = json.loads(line)["bytes"]
+        return self._memory
+
+    def _ask_run_api(self, runner: Runner | None, now: float) -> dict[str, Any]:
+        url = runner.run_api_url if runner else None
+        if url is None:
+            return {"queue": None, "servers": [], "alerts": []}
+        if self._api is None or self._api[0] != url:
+            reader = MeasuresReader(self.run, url, self._token, self._clock)
+            self._api = url, RunApi(url, self._token), reader
+        _, api, reader = self._api
+        status = api.status()
+        if status is None:
+            self._api_away_since = self._api_away_since or now
+            return {"queue": None, "servers": [], "alerts": self._firing(reader.read(), now)}
+        self._api_away_since = None
+        measures = reader.read()
+        queue = {
+            "groups_in_the_queue": status["queue_size"],
+            "age_of_the_oldest_in_s": measures.oldest_queued_group_s,
+            "refused_groups": status.get("refused_groups"),
+        }
+        return {
+            "queue": {name: value for name, value in queue.items() if value is not None},
+            "servers": api.servers(),
+            "alerts": self._firing(measures, now),
+        }
+
+    def _firing(self, measures: Measures, now: float) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": one.alert.name,
+                "text": one.alert.meaning,
+                "advice": one.alert.advice,
+                "since": one.since,
+            }
+            for one in self._alerts.look(measures, now)
+        ]
+
+    def _own_warnings(self, now: float) -> list[dict[str, Any]]:
+        """What this page itself noticed."""
+        found = []
+        if self.log.broken_lines:
+            found.append(f"{self.log.broken_lines} lines of {self.run.metrics} are no step records")
+        if self._api_away_since is not None:
+            since = time.strftime("%H:%M:%S", time.localtime(self._api_away_since))
+            found.append(f"run-api does not answer since {since}; the queue is not known")
+        self._noticed = {text: self._noticed.get(text, now) for text in found}
+        return [
+            {"time": since, "service": "grpo-watch", "level": "warning", "event": "", "text": text}
+            for text, since in self._noticed.items()
+        ]
+
+    def _time_of_steps(self) -> dict[str, dict[str, float]]:
+        rows = self.log.rows[-ETA_STEPS:]
+        if not rows:
+            return {}
+        columns = zip(*(row.parts for row in rows), strict=True)
+        return {
+            name: {"newest": seconds[-1], "median": median(seconds)}
+            for name, seconds in zip(PARTS, columns, strict=True)
+        }
+
+    def _eta_s(self, step: int, steps: int | None) -> float | None:
+        rows = self.log.rows[-ETA_STEPS - 1 :]
+        if steps is None or len(rows) < 2 or step >= steps:
+            return None
+        took = [later.time - earlier.time for earlier, later in pairwise(rows)]
+        return median(took) * (steps - step)
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h 20 min`"""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

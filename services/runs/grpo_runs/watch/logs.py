@@ -1,0 +1,72 @@
+"""What the logs of a run's services tell: warnings, named errors, and what environments count."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from grpo_core.rollouts.record import printable
+from grpo_runs.report.steps import GrowingFile
+
+KEPT = 50
+"""The newest warnings and errors."""
+LONGEST_TEXT = 1000  # characters
+COUNTED = "groups.counted"
+_LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) \[(\w+) *\] (\S+)\s*(.*)")
+"""As `grpo_core.logs` writes an event: time in UTC, level, name, fields."""
+_LEVELS = {"warning": "warning", "error": "error", "critical": "error", "exception": "error"}
+_IN_PROGRESS = re.compile(r"groups_in_progress=(\d+)")
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A warning or an error of a service. Args: time: Unix time in seconds"""
+
+    time: float
+    service: str
+    level: str
+    event: str
+    text: str
+
+    def shown(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class ServiceLogs:
+    """Follows the logs of a run's directory. Args: directory: it may not exist yet"""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: dict[Path, GrowingFile] = {}
+        self.warnings: deque[Warned] = deque(maxlen=KEPT)
+        self.groups_in_progress: dict[str, tuple[float, int]] = {}
+        """Of each environment: time of its newest report, and the number of groups in it."""
+
+    def read_new(self) -> None:
+        """Never raises: a log that cannot be read has no lines."""
+        found: list[Warned] = []
+        for path in sorted(self._directory.glob("*.log")):
+            file = self._files.setdefault(path, GrowingFile(path))
+            try:
+                lines = file.new_lines()
+            except OSError:
+                continue
+            found += self._of(path.stem, lines)
+        self.warnings.extend(sorted(found, key=lambda one: one.time))
+
+    def _of(self, service: str, lines: list[str]) -> Iterator[Warned]:
+        for line in lines:
+            found = _LINE.fullmatch(line)
+            if found is None:
+                continue
+            time = datetime.fromisoformat(found[1]).replace(tzinfo=UTC).timestamp()
+            level, event, text = _LEVELS.get(found[2]), found[3], found[4]
+            if event == COUNTED and (count := _IN_PROGRESS.search(text)):
+                self.groups_in_progress[service] = time, int(count[1])
+            if level is not None:
+                yield Warned(time, service, level, event, printable(text)[:LONGEST_TEXT])

@@ -1,0 +1,158 @@
+"""The steps of a run, followed while the trainer appends to the metrics file: their curves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from grpo_core.rollouts.page.encode import PART, TITLES
+from grpo_runs.report.steps import GrowingFile
+
+Axis = Literal["step", "time", "tokens"]
+AXES: Sequence[str] = get_args(Axis)
+PARTS = {
+    "wait": "train/data_fetch_time",
+    "train": "train/compute_time",
+    "publish": "train/sync_time",
+    "save": "train/save_time",
+}
+"""Of the time of a step: their names on the page, and those of their metrics."""
+CurvePoint = tuple[float, float, int]
+"""Position, value and step."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step.
+
+    Args:
+        serial: counts up over all rows that were ever read, so that a repeated step is a new row
+        time: seconds of all steps up to this one, those before a resume included
+        tokens: prompt and completion tokens of all steps up to this one
+        values: the metrics that have a curve, by name
+        parts: seconds of the parts of the step, as in `PARTS`
+    """
+
+    serial: int
+    step: int
+    time: float
+    tokens: float
+    values: Mapping[str, float]
+    parts: tuple[float, ...]
+
+
+class MetricsLog:
+    """Follows `metrics.jsonl`. A resumed run writes the steps after its checkpoint again; their
+    rows replace the earlier ones.
+
+    Args: path: it may not exist yet
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = GrowingFile(path)
+        self._inode = 0
+        self._read_bytes = 0
+        self._serial = 0
+        self.rows: list[Row] = []
+        self.newest: Mapping[str, Any] = {}
+        """The whole record of the newest step."""
+        self.broken_lines = 0
+        """Complete lines that are no record of a step."""
+
+    def read_new(self) -> None:
+        """Never raises: a file that is away has no rows."""
+        try:
+            now = self._path.stat()
+        except OSError:
+            return
+        if now.st_ino != self._inode or now.st_size < self._read_bytes:
+            # It was written again, shorter: by a trainer that resumes.
+            self._file, self._inode, self.broken_lines = GrowingFile(self._path), now.st_ino, 0
+            self.rows.clear()
+        self._read_bytes = now.st_size
+        for line in self._file.new_lines():
+            try:
+                record = json.loads(line)
+                self._add(int(record["step"]), record)
+            except (ValueError, TypeError, KeyError):
+                self.broken_lines += 1
+
+    def since(self, serial: int) -> list[Row]:
+        """The rows that are newer."""
+        first = len(self.rows)
+        while first and self.rows[first - 1].serial > serial:
+            first -= 1
+        return self.rows[first:]
+
+    def curves(self, axis: Axis, most: int) -> dict[str, list[CurvePoint]]:
+        """Of each metric at most about `most` points, among them every minimum and maximum."""
+        found: dict[str, list[CurvePoint]] = {}
+        for row in self.rows:
+            at = getattr(row, axis)
+            for name, value in row.values.items():
+                found.setdefault(name, []).append((at, value, row.step))
+        return {name: thinned(points, most) for name, points in found.items()}
+
+    def position_of(self, step: float, axis: Axis) -> float | None:
+        """Where a step lies on an axis; None if it was not taken."""
+        if axis == "step":
+            return step
+        if step == 0:
+            return 0.0
+        low, high = 0, len(self.rows)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self.rows[middle].step < step else (low, middle)
+        return getattr(self.rows[low], axis) if low < len(self.rows) else None
+
+    def _add(self, step: int, record: Mapping[str, Any]) -> None:
+        while self.rows and self.rows[-1].step >= step:
+            self.rows.pop()
+        last = self.rows[-1] if self.rows else None
+        seconds = float(record.get("train/step_time", 0.0))
+        tokens = seconds * float(record.get("throughput/tokens_per_s", 0.0))
+        self._serial += 1
+        self.newest = record
+        self.rows.append(
+            Row(
+                self._serial,
+                step,
+                (last.time if last else 0.0) + seconds,
+                (last.tokens if last else 0.0) + tokens,
+                dict(_shown(record)),
+                tuple(float(record.get(name, 0.0)) for name in PARTS.values()),
+            )
+        )
+
+
+def _shown(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in record.items():
+        if (name in TITLES or name.startswith(PART)) and isinstance(value, int | float):
+            yield name, float(value)
+
+
+def thinned(points: Sequence[CurvePoint], most: int) -> list[CurvePoint]:
+    """The first and the last point, and of equal parts of the others the lowest and the highest:
+    at most `most` points, or all if there are not more."""
+    if len(points) <= most:
+        return [*points]
+    parts = max(1, (most - 2) // 2)
+    inner = points[1:-1]
+    kept = [points[0]]
+    for number in range(parts):
+        part = inner[number * len(inner) // parts : (number + 1) * len(inner) // parts]
+        if part:
+            kept += _ends(part)
+    return [*kept, points[-1]]
+
+
+def _ends(part: Sequence[CurvePoint]) -> Iterable[CurvePoint]:
+    """Its lowest and highest point, in order."""
+    places = range(len(part))
+    low = min(places, key=lambda at: part[at][1])
+    high = max(places, key=lambda at: part[at][1])
+    return [part[at] for at in sorted({low, high})]

@@ -1,0 +1,171 @@
+"""The services of a run, and what each of them does now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from grpo_runs.run_directory import ONE_OF_SERVERS, ONE_SERVER
+
+STAGES = {
+    "data_fetch": "waiting for data",
+    "compute": "training",
+    "sync": "publishing",
+    "save": "saving",
+}
+"""Of the trainer, as `stage.json` names them."""
+SERVING = "serving"
+ENVIRONMENT = "environment"
+
+
+@dataclass(frozen=True)
+class Runner:
+    """`services.json`: the process that started the run, and what it started.
+
+    Args:
+        end: how the run ended: completed, failed or stopped; "" before
+        services: process ids by name
+    """
+
+    is_alive: bool
+    run_api_url: str | None
+    services: Mapping[str, int]
+    end: str
+
+    @classmethod
+    def read(cls, path: Path) -> Runner | None:
+        """None for a run that was started otherwise."""
+        content = read_json(path)
+        if content is None:
+            return None
+        runner, end = content["runner"], content["end"] or {}
+        return cls(
+            is_alive=not end and is_same_process(runner["pid"], runner["created"]),
+            run_api_url=content["run_api_url"],
+            services=content["services"],
+            end=end.get("state", ""),
+        )
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None if the file is missing or broken."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def is_same_process(pid: int, created: float) -> bool:
+    """Whether the process still runs. Args: created: Unix time in seconds"""
+    try:
+        return psutil.Process(pid).create_time() == created
+    except psutil.NoSuchProcess:
+        return False
+
+
+def runs(pid: int) -> bool:
+    """Whether the process has not ended, even if nobody has asked for its status yet."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@dataclass(frozen=True)
+class Service:
+    """Args: since: Unix time in seconds at which the stage began, None if it is not known"""
+
+    name: str
+    stage: str
+    since: float | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class ServiceFacts:
+    """What is known of a run's services.
+
+    Args:
+        pids: process ids by name
+        memory: bytes by name
+        trainer: content of `stage.json`
+        environments: time of the newest report and number of groups in progress, by name
+        servers: answer of run-api's `/servers`
+        api_away_since: Unix time in seconds
+    """
+
+    pids: Mapping[str, int]
+    is_running: bool
+    memory: Mapping[str, int] = field(default_factory=dict)
+    trainer: Mapping[str, Any] | None = None
+    environments: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    servers: Sequence[Mapping[str, Any]] = ()
+    api_away_since: float | None = None
+
+    def shown(self) -> list[dict[str, Any]]:
+        """One entry for each service, in the order of their start."""
+        return [
+            {
+                "name": one.name,
+                "stage": one.stage,
+                "since": one.since,
+                "detail": one.detail,
+                "memory_bytes": self.memory.get(one.name) if self.is_running else None,
+            }
+            for one in map(self._service, self._names())
+        ]
+
+    def _names(self) -> list[str]:
+        if self.pids or self.trainer is None:
+            return [*self.pids]
+        return ["trainer"]  # of a --save-path, whose other services are elsewhere
+
+    def _service(self, name: str) -> Service:
+        if self.pids and not (self.is_running and runs(self.pids[name])):
+            return Service(name, "ended")
+        if name == "trainer":
+            return self._of_trainer()
+        if name == "run-api" and self.api_away_since is not None:
+            return Service(name, "does not answer", self.api_away_since)
+        if name == ONE_SERVER or name.startswith(ONE_OF_SERVERS):
+            return self._of_server(name)
+        if name.startswith(ENVIRONMENT):
+            return self._of_environment(name)
+        return Service(name, "running")
+
+    def _of_trainer(self) -> Service:
+        if self.trainer is None:
+            return Service("trainer", "starting")
+        stage = str(self.trainer.get("stage"))
+        return Service("trainer", STAGES.get(stage, stage), self.trainer.get("since"))
+
+    def _of_server(self, name: str) -> Service:
+        single = len(self.servers) == 1 and name == ONE_SERVER
+        found = next((one for one in self.servers if single or one["name"] == name), None)
+        if found is None:
+            return Service(name, "starting" if self.trainer is None else "not reported")
+        stage = "sampling" if found["state"] == SERVING and self._samples() else found["state"]
+        version = found["version"]
+        step = version["step"] if isinstance(version, Mapping) else version[1]
+        return Service(name, stage, detail=f"weights of step {step}")
+
+    def _samples(self) -> bool:
+        return any(count for _, count in self.environments.values())
+
+    def _of_environment(self, name: str) -> Service:
+        report = self.environments.get(name)
+        if report is None:
+            return Service(name, "starting")
+        _, count = report
+        groups = "1 group" if count == 1 else f"{count} groups"
+        return Service(
+            name,
+            "sampling" if count else "waiting",
+            detail=f"{groups} in progress" if count else "",
+        )

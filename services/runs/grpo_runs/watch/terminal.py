@@ -1,0 +1,154 @@
+"""The state of a run on one screen of a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.layout import Layout
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from grpo_core.rollouts.record import printable
+from grpo_runs.process.stack import MIB
+from grpo_runs.report.steps import seconds
+from grpo_runs.watch.api import curves_of
+from grpo_runs.watch.live_run import LiveRun, duration
+
+EVERY_S = 1.0
+BARS = "▁▂▃▄▅▆▇█"
+PARTS = {"wait": "wait for data", "train": "train", "publish": "publish", "save": "save"}
+COLOURS = {"wait": "yellow", "train": "blue", "publish": "magenta", "save": "green"}
+LEVELS = {"error": "bold red", "warning": "yellow"}
+NARROW = 100  # columns
+
+
+def watch_in_terminal(live: LiveRun, console: Console | None = None) -> None:
+    """Show the run until Ctrl-C."""
+    console = console or Console()
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as display:
+            while True:
+                display.update(screen_of(live, console.size, time.time()), refresh=True)
+                time.sleep(EVERY_S)
+    except KeyboardInterrupt:
+        pass
+
+
+def screen_of(live: LiveRun, size: tuple[int, int], now: float) -> RenderableType:
+    """Args:
+    size: columns and rows
+    now: Unix time in seconds
+    """
+    state = live.state()
+    width, height = size
+    curves = curves_of(live, "step", 1000)
+    services, times = _services(state["services"], now), _times(state)
+    upper: RenderableType
+    if width < NARROW:
+        upper = Group(services, times)
+    else:
+        upper = Table.grid(expand=True)
+        upper.add_column(ratio=1)
+        upper.add_column(ratio=1)
+        upper.add_row(services, times)
+    parts = [_head(live, state, width), upper, _curves(curves, width - 4)]
+    layout = Layout()
+    alerts = [*_alerts(state["alerts"])]
+    warnings = _warnings(state["warnings"], height)
+    layout.update(Group(*parts, *alerts, warnings))
+    return layout
+
+
+def _head(live: LiveRun, state: Mapping[str, Any], width: int) -> RenderableType:
+    step, steps = state["step"], state["steps"]
+    of = f"step {step} of {steps}" if steps else "no step yet"
+    rest = f", {state['eta_text']}" if state["eta_text"] else ""
+    text = Text(f"{live.run.run_id}  ", "bold")
+    text.append(f"{state['state']}, {of}{rest}", "not bold")
+    bar = ProgressBar(total=steps or 1, completed=step if steps else 0, width=width)
+    return Group(text, bar, "")
+
+
+def _services(services: Sequence[Mapping[str, Any]], now: float) -> RenderableType:
+    table = Table(box=None, padding=(0, 1), title="Services", title_justify="left")
+    for name in ("service", "stage", "for", "memory"):
+        table.add_column(name, justify="right" if name in ("for", "memory") else "left")
+    for one in services:
+        since, memory = one["since"], one["memory_bytes"]
+        detail = f" ({one['detail']})" if one["detail"] else ""
+        table.add_row(
+            one["name"],
+            f"{one['stage']}{detail}",
+            duration(max(0.0, now - since)) if since else "",
+            f"{memory / MIB:.0f} MiB" if memory else "",
+        )
+    return table
+
+
+def _times(state: Mapping[str, Any]) -> RenderableType:
+    table = Table(box=None, padding=(0, 1), title="Time of a step (s)", title_justify="left")
+    for name in ("part", "newest", "median", ""):
+        table.add_column(name, justify="right" if name in ("newest", "median") else "left")
+    times = state["times"]
+    longest = max((part["median"] for part in times.values()), default=0.0)
+    for name, part in times.items():
+        bar = "█" * round(16 * part["median"] / longest) if longest else ""
+        table.add_row(
+            PARTS[name], seconds(part["newest"]), seconds(part["median"]), Text(bar, COLOURS[name])
+        )
+    for name, value in _numbers(state).items():
+        table.add_row(name, value)
+    return table
+
+
+def _numbers(state: Mapping[str, Any]) -> dict[str, str]:
+    found = {"tokens per second": state["tokens_per_s"], "staleness": state["staleness"]}
+    found |= {name.replace("_", " "): value for name, value in (state["queue"] or {}).items()}
+    return {name: f"{value:.4g}" for name, value in found.items() if value is not None}
+
+
+def _curves(curves: Sequence[Mapping[str, Any]], width: int) -> RenderableType:
+    table = Table(box=None, padding=(0, 1), title="Curves", title_justify="left")
+    for name in ("", "first", "newest", ""):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for curve in curves[:6]:
+        values = [point[1] for point in curve["points"]]
+        if values:
+            line = sparkline(values, max(10, width - 50))
+            table.add_row(curve["title"], f"{values[0]:.3g}", f"{values[-1]:.3g}", line)
+    return table
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A character for each of `width` equal parts: their means, from the lowest to the highest."""
+    count = min(width, len(values))
+    cuts = [len(values) * at // count for at in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _alerts(alerts: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    return [
+        Panel(Text(f"{one['text']} {one['advice']}"), title="alert", border_style="red")
+        for one in alerts
+    ]
+
+
+def _warnings(warnings: Sequence[Mapping[str, Any]], height: int) -> RenderableType:
+    text = Text("Warnings and errors\n", "italic")
+    if not warnings:
+        text.append("none", "not italic")
+    for one in sorted(warnings, key=lambda found: -float(found["time"]))[: max(3, height // 4)]:
+        at = time.strftime("%H:%M:%S", time.localtime(one["time"]))
+        line = f"{at} {one['level']} {one['service']} {one['event']} {one['text']}\n"
+        text.append(printable(line.rstrip()) + "\n", LEVELS.get(one["level"], ""))
+    return text

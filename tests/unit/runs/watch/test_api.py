@@ -1,0 +1,161 @@
+"""The service of the live page: its answers, its events, and whom it lets in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from pydantic import SecretStr
+
+from grpo_core.rollouts.files import ROLLOUTS, write_step
+from grpo_runs.run_directory import RunDirectory
+from grpo_runs.watch.api import watch_app
+from grpo_runs.watch.live_run import LiveRun
+from grpo_runs.watch.serve import PageNotServed, PageServer, live_runs
+from tests.support.conversations import record
+from tests.unit.runs.records import metrics_object
+
+HERE = {"host": "127.0.0.1:8765"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "mine")
+    run.path.mkdir()
+    run.config.write_text("task: [sums]\noptim: {lr: 0.001}\nseed: 3\n")
+    take_steps(run, 1, 2)
+    write_step(run.path / ROLLOUTS, 2, [record(step=2)])
+    return run
+
+
+def take_steps(run: RunDirectory, *steps: int) -> None:
+    with run.metrics.open("a") as file:
+        for step in steps:
+            file.write(json.dumps(metrics_object(step)) + "\n")
+
+
+def client_of(run: RunDirectory, **options: Any) -> TestClient:
+    live = LiveRun("mine", run)
+    return TestClient(watch_app([live], **options), "http://127.0.0.1", follow_redirects=False)
+
+
+def test_a_run_and_its_curves(run: RunDirectory) -> None:
+    client = client_of(run)
+    (listed,) = client.get("/api/runs").json()
+    assert (listed["title"], listed["step"], listed["steps"]) == ("GRPO on sums", 2, 40)
+    about = client.get("/api/runs/mine").json()
+    assert about["settings"]["lr"] == 0.001
+    assert ["Seed", "3"] in about["facts"]
+    curves = client.get("/api/runs/mine/curves?x=step&points=100").json()["curves"]
+    assert curves[0]["title"] == "Mean reward"
+    assert curves[0]["points"] == [[1, 0.1, 1], [2, 0.2, 2]]
+    assert client.get("/api/runs/mine/curves?x=weight").status_code == 422
+    unknown = client.get("/api/runs/other")
+    assert (unknown.status_code, "no run 'other'" in unknown.json()["detail"]) == (404, True)
+
+
+def test_rollouts_of_one_step(run: RunDirectory) -> None:
+    client = client_of(run)
+    assert client.get("/api/runs/mine/steps").json() == {"steps": [2]}
+    shown = client.get("/api/runs/mine/steps/2").json()
+    assert (len(shown["groups"]), len(shown["details"])) == (1, 1)
+    assert client.get("/api/runs/mine/steps/1").status_code == 404
+    (run.path / ROLLOUTS / "step-000002.jsonl.gz").write_bytes(b"broken")
+    broken = client.get("/api/runs/mine/steps/2")
+    assert (broken.status_code, "step-000002" in broken.json()["detail"]) == (500, True)
+
+
+def test_settings_that_differ(run: RunDirectory, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.yaml").write_text("task: [sums]\noptim: {lr: 0.01}\nkl_coef: 0.1\n")
+    client = TestClient(watch_app(live_runs([run.path, other])), "http://127.0.0.1")
+    found = client.get("/api/differences?run=mine&run=other").json()
+    assert found["runs"] == ["mine", "other"]
+    rows = {row["setting"]: row["values"] for row in found["rows"]}
+    assert rows == {"lr": [0.001, 0.01], "kl-coef": [None, 0.1], "seed": [3, None]}
+
+
+def test_the_page_may_ask_this_service_alone(run: RunDirectory) -> None:
+    answer = client_of(run).get("/")
+    policy = answer.headers["content-security-policy"]
+    assert {"default-src 'none'", "connect-src 'self'"} <= {
+        one.strip() for one in policy.split(";")
+    }
+    assert "unsafe" not in policy
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"},
+        HERE | {"origin": "https://evil.example"},
+        HERE | {"sec-fetch-site": "cross-site"},
+    ],
+)
+def test_pages_of_other_sites_are_refused(run: RunDirectory, headers: dict[str, str]) -> None:
+    assert client_of(run).get("/api/runs", headers=headers).status_code == 403
+
+
+def test_a_token_is_needed_and_kept_as_a_cookie(run: RunDirectory) -> None:
+    client = client_of(run, token=SecretStr("secret"))
+    refused = client.get("/api/runs")
+    assert (refused.status_code, "?token=" in refused.json()["detail"]) == (401, True)
+    assert client.get("/?token=wrong").status_code == 401
+    bearer = client.get("/api/runs", headers={"authorization": "Bearer secret"})
+    assert bearer.status_code == 200
+
+    welcome = client.get("/?token=secret&run=mine")
+    assert (welcome.status_code, welcome.headers["location"]) == (303, "/?run=mine")
+    cookie = welcome.headers["set-cookie"]
+    assert {"HttpOnly", "SameSite=Strict"} <= {one.strip() for one in cookie.split(";")}
+    assert client.get("/api/runs").status_code == 200  # the client has kept it
+
+
+@contextmanager
+def events_of(page: PageServer) -> Iterator[Iterator[tuple[str, Any]]]:
+    def read(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
+        name = ""
+        for line in lines:
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                yield name, json.loads(line.removeprefix("data: "))
+
+    with (
+        page.in_a_thread(),
+        httpx.Client(trust_env=False, timeout=60) as client,
+        client.stream("GET", f"{page.url}api/events?run=mine") as answer,
+    ):
+        yield read(answer.iter_lines())
+
+
+def test_events_tell_new_steps(run: RunDirectory) -> None:
+    page = PageServer([LiveRun("mine", run)], "127.0.0.1", 0)
+    with events_of(page) as events:
+        name, state = next(events)
+        assert (name, state["step"]) == ("state", 2)
+        take_steps(run, 3)
+        told = dict((next(events), next(events)))
+    assert told["state"]["step"] == 3
+    ((step, _, _, value),) = told["points"]["points"]["reward/mean"]
+    assert (step, value) == (3, 0.3)
+
+
+def test_a_port_that_is_taken() -> None:
+    taken = PageServer([], "127.0.0.1", 0)
+    port = int(taken.url.rsplit(":", 1)[1].strip("/"))
+    with pytest.raises(PageNotServed, match="choose another --port"):
+        PageServer([], "127.0.0.1", port)
+    taken._socket.close()
+
+
+def test_two_runs_of_one_name(tmp_path: Path) -> None:
+    paths = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    assert [live.id for live in live_runs(paths)] == ["run", "run-2"]

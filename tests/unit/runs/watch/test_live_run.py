@@ -1,0 +1,164 @@
+"""What is told of a run: services and stages, queue, warnings, and how long it takes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from grpo_core.alerts import ALERTS
+from grpo_runs.process.records import ProcessRecords
+from grpo_runs.process.stack import StopRequested
+from grpo_runs.run_directory import RunDirectory
+from grpo_runs.watch.live_run import LiveRun, duration
+from tests.unit.runs.records import metrics_object
+from tests.unit.runs.test_measures import run_api
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "mine")
+    for directory in (run.logs, run.checkpoints):
+        directory.mkdir(parents=True)
+    return run
+
+
+@pytest.fixture
+def live(run: RunDirectory) -> LiveRun:
+    return LiveRun("mine", run, clock=Clock())
+
+
+def take_steps(run: RunDirectory, *steps: int) -> None:
+    with run.metrics.open("a") as file:
+        for step in steps:
+            file.write(json.dumps(metrics_object(step)) + "\n")
+
+
+def log(run: RunDirectory, service: str, *lines: str) -> None:
+    with (run.logs / f"{service}.log").open("a") as file:
+        file.writelines(f"{line}\n" for line in lines)
+
+
+def stages(live: LiveRun) -> dict[str, str]:
+    return {one["name"]: one["stage"] for one in live.state()["services"]}
+
+
+def test_services_and_their_stages(run: RunDirectory, live: LiveRun) -> None:
+    processes = ProcessRecords(run)
+    own = processes._content["runner"]["pid"]  # a process that runs
+    names = ("redis", "vllm-server", "trainer", "environment")
+    processes.watch(dict.fromkeys(names, own))
+    assert live.state()["state"] == "starting"
+    assert stages(live) == {
+        "redis": "running",
+        "vllm-server": "starting",
+        "trainer": "starting",
+        "environment": "starting",
+    }
+    (run.checkpoints / "stage.json").write_text('{"stage": "sync", "since": 990.5}')
+    log(run, "environment", "2026-01-01T10:00:00 [info     ] groups.counted  groups_in_progress=3")
+    take_steps(run, 1)
+    state = live.state()
+    assert state["state"] == "training"
+    trainer, environment = state["services"][2:]
+    assert (trainer["stage"], trainer["since"]) == ("publishing", 990.5)
+    assert environment["stage"] == "sampling"
+    assert environment["detail"] == "3 groups in progress"
+    assert environment["memory_bytes"] > 0
+
+
+@pytest.mark.parametrize("state", ["completed", "failed", "stopped"])
+def test_how_a_run_ended(run: RunDirectory, live: LiveRun, state: str) -> None:
+    processes = ProcessRecords(run)
+    processes.watch({"trainer": 1})
+    errors = {"failed": RuntimeError(), "stopped": StopRequested(signal.SIGTERM)}
+    try:
+        with processes.of_the_end():
+            if state in errors:
+                raise errors[state]
+    except (RuntimeError, StopRequested):
+        pass
+    assert live.state()["state"] == state
+    assert stages(live) == {"trainer": "ended"}
+
+
+def test_a_run_whose_command_was_killed(run: RunDirectory, live: LiveRun) -> None:
+    content = {"runner": {"pid": 1, "created": 0.0}, "run_api_url": None, "services": {}}
+    run.services.write_text(json.dumps(content | {"end": None}))
+    assert live.state()["state"] == "killed"
+
+
+def test_a_save_path_of_a_trainer_elsewhere(run: RunDirectory, live: LiveRun) -> None:
+    take_steps(run, 1, 2)
+    state = live.state()
+    assert (state["step"], state["steps"], state["services"]) == (2, 40, [])
+    assert (state["eta_s"], state["queue"]) == (None, None)
+
+
+def test_times_and_the_rest_of_the_run(run: RunDirectory, live: LiveRun) -> None:
+    ProcessRecords(run)
+    take_steps(run, *range(1, 11))
+    state, record = live.state(), metrics_object(10)
+    assert state["eta_s"] == pytest.approx(30 * record["train/step_time"])
+    assert state["times"]["train"] == {
+        "newest": record["train/compute_time"],
+        "median": record["train/compute_time"],
+    }
+    assert [duration(s) for s in (45, 720, 12000)] == ["45 s", "12 min", "3 h 20 min"]
+
+
+def test_warnings_and_errors_of_all_services(run: RunDirectory, live: LiveRun) -> None:
+    log(
+        run,
+        "trainer",
+        "2026-01-01T10:00:02 [error    ] RolloutMismatch   reason=the server \x1b[31m lies",
+        "2026-01-01T10:00:01 [info     ] step.finished     step=1",
+        "a line of a library",
+    )
+    log(run, "run-api", "2026-01-01T10:00:01 [warning  ] groups.refused    count=3")
+    warnings = live.state()["warnings"]
+    told = [(one["service"], one["level"], one["event"], one["text"]) for one in warnings]
+    assert told == [
+        ("run-api", "warning", "groups.refused", "count=3"),
+        ("trainer", "error", "RolloutMismatch", "reason=the server \\x1b[31m lies"),
+    ]
+    assert warnings[1]["time"] - warnings[0]["time"] == 1
+
+
+def test_run_api_that_does_not_answer_is_told_once(run: RunDirectory, live: LiveRun) -> None:
+    processes = ProcessRecords(run)
+    with run_api() as (url, _):  # it has /metrics alone
+        pass
+    processes.found_run_api(url)
+    first, again = live.state()["warnings"], live.state()["warnings"]
+    assert first == again
+    assert first[0]["text"].startswith("run-api does not answer since ")
+    assert live.state()["queue"] is None
+
+
+def test_a_broken_metrics_file_is_told(run: RunDirectory, live: LiveRun) -> None:
+    run.metrics.write_text("no record\n")
+    assert "1 lines of" in live.state()["warnings"][0]["text"]
+
+
+def test_alerts_that_fire(run: RunDirectory) -> None:
+    now = iter(range(1000, 10_000_000, 3600))  # an hour passes from look to look
+    live = LiveRun("mine", run, clock=lambda: float(next(now)))
+    ProcessRecords(run).found_run_api("http://127.0.0.1:9")
+    live.state()
+    live.state()
+    alerts = live.state()["alerts"]
+    assert [one["name"] for one in alerts] == ["no-training-step"]
+    advice = next(one.advice for one in ALERTS if one.name == "no-training-step")
+    assert alerts[0]["advice"] == advice

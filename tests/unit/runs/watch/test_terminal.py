@@ -1,0 +1,46 @@
+"""The state of a run on one screen of a terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from grpo_runs.process.records import ProcessRecords
+from grpo_runs.run_directory import RunDirectory
+from grpo_runs.watch.live_run import LiveRun
+from grpo_runs.watch.terminal import screen_of, sparkline
+from tests.unit.runs.records import metrics_object
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_one_screen(tmp_path: Path, width: int) -> None:
+    run = RunDirectory(tmp_path)
+    for directory in (run.logs, run.checkpoints):
+        directory.mkdir()
+    processes = ProcessRecords(run)
+    processes.watch({"trainer": processes._content["runner"]["pid"]})
+    (run.checkpoints / "stage.json").write_text('{"stage": "compute", "since": 970.0}')
+    (run.logs / "trainer.log").write_text(
+        "2026-01-01T10:00:02 [warning  ] metric.out_of_range   metric=[bold]\\x07\n"
+    )
+    lines = [json.dumps(metrics_object(step)) + "\n" for step in range(1, 11)]
+    run.metrics.write_text("".join(lines))
+
+    console = Console(width=width, height=40, force_terminal=True, color_system=None)
+    with console.capture() as captured:
+        console.print(screen_of(LiveRun("mine", run), console.size, now=1000.0))
+    shown = captured.get()
+    assert "training, step 10 of 40, about 45 s left" in " ".join(shown.split())
+    assert "trainer  training  30 s" in " ".join(shown.split("\n")).replace("   ", "  ")
+    assert "Mean reward" in shown
+    assert "metric.out_of_range metric=[bold]" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= width
+
+
+def test_sparkline() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert sparkline([3], 10) == "▁"
