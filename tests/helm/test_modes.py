@@ -8,7 +8,7 @@ from tests.chart.rendering import HELM, ROOT
 from tests.containers.stack import NOISE, TEST_WITHIN_S
 from tests.helm.release import Release, command
 
-STEPS = 20
+STEPS = 40
 GROUPS_PER_STEP = 128 // 8
 SAVED = {"lora_only": "final_adapter", "lora_restart": "final_adapter"}
 
@@ -23,14 +23,13 @@ def test_a_run_survives_a_deleted_pod_and_an_upgrade(release: Release) -> None:
     )
     notes = release.install(*settings)
     assert "logs --follow" in notes
-    release.wait_until(lambda: len(release.records()) >= 5)
     assert "Succeeded" in release.helm("test", "run", "--timeout", "5m")
-
-    if servers > 1:  # its successor joins at the newest weights
-        assert len(release.items("pods", "vllm-server")) == servers
-        release.kubectl("delete", "pod", "run-grpo-vllm-server-1", "--wait=true")
+    release.wait_until(lambda: len(release.records()) >= 5)
 
     first = release.trainer_pod()
+    if servers > 1:  # its successor joins at the newest weights
+        assert len(release.items("pods", "vllm-server")) == servers
+        release.kubectl("delete", "pod", "run-grpo-vllm-server-1", "--wait=false")
     release.kubectl("delete", "pod", first, "--wait=true")
     seen = len(release.records())
     release.install(*settings, "runApi.replicas=2")
