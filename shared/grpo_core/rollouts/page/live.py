@@ -7,7 +7,7 @@ from grpo_core.rollouts.page.document import document
 _SCRIPTS = (
     *("data.js", "scales.js", "charts.js", "tokens.js", "filters.js", "groups.js"),
     *("live-words.js", "live-service.js", "live-state.js", "live-curves.js"),
-    *("live-rollouts.js", "live-main.js"),
+    *("live-runs.js", "live-rollouts.js", "live-main.js"),
 )
 
 

@@ -113,7 +113,9 @@ def test_what_a_run_does_is_told_in_words(page: Page, runs: Runs) -> None:
     expect(times).to_have_text(
         [re.compile("Part"), "wait for data0.25 s1 s", "train0.75 s0.5 s", "whole step1 s1.5 s"]
     )
-    expect(panel.locator(".alerts")).to_contain_text("Alert: rewards are flat raise --lr")
+    expect(panel.locator(".alerts")).to_contain_text(
+        re.compile("Alert: rewards are flat since .*raise --lr")
+    )
     expect(panel.locator(".warnings li")).to_contain_text(["Warning", "Error"])
     expect(panel.locator("summary")).to_have_text("Services, times, data, 1 error, 1 warning")
     expect(panel).to_contain_text("Tokens per secondnot known")
@@ -141,11 +143,19 @@ def test_curves_grow_and_the_newest_step_is_followed(page: Page, runs: Runs) -> 
 
 @pytest.mark.full
 def test_points_of_repeated_steps_replace_the_earlier_ones(page: Page, runs: Runs) -> None:
-    runs.step("a", 2, 0.625)
-    expect(value_of(page, "Mean reward")).to_have_text("0.625")
+    runs.step("a", 2, 0.25)
+    expect(value_of(page, "Mean reward")).to_have_text("0.25")
     page.locator("#values summary").click()
     row = page.get_by_role("table", name="Values of the curves").get_by_role("row").nth(1)
-    expect(row.locator("td")).to_have_text(["0.1", "0.625", "0.1", "0.625"])
+    expect(row.locator("td")).to_have_text(["0.1", "0.25", "0.1", "0.25"])
+
+
+@pytest.mark.full
+def test_evaluations_have_intervals(page: Page, runs: Runs) -> None:
+    runs.runs["a"]["points"]["eval/sums/pass@1"] = [[2, 3.0, 200, 0.5]]
+    runs.runs["a"]["intervals"]["eval/sums/pass@1"] = [[2, 0.375, 0.625]]
+    runs.tell("a", "evaluations", {"run": "a"})
+    expect(value_of(page, "eval/sums/pass@1")).to_have_text("0.5 (0.375 to 0.625)")
 
 
 @pytest.mark.full
@@ -227,7 +237,7 @@ def test_the_keyboard_is_enough(page: Page) -> None:
                 return
         raise AssertionError(f"{wanted} cannot be reached")
 
-    focus("#run-1")
+    focus("#runs li:nth-child(2) button")
     page.keyboard.press("Enter")
     expect(value_of(page, "Mean reward")).to_have_text("0.2")
     focus("figure svg")
@@ -310,7 +320,7 @@ def test_texts_of_a_run_are_shown_as_text(page: Page, runs: Runs) -> None:
     warning = {"time": 0, "service": HOSTILE, "level": "error", "event": HOSTILE, "text": HOSTILE}
     runs.say("b", state=HOSTILE, services=[service], warnings=[warning], eta_text=HOSTILE)
     page.reload()
-    page.locator("#run-tick-1").check()
+    page.locator("#runs input").nth(1).check()
     expect(page.locator("#lines")).to_contain_text(HOSTILE)
     page.locator("#rollouts-run").select_option("b")
     page.locator(".panel summary").nth(1).click()

@@ -186,7 +186,8 @@ class Chart {
   _marks(points, ends, style) {
     return points.flatMap(([x, y]) => {
       const interval = ends.get(x);
-      const place = { x1: this._x(x), x2: this._x(x) };
+      const beside = this._x(x) + 4 * (style ?? 0); // intervals of several runs at one step
+      const place = { x1: beside, x2: beside };
       const bar = interval && draw("line", { class: `interval ${styleName(style)}`, ...place, y1: this._y(interval[0]), y2: this._y(interval[1]) });
       return [bar, draw("circle", { class: `dot ${styleName(style)}`, r: 3, cx: this._x(x), cy: this._y(y) })].filter(Boolean);
     });

@@ -28,11 +28,11 @@ class LiveCurves {
   }
 
   /** Args: names: shown names of the runs by their id */
-  async setRuns(runs, names) {
+  setRuns(runs, names) {
     this._runs = runs;
     this._names = names;
     this._showLines();
-    await this.load();
+    this.draw();
   }
 
   async load(axis = this.axis) {
@@ -139,7 +139,7 @@ class LiveCurves {
     byId("curves-hint").textContent = all.size
       ? `The x axis is ${AXES[this.axis].meaning}. Choose a point to see the rollouts of its step.`
         + (longest ? `${thin} Thick lines: mean over a tenth of the points.` : "")
-      : "No steps yet.";
+      : (this._curves.size ? "No steps yet." : "");
     byId("more-curves").hidden = all.size <= this._limit;
     byId("more-curves").textContent = `Show ${counted(all.size - this._limit, "more curve")}`;
     byId("values").hidden = !all.size;

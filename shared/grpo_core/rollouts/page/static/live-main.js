@@ -9,7 +9,8 @@ class LivePage {
     this.chosen = new URLSearchParams(location.search).getAll("run");
     this.panels = new Map();
     this.lostAt = null;
-    this.hasMissed = false; // events
+    this.unheard = new Set(); // chosen runs whose state has not arrived since the events are connected
+    this.line = new RunLine((ids) => this.choose(ids));
     this.curves = new LiveCurves((run, step) => this._showStep(run, step));
     this.rollouts = new LiveRollouts();
     this.events = new Events({
@@ -28,7 +29,7 @@ class LivePage {
     this._find();
     const ids = this.runs.map(({ id }) => id);
     const chosen = ids.filter((id) => this.chosen.includes(id));
-    this._showRuns();
+    this.line.show(this.runs, this.chosen);
     if (!this.panels.size && ids.length) await this.choose(chosen.length ? chosen : ids.slice(0, 1));
   }
 
@@ -36,43 +37,15 @@ class LivePage {
     this.chosen = ids;
     byId("failure").hidden = true;
     history.replaceState(null, "", `?${queryOf(ids)}${location.hash}`);
-    this._showRuns();
+    this.line.show(this.runs, this.chosen);
     this._showPanels();
     this.events.choose(ids);
-    await Promise.all([this.curves.setRuns(ids, this._names()), this._showSettings(), this._chooseRollouts(ids)]);
+    this.curves.setRuns(ids, this._names());
+    await Promise.all([this._showSettings(), this._chooseRollouts(ids)]);
   }
 
   _names() {
     return Object.fromEntries(this.runs.map(({ id, name }) => [id, name]));
-  }
-
-  /* The line of runs */
-
-  _showRuns() {
-    const several = this.runs.length > 1;
-    byId("runs-hint").textContent = this.runs.length
-      ? (several ? "Choose a run, or tick several to compare them." : "")
-      : "No run yet. The page shows the first one as soon as it starts.";
-    const focused = document.activeElement?.id;
-    byId("runs").replaceChildren(...this.runs.map((run, at) => make("li", {}, ...this._runControls(run, at, several))));
-    if (focused?.startsWith("run-")) byId(focused)?.focus();
-  }
-
-  _runControls({ id, name, title, state, step, steps }, at, several) {
-    const isChosen = this.chosen.includes(id);
-    const tick = make("input", { type: "checkbox", id: `run-tick-${at}`, checked: isChosen, ariaLabel: `Compare ${name}` });
-    tick.addEventListener("change", () => this.choose(this._ticked(id, tick.checked)));
-    const button = make("button", { type: "button", id: `run-${at}`, ariaPressed: String(isChosen) },
-      make("span", { className: "run-name", textContent: name, dir: "auto" }),
-      make("small", { textContent: `${state}, ${stepText({ step, steps })}`, title }));
-    button.addEventListener("click", () => this.choose([id]));
-    return several ? [make("label", { className: "tick" }, tick), button] : [button];
-  }
-
-  /** At least one run stays chosen. */
-  _ticked(id, isTicked) {
-    const wanted = this.runs.map((run) => run.id).filter((one) => (one === id ? isTicked : this.chosen.includes(one)));
-    return wanted.length ? wanted : this.chosen;
   }
 
   /* The chosen runs */
@@ -116,18 +89,24 @@ class LivePage {
   /* What the service tells */
 
   _hear(state) {
+    if (this.unheard.delete(state.run) && !this.unheard.size) this._catchUp();
     this.panels.get(state.run)?.show(state);
     if (state.run === this.rollouts.run) this.rollouts.hear(state.newest_rollouts);
     const run = this.runs.find(({ id }) => id === state.run);
     if (run && (run.state !== state.state || run.step !== state.step)) {
       Object.assign(run, { state: state.state, step: state.step, steps: state.steps });
-      this._showRuns();
+      this.line.show(this.runs, this.chosen);
     }
     if (this.chosen.length === 1) document.title = `${stepText(state)} – ${run?.name ?? state.run}`;
   }
 
+  /** From now on, the events tell what is new. What was before is asked for. */
+  _catchUp() {
+    this.curves.load();
+    this.rollouts.load();
+  }
+
   _lose() {
-    this.hasMissed = true;
     if (this.lostAt !== null) return;
     this.lostAt = Date.now() / 1000;
     byId("connection").textContent =
@@ -150,12 +129,9 @@ class LivePage {
     }
   }
 
-  /** What was missed while the service was away is asked for again. */
-  async _connected() {
-    const { hasMissed } = this;
-    this.hasMissed = false;
+  _connected() {
     this._find();
-    if (hasMissed) await Promise.all([this.load(), this.curves.load(), this.rollouts.load()]);
+    this.unheard = new Set(this.chosen);
   }
 
   /* Keys */

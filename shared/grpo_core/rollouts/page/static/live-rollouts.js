@@ -31,6 +31,7 @@ class LiveRollouts {
   /** Ask for the steps of the run again. */
   async load() {
     const run = this.run;
+    if (run === null) return;
     const { steps } = await ask(`${pathOf(run)}/steps`);
     if (run !== this.run) return;
     if ((steps.at(-1) ?? 0) < (this.steps.at(-1) ?? 0)) this._cache.clear(); // the run repeats steps
@@ -58,6 +59,7 @@ class LiveRollouts {
 
   setFollows(follows) {
     this.follows = byId("follow").checked = follows;
+    byId("found").ariaLive = follows ? "off" : "polite"; // every new step would be told
   }
 
   async _refresh() {
@@ -67,7 +69,7 @@ class LiveRollouts {
     if (this.step === null) return;
     this._showStep();
     const wanted = `${this.run}/${this.step}`;
-    if (!this._isSeen || wanted === this._wanted) return;
+    if (!this._isSeen || document.hidden || wanted === this._wanted) return;
     this._wanted = wanted;
     await this._load();
   }
@@ -138,6 +140,7 @@ class LiveRollouts {
       if (this._isSeen) this._refresh();
     }, { rootMargin: "400px" });
     seen.observe(byId("rollouts-section"));
+    document.addEventListener("visibilitychange", () => this._refresh());
   }
 }
 

@@ -70,9 +70,9 @@ class RunPanel {
   _showAlerts(alerts) {
     this.alerts.hidden = !alerts.length;
     this.alerts.replaceChildren(...alerts.map(({ text, advice, since }) => make("li", {},
-      mark("✖"), make("strong", { textContent: "Alert: " }), text, " ",
-      make("span", { textContent: advice ?? "" }),
-      make("small", { textContent: since ? ` since ${clock(since)}` : "" }))));
+      mark("✖"), make("strong", { textContent: "Alert: " }), text,
+      make("small", { textContent: since ? ` since ${clock(since)}` : "" }),
+      make("span", { className: "advice", textContent: advice ?? "" }))));
   }
 
   _showServices(services) {

@@ -5,7 +5,7 @@ const UNKNOWN = "not known";
 const sentence = (text) => (text ? text[0].toUpperCase() + text.slice(1) : UNKNOWN);
 
 function stepText({ step, steps }) {
-  if (step === null || step === undefined) return "no step yet";
+  if (!step) return "no step yet";
   return steps ? `step ${step} of ${steps}` : `step ${step}`;
 }
 
