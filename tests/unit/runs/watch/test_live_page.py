@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
-from grpo_core.rollouts.record import RolloutRecord
+from grpo_core.rollouts.record import RolloutRecord, printable
 from tests.support.conversations import group
-from tests.unit.runs.watch.stand_in import Runs, served
+from tests.unit.runs.watch.written_runs import HOUR_S, WrittenRun, served
 
+Runs = dict[str, WrittenRun]
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
 HOSTILE = "</script><script>hacked()</script><img src=x onerror=hacked()>\u202egnp.exe"
 CHECKS = Path(__file__).with_name("checks.js").read_text()
@@ -35,21 +37,26 @@ def browser() -> Iterator[Browser]:
 
 
 def rollouts(step: int) -> list[RolloutRecord]:
+    """Two groups of two completions."""
     return [
         record
         for at in range(2)
-        for record in group(f"{step}+{at}=", [(f"is {step + at}", 1.0), ("no", 0.0)], group=at)
+        for record in group(
+            f"{step}+{at}=", [(f"is {step + at}", 1.0), ("no", 0.0)], group=at, step=step
+        )
     ]
 
 
 @pytest.fixture
-def runs() -> Runs:
+def runs(tmp_path: Path) -> Runs:
     """Run a has three steps with rollouts, run b two."""
-    runs = Runs()
-    for id, steps, seed in (("a", 3, 1), ("b", 2, 2)):
-        runs.add(id, settings={"seed": seed, "lr": 1e-3}, facts=[["Mode", "lora_only"]])
+    runs = {
+        name: WrittenRun(tmp_path / name, {"seed": seed, "lr": 1e-3, "mode": "lora_only"})
+        for name, seed in (("a", 1), ("b", 2))
+    }
+    for name, steps in (("a", 3), ("b", 2)):
         for step in range(1, steps + 1):
-            runs.step(id, step, step / 10, rollouts(step))
+            runs[name].step(step, step / 10, rollouts(step))
     return runs
 
 
@@ -63,7 +70,7 @@ def page(request: pytest.FixtureRequest, browser: Browser, runs: Runs) -> Iterat
     page.on("console", lambda message: problems.append(message.text))
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.expose_function("hacked", lambda: problems.append("a text of the run was executed"))
-    with served(runs) as url:
+    with served([*runs.values()]) as url:
         page.goto(url)
         expect(value_of(page, "Mean reward")).to_have_text("0.3")
         yield page
@@ -85,52 +92,56 @@ def show_rollouts(page: Page, place: str = "Step 3, group 0") -> None:
     expect(page.locator("#place")).to_have_text(place)
 
 
-def test_what_a_run_does_is_told_in_words(page: Page, runs: Runs) -> None:
-    trainer = {"name": "trainer", "stage": "computes gradients", "since": 1, "detail": "step 4"}
-    runs.say(
-        "a",
-        state="training",
-        eta_text="about 3 min left",
-        services=[trainer | {"memory_bytes": 3 * 2**29}, {"name": "run-api", "stage": None}],
-        times={"train": {"newest": 0.75, "median": 0.5}, "wait": {"newest": 0.25, "median": 1}},
-        staleness=0.5,
-        alerts=[{"name": "x", "text": "rewards are flat", "advice": "raise --lr", "since": 1}],
-        warnings=[
-            {"time": 1, "service": "trainer", "level": "error", "event": "e", "text": "first"},
-            {"time": 2, "service": "trainer", "level": "warning", "event": "e", "text": "second"},
-        ],
-    )
-    panel = page.locator(".panel")
-    expect(panel.locator(".word")).to_have_text("Training, step 3 of 40")
-    expect(panel.locator(".rest")).to_have_text("about 3 min left")
-    expect(panel.get_by_role("progressbar")).to_have_attribute("max", "40")
-    services = panel.get_by_role("table", name="Services of a").get_by_role("row")
-    expect(services.nth(1)).to_contain_text(
-        re.compile("trainer.*computes gradients for .* d .*step 4.*1.5 GiB")
-    )
-    expect(services.nth(2)).to_contain_text("not known")
-    times = panel.get_by_role("table", name="Time of a step of a").get_by_role("row")
-    expect(times).to_have_text(
-        [re.compile("Part"), "wait for data0.25 s1 s", "train0.75 s0.5 s", "whole step1 s1.5 s"]
-    )
-    expect(panel.locator(".alerts")).to_contain_text(
-        re.compile("Alert: rewards are flat since .*raise --lr")
-    )
-    expect(panel.locator(".warnings li")).to_contain_text(["Warning", "Error"])
-    expect(panel.locator("summary")).to_have_text("Services, times, data, 1 error, 1 warning")
-    expect(panel).to_contain_text("Tokens per secondnot known")
-    expect(page.locator("#announcer")).to_have_text("a: Alert: rewards are flat. Error: first")
+def test_what_a_run_does_is_told_in_words(browser: Browser, tmp_path: Path) -> None:
+    """An hour passes from look to look, and run-api is away."""
+    run = WrittenRun(tmp_path / "mine", {"mode": "lora_only"}, seconds_per_look=HOUR_S)
+    run.start("redis", "trainer", run_api_url="http://127.0.0.1:9")
+    run.stage("compute", since=1)
+    run.step(1, 0.25)
+    run.step(2, 0.5)
+    run.log("trainer", "error", "BatchBroken", "the newest", second=2)
+    run.log("redis", "warning", "disk.full", "an earlier one", second=1)
+    page = browser.new_page()
+    with served([run]) as url:
+        page.goto(url)
+        panel = page.locator(".panel")
+        expect(panel.locator(".word")).to_have_text("Training, step 2 of 40")
+        expect(panel.locator(".rest")).to_have_text("about 57 s left")
+        expect(panel.get_by_role("progressbar")).to_have_attribute("max", "40")
+        services = panel.get_by_role("table", name="Services of mine").get_by_role("row")
+        expect(services.nth(1)).to_have_text(re.compile("redisrunning .*MiB"))
+        expect(services.nth(2)).to_have_text(re.compile("trainertraining for .* d .*MiB"))
+        times = panel.get_by_role("table", name="Time of a step of mine").get_by_role("row")
+        expect(times.nth(2)).to_have_text("train0.6 s0.6 s")
+        expect(times.last).to_have_text("whole step0.95 s0.95 s")
+        expect(panel).to_contain_text(re.compile("Tokens per second1.23 k.*Queuenot known"))
+        alert = re.compile(
+            "Alert: The trainer has finished no step for 15 minutes. since .*look at"
+        )
+        expect(panel.locator(".alerts li")).to_have_text(alert)
+        warnings = panel.locator(".warnings li")
+        expect(warnings).to_have_text(
+            [
+                re.compile("Warning .*run-api does not answer since .*the queue is not known"),
+                re.compile("Error .* trainer BatchBroken the newest"),
+                re.compile("Warning .* redis disk.full an earlier one"),
+            ]
+        )
+        expect(panel.locator("summary")).to_have_text("Services, times, data, 1 error, 2 warnings")
+        run.log("trainer", "error", "BatchBroken", "one more", second=3)
+        expect(page.locator("#announcer")).to_have_text("mine: Error: one more")
+        page.close()
 
 
 def test_curves_grow_and_the_newest_step_is_followed(page: Page, runs: Runs) -> None:
     show_rollouts(page)
-    runs.step("a", 4, 0.75, rollouts(4))
+    runs["a"].step(4, 0.75, rollouts(4))
     expect(value_of(page, "Mean reward")).to_have_text("0.75")
     expect(page.locator("#place")).to_have_text("Step 4, group 0")
     page.keyboard.press("p")
     expect(page.locator("#place")).to_have_text("Step 3, group 0")
     expect(page.locator("#follow")).not_to_be_checked()
-    runs.step("a", 5, 0.875, rollouts(5))
+    runs["a"].step(5, 0.875, rollouts(5))
     expect(page.locator("#scope")).to_contain_text(
         "apply to step 3, the one that is loaded. There are 2 newer steps."
     )
@@ -143,7 +154,7 @@ def test_curves_grow_and_the_newest_step_is_followed(page: Page, runs: Runs) -> 
 
 @pytest.mark.full
 def test_points_of_repeated_steps_replace_the_earlier_ones(page: Page, runs: Runs) -> None:
-    runs.step("a", 2, 0.25)
+    runs["a"].step(2, 0.25)
     expect(value_of(page, "Mean reward")).to_have_text("0.25")
     page.locator("#values summary").click()
     row = page.get_by_role("table", name="Values of the curves").get_by_role("row").nth(1)
@@ -152,10 +163,11 @@ def test_points_of_repeated_steps_replace_the_earlier_ones(page: Page, runs: Run
 
 @pytest.mark.full
 def test_evaluations_have_intervals(page: Page, runs: Runs) -> None:
-    runs.runs["a"]["points"]["eval/sums/pass@1"] = [[2, 3.0, 200, 0.5]]
-    runs.runs["a"]["intervals"]["eval/sums/pass@1"] = [[2, 0.375, 0.625]]
-    runs.tell("a", "evaluations", {"run": "a"})
-    expect(value_of(page, "eval/sums/pass@1")).to_have_text("0.5 (0.375 to 0.625)")
+    runs["a"].evaluate(2, 0.5)
+    evaluation = value_of(page, "Evaluation: pass@1 on sums")
+    expect(evaluation).to_have_text("0.5 (0.375 to 0.625)")
+    runs["a"].evaluate(3, 0.75)
+    expect(evaluation).to_have_text("0.75 (0.625 to 0.875)")
 
 
 @pytest.mark.full
@@ -179,7 +191,7 @@ def test_two_runs_are_compared(page: Page, runs: Runs) -> None:
     colours, dashes = zip(*styles, strict=True)
     assert len({*colours}) == len({*dashes}) == 2
     expect(value_of(page, "Mean reward")).to_contain_text("0.3 0.2")
-    runs.step("b", 3, 0.5)
+    runs["b"].step(3, 0.5)
     expect(value_of(page, "Mean reward")).to_contain_text("0.3 0.5")
     page.get_by_text("Time", exact=True).click()
     expect(chart.get_by_role("slider")).to_have_attribute("aria-label", re.compile("0.5 at 4.5 s"))
@@ -195,36 +207,33 @@ def test_two_runs_are_compared(page: Page, runs: Runs) -> None:
 @pytest.mark.full
 def test_the_page_connects_again(browser: Browser, runs: Runs) -> None:
     page = browser.new_page()
-    with served(runs) as url:
+    with served([*runs.values()]) as url:
         page.goto(url)
         expect(value_of(page, "Mean reward")).to_have_text("0.3")
     expect(page.locator("#connection")).to_contain_text(
         re.compile(r"does not answer since \d\d:\d\d:\d\d")
     )
-    runs.step("a", 4, 0.5, rollouts(4))
-    with served(runs, int(url.rstrip("/").rpartition(":")[2])):
+    runs["a"].step(4, 0.5, rollouts(4))
+    with served([*runs.values()], int(url.rstrip("/").rpartition(":")[2])):
         expect(page.locator("#connection")).to_be_hidden()
         expect(value_of(page, "Mean reward")).to_have_text("0.5")
         page.close()
 
 
 @pytest.mark.full
-def test_only_what_is_looked_at_is_loaded(page: Page, runs: Runs) -> None:
+def test_only_what_is_looked_at_is_loaded(page: Page) -> None:
     page.set_viewport_size({"width": 1280, "height": 300})
     page.reload()
     expect(value_of(page, "Mean reward")).to_have_text("0.3")
 
-    def loaded() -> list[str]:
-        return [path for path in runs.requests if "/steps/" in path]
-
-    runs.requests.clear()
-    assert loaded() == []
+    loaded: list[str] = []
+    page.on("request", lambda request: loaded.append(request.url.rpartition("/api/runs/")[2]))
     show_rollouts(page)
     page.keyboard.press("p")
     expect(page.locator("#place")).to_have_text("Step 2, group 0")
     page.keyboard.press("n")
     expect(page.locator("#place")).to_have_text("Step 3, group 0")
-    assert loaded() == ["/api/runs/a/steps/3?", "/api/runs/a/steps/2?"]
+    assert [path for path in loaded if "steps/" in path] == ["a/steps/3", "a/steps/2"]
 
 
 def test_the_keyboard_is_enough(page: Page) -> None:
@@ -273,16 +282,11 @@ def test_a_thumb_is_enough(page: Page) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_are_readable(page: Page, scheme: str, runs: Runs) -> None:
     page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-    levels = ("error", "warning")
-    runs.say(
-        "a",
-        alerts=[{"name": "x", "text": "flat", "advice": "do", "since": 1}],
-        services=[{"name": "trainer", "stage": "waits", "since": 1, "detail": "since step 3"}],
-        times={name: {"newest": 1, "median": 1} for name in ("wait", "train", "publish", "save")},
-        warnings=[{"time": 1, "service": "s", "level": level, "text": "t"} for level in levels],
-    )
+    runs["a"].start("trainer", run_api_url="http://127.0.0.1:9")
+    for level in ("error", "warning"):
+        runs["a"].log("trainer", level, "event", "text")
     show_rollouts(page)
-    expect(page.locator(".alerts")).to_be_visible()
+    expect(page.locator(".warnings .error")).to_be_visible()
     assert page.evaluate(f"{CHECKS}; hardToRead()") == []
 
 
@@ -310,40 +314,40 @@ def test_people_who_hear_the_page_find_their_way(page: Page) -> None:
 
 @ON_PHONE
 def test_texts_of_a_run_are_shown_as_text(page: Page, runs: Runs) -> None:
-    runs.runs["b"] |= {
-        "name": HOSTILE,
-        "facts": [["Model", HOSTILE]],
-        "settings": {HOSTILE: HOSTILE},
-    }
-    runs.step("b", 3, 0.5, group(HOSTILE, [(HOSTILE, 1.0)], step=3, task=HOSTILE, reason=HOSTILE))
-    service = {"name": HOSTILE, "stage": HOSTILE, "since": 1, "detail": HOSTILE}
-    warning = {"time": 0, "service": HOSTILE, "level": "error", "event": HOSTILE, "text": HOSTILE}
-    runs.say("b", state=HOSTILE, services=[service], warnings=[warning], eta_text=HOSTILE)
+    run, image = runs["b"], "<img src=x onerror=hacked()>"
+    (run.run.path / "run-id").write_text(HOSTILE)
+    run.run.config.write_text(json.dumps({"task": [HOSTILE], HOSTILE: HOSTILE, "seed": 1}))
+    run.log(image, "error", image, HOSTILE)
+    run.start(image, "trainer")
+    run.stage(HOSTILE, since=1)
+    run.step(3, 0.5, group(HOSTILE, [(HOSTILE, 1.0)], step=3, task=HOSTILE, reason=HOSTILE))
     page.reload()
     page.locator("#runs input").nth(1).check()
     expect(page.locator("#lines")).to_contain_text(HOSTILE)
     page.locator("#rollouts-run").select_option("b")
     page.locator(".panel summary").nth(1).click()
-    for part in (".panel", "#lines", "#settings"):
-        expect(page.locator(part).last).to_contain_text(HOSTILE)
+    panel = page.locator(".panel").last
+    for part in ("h3", ".facts", ".stage"):
+        expect(panel.locator(part).last).to_contain_text(HOSTILE)
+    expect(panel.locator(".warnings")).to_contain_text(printable(HOSTILE))
+    expect(page.locator("#settings")).to_contain_text(HOSTILE)
     show_rollouts(page)
     expect(page.locator(".prompt .tokens")).to_contain_text(HOSTILE.replace("\u202e", "U+202E"))
     assert page.locator("main img").count() == 0
 
 
 @pytest.mark.full
-def test_no_run_and_no_rollouts_are_told(browser: Browser) -> None:
-    runs = Runs()
+def test_a_run_that_has_no_step_yet(browser: Browser, tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "mine", {})
     page = browser.new_page()
-    with served(runs) as url:
+    with served([run]) as url:
         page.goto(url)
-        expect(page.locator("#runs-hint")).to_contain_text("No run yet")
-        runs.add("a")
-        page.reload()
-        expect(page.locator(".word")).to_have_text("Training, no step yet")
+        expect(page.locator(".word")).to_have_text(re.compile("Not running.*, no step yet"))
         expect(page.locator("#curves-hint")).to_have_text("No steps yet.")
         expect(page.locator("#no-rollouts")).to_be_visible()
-        runs.step("a", 1, 0.5, rollouts(1))
+        run.start("trainer")
+        expect(page.locator(".word")).to_have_text("Starting, no step yet")
+        run.step(1, 0.5, rollouts(1))
         expect(value_of(page, "Mean reward")).to_have_text("0.5")
         show_rollouts(page, "Step 1, group 0")
         page.close()

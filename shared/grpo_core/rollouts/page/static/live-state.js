@@ -62,8 +62,8 @@ class RunPanel {
     if (before.state !== state.state) said.push(state.state);
     const names = (one) => (one.alerts ?? []).map(({ name }) => name);
     said.push(...(state.alerts ?? []).filter(({ name }) => !names(before).includes(name)).map(({ text }) => `Alert: ${text}`));
-    const errors = (one) => (one.warnings ?? []).filter(({ level }) => level === "error");
-    if (errors(state).length > errors(before).length) said.push(`Error: ${errors(state).at(-1).text}`);
+    const error = (one) => (one.warnings ?? []).filter(({ level }) => level === "error").at(-1);
+    if (error(state) && error(state).time !== error(before)?.time) said.push(`Error: ${error(state).text}`);
     if (said.length) announce(`${this.name}: ${said.join(". ")}`);
   }
 
