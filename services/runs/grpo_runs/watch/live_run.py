@@ -150,6 +150,7 @@ class LiveRun:
     def _ask_run_api(self, runner: Runner | None, now: float) -> dict[str, Any]:
         url = runner.run_api_url if runner else None
         if url is None:
+            self._api_away_since = None
             return {"queue": None, "servers": [], "alerts": []}
         if self._api is None or self._api[0] != url:
             reader = MeasuresReader(self.run, url, self._token, self._clock)

@@ -113,7 +113,7 @@ def test_what_a_run_does_is_told_in_words(browser: Browser, tmp_path: Path) -> N
         expect(services.nth(2)).to_have_text(re.compile("trainertraining for .* d .*MiB"))
         times = panel.get_by_role("table", name="Time of a step of mine").get_by_role("row")
         expect(times.nth(2)).to_have_text("train0.6 s0.6 s")
-        expect(times.last).to_have_text("whole step0.95 s0.95 s")
+        expect(times.last).to_have_text("together0.95 s0.95 s")
         expect(panel).to_contain_text(re.compile("Tokens per second1.23 k.*Queuenot known"))
         alert = re.compile(
             "Alert: The trainer has finished no step for 15 minutes. since .*look at"

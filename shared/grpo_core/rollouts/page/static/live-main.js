@@ -31,6 +31,7 @@ class LivePage {
     const chosen = ids.filter((id) => this.chosen.includes(id));
     this.line.show(this.runs, this.chosen);
     if (!this.panels.size && ids.length) await this.choose(chosen.length ? chosen : ids.slice(0, 1));
+    else await Promise.all(this.chosen.map((id) => this._about(id)));
   }
 
   async choose(ids) {
@@ -41,7 +42,7 @@ class LivePage {
     this._showPanels();
     this.events.choose(ids);
     this.curves.setRuns(ids, this._names());
-    await Promise.all([this._showSettings(), this._chooseRollouts(ids)]);
+    await Promise.all([this._showSettings(), this._chooseRollouts(ids), ...ids.slice(1).map((id) => this._about(id))]);
   }
 
   _names() {
@@ -74,9 +75,13 @@ class LivePage {
     const names = this._names();
     byId("rollouts-run-field").hidden = ids.length < 2;
     byId("rollouts-run").replaceChildren(...ids.map((id) => make("option", { value: id, textContent: names[id], selected: id === run })));
-    const about = await ask(pathOf(run));
-    this.panels.get(run)?.setFacts(about.facts);
-    await this.rollouts.setRun(run, about.special);
+    await this.rollouts.setRun(run, (await this._about(run)).special);
+  }
+
+  async _about(id) {
+    const about = await ask(pathOf(id));
+    this.panels.get(id)?.setFacts(about.facts);
+    return about;
   }
 
   async _showStep(run, step) {
@@ -167,6 +172,9 @@ class LivePage {
   }
 }
 
-const valueText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+const valueText = (value) => {
+  if (value === null) return "not set";
+  return typeof value === "string" ? value : JSON.stringify(value);
+};
 
 new LivePage().load();

@@ -109,7 +109,7 @@ class RunPanel {
         make("small", { textContent: "newest" }), bar("newest"), make("small", { textContent: "median" }), bar("median")),
       table(`Time of a step of ${this.name}`, ["Part", "#Newest", "#Median"], [
         ...parts.map((name) => row([swatch(name), PARTS[name]], cell(times[name].newest), cell(times[name].median))),
-        row(["whole step"], cell(sum("newest")), cell(sum("median"))),
+        row(["together"], cell(sum("newest")), cell(sum("median"))),
       ]));
   }
 
