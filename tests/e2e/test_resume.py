@@ -10,19 +10,33 @@ from pathlib import Path
 import pytest
 
 from grpo_runs.run_directory import RunDirectory
+from grpo_runs.watch.live_run import LiveRun
+from grpo_runs.watch.services import STAGES
 from tests.e2e.demo_run import DEADLINE_S, NOISE, run_demo
 from tests.support.wait import wait_for
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3 * DEADLINE_S)]
 
 
-def stop_after(steps: int, run: RunDirectory, *flags: str) -> None:
-    """Start the demo and stop it with SIGTERM once it has taken some steps."""
+def stop_after(steps: int, run: RunDirectory, live: LiveRun, *flags: str) -> None:
+    """Start the demo, look at it once it has taken some steps, and stop it with SIGTERM."""
     command = [sys.executable, "-m", "grpo_runs", "--run-dir", str(run.path), *flags]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as demo:
         wait_for(lambda: (run.newest_checkpoint_step() or 0) >= steps, deadline_s=DEADLINE_S)
+        is_told_while_it_trains(live)
         demo.send_signal(signal.SIGTERM)
     assert demo.returncode == 128 + signal.SIGTERM
+
+
+def is_told_while_it_trains(live: LiveRun) -> None:
+    state = live.state()
+    assert (state["state"], state["steps"], state["warnings"]) == ("training", 500, [])
+    assert state["queue"]["refused_groups"] == 0
+    assert state["eta_s"] > 0
+    found = {one["name"]: one for one in state["services"]}
+    assert found["trainer"]["stage"] in STAGES.values()
+    assert found["vllm-server"]["detail"].startswith("weights of step ")
+    assert all(found[name]["memory_bytes"] > 0 for name in ("trainer", "vllm-server", "run-api"))
 
 
 @pytest.mark.usefixtures("tiny_model")
@@ -32,10 +46,14 @@ def test_a_stopped_run_goes_on_with_its_options_and_can_be_prolonged(
 ) -> None:
     run = RunDirectory(tmp_path / "run")
     flags = ("--mode", mode, "--vllm-restart-interval", "2", "--trainer.state-interval", "2")
-    stop_after(4, run, *flags, "--steps", "500", "--group-size", "4")
+    live = LiveRun("run", run)
+    stop_after(4, run, live, *flags, "--steps", "500", "--group-size", "4")
+    assert live.state()["state"] == "stopped"
     resumed = run_demo(run.path, "--steps", "8", option="--resume")
     assert f"mode {mode}: " in resumed.output
     assert "8/8 " in resumed.output
+    assert live.state()["state"] == "completed"
+    assert [row.step for row in live.log.rows] == [*range(1, 9)]
     prolonged = run_demo(run.path, "--steps", "10", option="--resume")
     records = prolonged.records
     assert [record["step"] for record in records] == list(range(1, 11))

@@ -53,7 +53,6 @@ class LiveRun:
         self._refreshed_at = 0.0
         self._memory_file = GrowingFile(run.processes)
         self._memory: Mapping[str, int] = {}
-        self._stage_path = run.checkpoints / "stage.json"
         self._api: tuple[str, RunApi, MeasuresReader] | None = None
         self._api_away_since: float | None = None
         self._alerts = AlertWatch()
@@ -135,12 +134,17 @@ class LiveRun:
             pids={} if runner is None else runner.services,
             is_running=runner is not None and runner.is_alive,
             memory=self._newest_memory(),
-            trainer=read_json(self._stage_path),
+            trainer=self._trainer_stage(),
             environments=self._logs.groups_in_progress,
             servers=api["servers"],
             api_away_since=self._api_away_since,
         )
         return facts.shown()
+
+    def _trainer_stage(self) -> dict[str, Any] | None:
+        """Of the run's trainer, or of the one whose --save-path the directory is."""
+        found = (read_json(path / "stage.json") for path in (self.run.checkpoints, self.run.path))
+        return next(filter(None, found), None)
 
     def _newest_memory(self) -> Mapping[str, int]:
         for line in self._memory_file.new_lines()[-1:]:

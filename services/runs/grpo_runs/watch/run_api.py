@@ -19,9 +19,8 @@ class RunApi:
     """
 
     def __init__(self, url: str, token: str | None) -> None:
-        self._client = httpx.Client(
-            base_url=url, headers=authorization(token), timeout=TIMEOUT_S, trust_env=False
-        )
+        self._url = url
+        self._headers = authorization(token)
 
     def status(self) -> Mapping[str, Any] | None:
         found: Mapping[str, Any] | None = self._get("/status")
@@ -30,11 +29,11 @@ class RunApi:
     def servers(self) -> list[Mapping[str, Any]]:
         return self._get("/servers") or []
 
-    def close(self) -> None:
-        self._client.close()
-
     def _get(self, path: str) -> Any:
         try:
-            return self._client.get(path).raise_for_status().json()
+            answer = httpx.get(
+                self._url + path, headers=self._headers, timeout=TIMEOUT_S, trust_env=False
+            )
+            return answer.raise_for_status().json()
         except (httpx.HTTPError, ValueError):
             return None
