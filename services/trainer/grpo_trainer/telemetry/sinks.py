@@ -99,7 +99,8 @@ def open_sinks(settings: TrainerSettings, steps_taken: int = 0) -> Iterator[Sink
             stack.enter_context(
                 serving_metrics(settings.metrics_host, settings.metrics_port, metrics)
             )
-        stages = (metrics.enter, StageFile(settings.save_path).enter)
+        file = stack.enter_context(StageFile(settings.save_path))
+        stages = (metrics.enter, file.enter)
 
         def enter(stage: Stage) -> None:
             for tell in stages:
