@@ -55,15 +55,18 @@ class ProcessRecords:
     @contextlib.contextmanager
     def of_the_end(self) -> Iterator[None]:
         """Write how the context ends."""
-        state = "failed"
+        state, text = "failed", ""
         try:
             yield
             state = "completed"
         except StopRequested:
             state = "stopped"
             raise
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise
         finally:
-            self._content["end"] = {"state": state, "time": self._clock()}
+            self._content["end"] = {"state": state, "time": self._clock(), "text": text}
             self._write()
 
     def _write(self) -> None:

@@ -11,7 +11,8 @@ from pydantic import SecretStr
 
 from grpo_core.security import App, Receive, Scope, Send, refuse
 
-COOKIE = "grpo-watch"
+COOKIE = "grpo-watch-{port}"
+"""Browsers send the cookies of a host to each of its ports."""
 PARAMETER = "token"
 
 
@@ -47,9 +48,10 @@ class TokenCookie:
         if scheme.lower() == "bearer" and self._is_token(given.strip()):
             return True
         try:
-            cookie = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1")).get(COOKIE)
+            cookies = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1"))
         except CookieError:
             return False
+        cookie = cookies.get(_name_of_cookie(scope))
         return cookie is not None and self._is_token(cookie.value)
 
     def _is_token(self, given: str) -> bool:
@@ -58,7 +60,7 @@ class TokenCookie:
 
     async def _welcome(self, scope: Scope, query: dict[str, list[str]], send: Send) -> None:
         rest = urlencode(query, doseq=True)
-        cookie = f"{COOKIE}={self._token}; Path=/; HttpOnly; SameSite=Strict"
+        cookie = f"{_name_of_cookie(scope)}={self._token}; Path=/; HttpOnly; SameSite=Strict"
         headers = [
             (b"location", (scope["path"] + (f"?{rest}" if rest else "")).encode()),
             (b"set-cookie", cookie.encode()),
@@ -66,3 +68,7 @@ class TokenCookie:
         ]
         await send({"type": "http.response.start", "status": 303, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
+
+
+def _name_of_cookie(scope: Scope) -> str:
+    return COOKIE.format(port=scope["server"][1])

@@ -7,7 +7,8 @@ GET /api/runs/{id}/curves?x=&points=   curves by step, time or tokens, thinned t
 GET /api/runs/{id}/steps               the steps that have rollouts
 GET /api/runs/{id}/steps/{step}        the rollouts of a step
 GET /api/differences?run=&run=         settings that differ
-GET /api/events?run=&run=              server-sent events: state, points, evaluations
+GET /api/events?run=&run=              server-sent events: state, points, and evaluations, after
+                                       which the page asks for the curves again
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ from grpo_runs.watch.metrics_log import Axis, Row
 
 EVENTS_EVERY_S = 1.0
 MOST_POINTS = 5000
+MOST_ROWS = 20
+"""New steps that one event brings. After more, or if a resumed run has written its metrics again,
+the page asks for the curves again."""
 Chosen = Annotated[list[str], Query()]
 
 
@@ -123,22 +127,27 @@ class Follower:
         self._live = live
         self._state: Mapping[str, Any] | None = None
         self._serial = 0
+        self._restarts = 0
 
     def news(self) -> list[tuple[str, Any]]:
         """Events since the last call: name and data. The first call gives the state alone, because
         the page has just asked for the curves."""
         state, before = self._live.state(), self._state
-        rows = self._live.log.since(self._serial)
+        rows, restarts = self._live.log.since(self._serial), self._live.log.restarts
+        has_jumped = restarts != self._restarts or len(rows) > MOST_ROWS
+        self._restarts = restarts
         if rows:
             self._serial = rows[-1].serial
         if state == before:
             return []
         self._state = state
         events: list[tuple[str, Any]] = [("state", state)]
-        if before is not None and rows:
-            events.append(("points", {"run": self._live.id, "points": _points(rows)}))
-        if before is not None and state["last_evaluation"] != before["last_evaluation"]:
+        if before is None:
+            return events
+        if has_jumped or state["last_evaluation"] != before["last_evaluation"]:
             events.append(("evaluations", {"run": self._live.id}))
+        elif rows:
+            events.append(("points", {"run": self._live.id, "points": _points(rows)}))
         return events
 
 
@@ -151,17 +160,12 @@ def _points(rows: Sequence[Row]) -> dict[str, list[list[float]]]:
 
 
 def _listed(live: LiveRun) -> dict[str, Any]:
-    state = live.state()
-    return {
-        "id": live.id,
-        "name": live.run.run_id,
-        "title": title_of(_settings(live)),
-        **{key: state[key] for key in ("state", "step", "steps")},
-    }
+    about = {"id": live.id, "name": live.run.run_id, "title": title_of(_settings(live))}
+    return about | live.listed()
 
 
 def _about(live: LiveRun) -> dict[str, Any]:
-    live.state()
+    live.read_files()
     settings, texts = _settings(live), _texts(live)
     rewards = [(row.step, row.values[REWARD]) for row in live.log.rows if REWARD in row.values]
     facts: Mapping[str, str] = {}
@@ -180,7 +184,7 @@ def curves_of(live: LiveRun, axis: Axis, most: int) -> list[dict[str, Any]]:
     """Each with name, title, unit, points ([position, value, step]) and intervals ([position, low,
     high]). Those of metrics come first in the order of the report, then evaluations."""
     assert axis in get_args(Axis)
-    live.state()
+    live.read_files()
     found: dict[str, list[Any]] = {**live.log.curves(axis, most)}
     evaluations = live.evaluations()
     places = live.log.position_of

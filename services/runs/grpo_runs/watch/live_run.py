@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -14,16 +15,19 @@ from grpo_core.alerts import AlertWatch, Measures
 from grpo_core.errors import GrpoError
 from grpo_core.evaluation.results import ResultsUnusable
 from grpo_core.rollouts.files import steps_in
+from grpo_core.rollouts.record import printable
 from grpo_runs.measures import MeasuresReader
 from grpo_runs.report.evaluations import Evaluations
-from grpo_runs.report.steps import GrowingFile
 from grpo_runs.run_directory import RunDirectory
-from grpo_runs.watch.logs import ServiceLogs
+from grpo_runs.watch.followed_file import FollowedFile
+from grpo_runs.watch.logs import ServiceLogs, Warned
 from grpo_runs.watch.metrics_log import PARTS, MetricsLog
 from grpo_runs.watch.run_api import RunApi
 from grpo_runs.watch.services import Runner, ServiceFacts, read_json
 
 REFRESH_EVERY_S = 0.5
+TAIL_BYTES = 2**16
+"""Of a file of which the last line is enough."""
 ETA_STEPS = 20
 """Of so many of the newest steps the median time counts."""
 
@@ -50,8 +54,9 @@ class LiveRun:
         self._token = token
         self._clock = clock
         self._lock = threading.Lock()
+        self._files_lock = threading.Lock()
         self._refreshed_at = 0.0
-        self._memory_file = GrowingFile(run.processes)
+        self._memory_file = FollowedFile(run.processes, TAIL_BYTES)
         self._memory: Mapping[str, int] = {}
         self._api: tuple[str, RunApi, MeasuresReader] | None = None
         self._api_away_since: float | None = None
@@ -70,6 +75,23 @@ class LiveRun:
                 self._refreshed_at = now
                 self._state = self._read(now)
             return self._state
+
+    def listed(self) -> dict[str, Any]:
+        """State, step and steps, from the end of the metrics file: a run that nobody looks at is
+        not read."""
+        lines = [*FollowedFile(self.run.metrics, TAIL_BYTES).read()]
+        step, steps = 0, None
+        with suppress(ValueError, KeyError, TypeError, IndexError):  # a broken line
+            record = json.loads(lines[-1])
+            step, steps = int(record["step"]), int(record["steps"])
+        runner = Runner.read(self.run.services)
+        return {"state": self._word(runner, step, steps), "step": step, "steps": steps}
+
+    def read_files(self) -> MetricsLog:
+        """Read the new steps alone, without asking run-api, which may take seconds to answer."""
+        with self._files_lock:
+            self.log.read_new()
+        return self.log
 
     def evaluations(self) -> Evaluations:
         """Those in the file now; the earlier ones while it is broken."""
@@ -91,7 +113,7 @@ class LiveRun:
             return []
 
     def _read(self, now: float) -> dict[str, Any]:
-        self.log.read_new()
+        self.read_files()
         self._logs.read_new()
         self.evaluations()
         runner = Runner.read(self.run.services)
@@ -114,7 +136,9 @@ class LiveRun:
             "tokens_per_s": record.get("throughput/tokens_per_s"),
             "eta_s": eta,
             "eta_text": None if eta is None else f"about {duration(eta)} left",
-            "warnings": [one.shown() for one in self._logs.warnings] + self._own_warnings(now),
+            "warnings": [one.shown() for one in self._logs.warnings]
+            + self._own_warnings(now)
+            + _error_of(runner),
             "alerts": api["alerts"],
             "newest_rollouts": max(self.steps_with_rollouts(), default=None),
             "last_evaluation": self._evaluated[1],
@@ -147,8 +171,9 @@ class LiveRun:
         return next(filter(None, found), None)
 
     def _newest_memory(self) -> Mapping[str, int]:
-        for line in self._memory_file.new_lines()[-1:]:
-            self._memory = json.loads(line)["bytes"]
+        lines = [*self._memory_file.read()]
+        with suppress(ValueError, KeyError, IndexError):  # a line that a full disk has cut
+            self._memory = json.loads(lines[-1])["bytes"]
         return self._memory
 
     def _ask_run_api(self, runner: Runner | None, now: float) -> dict[str, Any]:
@@ -218,6 +243,14 @@ class LiveRun:
             return None
         took = [later.time - earlier.time for earlier, later in pairwise(rows)]
         return median(took) * (steps - step)
+
+
+def _error_of(runner: Runner | None) -> list[dict[str, Any]]:
+    """The error that ended the run."""
+    if runner is None or not runner.error:
+        return []
+    event, _, text = runner.error.partition(": ")
+    return [Warned(runner.ended_at, "grpo-run", "error", event, printable(text)).shown()]
 
 
 def duration(seconds: float) -> str:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from grpo_core.rollouts.record import printable
-from grpo_runs.report.steps import GrowingFile
+from grpo_runs.watch.followed_file import FollowedFile
 
 KEPT = 50
 """The newest warnings and errors."""
+FIRST_READ_BYTES = 2**20
+"""Of a log that is longer when it is first read, the end."""
 LONGEST_TEXT = 1000  # characters
 COUNTED = "groups.counted"
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) \[(\w+) *\] (\S+)\s*(.*)")
@@ -42,7 +44,7 @@ class ServiceLogs:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._files: dict[Path, GrowingFile] = {}
+        self._files: dict[Path, FollowedFile] = {}
         self.warnings: deque[Warned] = deque(maxlen=KEPT)
         self.groups_in_progress: dict[str, tuple[float, int]] = {}
         """Of each environment: time of its newest report, and the number of groups in it."""
@@ -51,15 +53,12 @@ class ServiceLogs:
         """Never raises: a log that cannot be read has no lines."""
         found: list[Warned] = []
         for path in sorted(self._directory.glob("*.log")):
-            file = self._files.setdefault(path, GrowingFile(path))
-            try:
-                lines = file.new_lines()
-            except OSError:
-                continue
+            file = self._files.setdefault(path, FollowedFile(path, FIRST_READ_BYTES))
+            lines = (line.decode(errors="replace").rstrip("\n") for line in file.read())
             found += self._of(path.stem, lines)
         self.warnings.extend(sorted(found, key=lambda one: one.time))
 
-    def _of(self, service: str, lines: list[str]) -> Iterator[Warned]:
+    def _of(self, service: str, lines: Iterable[str]) -> Iterator[Warned]:
         for line in lines:
             found = _LINE.fullmatch(line)
             if found is None:

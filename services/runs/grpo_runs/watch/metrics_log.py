@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from grpo_core.rollouts.page.encode import PART, TITLES
-from grpo_runs.report.steps import GrowingFile
+from grpo_runs.watch.followed_file import FollowedFile
 
 Axis = Literal["step", "time", "tokens"]
 AXES: Sequence[str] = get_args(Axis)
@@ -52,34 +52,30 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = GrowingFile(path)
-        self._inode = 0
-        self._read_bytes = 0
+        self._file = FollowedFile(path)
         self._serial = 0
         self.rows: list[Row] = []
         self.newest: Mapping[str, Any] = {}
         """The whole record of the newest step."""
         self.broken_lines = 0
         """Complete lines that are no record of a step."""
+        self.restarts = 0
+        """How often another file was in the place of the one that had been read."""
 
     def read_new(self) -> None:
-        """Never raises: a file that is away has no rows."""
-        try:
-            now = self._path.stat()
-        except OSError:
-            return
-        if now.st_ino != self._inode or now.st_size < self._read_bytes:
-            # It was written again, shorter: by a trainer that resumes.
-            self._file, self._inode, self.broken_lines = GrowingFile(self._path), now.st_ino, 0
-            self.rows.clear()
-        self._read_bytes = now.st_size
-        for line in self._file.new_lines():
+        """Never raises: a file that is away has no new rows."""
+        for line in self._file.read(self._restart):
             try:
                 record = json.loads(line)
                 self._add(int(record["step"]), record)
             except (ValueError, TypeError, KeyError):
                 self.broken_lines += 1
+
+    def _restart(self) -> None:
+        """A trainer that resumes has written the file again, shorter."""
+        self.restarts += 1
+        self.broken_lines = 0
+        self.rows.clear()
 
     def since(self, serial: int) -> list[Row]:
         """The rows that are newer."""

@@ -29,6 +29,8 @@ class Runner:
 
     Args:
         end: how the run ended: completed, failed or stopped; "" before
+        error: name and text of the error that ended it; "" for none
+        ended_at: Unix time in seconds; 0 before
         services: process ids by name
     """
 
@@ -36,6 +38,8 @@ class Runner:
     run_api_url: str | None
     services: Mapping[str, int]
     end: str
+    error: str = ""
+    ended_at: float = 0.0
 
     @classmethod
     def read(cls, path: Path) -> Runner | None:
@@ -49,6 +53,8 @@ class Runner:
             run_api_url=content["run_api_url"],
             services=content["services"],
             end=end.get("state", ""),
+            error=end.get("text", ""),
+            ended_at=end.get("time", 0.0),
         )
 
 
@@ -140,10 +146,14 @@ class ServiceFacts:
         return Service(name, "running")
 
     def _of_trainer(self) -> Service:
-        if self.trainer is None:
+        if self.trainer is None or self._is_of_earlier_trainer(self.trainer):
             return Service("trainer", "starting")
         stage = str(self.trainer.get("stage"))
         return Service("trainer", STAGES.get(stage, stage), self.trainer.get("since"))
+
+    def _is_of_earlier_trainer(self, record: Mapping[str, Any]) -> bool:
+        """Of one that was killed, before the run was resumed."""
+        return "trainer" in self.pids and record.get("pid") != self.pids["trainer"]
 
     def _of_server(self, name: str) -> Service:
         single = len(self.servers) == 1 and name == ONE_SERVER

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import select
+import sys
+import termios
 import time
-from collections.abc import Mapping, Sequence
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +28,7 @@ from grpo_runs.watch.api import curves_of
 from grpo_runs.watch.live_run import LiveRun, duration
 
 EVERY_S = 1.0
+POLL_S = 0.1
 BARS = "▁▂▃▄▅▆▇█"
 PARTS = {"wait": "wait for data", "train": "train", "publish": "publish", "save": "save"}
 COLOURS = {"wait": "yellow", "train": "blue", "publish": "magenta", "save": "green"}
@@ -30,15 +37,44 @@ NARROW = 100  # columns
 
 
 def watch_in_terminal(live: LiveRun, console: Console | None = None) -> None:
-    """Show the run until Ctrl-C."""
+    """Show the run until q or Ctrl-C."""
     console = console or Console()
     try:
-        with Live(console=console, screen=True, auto_refresh=False) as display:
+        with _keys() as key, Live(console=console, screen=True, auto_refresh=False) as display:
             while True:
-                display.update(screen_of(live, console.size, time.time()), refresh=True)
-                time.sleep(EVERY_S)
+                size = console.size
+                display.update(screen_of(live, size, time.time()), refresh=True)
+                until = time.monotonic() + EVERY_S
+                while time.monotonic() < until and console.size == size:
+                    if key(POLL_S) == "q":
+                        return
     except KeyboardInterrupt:
         pass
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Keys arrive at once and are not shown. Gives a function that waits so many seconds for one,
+    and returns "" without one."""
+
+    def no_key(within_s: float) -> str:
+        time.sleep(within_s)
+        return ""
+
+    if not sys.stdin.isatty():
+        yield no_key
+        return
+    before = termios.tcgetattr(sys.stdin)
+
+    def key(within_s: float) -> str:
+        is_pressed = select.select([sys.stdin], [], [], within_s)[0]
+        return os.read(sys.stdin.fileno(), 1).decode(errors="replace") if is_pressed else ""
+
+    tty.setcbreak(sys.stdin)
+    try:
+        yield key
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def screen_of(live: LiveRun, size: tuple[int, int], now: float) -> RenderableType:

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 
 from grpo_core.rollouts.files import ROLLOUTS, write_step
 from grpo_runs.run_directory import RunDirectory
-from grpo_runs.watch.api import watch_app
+from grpo_runs.watch.api import Follower, watch_app
 from grpo_runs.watch.live_run import LiveRun
 from grpo_runs.watch.serve import PageNotServed, PageServer, live_runs
 from tests.support.conversations import record
@@ -146,6 +146,18 @@ def test_events_tell_new_steps(run: RunDirectory) -> None:
     assert told["state"]["step"] == 3
     ((step, _, _, value),) = told["points"]["points"]["reward/mean"]
     assert (step, value) == (3, 0.3)
+
+
+def test_after_a_resume_the_page_asks_for_the_curves_again(run: RunDirectory) -> None:
+    """Instead of getting all steps in one event."""
+    live = LiveRun("mine", run, clock=iter(range(100)).__next__)
+    follower = Follower(live)
+    follower.news()
+    run.metrics.unlink()
+    take_steps(run, 1)
+    assert [name for name, _ in follower.news()] == ["state", "evaluations"]
+    take_steps(run, 2)
+    assert [name for name, _ in follower.news()] == ["state", "points"]
 
 
 def test_a_port_that_is_taken() -> None:

@@ -12,6 +12,7 @@ from grpo_core.alerts import ALERTS
 from grpo_runs.process.records import ProcessRecords
 from grpo_runs.process.stack import StopRequested
 from grpo_runs.run_directory import RunDirectory
+from grpo_runs.watch.api import curves_of
 from grpo_runs.watch.live_run import LiveRun, duration
 from tests.unit.runs.records import metrics_object
 from tests.unit.runs.test_measures import run_api
@@ -66,7 +67,10 @@ def test_services_and_their_stages(run: RunDirectory, live: LiveRun) -> None:
         "trainer": "starting",
         "environment": "starting",
     }
-    (run.checkpoints / "stage.json").write_text('{"stage": "sync", "since": 990.5}')
+    stage = run.checkpoints / "stage.json"
+    stage.write_text('{"stage": "sync", "since": 990.5, "pid": 1}')
+    assert stages(live)["trainer"] == "starting"  # it is of the trainer before a resume
+    stage.write_text(json.dumps({"stage": "sync", "since": 990.5, "pid": own}))
     log(run, "environment", "2026-01-01T10:00:00 [info     ] groups.counted  groups_in_progress=3")
     take_steps(run, 1)
     state = live.state()
@@ -82,7 +86,7 @@ def test_services_and_their_stages(run: RunDirectory, live: LiveRun) -> None:
 def test_how_a_run_ended(run: RunDirectory, live: LiveRun, state: str) -> None:
     processes = ProcessRecords(run)
     processes.watch({"trainer": 1})
-    errors = {"failed": RuntimeError(), "stopped": StopRequested(signal.SIGTERM)}
+    errors = {"failed": RuntimeError("no disk"), "stopped": StopRequested(signal.SIGTERM)}
     try:
         with processes.of_the_end():
             if state in errors:
@@ -91,12 +95,30 @@ def test_how_a_run_ended(run: RunDirectory, live: LiveRun, state: str) -> None:
         pass
     assert live.state()["state"] == state
     assert stages(live) == {"trainer": "ended"}
+    told = [(one["level"], one["event"], one["text"]) for one in live.state()["warnings"]]
+    assert told == ([("error", "RuntimeError", "no disk")] if state == "failed" else [])
 
 
 def test_a_run_whose_command_was_killed(run: RunDirectory, live: LiveRun) -> None:
     content = {"runner": {"pid": 1, "created": 0.0}, "run_api_url": None, "services": {}}
     run.services.write_text(json.dumps(content | {"end": None}))
     assert live.state()["state"] == "killed"
+
+
+def test_a_run_that_nobody_looks_at_is_not_read(run: RunDirectory, live: LiveRun) -> None:
+    assert live.listed() == {"state": live.listed()["state"], "step": 0, "steps": None}
+    ProcessRecords(run)
+    take_steps(run, *range(1, 40))
+    assert live.listed() == {"state": "training", "step": 39, "steps": 40}
+    assert live.log.rows == []
+    run.metrics.write_text("broken\n")
+    assert live.listed()["step"] == 0
+
+
+def test_curves_do_not_wait_for_run_api(run: RunDirectory, live: LiveRun) -> None:
+    take_steps(run, 1)
+    with live._lock:  # held while run-api is asked
+        assert curves_of(live, "step", 10)[0]["points"] == [(1, 0.1, 1)]
 
 
 def test_a_save_path_of_a_trainer_elsewhere(run: RunDirectory, live: LiveRun) -> None:

@@ -58,6 +58,17 @@ def test_repeated_steps_replace_the_earlier_ones(tmp_path: Path) -> None:
     assert [row.step for row in log.rows] == [1, 2]
 
 
+def test_a_file_that_was_shortened_in_place_and_has_grown_again(tmp_path: Path) -> None:
+    """Nobody looked meanwhile."""
+    log, file = MetricsLog(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
+    file.write_text(lines(range(1, 6)))
+    log.read_new()
+    file.write_text(lines([1, 2]) + lines(range(3, 8), **{"reward/mean": 9.0}))
+    log.read_new()
+    assert [row.values["reward/mean"] for row in log.rows] == [0.1, 0.2, *[9.0] * 5]
+    assert log.restarts == 1
+
+
 def test_broken_lines_are_counted(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text("{\n" + lines([1]) + '{"loss": 1}\n[]\n')

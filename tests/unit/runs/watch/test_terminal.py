@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
+import termios
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,7 +29,8 @@ def test_one_screen(tmp_path: Path, width: int) -> None:
         directory.mkdir()
     processes = ProcessRecords(run)
     processes.watch({"trainer": processes._content["runner"]["pid"]})
-    (run.checkpoints / "stage.json").write_text('{"stage": "compute", "since": 970.0}')
+    stage = {"stage": "compute", "since": 970.0, "pid": processes._content["runner"]["pid"]}
+    (run.checkpoints / "stage.json").write_text(json.dumps(stage))
     (run.logs / "trainer.log").write_text(
         "2026-01-01T10:00:02 [warning  ] metric.out_of_range   metric=[bold]\\x07\n"
     )
@@ -38,6 +46,31 @@ def test_one_screen(tmp_path: Path, width: int) -> None:
     assert "Mean reward" in shown
     assert "metric.out_of_range metric=[bold]" in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= width
+
+
+def test_q_ends_it_and_the_terminal_is_as_before(tmp_path: Path) -> None:
+    """At a pseudo-terminal."""
+    command = [sys.executable, "-m", "grpo_runs", "watch", str(tmp_path), "--terminal"]
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        shown = b""
+        while b"Services" not in shown:
+            shown += os.read(ours, 4096)
+        os.write(ours, b"q")
+        drain = threading.Thread(target=_read_all, args=(ours,), daemon=True)
+        drain.start()
+        assert process.wait() == 0
+    assert termios.tcgetattr(theirs)[3] == before[3]
+    os.close(theirs)
+    drain.join()
+    os.close(ours)
+
+
+def _read_all(file: int) -> None:
+    with suppress(OSError):  # the other end is closed
+        while os.read(file, 4096):
+            pass
 
 
 def test_sparkline() -> None:
