@@ -70,7 +70,7 @@ class WrittenRun:
 
     def stage(self, name: str, since: float) -> None:
         """Of the trainer."""
-        stage = {"stage": name, "since": since}
+        stage = {"stage": name, "since": since, "pid": os.getpid()}
         (self.run.checkpoints / "stage.json").write_text(json.dumps(stage))
 
     def log(self, service: str, level: str, event: str, text: str, second: int = 0) -> None:
