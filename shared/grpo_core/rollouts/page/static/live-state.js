@@ -1,6 +1,7 @@
 /* What a run does now: a panel for each chosen run. */
 
 const FIRST_WARNINGS = 5;
+const SECONDS = /_in_s$/;
 const PARTS = { wait: "wait for data", train: "train", publish: "publish", save: "save" };
 const LEVELS_OF_WARNINGS = { error: "✖", warning: "⚠" };
 
@@ -16,7 +17,7 @@ class RunPanel {
     this.rest = make("span", { className: "rest" });
     this.facts = make("dl", { className: "facts" });
     this.alerts = make("ul", { className: "alerts", ariaLabel: "Alerts", hidden: true });
-    this.services = make("div");
+    this.services = make("div", { className: "wide-table" });
     this.times = make("div");
     this.data = make("dl", { className: "numbers-of-run" });
     this.warnings = make("div");
@@ -118,7 +119,9 @@ class RunPanel {
     const rows = [
       ["Tokens per second", told(speed, "")],
       ["Staleness", told(staleness, " steps")],
-      ...Object.entries(queue ?? {}).map(([name, value]) => [sentence(name.replaceAll("_", " ")), told(value, "")]),
+      ...Object.entries(queue ?? {}).map(([name, value]) => [
+        sentence(name.replace(SECONDS, "").replaceAll("_", " ")), SECONDS.test(name) ? duration(value) : told(value, ""),
+      ]),
     ];
     if (!queue) rows.push(["Queue", UNKNOWN]);
     this.data.replaceChildren(...rows.map(([name, value]) =>
