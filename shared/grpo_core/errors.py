@@ -10,6 +10,7 @@ GrpoError                     base of all errors of this system
 ├── ProtocolViolation         the answer of a service breaks the protocol
 ├── ModelNotFound             a model does not exist or cannot be downloaded
 ├── BrokenRollouts            recorded rollouts cannot be read
+├── BrokenProvenance          the record of where weights come from cannot be read
 └── WandbUnavailable          Weights & Biases was requested and does not start
 """
 
@@ -67,6 +68,10 @@ class ModelNotFound(GrpoError):
 
 class BrokenRollouts(GrpoError):
     """A directory or file of recorded rollouts cannot be read. The message names file and line."""
+
+
+class BrokenProvenance(GrpoError):
+    """`provenance.jsonl` or a recorded batch is missing or cannot be read. The message names it."""
 
 
 class WandbUnavailable(GrpoError):

@@ -202,7 +202,7 @@ def _sync(path: Path, flags: int) -> None:
 PART_BYTES = 64 << 20
 """Number of bytes copied to the host at a time."""
 _ALIGNMENT = 8
-_DTYPES = {
+DTYPES = {
     "torch.float32": "F32",
     "torch.bfloat16": "BF16",
     "torch.float16": "F16",
@@ -240,7 +240,7 @@ def _parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     for name, tensor in ordered:
         begin, end = end, end + tensor.nbytes
         header[name] = {
-            "dtype": _DTYPES[str(tensor.dtype)],
+            "dtype": DTYPES[str(tensor.dtype)],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 
 import structlog
 import torch
@@ -43,6 +43,7 @@ from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
 from grpo_trainer.optim.sharding import RankOptimizer, is_divided, shard
 from grpo_trainer.ranks.group import ALONE, Ranks
 from grpo_trainer.token_table import TokenTable
+from grpo_trainer.weight_digests import WeightDigests
 
 log = structlog.get_logger()
 
@@ -136,6 +137,11 @@ class Learner:
     def names(self) -> list[str]:
         """Of the trained parameters, in the order of the master weights."""
         return list(trained_parameters(self.policy))
+
+    @cached_property
+    def digests(self) -> WeightDigests:
+        """Of the master weights."""
+        return WeightDigests(self.optimizer.masters, self.ranks, self.optimizer.parts)
 
     def with_advantages(
         self, batch: Batch, groups: Sequence[UsableGroup], objective: Objective

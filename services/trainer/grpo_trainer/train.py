@@ -40,6 +40,7 @@ from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE, BATCH_FOLLOWS, CHECKPOINT_FIRST, Ranks
 from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
+from grpo_trainer.telemetry.provenance import ProvenanceLog, step_input
 from grpo_trainer.telemetry.sinks import Recorder, Sinks, begin_records, open_sinks
 from grpo_trainer.token_table import Distance
 from grpo_trainer.weight_sync.base import Published, WeightSync
@@ -58,6 +59,7 @@ class Lead:
     recorder: Recorder
     saver: Saver
     coefficients: Coefficients
+    provenance: ProvenanceLog
 
 
 def train(settings: TrainerSettings, ranks: Ranks = ALONE, stop: Stop | None = None) -> None:
@@ -103,7 +105,7 @@ def training_steps(
         position: the steps taken so far; its epoch and step are the served policy version
         stop: defers a signal during a step to the step's end
     """
-    optimizer = learner.optimizer
+    optimizer, digests = learner.optimizer, learner.digests
     if lead is not None:
         lead.recorder.started = time.monotonic()
     while position.step < learner.settings.steps:
@@ -114,6 +116,7 @@ def training_steps(
             objective = objective_now(learner, lead)
             batch = learner.with_advantages(taken.batch, taken.usable, objective)
             taken = replace(taken, batch=batch)
+            inputs = step_input(learner, objective, position.step, taken.batch_id)
             try:
                 gradients = learner.gradients(batch, objective, position.step)
             except NonFiniteStep as error:
@@ -121,11 +124,14 @@ def training_steps(
                     position = lead.batches.reject(taken, position, error)
                 continue
             fresh = check(lead, taken, gradients, position)
+            finish_provenance(learner, lead)
             optimizer.step(position.step)  # changes the master weights alone
+            digests.begin()
             watch.updated()
             published = publish(optimizer, lead, position)
             if lead is not None and fresh is not None:
                 lr = optimizer.learning_rate(position.step)
+                lead.provenance.step_taken(inputs, taken, gradients, published)
                 record(lead, position, lr, taken, objective, gradients, fresh, published, watch)
                 divergence = gradients.sums.mean("reference_kl") or 0.0
                 lead.coefficients.observe(
@@ -218,6 +224,14 @@ def record(
     lead.recorder.record(outcome)
 
 
+def finish_provenance(learner: Learner, lead: Lead | None) -> None:
+    """Wait until the digests of the newest weights are known, which rank 0 records."""
+    if lead is None:
+        learner.digests.finish()
+    else:
+        lead.provenance.finish()
+
+
 def save(learner: Learner, lead: Lead | None, position: Position) -> None:
     """Save what is due after a step."""
     is_due = learner.ranks.broadcast(lead is not None and lead.saver.is_due(position))
@@ -229,6 +243,7 @@ def save(learner: Learner, lead: Lead | None, position: Position) -> None:
 
 def take_part_in_checkpoint(learner: Learner) -> None:
     """What ranks above 0 do while rank 0 saves: with FSDP2 each has a part of the state."""
+    learner.digests.finish()
     learner.optimizer.tensors(learner.names)
 
 
@@ -270,7 +285,8 @@ def open_run(
         if sync is None or sinks is None:
             position = start_other_rank(learner, steps_taken)
         else:
-            lead, position = start_rank_0(learner, api, sync, store, saved, sinks)
+            provenance = stack.enter_context(contextlib.closing(ProvenanceLog(learner)))
+            lead, position = start_rank_0(learner, api, sync, store, saved, sinks, provenance)
         SelfTest(learner).require()
         yield learner, lead, position
 
@@ -294,6 +310,8 @@ def start_other_rank(learner: Learner, steps_taken: int | None) -> Position:
     if steps_taken is not None:
         learner.optimizer.load_tensors(learner.names, {})
     learner.optimizer.write_into_parameters()
+    learner.digests.begin()
+    learner.digests.finish()
     if learner.ranks.broadcast(False):  # whether rank 0 saves a checkpoint at the start
         take_part_in_checkpoint(learner)
     return Position(steps_taken or 0, 0, 0)
@@ -306,6 +324,7 @@ def start_rank_0(
     store: StateStore,
     saved: SavedState | None,
     sinks: Sinks,
+    provenance: ProvenanceLog,
 ) -> tuple[Lead, Position]:
     """Restore the checkpoint, publish the first weights, and build what rank 0 alone has."""
     settings, policy, optimizer = learner.settings, learner.policy, learner.optimizer
@@ -324,7 +343,13 @@ def start_rank_0(
     )
     served = sync.start(optimizer, position.step, position.epoch, bound)
     position = replace(position, epoch=served.epoch)
-    saver = Saver(settings, policy, optimizer, api, store, bound, coefficients, learner.ranks)
+    learner.digests.begin()
+    provenance.start(served, saved, api.run_uuid)
+    saver = Saver(
+        *(settings, policy, optimizer, api, store, bound, coefficients, learner.ranks),
+        before_save=provenance.finish,
+        exported=provenance.exported,
+    )
     # A checkpoint that the user named may belong to another directory or run: leave it as it is.
     own = saved if settings.resume == AUTO else None
     learner.ranks.broadcast(own is None)
@@ -346,5 +371,6 @@ def start_rank_0(
         recorder=Recorder(settings, sinks),
         saver=saver,
         coefficients=coefficients,
+        provenance=provenance,
     )
     return lead, position

@@ -42,6 +42,11 @@ def write_step(
         OSError: the file could not be written.
     """
     lines = b"".join(_ADAPTER.dump_json(record) + b"\n" for record in records)
+    write_lines(directory, step, lines, keep)
+
+
+def write_lines(directory: Path, step: int, lines: bytes, keep: int | None = None) -> Path:
+    """As `write_step`; returns the file's path."""
     target = file_of_step(directory, step)
     part = target.with_name(f".{target.name}{_PART}")
     directory.mkdir(parents=True, exist_ok=True)
@@ -50,6 +55,7 @@ def write_step(
     if keep is not None:
         for old in steps_in(directory)[:-keep]:
             file_of_step(directory, old).unlink(missing_ok=True)
+    return target
 
 
 def steps_in(directory: Path) -> list[int]:

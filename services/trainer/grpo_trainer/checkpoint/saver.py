@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import structlog
 
@@ -53,6 +54,10 @@ def due_after(step: int, saved_step: int, settings: TrainerSettings) -> Due:
 class Saver:
     """Saves checkpoints and exported models. Acknowledges batches once a checkpoint includes them.
 
+    Args:
+        before_save: called before a checkpoint is saved; a rank above 0 takes part
+        exported: called with the directory of an exported model, and the steps that it includes
+
     `seconds`: duration of the last save, None if nothing was due after the previous step.
     """
 
@@ -64,6 +69,8 @@ class Saver:
     bound: Bound
     coefficients: Coefficients
     ranks: Ranks = ALONE
+    before_save: Callable[[], None] = lambda: None
+    exported: Callable[[Path, int], None] = lambda *_: None
     seconds: float | None = field(init=False, default=None)
 
     def begin(self, position: Position, is_saved: bool, checkpoints: Sequence[str] = ()) -> None:
@@ -128,6 +135,7 @@ class Saver:
         weights = TrainedWeights(settings.model, settings.lora)
         weights.write(self.policy, target, with_tokenizer=True)
         log.info("model.exported", directory=str(target))
+        self.exported(target, self._position.step)
         if name in (FINAL_MODEL, FINAL_ADAPTER):
             return
         self._checkpoints = [*(kept for kept in self._checkpoints if kept != name), name]
@@ -136,6 +144,7 @@ class Saver:
 
     def _save_state(self, position: Position, *, acknowledges: bool = True) -> None:
         started = time.monotonic()
+        self.before_save()
         run_uuid = self.api.run_uuid
         record = capture(
             self.policy,

@@ -69,6 +69,11 @@ class MasterOptimizer:
         self._weight_decay = [weight_decay if p.ndim > 1 else 0.0 for p in whole]
         self._max_grad_norm = max_grad_norm
 
+    @property
+    def parts(self) -> int:
+        """Number of ranks among which each master weight tensor is divided."""
+        return 1
+
     def gradient_norm(self, step: int) -> float:
         """L2 norm of the collected gradients before clipping. Waits for the device.
 

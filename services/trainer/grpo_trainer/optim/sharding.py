@@ -137,6 +137,10 @@ class RankOptimizer(MasterOptimizer):
         if sharded is not None:
             self.gradients.total = ranks.total
 
+    @property
+    def parts(self) -> int:
+        return 1 if self._sharded is None else self._ranks.count
+
     def write_into_parameters(self) -> None:
         super().write_into_parameters()
         if self._sharded is not None:

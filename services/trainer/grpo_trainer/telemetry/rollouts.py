@@ -163,17 +163,23 @@ def rollouts_directory(settings: TrainerSettings) -> Path:
 
 
 def prepare_rollouts(settings: TrainerSettings, steps_taken: int | None) -> None:
-    """Remove what a killed trainer wrote after its checkpoint, or move the rollouts of another run
-    away; then save the policy's tokenizer.
+    """As `prepare_steps`; then save the policy's tokenizer."""
+    if not settings.keep_rollouts:
+        return
+    directory = rollouts_directory(settings)
+    prepare_steps(directory, steps_taken, "--rollouts-dir")
+    _save_tokenizer(settings.model, directory)
+
+
+def prepare_steps(directory: Path, steps_taken: int | None, option: str) -> None:
+    """Remove what a killed trainer wrote after its checkpoint, or move the files of another run
+    away.
 
     Args: steps_taken: by the checkpoint; None for a new run
 
     Raises:
         CheckpointNotSaved: the directory cannot be written.
     """
-    if not settings.keep_rollouts:
-        return
-    directory = rollouts_directory(settings)
     try:
         if steps_taken is not None:
             remove_later_steps(directory, steps_taken)
@@ -181,17 +187,16 @@ def prepare_rollouts(settings: TrainerSettings, steps_taken: int | None) -> None
             _move_away(directory)
     except OSError as error:
         raise CheckpointNotSaved(
-            f"{directory} contains rollouts of an earlier run and cannot be changed: {error}; move "
-            "this directory away, or pass another --rollouts-dir"
+            f"{directory} contains files of an earlier run and cannot be changed: {error}; move "
+            f"this directory away, or pass another {option}"
         ) from error
-    _save_tokenizer(settings.model, directory)
 
 
 def _move_away(directory: Path) -> None:
     numbers = itertools.count(1)
     aside = next(p for n in numbers if not (p := Path(f"{directory}.{n}")).exists())
     directory.rename(aside)
-    log.info("rollouts.renamed", directory=str(directory), renamed_to=str(aside))
+    log.info("steps.renamed", directory=str(directory), renamed_to=str(aside))
 
 
 def _save_tokenizer(model: str, directory: Path) -> None:

@@ -34,6 +34,7 @@ from grpo_trainer.model.reference import Reference
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE
 from grpo_trainer.stop import Stop
+from grpo_trainer.telemetry.provenance import ProvenanceLog
 from grpo_trainer.telemetry.rollouts import StepRollouts
 from grpo_trainer.telemetry.sinks import Recorder, Sinks
 from grpo_trainer.token_table import Distance
@@ -128,12 +129,13 @@ class Bench:
         )
         sinks = Sinks([self.records.append], [self.rollouts.append])
         recorder = Recorder(settings, sinks)
-        lead = Lead(sync, source, checks, recorder, saver, coefficients_of(settings))
         forward: Any = self
         learner = Learner(
             *(settings, ALONE, self.policy, forward, self.reference, self.optimizer),
             self.accumulate,
         )
+        provenance = ProvenanceLog(learner)
+        lead = Lead(sync, source, checks, recorder, saver, coefficients_of(settings), provenance)
         position = Position(step=0, batch_id=0, epoch=1)
         steps = training_steps(learner, lead, position, Stop())
         while position.batch_id < len(batches):

@@ -1,0 +1,260 @@
+"""Records where the weights come from: `provenance.jsonl`, and the batch of each step.
+
+A thread writes the batch while the weights' digests are computed; both are finished before the next
+update and before a checkpoint. A batch that cannot be written never ends the run.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from grpo_core.provenance.batches import BATCHES, RecordedBatch, StepInput, write_batch
+from grpo_core.provenance.digest import file_digest, root_of, source_digest
+from grpo_core.provenance.records import (
+    PROVENANCE,
+    Code,
+    Export,
+    Facts,
+    Line,
+    Machine,
+    Parent,
+    Publication,
+    Start,
+    newest,
+    read_lines,
+    resumed,
+    text_of,
+)
+from grpo_core.settings.load import VERSION
+from grpo_core.tree.objectives import ADVANTAGES, LOSSES, Objective
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer_command import config_yaml
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.atomic_files import write_whole
+from grpo_trainer.checkpoint.store import RngState, SavedState, shapes_of
+from grpo_trainer.data.batches import TakenBatch
+from grpo_trainer.errors import CheckpointNotSaved
+from grpo_trainer.learner import GradientStats, Learner
+from grpo_trainer.model.adapter import adapter_dropouts
+from grpo_trainer.model.policy import device_of
+from grpo_trainer.telemetry.rollouts import prepare_steps
+from grpo_trainer.telemetry.sinks import rotate_records
+from grpo_trainer.weight_digests import facts_of
+from grpo_trainer.weight_sync.base import Published
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A publication without the digests of its weights. `batch`: that of the batch's file"""
+
+    line: Callable[[list[str], str | None], Publication]
+    batch: Future[str | None] | None
+
+
+class ProvenanceLog:
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        settings = learner.settings
+        self._path = settings.save_path / PROVENANCE
+        self._batches = settings.save_path / BATCHES
+        self._keep, self._seed = settings.keep_rollouts, settings.seed
+        self._facts = weight_facts(learner)
+        self._parent: Parent | None = None
+        self._pending: _Pending | None = None
+        self._has_failed = False
+        self._thread = ThreadPoolExecutor(1, "provenance")
+
+    def close(self) -> None:
+        """Wait for the thread."""
+        self._thread.shutdown()
+
+    def start(self, served: PolicyVersion, saved: SavedState | None, run_uuid: str | None) -> None:
+        """Record the start, and its weights, whose digests were begun.
+
+        Args:
+            served: the first version
+            saved: the checkpoint from which the run resumes
+
+        Raises:
+            CheckpointNotSaved: the file could not be written.
+            BrokenProvenance: the file of the resumed run cannot be read.
+        """
+        lines: list[Line] = []
+        resumed_step = None if saved is None else saved.record.step
+        if resumed_step is None:
+            rotate_records(self._path)
+        elif self._path.is_file():
+            lines = resumed(read_lines(self._path), resumed_step)
+            before = newest(lines, resumed_step)
+            if before is not None:
+                self._parent = Parent(version=before.version, root=before.root)
+        if self._keep:
+            prepare_steps(self._batches, resumed_step, "--save-path")
+        settings = self._learner.settings
+        begun = Start(
+            step=served.step,
+            model=settings.model,
+            run_uuid=run_uuid,
+            checkpoint=None if saved is None else str(saved.directory),
+            code=code_of(settings),
+            machine=machine_of(self._learner),
+            dtype=str(next(self._learner.policy.parameters()).dtype).removeprefix("torch."),
+            tensors=tuple(self._facts),
+            parts=self._learner.optimizer.parts,
+            config=config_yaml(settings),
+        )
+        write_whole(self._path, "".join(map(text_of, [*lines, begun])))
+        self._pending = _Pending(lambda digests, _: self._publication(served, digests), None)
+        self.finish()
+
+    def step_taken(
+        self,
+        step_input: StepInput,
+        taken: TakenBatch,
+        gradients: GradientStats,
+        published: Published,
+    ) -> None:
+        """Record a publication once its digests, which were begun, and its batch are known."""
+        batch = RecordedBatch(step_input, [usable.group for usable in taken.usable])
+        written = self._thread.submit(self._write_batch, batch) if self._keep else None
+
+        def line(digests: list[str], digest: str | None) -> Publication:
+            return self._publication(
+                published.version,
+                digests,
+                batch_id=taken.batch_id,
+                batch=digest,
+                loss=gradients.loss,
+                grad_norm=gradients.norm,
+                is_served=published.is_served,
+            )
+
+        self._pending = _Pending(line, written)
+
+    def finish(self) -> None:
+        """Write the newest publication, if it is not written yet. The weights may change
+        afterwards. Raises `CheckpointNotSaved`."""
+        digests = self._learner.digests.finish()
+        pending, self._pending = self._pending, None
+        if pending is None or digests is None:
+            return
+        line = pending.line(digests, None if pending.batch is None else pending.batch.result())
+        self._thread.submit(self._append, line).result()
+        self._parent = Parent(version=line.version, root=line.root)
+
+    def exported(self, directory: Path, step: int) -> None:
+        """Record an exported model, in the thread."""
+        self._thread.submit(self._record_export, directory, step)
+
+    def _publication(
+        self, version: PolicyVersion, digests: list[str], **fields: Any
+    ) -> Publication:
+        return Publication(
+            version=version,
+            root=root_of(self._facts, digests),
+            digests=tuple(digests),
+            parent=self._parent,
+            seed=self._seed,
+            **fields,
+        )
+
+    def _write_batch(self, batch: RecordedBatch) -> str | None:
+        try:
+            found = file_digest(write_batch(self._batches, batch, self._keep))
+            self._has_failed = False
+            return found
+        except OSError as error:
+            if not self._has_failed:
+                log.warning(
+                    "batch.not_recorded",
+                    step=batch.step.step,
+                    reason=str(error),
+                    hint="training continues, and the trainer tries again at each step; a step "
+                    f"without its batch cannot be replayed; check {self._batches}",
+                )
+            self._has_failed = True
+            return None
+
+    def _record_export(self, directory: Path, step: int) -> None:
+        with suppress(FileNotFoundError):  # removed meanwhile, as an old one
+            files = {
+                path.relative_to(directory).as_posix(): file_digest(path)
+                for path in sorted(directory.rglob("*"))
+                if path.is_file()
+            }
+            self._append(Export(step=step, directory=directory.name, files=files))
+
+    def _append(self, line: Line) -> None:
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(text_of(line))
+        except OSError as error:
+            raise CheckpointNotSaved(
+                f"{self._path} could not be written: {error}; free disk space, then start the "
+                "trainer again to resume from its newest checkpoint"
+            ) from error
+
+
+def weight_facts(learner: Learner) -> list[Facts]:
+    """Of the whole master weights."""
+    return facts_of(shapes_of(learner.policy), learner.optimizer.masters[0].dtype)
+
+
+def step_input(learner: Learner, objective: Objective, step: int, batch_id: int) -> StepInput:
+    """Call it right before the gradients of the step are computed. Args: step: steps taken"""
+    scale = learner.optimizer.loss_scale
+    draws = bool(adapter_dropouts(learner.policy))
+    return StepInput(
+        step=step + 1,
+        batch_id=batch_id,
+        kl_coef=objective.kl_coef,
+        maxent_tau=objective.maxent_tau,
+        loss_scale=None if scale is None else scale.record.model_dump(),
+        random=RngState.capture().model_dump(mode="json") if draws else None,
+    )
+
+
+def code_of(settings: TrainerSettings) -> Code:
+    objective = settings.resolved_objective
+    return Code(
+        version=VERSION,
+        trainer=source_digest("grpo_trainer"),
+        core=source_digest("grpo_core"),
+        own={str(path): file_digest(path) for path in sorted(set(_own_files(objective)))},
+    )
+
+
+def _own_files(objective: Objective) -> Iterator[Path]:
+    """Files of the user's loss and advantages."""
+    pairs: Sequence[tuple[str, Any]] = ((objective.loss, LOSSES), (objective.advantage, ADVANTAGES))
+    for chosen, table in pairs:
+        if chosen not in table:
+            yield Path(chosen.rpartition(":")[0])
+
+
+def machine_of(learner: Learner) -> Machine:
+    import transformers
+
+    device = device_of(learner.policy)
+    on_gpu = device.type == "cuda"
+    return Machine(
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        python=platform.python_version(),
+        cpu=torch.backends.cpu.get_cpu_capability(),
+        threads=torch.get_num_threads(),
+        device=torch.cuda.get_device_name(device) if on_gpu else device.type,
+        ranks=learner.ranks.count,
+        fsdp=learner.settings.fsdp,
+    )

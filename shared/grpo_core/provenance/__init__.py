@@ -1,0 +1,1 @@
+"""Where a run's weights come from: its records on disk, and what they prove."""

@@ -1,0 +1,139 @@
+"""From a completion back to the base model, as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from grpo_core.errors import BrokenProvenance
+from grpo_core.provenance.records import (
+    PROVENANCE,
+    Export,
+    Line,
+    Publication,
+    Start,
+    newest,
+    read_lines,
+)
+from grpo_core.rollouts.record import RolloutRecord
+from grpo_core.wire.policy_version import PolicyVersion
+
+SHOWN_DIGITS = 12
+_CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The records of a run, in the order in which they were written."""
+
+    save_path: Path
+    lines: Sequence[Line]
+
+    @classmethod
+    def of(cls, run: Path) -> Provenance:
+        """Args: run: directory of a run, or --save-path of a trainer.
+
+        Raises:
+            BrokenProvenance: there is no record, or it cannot be read.
+        """
+        places = (run, run / _CHECKPOINTS)
+        save_path = next((at for at in places if (at / PROVENANCE).is_file()), None)
+        if save_path is None:
+            raise BrokenProvenance(
+                f"{run} contains no {PROVENANCE}; name the directory of a run, or the --save-path "
+                "of a trainer"
+            )
+        return cls(save_path, read_lines(save_path / PROVENANCE))
+
+    @property
+    def publications(self) -> Iterator[Publication]:
+        return (line for line in self.lines if isinstance(line, Publication))
+
+    @property
+    def exports(self) -> Iterator[Export]:
+        return (line for line in self.lines if isinstance(line, Export))
+
+    @cached_property
+    def by_version(self) -> dict[PolicyVersion, Publication]:
+        return {line.version: line for line in self.publications}
+
+    def of_step(self, step: int) -> Publication | None:
+        """The newest publication of the weights after `step` steps; None if it is not recorded."""
+        return newest(self.lines, step)
+
+    def start_of(self, published: Publication) -> Start:
+        """The start of the trainer that published it.
+
+        Raises:
+            BrokenProvenance: there is none.
+        """
+        before = self.lines[: self.lines.index(published)]
+        found = next((line for line in reversed(before) if isinstance(line, Start)), None)
+        if found is None:
+            raise BrokenProvenance(f"{self.save_path / PROVENANCE} has no line of kind start")
+        return found
+
+    def ancestors(self, version: PolicyVersion) -> list[Publication]:
+        """The publications from a version back to the first one that is known; empty if the version
+        was not published by this run."""
+        found: list[Publication] = []
+        line = self.by_version.get(version)
+        while line is not None and line not in found:
+            found.append(line)
+            line = None if line.parent is None else self.by_version.get(line.parent.version)
+        return found
+
+
+def chain_of(provenance: Provenance, record: RolloutRecord) -> list[str]:
+    """Lines for people: which weights sampled the completion, and where they come from."""
+    found = [
+        f"completion {record.step}/{record.group}/{record.index}: trained on in step "
+        f"{record.step}, score {record.score:g}"
+    ]
+    if not record.versions:
+        return [*found, "its policy version is not known"]
+    first, last = (PolicyVersion(*version) for version in record.versions)
+    found.append(
+        f"all its tokens were sampled by version {first}"
+        if first == last
+        else f"its first token was sampled by version {first}, its last one by version {last}"
+    )
+    ancestors = provenance.ancestors(last)
+    if first not in [line.version for line in ancestors]:
+        found += _lineage(provenance, first, provenance.ancestors(first))
+    return found + (_lineage(provenance, last, ancestors) if ancestors or first != last else [])
+
+
+def _lineage(
+    provenance: Provenance, version: PolicyVersion, ancestors: Sequence[Publication]
+) -> list[str]:
+    if not ancestors:
+        return [f"version {version}: weights that the server had before this run published any"]
+    return [line for one in ancestors for line in _described(provenance, one)]
+
+
+def _described(provenance: Provenance, line: Publication) -> Iterator[str]:
+    lost = "; lost: a resumed run took this step again" if line.lost else ""
+    yield f"version {line.version}: weights {line.root[:SHOWN_DIGITS]}{lost}"
+    if line.batch_id is not None and line.parent is not None:
+        batch = "not recorded" if line.batch is None else line.batch[:SHOWN_DIGITS]
+        yield (
+            f"  step {line.version.step}: batch {line.batch_id} ({batch}) on version "
+            f"{line.parent.version}, seed {line.seed}"
+        )
+        return
+    start = provenance.start_of(line)
+    code, machine = start.code, start.machine
+    if line.parent is not None:
+        yield f"  resumed from {start.checkpoint}: the weights of version {line.parent.version}"
+    elif start.checkpoint is not None:
+        yield f"  resumed from {start.checkpoint}"
+    else:
+        yield f"  base model {start.model}, master weights in {start.tensors[0][1]}"
+    yield (
+        f"  code {code.version} (trainer {code.trainer[:SHOWN_DIGITS]}, core "
+        f"{code.core[:SHOWN_DIGITS]}), torch {machine.torch}, transformers {machine.transformers}, "
+        f"python {machine.python}, {machine.device} with {machine.cpu}, {machine.threads} threads"
+    )

@@ -1,0 +1,139 @@
+"""Compares what is on disk with the digests in `provenance.jsonl`. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grpo_core.provenance.batches import BATCHES
+from grpo_core.provenance.chain import Provenance
+from grpo_core.provenance.digest import file_digest, joined, root_of, tensor_digest
+from grpo_core.provenance.records import Publication
+from grpo_core.rollouts.files import file_of_step, steps_in
+
+STATES = "trainer_state"
+TENSORS, RECORD = "tensors.safetensors", "trainer_state.json"
+_MASTER = "master/"
+_STATE = re.compile(r"\d{6,}_step_(\d+)")
+
+
+@dataclass
+class Findings:
+    """What was compared, and what does not match."""
+
+    publications: int = 0
+    checkpoints: int = 0
+    models: int = 0
+    batches: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def verify(provenance: Provenance) -> Findings:
+    """Compare the lines with each other, then checkpoints, exported models and batches with them.
+    Files that are no longer there are not missed."""
+    found = Findings()
+    _verify_lines(provenance, found)
+    _verify_checkpoints(provenance, found)
+    _verify_models(provenance, found)
+    _verify_batches(provenance, found)
+    return found
+
+
+def _verify_lines(provenance: Provenance, found: Findings) -> None:
+    for line in provenance.publications:
+        found.publications += 1
+        tensors = provenance.start_of(line).tensors
+        if len(tensors) != len(line.digests) or root_of(tensors, line.digests) != line.root:
+            found.problems.append(f"version {line.version}: its root does not fit its digests")
+        if line.parent is None:
+            continue
+        before = provenance.by_version.get(line.parent.version)
+        if before is not None and before.root != line.parent.root:
+            found.problems.append(
+                f"version {line.version}: its parent {before.version} is recorded with other "
+                "weights"
+            )
+        if line.batch_id is None and line.parent.root != line.root:
+            found.problems.append(
+                f"version {line.version}: no step leads from version {line.parent.version} to it, "
+                "but its weights differ"
+            )
+
+
+def _verify_checkpoints(provenance: Provenance, found: Findings) -> None:
+    for directory in sorted((provenance.save_path / STATES).glob("*_step_*")):
+        if not (match := _STATE.fullmatch(directory.name)):
+            continue
+        found.checkpoints += 1
+        step = int(match[1])
+        line = provenance.of_step(step)
+        if line is None:
+            found.problems.append(f"{directory}: no publication of step {step} is recorded")
+            continue
+        try:
+            found.problems += _problems_of_state(provenance, directory, line)
+        except (OSError, ValueError, KeyError, struct.error) as error:
+            found.problems.append(f"{directory}: cannot be read: {error}")
+
+
+def _problems_of_state(provenance: Provenance, directory: Path, line: Publication) -> Iterator[str]:
+    start = provenance.start_of(line)
+    path = directory / TENSORS
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        for (name, dtype, shape), digest in zip(start.tensors, line.digests, strict=True):
+            held = header[_MASTER + name]
+            begin, end = held["data_offsets"]
+            file.seek(8 + length + begin)
+            if (held["dtype"], tuple(held["shape"])) != (dtype, shape):
+                yield f"{path}: {name} has another type or shape"
+            elif _of_rows(file.read(end - begin), shape, start.parts) != digest:
+                yield f"{path}: {name} is not that of version {line.version}"
+    written = json.loads((directory / RECORD).read_text())["files"][TENSORS]
+    if _sha256(path) != written["sha256"]:
+        yield f"{path}: its content has changed since it was written"
+
+
+def _of_rows(data: bytes, shape: Sequence[int], parts: int) -> str:
+    """The digest of a tensor whose rows are divided among ranks, as torch.chunk divides them."""
+    row = len(data) // max(1, shape[0])
+    size = row * -(-shape[0] // parts)
+    pieces = (data[rank * size : (rank + 1) * size] for rank in range(parts))
+    return joined([tensor_digest([piece]) for piece in pieces])
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _verify_models(provenance: Provenance, found: Findings) -> None:
+    newest = {line.directory: line for line in provenance.exports}
+    for line in newest.values():
+        directory = provenance.save_path / line.directory
+        if not directory.is_dir():
+            continue
+        found.models += 1
+        for name, digest in line.files.items():
+            path = directory / name
+            if not path.is_file():
+                found.problems.append(f"{path}: missing")
+            elif file_digest(path) != digest:
+                found.problems.append(f"{path}: its content has changed since it was written")
+
+
+def _verify_batches(provenance: Provenance, found: Findings) -> None:
+    directory = provenance.save_path / BATCHES
+    for step in steps_in(directory) if directory.is_dir() else ():
+        line, path = provenance.of_step(step), file_of_step(directory, step)
+        if line is None or line.batch is None:
+            continue  # of the step that the trainer takes now
+        found.batches += 1
+        if file_digest(path) != line.batch:
+            found.problems.append(f"{path}: not the batch of version {line.version}")
