@@ -18,6 +18,8 @@ _MODULES = {
     "grpo-compare": "grpo_runs.settings",
     "grpo-demo": "grpo_runs.settings",
     "grpo-eval": "grpo_runs.settings",
+    "grpo-provenance": "grpo_trainer.replay.settings",
+    "grpo-replay": "grpo_trainer.replay.settings",
     "grpo-report": "grpo_runs.settings",
     "grpo-rollouts": "grpo_runs.settings",
     "grpo-run": "grpo_runs.settings",

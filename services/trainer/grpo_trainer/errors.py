@@ -70,6 +70,10 @@ class CheckpointNotSaved(GrpoError):
     """A model or a checkpoint could not be written. Earlier checkpoints are intact."""
 
 
+class NotReplayable(GrpoError):
+    """A step cannot be computed again: its batch, or a checkpoint before it, is missing."""
+
+
 class MetricsNotWritten(GrpoError):
     """`--metrics-file` could not be written."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 
 import structlog
@@ -171,6 +171,23 @@ class Learner:
                     raise
                 log.warning("step.retried", step=step, reason=str(error))
         raise AssertionError
+
+
+def with_objective(learner: Learner, settings: TrainerSettings) -> Learner:
+    """The same policy and optimizer with the objective of other settings. One rank alone.
+
+    Raises: those of `build_reference`
+    """
+    policy, optimizer = learner.policy, learner.optimizer
+    differentiates = settings.entropy_coef > 0
+    forward = replace(learner.forward, differentiates_entropy=differentiates)
+    return replace(
+        learner,
+        settings=settings,
+        forward=forward,
+        reference=build_reference(policy, forward, settings),
+        accumulate=partial(accumulate_gradients, policy, forward=forward, optimizer=optimizer),
+    )
 
 
 def build_learner(policy: CausalLM, settings: TrainerSettings, ranks: Ranks) -> Learner:

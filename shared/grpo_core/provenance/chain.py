@@ -63,16 +63,36 @@ class Provenance:
         """The newest publication of the weights after `step` steps; None if it is not recorded."""
         return newest(self.lines, step)
 
+    def taken_step(self, step: int) -> Publication | None:
+        """The publication that training step `step`, counted from 1, led to; None if it is not
+        recorded."""
+        found = (
+            line
+            for line in self.publications
+            if line.version.step == step and line.batch_id is not None and not line.lost
+        )
+        return next(found, None)
+
     def start_of(self, published: Publication) -> Start:
         """The start of the trainer that published it.
 
         Raises:
             BrokenProvenance: there is none.
         """
-        before = self.lines[: self.lines.index(published)]
-        found = next((line for line in reversed(before) if isinstance(line, Start)), None)
+        found = self._starts.get(id(published))
         if found is None:
             raise BrokenProvenance(f"{self.save_path / PROVENANCE} has no line of kind start")
+        return found
+
+    @cached_property
+    def _starts(self) -> dict[int, Start]:
+        """The start before each line, by the line's identity."""
+        found: dict[int, Start] = {}
+        newest_start = None
+        for line in self.lines:
+            newest_start = line if isinstance(line, Start) else newest_start
+            if newest_start is not None:
+                found[id(line)] = newest_start
         return found
 
     def ancestors(self, version: PolicyVersion) -> list[Publication]:

@@ -131,7 +131,7 @@ def _verify_models(provenance: Provenance, found: Findings) -> None:
 def _verify_batches(provenance: Provenance, found: Findings) -> None:
     directory = provenance.save_path / BATCHES
     for step in steps_in(directory) if directory.is_dir() else ():
-        line, path = provenance.of_step(step), file_of_step(directory, step)
+        line, path = provenance.taken_step(step), file_of_step(directory, step)
         if line is None or line.batch is None:
             continue  # of the step that the trainer takes now
         found.batches += 1

@@ -281,6 +281,10 @@ class StateStore:
         numbered = self._numbered()
         return read_state(numbered[max(numbered)]) if numbered else None
 
+    def all(self) -> list[SavedState]:
+        """All checkpoints, the oldest first. Raises as `newest`."""
+        return [read_state(path) for _, path in sorted(self._numbered().items())]
+
     def _numbered(self) -> dict[int, Path]:
         if not self.directory.is_dir():
             return {}

@@ -10,7 +10,6 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +53,8 @@ from grpo_trainer.weight_sync.base import Published
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A publication without the digests of its weights. `batch`: that of the batch's file"""
-
-    line: Callable[[list[str], str | None], Publication]
-    batch: Future[str | None] | None
+Build = Callable[[list[str], str | None], Publication]
+"""Args: the digests of the weights, and that of the batch's file"""
 
 
 class ProvenanceLog:
@@ -71,7 +66,9 @@ class ProvenanceLog:
         self._keep, self._seed = settings.keep_rollouts, settings.seed
         self._facts = weight_facts(learner)
         self._parent: Parent | None = None
-        self._pending: _Pending | None = None
+        self._later: Build | None = None
+        self._batch: Future[str | None] | None = None
+        self._written: Future[None] | None = None
         self._has_failed = False
         self._thread = ThreadPoolExecutor(1, "provenance")
 
@@ -115,7 +112,7 @@ class ProvenanceLog:
             config=config_yaml(settings),
         )
         write_whole(self._path, "".join(map(text_of, [*lines, begun])))
-        self._pending = _Pending(lambda digests, _: self._publication(served, digests), None)
+        self._begin(lambda digests, _: self._publication(served, digests))
         self.finish()
 
     def step_taken(
@@ -127,10 +124,9 @@ class ProvenanceLog:
     ) -> None:
         """Record a publication once its digests, which were begun, and its batch are known."""
         batch = RecordedBatch(step_input, [usable.group for usable in taken.usable])
-        written = self._thread.submit(self._write_batch, batch) if self._keep else None
-
-        def line(digests: list[str], digest: str | None) -> Publication:
-            return self._publication(
+        self._batch = self._thread.submit(self._write_batch, batch) if self._keep else None
+        self._begin(
+            lambda digests, digest: self._publication(
                 published.version,
                 digests,
                 batch_id=taken.batch_id,
@@ -139,18 +135,36 @@ class ProvenanceLog:
                 grad_norm=gradients.norm,
                 is_served=published.is_served,
             )
-
-        self._pending = _Pending(line, written)
+        )
 
     def finish(self) -> None:
-        """Write the newest publication, if it is not written yet. The weights may change
-        afterwards. Raises `CheckpointNotSaved`."""
-        digests = self._learner.digests.finish()
-        pending, self._pending = self._pending, None
-        if pending is None or digests is None:
-            return
-        line = pending.line(digests, None if pending.batch is None else pending.batch.result())
-        self._thread.submit(self._append, line).result()
+        """Wait until the newest publication is written. The weights may change afterwards.
+
+        Raises:
+            CheckpointNotSaved: it could not be written.
+        """
+        if (build := self._later) is not None:
+            digests, self._later = self._learner.digests.finish(), None
+            self._written = self._thread.submit(self._write, build, lambda: digests)
+        if (written := self._written) is not None:
+            self._written = None
+            written.result()
+
+    def _begin(self, build: Build) -> None:
+        """Write a publication as soon as its digests are known: a killed trainer should leave
+        it."""
+        digests = self._learner.digests
+        if self._learner.optimizer.parts == 1:
+            self._written = self._thread.submit(self._write, build, digests.finish)
+        else:  # the ranks exchange theirs in the main thread
+            self._later = build
+
+    def _write(self, build: Build, digests: Callable[[], list[str] | None]) -> None:
+        """In the thread, behind the batch."""
+        found, batch = digests(), None if self._batch is None else self._batch.result()
+        assert found is not None, "the digests were begun"
+        line = build(found, batch)
+        self._append(line)
         self._parent = Parent(version=line.version, root=line.root)
 
     def exported(self, directory: Path, step: int) -> None:

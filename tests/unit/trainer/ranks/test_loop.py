@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 
 from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.errors import LeasesFull
+from grpo_core.provenance.chain import Provenance
+from grpo_core.provenance.verify import verify
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.run_api import RunStatus
@@ -126,3 +128,5 @@ def test_two_ranks_train_the_model_of_one(name: str, tmp_path: Path) -> None:
         for place in ("alone", "together")
     )
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    found = verify(Provenance.of(tmp_path / "together"))
+    assert (found.problems, found.checkpoints) == ([], 2)

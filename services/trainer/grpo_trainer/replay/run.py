@@ -1,0 +1,144 @@
+"""The parts of a recorded run: its options, its checkpoints, and a learner with its weights."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_core.provenance.batches import BATCHES, RecordedBatch, read_batch
+from grpo_core.provenance.chain import Provenance
+from grpo_core.provenance.records import Publication, Start
+from grpo_core.rollouts.files import file_of_step, steps_in
+from grpo_core.settings import OptionsInvalid, parsed
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer_command import CommandLine
+from grpo_trainer.checkpoint import resume
+from grpo_trainer.checkpoint.store import SavedState, StateStore
+from grpo_trainer.errors import NotReplayable
+from grpo_trainer.learner import Learner, build_learner
+from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
+from grpo_trainer.ranks.group import ALONE
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """Steps are counted from 1."""
+
+    provenance: Provenance
+
+    @property
+    def batches(self) -> Path:
+        return self.provenance.save_path / BATCHES
+
+    def published(self, step: int) -> Publication:
+        """Raises `NotReplayable`: it is not recorded."""
+        found = self.provenance.taken_step(step)
+        if found is None:
+            raise NotReplayable(
+                f"{self.provenance.save_path} records no step {step}; {_known(self.provenance)}"
+            )
+        return found
+
+    def start_of(self, step: int) -> Start:
+        """The start of the trainer that took the step. Raises as `published`."""
+        return self.provenance.start_of(self.published(step))
+
+    def batch(self, step: int) -> RecordedBatch:
+        """Raises `NotReplayable`: it is not there."""
+        if file_of_step(self.batches, step).is_file():
+            return read_batch(self.batches, step)
+        have = steps_in(self.batches) if self.batches.is_dir() else []
+        if not have:
+            raise NotReplayable(
+                f"{self.batches} has no batch, so nothing can be replayed; the trainer writes them "
+                "with --keep-rollouts above 0"
+            )
+        raise NotReplayable(
+            f"{self.batches} has no batch of step {step}, only of steps {have[0]} to {have[-1]}; "
+            "choose a later step, or raise --keep-rollouts in the next run"
+        )
+
+    def checkpoint_before(self, step: int) -> SavedState | None:
+        """The newest checkpoint that lacks the step; None if there is none."""
+        states = StateStore(self.provenance.save_path).all()
+        found = [saved for saved in states if saved.record.step < step]
+        return found[-1] if found else None
+
+    def learner_before(self, step: int) -> tuple[Learner, int]:
+        """A learner with the weights of a checkpoint, or those of the model's files; and the number
+        of steps that these include.
+
+        Raises:
+            NotReplayable: no checkpoint is old enough, and the run did not begin with the model.
+            DamagedState, StateMismatch: the checkpoint cannot be loaded.
+        """
+        saved = self.checkpoint_before(step)
+        at = 0 if saved is None else saved.record.step
+        first = next(iter(self.provenance.publications))
+        if saved is None and first.version.step:
+            raise NotReplayable(
+                f"{self.provenance.save_path} has no checkpoint before step {step}, and the run "
+                f"began at step {first.version.step} with a checkpoint of another directory; "
+                "choose a later step"
+            )
+        learner = self.learner_of(at + 1)
+        if saved is not None:
+            resume.require_fit(saved.record, learner.policy, learner.settings, str(saved.directory))
+            saved.load(learner.policy, learner.optimizer)
+            learner.optimizer.write_into_parameters()
+        return learner, at
+
+    def learner_of(self, step: int) -> Learner:
+        """A learner with the options of a step, and the weights of the model's files."""
+        start = self.start_of(step)
+        settings = settings_of(start, self.provenance.save_path)
+        torch.manual_seed(settings.seed)
+        weights = TrainedWeights(settings.model, settings.lora)
+        device = device_to_load_on(settings.device)
+        policy = weights.load(getattr(torch, start.dtype), device).eval()
+        return build_learner(policy, settings, ALONE)
+
+    def continued(self, learner: Learner, step: int) -> Learner:
+        """The learner for a step. Another one, with the same weights, if the run was resumed with
+        other options before this step."""
+        if settings_of(self.start_of(step), self.provenance.save_path) == learner.settings:
+            return learner
+        other = self.learner_of(step)
+        other.optimizer.load_tensors(other.names, learner.optimizer.tensors(learner.names))
+        other.optimizer.write_into_parameters()
+        return other
+
+
+def changed_settings(settings: TrainerSettings, options: Mapping[str, Any]) -> TrainerSettings:
+    """Raises `OptionsInvalid`: the options exclude each other, or those of the run."""
+    changed = settings.model_copy(update=options)
+    problems = [
+        f"--{(mistake.field or '').replace('_', '-')}: {mistake.message}"
+        for mistake in changed.objective_conflicts()
+    ]
+    if problems:
+        raise OptionsInvalid(problems)
+    return changed
+
+
+def settings_of(start: Start, save_path: Path) -> TrainerSettings:
+    """Those that the trainer had."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(start.config)
+        file.flush()
+        line = parsed(CommandLine, ["--config", file.name], {})
+    return line.settings().model_copy(update={"save_path": save_path})
+
+
+def _known(provenance: Provenance) -> str:
+    steps = [
+        line.version.step
+        for line in provenance.publications
+        if line.batch_id is not None and not line.lost
+    ]
+    return f"it has steps {min(steps)} to {max(steps)}" if steps else "it has no step at all"

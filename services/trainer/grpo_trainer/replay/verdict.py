@@ -1,0 +1,157 @@
+"""Whether a replay gave the recorded numbers, and the likely cause if not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from grpo_core.provenance.records import Code, Machine, Publication, Start
+from grpo_trainer.replay.steps import ReplayedStep
+
+CPU = "cpu"
+SHORT = 12
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Largest difference on another machine: of the loss, and of the gradient norm relative to
+    it."""
+
+    loss: float
+    norm: float
+
+
+BOUNDS = {"float32": Bound(1e-3, 1e-2)}
+ROUNDED = Bound(2e-2, 0.1)
+"""For weights in 16 bits."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`passes`: equal bit by bit, or within the bound where no more can be expected."""
+
+    passes: bool
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What is not as in the run, such as `threads: 2 in the run, 1 here`. `machine`: what may
+    change the last bits of the same code."""
+
+    machine: Sequence[str]
+    code: Sequence[str]
+
+    @property
+    def all(self) -> list[str]:
+        return [*self.machine, *self.code]
+
+
+def environment_differences(start: Start, code: Code, machine: Machine) -> Differences:
+    then, own = start.machine, start.code.own
+    of_machine = [
+        ("threads", then.threads, machine.threads),
+        ("torch", then.torch, machine.torch),
+        ("transformers", then.transformers, machine.transformers),
+        ("python", then.python, machine.python),
+        ("instructions of the CPU", then.cpu, machine.cpu),
+        ("device", then.device, machine.device),
+        ("trainer processes", then.ranks, machine.ranks),
+    ]
+    of_code = [
+        ("code of grpo_trainer", start.code.trainer, code.trainer),
+        ("code of grpo_core", start.code.core, code.core),
+        *((path, digest, code.own.get(path, "missing")) for path, digest in own.items()),
+    ]
+    return Differences(
+        [f"{what}: {was} in the run, {now} here" for what, was, now in of_machine if was != now],
+        [
+            f"{what}: {was[:SHORT]} in the run, {now[:SHORT]} here"
+            for what, was, now in of_code
+            if was != now
+        ],
+    )
+
+
+def begin_problem(
+    start: Start, recorded: Publication, digests: Sequence[str], where: str
+) -> str | None:
+    """The problem of the weights from which the replay begins; None if they are the recorded ones.
+
+    Args: where: they were loaded from
+    """
+    name = first_difference(start, recorded, digests)
+    if name is None:
+        return None
+    return (
+        f"{where} does not hold the weights of version {recorded.version}; the first tensor that "
+        f"differs is {name}"
+    )
+
+
+def first_difference(start: Start, recorded: Publication, digests: Sequence[str]) -> str | None:
+    """The name of the first tensor whose digest differs."""
+    rows = zip(start.tensors, recorded.digests, digests, strict=True)
+    return next((facts[0] for facts, then, now in rows if then != now), None)
+
+
+def verdict_of(step: ReplayedStep, start: Start, differences: Differences) -> Verdict:
+    """Args: differences: of the environment"""
+    if step.is_equal and not step.batch_differs:
+        return Verdict(
+            True,
+            [
+                f"step {step.step}: loss, gradient norm and weights are equal bit by "
+                f"bit (weights {step.recorded.root[:SHORT]})"
+            ],
+        )
+    lines = list(_described(step, start))
+    if step.batch_differs:
+        return Verdict(
+            False, [*lines, "likely cause: data. The file of the batch has changed since the step"]
+        )
+    expects_equal = start.machine.device == CPU and not differences.machine
+    bound = BOUNDS.get(start.dtype, ROUNDED)
+    if not expects_equal and _is_within(step, bound):
+        return Verdict(
+            True,
+            [
+                *lines,
+                f"within the bound for another machine: {bound.loss:g} of "
+                f"the loss, {bound.norm:.0%} of the gradient norm",
+            ],
+        )
+    return Verdict(False, [*lines, f"likely cause: {_cause(differences)}"])
+
+
+def _described(step: ReplayedStep, start: Start) -> Iterator[str]:
+    then = step.recorded
+    name = first_difference(start, then, step.digests)
+    yield f"step {step.step}: differs from the run"
+    yield f"  loss           {_pair(then.loss, step.loss)}"
+    yield f"  gradient norm  {_pair(then.grad_norm, step.norm)}"
+    yield "  weights        " + (
+        "equal" if name is None else f"differ; the first tensor that differs is {name}"
+    )
+
+
+def _pair(then: float | None, now: float) -> str:
+    if then == now:
+        return f"{now!r}, equal"
+    return f"{then!r} in the run, {now!r} here"
+
+
+def _is_within(step: ReplayedStep, bound: Bound) -> bool:
+    loss, norm = step.recorded.loss, step.recorded.grad_norm
+    assert loss is not None
+    assert norm is not None
+    return abs(step.loss - loss) <= bound.loss and abs(step.norm - norm) <= bound.norm * norm
+
+
+def _cause(differences: Differences) -> str:
+    if differences.all:
+        return "; ".join(differences.all)
+    return (
+        "none is known: code, libraries, threads, batch and first weights are those of the run. An "
+        "operation may be random, for example in your own loss"
+    )

@@ -1,0 +1,59 @@
+"""A run records where each version of its weights comes from, across a kill and a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_core.errors import BrokenProvenance
+from grpo_core.provenance.chain import Provenance
+from grpo_core.provenance.verify import verify
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.replay.__main__ import provenance as command
+from tests.unit.trainer.replay.recorded import KILLED_AFTER, STEPS, train
+
+
+@pytest.fixture(scope="module")
+def run(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(model, tmp_path_factory.mktemp("run") / "saved")
+
+
+def test_each_publication_names_its_weights_its_batch_and_its_parent(run: Path) -> None:
+    known = Provenance.of(run)
+    kept = [(line.version, line.batch_id) for line in known.publications if not line.lost]
+    lost = [(line.version, line.batch_id) for line in known.publications if line.lost]
+    # Batch 2 was skipped, and batch 5 was taken again.
+    first = [((1, 0), None), ((1, 1), 1), ((1, 2), 3), ((1, 3), 4)]
+    assert kept == [*first, ((2, 3), None), ((2, 4), 5), ((2, 5), 6), ((2, 6), 7)]
+    assert lost == [((1, KILLED_AFTER), 5)]
+    back = [line.version for line in known.ancestors(PolicyVersion(2, STEPS))]
+    assert back == [version for version, _ in reversed(kept)]
+    assert len({line.root for line in known.publications}) == len(kept) + len(lost) - 1
+    found = verify(known)
+    assert found.problems == []
+    assert (found.checkpoints, found.models, found.batches) == (2, 1, STEPS)
+
+
+def test_the_chain_of_a_completion_ends_at_the_base_model(
+    run: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command([str(run)])
+    assert "match their digests" in capsys.readouterr().out
+    command([str(run), "--completion", "1/0/1"])
+    assert "policy version is not known" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="1"):
+        command([str(run), "--completion", "1/0/7"])
+    assert "its groups are 0 to 3, their completions 0 to 1" in capsys.readouterr().err
+
+
+def test_a_line_that_was_cut_off_is_left_out_and_a_broken_one_is_named(
+    run: Path, tmp_path: Path
+) -> None:
+    text = (run / "provenance.jsonl").read_text()
+    copy = tmp_path / "provenance.jsonl"
+    copy.write_text(text[:-10])
+    assert len(Provenance.of(tmp_path).lines) == len(Provenance.of(run).lines) - 1
+    copy.write_text(text.replace('"root"', '"stem"', 1))
+    with pytest.raises(BrokenProvenance, match=r"provenance\.jsonl, line 2: "):
+        Provenance.of(tmp_path)
