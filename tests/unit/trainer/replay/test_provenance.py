@@ -36,7 +36,7 @@ def test_each_publication_names_its_weights_its_batch_and_its_parent(run: Path) 
 
 
 def test_the_chain_of_a_completion_ends_at_the_base_model(
-    run: Path, model: str, capsys: pytest.CaptureFixture[str]
+    run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command([str(run)])
     assert "match their digests" in capsys.readouterr().out
