@@ -108,9 +108,9 @@ def measure(run: Path, steps: int, repeats: int) -> None:
         page.in_a_thread(),
         httpx.Client(base_url=page.url, trust_env=False, timeout=120) as client,
     ):
-        id = client_time(client, "api/runs", "first look at the run, all records read", 1)[0]["id"]
+        id = client_time(client, "api/runs", "the runs, before one is looked at", repeats)[0]["id"]
         at = f"api/runs/{id}"
-        client_time(client, "api/runs", "the runs", repeats)
+        client_time(client, f"{at}/curves?x=step&points=1000", "first curves, all steps read", 1)
         for axis in ("step", "time"):
             client_time(client, f"{at}/curves?x={axis}&points=1000", f"curves by {axis}", repeats)
         client_time(client, f"{at}/steps", "the steps that have rollouts", repeats)

@@ -157,6 +157,7 @@ class LiveRun:
         facts = ServiceFacts(
             pids={} if runner is None else runner.services,
             is_running=runner is not None and runner.is_alive,
+            left_over=frozenset() if runner is None else runner.left_over,
             memory=self._newest_memory(),
             trainer=self._trainer_stage(),
             environments=self._logs.groups_in_progress,

@@ -31,6 +31,7 @@ class Runner:
         end: how the run ended: completed, failed or stopped; "" before
         error: name and text of the error that ended it; "" for none
         ended_at: Unix time in seconds; 0 before
+        left_over: names of services that run although the command was killed
         services: process ids by name
     """
 
@@ -40,6 +41,7 @@ class Runner:
     end: str
     error: str = ""
     ended_at: float = 0.0
+    left_over: frozenset[str] = frozenset()
 
     @classmethod
     def read(cls, path: Path) -> Runner | None:
@@ -48,8 +50,15 @@ class Runner:
         if content is None:
             return None
         runner, end = content["runner"], content["end"] or {}
+        is_alive = not end and is_same_process(runner["pid"], runner["created"])
+        left = frozenset[str]()
+        if not (is_alive or end):
+            noted_at, created = path.stat().st_mtime, runner["created"]
+            services = content["services"].items()
+            left = frozenset(name for name, pid in services if is_left_over(pid, created, noted_at))
         return cls(
-            is_alive=not end and is_same_process(runner["pid"], runner["created"]),
+            is_alive=is_alive,
+            left_over=left,
             run_api_url=content["run_api_url"],
             services=content["services"],
             end=end.get("state", ""),
@@ -71,6 +80,19 @@ def is_same_process(pid: int, created: float) -> bool:
     """Whether the process still runs. Args: created: Unix time in seconds"""
     try:
         return psutil.Process(pid).create_time() == created
+    except psutil.NoSuchProcess:
+        return False
+
+
+def is_left_over(pid: int, runner_created: float, noted_at: float) -> bool:
+    """Whether a service runs although the command that started it was killed.
+
+    Args:
+        runner_created: Unix time in seconds at which the command began
+        noted_at: when it wrote the process id; a later process with this id is another one
+    """
+    try:
+        return runs(pid) and runner_created <= psutil.Process(pid).create_time() <= noted_at
     except psutil.NoSuchProcess:
         return False
 
@@ -99,6 +121,7 @@ class ServiceFacts:
 
     Args:
         pids: process ids by name
+        left_over: see `Runner`
         memory: bytes by name
         trainer: content of `stage.json`
         environments: time of the newest report and number of groups in progress, by name
@@ -108,6 +131,7 @@ class ServiceFacts:
 
     pids: Mapping[str, int]
     is_running: bool
+    left_over: frozenset[str] = frozenset()
     memory: Mapping[str, int] = field(default_factory=dict)
     trainer: Mapping[str, Any] | None = None
     environments: Mapping[str, tuple[float, int]] = field(default_factory=dict)
@@ -133,6 +157,8 @@ class ServiceFacts:
         return ["trainer"]  # of a --save-path, whose other services are elsewhere
 
     def _service(self, name: str) -> Service:
+        if name in self.left_over:
+            return Service(name, "still running", detail=f"process {self.pids[name]}")
         if self.pids and not (self.is_running and runs(self.pids[name])):
             return Service(name, "ended")
         if name == "trainer":

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from grpo_core.alerts import ALERTS
@@ -103,6 +107,19 @@ def test_a_run_whose_command_was_killed(run: RunDirectory, live: LiveRun) -> Non
     content = {"runner": {"pid": 1, "created": 0.0}, "run_api_url": None, "services": {}}
     run.services.write_text(json.dumps(content | {"end": None}))
     assert live.state()["state"] == "killed"
+
+
+def test_services_that_outlive_a_killed_command(run: RunDirectory, live: LiveRun) -> None:
+    """Not every service has ended, so the run cannot be resumed yet."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as trainer:
+        runner = {"pid": 1, "created": psutil.Process(trainer.pid).create_time() - 1}
+        services = {"trainer": trainer.pid, "redis": os.getpid()}  # an id that was given again
+        content = {"runner": runner, "run_api_url": None, "services": services, "end": None}
+        run.services.write_text(json.dumps(content))
+        assert stages(live) == {"trainer": "still running", "redis": "ended"}
+        trainer.kill()
+        trainer.wait()
+        assert stages(live) == {"trainer": "ended", "redis": "ended"}
 
 
 def test_a_run_that_nobody_looks_at_is_not_read(run: RunDirectory, live: LiveRun) -> None:
