@@ -12,6 +12,7 @@ from grpo_core.rollouts.page.encode import PART, TITLES
 from grpo_runs.watch.followed_file import FollowedFile
 
 Axis = Literal["step", "time", "tokens"]
+LOSS = "train/loss"
 AXES: Sequence[str] = get_args(Axis)
 PARTS = {
     "wait": "train/data_fetch_time",
@@ -127,7 +128,8 @@ class MetricsLog:
 
 def _shown(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in record.items():
-        if (name in TITLES or name.startswith(PART)) and isinstance(value, int | float):
+        is_shown = name in TITLES or name == LOSS or name.startswith(PART)
+        if is_shown and isinstance(value, int | float):
             yield name, float(value)
 
 

@@ -13,27 +13,32 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.layout import Layout
 from rich.live import Live
-from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from grpo_core.rollouts.page.encode import EVALUATION, REWARD, STALENESS
 from grpo_core.rollouts.record import printable
 from grpo_runs.process.stack import MIB
+from grpo_runs.report.evaluations import SHOWN as OF_EVALUATION
 from grpo_runs.report.steps import seconds
 from grpo_runs.watch.api import curves_of
 from grpo_runs.watch.live_run import LiveRun, duration
+from grpo_runs.watch.metrics_log import LOSS
 
+HEADINGS = 8  # lines: those of the run, of the numbers, curves and warnings, and a spare one
 EVERY_S = 1.0
 POLL_S = 0.1
 BARS = "▁▂▃▄▅▆▇█"
 PARTS = {"wait": "wait for data", "train": "train", "publish": "publish", "save": "save"}
 COLOURS = {"wait": "yellow", "train": "blue", "publish": "magenta", "save": "green"}
 LEVELS = {"error": "bold red", "warning": "yellow"}
-NARROW = 100  # columns
+SIDE_BY_SIDE, WIDE = 76, 100
+"""Columns from which services and times are side by side, and from which details are shown."""
+FEWEST_WARNINGS = 3  # lines for them, if there are some
 
 
 def watch_in_terminal(live: LiveRun, console: Console | None = None) -> None:
@@ -84,22 +89,38 @@ def screen_of(live: LiveRun, size: tuple[int, int], now: float) -> RenderableTyp
     """
     state = live.state()
     width, height = size
-    curves = curves_of(live, "step", 1000)
-    services, times = _services(state["services"], now), _times(state)
+    curves = [one for one in curves_of(live, "step", 1000) if _is_shown(one["name"])]
+    services = _services(state["services"], now, has_details=width >= WIDE)
+    times = _times(state, longest_bar=16 if width >= WIDE else 6)
     upper: RenderableType
-    if width < NARROW:
-        upper = Group(services, times)
+    rows = len(state["services"]) + 2, len(state["times"]) + 2
+    if width < SIDE_BY_SIDE:
+        upper, used = Group(services, times), sum(rows)
     else:
-        upper = Table.grid(expand=True)
-        upper.add_column(ratio=1)
-        upper.add_column(ratio=1)
-        upper.add_row(services, times)
-    parts = [_head(live, state, width), upper, _curves(curves, width - 4)]
+        upper, used = _beside(services, times), max(rows)
+    alerts = [_alert(one) for one in state["alerts"]]
+    left = height - used - len(alerts) - HEADINGS
+    some = min(FEWEST_WARNINGS, max(1, len(state["warnings"])))
+    curves = curves[: max(1, left - some)]
+    warnings = _warnings(state["warnings"], max(1, left - len(curves)))
     layout = Layout()
-    alerts = [*_alerts(state["alerts"])]
-    warnings = _warnings(state["warnings"], height)
-    layout.update(Group(*parts, *alerts, warnings))
+    head = _head(live, state, width)
+    numbers = Text(_numbers(state), no_wrap=True, overflow="ellipsis")
+    layout.update(Group(head, *alerts, upper, numbers, _curves(curves, width - 4), warnings))
     return layout
+
+
+def _is_shown(name: str) -> bool:
+    is_evaluation = name.startswith(EVALUATION) and name.endswith(f"/{OF_EVALUATION}")
+    return name in (REWARD, LOSS, STALENESS) or is_evaluation
+
+
+def _beside(left: RenderableType, right: RenderableType) -> RenderableType:
+    table = Table.grid(expand=True)
+    table.add_column(ratio=1)
+    table.add_column()
+    table.add_row(left, right)
+    return table
 
 
 def _head(live: LiveRun, state: Mapping[str, Any], width: int) -> RenderableType:
@@ -112,13 +133,16 @@ def _head(live: LiveRun, state: Mapping[str, Any], width: int) -> RenderableType
     return Group(text, bar, "")
 
 
-def _services(services: Sequence[Mapping[str, Any]], now: float) -> RenderableType:
+def _services(
+    services: Sequence[Mapping[str, Any]], now: float, has_details: bool
+) -> RenderableType:
     table = Table(box=None, padding=(0, 1), title="Services", title_justify="left")
     for name in ("service", "stage", "for", "memory"):
-        table.add_column(name, justify="right" if name in ("for", "memory") else "left")
+        side: JustifyMethod = "right" if name in ("for", "memory") else "left"
+        table.add_column(name, justify=side, no_wrap=True)
     for one in services:
         since, memory = one["since"], one["memory_bytes"]
-        detail = f" ({one['detail']})" if one["detail"] else ""
+        detail = f" ({one['detail']})" if one["detail"] and has_details else ""
         table.add_row(
             one["name"],
             f"{one['stage']}{detail}",
@@ -128,36 +152,34 @@ def _services(services: Sequence[Mapping[str, Any]], now: float) -> RenderableTy
     return table
 
 
-def _times(state: Mapping[str, Any]) -> RenderableType:
+def _times(state: Mapping[str, Any], longest_bar: int) -> RenderableType:
     table = Table(box=None, padding=(0, 1), title="Time of a step (s)", title_justify="left")
     for name in ("part", "newest", "median", ""):
         table.add_column(name, justify="right" if name in ("newest", "median") else "left")
     times = state["times"]
     longest = max((part["median"] for part in times.values()), default=0.0)
     for name, part in times.items():
-        bar = "█" * round(16 * part["median"] / longest) if longest else ""
+        bar = "█" * round(longest_bar * part["median"] / longest) if longest else ""
         table.add_row(
             PARTS[name], seconds(part["newest"]), seconds(part["median"]), Text(bar, COLOURS[name])
         )
-    for name, value in _numbers(state).items():
-        table.add_row(name, value)
     return table
 
 
-def _numbers(state: Mapping[str, Any]) -> dict[str, str]:
+def _numbers(state: Mapping[str, Any]) -> str:
     found = {"tokens per second": state["tokens_per_s"], "staleness": state["staleness"]}
     found |= {name.replace("_", " "): value for name, value in (state["queue"] or {}).items()}
-    return {name: f"{value:.4g}" for name, value in found.items() if value is not None}
+    return ", ".join(f"{name} {value:.4g}" for name, value in found.items() if value is not None)
 
 
 def _curves(curves: Sequence[Mapping[str, Any]], width: int) -> RenderableType:
     table = Table(box=None, padding=(0, 1), title="Curves", title_justify="left")
     for name in ("", "first", "newest", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for curve in curves[:6]:
+    for curve in curves:
         values = [point[1] for point in curve["points"]]
         if values:
-            line = sparkline(values, max(10, width - 50))
+            line = sparkline(values, max(10, width - 58))
             table.add_row(curve["title"], f"{values[0]:.3g}", f"{values[-1]:.3g}", line)
     return table
 
@@ -172,18 +194,16 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def _alerts(alerts: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
-    return [
-        Panel(Text(f"{one['text']} {one['advice']}"), title="alert", border_style="red")
-        for one in alerts
-    ]
+def _alert(alert: Mapping[str, Any]) -> Text:
+    text = f"Alert: {alert['text']} {alert['advice']}"
+    return Text(text, "bold red", no_wrap=True, overflow="ellipsis")
 
 
-def _warnings(warnings: Sequence[Mapping[str, Any]], height: int) -> RenderableType:
-    text = Text("Warnings and errors\n", "italic")
+def _warnings(warnings: Sequence[Mapping[str, Any]], lines: int) -> RenderableType:
+    text = Text("Warnings and errors\n", "italic", no_wrap=True, overflow="ellipsis")
     if not warnings:
         text.append("none", "not italic")
-    for one in sorted(warnings, key=lambda found: -float(found["time"]))[: max(3, height // 4)]:
+    for one in sorted(warnings, key=lambda found: -float(found["time"]))[:lines]:
         at = time.strftime("%H:%M:%S", time.localtime(one["time"]))
         line = f"{at} {one['level']} {one['service']} {one['event']} {one['text']}\n"
         text.append(printable(line.rstrip()) + "\n", LEVELS.get(one["level"], ""))

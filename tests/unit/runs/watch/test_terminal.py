@@ -22,8 +22,8 @@ from grpo_runs.watch.terminal import screen_of, sparkline
 from tests.unit.runs.records import metrics_object
 
 
-@pytest.mark.parametrize("width", [60, 120])
-def test_one_screen(tmp_path: Path, width: int) -> None:
+@pytest.mark.parametrize(("width", "height"), [(60, 40), (80, 24), (120, 40)])
+def test_one_screen(tmp_path: Path, width: int, height: int) -> None:
     run = RunDirectory(tmp_path)
     for directory in (run.logs, run.checkpoints):
         directory.mkdir()
@@ -37,7 +37,7 @@ def test_one_screen(tmp_path: Path, width: int) -> None:
     lines = [json.dumps(metrics_object(step)) + "\n" for step in range(1, 11)]
     run.metrics.write_text("".join(lines))
 
-    console = Console(width=width, height=40, force_terminal=True, color_system=None)
+    console = Console(width=width, height=height, force_terminal=True, color_system=None)
     with console.capture() as captured:
         console.print(screen_of(LiveRun("mine", run), console.size, now=1000.0))
     shown = captured.get()
@@ -45,7 +45,10 @@ def test_one_screen(tmp_path: Path, width: int) -> None:
     assert "trainer  training  30 s" in " ".join(shown.split("\n")).replace("   ", "  ")
     assert "Mean reward" in shown
     assert "metric.out_of_range metric=[bold]" in " ".join(shown.split())
-    assert max(map(len, shown.splitlines())) <= width
+    assert "train/loss" in shown
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= width
+    assert len(lines) <= height
 
 
 def test_q_ends_it_and_the_terminal_is_as_before(tmp_path: Path) -> None:
