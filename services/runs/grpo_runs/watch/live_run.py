@@ -23,7 +23,7 @@ from grpo_runs.watch.followed_file import FollowedFile
 from grpo_runs.watch.logs import ServiceLogs, Warned
 from grpo_runs.watch.metrics_log import PARTS, MetricsLog
 from grpo_runs.watch.run_api import RunApi
-from grpo_runs.watch.services import Runner, ServiceFacts, read_json
+from grpo_runs.watch.services import Runner, ServiceFacts, is_stage_of, read_json
 
 REFRESH_EVERY_S = 0.5
 TAIL_BYTES = 2**16
@@ -123,7 +123,7 @@ class LiveRun:
         state = self._word(runner, step, steps)
         is_running = runner is not None and runner.is_alive
         api = self._ask_run_api(runner if is_running else None, now)
-        eta = self._eta_s(step, steps) if is_running else None
+        eta = self._eta_s(step, steps) if is_running and state == "training" else None
         return {
             "run": self.id,
             "state": state,
@@ -149,14 +149,20 @@ class LiveRun:
             if runner.end:
                 return runner.end
             if runner.is_alive:
-                return "training" if step else "starting"
+                return "training" if step and self._has_begun(runner) else "starting"
             return "killed"
         return "completed" if steps and step >= steps else "not running, or not started here"
+
+    def _has_begun(self, runner: Runner) -> bool:
+        """Whether the trainer takes steps, and not yet loads what it resumes from."""
+        stage = self._trainer_stage()
+        return stage is None or is_stage_of(stage, runner.services)
 
     def _services(self, runner: Runner | None, api: Mapping[str, Any]) -> list[dict[str, Any]]:
         facts = ServiceFacts(
             pids={} if runner is None else runner.services,
             is_running=runner is not None and runner.is_alive,
+            began=0.0 if runner is None else runner.created,
             left_over=frozenset() if runner is None else runner.left_over,
             memory=self._newest_memory(),
             trainer=self._trainer_stage(),

@@ -28,6 +28,7 @@ class Runner:
     """`services.json`: the process that started the run, and what it started.
 
     Args:
+        created: Unix time in seconds at which it began
         end: how the run ended: completed, failed or stopped; "" before
         error: name and text of the error that ended it; "" for none
         ended_at: Unix time in seconds; 0 before
@@ -36,6 +37,7 @@ class Runner:
     """
 
     is_alive: bool
+    created: float
     run_api_url: str | None
     services: Mapping[str, int]
     end: str
@@ -58,6 +60,7 @@ class Runner:
             left = frozenset(name for name, pid in services if is_left_over(pid, created, noted_at))
         return cls(
             is_alive=is_alive,
+            created=runner["created"],
             left_over=left,
             run_api_url=content["run_api_url"],
             services=content["services"],
@@ -74,6 +77,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def is_stage_of(record: Mapping[str, Any], pids: Mapping[str, int]) -> bool:
+    """Whether the trainer among these processes wrote this `stage.json`."""
+    return record.get("pid") == pids.get("trainer")
 
 
 def is_same_process(pid: int, created: float) -> bool:
@@ -121,6 +129,8 @@ class ServiceFacts:
 
     Args:
         pids: process ids by name
+        began: Unix time in seconds at which the command began: what is older is of a run before a
+            resume
         left_over: see `Runner`
         memory: bytes by name
         trainer: content of `stage.json`
@@ -131,6 +141,7 @@ class ServiceFacts:
 
     pids: Mapping[str, int]
     is_running: bool
+    began: float = 0.0
     left_over: frozenset[str] = frozenset()
     memory: Mapping[str, int] = field(default_factory=dict)
     trainer: Mapping[str, Any] | None = None
@@ -152,7 +163,7 @@ class ServiceFacts:
         ]
 
     def _names(self) -> list[str]:
-        if self.pids or self.trainer is None:
+        if self.pids or self.is_running or self.trainer is None:
             return [*self.pids]
         return ["trainer"]  # of a --save-path, whose other services are elsewhere
 
@@ -178,8 +189,8 @@ class ServiceFacts:
         return Service("trainer", STAGES.get(stage, stage), self.trainer.get("since"))
 
     def _is_of_earlier_trainer(self, record: Mapping[str, Any]) -> bool:
-        """Of one that was killed, before the run was resumed."""
-        return "trainer" in self.pids and record.get("pid") != self.pids["trainer"]
+        """Of the run before a resume."""
+        return bool(self.is_running or self.pids) and not is_stage_of(record, self.pids)
 
     def _of_server(self, name: str) -> Service:
         single = len(self.servers) == 1 and name == ONE_SERVER
@@ -196,7 +207,7 @@ class ServiceFacts:
 
     def _of_environment(self, name: str) -> Service:
         report = self.environments.get(name)
-        if report is None:
+        if report is None or report[0] < self.began - 1:  # logs have whole seconds
             return Service(name, "starting")
         _, count = report
         groups = "1 group" if count == 1 else f"{count} groups"

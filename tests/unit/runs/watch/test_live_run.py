@@ -21,6 +21,8 @@ from grpo_runs.watch.live_run import LiveRun, duration
 from tests.unit.runs.records import metrics_object
 from tests.unit.runs.test_measures import run_api
 
+IN_THE_FUTURE = "2100-01-01T10:00:00"
+
 
 class Clock:
     def __init__(self) -> None:
@@ -72,10 +74,8 @@ def test_services_and_their_stages(run: RunDirectory, live: LiveRun) -> None:
         "environment": "starting",
     }
     stage = run.checkpoints / "stage.json"
-    stage.write_text('{"stage": "sync", "since": 990.5, "pid": 1}')
-    assert stages(live)["trainer"] == "starting"  # it is of the trainer before a resume
     stage.write_text(json.dumps({"stage": "sync", "since": 990.5, "pid": own}))
-    log(run, "environment", "2026-01-01T10:00:00 [info     ] groups.counted  groups_in_progress=3")
+    log(run, "environment", f"{IN_THE_FUTURE} [info     ] groups.counted  groups_in_progress=3")
     take_steps(run, 1)
     state = live.state()
     assert state["state"] == "training"
@@ -84,6 +84,19 @@ def test_services_and_their_stages(run: RunDirectory, live: LiveRun) -> None:
     assert environment["stage"] == "sampling"
     assert environment["detail"] == "3 groups in progress"
     assert environment["memory_bytes"] > 0
+
+
+def test_a_resumed_run_that_starts(run: RunDirectory, live: LiveRun) -> None:
+    """Stage, log and steps are those of the run before."""
+    (run.checkpoints / "stage.json").write_text('{"stage": "sync", "since": 990.5, "pid": 1}')
+    log(run, "environment", "2026-01-01T10:00:00 [info     ] groups.counted  groups_in_progress=3")
+    take_steps(run, 1, 2, 3)
+    processes = ProcessRecords(run)
+    assert stages(live) == {}
+    own = processes._content["runner"]["pid"]
+    processes.watch({"trainer": own, "environment": own})
+    assert (live.state()["state"], live.state()["eta_s"]) == ("starting", None)
+    assert stages(live) == {"trainer": "starting", "environment": "starting"}
 
 
 @pytest.mark.parametrize("state", ["completed", "failed", "stopped"])
