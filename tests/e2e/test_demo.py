@@ -6,6 +6,8 @@ sums in every mode with three seeds.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,27 @@ def test_the_saved_weights_are_ordinary_ones_and_have_learnt(
     else:
         after = accuracy_of(load_model(run.final), run.final)
     assert after - before > MIN_RISE, f"{before:.3f} → {after:.3f}"
+
+
+def test_the_files_are_those_of_the_run_and_its_last_step_is_replayed_bit_by_bit(
+    run: ModeRun,
+) -> None:
+    checked = subprocess.run(
+        [sys.executable, "-m", "grpo_trainer.replay.provenance", str(run.directory)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"and {STEPS} batches match their digests" in checked.stdout
+    step = ["--step", str(STEPS)]
+    replayed = subprocess.run(
+        [sys.executable, "-m", "grpo_trainer.replay", str(run.directory), *step],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"step {STEPS}: loss, gradient norm and weights are equal bit by bit" in replayed.stdout
+    assert "not as in the run" not in replayed.stdout
 
 
 def test_engines_restart_as_often_as_asked_and_drop_nothing(run: ModeRun) -> None:

@@ -10,7 +10,7 @@ from grpo_core.errors import BrokenProvenance
 from grpo_core.provenance.chain import Provenance
 from grpo_core.provenance.verify import verify
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.replay.__main__ import provenance as command
+from grpo_trainer.replay.provenance import main as command
 from tests.unit.trainer.replay.recorded import KILLED_AFTER, STEPS, train
 
 
