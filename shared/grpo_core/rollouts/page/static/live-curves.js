@@ -5,7 +5,7 @@ const AXES = {
   time: { label: "Time", meaning: "the time since the start of the run", text: duration, said: duration, at: ([, time]) => time },
   tokens: { label: "Tokens", meaning: "the number of sampled tokens", text: short, said: (x) => `${short(x)} tokens`, at: ([, , tokens]) => tokens },
 };
-const FIRST_CURVES = 8;
+const FIRST_CURVES = 12;
 const WIDEST = 500; // of a chart, in pixels of CSS
 const LARGEST_POINTS = 1000;
 const DRAW_MS = 8;
