@@ -12,6 +12,7 @@ import torch
 
 from grpo_core.provenance.batches import BATCHES, RecordedBatch, read_batch
 from grpo_core.provenance.chain import Provenance
+from grpo_core.provenance.digest import file_digest
 from grpo_core.provenance.records import Publication, Start
 from grpo_core.rollouts.files import file_of_step, steps_in
 from grpo_core.settings import OptionsInvalid, parsed
@@ -49,8 +50,14 @@ class RecordedRun:
         return self.provenance.start_of(self.published(step))
 
     def batch(self, step: int) -> RecordedBatch:
-        """Raises `NotReplayable`: it is not there."""
-        if file_of_step(self.batches, step).is_file():
+        """Raises `NotReplayable`: it is not there, or not the one that the step was taken on."""
+        file, digest = file_of_step(self.batches, step), self.published(step).batch
+        if file.is_file():
+            if digest is not None and file_digest(file) != digest:
+                raise NotReplayable(
+                    f"{file} is not the batch of step {step}: its content has changed since the "
+                    "step (data). Restore the file, or choose a step that does not need it"
+                )
             return read_batch(self.batches, step)
         have = steps_in(self.batches) if self.batches.is_dir() else []
         if not have:

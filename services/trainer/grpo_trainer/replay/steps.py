@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_core.provenance.batches import RecordedBatch
-from grpo_core.provenance.digest import file_digest
 from grpo_core.provenance.records import Publication
-from grpo_core.rollouts.files import file_of_step
 from grpo_core.tree.objectives import Objective
 from grpo_trainer.checkpoint.store import RngState
 from grpo_trainer.data.collate import Batch, collate
@@ -21,15 +19,9 @@ from grpo_trainer.replay.run import RecordedRun
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """A step as recorded, and as computed again.
-
-    Args:
-        recorded: the publication with the step's weights
-        batch_differs: the file of the batch is not the recorded one
-    """
+    """A step as recorded, and as computed again. `recorded`: the publication with its weights"""
 
     recorded: Publication
-    batch_differs: bool
     loss: float
     norm: float
     digests: Sequence[str]
@@ -65,10 +57,8 @@ def taken(run: RecordedRun, learner: Learner, step: int, gradients: GradientStat
     published = run.published(step)
     learner.optimizer.step(step - 1)
     learner.optimizer.write_into_parameters()
-    file = file_of_step(run.batches, step)
     return ReplayedStep(
         published,
-        published.batch is not None and file_digest(file) != published.batch,
         gradients.loss,
         gradients.norm,
         weight_digests(learner),

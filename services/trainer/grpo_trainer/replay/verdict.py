@@ -97,7 +97,7 @@ def first_difference(start: Start, recorded: Publication, digests: Sequence[str]
 
 def verdict_of(step: ReplayedStep, start: Start, differences: Differences) -> Verdict:
     """Args: differences: of the environment"""
-    if step.is_equal and not step.batch_differs:
+    if step.is_equal:
         return Verdict(
             True,
             [
@@ -106,10 +106,6 @@ def verdict_of(step: ReplayedStep, start: Start, differences: Differences) -> Ve
             ],
         )
     lines = list(_described(step, start))
-    if step.batch_differs:
-        return Verdict(
-            False, [*lines, "likely cause: data. The file of the batch has changed since the step"]
-        )
     expects_equal = start.machine.device == CPU and not differences.machine
     bound = BOUNDS.get(start.dtype, ROUNDED)
     if not expects_equal and _is_within(step, bound):
