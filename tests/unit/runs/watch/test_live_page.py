@@ -92,6 +92,7 @@ def show_rollouts(page: Page, place: str = "Step 3, group 0") -> None:
     expect(page.locator("#place")).to_have_text(place)
 
 
+@pytest.mark.full
 def test_what_a_run_does_is_told_in_words(browser: Browser, tmp_path: Path) -> None:
     """An hour passes from look to look, and run-api is away."""
     run = WrittenRun(tmp_path / "mine", {"mode": "lora_only"}, seconds_per_look=HOUR_S)
@@ -236,6 +237,7 @@ def test_only_what_is_looked_at_is_loaded(page: Page) -> None:
     assert [path for path in loaded if "steps/" in path] == ["a/steps/3", "a/steps/2"]
 
 
+@pytest.mark.full
 def test_the_keyboard_is_enough(page: Page) -> None:
     def focus(wanted: str) -> None:
         for _ in range(60):
@@ -269,6 +271,7 @@ def test_the_keyboard_is_enough(page: Page) -> None:
     expect(page.locator("#found")).to_have_text("1 group, 1 completion")
 
 
+@pytest.mark.full
 @ON_PHONE
 def test_a_thumb_is_enough(page: Page) -> None:
     show_rollouts(page)
