@@ -224,11 +224,11 @@ def test_the_page_connects_again(browser: Browser, runs: Runs) -> None:
 @pytest.mark.full
 def test_only_what_is_looked_at_is_loaded(page: Page) -> None:
     page.set_viewport_size({"width": 1280, "height": 300})
-    page.reload()
-    expect(value_of(page, "Mean reward")).to_have_text("0.3")
-
     loaded: list[str] = []
     page.on("request", lambda request: loaded.append(request.url.rpartition("/api/runs/")[2]))
+    page.reload()
+    expect(value_of(page, "Mean reward")).to_have_text("0.3")
+    assert [path for path in loaded if "steps/" in path] == []
     show_rollouts(page)
     page.keyboard.press("p")
     expect(page.locator("#place")).to_have_text("Step 2, group 0")

@@ -207,14 +207,14 @@ function lineSample(style) {
  * Args: onChoose: called with the place of a line (`at`), x and step, if one clicks or presses Enter
  */
 function connect(chart, charts, onChoose) {
-  let wanted = null;
-  const point = (x) => {
-    if (wanted === null) requestAnimationFrame(show);
-    wanted = x;
-  };
+  let wanted = null; // the x of the pointer, which may move more often than the screen is drawn
   const show = () => {
     if (wanted !== null) charts().forEach((one) => one.at(wanted));
     wanted = null;
+  };
+  const point = (x) => {
+    if (wanted === null) requestAnimationFrame(show);
+    wanted = x;
   };
   const rest = () => {
     wanted = null;
@@ -227,8 +227,11 @@ function connect(chart, charts, onChoose) {
   listen("keydown", (event) => {
     const x = chart.xByKey(event);
     if (event.key === "Enter") onChoose(chart.stepByKey());
-    else if (x !== undefined) point(x);
-    else return;
+    else if (x === undefined) return;
+    else {
+      wanted = x;
+      show();
+    }
     event.preventDefault();
     event.stopPropagation();
   });

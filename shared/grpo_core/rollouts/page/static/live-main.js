@@ -106,9 +106,9 @@ class LivePage {
   }
 
   /** From now on, the events tell what is new. What was before is asked for. */
-  _catchUp() {
-    this.curves.load();
-    this.rollouts.load();
+  async _catchUp() {
+    await Promise.all([this.curves.load(), this.rollouts.load()]);
+    this.rollouts.startLooking(); // now the curves have their place, and the rollouts are below them
   }
 
   _lose() {

@@ -125,6 +125,11 @@ class LiveRollouts {
     return this._refresh();
   }
 
+  /** Load what is shown as soon as one scrolls near. */
+  startLooking() {
+    this._observer.observe(byId("rollouts-section"));
+  }
+
   _prepare() {
     listenToTokens();
     byId("step-before").addEventListener("click", () => this.move(-1));
@@ -135,11 +140,10 @@ class LiveRollouts {
     byId("step").addEventListener("input", delayed(() => this._pickAt(Number(byId("step").value))));
     byId("step-number").addEventListener("change", () => this.pick(Number(byId("step-number").value)));
     byId("follow").addEventListener("change", () => this.follow(byId("follow").checked));
-    const seen = new IntersectionObserver((entries) => {
+    this._observer = new IntersectionObserver((entries) => {
       this._isSeen = entries.at(-1).isIntersecting;
       if (this._isSeen) this._refresh();
     }, { rootMargin: "400px" });
-    seen.observe(byId("rollouts-section"));
     document.addEventListener("visibilitychange", () => this._refresh());
   }
 }
