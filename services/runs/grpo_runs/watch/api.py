@@ -6,6 +6,7 @@ GET /api/runs/{id}                     title, facts, special token ids, settings
 GET /api/runs/{id}/curves?x=&points=   curves by step, time or tokens, thinned to `points`
 GET /api/runs/{id}/steps               the steps that have rollouts
 GET /api/runs/{id}/steps/{step}        the rollouts of a step
+GET /api/runs/{id}/steps/{step}/origin?group=&index=   which weights sampled a completion
 GET /api/differences?run=&run=         settings that differ
 GET /api/events?run=&run=              server-sent events: state, points, and evaluations, after
                                        which the page asks for the curves again
@@ -26,7 +27,8 @@ from pydantic import SecretStr
 from sse_starlette import EventSourceResponse
 from starlette.middleware.gzip import GZipMiddleware
 
-from grpo_core.errors import BrokenRollouts, GrpoError
+from grpo_core.errors import BrokenProvenance, BrokenRollouts, GrpoError
+from grpo_core.provenance.chain import Provenance, chain_of
 from grpo_core.rollouts.files import read_step
 from grpo_core.rollouts.page import encode
 from grpo_core.rollouts.page.encode import REWARD, GroupEncoder
@@ -43,6 +45,8 @@ MOST_POINTS = 5000
 MOST_ROWS = 20
 """New steps that one event brings. After more, or if a resumed run has written its metrics again,
 the page asks for the curves again."""
+NEWEST_ORIGINS, OLDEST_ORIGINS = 8, 3
+"""Lines of a chain that the page shows."""
 Chosen = Annotated[list[str], Query()]
 
 
@@ -96,6 +100,10 @@ def watch_app(
     @app.get("/api/runs/{id}/steps/{step}")
     def rollouts(id: str, step: int) -> dict[str, Any]:
         return _rollouts(named(id), step)
+
+    @app.get("/api/runs/{id}/steps/{step}/origin")
+    def origin(id: str, step: int, group: int, index: int) -> dict[str, list[str]]:
+        return {"lines": _origin(named(id), step, group, index)}
 
     @app.get("/api/differences")
     def differences(run: Chosen) -> dict[str, Any]:
@@ -229,6 +237,25 @@ def _rollouts(live: LiveRun, step: int) -> dict[str, Any]:
         "has_server": encoder.has_server,
         "has_trainer": encoder.has_trainer,
     }
+
+
+def _origin(live: LiveRun, step: int, group: int, index: int) -> list[str]:
+    """The newest and the oldest lines of the chain of a completion."""
+    directory = live.run.rollouts
+    try:
+        records = () if directory is None else read_step(directory, step)
+        found = next((one for one in records if (one.group, one.index) == (group, index)), None)
+        if found is None:
+            raise HTTPException(404, f"step {step} has no completion {group}/{index}")
+        lines = chain_of(Provenance.of(live.run.path), found)
+    except (BrokenProvenance, BrokenRollouts) as error:
+        raise HTTPException(404, str(error)) from None
+    left = len(lines) - NEWEST_ORIGINS - OLDEST_ORIGINS
+    if left <= 1:
+        return lines
+    command = f"grpo-provenance {live.run.path} --completion {step}/{group}/{index}"
+    between = f"… {left} more lines: {command}"
+    return [*lines[:NEWEST_ORIGINS], between, *lines[-OLDEST_ORIGINS:]]
 
 
 def _texts(live: LiveRun) -> TokenTexts | None:

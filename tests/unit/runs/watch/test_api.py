@@ -13,7 +13,9 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import SecretStr
 
+from grpo_core.provenance.records import PROVENANCE, Line, Publication, Start, text_of
 from grpo_core.rollouts.files import ROLLOUTS, write_step
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.api import Follower, watch_app
 from grpo_runs.watch.live_run import LiveRun
@@ -69,6 +71,42 @@ def test_rollouts_of_one_step(run: RunDirectory) -> None:
     (run.path / ROLLOUTS / "step-000002.jsonl.gz").write_bytes(b"broken")
     broken = client.get("/api/runs/mine/steps/2")
     assert (broken.status_code, "step-000002" in broken.json()["detail"]) == (500, True)
+
+
+def test_the_origin_of_a_completion(run: RunDirectory) -> None:
+    client, at = client_of(run), "/api/runs/mine/steps/2/origin?group=0&index"
+    missing = client.get(f"{at}=0")
+    assert (missing.status_code, PROVENANCE in missing.json()["detail"]) == (404, True)
+    (run.path / PROVENANCE).write_text("".join(map(text_of, published(up_to=20))))
+    write_step(run.path / ROLLOUTS, 2, [record(step=2, versions=[[1, 20], [1, 20]])])
+    lines = client.get(f"{at}=0").json()["lines"]
+    assert lines[1] == "all its tokens were sampled by version 1.20"
+    assert "grpo-provenance" in lines[8]
+    assert "base model tiny" in lines[-2]
+    assert client.get(f"{at}=7").status_code == 404
+
+
+def published(up_to: int) -> Iterator[Line]:
+    yield Start.model_validate(
+        {
+            **{"step": 0, "model": "tiny", "run_uuid": None, "checkpoint": None, "config": ""},
+            **{"dtype": "float32", "tensors": [["w", "F32", [2]]]},
+            "code": {"version": "1", "trainer": "a", "core": "b"},
+            "machine": {
+                **{"torch": "2", "transformers": "5", "python": "3", "cpu": "AVX2"},
+                **{"threads": 1, "device": "cpu", "ranks": 1, "fsdp": False},
+            },
+        }
+    )
+    parent = None
+    for step in range(up_to + 1):
+        version = PolicyVersion(1, step)
+        batch = {"batch_id": step, "batch": "beef"} if step else {}
+        yield Publication.model_validate(
+            {"version": version, "root": f"{step}", "digests": ["d"], "seed": 0, "parent": parent}
+            | batch
+        )
+        parent = {"version": version, "root": f"{step}"}
 
 
 def test_settings_that_differ(run: RunDirectory, tmp_path: Path) -> None:

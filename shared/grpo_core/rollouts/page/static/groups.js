@@ -92,7 +92,7 @@ class GroupView {
   /** Functions that make the elements, in their order. */
   _details(group, details) {
     const hidden = [...details.sequences.keys()].filter((place) => !group.matching.includes(place));
-    const card = (place) => this._completion(details.sequences[place]);
+    const card = (place) => this._completion(details.sequences[place], group);
     const others = hidden.length && make("details", {},
       make("summary", { textContent: `${counted(hidden.length, "other completion")} of this group` }));
     if (others) others.addEventListener("toggle", () => others.append(...hidden.map(card)), { once: true });
@@ -106,13 +106,14 @@ class GroupView {
     ];
   }
 
-  _completion(sequence) {
+  _completion(sequence, group) {
     const heading = make("h3", {}, `Completion ${sequence.index} `,
       make("span", { className: `score ${scoreHeat(sequence.score, this.run)}`, textContent: `reward ${shown(sequence.score)}` }));
     return make("section", { className: "completion" },
       make("div", { className: "about" }, heading, make("ul", {}, ...aboutOf(sequence))),
       sequence.reason ? make("p", { className: "reason", dir: "auto" }, ...visible(sequence.reason)) : null,
-      ...this._content(sequence, sequence));
+      ...this._content(sequence, sequence),
+      this.run.origin ? originOf(() => this.run.origin(group.group, sequence.index)) : null);
   }
 
   _content(part, sequence) {
@@ -179,6 +180,15 @@ class GroupView {
     else return;
     event.preventDefault();
   }
+}
+
+/** Which weights sampled a completion, asked for when it is opened. Args: origin: gives lines */
+function originOf(origin) {
+  const lines = make("ol", { className: "origin" });
+  const told = (texts) => lines.replaceChildren(...texts.map((textContent) => make("li", { textContent })));
+  const details = make("details", {}, make("summary", { textContent: "Origin" }), lines);
+  details.addEventListener("toggle", async () => told(await origin().catch((error) => [error.message])), { once: true });
+  return details;
 }
 
 function aboutOf(sequence) {

@@ -105,11 +105,16 @@ class LiveRollouts {
   }
 
   async _stepOf(wanted, step) {
-    const found = this._cache.get(wanted) ?? asRun(await ask(`${pathOf(this.run)}/steps/${step}`), this.special);
+    const found = this._cache.get(wanted) ?? await this._ask(`${pathOf(this.run)}/steps/${step}`);
     this._cache.delete(wanted);
     this._cache.set(wanted, found);
     if (this._cache.size > CACHED_STEPS) this._cache.delete(this._cache.keys().next().value);
     return found;
+  }
+
+  async _ask(path) {
+    const origin = async (group, index) => (await ask(`${path}/origin?group=${group}&index=${index}`)).lines;
+    return Object.assign(asRun(await ask(path), this.special), { origin });
   }
 
   _pickAt(at) {
