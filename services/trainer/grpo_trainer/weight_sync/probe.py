@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import structlog
@@ -90,15 +90,17 @@ class ServerProbe(CheckedServer):
 
         threading.Thread(target=work, daemon=True).start()
         while True:
-            try:
-                return answer.result(REPORT_EVERY_S)
-            except (TimeoutError, ServiceUnavailable) as error:
-                if self.name not in self._watch.servers():
-                    raise ServerLeft(self.name) from None
-                if patience.has_passed and self._others_serve():
-                    raise self._silent(error if answer.done() else None) from None
-                if answer.done():
-                    raise
+            is_done = bool(wait([answer], REPORT_EVERY_S).done)
+            found = answer.exception() if is_done else None
+            error = found if isinstance(found, ServiceUnavailable) else None
+            if is_done and error is None:
+                return answer.result()
+            if self.name not in self._watch.servers():
+                raise ServerLeft(self.name)
+            if patience.has_passed and self._others_serve():
+                raise self._silent(error)
+            if error is not None:
+                raise error
 
     def _others_serve(self) -> bool:
         return any(one.serves for name, one in self._watch.servers().items() if name != self.name)
