@@ -61,7 +61,7 @@ def test_every_answer_is_one_that_is_declared(
     api: RunningApi, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     report = ask(api.url, tmp_path, *options)
-    assert "18 selected / 19 total" in report
+    assert "19 selected / 20 total" in report
     log = api.process.log_path.read_text()
     assert "Traceback" not in log
     assert "request.failed" not in log
