@@ -52,6 +52,7 @@ def test_completions_have_the_logprobs_of_the_weights_that_they_name(
     assert len(found.versions) > STEPS // every // 2
     summary = json.loads((run.directory / "summary.json").read_text())
     assert summary["ended_servers"] == {"server-1": "SIGKILL"}
+    assert summary["summary"]["servers_left"] == 1
     assert [server["name"] for server in summary["servers"]] == ["server-0", "server-2"]
     assert {server["step"] for server in summary["servers"]} == {STEPS}
     assert sum(server["dropped_requests"] for server in summary["servers"]) == 0
