@@ -169,13 +169,17 @@ def _reading(records: Sequence[dict[str, Any]], servers: Sequence[dict[str, Any]
 
 
 def _cell(readings: Sequence[Reading], key: str, scale: float) -> str:
-    return spread(values(readings, key, scale)) if all(key in r for r in readings) else "-"
+    if not all(key in reading for reading in readings):
+        return "-"
+    found = values(readings, key, scale)
+    return spread(found) if len(found) > 1 else f"{found[0]:.3g}"
 
 
 def _about(settings: SeveralServersSettings) -> str:
     today = datetime.now(UTC).date().isoformat()
     model = "SmolLM2-135M in bfloat16" if settings.smollm2 else "the tiny model in float32"
     task = "sums of two-digit numbers" if settings.smollm2 else "`grpo-run`'s arithmetic task"
+    over_runs = ", over the runs: median (lowest to highest)" if settings.rounds > 1 else ""
     cores = (
         "Each server is bound to a core of its own, and the trainer uses all of them"
         if settings.pin
@@ -183,11 +187,10 @@ def _about(settings: SeveralServersSettings) -> str:
     )
     return (
         f"`python -m benchmarks.several_servers` on {today}, {counted(settings.rounds, 'run')} of "
-        f"{settings.steps} steps{' in turn' * (settings.rounds > 1)}: median (lowest to highest) "
-        f"of {model}, on {task}. *First* and *all serve* count from the "
-        "announcement; a publication includes writing the files and the check of the served "
-        f"weights. {cores}, so the table shows what the protocol costs, not what servers on hosts "
-        "of their own gain."
+        f"{settings.steps} steps of {model}, on {task}. Medians over the steps{over_runs}. *First* "
+        "and *all serve* count from the announcement; a publication includes writing the files and "
+        f"the check of the served weights. {cores}, so the table shows what the protocol costs, "
+        "not what servers on hosts of their own gain."
     )
 
 
