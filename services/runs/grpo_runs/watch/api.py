@@ -19,7 +19,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import anyio.to_thread
 from fastapi import FastAPI, HTTPException, Query, Response
@@ -191,7 +191,6 @@ def _about(live: LiveRun) -> dict[str, Any]:
 def curves_of(live: LiveRun, axis: Axis, most: int) -> list[dict[str, Any]]:
     """Each with name, title, unit, points ([position, value, step]) and intervals ([position, low,
     high]). Those of metrics come first in the order of the report, then evaluations."""
-    assert axis in get_args(Axis)
     live.read_files()
     found: dict[str, list[Any]] = {**live.log.curves(axis, most)}
     evaluations = live.evaluations()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from grpo_core.rollouts.page.encode import PART, TITLES
 from grpo_runs.watch.followed_file import FollowedFile
 
 Axis = Literal["step", "time", "tokens"]
 LOSS = "train/loss"
-AXES: Sequence[str] = get_args(Axis)
 PARTS = {
     "wait": "train/data_fetch_time",
     "train": "train/compute_time",
@@ -100,11 +100,8 @@ class MetricsLog:
             return step
         if step == 0:
             return 0.0
-        low, high = 0, len(self.rows)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if self.rows[middle].step < step else (low, middle)
-        return getattr(self.rows[low], axis) if low < len(self.rows) else None
+        at = bisect_left(self.rows, step, key=lambda row: row.step)
+        return getattr(self.rows[at], axis) if at < len(self.rows) else None
 
     def _add(self, step: int, record: Mapping[str, Any]) -> None:
         while self.rows and self.rows[-1].step >= step:
