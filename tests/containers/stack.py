@@ -88,7 +88,7 @@ class Stack:
 
     def steps(self) -> int:
         """How many steps the trainer has recorded."""
-        count = f"test ! -e {self._metrics} || wc -l < {self._metrics}"
+        count = f"test ! -e {self.metrics} || wc -l < {self.metrics}"
         return int(docker("exec", self.container("trainer"), "sh", "-c", count) or 0)
 
     def fetch(self, directory: Path) -> list[dict[str, Any]]:
@@ -123,7 +123,7 @@ class Stack:
         return {**os.environ, **self.settings}
 
     @property
-    def _metrics(self) -> str:
+    def metrics(self) -> str:
         return f"/checkpoints/{self.mode}/metrics.jsonl"
 
     def _label(self) -> list[str]:
