@@ -36,6 +36,7 @@ from grpo_trainer.model.forward import (
     build_forward_pass,
     plain_forward,
 )
+from grpo_trainer.model.loading import broadcast_policy, warn_of_slow_type
 from grpo_trainer.model.logprobs import TokenValues, values_of_all
 from grpo_trainer.model.policy import CausalLM, device_of, train_only
 from grpo_trainer.model.reference import Reference, build_reference
@@ -172,6 +173,11 @@ class Learner:
                 log.warning("step.retried", step=step, reason=str(error))
         raise AssertionError
 
+    def send_state(self) -> None:
+        """Called on ranks above 0 while rank 0 saves: with FSDP2 each has a part of the state."""
+        self.digests.finish()
+        self.optimizer.tensors(self.names)
+
 
 def with_objective(learner: Learner, settings: TrainerSettings) -> Learner:
     """The same policy and optimizer with the objective of other settings. One rank alone.
@@ -188,6 +194,17 @@ def with_objective(learner: Learner, settings: TrainerSettings) -> Learner:
         reference=build_reference(policy, forward, settings),
         accumulate=partial(accumulate_gradients, policy, forward=forward, optimizer=optimizer),
     )
+
+
+def load_learner(policy: CausalLM | None, settings: TrainerSettings, ranks: Ranks) -> Learner:
+    """Called on all ranks; the others take the policy of rank 0. Args: policy: None on ranks above
+    0"""
+    if policy is not None:
+        # Dropout would make the trainer's logprobs differ from the server's at random.
+        policy.eval()
+        warn_of_slow_type(policy)
+    policy, settings = broadcast_policy(policy, settings, ranks)
+    return build_learner(policy, settings, ranks)
 
 
 def build_learner(policy: CausalLM, settings: TrainerSettings, ranks: Ranks) -> Learner:

@@ -32,8 +32,7 @@ from grpo_trainer.data.batches import BatchQueue, BatchSource, Position, TakenBa
 from grpo_trainer.data.collate import broadcast_batch
 from grpo_trainer.data.filter import VersionHistory
 from grpo_trainer.errors import NonFiniteStep, RolloutMismatch
-from grpo_trainer.learner import GradientStats, Learner, build_learner
-from grpo_trainer.model.loading import broadcast_policy, warn_of_slow_type
+from grpo_trainer.learner import GradientStats, Learner, load_learner
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy import limits_of
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -124,7 +123,8 @@ def training_steps(
                     position = lead.batches.reject(taken, position, error)
                 continue
             fresh = check(lead, taken, gradients, position)
-            finish_provenance(learner, lead)
+            # The digests of the newest weights are computed before these change.
+            (digests if lead is None else lead.provenance).finish()
             optimizer.step(position.step)  # changes the master weights alone
             digests.begin()
             watch.updated()
@@ -153,7 +153,7 @@ def take(learner: Learner, lead: Lead | None, position: Position) -> TakenBatch:
         broadcast_batch(taken.batch, ranks)
         return taken
     while ranks.broadcast(BATCH_FOLLOWS, "a batch") == CHECKPOINT_FIRST:
-        take_part_in_checkpoint(learner)
+        learner.send_state()
     return TakenBatch(0, [], [], broadcast_batch(None, ranks))
 
 
@@ -224,27 +224,13 @@ def record(
     lead.recorder.record(outcome)
 
 
-def finish_provenance(learner: Learner, lead: Lead | None) -> None:
-    """Wait until the digests of the newest weights are known, which rank 0 records."""
-    if lead is None:
-        learner.digests.finish()
-    else:
-        lead.provenance.finish()
-
-
 def save(learner: Learner, lead: Lead | None, position: Position) -> None:
     """Save what is due after a step."""
     is_due = learner.ranks.broadcast(lead is not None and lead.saver.is_due(position))
     if lead is not None:
         lead.saver.step_taken(position)
     elif is_due:
-        take_part_in_checkpoint(learner)
-
-
-def take_part_in_checkpoint(learner: Learner) -> None:
-    """What ranks above 0 do while rank 0 saves: with FSDP2 each has a part of the state."""
-    learner.digests.finish()
-    learner.optimizer.tensors(learner.names)
+        learner.send_state()
 
 
 @contextlib.contextmanager
@@ -264,7 +250,8 @@ def open_run(
     require_own_functions(settings.resolved_objective)
     torch.manual_seed(settings.seed)
     with contextlib.ExitStack() as stack:
-        store, saved, sync, sinks = StateStore(settings.save_path), None, None, None
+        store, saved = StateStore(settings.save_path), None
+        sync, sinks, policy = None, None, None
         if ranks.leads:
             stack.enter_context(hold_save_path(settings.save_path))
             remove_unfinished(store.directory)
@@ -280,8 +267,9 @@ def open_run(
             write_whole(settings.save_path / CONFIG_FILE, config_yaml(settings))
             sinks = stack.enter_context(open_sinks(settings, steps_taken or 0))
             sync = stack.enter_context(weight_sync(settings))
-        learner = load(settings, sync, ranks, is_restoring=steps_taken is not None)
-        lead = None
+            policy = sync.load_policy(steps_taken is not None)
+            settings = settings.model_copy(update={"run_id": sync.server_run_id})
+        learner, lead = load_learner(policy, settings, ranks), None
         if sync is None or sinks is None:
             position = start_other_rank(learner, steps_taken)
         else:
@@ -289,20 +277,6 @@ def open_run(
             lead, position = start_rank_0(learner, api, sync, store, saved, sinks, provenance)
         SelfTest(learner).require()
         yield learner, lead, position
-
-
-def load(
-    settings: TrainerSettings, sync: WeightSync | None, ranks: Ranks, *, is_restoring: bool
-) -> Learner:
-    """The policy and what computes its steps. Args: sync: None on ranks above 0"""
-    policy = None
-    if sync is not None:
-        # Dropout would make the trainer's logprobs differ from the server's at random.
-        policy = sync.load_policy(is_restoring).eval()
-        warn_of_slow_type(policy)
-        settings = settings.model_copy(update={"run_id": sync.server_run_id})
-    policy, settings = broadcast_policy(policy, settings, ranks)
-    return build_learner(policy, settings, ranks)
 
 
 def start_other_rank(learner: Learner, steps_taken: int | None) -> Position:
@@ -313,7 +287,7 @@ def start_other_rank(learner: Learner, steps_taken: int | None) -> Position:
     learner.digests.begin()
     learner.digests.finish()
     if learner.ranks.broadcast(False):  # whether rank 0 saves a checkpoint at the start
-        take_part_in_checkpoint(learner)
+        learner.send_state()
     return Position(steps_taken or 0, 0, 0)
 
 
