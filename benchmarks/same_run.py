@@ -81,21 +81,23 @@ OFFLINE_KEYS = (
 )
 
 
-def sampled_groups(model_path: Path) -> list[dict[str, Any]]:
+def sampled_groups(
+    model_path: Path, steps: int = STEPS, completion_tokens: int = COMPLETION_TOKENS
+) -> list[dict[str, Any]]:
     """Groups for all steps, sampled from the initial weights; their scores are random."""
     torch.manual_seed(0)
     numbers = random.Random(0)
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
     groups = []
-    for _ in range(STEPS * BATCH_SIZE // GROUP_SIZE):
+    for _ in range(steps * BATCH_SIZE // GROUP_SIZE):
         prompt = tokenizer.encode(f"{numbers.randrange(100)}+{numbers.randrange(100)}=")
         sampled = model.generate(
             torch.tensor([prompt] * GROUP_SIZE),
             do_sample=True,
             top_k=0,
-            min_new_tokens=COMPLETION_TOKENS,
-            max_new_tokens=COMPLETION_TOKENS,
+            min_new_tokens=completion_tokens,
+            max_new_tokens=completion_tokens,
         )
         with torch.no_grad():
             logits = model(sampled).logits[:, :-1]
@@ -134,8 +136,12 @@ def answers(url: str) -> bool:
         return False
 
 
-def run(case: Case, model: Path, groups: list[dict[str, Any]], directory: Path) -> dict[str, Any]:
-    """What a run of `grpo` computed."""
+@contextmanager
+def services(
+    case: Case, model: Path, directory: Path, steps: int = STEPS
+) -> Iterator[tuple[str, list[str]]]:
+    """Redis, run-api with a registered run, and a server. Gives run-api's URL, and the options of
+    a trainer that takes part."""
     redis, api, server, health = (free_port() for _ in range(4))
     redis_url, saved = f"redis://127.0.0.1:{redis}/0", directory / "saved"
     (saved / "served_weights").mkdir(parents=True)
@@ -180,40 +186,44 @@ def run(case: Case, model: Path, groups: list[dict[str, Any]], directory: Path) 
         )
         with TrainerClient(api_url) as client:
             client.register(registration)
-        for group in groups:
-            httpx.post(f"{api_url}/scored_data", json=group).raise_for_status()
-        options = [
-            *("--model", str(model), "--mode", case.mode, "--run-api-url", api_url),
-            *("--inference-url", f"http://127.0.0.1:{server}", "--steps", str(STEPS)),
-            *(
-                "--batch-size",
-                str(BATCH_SIZE),
-                "--gradient-accumulation-steps",
-                "1",
-                "--lr",
-                "1e-3",
-                "--seq-len",
-                "64",
-            ),
-            *("--metrics-file", str(directory / "metrics.jsonl"), "--save-path", str(saved)),
-            *("--checkpoint-interval", "0", "--state-interval", "7"),
-            *("--tokens-per-micro-batch", "40"),
-            *(of_run if files else ()),
-            *(("--vllm-restart-interval", "10") if case.mode in ("none", "lora_restart") else ()),
-            *case.options,
-        ]
-        trainer = stack.enter_context(
-            running("trainer", [python, *case.command, *options], directory, lambda: True)
+        yield (
+            api_url,
+            [
+                *("--model", str(model), "--mode", case.mode, "--run-api-url", api_url),
+                *("--inference-url", f"http://127.0.0.1:{server}", "--steps", str(steps)),
+                *("--batch-size", str(BATCH_SIZE), "--gradient-accumulation-steps", "1"),
+                *("--metrics-file", str(directory / "metrics.jsonl"), "--save-path", str(saved)),
+                *("--checkpoint-interval", "0"),
+                *(of_run if files else ()),
+                *case.options,
+            ],
         )
-        if trainer.wait(DEADLINE_S):
-            raise SystemExit(f"the trainer failed:\n{trainer.log_tail(40)}")
+
+
+def submit(api_url: str, groups: list[dict[str, Any]]) -> None:
+    for group in groups:
+        httpx.post(f"{api_url}/scored_data", json=group).raise_for_status()
+
+
+def run(case: Case, model: Path, groups: list[dict[str, Any]], directory: Path) -> dict[str, Any]:
+    """What a run of `grpo` computed."""
+    with services(case, model, directory) as (api_url, options):
+        submit(api_url, groups)
+        options += ["--lr", "1e-3", "--seq-len", "64", "--tokens-per-micro-batch", "40"]
+        options += ["--state-interval", "7"]
+        if case.mode in ("none", "lora_restart"):
+            options += ["--vllm-restart-interval", "10"]
+        command = [sys.executable, *case.command, *options]
+        with running("trainer", command, directory, lambda: True) as trainer:
+            if trainer.wait(DEADLINE_S):
+                raise SystemExit(f"the trainer failed:\n{trainer.log_tail(40)}")
     lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     values = [(line["train/loss"], line["train/grad_norm"]) for line in lines]
     exported = "adapter_model" if "lora" in case.mode else "model"
     return {
         "losses": [loss for loss, _ in values],
         "norms": [norm for _, norm in values],
-        "weights": _checksum(saved.glob(f"final_*/{exported}.safetensors")),
+        "weights": _checksum((directory / "saved").glob(f"final_*/{exported}.safetensors")),
     }
 
 
