@@ -19,7 +19,7 @@ pytest_plugins = [
     "tests.fixtures.file_sync",
 ]
 
-EXCUSED_SKIPS = ("no GPU", "no GSM8K data")
+EXCUSED_SKIPS = ("no GPU", "no GSM8K data", "bwrap cannot make namespaces here")
 """Starts of reasons that CI cannot do anything about. Any other skip there is a failure."""
 
 HTTP_DEADLINE_S = 60.0

@@ -17,6 +17,7 @@ from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grader
 from grpo_env.rollout.groups import CompletionSource, SamplingPlan
 from grpo_env.rollout.task_code import TaskCode
+from grpo_env.sandbox import use_sandbox
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.items import ItemStream, training_items
@@ -67,7 +68,9 @@ def open_tasks(settings: EnvServerSettings) -> Iterator[TaskSet]:
     Raises:
         TaskUnusable: a task does not exist, or its code fails.
         DataUnusable, DatasetsMissing, GraderUnusable: what a task needs is missing.
+        SandboxUnusable: the sandbox that `--sandbox` names does not work here.
     """
+    use_sandbox(settings.sandbox)
     parts = _parts(settings)
     with ExitStack() as stack:
         tasks = []

@@ -90,6 +90,7 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
                 "reward_workers",
                 "max_failed_rewards",
                 "mask_too_long_completions",
+                "sandbox",
             ),
             "Evaluation": (
                 "eval_every",
@@ -264,6 +265,13 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
     mask_too_long_completions: bool = Field(
         False,
         description="Give completions that reached the token limit an advantage of 0",
+    )
+    sandbox: Annotated[str, Shown(metavar="KIND")] = Field(
+        "auto",
+        pattern=r"^(auto|bubblewrap|docker|docker:.+|none)$",
+        description="Where rewards and tools run code that the model wrote, if they use "
+        "grpo_env.sandbox: bubblewrap (auto is the same), docker or docker:IMAGE in a container, "
+        "none: on this machine, without protection",
     )
     eval_every: int = Field(
         0,

@@ -1,0 +1,124 @@
+"""Runs a child process until it ends or reaches a limit, and keeps what it writes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from grpo_env.sandbox.interface import Ended, Limits, Reason
+from grpo_env.sandbox.usage import file_bytes, memory_bytes
+
+_POLL_S = 0.1
+_LARGEST_SHARE = 0.1
+"""Of the time, that a measurement may take."""
+_BY_STATUS: Mapping[int, Reason] = {
+    128 + signal.SIGXCPU: "cpu",
+    128 + signal.SIGXFSZ: "files",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command with its limits.
+
+    kill: ends the child, of this process id, and all that it started; directory: whose files count
+    for `limits.file_bytes`; is_measured: whether to measure memory and files of the child.
+    """
+
+    argv: Sequence[str]
+    environment: Mapping[str, str]
+    limits: Limits
+    kill: Callable[[int], None]
+    stdin: bytes = b""
+    directory: Path | None = None
+    is_measured: bool = True
+    cwd: Path | None = None
+
+
+class _Run(asyncio.SubprocessProtocol):
+    """One run. `reached` gets the first limit that stops it, or `finished`: the process has ended,
+    and nothing holds its output open."""
+
+    def __init__(self, output_bytes: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.reached: asyncio.Future[Reason] = loop.create_future()
+        self.exited = asyncio.Event()
+        self._output_bytes = output_bytes
+        self._written = {1: bytearray(), 2: bytearray()}
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        written = self._written[fd]
+        written.extend(data)
+        if len(written) > self._output_bytes:
+            del written[: -self._output_bytes]
+            self.stop("output")
+
+    def process_exited(self) -> None:
+        self.exited.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's name
+        self.stop("finished")
+
+    def stop(self, reason: Reason) -> None:
+        if not self.reached.done():
+            self.reached.set_result(reason)
+
+    def text(self, fd: int) -> str:
+        return self._written[fd].decode(errors="replace")
+
+
+async def run_child(command: Command) -> Ended:
+    """Run a command in a session of its own, to its end or to the first limit.
+
+    Raises:
+        OSError: the command does not start.
+    """
+    started = time.monotonic()
+    loop = asyncio.get_running_loop()
+    transport, run = await loop.subprocess_exec(
+        lambda: _Run(command.limits.output_bytes),
+        *command.argv,
+        env=dict(command.environment),
+        cwd=command.cwd,
+        start_new_session=True,
+    )
+    timer = loop.call_later(command.limits.seconds, run.stop, "timeout")
+    measuring = asyncio.create_task(_measure(command, transport.get_pid(), run))
+    try:
+        stdin = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
+        stdin.write(command.stdin)
+        stdin.close()  # after what was written
+        reason = await run.reached
+    finally:
+        timer.cancel()
+        measuring.cancel()
+        command.kill(transport.get_pid())
+        await asyncio.shield(run.exited.wait())
+        transport.close()
+    code = cast(int, transport.get_returncode())
+    status = 128 - code if code < 0 else code
+    if reason == "finished":
+        reason = _BY_STATUS.get(status, reason)
+    return Ended(status, run.text(1), run.text(2), reason, time.monotonic() - started)
+
+
+async def _measure(command: Command, pid: int, run: _Run) -> None:
+    limits = command.limits
+    before = await _in_thread(file_bytes, command.directory)
+    while command.is_measured:
+        started = time.monotonic()
+        if await _in_thread(memory_bytes, pid) > limits.memory_bytes:
+            run.stop("memory")
+        if await _in_thread(file_bytes, command.directory) - before > limits.file_bytes:
+            run.stop("files")
+        took = time.monotonic() - started
+        await asyncio.sleep(max(_POLL_S, took / _LARGEST_SHARE))
+
+
+async def _in_thread(measure: Callable[[Any], int], of: Any) -> int:
+    return await asyncio.to_thread(measure, of)

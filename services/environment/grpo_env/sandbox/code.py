@@ -1,0 +1,81 @@
+"""Runs Python and shell code of a model in the sandbox that `--sandbox` chose.
+
+For rewards and tools: functions that wait, and coroutines with the same arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from grpo_env.sandbox.choice import chosen_sandbox
+from grpo_env.sandbox.interface import Ended, Limits
+
+_DEFAULT = Limits()
+
+
+async def run_python_async(
+    code: str,
+    *,
+    stdin: str = "",
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+    readable: Sequence[Path] = (),
+    limits: Limits = _DEFAULT,
+) -> Ended:
+    """Run a Python program. It has the packages of this environment.
+
+    Raises:
+        SandboxUnusable: see `sandbox_of`.
+    """
+    sandbox = chosen_sandbox()
+    return await sandbox.run(
+        [sandbox.python, "-c", code],
+        stdin=stdin.encode(),
+        environment=environment,
+        directory=directory,
+        readable=readable,
+        limits=limits,
+    )
+
+
+async def run_shell_async(
+    command: str,
+    *,
+    stdin: str = "",
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+    readable: Sequence[Path] = (),
+    limits: Limits = _DEFAULT,
+) -> Ended:
+    """Run a command of the shell `sh`. Raises as `run_python_async`."""
+    return await chosen_sandbox().run(
+        ["sh", "-c", command],
+        stdin=stdin.encode(),
+        environment=environment,
+        directory=directory,
+        readable=readable,
+        limits=limits,
+    )
+
+
+def run_python(code: str, **options: Any) -> Ended:
+    """As `run_python_async`, and waits. Safe inside a running event loop, which it blocks."""
+    return _wait(run_python_async(code, **options))
+
+
+def run_shell(command: str, **options: Any) -> Ended:
+    """As `run_shell_async`, and waits. Safe inside a running event loop, which it blocks."""
+    return _wait(run_shell_async(command, **options))
+
+
+def _wait(work: Coroutine[Any, Any, Ended]) -> Ended:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, work).result()

@@ -1,0 +1,140 @@
+"""What runs a program of a model: `Sandbox.run`, with `Limits`, gives `Ended`.
+
+The paths of `directory` and `readable` are the same inside and outside the sandbox. Everything else
+of the host is hidden, apart from the system's programs and libraries, which are read-only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from grpo_core.errors import GrpoError
+
+MIB = 2**20
+
+SERVICE_URL = "{service_url}"
+"""In a value of `environment`: the URL at which the program reaches `service`, without a slash at
+the end."""
+
+Reason = Literal["finished", "timeout", "cpu", "memory", "files", "output"]
+"""`finished`: the program ended by itself, with any status or signal. Others: the limit that ended
+it."""
+
+_SHOWN_CHARACTERS = 4000
+
+
+class SandboxUnusable(GrpoError):
+    """The chosen sandbox does not work on this machine. The message says what to install."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one run. docs/how-to/sandbox.md says how each sandbox enforces them.
+
+    seconds: from start to end; cpu_s: CPU time of each process; memory_bytes: of all processes;
+    file_bytes: of all files that exist at the same time; processes: threads count too;
+    open_files: of each process; output_bytes: of standard output and of standard error, each.
+    """
+
+    seconds: float = 10.0
+    cpu_s: int = 10
+    memory_bytes: int = 512 * MIB
+    file_bytes: int = 64 * MIB
+    processes: int = 64
+    open_files: int = 256
+    output_bytes: int = MIB
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended. status: its exit status, 128 + N after signal N; output, errors: what it
+    wrote; seconds: how long it ran."""
+
+    status: int
+    output: str
+    errors: str
+    reason: Reason
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """The program ended by itself, with status 0."""
+        return self.reason == "finished" and self.status == 0
+
+    def for_model(self, characters: int = _SHOWN_CHARACTERS) -> str:
+        """What a tool answers to the model: the end of output and errors, then how it ended."""
+        text = "\n".join(filter(None, (self.output.rstrip(), self.errors.rstrip())))
+        if len(text) > characters:
+            text = (
+                f"(the first {len(text) - characters} characters are left out)\n"
+                + (text[-characters:])
+            )
+        if self.reason != "finished":
+            text += f"\n(ended by the limit: {self.reason})"
+        elif self.status:
+            text += f"\n(exit status {self.status})"
+        return text.strip() or "(no output)"
+
+
+class Sandbox(Protocol):
+    """Runs programs so that they reach nothing but what `run` names."""
+
+    @property
+    def kind(self) -> str:
+        """`bubblewrap`, `docker:IMAGE` or `none`."""
+
+    @property
+    def python(self) -> str:
+        """The Python interpreter inside."""
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        environment: Mapping[str, str] | None = None,
+        directory: Path | None = None,
+        readable: Sequence[Path] = (),
+        service: Path | None = None,
+        limits: Limits = Limits(),
+    ) -> Ended:
+        """Run a program to its end, or to the first limit. No process of it remains.
+
+        Args:
+            environment: added to PATH, HOME and TMPDIR; no other variable of this process is
+                visible. `SERVICE_URL` in a value becomes the URL of `service`.
+            directory: the working directory, which the program may change. If this process runs as
+                root, the directory and its files are given to the user `nobody`. None: an empty
+                directory in memory, which disappears.
+            readable: files and directories that the program may read.
+            service: a Unix socket of an HTTP server that the program may reach.
+
+        Raises:
+            SandboxUnusable: the sandbox itself does not start.
+        """
+
+
+def program_environment(
+    path: str, home: str, environment: Mapping[str, str] | None, service_url: str
+) -> dict[str, str]:
+    """The variables of a program, with `SERVICE_URL` replaced."""
+    base = {"PATH": path, "HOME": home, "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
+    given = {
+        name: value.replace(SERVICE_URL, service_url) for name, value in (environment or {}).items()
+    }
+    return base | given
+
+
+NOBODY = 65534
+
+
+def give_to_nobody(directory: Path) -> None:
+    """Make `nobody` the owner of a directory and of all that is in it; links are not followed."""
+    os.chown(directory, NOBODY, NOBODY)
+    for parent, names, files in os.walk(directory):
+        for name in names + files:
+            os.chown(os.path.join(parent, name), NOBODY, NOBODY, follow_symlinks=False)

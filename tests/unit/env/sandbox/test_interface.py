@@ -1,0 +1,105 @@
+"""A program gets its input, variables, files and service, and its end is told as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import ThreadingUnixStreamServer
+
+import pytest
+
+from grpo_env.sandbox import SERVICE_URL, Ended, Limits, Sandbox, run_python, sandbox_of
+
+Python = Callable[..., Ended]
+
+
+class _Hello(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(f"hello from {self.path}".encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def address_string(self) -> str:
+        return "a program"
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "service.sock"
+    with ThreadingUnixStreamServer(str(path), _Hello) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        yield path
+        server.shutdown()
+
+
+@pytest.fixture(params=["bubblewrap", "none"])
+def sandbox(request: pytest.FixtureRequest) -> Sandbox:
+    if request.param == "bubblewrap":
+        found: Sandbox = request.getfixturevalue("bubblewrap")
+        return found
+    return sandbox_of("none")
+
+
+def test_a_program_gets_what_run_names(sandbox: Sandbox, service: Path, tmp_path: Path) -> None:
+    directory, readable = tmp_path / "work", tmp_path / "question.txt"
+    directory.mkdir()
+    readable.write_text("why?")
+    code = f"""
+import os, sys, urllib.request
+answer = urllib.request.urlopen(os.environ["BASE_URL"] + "/models").read().decode()
+open("answer.txt", "w").write(answer)
+print(open({str(readable)!r}).read(), sys.stdin.read(), os.getcwd())
+sys.exit(3)
+"""
+    ended = asyncio.run(
+        sandbox.run(
+            [sandbox.python, "-c", code],
+            stdin=b"because",
+            environment={"BASE_URL": f"{SERVICE_URL}/v1"},
+            directory=directory,
+            readable=[readable],
+            service=service,
+        )
+    )
+    assert (ended.output, ended.errors) == (f"why? because {directory}\n", "")
+    assert (ended.status, ended.reason, ended.ok) == (3, "finished", False)
+    assert (directory / "answer.txt").read_text() == "hello from /v1/models"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "reason"),
+    [
+        ("print('fine')", 0, "finished"),
+        ("import os; os.kill(os.getpid(), 11)", 139, "finished"),
+        ("import time; time.sleep(1000)", 137, "timeout"),
+        ("while True: print('again')", 137, "output"),
+    ],
+)
+def test_how_it_ended(sandbox: Sandbox, code: str, status: int, reason: str) -> None:
+    limits = Limits(seconds=1.0 if reason == "timeout" else 60.0)
+    ended = asyncio.run(sandbox.run([sandbox.python, "-c", code], limits=limits))
+    assert (ended.status, ended.reason) == (status, reason), ended.errors
+    assert len(ended.output) <= limits.output_bytes
+
+
+def test_the_model_reads_the_end_of_the_output(python: Python) -> None:
+    ended = python("print('1234567'); raise SystemExit('no')")
+    assert ended.for_model() == "1234567\nno\n(exit status 1)"
+    assert ended.for_model(4) == ("(the first 6 characters are left out)\n7\nno\n(exit status 1)")
+
+
+def test_rewards_may_call_it_with_and_without_an_event_loop(
+    bubblewrap: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPO_SANDBOX", bubblewrap.kind)
+
+    async def in_a_loop() -> Ended:
+        return run_python("print(6 * 7)")
+
+    assert run_python("print(6 * 7)").output == asyncio.run(in_a_loop()).output == "42\n"
