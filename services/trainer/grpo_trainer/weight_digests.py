@@ -57,6 +57,17 @@ class WeightDigests:
             return [tensor_digest(_pieces(master)) for master in self._masters]
 
 
+def digests_of(masters: Sequence[Tensor], parts: int) -> list[str]:
+    """The digest of each whole tensor, as `parts` ranks that divide its rows compute it."""
+    return [joined([tensor_digest(_pieces(part)) for part in _rows(m, parts)]) for m in masters]
+
+
+def _rows(whole: Tensor, parts: int) -> list[Tensor]:
+    """As FSDP2 divides them: the last ranks may have none."""
+    found = whole.chunk(parts)
+    return [*found, *[whole[:0]] * (parts - len(found))]
+
+
 def facts_of(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> list[Facts]:
     """Args: shapes: of the whole tensors, by name; dtype: of the master weights"""
     return [(name, DTYPES[str(dtype)], shape) for name, shape in shapes.items()]

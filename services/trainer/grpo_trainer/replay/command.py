@@ -13,7 +13,7 @@ from grpo_trainer.learner import Learner
 from grpo_trainer.replay.objective import compared_steps, table
 from grpo_trainer.replay.run import RecordedRun
 from grpo_trainer.replay.settings import ReplaySettings
-from grpo_trainer.replay.steps import ReplayedStep, replayed_steps, weight_digests
+from grpo_trainer.replay.steps import ReplayedStep, replayed_steps
 from grpo_trainer.replay.verdict import (
     Differences,
     begin_problem,
@@ -21,6 +21,7 @@ from grpo_trainer.replay.verdict import (
     verdict_of,
 )
 from grpo_trainer.telemetry.provenance import code_of, machine_of
+from grpo_trainer.weight_digests import digests_of
 
 Say = Callable[[str], None]
 
@@ -50,7 +51,8 @@ def replay_run(provenance: Provenance, settings: ReplaySettings, say: Say) -> bo
     first = newest(provenance.lines, begin)
     if first is not None:
         begun = provenance.start_of(first)
-        if problem := begin_problem(begun, first, weight_digests(learner), where):
+        digests = digests_of(learner.optimizer.masters, begun.parts)
+        if problem := begin_problem(begun, first, digests, where):
             say(problem)
             return False
     if settings.objective_options:

@@ -134,11 +134,11 @@ def changed_settings(settings: TrainerSettings, options: Mapping[str, Any]) -> T
 
 
 def settings_of(start: Start, save_path: Path) -> TrainerSettings:
-    """Those that the trainer had."""
+    """Those that the trainer had, for one process with the whole state."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(start.config)
         file.flush()
-        line = parsed(CommandLine, ["--config", file.name], {})
+        line = parsed(CommandLine, ["--config", file.name, "--no-fsdp"], {})
     return line.settings().model_copy(update={"save_path": save_path})
 
 

@@ -15,6 +15,7 @@ from grpo_trainer.learner import GradientStats, Learner
 from grpo_trainer.model.policy import limits_of
 from grpo_trainer.optim.loss_scale import ScaleRecord
 from grpo_trainer.replay.run import RecordedRun
+from grpo_trainer.weight_digests import digests_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def taken(run: RecordedRun, learner: Learner, step: int, gradients: GradientStat
         published,
         gradients.loss,
         gradients.norm,
-        weight_digests(learner),
+        digests_of(learner.optimizer.masters, run.start_of(step).parts),
     )
 
 
@@ -82,14 +83,6 @@ def gradients_of(
     if inputs.random is not None:
         RngState.model_validate(inputs.random).restore()
     return learner.gradients(batch, objective, inputs.step - 1)
-
-
-def weight_digests(learner: Learner) -> list[str]:
-    """Of each master weight tensor, as they are now."""
-    learner.digests.begin()
-    found = learner.digests.finish()
-    assert found is not None
-    return found
 
 
 def _objective(learner: Learner, recorded: RecordedBatch, given: Sequence[str]) -> Objective:

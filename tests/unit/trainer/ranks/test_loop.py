@@ -21,6 +21,8 @@ from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.run_api import RunStatus
 from grpo_runs.offline.local import WeightsInProcess
 from grpo_trainer.ranks.group import ALONE, Ranks
+from grpo_trainer.replay.command import replay_run
+from grpo_trainer.replay.settings import ReplaySettings
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, training_steps
 from tests.support.forked import forked
@@ -130,3 +132,6 @@ def test_two_ranks_train_the_model_of_one(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
     found = verify(Provenance.of(tmp_path / "together"))
     assert (found.problems, found.checkpoints) == ([], 2)
+    said: list[str] = []
+    last = ReplaySettings(run=tmp_path / "together", step=4)
+    assert replay_run(Provenance.of(tmp_path / "together"), last, said.append), said
