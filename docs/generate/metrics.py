@@ -52,7 +52,8 @@ def of_environment() -> str:
     counts.reported = dict.fromkeys(OF_REPORT, 0)
     server: Any = Fake(url="", answered=Fake(total=lambda: 0), load=0, standing=None)
     pool: Any = Fake(servers=[server])
-    return _families(EnvironmentMetrics(counts, pool, lambda: 0).collect())
+    pools = {"": {"": 0}}
+    return _families(EnvironmentMetrics(counts, pool, lambda: 0, lambda: pools).collect())
 
 
 def _families(families: Iterable[Metric]) -> str:

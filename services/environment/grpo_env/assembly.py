@@ -8,10 +8,10 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 
 from grpo_core.security import plain
-from grpo_core.tree.environment_values import MixturePart
+from grpo_core.tree.environment_values import UNIFORM, MixturePart
 from grpo_env.inference.pool import InferencePool
 from grpo_env.inference.waiting import wait_for_servers
-from grpo_env.loading import TaskSpec, TaskUnusable
+from grpo_env.loading import TaskSpec, TaskUnusable, find_rule
 from grpo_env.rollout.chat_template import ChatTemplate, load_template
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grader
@@ -31,10 +31,15 @@ class TaskSet:
     tasks: tuple[Task, ...]
     weights: tuple[float, ...]
 
-    def training_stream(self, seed: int) -> ItemStream:
-        """Raises `DataUnusable`."""
+    def training_stream(self, seed: int, curriculum: str = UNIFORM) -> ItemStream:
+        """Args: curriculum: as `--curriculum`
+
+        Raises:
+            DataUnusable, CurriculumUnusable: the data, or the rule.
+        """
         items = [training_items(task) for task in self.tasks]
-        return ItemStream([*zip(items, self.weights, strict=True)], seed)
+        parts = [*zip(items, self.weights, strict=True)]
+        return ItemStream(parts, seed, find_rule(curriculum))
 
     @property
     def max_sequences(self) -> int:

@@ -20,8 +20,9 @@ from types import ModuleType
 from typing import Any
 
 from grpo_core.errors import GrpoError
-from grpo_core.tree.environment_values import MIXTURE
+from grpo_core.tree.environment_values import LEARNABLE, MIXTURE, UNIFORM
 from grpo_env.tasks import Answer, Reward, Row, Task, TaskOptions
+from grpo_env.tasks.curriculum import CurriculumUnusable, Rule, learnable
 from grpo_env.tasks.reward_functions import as_reward
 
 BUILT_IN: Mapping[str, str] = {
@@ -32,6 +33,7 @@ BUILT_IN: Mapping[str, str] = {
 """Name → class, which is imported only when it is used: checking a name needs no task."""
 ENTRY_POINTS = "grpo.tasks"
 DEFAULT_FUNCTION = "reward"
+DEFAULT_RULE = "sampler"
 BRIDGE = "verifiers"
 
 
@@ -52,6 +54,14 @@ def problem_of(task: str) -> str | None:
         return None
     installed = [point.name for point in entry_points(group=ENTRY_POINTS)]
     return None if task in installed else _no_such_task(task, installed)
+
+
+def problem_of_rule(curriculum: str) -> str | None:
+    """Why there cannot be such a rule in a file; None if there may be one."""
+    source, _, attribute = curriculum.partition(":")
+    if not source.endswith(".py"):
+        return None
+    return _problem_of_file(Path(source).expanduser(), attribute or DEFAULT_RULE)
 
 
 def _no_such_task(name: str, installed: Iterable[str]) -> str:
@@ -105,6 +115,30 @@ class FunctionTask(Task):
         return reward
 
 
+def find_rule(curriculum: str) -> Rule | None:
+    """The rule of `--curriculum`; None for the plain order.
+
+    Raises:
+        CurriculumUnusable: there is no such function, or its file cannot be loaded.
+    """
+    if curriculum in (UNIFORM, LEARNABLE):
+        return learnable if curriculum == LEARNABLE else None
+    source, _, attribute = curriculum.partition(":")
+    is_file = source.endswith(".py")
+    try:
+        module = _load_file(Path(source).expanduser()) if is_file else _load_module(source)
+        found = _named(module, attribute or DEFAULT_RULE, source)
+    except TaskUnusable as error:
+        raise CurriculumUnusable(f"--curriculum: {error}") from error
+    if not callable(found):
+        raise CurriculumUnusable(
+            f"--curriculum: {curriculum} is {type(found).__name__}; expected a function "
+            "(items, step) that returns a weight for each item"
+        )
+    rule: Rule = found
+    return rule
+
+
 Make = Callable[[TaskOptions], Task]
 
 
@@ -128,13 +162,16 @@ def find_task(name: str) -> Make:
         return lambda options: verifiers_task(attribute, options)
     if source.endswith(".py"):
         path = Path(source).expanduser()
-        return _attribute_of(_load_file(path), attribute or DEFAULT_FUNCTION, path.stem, str(path))
+        attribute = attribute or DEFAULT_FUNCTION
+        found = _named(_load_file(path), attribute, str(path))
+        return _task_of(found, attribute, path.stem, str(path))
     if colon:
-        return _attribute_of(_load_module(source), attribute, source.rpartition(".")[2], source)
+        found = _named(_load_module(source), attribute, source)
+        return _task_of(found, attribute, source.rpartition(".")[2], source)
     return _installed(name)
 
 
-def _attribute_of(module: ModuleType, attribute: str, stem: str, source: str) -> Make:
+def _named(module: ModuleType, attribute: str, source: str) -> Any:
     found = getattr(module, attribute, None)
     if found is None:
         offered = [
@@ -147,7 +184,7 @@ def _attribute_of(module: ModuleType, attribute: str, stem: str, source: str) ->
         raise TaskUnusable(
             f"{source} has no {attribute!r}; it defines {', '.join(offered) or 'no function'}"
         )
-    return _task_of(found, attribute, stem, source)
+    return found
 
 
 def _task_of(found: Any, attribute: str, stem: str, source: str) -> Make:

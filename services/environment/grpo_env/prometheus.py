@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -25,15 +25,22 @@ OF_REPORT = {
 class EnvironmentMetrics(Collector):
     """Reads what the environment counts anyway, at a scrape, in another thread.
 
-    Args: groups_in_progress: gives the number of groups being sampled, graded or submitted
+    Args:
+        groups_in_progress: gives the number of groups being sampled, graded or submitted
+        items: gives the number of items by task and pool of the curriculum
     """
 
     def __init__(
-        self, counts: GroupCounts, pool: InferencePool, groups_in_progress: Callable[[], int]
+        self,
+        counts: GroupCounts,
+        pool: InferencePool,
+        groups_in_progress: Callable[[], int],
+        items: Callable[[], Mapping[str, Mapping[str, int]]],
     ) -> None:
         self._counts = counts
         self._pool = pool
         self._groups_in_progress = groups_in_progress
+        self._items = items
 
     def collect(self) -> Iterator[Metric]:
         counts = self._counts
@@ -54,7 +61,19 @@ class EnvironmentMetrics(Collector):
         for name, meaning in OF_REPORT.items():
             if (value := counts.reported.get(name)) is not None:
                 yield GaugeMetricFamily(f"{PREFIX}{name}", meaning, value)
+        yield from self._of_curriculum()
         yield from self._of_servers()
+
+    def _of_curriculum(self) -> Iterator[Metric]:
+        pools = GaugeMetricFamily(
+            f"{PREFIX}items",
+            "Number of items by the solve rate that the curriculum has measured.",
+            labels=["task", "pool"],
+        )
+        for task, counts in self._items().items():
+            for pool, count in counts.items():
+                pools.add_metric([task, pool], count)
+        yield pools
 
     def _of_servers(self) -> Iterator[Metric]:
         answered = CounterMetricFamily(

@@ -12,11 +12,14 @@ class EnvServerSettings(EnvironmentOptions):
     __doc__ = EnvironmentOptions.__doc__
 
     def start_mistakes(self) -> Iterator[Mistake]:
-        from grpo_env.loading import problem_of  # the tasks; a mistyped option needs none of them
+        # The tasks; a mistyped option needs none of them.
+        from grpo_env.loading import problem_of, problem_of_rule
 
         for task in [part.task for part in self.mixture] or [self.task]:
             if problem := problem_of(task):
                 yield Mistake("task", problem)
+        if problem := problem_of_rule(self.curriculum):
+            yield Mistake("curriculum", problem)
         yield from super().start_mistakes()
 
     @property

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -28,6 +29,7 @@ from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.groups import SamplingPlan
 from grpo_env.rollout.producer import GroupProducer
 from grpo_env.settings import EnvServerSettings
+from grpo_env.tasks.curriculum_files import files_of
 
 log = structlog.get_logger()
 
@@ -123,9 +125,11 @@ class Worker:
         self._api = api
         self._pool = pool
         self._run_api = FailureBudget("run-api", settings.run_api_deadline_s)
-        stream = tasks.training_stream(settings.seed)
+        stream = tasks.training_stream(settings.seed, settings.curriculum)
+        self._stream = stream
+        self._curriculum = files_of(settings.curriculum_dir, stream)
         self._producer = GroupProducer(settings, stream, engine, api)
-        self._progress = 0.0  # share of the training steps
+        self._progress, self._step = 0.0, 0  # share of the training steps, and the newest
         self._evaluation = TrainingEvaluation(
             settings, tasks.tasks, engine, pool, lambda step, found: self._log_to_wandb(step, found)
         )
@@ -137,7 +141,9 @@ class Worker:
         self._next_run: Deadline | None = None
         self._in_flight: set[asyncio.Task[None]] = set()
         self._idle_poll_s = _FIRST_IDLE_POLL_S
-        self.metrics = EnvironmentMetrics(self._producer.counts, pool, lambda: len(self._in_flight))
+        self.metrics = EnvironmentMetrics(
+            self._producer.counts, pool, lambda: len(self._in_flight), stream.pools
+        )
 
     async def run(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -151,6 +157,7 @@ class Worker:
             finally:
                 await self._leave()
                 self._pool.log_requests()
+                self._save_curriculum()
 
     async def _feed_trainer(self, membership: Membership) -> None:
         while True:
@@ -160,7 +167,7 @@ class Worker:
                 continue
             self._pool.follow(status.servers)
             total_steps = membership.total_steps(self._settings.steps, status.num_steps)
-            self._progress = status.current_step / total_steps
+            self._progress, self._step = status.current_step / total_steps, status.current_step
             # Enough groups in the queue do not complete a run: the trainer may still refuse some.
             if status.current_step >= total_steps:
                 if self._waits_for_the_next_run():
@@ -177,10 +184,21 @@ class Worker:
             self._evaluation.start_if_due(status.current_step, self._sampling())
             await self._work_until_next_poll(status, total_steps)
             if fields := self._producer.counts.report_if_due():
+                fields = fields | self._pools()
+                self._save_curriculum()
                 self._log_to_wandb(status.current_step, fields)
                 log.info("groups.counted", groups_in_progress=len(self._in_flight), **fields)
                 # A restarted trainer may use another batch size.
                 await self._retry(self._ask_trainer_info)
+
+    def _pools(self) -> dict[str, Any]:
+        """Number of items in each pool of the curriculum, of all tasks together."""
+        pools = [Counter(of_task) for of_task in self._stream.pools().values()]
+        return {"pools": dict(sum(pools, Counter()))} if pools else {}
+
+    def _save_curriculum(self) -> None:
+        if self._curriculum is not None:
+            self._curriculum.save(self._step)
 
     def _waits_for_the_next_run(self) -> bool:
         """True if the run was complete before this environment joined, because another trainer may
@@ -273,7 +291,7 @@ class Worker:
             self._stall.observe(status.current_step, idle=is_idle)
             if not self._producer.delay_s:
                 for _ in range(groups):
-                    produced = self._producer.produce(self._sampling())
+                    produced = self._producer.produce(self._sampling(), self._step)
                     self._in_flight.add(asyncio.create_task(produced))
             if groups <= 0 and not self._in_flight:
                 await asyncio.sleep(self._idle_poll_s)

@@ -43,6 +43,7 @@ class RunDirectory:
         self.reward_plot = path / "reward.png"
         self.report = path / "report.html"
         self.evaluations = path / "eval.jsonl"
+        self.curricula = path / "curriculum"
         self.services = path / "services.json"
         self.processes = path / "processes.jsonl"
 

@@ -12,6 +12,7 @@ from pydantic import SecretStr
 from grpo_core.redis.keys import default_run_id
 from grpo_core.rollouts.files import ROLLOUTS
 from grpo_core.security import plain
+from grpo_core.tree.environment_values import UNIFORM
 from grpo_core.tree.sections import ENVIRONMENT, RUN_API, SERVER, TRAINER
 from grpo_core.weights import bridge_config
 from grpo_core.weights.directory_checks import LORA_RANKS, SERVED_WEIGHTS
@@ -281,6 +282,8 @@ def environment_values(settings: LaunchOptions, places: Places, task: str) -> di
         values["metrics_port"] = port + 1 + settings.task.index(task)
     if run is not None and settings.evaluates_every:
         values["eval_output"] = run.evaluations
+    if run is not None and values.get("curriculum", UNIFORM) != UNIFORM:
+        values["curriculum_dir"] = run.curricula / name_of_task(task)
     return without_none(values)
 
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from grpo_core.settings import (
     Command,
@@ -23,12 +23,14 @@ from grpo_core.tree.environment_values import (
     ALIASES,
     MIXTURE,
     REFUSED,
+    UNIFORM,
     WITHOUT_EFFECT,
     Arguments,
     Columns,
     Mixture,
     Weights,
     one_policy,
+    rule_name,
     with_sections,
 )
 from grpo_core.wire.fields import Weight
@@ -82,6 +84,8 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
                 "template_args",
                 "task_args",
                 "mixture",
+                "curriculum",
+                "curriculum_dir",
                 "seed",
             ),
             "Reward": (
@@ -237,6 +241,17 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
         (),
         description="Tasks of a mixture and their shares of the groups, for example "
         "gsm8k=0.7,arithmetic=0.3. In a YAML file, each task can have its own data and columns",
+    )
+    curriculum: Annotated[str, AfterValidator(rule_name)] = Field(
+        UNIFORM,
+        description="How often each item of a task is drawn. uniform: all items in turn. "
+        "learnable: most often those that the model solves sometimes, by the scores of their "
+        "recent groups. my.py:sampler: by the weights that your function returns",
+    )
+    curriculum_dir: Path | None = Field(
+        None,
+        description="Directory that keeps what --curriculum has measured, so that a restarted "
+        "environment goes on from it. Each environment needs a directory of its own",
     )
     reward_weights: Annotated[
         Weights, Shown(default="by task; 1 for each part", metavar="PART=WEIGHT,...")
@@ -443,6 +458,8 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
                 "the scores of a group of 1 are always equal, so every group is dropped; pass 2 or "
                 "more, or --no-drop-equal-scores",
             )
+        if self.curriculum_dir and self.curriculum == UNIFORM:
+            yield Mistake("curriculum_dir", "needs --curriculum learnable, or a function of yours")
         if (self.max_completion_tokens or 0) >= self.seq_len:
             yield Mistake(
                 "max_completion_tokens",
@@ -464,6 +481,8 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
         for name, path in files.items():
             if path and (problem := not_writable(path.parent)):
                 yield Mistake(name, problem)
+        if self.curriculum_dir and (problem := not_writable(self.curriculum_dir)):
+            yield Mistake("curriculum_dir", problem)
         if self.action == "serve":
             yield from self.port_mistakes()
         if self.answers and not self.answers.is_file():

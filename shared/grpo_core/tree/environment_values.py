@@ -75,6 +75,18 @@ class MixturePart(BaseModel):
 
 MIXTURE = "mixture"
 
+UNIFORM, LEARNABLE = "uniform", "learnable"
+
+
+def rule_name(value: str) -> str:
+    """Raises `ValueError` if it names neither a rule nor a function."""
+    if value in (UNIFORM, LEARNABLE) or value.endswith(".py") or ":" in value:
+        return value
+    raise ValueError(
+        f"expected {UNIFORM}, {LEARNABLE}, a function in a file such as my.py:sampler, or one in a "
+        "module such as package.module:sampler"
+    )
+
 
 def _parts(value: Any) -> Any:
     """`gsm8k=0.7,arithmetic=0.3` → two parts; a list of mappings stays as it is, also in JSON."""

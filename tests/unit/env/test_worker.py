@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from grpo_env.inference.server import NoGenerateRoute
 from grpo_env.pacing import MAX_REFUSED_IN_A_ROW, EveryGroupRefused, NoTrainer
 from grpo_env.rollout.producer import NoPromptFits
 from grpo_env.tasks import Message, Row, Split
+from grpo_env.tasks.curriculum_files import CurriculumState
 from grpo_env.worker import GroupLargerThanBatch
 from grpo_runs.process.ports import free_port
 from tests.support.canned import generate_answer, inference_routes
@@ -68,6 +70,27 @@ async def test_prometheus_reads_what_the_environment_counts() -> None:
     assert requests >= 2
     (up,) = (v for k, v in shown.items() if k.startswith("grpo_environment_server_up"))
     assert up == 1
+
+
+async def test_a_restarted_environment_goes_on_with_its_curriculum(tmp_path: Path) -> None:
+    options = ("--curriculum=learnable", f"--curriculum-dir={tmp_path}")
+    answers = itertools.cycle(
+        [(200, generate_answer(["7", "7"])), (200, generate_answer(["7", "8"]))]
+    )
+
+    with capture_logs() as logs:
+        await run(RunApi(num_steps=2), lambda _body: next(answers), *options)
+        first = CurriculumState.model_validate_json((tmp_path / "state.json").read_text())
+        await run(RunApi(num_steps=2), right_and_wrong, *options)
+
+    second = CurriculumState.model_validate_json((tmp_path / "state.json").read_text())
+    draws = [state.tasks["sevens"].draws for state in (first, second)]
+    assert draws[1] > draws[0] >= 8  # half of the first groups were dropped
+    [(completions, total, *_)] = first.tasks["sevens"].items.values()
+    assert 0.5 < total / completions < 1  # those count too
+    assert [line["items"] for line in logs if line["event"] == "curriculum.restored"] == [1]
+    pools = [json.loads(line) for line in (tmp_path / "pools.jsonl").read_text().splitlines()]
+    assert pools[-1]["curriculum/sevens/medium"] == 1
 
 
 async def test_total_steps_ends_the_run_earlier_than_the_trainer() -> None:

@@ -67,6 +67,16 @@ def test_each_process_serves_its_metrics_on_a_port_of_its_own(factory_of: Factor
     assert ports == ["9100", "9101", "9102"]
 
 
+def test_each_environment_with_a_curriculum_keeps_it_in_the_run(factory_of: FactoryOf) -> None:
+    tasks = ("arithmetic", "my.py:reward")
+    factory = factory_of(load("--task", ",".join(tasks), "--curriculum", "learnable"))
+    found = [[*factory.environment(task, places(), 1).command] for task in tasks]
+    kept = [value_of("--curriculum-dir", line) for line in found]
+    assert kept == ["curriculum/arithmetic", "curriculum/my"]
+    plain = factory_of(load("--curriculum", "uniform")).environment("arithmetic", places(), 1)
+    assert "--curriculum-dir" not in plain.command
+
+
 @pytest.mark.parametrize(("words", "given"), [([], False), (["--resume", "run"], True)])
 def test_an_environment_of_a_resumed_run_knows_its_last_step(
     factory_of: FactoryOf, words: list[str], given: bool

@@ -181,18 +181,22 @@ class GroupProducer:
             seq_len=plan.max_token_length,
         )
 
-    async def produce(self, plan: SamplingPlan) -> None:
+    async def produce(self, plan: SamplingPlan, step: int) -> None:
         """Sample one group and submit it, or count the reason why it was lost.
+
+        Args: step: the training step now
 
         Raises:
             EveryGroupRefused: a server refused every recent group.
             RewardsFail: too many groups could not be graded.
             ServiceUnavailable: a server failed for longer than its deadline.
             ProtocolViolation, MisalignedCompletion: a server's answer is not valid.
+            CurriculumUnusable: the rule of the curriculum fails.
         """
         env_id, run_uuid = self._env_id, self._run_uuid  # of the run in which the sampling begins
         try:
-            sampled = await self._engine.roll_out(self._items.next(), plan)
+            item = self._items.next()
+            sampled = await self._engine.roll_out(item, plan)
         except ServiceUnavailable as error:
             self._inference.failed(error)
             self._lose(SampledGroup(lost=GroupLost(FailureReason.UNAVAILABLE, str(error))))
@@ -200,6 +204,8 @@ class GroupProducer:
         self._inference.succeeded()
         self._rewards.add(sampled.grades)
         self._flat_rewards.graded(grade.score for grade in sampled.grades)
+        if sampled.group is not None:  # graded, and maybe dropped
+            self._items.graded(item, [grade.score for grade in sampled.grades], step)
         lost = sampled.lost
         if lost is not None and lost.reason is FailureReason.QUARANTINED_REWARD:
             self._reward_failures.failed(lost.detail)

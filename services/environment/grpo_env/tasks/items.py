@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import structlog
 
+from grpo_env.tasks.curriculum import Rule, TaskState, WeightedItems
 from grpo_env.tasks.data_files import DataUnusable
 from grpo_env.tasks.task import Row, Task
 from grpo_env.tasks.tool_calls import Message
@@ -150,15 +151,27 @@ class ItemStream:
     """The training items of one task or of a mixture, without end.
 
     Every item comes from the task that is furthest behind its share, so the shares are exact at
-    any time. Each task goes through all its items in a new order each time. The same items and the
-    same seed give the same stream.
+    any time. Each task goes through all its items in a new order each time; with a rule, the rule
+    gives each item of a task its chance, and nothing is the same of two passes. The same items, the
+    same seed and the same scores give the same stream.
 
     Args:
         parts: items and weight of each task
+        rule: of the curriculum
+
+    Raises:
+        CurriculumUnusable: the rule fails on a small example.
     """
 
-    def __init__(self, parts: Sequence[tuple[Sequence[Item], float]], seed: int) -> None:
-        self._parts = [_Shuffled(list(items), w, seed + i) for i, (items, w) in enumerate(parts)]
+    def __init__(
+        self, parts: Sequence[tuple[Sequence[Item], float]], seed: int, rule: Rule | None = None
+    ) -> None:
+        self._parts: list[_Shuffled | WeightedItems] = [
+            _Shuffled(list(items), weight, seed + number)
+            if rule is None
+            else WeightedItems(items, weight, seed + number, rule)
+            for number, (items, weight) in enumerate(parts)
+        ]
 
     def next(self) -> Item:
         """Raises `ValueError` if there are no items."""
@@ -182,6 +195,33 @@ class ItemStream:
             if not part.items:
                 emptied.append(task.name)
         return emptied
+
+    def graded(self, item: Item, scores: Sequence[float], step: int) -> None:
+        """Note the scores of a group. Args: step: training step in which it was sampled"""
+        for name, part in self._weighted():
+            if name == item.task.name:
+                part.graded(item, scores, step)
+
+    def pools(self) -> Mapping[str, Mapping[str, int]]:
+        """Number of items by task and pool. Empty without a rule, as the two below."""
+        return {name: part.pools() for name, part in self._weighted()}
+
+    def state(self) -> Mapping[str, TaskState]:
+        return {name: part.state() for name, part in self._weighted()}
+
+    def restore(self, states: Mapping[str, TaskState]) -> None:
+        """Go on from a saved state. Tasks that it lacks begin anew."""
+        for name, part in self._weighted():
+            if name in states:
+                part.restore(states[name])
+
+    def _weighted(self) -> Iterator[tuple[str, WeightedItems]]:
+        """By the name of the task."""
+        return (
+            (part.items[0].task.name, part)
+            for part in self._parts
+            if isinstance(part, WeightedItems) and part.items
+        )
 
 
 class _Shuffled:

@@ -13,6 +13,7 @@ from grpo_core.errors import GrpoError, ProtocolViolation
 from grpo_core.rollouts.files import TOKENIZER, read_steps
 from grpo_core.rollouts.page import TokenTexts, write_page
 from grpo_core.rollouts.page.encode import PART, REWARD, TITLES, Point
+from grpo_runs.report.curricula import pool_curves
 from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.report.steps import metric_curves
 from grpo_runs.report.summary import RunFacts, counted, read_record, tenth_of
@@ -51,7 +52,7 @@ def write_report(run: RunDirectory, output: Path | None = None) -> Path:
         path,
         title_of(config),
         () if rollouts is None else read_steps(rollouts),
-        curves | evaluations.curves,
+        curves | evaluations.curves | pool_curves(run.curricula),
         texts,
         facts_of(run, config, curves, evaluations),
         intervals=evaluations.intervals,

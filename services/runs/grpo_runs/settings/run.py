@@ -534,7 +534,8 @@ class LaunchOptions(ServerHere):
         self, service: str, values: Mapping[str, Any], at_start: bool, task: str | None = None
     ) -> Iterator[Mistake]:
         view = VIEWS[service]
-        if at_start and task is not None and task not in BY_TASK:
+        has_code = task not in BY_TASK or ":" in values.get("curriculum", "")
+        if at_start and task is not None and has_code:
             from grpo_env.settings import EnvServerSettings as view
         for field, message in mistakes_of(view, values, at_start):
             is_ours = field in type(self).model_fields

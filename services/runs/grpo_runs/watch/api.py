@@ -190,12 +190,13 @@ def _about(live: LiveRun) -> dict[str, Any]:
 
 def curves_of(live: LiveRun, axis: Axis, most: int) -> list[dict[str, Any]]:
     """Each with name, title, unit, points ([position, value, step]) and intervals ([position, low,
-    high]). Those of metrics come first in the order of the report, then evaluations."""
+    high]). Those of metrics come first in the order of the report, then evaluations and the pools
+    of curricula."""
     live.read_files()
     found: dict[str, list[Any]] = {**live.log.curves(axis, most)}
     evaluations = live.evaluations()
     places = live.log.position_of
-    for name, points in evaluations.curves.items():
+    for name, points in {**evaluations.curves, **live.pools()}.items():
         at = ((places(step, axis), value, step) for step, value in points)
         found[name] = [point for point in at if point[0] is not None]
     intervals = {

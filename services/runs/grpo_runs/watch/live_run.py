@@ -15,8 +15,10 @@ from grpo_core.alerts import AlertWatch, Measures
 from grpo_core.errors import GrpoError
 from grpo_core.evaluation.results import ResultsUnusable
 from grpo_core.rollouts.files import steps_in
+from grpo_core.rollouts.page.encode import Point
 from grpo_core.rollouts.record import printable
 from grpo_runs.measures import MeasuresReader
+from grpo_runs.report.curricula import pool_curves
 from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.followed_file import FollowedFile
@@ -103,6 +105,13 @@ class LiveRun:
         except (OSError, ResultsUnusable):
             pass
         return self._evaluations
+
+    def pools(self) -> Mapping[str, list[Point]]:
+        """The curves of the curricula; empty while a file is broken."""
+        try:
+            return pool_curves(self.run.curricula)
+        except (OSError, GrpoError):
+            return {}
 
     def steps_with_rollouts(self) -> list[int]:
         """In order; empty while there are none."""

@@ -8,6 +8,7 @@ from itertools import pairwise, takewhile
 from statistics import fmean
 from typing import Any
 
+from grpo_core.curriculum import PREFIX as CURRICULUM
 from grpo_core.errors import BrokenRollouts
 from grpo_core.rollouts.record import (
     Message,
@@ -241,6 +242,9 @@ def title_of(name: str) -> tuple[str, str]:
     if name.startswith(EVALUATION):
         task, _, metric = name.removeprefix(EVALUATION).rpartition("/")
         return f"Evaluation: {metric}" + (f" on {task}" if task else ""), ""
+    if name.startswith(CURRICULUM):
+        task, _, pool = name.removeprefix(CURRICULUM).rpartition("/")
+        return f"Curriculum: {pool} items of {task}", ""
     return TITLES.get(name, (name, ""))
 
 

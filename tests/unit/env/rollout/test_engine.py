@@ -179,12 +179,13 @@ async def test_a_group_belongs_to_the_run_in_which_its_sampling_began() -> None:
         return 200, generate_answer(["7", "8"])
 
     async with engine_on(generate) as (engine, _):
-        items: Any = SimpleNamespace(next=lambda: item_of(Rewarded(sevens)))
+        item = item_of(Rewarded(sevens))
+        items: Any = SimpleNamespace(next=lambda: item, graded=lambda *_: None)
         client: Any = SimpleNamespace(submit=submit)
         producer = GroupProducer(settings, items, engine, client)
         producer.join(0, "old run")
-        await producer.produce(PLAN)
-        await producer.produce(PLAN)
+        await producer.produce(PLAN, 0)
+        await producer.produce(PLAN, 0)
     assert seen == [(0, "old run"), (1, "new run")]
 
 

@@ -1,0 +1,99 @@
+"""Saves what a curriculum has measured: `state.json`, from which an environment goes on, and
+`pools.jsonl`, with the number of items in each pool over the training steps."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import structlog
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from grpo_core.curriculum import POOLS_FILE, pool_curve
+from grpo_core.errors import problems_of
+from grpo_env.tasks.curriculum import CurriculumUnusable, TaskState
+from grpo_env.tasks.items import ItemStream
+
+log = structlog.get_logger()
+
+STATE_FILE = "state.json"
+
+
+class CurriculumState(BaseModel):
+    """By the name of the task."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tasks: dict[str, TaskState]
+
+
+class CurriculumFiles:
+    """The directory of `--curriculum-dir`. Each environment needs its own."""
+
+    def __init__(self, directory: Path, stream: ItemStream) -> None:
+        self._directory = directory
+        self._state = directory / STATE_FILE
+        self._stream = stream
+
+    def restore(self) -> int:
+        """Let the stream go on from the saved state, if there is one. Returns the number of items
+        whose solve rate is known.
+
+        Raises:
+            CurriculumUnusable: the file cannot be read.
+        """
+        try:
+            state = CurriculumState.model_validate_json(self._state.read_text())
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError) as error:
+            problem = problems_of(error) if isinstance(error, ValidationError) else error
+            raise CurriculumUnusable(
+                f"--curriculum-dir: {self._state} cannot be read: {problem}; remove it to measure "
+                "the solve rates anew"
+            ) from error
+        self._stream.restore(state.tasks)
+        return sum(len(task.items) for task in state.tasks.values())
+
+    def save(self, step: int) -> None:
+        """Replace the state, and add a line with the pools. Raises `CurriculumUnusable`."""
+        part = self._state.with_suffix(".part")
+        state = CurriculumState(tasks=dict(self._stream.state()))
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with part.open("w") as file:
+                file.write(state.model_dump_json())
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(self._state)
+            with (self._directory / POOLS_FILE).open("a") as lines:
+                lines.write(json.dumps({"step": step, **_curves(self._stream.pools())}) + "\n")
+        except OSError as error:
+            raise CurriculumUnusable(
+                f"--curriculum-dir: cannot write {self._directory}: {error.strerror}; name a "
+                "directory that this user can write"
+            ) from error
+
+
+def files_of(directory: Path | None, stream: ItemStream) -> CurriculumFiles | None:
+    """The files of a stream with a curriculum, which goes on from them; None without a directory.
+
+    Raises:
+        CurriculumUnusable: the saved state cannot be read.
+    """
+    if directory is None:
+        return None
+    files = CurriculumFiles(directory, stream)
+    if items := files.restore():
+        log.info("curriculum.restored", directory=str(directory), items=items)
+    return files
+
+
+def _curves(pools: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    return {
+        pool_curve(task, pool): count
+        for task, counts in pools.items()
+        for pool, count in counts.items()
+    }
