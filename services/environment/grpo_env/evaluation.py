@@ -280,10 +280,18 @@ class TrainingEvaluation:
         self._done_up_to = self._evaluated_step = -1
         self._running: asyncio.Task[None] | None = None
         self._samples = False
+        self._seen_items = 0
 
     @property
     def is_running(self) -> bool:
         return self._running is not None and not self._running.done()
+
+    @property
+    def report_fields(self) -> Mapping[str, str]:
+        """How far the running evaluation is; empty without one."""
+        if not (self.is_running and self._samples):
+            return {}
+        return {"evaluated": f"{self._seen_items}/{sum(len(items) for _, items in self._items)}"}
 
     def _chosen(self, tasks: tuple[Task, ...]) -> Iterator[tuple[Task, list[Item]]]:
         for task in tasks:
@@ -334,14 +342,19 @@ class TrainingEvaluation:
     async def _run(self, step: int, plan: SamplingPlan) -> None:
         try:
             engine = await _of_one_version(self._engine, self._pool, self._settings, step)
-            self._samples = True
+            self._samples, self._seen_items = True, 0
             for task, items in self._items:
-                result = await evaluate(engine, task, items, self._evaluation, plan)
+                result = await evaluate(
+                    engine, task, items, self._evaluation, plan, seen=self._count_item
+                )
                 self._record(result)
         except GrpoError as error:
             log.warning("evaluation.failed", step=step, error=f"{type(error).__name__}: {error}")
         finally:
             self._samples = False
+
+    def _count_item(self, _: SampledGroup) -> None:
+        self._seen_items += 1
 
     def _record(self, result: EvalResult) -> None:
         self._evaluated_step = -1 if result.step is None else result.step

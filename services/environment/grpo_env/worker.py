@@ -187,7 +187,8 @@ class Worker:
                 fields = fields | self._pools()
                 self._save_curriculum()
                 self._log_to_wandb(status.current_step, fields)
-                log.info("groups.counted", groups_in_progress=len(self._in_flight), **fields)
+                now = {"groups_in_progress": len(self._in_flight), **self._evaluation.report_fields}
+                log.info("groups.counted", **now, **fields)
                 # A restarted trainer may use another batch size.
                 await self._retry(self._ask_trainer_info)
 

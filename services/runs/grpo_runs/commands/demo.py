@@ -160,6 +160,8 @@ def _train_and_report(
             names = [factory.environment_name(task) for task in settings.task]
             notices.watch(places.run_api_url)
             processes.found_run_api(places.run_api_url)
+            if settings.evaluates_every and not records:
+                screen.line("evaluating the policy before the first step (--eval-every 0: never)")
             training_started = time.monotonic()
             records += follow_training(
                 stack,

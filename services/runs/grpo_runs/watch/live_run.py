@@ -175,7 +175,7 @@ class LiveRun:
             left_over=frozenset() if runner is None else runner.left_over,
             memory=self._newest_memory(),
             trainer=self._trainer_stage(),
-            environments=self._logs.groups_in_progress,
+            environments=self._logs.sampling,
             servers=api["servers"],
             api_away_since=self._api_away_since,
         )

@@ -23,6 +23,7 @@ _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) \[(\w+) *\] (\S+)\s*(.*)")
 """As `grpo_core.logs` writes an event: time in UTC, level, name, fields."""
 _LEVELS = {"warning": "warning", "error": "error", "critical": "error", "exception": "error"}
 _IN_PROGRESS = re.compile(r"groups_in_progress=(\d+)")
+_EVALUATED = re.compile(r"evaluated=(\d+)/(\d+)")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,21 @@ class Warned:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """What an environment reported last.
+
+    Args:
+        time: Unix time in seconds
+        groups: number of groups in progress
+        evaluation: how far its evaluation is; "" without one
+    """
+
+    time: float
+    groups: int
+    evaluation: str = ""
+
+
 class ServiceLogs:
     """Follows the logs of a run's directory. Args: directory: it may not exist yet"""
 
@@ -46,8 +62,8 @@ class ServiceLogs:
         self._directory = directory
         self._files: dict[Path, FollowedFile] = {}
         self.warnings: deque[Warned] = deque(maxlen=KEPT)
-        self.groups_in_progress: dict[str, tuple[float, int]] = {}
-        """Of each environment: time of its newest report, and the number of groups in it."""
+        self.sampling: dict[str, Sampling] = {}
+        """By name of the environment."""
 
     def read_new(self) -> None:
         """Never raises: a log that cannot be read has no lines."""
@@ -66,6 +82,8 @@ class ServiceLogs:
             time = datetime.fromisoformat(found[1]).replace(tzinfo=UTC).timestamp()
             level, event, text = _LEVELS.get(found[2]), found[3], found[4]
             if event == COUNTED and (count := _IN_PROGRESS.search(text)):
-                self.groups_in_progress[service] = time, int(count[1])
+                done = _EVALUATED.search(text)
+                evaluation = f"{done[1]} of {done[2]} items" if done else ""
+                self.sampling[service] = Sampling(time, int(count[1]), evaluation)
             if level is not None:
                 yield Warned(time, service, level, event, printable(text)[:LONGEST_TEXT])

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from grpo_runs.run_directory import ONE_OF_SERVERS, ONE_SERVER
+from grpo_runs.watch.logs import Sampling
 
 STAGES = {
     "data_fetch": "waiting for data",
@@ -134,7 +135,7 @@ class ServiceFacts:
         left_over: see `Runner`
         memory: bytes by name
         trainer: content of `stage.json`
-        environments: time of the newest report and number of groups in progress, by name
+        environments: their newest reports, by name
         servers: answer of run-api's `/servers`
         api_away_since: Unix time in seconds
     """
@@ -145,7 +146,7 @@ class ServiceFacts:
     left_over: frozenset[str] = frozenset()
     memory: Mapping[str, int] = field(default_factory=dict)
     trainer: Mapping[str, Any] | None = None
-    environments: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    environments: Mapping[str, Sampling] = field(default_factory=dict)
     servers: Sequence[Mapping[str, Any]] = ()
     api_away_since: float | None = None
 
@@ -203,13 +204,15 @@ class ServiceFacts:
         return Service(name, stage, detail=f"weights of step {step}")
 
     def _samples(self) -> bool:
-        return any(count for _, count in self.environments.values())
+        return any(one.groups or one.evaluation for one in self.environments.values())
 
     def _of_environment(self, name: str) -> Service:
         report = self.environments.get(name)
-        if report is None or report[0] < self.began - 1:  # logs have whole seconds
+        if report is None or report.time < self.began - 1:  # logs have whole seconds
             return Service(name, "starting")
-        _, count = report
+        if report.evaluation:
+            return Service(name, "evaluating", detail=report.evaluation)
+        count = report.groups
         groups = "1 group" if count == 1 else f"{count} groups"
         return Service(
             name,

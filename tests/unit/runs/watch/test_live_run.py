@@ -84,6 +84,10 @@ def test_services_and_their_stages(run: RunDirectory, live: LiveRun) -> None:
     assert environment["stage"] == "sampling"
     assert environment["detail"] == "3 groups in progress"
     assert environment["memory_bytes"] > 0
+    counted = "groups.counted  groups_in_progress=0 evaluated=12/64"
+    log(run, "environment", f"{IN_THE_FUTURE} [info     ] {counted}")
+    environment = live.state()["services"][3]
+    assert (environment["stage"], environment["detail"]) == ("evaluating", "12 of 64 items")
 
 
 def test_a_resumed_run_that_starts(run: RunDirectory, live: LiveRun) -> None:
