@@ -17,6 +17,7 @@ from grpo_core.security import plain
 from grpo_core.settings import resolved_yaml
 from grpo_core.settings.machine import MADE_HERE, TINY
 from grpo_core.weights.version_log import VersionLog
+from grpo_runs.commands.run_end import Trained, facts_of, report_run
 from grpo_runs.defaults import RunSizes
 from grpo_runs.modes import Mode
 from grpo_runs.notices import RunNotices
@@ -33,8 +34,6 @@ from grpo_runs.process.stack import (
 from grpo_runs.report.evaluations import (
     EvaluationsFile,
     evaluation_line,
-    few_items_warning,
-    lift_text,
 )
 from grpo_runs.report.steps import (
     HEADER_EVERY_STEPS,
@@ -48,13 +47,7 @@ from grpo_runs.report.steps import (
     trim_records,
 )
 from grpo_runs.report.summary import (
-    BenchmarkFacts,
-    RunFacts,
-    closing_lines,
     counted,
-    read_record,
-    summarise,
-    summary_lines,
 )
 from grpo_runs.run_directory import RunDirectory, create_run_directory
 from grpo_runs.screen import Screen
@@ -107,7 +100,13 @@ def run_demo(settings: LaunchOptions, screen: Screen) -> int:
                 notices.of_the_end(),
                 processes.of_the_end(),
             ):
-                _train_and_report(settings, run, screen, stop_request, notices, processes)
+                evaluations, started = EvaluationsFile(run.evaluations), time.monotonic()
+                trained = _train(
+                    settings, run, screen, stop_request, notices, processes, evaluations
+                )
+                seconds = time.monotonic() - started
+                facts = facts_of(settings, run, trained, seconds, processes.peak_bytes)
+                report_run(settings, run, screen, facts, trained, evaluations, command_typed())
         except StopRequested as stopped:
             screen.failure(f"{stopped}; every process of this run has ended")
             status = stopped.exit_status
@@ -119,7 +118,7 @@ def run_demo(settings: LaunchOptions, screen: Screen) -> int:
         return status
 
 
-def _command() -> str:
+def command_typed() -> str:
     """The command as the user can type it again."""
     called = Path(sys.argv[0])
     return str(called) if called.name in COMMANDS else "python -m grpo_runs"
@@ -130,24 +129,23 @@ def _after_a_failure(run: RunDirectory) -> list[str]:
     saved, taken = run.newest_checkpoint_step(), len(GrowingFile(run.metrics).new_lines())
     if saved is not None:
         repeated = f" (repeats {counted(taken - saved, 'step')})" if taken > saved else ""
-        lines.append(f"to continue this run: {_command()} --resume {run.path}{repeated}")
+        lines.append(f"to continue this run: {command_typed()} --resume {run.path}{repeated}")
     return lines
 
 
-def _train_and_report(
+def _train(
     settings: LaunchOptions,
     run: RunDirectory,
     screen: Screen,
     stop_request: StopRequest,
     notices: RunNotices,
     processes: ProcessRecords,
-) -> None:
-    started = time.monotonic()
+    evaluations: EvaluationsFile,
+) -> Trained:
     records: list[StepRecord] = []
     if settings.resumed:  # the steps after the newest checkpoint are repeated
         records = trim_records(run.metrics, run.newest_checkpoint_step() or 0)
     screen.lines(opening_lines(settings, run, len(records)))
-    evaluations = EvaluationsFile(run.evaluations)
     evaluations.read_new()  # those of the run that is resumed
     with (
         tempfile.TemporaryDirectory(prefix="grpo-") as temporary,
@@ -162,7 +160,7 @@ def _train_and_report(
             processes.found_run_api(places.run_api_url)
             if settings.evaluates_every and not records:
                 screen.line("evaluating the policy before the first step (--eval-every 0: never)")
-            training_started = time.monotonic()
+            started = time.monotonic()
             records += follow_training(
                 stack,
                 run,
@@ -174,12 +172,12 @@ def _train_and_report(
                 names,
                 partial(_keep_settings, settings, run),
             )
-            training_s = time.monotonic() - training_started
+            seconds = time.monotonic() - started
             if settings.evaluates_every:
                 wait_for_evaluations(stack, names, settings.sizes, screen)
                 show_evaluations(evaluations, screen)
             with VersionLog(places.redis_url, places.run_id, REDIS_DEADLINE_S) as versions:
-                servers, ended = versions.servers_for_report(), stack.lost()
+                return Trained(records, seconds, versions.servers_for_report(), stack.lost())
         except StopRequested:
             with screen.activity("finishing the step and saving it; Ctrl-C again stops at once"):
                 stack.stop_in_time("trainer", SAVE_GRACE_S)
@@ -188,36 +186,6 @@ def _train_and_report(
             notices.settle()
             with screen.activity("stopping all services"):
                 stack.stop()
-    with screen.activity("drawing the reward plot"):
-        from grpo_runs.report.plots import draw_reward_curve
-
-        title = f"GRPO on {' and '.join(settings.task)}, seed {settings.seed}"
-        draw_reward_curve(records, title, run.reward_plot)
-    benchmark = run.checkpoints / "benchmark.json"
-    facts = RunFacts(
-        mode=settings.mode,
-        seed=settings.seed,
-        summary=summarise(records, time.monotonic() - started, training_s),
-        benchmark=read_record(BenchmarkFacts, benchmark) if benchmark.exists() else None,
-        servers=tuple(server for server in servers if server.name not in ended),
-        ended_servers=ended,
-        peak_bytes=processes.peak_bytes,
-    )
-    run.summary.write_text(facts.model_dump_json(indent=2) + "\n")
-    if settings.report:  # the page shows facts of the summary
-        with screen.activity("writing the page with the rollouts"):
-            from grpo_runs.report.page import write_report
-
-            write_report(run)
-    screen.line("")
-    lifts = [lift_text(*lift) for lift in evaluations.lifts()]
-    screen.lines(summary_lines(facts, lifts), "bold")
-    more = f"{_command()} --resume {run.path} --steps {2 * settings.sizes.steps}"
-    screen.lines(closing_lines(run, settings.weight_mode, more, settings.report))
-    few = [few_items_warning(task, items) for task, _, items in evaluations.lifts()]
-    for warning in (facts.crash_warning(run), *few):
-        if warning is not None:
-            screen.warning(warning)
 
 
 def _keep_settings(settings: LaunchOptions, run: RunDirectory) -> None:
