@@ -6,9 +6,10 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from grpo_core.security import plain
-from grpo_core.tree.environment_values import UNIFORM, MixturePart
+from grpo_core.tree.environment_values import AGENT, UNIFORM, MixturePart
 from grpo_env.inference.pool import InferencePool
 from grpo_env.inference.waiting import wait_for_servers
 from grpo_env.loading import TaskSpec, TaskUnusable, find_rule
@@ -61,9 +62,14 @@ def _spec(settings: EnvServerSettings, part: MixturePart) -> TaskSpec:
         eval_data=part.eval_data or (None if part.data else settings.eval_data),
         columns=part.columns or settings.columns,
         system_prompt=settings.system_prompt if prompt is None else prompt,
-        args=part.task_args or settings.task_args,
+        args=_arguments(settings, part),
     )
     return TaskSpec(part.task, options, part.name, settings.held_out)
+
+
+def _arguments(settings: EnvServerSettings, part: MixturePart) -> dict[str, Any]:
+    given = part.task_args or settings.task_args
+    return settings.agent_arguments | given if part.task == AGENT else given
 
 
 @contextmanager

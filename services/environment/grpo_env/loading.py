@@ -13,14 +13,14 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from grpo_core.errors import GrpoError
-from grpo_core.tree.environment_values import LEARNABLE, MIXTURE, UNIFORM
+from grpo_core.tree.environment_values import AGENT, LEARNABLE, MIXTURE, UNIFORM
 from grpo_env.tasks import Answer, Reward, Row, Task, TaskOptions
 from grpo_env.tasks.curriculum import CurriculumUnusable, Rule, learnable
 from grpo_env.tasks.reward_functions import as_reward
@@ -35,6 +35,8 @@ ENTRY_POINTS = "grpo.tasks"
 DEFAULT_FUNCTION = "reward"
 DEFAULT_RULE = "sampler"
 BRIDGE = "verifiers"
+AGENT_FUNCTION = "agent"
+"""The function of `--agent my.py`."""
 
 
 def short_name(task: str) -> str:
@@ -50,7 +52,7 @@ def problem_of(task: str) -> str | None:
     source, colon, attribute = task.partition(":")
     if source.endswith(".py"):
         return _problem_of_file(Path(source).expanduser(), attribute or DEFAULT_FUNCTION)
-    if colon or task in (*BUILT_IN, MIXTURE):
+    if colon or task in (*BUILT_IN, AGENT, MIXTURE):
         return None
     installed = [point.name for point in entry_points(group=ENTRY_POINTS)]
     return None if task in installed else _no_such_task(task, installed)
@@ -64,8 +66,16 @@ def problem_of_rule(curriculum: str) -> str | None:
     return _problem_of_file(Path(source).expanduser(), attribute or DEFAULT_RULE)
 
 
+def problem_of_agent(name: str) -> str | None:
+    """Why there cannot be such a function; None if there may be one."""
+    source, _, attribute = name.partition(":")
+    if source.endswith(".py"):
+        return _problem_of_file(Path(source).expanduser(), attribute or AGENT_FUNCTION)
+    return None if attribute else f"no function {name!r}; expected a file such as my.py:agent"
+
+
 def _no_such_task(name: str, installed: Iterable[str]) -> str:
-    known = ", ".join([*BUILT_IN, MIXTURE, *sorted(installed)])
+    known = ", ".join([*BUILT_IN, AGENT, MIXTURE, *sorted(installed)])
     return (
         f"no task {name!r}; expected one of {known}, a file such as my.py:reward, a module such as "
         "package.module:MyTask, or verifiers:ENVIRONMENT"
@@ -160,6 +170,8 @@ def find_task(name: str) -> Make:
         from grpo_env.bridges.verifiers import verifiers_task
 
         return lambda options: verifiers_task(attribute, options)
+    if name == AGENT:
+        return _agent_task
     if source.endswith(".py"):
         path = Path(source).expanduser()
         attribute = attribute or DEFAULT_FUNCTION
@@ -169,6 +181,33 @@ def find_task(name: str) -> Make:
         found = _named(_load_module(source), attribute, source)
         return _task_of(found, attribute, source.rpartition(".")[2], source)
     return _installed(name)
+
+
+def _agent_task(options: TaskOptions) -> Task:
+    from grpo_env.bridges.agent import AgentArguments, AgentTask
+    from grpo_env.bridges.agent_program import AgentFunction, AgentProgram
+
+    if None in (options.args["reward"], options.args["command"] or options.args["function"]):
+        raise TaskUnusable("the task agent needs a reward, and a command or a function")
+    how, of_reward = AgentArguments.divided(options.args)
+    rewards = find_task(how.reward)(replace(options, args=of_reward))
+    if how.command is not None:
+        return AgentTask(options, how, AgentProgram(how.command), rewards)
+    agent = AgentFunction(how.function, _agent_function, how.rollouts)
+    return AgentTask(options, how, agent, rewards)
+
+
+def _agent_function(name: str) -> Callable[..., Any]:
+    """Raises `TaskUnusable`."""
+    source, _, attribute = name.partition(":")
+    is_file = source.endswith(".py")
+    module = _load_file(Path(source).expanduser()) if is_file else _load_module(source)
+    function: Callable[..., Any] = _named(module, attribute or AGENT_FUNCTION, source)
+    try:
+        inspect.signature(function).bind({}, None)
+    except TypeError as error:
+        raise TaskUnusable(f"{name} cannot be called as agent(row, client): {error}") from error
+    return function
 
 
 def _named(module: ModuleType, attribute: str, source: str) -> Any:

@@ -13,13 +13,17 @@ class EnvServerSettings(EnvironmentOptions):
 
     def start_mistakes(self) -> Iterator[Mistake]:
         # The tasks; a mistyped option needs none of them.
-        from grpo_env.loading import problem_of, problem_of_rule
+        from grpo_env.loading import problem_of, problem_of_agent, problem_of_rule
 
         for task in [part.task for part in self.mixture] or [self.task]:
             if problem := problem_of(task):
                 yield Mistake("task", problem)
         if problem := problem_of_rule(self.curriculum):
             yield Mistake("curriculum", problem)
+        if self.reward and (problem := problem_of(self.reward)):
+            yield Mistake("reward", problem)
+        if self.agent and (problem := problem_of_agent(self.agent)):
+            yield Mistake("agent", problem)
         yield from super().start_mistakes()
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_core.tree.environment_values import AGENT
 from grpo_runs.modes import Mode
 
 EVERY_LINEAR_LAYER = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
@@ -103,7 +104,10 @@ def name_of_task(task: str) -> str:
 
 
 def is_function(task: str) -> bool:
-    """`my.py:reward`, and not `my.py:MyTask` or `verifiers:NAME`: a function has no limits."""
+    """`my.py:reward` or `agent`, and not `my.py:MyTask` or `verifiers:NAME`: a function has no
+    limits."""
+    if task == AGENT:
+        return True
     source, _, attribute = task.partition(":")
     return source.endswith(".py") and not attribute[:1].isupper()
 

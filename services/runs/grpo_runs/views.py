@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from grpo_core.redis.keys import default_run_id
 from grpo_core.rollouts.files import ROLLOUTS
 from grpo_core.security import plain
-from grpo_core.tree.environment_values import UNIFORM
+from grpo_core.tree.environment_values import AGENT, AGENT_OPTIONS, UNIFORM
 from grpo_core.tree.sections import ENVIRONMENT, RUN_API, SERVER, TRAINER
 from grpo_core.weights import bridge_config
 from grpo_core.weights.directory_checks import LORA_RANKS, SERVED_WEIGHTS
@@ -260,7 +260,10 @@ def environment_values(settings: LaunchOptions, places: Places, task: str) -> di
         "max_batches_offpolicy": 1,
         "start_deadline_s": sizes.server_deadline_s,
     }
-    values = defaults | settings.given(ENVIRONMENT)
+    given = settings.given(ENVIRONMENT)
+    if AGENT in settings.task and task != AGENT:
+        given = {name: value for name, value in given.items() if name not in AGENT_OPTIONS}
+    values = defaults | given
     values |= {
         "task": task,
         "action": "serve",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +22,8 @@ from grpo_core.settings import (
 from grpo_core.settings.machine import missing_data, missing_directory, not_writable
 from grpo_core.tree.common import ClientOptions, MetricsOptions
 from grpo_core.tree.environment_values import (
+    AGENT,
+    AGENT_OPTIONS,
     ALIASES,
     MIXTURE,
     REFUSED,
@@ -44,12 +48,22 @@ def _upper(value: Any) -> Any:
     return value.upper() if isinstance(value, str) else value
 
 
+def _no_program(command: str) -> str | None:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        return f"cannot split the value into words as a shell does ({error}); check its quotes"
+    if not words or shutil.which(words[0]) is None:
+        return f"there is no program {''.join(words[:1])!r}"
+    return None
+
+
 class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
     """Environment: samples groups for a task, grades them and submits them to run-api.
 
     TASK is arithmetic, gsm8k, math or mixture; a function or a class in a file (my.py:reward) or in
-    a module (package.module:MyTask); an entry point of the group grpo.tasks; or
-    verifiers:ENVIRONMENT.
+    a module (package.module:MyTask); an entry point of the group grpo.tasks;
+    verifiers:ENVIRONMENT; or agent, with an agent of your own.
 
     ACTION is serve: sample groups until the run has finished; process: sample --steps groups
     without a trainer and write them to --output; evaluate: sample held-out items and print the
@@ -96,6 +110,7 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
                 "mask_too_long_completions",
                 "sandbox",
             ),
+            "Agent": (*AGENT_OPTIONS,),
             "Evaluation": (
                 "eval_every",
                 "eval_data",
@@ -288,6 +303,54 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
         "grpo_env.sandbox: bubblewrap (auto is the same), docker or docker:IMAGE in a container, "
         "none: on this machine, without protection",
     )
+    agent_command: Annotated[str | None, Shown(metavar="COMMAND")] = Field(
+        None,
+        min_length=1,
+        description="Task agent: the program of one rollout, for example 'python my_agent.py'. It "
+        "finds the policy through OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and its row as "
+        "JSON in GRPO_ROW and on its standard input. Other name: --command",
+    )
+    agent: Annotated[str | None, Shown(metavar="FILE:FUNCTION")] = Field(
+        None,
+        min_length=1,
+        description="Task agent: a function agent(row, client) instead of a program, for example "
+        "my.py:agent. It may be async",
+    )
+    reward: Annotated[str | None, Shown(metavar="FILE:FUNCTION")] = Field(
+        None,
+        min_length=1,
+        description="Task agent: the reward, for example my.py:reward, or a task whose data and "
+        "reward are used, for example gsm8k",
+    )
+    agent_calls: int = Field(
+        32,
+        ge=1,
+        description="Largest number of calls of the policy in one rollout. After them, the rollout "
+        "is graded with what the policy said",
+    )
+    agent_tokens: Annotated[int | None, Shown(default="no limit")] = Field(
+        None,
+        ge=1,
+        description="Largest number of tokens that the policy samples in one rollout, in all calls",
+    )
+    agent_deadline_s: float = Field(
+        300.0,
+        gt=0.0,
+        description="Seconds that one rollout may take. Then the program is ended, and the rollout "
+        "has failed",
+    )
+    agent_rollouts: int = Field(
+        16,
+        ge=1,
+        description="Largest number of agents that run at the same time",
+    )
+    agent_sequences: int = Field(
+        1,
+        ge=1,
+        description="Largest number of token sequences of one rollout. A call that does not "
+        "continue an earlier conversation begins a sequence. A group has this number of sequences "
+        "for each rollout",
+    )
     eval_every: int = Field(
         0,
         ge=0,
@@ -452,6 +515,7 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
                 if self.task == MIXTURE
                 else "only the task mixture has this option; write `env-server mixture serve`",
             )
+        yield from self._mistakes_of_agent()
         if self.group_size == 1 and self.drop_equal_scores:
             yield Mistake(
                 "group_size",
@@ -466,6 +530,26 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
                 f"a prompt and {self.max_completion_tokens} completion tokens exceed --seq-len "
                 f"{self.seq_len}; lower --max-completion-tokens or raise --seq-len",
             )
+
+    def _mistakes_of_agent(self) -> Iterator[Mistake]:
+        if self.task != AGENT:
+            for name in self.model_fields_set & {"agent_command", "agent", "reward"}:
+                yield Mistake(
+                    name, "only the task agent has this option; write `env-server agent serve`"
+                )
+            return
+        if (self.agent_command is None) == (self.agent is None):
+            yield Mistake(
+                None,
+                "the task agent needs an agent: either --command 'python my_agent.py' or --agent "
+                "my.py:agent",
+            )
+        if self.reward is None:
+            yield Mistake(None, "the task agent needs --reward, for example my.py:reward")
+        if self.system_prompt is not None:
+            yield Mistake("system_prompt", "the agent writes its own prompts; omit this option")
+        if self.agent_command is not None and (problem := _no_program(self.agent_command)):
+            yield Mistake("agent_command", problem)
 
     def start_mistakes(self) -> Iterator[Mistake]:
         checks = {
@@ -493,6 +577,11 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
                 "needs the package wandb: pip install wandb, or build the image with "
                 "ENVIRONMENT_EXTRAS=wandb",
             )
+
+    @property
+    def agent_arguments(self) -> dict[str, Any]:
+        """Arguments of the task `agent`."""
+        return {name: getattr(self, option) for option, name in AGENT_OPTIONS.items()}
 
     @property
     def tokenizer_name(self) -> str:

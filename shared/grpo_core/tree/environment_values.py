@@ -74,6 +74,19 @@ class MixturePart(BaseModel):
 
 
 MIXTURE = "mixture"
+AGENT = "agent"
+"""The task whose rollouts a program or a function of the user conducts."""
+AGENT_OPTIONS: Mapping[str, str] = {
+    "agent_command": "command",
+    "agent": "function",
+    "reward": "reward",
+    "agent_calls": "calls",
+    "agent_tokens": "tokens",
+    "agent_deadline_s": "deadline_s",
+    "agent_rollouts": "rollouts",
+    "agent_sequences": "sequences",
+}
+"""Options of the task `agent` → its arguments."""
 
 UNIFORM, LEARNABLE = "uniform", "learnable"
 
@@ -132,6 +145,7 @@ _ENV = (
 
 ALIASES: Mapping[str, str] = {
     **{f"env.{name}": name.replace("-", "_") for name in _ENV},
+    "command": "agent_command",
     "openai.server-type": "server_type",
     "openai.request-deadline-s": "request_deadline_s",
     "openai.start-deadline-s": "start_deadline_s",

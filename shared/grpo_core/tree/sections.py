@@ -28,7 +28,7 @@ VIEWS: Mapping[str, type[CommandSettings]] = {
 """What each service reads of the tree. An option of several is that of the first."""
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "model": ("trainer.Model", "trainer.Forward pass"),
-    "task": ("env.Data", "env.Reward", "env.Evaluation"),
+    "task": ("env.Data", "env.Reward", "env.Agent", "env.Evaluation"),
     "sampling": ("env.Sampling", "env.Model"),
     "objective": ("trainer.Objective",),
     "optim": ("trainer.Optimizer",),

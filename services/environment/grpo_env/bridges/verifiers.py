@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from grpo_core.errors import GrpoError
+from grpo_env.tasks import RolloutFailed as RolloutFailed
 from grpo_env.tasks import Task, TaskOptions
 
 _INSTALL = "docs/how-to/verifiers.md shows how to install it"
@@ -25,10 +26,6 @@ _MAX_SEQUENCES = "max_sequences"
 
 class EnvironmentUnusable(GrpoError):
     """The environment cannot be loaded, or needs something that this task cannot do."""
-
-
-class RolloutFailed(Exception):
-    """The environment ended one rollout with an error. The group is lost, and the run goes on."""
 
 
 class VerifiersTask(Task):

@@ -26,7 +26,8 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.compaction import bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
-from grpo_env.bridges.chat import MODEL, Chat, ChatEndpoint, plain_message
+from grpo_env.bridges.chat import MODEL, Chat, plain_message
+from grpo_env.bridges.endpoint import ChatEndpoint
 from grpo_env.bridges.verifiers import EnvironmentUnusable, RolloutFailed, VerifiersTask
 from grpo_env.tasks import Dialogue, Graded, Message, Row, Split, TaskOptions
 

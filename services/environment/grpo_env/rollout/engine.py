@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from grpo_core.clients.inference import Completion
 from grpo_core.errors import GrpoError
-from grpo_env.rollout.chat_template import ChatTemplate, answered
+from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.dialogue import RecordedDialogue
 from grpo_env.rollout.grader import Grade, Grader, Ungraded
 from grpo_env.rollout.groups import (
-    CUT_OFF,
-    STOPPED,
     CompletionSource,
     FailureReason,
     GroupLost,
@@ -28,7 +27,7 @@ from grpo_env.rollout.groups import (
     complete,
     scored_group,
 )
-from grpo_env.tasks import Answer, ContextFull, Message, State, Task
+from grpo_env.tasks import ContextFull, Message, RolloutFailed, Task
 from grpo_env.tasks.items import Item
 from grpo_env.tasks.tools import tool_schemas
 
@@ -37,114 +36,6 @@ T = TypeVar("T")
 
 class TooManySequences(GrpoError):
     """A rollout has more sequences than its task declares."""
-
-
-class RecordedDialogue:
-    """One rollout. See `grpo_env.tasks.Dialogue`. It begins with the item's prompt, or with what
-    the task says first."""
-
-    def __init__(
-        self, source: CompletionSource, template: ChatTemplate, plan: SamplingPlan, item: Item
-    ) -> None:
-        self._source = source.session()
-        self._template = template
-        self._plan = plan
-        self._task = item.task
-        self._sequences: list[TrainingSequence] = []
-        self._allowed = 0  # tokens that all turns might have had
-        self.state = State(item.row, item.messages)
-        self.last_answer = Answer()
-
-    @property
-    def sequences(self) -> list[TrainingSequence]:
-        """Those in which the policy said something."""
-        return [one for one in self._sequences if one.sampled_ids]
-
-    async def say(
-        self,
-        messages: str | Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-    ) -> Answer:
-        sequence = self._sequence_for(messages, tools)
-        sequence.is_answered = False  # until then, equal requests begin sequences of their own
-        room = self._plan.max_token_length - 1 - len(sequence.tokens)
-        limit = min(max_tokens or self._plan.completion_limit(self._task, room), room)
-        sampling = self._plan.sampling(limit, stop)
-        [completion] = await complete(self._source, sequence.tokens, 1, sampling)
-        return self._record(sequence, completion, limit)
-
-    def begin_with(
-        self,
-        prompt: str | Sequence[Message],
-        prompt_ids: list[int],
-        completion: Completion,
-        limit: int,
-    ) -> None:
-        """Record a first answer that was sampled with others, of at most `limit` tokens."""
-        self._record(self._begin(prompt, prompt_ids), completion, limit)
-
-    def _record(self, sequence: TrainingSequence, completion: Completion, limit: int) -> Answer:
-        said: Message = {"role": "assistant", "content": completion.text}
-        if sequence.sampled_ids:
-            # A later answer begins behind a turn that the template has closed.
-            begun: list[Message] = [{"role": "user", "content": ""}]
-            sequence.messages.append(said)
-        else:
-            begun = sequence.messages
-            sequence.messages = answered(begun, completion.text)
-        sequence.add_completion(completion)
-        sequence.as_given.append(said)
-        sequence.is_answered = True
-        self.state.messages = [*sequence.messages]
-        has_turns = self._task.is_conversation or self._task.drives_itself
-        self.state.turn += has_turns
-        self._allowed += limit
-        self.last_answer = Answer(
-            completion.text,
-            finished=completion.finish_reason == STOPPED,
-            messages=self.state.messages,
-            state=self.state,
-            token_ids=[token for one in self._sequences for token in one.sampled_ids],
-            max_tokens=self._allowed,
-            opening=self._template.opening(begun if sequence.is_chat else ""),
-            # Where nothing answers calls, a reward reads those in every form.
-            call_format=self._template.call_format if has_turns else None,
-        )
-        return self.last_answer
-
-    def _sequence_for(
-        self, messages: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> TrainingSequence:
-        for known in reversed(self._sequences):
-            if count := known.known_part(messages):
-                new: Sequence[Message] = messages[count:]  # type: ignore[assignment]
-                self._add_prompt(known, self._template.turn_ids(new, known.tokens[-1]))
-                known.messages += new
-                known.as_given += new
-                return known
-        return self._begin(messages, self._template.prompt_ids(messages, tools))
-
-    def _begin(self, messages: str | Sequence[Message], prompt_ids: list[int]) -> TrainingSequence:
-        shown: list[Message] = (
-            [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
-        )
-        begun = TrainingSequence(messages=shown, as_given=[*shown])
-        begun.is_chat = not isinstance(messages, str)
-        self._add_prompt(begun, prompt_ids)
-        self._sequences.append(begun)
-        return begun
-
-    def _add_prompt(self, sequence: TrainingSequence, token_ids: list[int]) -> None:
-        tokens = len(sequence.tokens) + len(token_ids)
-        if tokens >= self._plan.max_token_length - 1:
-            raise ContextFull(
-                f"the conversation would have {tokens} tokens, and the limit for a whole sequence "
-                f"is {self._plan.max_token_length}; raise --seq-len of the environment and of the "
-                "trainer, or end conversations earlier"
-            )
-        sequence.add_prompt(token_ids)
 
 
 GradedRollouts = tuple[list[RecordedDialogue], list[Grade | Ungraded]]
@@ -256,9 +147,7 @@ class RolloutEngine:
             try:
                 answer = await dialogue.say(messages, self._tools_of(task), stop=task.stop)
             except ContextFull:
-                # The conversation ends with what was said so far.
-                dialogue.last_answer.finished = False
-                dialogue.sequences[-1].finish_reason = CUT_OFF
+                dialogue.cut_off()  # the conversation ends with what was said so far
                 return dialogue
             if not answer.finished or answer.state.turn >= task.max_turns:
                 return dialogue
@@ -269,14 +158,17 @@ class RolloutEngine:
             messages = [*answer.state.messages, *more]
 
     async def _self_driven(self, item: Item, plan: SamplingPlan) -> GradedRollouts:
-        """Let the task conduct and rate the rollouts."""
+        """Let the task conduct the rollouts, and rate them unless its reward does."""
         dialogues = [self._dialogue(item, plan) for _ in range(plan.group_size)]
         values = await self._driven(item, dialogues)
         if not all(dialogue.sequences for dialogue in dialogues):
-            raise GroupLost(FailureReason.QUARANTINED_REWARD, "the policy was asked for no answer")
+            raise GroupLost(FailureReason.FAILED_ROLLOUT, "the policy was asked for no answer")
+        answers = [dialogue.last_answer for dialogue in dialogues]
+        if None in values:
+            return dialogues, await self._grader.grade_all(item.task, answers, item.row)
         return dialogues, [
-            self._grader.grade(item.task, value, dialogue.last_answer)
-            for value, dialogue in zip(values, dialogues, strict=True)
+            self._grader.grade(item.task, value, answer)
+            for value, answer in zip(values, answers, strict=True)
         ]
 
     async def _driven(self, item: Item, dialogues: Sequence[RecordedDialogue]) -> list[Any]:
@@ -303,6 +195,8 @@ class RolloutEngine:
             raise GroupLost(FailureReason.TOO_LONG, str(error)) from error
         except (GrpoError, GroupLost):
             raise
+        except RolloutFailed as error:
+            raise GroupLost(FailureReason.FAILED_ROLLOUT, str(error)) from error
         except Exception as error:
             problem = self._grader.failed(task, error).problem
             raise GroupLost(FailureReason.QUARANTINED_REWARD, problem) from error
@@ -338,7 +232,7 @@ def _require_declared_number(
     if most > plan.max_sequences:
         raise TooManySequences(
             f"a rollout of the task {task.name} has {most} sequences, and the limit is "
-            f"{plan.max_sequences}; set max_sequences of the task to the largest number"
+            f"{plan.max_sequences}; set {task.max_sequences_option} to the largest number"
         )
 
 

@@ -36,10 +36,15 @@ class FailureReason(StrEnum):
     TOO_LONG = "too_long"
     EQUAL_SCORES = "equal_scores"
     QUARANTINED_REWARD = "quarantined_reward"
+    FAILED_ROLLOUT = "failed_rollout"
     ABORTED = "aborted"
     REFUSED = "refused"
     UNAVAILABLE = "unavailable"
     UNDELIVERED = "undelivered"
+
+
+FAILED = (FailureReason.QUARANTINED_REWARD, FailureReason.FAILED_ROLLOUT)
+"""The code of the user or of an environment failed."""
 
 
 class GroupLost(Exception):
@@ -101,6 +106,15 @@ class SamplingPlan:
         return self.max_token_length - (most or self.max_token_length // _LEAST_ROOM) - 1
 
 
+@dataclass(frozen=True)
+class AnswerEnd:
+    """Numbers of messages, of messages as they were given, and of tokens up to an answer's end."""
+
+    messages: int
+    as_given: int
+    tokens: int
+
+
 @dataclass
 class TrainingSequence:
     """One sequence that grows with a conversation. The lists have one entry per token [T].
@@ -115,7 +129,9 @@ class TrainingSequence:
     `grpo_core.wire.scored_group` explains the fields.
 
     as_given: the messages as the task passed the beginning of an answer.
-    is_answered: whether the last message is an answer of the policy, so that it can go on.
+    tools: those that the prompt shows.
+    answers: where each answer of the policy ends, so that other messages can follow it.
+    is_answered: False while the policy answers.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -128,17 +144,36 @@ class TrainingSequence:
     finish_reason: str = STOPPED
     as_given: list[Message] = field(default_factory=list)
     is_chat: bool = True
-    is_answered: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
+    answers: list[AnswerEnd] = field(default_factory=list)
+    is_answered: bool = True
 
-    def known_part(self, messages: str | Sequence[Message]) -> int:
-        """Number of messages that this sequence begins with; 0 if they begin another one. A message
-        that the policy continued may be there with its answer, or before it."""
-        if not self.is_answered or not self.is_chat or isinstance(messages, str):
-            return 0
-        for known in (self.messages, self.as_given):
-            if list(messages[: len(known)]) == known:
-                return len(known)
-        return 0
+    def known_part(self, messages: Sequence[Message]) -> tuple[AnswerEnd, int] | None:
+        """The last answer of this sequence that the messages contain, with all before it, and the
+        number of messages up to there. A message that the policy continued may be there with its
+        answer, or before it."""
+        same, given = (_equal_first(messages, known) for known in (self.messages, self.as_given))
+        for end in reversed(self.answers):
+            if end.messages <= same:
+                return end, end.messages
+            if end.as_given <= given:
+                return end, end.as_given
+        return None
+
+    def branch(self, end: AnswerEnd) -> TrainingSequence:
+        """A sequence that goes on in another way from one of the answers. Up to there it has the
+        same tokens, which are not trained twice."""
+        return TrainingSequence(
+            messages=self.messages[: end.messages],
+            as_given=self.as_given[: end.as_given],
+            tools=self.tools,
+            answers=self.answers[: self.answers.index(end) + 1],
+        ).add_prompt(self.tokens[: end.tokens])
+
+    def end_answer(self) -> None:
+        """Note that an answer of the policy ends here."""
+        end = AnswerEnd(len(self.messages), len(self.as_given), len(self.tokens))
+        self.answers.append(end)
 
     def add_prompt(self, token_ids: Sequence[int]) -> Self:
         """Add tokens that the policy did not sample."""
@@ -157,6 +192,12 @@ class TrainingSequence:
         self.last_version = completion.last_version
         self.finish_reason = completion.finish_reason
         return self
+
+
+def _equal_first(some: Sequence[Message], others: Sequence[Message]) -> int:
+    """Number of messages at the beginning that are equal."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((n for n, (one, other) in pairs if one != other), min(len(some), len(others)))
 
 
 class CompletionSource(Protocol):

@@ -16,7 +16,7 @@ from grpo_core.wire.scored_group import RewardSample, RolloutFacts, ScoredGroup
 from grpo_env.pacing import FailureBudget, FlatRewards, RefusalLimit, RewardFailures
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grade
-from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
+from grpo_env.rollout.groups import FAILED, FailureReason, GroupLost, SampledGroup, SamplingPlan
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks.items import ItemStream
 
@@ -207,7 +207,7 @@ class GroupProducer:
         if sampled.group is not None:  # graded, and maybe dropped
             self._items.graded(item, [grade.score for grade in sampled.grades], step)
         lost = sampled.lost
-        if lost is not None and lost.reason is FailureReason.QUARANTINED_REWARD:
+        if lost is not None and lost.reason in FAILED:
             self._reward_failures.failed(lost.detail)
         elif sampled.grades:
             self._reward_failures.graded()

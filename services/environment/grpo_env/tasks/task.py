@@ -39,6 +39,7 @@ class Answer(str):
     messages: the whole conversation, this answer included.
     state: the conversation's state.
     token_ids: all tokens that the model sampled, in all its turns.
+    context_tokens, new_tokens: number of tokens before this answer, and of this answer alone.
     max_tokens: the largest number of tokens that `token_ids` might have had.
     opening: what the prompt already holds of this answer: the `<think>` of the chat template, and
         the text of a last message of the assistant, which the model continues.
@@ -56,6 +57,8 @@ class Answer(str):
         messages: Sequence[Message] = (),
         state: State | None = None,
         token_ids: Sequence[int] = (),
+        context_tokens: int = 0,
+        new_tokens: int = 0,
         max_tokens: int = 0,
         opening: str = "",
         call_format: CallFormat | None = None,
@@ -64,6 +67,8 @@ class Answer(str):
         self.messages = messages
         self.state = State({}) if state is None else state
         self.token_ids = token_ids
+        self.context_tokens = context_tokens
+        self.new_tokens = new_tokens
         self.max_tokens = max_tokens
         self.opening = opening
         self.call_format = call_format
@@ -111,6 +116,10 @@ class ContextFull(GrpoError):
     """The conversation has no room for another token; see --seq-len."""
 
 
+class RolloutFailed(Exception):
+    """A rollout ended with an error. Its group is lost and counted, and the run goes on."""
+
+
 class Dialogue(Protocol):
     """Records one rollout, token by token."""
 
@@ -125,7 +134,8 @@ class Dialogue(Protocol):
 
         If `messages` begin with the conversation so far, answers included, the new answer joins the
         same sequence: nothing that the policy said is tokenised again. Otherwise a new sequence
-        begins, and the rollout has several.
+        begins, and the rollout has several. If it goes on from an earlier answer, it repeats the
+        tokens up to there as a part of its prompt. Several calls may run side by side.
 
         Args:
             messages: the whole conversation, or a text to continue as it is
@@ -137,6 +147,9 @@ class Dialogue(Protocol):
             ContextFull: the conversation reached the limit for a whole sequence.
             ServiceUnavailable: the inference server does not answer.
         """
+
+    def cut_off(self) -> None:
+        """The rollout ends because of a limit: its last answer is not finished."""
 
 
 class Task:
@@ -171,6 +184,8 @@ class Task:
     has_process: ClassVar[bool] = False
     drives_itself: ClassVar[bool] = False
     """True: `run` conducts the whole rollout."""
+    max_sequences_option: ClassVar[str] = "max_sequences of the task"
+    """What a user changes to allow more."""
     rates_groups: bool = False
     """True: `run_group` takes the place of `run`."""
 
@@ -215,8 +230,12 @@ class Task:
         """
         raise NotImplementedError(f"{type(self).__name__} defines no reward(answer, row)")
 
-    async def run(self, row: Row, dialogue: Dialogue) -> Reward:
-        """Conduct one rollout and rate it, if `drives_itself`."""
+    async def run(self, row: Row, dialogue: Dialogue) -> Reward | None:
+        """Conduct one rollout and rate it, if `drives_itself`. None: `reward` rates it.
+
+        Raises:
+            RolloutFailed: it ended with an error.
+        """
         raise NotImplementedError
 
     async def run_group(self, row: Row, dialogues: Sequence[Dialogue]) -> Sequence[Reward]:

@@ -26,6 +26,7 @@ from grpo_core.settings import (
     mistakes_of,
 )
 from grpo_core.settings.machine import TINY, cannot_listen, not_writable, unusable_model
+from grpo_core.tree.environment_values import AGENT
 from grpo_core.tree.sections import (
     ENVIRONMENT,
     RUN_API,
@@ -220,6 +221,7 @@ class LaunchOptions(ServerHere):
 
     if TYPE_CHECKING:  # of the tree: `RunSettings` has them
         adapter_sync_interval: int
+        agent_sequences: int
         data: str | None
         device: str
         dtype: str
@@ -441,7 +443,16 @@ class LaunchOptions(ServerHere):
     def _mistakes_of_sizes(self) -> Iterator[Mistake]:
         sizes = self.sizes
         sequences = sizes.batch_size * sizes.gradient_accumulation_steps
-        if sequences % self.group_size:
+        each = self.agent_sequences if AGENT in self.task else 1
+        if each > 1 and sequences % (self.group_size * each):
+            yield Mistake(
+                "agent_sequences",
+                f"a group of --group-size {self.group_size} has {self.group_size * each} "
+                f"sequences, which do not divide the {sequences} of a step (--batch-size "
+                f"{sizes.batch_size} x --gradient-accumulation-steps "
+                f"{sizes.gradient_accumulation_steps}); choose numbers that do",
+            )
+        elif sequences % self.group_size:
             yield Mistake(
                 "group_size",
                 f"{self.group_size} does not divide the {sequences} sequences of a "

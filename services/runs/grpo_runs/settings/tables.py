@@ -68,6 +68,7 @@ ALIASES = {
     **names_of(GROUPS, OWN_MEANING),
     **_OF_TRAINER,
     "vllm-port": "port",
+    "command": "agent_command",
     "server.dtype": "dtype",  # an option of vLLM
 }
 

@@ -41,6 +41,15 @@ class ScriptedDialogue:
         text = self._texts.pop(0)
         self._tokens += [ord(character) for character in text]
         said: Message = {"role": "assistant", "content": text}
-        return Answer(
-            text, finished=not self._cut_off, messages=[*messages, said], token_ids=[*self._tokens]
+        self.last_answer = Answer(
+            text,
+            finished=not self._cut_off,
+            messages=[*messages, said],
+            token_ids=[*self._tokens],
+            context_tokens=len(messages),
+            new_tokens=len(text),
         )
+        return self.last_answer
+
+    def cut_off(self) -> None:
+        self.last_answer.finished = False

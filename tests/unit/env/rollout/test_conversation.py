@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ import pytest
 
 from grpo_env.rollout.chat_template import ChatTemplate, load_template
 from grpo_env.rollout.engine import TooManySequences
-from grpo_env.rollout.groups import FailureReason
+from grpo_env.rollout.groups import FailureReason, GroupLost
 from grpo_env.tasks import Answer, Dialogue, Graded, Message, Row, State
 from tests.support.canned import generate_answer
 from tests.support.http_stub import Answer as HttpAnswer
@@ -237,6 +238,55 @@ async def test_equal_requests_at_the_same_time_are_sequences_of_their_own(sample
     assert shorter == prompt + SAID
     assert longer[: len(shorter)] == shorter
     assert [mask.count(SAID[0]) for mask in group.masks] == [2, 1]
+
+
+class Rewriting(SelfDriven):
+    """Goes on from the first answer in two ways, changes that answer, and takes other tools."""
+
+    async def run(self, _row: Row, dialogue: Dialogue) -> float:
+        first = await dialogue.say([QUESTION])
+        await dialogue.say([*first.messages, SURE])
+        await dialogue.say([*first.messages, QUESTION])
+        await dialogue.say([QUESTION, {"role": "assistant", "content": "eight"}, SURE])
+        await dialogue.say([*first.messages, SURE], tools=[{"function": {"name": "add"}}])
+        return 1.0
+
+
+async def test_what_a_rollout_rewrites_is_kept_and_repeats_the_tokens_before_it(
+    sample: Any, template: ChatTemplate
+) -> None:
+    plan = replace(ONE, max_sequences=4)
+    outcome, server = await sample(scripted("7", "8", "9", "10", "11"), Rewriting(), plan)
+    prompt, second, third, changed, with_tools = prompts(server)
+    again = template.tokenizer.encode("\n<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n")
+    # The tokens of the first answer are none that a tokenizer makes of its text.
+    assert third == prompt + SAID + again
+    assert SAID[0] not in changed + with_tools
+    group = submitted(outcome)
+    assert group.tokens == [one + SAID for one in (second, third, changed, with_tools)]
+    # The first answer is trained once, in the sequence that it began.
+    assert [mask.count(SAID[0]) for mask in group.masks] == [2, 1, 1, 1]
+    assert group.messages
+    assert [m["content"] for m in group.messages[1]] == ["3+4=", "7", "3+4=", "9"]
+
+
+class Undaunted(SelfDriven):
+    """Asks again after a refusal."""
+
+    async def run(self, _row: Row, dialogue: Dialogue) -> float:
+        first = await dialogue.say([QUESTION])
+        for _ in range(2):
+            with contextlib.suppress(GroupLost):
+                await dialogue.say([*first.messages, SURE])
+        return 1.0
+
+
+async def test_an_answer_that_never_came_leaves_no_trace(sample: Any) -> None:
+    answers = iter([scripted("7"), lambda _: (400, {"error": "no"}), scripted("8")])
+    outcome, server = await sample(lambda body: next(answers)(body), Undaunted(), ONE)
+    _, refused, repeated = prompts(server)
+    assert refused == repeated
+    assert submitted(outcome).tokens == [repeated + SAID]
 
 
 class Ranked(SelfDriven):

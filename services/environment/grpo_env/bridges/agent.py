@@ -1,0 +1,135 @@
+"""The task `agent`: rollouts are conducted by a program or a function of the user, which reaches
+the policy through OpenAI's API, and rated by any reward."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from grpo_env.bridges.agent_program import Agent, AgentEnd, Client
+from grpo_env.bridges.chat import Chat, Limits
+from grpo_env.bridges.endpoint import ChatEndpoint
+from grpo_env.tasks import Answer, Dialogue, Reward, RolloutFailed, Row, Split, Task, TaskOptions
+from grpo_env.tasks.task import PROMPT_COLUMNS
+
+OUTPUT = "output"
+"""The key of `answer.state` that holds what the agent printed or returned."""
+_BEARER = "Bearer "
+
+
+@dataclass(frozen=True)
+class AgentArguments:
+    """Arguments of the task.
+
+    command: starts a program; function: a Python function, as `my.py:agent`; one of both is set.
+    reward: the function that rates, or a task whose data and reward are used.
+    calls, tokens, deadline_s: limits of a rollout; rollouts: of those at the same time.
+    sequences: largest number of token sequences of a rollout.
+    """
+
+    reward: str
+    calls: int
+    deadline_s: float
+    rollouts: int
+    sequences: int
+    command: str | None = None
+    function: str = ""
+    tokens: int | None = None
+
+    @classmethod
+    def divided(cls, args: Mapping[str, Any]) -> tuple[AgentArguments, dict[str, Any]]:
+        """These arguments, and those of the reward."""
+        names = {field.name for field in fields(cls)}
+        own = {name: value for name, value in args.items() if name in names}
+        return cls(**own), {name: value for name, value in args.items() if name not in names}
+
+
+class AgentTask(Task):
+    """See the module.
+
+    Args:
+        agent: conducts the rollouts
+        rewards: supplies rows and rewards
+    """
+
+    drives_itself = True
+    max_sequences_option = "--agent-sequences"
+
+    def __init__(
+        self, options: TaskOptions, how: AgentArguments, agent: Agent, rewards: Task
+    ) -> None:
+        self.name = "agent"
+        super().__init__(options)
+        self._how, self._agent, self._rewards = how, agent, rewards
+        self.max_sequences = how.sequences
+        self.weights, self.held_out = rewards.weights, rewards.held_out
+        self.blocks, self.has_process = rewards.blocks, rewards.has_process  # type: ignore[misc]
+        self._places = asyncio.Semaphore(how.rollouts)
+        self._endpoint = ChatEndpoint("Authorization")
+        self._socket = Path()
+        self._serving = asyncio.Event()
+        self._server: asyncio.Task[None] | None = None
+
+    def rows(self, split: Split) -> Sequence[Row] | None:
+        return self._rewards.rows(split)
+
+    def prompt(self, row: Row) -> str:
+        """Names the row where prompts are shown. The agent writes its own prompts."""
+        found = (row[name] for name in PROMPT_COLUMNS if isinstance(row.get(name), str))
+        return next(found, "")
+
+    def reward(self, answer: Answer, row: Row) -> Any:
+        return self._rewards.reward(answer, row)
+
+    async def run(self, row: Row, dialogue: Dialogue) -> Reward | None:
+        chat = Chat(dialogue, Limits(self._how.calls, self._how.tokens))
+        async with self._places:
+            ended = await self._conducted(row, chat)
+        chat.raise_failure()
+        if chat.is_cut_off:
+            dialogue.cut_off()
+        elif ended.problem:
+            raise RolloutFailed(ended.problem)
+        if chat.last is None:
+            raise RolloutFailed(f"the agent ended without a call; its output: {ended.output}")
+        chat.last.state[OUTPUT] = ended.output
+        return None
+
+    async def _conducted(self, row: Row, chat: Chat) -> AgentEnd:
+        await self._started()
+        key = f"grpo-{secrets.token_urlsafe(24)}"
+        self._endpoint.sessions[_BEARER + key] = chat
+        try:
+            client = Client(self._endpoint.url, key, self._socket)
+            return await self._agent.run(row, client, self._how.deadline_s)
+        finally:
+            del self._endpoint.sessions[_BEARER + key]
+            await chat.close()
+
+    def close(self) -> None:
+        """Ends the endpoint, as soon as its event loop runs again."""
+        if self._server is not None:
+            self._server.cancel()
+        self._rewards.close()
+
+    async def _started(self) -> None:
+        if self._server is None:
+            self._server = asyncio.create_task(self._serve())
+        waiting = asyncio.create_task(self._serving.wait())
+        await asyncio.wait({self._server, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._server.done():
+            self._server.result()
+
+    async def _serve(self) -> None:
+        with TemporaryDirectory(prefix="grpo-agent-") as directory:
+            self._socket = Path(directory) / "endpoint.sock"
+            async with self._endpoint:
+                await self._endpoint.listen_at(self._socket)
+                self._serving.set()
+                await asyncio.Event().wait()

@@ -1,0 +1,259 @@
+"""Runs the agent of a rollout: a program, or a Python function."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO, Protocol
+
+from pebble import ThreadPool
+
+from grpo_core.process import killed_with_parent
+from grpo_env.bridges.chat import MODEL
+from grpo_env.sandbox import SERVICE_URL, Ended, Limits, chosen_sandbox
+from grpo_env.sandbox.interface import MIB, Reason
+from grpo_env.tasks import Row
+from grpo_env.tasks.tools import contained
+
+ROW = "GRPO_ROW"
+ON_HOST = "none"
+"""The sandbox that is none."""
+_LARGEST_VARIABLE_BYTES = 100_000
+"""Linux refuses a variable of 128 KiB."""
+_KEPT_OUTPUT_BYTES = 1 << 20
+_LAST_LINES = 15
+_SECRETS = ("RUN_API_TOKEN", "VLLM_API_KEY", "REDIS_URL")
+"""Variables of this process that would let an agent change the run."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """Where an agent reaches the policy, and the key that names its rollout.
+
+    socket: the same server for programs that reach no network.
+    """
+
+    base_url: str
+    api_key: str
+    socket: Path
+    model: str = MODEL
+
+    def variables(self, base_url: str) -> dict[str, str]:
+        """For a program that reaches the policy at this address."""
+        return {
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_BASE": base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "OPENAI_MODEL": self.model,
+        }
+
+
+@dataclass(frozen=True)
+class AgentEnd:
+    """output: what the agent printed or returned; problem: why its rollout failed."""
+
+    output: Any
+    problem: str | None = None
+
+
+class Agent(Protocol):
+    """Conducts rollouts."""
+
+    async def run(self, row: Row, client: Client, deadline_s: float) -> AgentEnd:
+        """One rollout, which ends within the deadline."""
+
+
+class AgentProgram:
+    """A program that is started for each rollout, in the sandbox that `--sandbox` chose.
+
+    Args: command: as a shell divides it into words
+
+    Raises:
+        SandboxUnusable: the sandbox does not work here.
+    """
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+        self._words = shlex.split(command)
+        self._sandbox = chosen_sandbox()
+
+    async def run(self, row: Row, client: Client, deadline_s: float) -> AgentEnd:
+        text = json.dumps(row, default=str)
+        ended = await self._ended(text, client, deadline_s)
+        if ended.ok:
+            return AgentEnd(ended.output)
+        what = {
+            "finished": f"ended with status {ended.status}",
+            "timeout": f"did not end within {deadline_s:g} s, the limit of --agent-deadline-s",
+        }.get(ended.reason, f"was ended by the limit {ended.reason} of the sandbox")
+        # What it wrote to stderr, or else its output
+        lines = (ended.errors.strip() or ended.output.strip()).splitlines()[-_LAST_LINES:]
+        last_lines = "\n".join(lines)
+        problem = f"the agent ({self._command}) {what}; its last lines:\n{last_lines}"
+        return AgentEnd(ended.output, problem)
+
+    async def _ended(self, text: str, client: Client, deadline_s: float) -> Ended:
+        row = {ROW: text} if len(text) < _LARGEST_VARIABLE_BYTES else {}
+        if self._sandbox.kind == ON_HOST:
+            environment = {k: v for k, v in os.environ.items() if k not in _SECRETS}
+            environment |= client.variables(client.base_url) | _direct(environment) | row
+            return await run_program(self._words, text.encode(), environment, deadline_s)
+        return await self._sandbox.run(
+            program_words(self._words, self._sandbox.kind),
+            stdin=text.encode(),
+            environment=client.variables(f"{SERVICE_URL}/v1") | row,
+            readable=readable_places(self._words),
+            service=client.socket,
+            limits=_limits(deadline_s),
+        )
+
+
+def program_words(words: Sequence[str], kind: str) -> list[str]:
+    """The words with whole paths, as the sandbox has another directory. A container has programs of
+    its own."""
+    program = words[0] if kind.startswith("docker") else shutil.which(words[0]) or words[0]
+    rest = [str(Path(word).absolute()) if Path(word).exists() else word for word in words[1:]]
+    return [str(Path(program).absolute()) if "/" in program else program, *rest]
+
+
+def readable_places(words: Sequence[str]) -> list[Path]:
+    """What the program may read besides the system and this Python: the directories of the files
+    that its command names, and the Python installation that runs it."""
+    program = Path(shutil.which(words[0]) or words[0]).absolute()
+    pythons = {path.parents[1] for path in (program, program.with_name("python").resolve())}
+    found = {prefix for prefix in pythons if any(prefix.glob("lib/python3*"))}
+    if program.parents[1] not in found:
+        found |= {program, program.resolve()}
+    named = (Path(word).absolute() for word in words[1:] if Path(word).exists())
+    found |= {path if path.is_dir() else path.parent for path in named}
+    present = (Path("/usr"), Path(sys.prefix))
+    return sorted(path for path in found if not any(map(path.is_relative_to, present)))
+
+
+def _limits(deadline_s: float) -> Limits:
+    """An agent may take its time, and imports large libraries."""
+    return Limits(
+        seconds=deadline_s,
+        cpu_s=math.ceil(deadline_s),
+        memory_bytes=4096 * MIB,
+        file_bytes=1024 * MIB,
+        processes=512,
+        open_files=1024,
+    )
+
+
+def _direct(environment: Mapping[str, str]) -> dict[str, str]:
+    """The endpoint is on this host, so no proxy may stand before it."""
+    host = "127.0.0.1"
+    return {
+        name: ",".join(filter(None, [environment.get(name), host]))
+        for name in ("NO_PROXY", "no_proxy")
+    }
+
+
+async def run_program(
+    words: Sequence[str], given: bytes, environment: Mapping[str, str], deadline_s: float
+) -> Ended:
+    """Run a program on this machine, in this directory and in a process group of its own, which
+    ends with it. Args: given: its stdin"""
+    started = time.monotonic()
+    with TemporaryFile() as stdin, TemporaryFile() as output, TemporaryFile() as errors:
+        stdin.write(given)
+        stdin.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=stdin,
+            stdout=output,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=killed_with_parent,
+        )
+        reason: Reason = "timeout"
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s):
+                    await process.wait()
+                    reason = "finished"
+        finally:
+            # It may have left processes of its group, whose id is then still in use.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = await process.wait()
+        status = 128 - code if code < 0 else code
+        seconds = time.monotonic() - started
+        return Ended(status, _end_of(output), _end_of(errors), reason, seconds)
+
+
+def _end_of(file: BinaryIO) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _KEPT_OUTPUT_BYTES))
+    return file.read().decode(errors="replace")
+
+
+class AgentFunction:
+    """A function `agent(row, client)`, or a coroutine function, that is called for each rollout in
+    a thread of its own.
+
+    Args:
+        name: as the user wrote it
+        load: finds the function, at the first rollout
+        rollouts: largest number of them at the same time
+    """
+
+    def __init__(self, name: str, load: Callable[[str], Callable[..., Any]], rollouts: int) -> None:
+        self._name, self._rollouts = name, rollouts
+        self._load = load
+
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        return self._load(self._name)
+
+    @cached_property
+    def _threads(self) -> ThreadPool:
+        # Daemons: a call that never ends does not keep the process alive.
+        return ThreadPool(max_workers=self._rollouts)
+
+    async def run(self, row: Row, client: Client, deadline_s: float) -> AgentEnd:
+        call = partial(_called, self._function, row, client, deadline_s)
+        done = asyncio.wrap_future(self._threads.schedule(partial(contained, call)))
+        try:
+            async with asyncio.timeout(deadline_s):
+                return AgentEnd(await done)
+        except TimeoutError:
+            what = f"did not end within {deadline_s:g} s, the limit of --agent-deadline-s"
+            return AgentEnd(None, f"the agent {self._name} {what}")
+        except Exception as error:  # noqa: BLE001 - code of a user
+            return AgentEnd(None, f"the agent {self._name} raised {_described(error)}")
+
+
+def _called(function: Callable[..., Any], row: Row, client: Client, deadline_s: float) -> Any:
+    value = function(row, client)
+    if not inspect.iscoroutine(value):
+        return value
+
+    async def in_time() -> Any:
+        async with asyncio.timeout(deadline_s):
+            return await value
+
+    return asyncio.run(in_time())
+
+
+def _described(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{place}: {error}"

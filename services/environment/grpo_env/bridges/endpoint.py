@@ -1,0 +1,147 @@
+"""Serves OpenAI's API to the programs of rollouts: each request reaches the policy through the
+rollout that it names.
+
+It has `POST /v1/chat/completions`, `POST /v1/responses` and `GET /v1/models`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+from aiohttp import web
+
+from grpo_env.bridges import completions_api, responses_api
+from grpo_env.bridges.chat import MODEL, Chat, LimitReached
+from grpo_env.bridges.completions_api import RequestUnusable
+from grpo_env.tasks import ContextFull
+
+log = structlog.get_logger()
+
+_LARGEST_REQUEST_BYTES = 64 * 2**20
+_LOOPBACK = "127.0.0.1"
+Answered = Callable[[Chat, Mapping[str, Any]], Awaitable[web.Response]]
+
+
+class ChatEndpoint:
+    """Every request names its rollout in a header.
+
+    url: its address on this machine, which ends in /v1.
+
+    Args: header: for `Authorization`, the keys of `sessions` begin with "Bearer "
+    """
+
+    def __init__(self, header: str) -> None:
+        self._header = header
+        self._ignored: set[str] = set()  # options of requests that were logged
+        self.sessions: dict[str, Chat] = {}
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def __aenter__(self) -> ChatEndpoint:
+        app = web.Application(client_max_size=_LARGEST_REQUEST_BYTES)
+        app.router.add_post("/v1/chat/completions", self._through(_completion))
+        app.router.add_post("/v1/responses", self._through(_response))
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_route("*", "/{path:.*}", self._unknown)
+        # A rollout that is given up also ends its request to the inference server.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, _LOOPBACK, 0).start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}/v1"
+        return self
+
+    async def listen_at(self, socket: Path) -> None:
+        """Serve programs without a network too, at a Unix socket."""
+        assert self._runner is not None
+        await web.UnixSite(self._runner, str(socket)).start()
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    def _through(
+        self, answered: Answered
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            chat = self.sessions.get(request.headers.get(self._header, ""))
+            if chat is None:
+                return _refusal(
+                    f"no rollout is open for the header {self._header}", 401, "invalid_api_key"
+                )
+            body = await request.json()
+            self._warn_of_ignored(body)
+            return await _answer(answered, chat, body)
+
+        return handle
+
+    def _warn_of_ignored(self, body: Mapping[str, Any]) -> None:
+        """Once for each option."""
+        if new := [*_ignored(body, self._ignored)]:
+            self._ignored.update(new)
+            log.warning(
+                "endpoint.options_ignored",
+                options=new,
+                effect="the policy is sampled as the options of the run say",
+            )
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async def _unknown(self, request: web.Request) -> web.Response:
+        return _refusal(
+            f"no route {request.path}; only the APIs chat completions and responses can be trained "
+            "on",
+            404,
+        )
+
+
+def _ignored(body: Mapping[str, Any], known: set[str]) -> Iterable[str]:
+    for name in completions_api.IGNORED:
+        if name not in known and body.get(name) is not None:
+            yield name
+    # Its calls are the policy's own choice, so that every token has the logprob that it was
+    # sampled with.
+    if "tool_choice" not in known and body.get("tool_choice", "auto") not in (None, "auto", "none"):
+        yield "tool_choice"
+
+
+async def _answer(answered: Answered, chat: Chat, body: Mapping[str, Any]) -> web.Response:
+    try:
+        return await answered(chat, body)
+    except ContextFull as error:
+        return _refusal(str(error), code="context_length_exceeded")
+    except LimitReached as error:
+        return _refusal(str(error), code="rollout_limit_reached")
+    except RequestUnusable as error:
+        return _refusal(str(error))
+    except Exception as error:  # noqa: BLE001 - the caller of the rollout raises it
+        chat.failed = chat.failed or error
+        return _refusal(f"{type(error).__name__}: {error}")
+
+
+async def _completion(chat: Chat, body: Mapping[str, Any]) -> web.Response:
+    answer = await completions_api.complete(chat, body)
+    if body.get("stream"):
+        return _stream(completions_api.events(answer, body))
+    return web.json_response(completions_api.whole(answer))
+
+
+async def _response(chat: Chat, body: Mapping[str, Any]) -> web.Response:
+    response = await responses_api.reply(chat, body)
+    if body.get("stream"):
+        return _stream(responses_api.events(response))
+    return web.json_response(response)
+
+
+def _stream(events: bytes) -> web.Response:
+    return web.Response(body=events, content_type="text/event-stream")
+
+
+def _refusal(message: str, status: int = 400, code: str | None = None) -> web.Response:
+    """400 by default, because clients of OpenAI repeat requests that end with 5xx."""
+    error = {"message": message, "type": "invalid_request_error", "code": code}
+    return web.json_response({"error": error}, status=status)

@@ -1,0 +1,192 @@
+"""Records one rollout: decides which sequence an answer continues, and keeps its exact tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_core.clients.inference import Completion
+from grpo_env.rollout.chat_template import ChatTemplate, answered
+from grpo_env.rollout.groups import (
+    CUT_OFF,
+    STOPPED,
+    CompletionSource,
+    SamplingPlan,
+    TrainingSequence,
+    complete,
+)
+from grpo_env.tasks import Answer, ContextFull, Message, State
+from grpo_env.tasks.items import Item
+
+_BEHIND_A_TURN: list[Message] = [{"role": "user", "content": ""}]
+"""Any conversation whose last turn the template has closed."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What precedes an answer.
+
+    sequence: the one that the answer joins, as it is before; token_ids, messages: what is added to
+    it before the answer; is_new: the rollout does not have it yet.
+    """
+
+    sequence: TrainingSequence
+    messages: Sequence[Message]
+    token_ids: Sequence[int]
+    is_new: bool
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """[T] of the whole sequence before the answer."""
+        return [*self.sequence.tokens, *self.token_ids]
+
+
+class RecordedDialogue:
+    """One rollout. See `grpo_env.tasks.Dialogue`. It begins with the item's prompt, or with what
+    the task says first. An answer that never came leaves no trace."""
+
+    def __init__(
+        self, source: CompletionSource, template: ChatTemplate, plan: SamplingPlan, item: Item
+    ) -> None:
+        self._source = source.session()
+        self._template = template
+        self._plan = plan
+        self._task = item.task
+        self._allowed = 0  # tokens that all turns might have had
+        self.sequences: list[TrainingSequence] = []
+        self.state = State(item.row, item.messages)
+        self.last_answer = Answer()
+
+    async def say(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Answer:
+        turn = self._turn(messages, tools)
+        prompt_ids = turn.prompt_ids
+        most = self._plan.completion_limit(self._task, self._room(len(prompt_ids)))
+        limit = min(max_tokens or most, most)
+        with _answering(turn.sequence):
+            sampling = self._plan.sampling(limit, stop)
+            [completion] = await complete(self._source, prompt_ids, 1, sampling)
+        return self._record(turn, completion, limit)
+
+    def begin_with(
+        self,
+        prompt: str | Sequence[Message],
+        prompt_ids: list[int],
+        completion: Completion,
+        limit: int,
+    ) -> None:
+        """Record a first answer that was sampled with others, of at most `limit` tokens."""
+        self._record(_first_turn(prompt, prompt_ids, ()), completion, limit)
+
+    def cut_off(self) -> None:
+        self.last_answer.finished = False
+        self.sequences[-1].finish_reason = CUT_OFF
+
+    def _turn(self, messages: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Turn:
+        if not isinstance(messages, str) and (found := self._continued(messages, tools)):
+            return found
+        return _first_turn(messages, self._template.prompt_ids(messages, tools), tools)
+
+    def _continued(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> Turn | None:
+        """The turn that repeats the most tokens, of the newest sequence if there are several."""
+        found: list[tuple[int, bool, TrainingSequence, int]] = []
+        for sequence in reversed(self.sequences):
+            if not sequence.is_chat or [*sequence.tools] != [*tools]:
+                continue
+            if (known := sequence.known_part(messages)) is None:
+                continue
+            end, count = known
+            is_whole = end is sequence.answers[-1] and sequence.is_answered
+            if is_whole:
+                found.append((end.tokens, True, sequence, count))
+            elif messages[-1]["role"] != "assistant":  # whose text the policy would continue
+                found.append((end.tokens, False, sequence.branch(end), count))
+        if not found:
+            return None
+        _, is_whole, sequence, count = max(found, key=lambda one: one[:2])
+        new = messages[count:]
+        token_ids = self._template.turn_ids(new, sequence.tokens[-1])
+        return Turn(sequence, new, token_ids, is_new=not is_whole)
+
+    def _room(self, tokens: int) -> int:
+        """Tokens that are left for an answer, at least one."""
+        room = self._plan.max_token_length - 1 - tokens
+        if room < 1:
+            raise ContextFull(
+                f"the conversation would have {tokens} tokens, and the limit for a whole sequence "
+                f"is {self._plan.max_token_length}; raise --seq-len of the environment and of the "
+                "trainer, or end conversations earlier"
+            )
+        return room
+
+    def _record(self, turn: Turn, completion: Completion, limit: int) -> Answer:
+        sequence = turn.sequence
+        if turn.is_new:
+            self.sequences.append(sequence)
+        sequence.messages += turn.messages
+        sequence.as_given += turn.messages
+        sequence.add_prompt(turn.token_ids)
+        context_tokens = len(sequence.tokens)
+        begun = _add_answer(sequence, completion)
+        self.state.messages = [*sequence.messages]
+        has_turns = self._task.is_conversation or self._task.drives_itself
+        self.state.turn += has_turns
+        self._allowed += limit
+        self.last_answer = Answer(
+            completion.text,
+            finished=completion.finish_reason == STOPPED,
+            messages=self.state.messages,
+            state=self.state,
+            token_ids=[token for one in self.sequences for token in one.sampled_ids],
+            context_tokens=context_tokens,
+            new_tokens=len(completion.token_ids),
+            max_tokens=self._allowed,
+            opening=self._template.opening(begun if sequence.is_chat else ""),
+            # Where nothing answers calls, a reward reads those in every form.
+            call_format=self._template.call_format if has_turns else None,
+        )
+        return self.last_answer
+
+
+def _first_turn(
+    prompt: str | Sequence[Message], prompt_ids: list[int], tools: Sequence[Mapping[str, Any]]
+) -> Turn:
+    is_chat = not isinstance(prompt, str)
+    shown: Sequence[Message] = (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    )
+    return Turn(TrainingSequence(is_chat=is_chat, tools=tools), shown, prompt_ids, is_new=True)
+
+
+def _add_answer(sequence: TrainingSequence, completion: Completion) -> Sequence[Message]:
+    """Returns the messages that the answer continues, as far as its opening needs them."""
+    said: Message = {"role": "assistant", "content": completion.text}
+    begun: Sequence[Message] = _BEHIND_A_TURN
+    if sequence.answers:
+        sequence.messages.append(said)
+    else:
+        begun = sequence.messages
+        sequence.messages = answered(begun, completion.text)
+    sequence.as_given.append(said)
+    sequence.add_completion(completion)
+    sequence.end_answer()
+    return begun
+
+
+@contextmanager
+def _answering(sequence: TrainingSequence) -> Iterator[None]:
+    """Meanwhile, calls that continue the same sequence begin sequences of their own."""
+    sequence.is_answered = False
+    try:
+        yield
+    finally:
+        sequence.is_answered = True

@@ -1,0 +1,238 @@
+"""Agents of a user, as programs and as functions, through the engine and a scripted server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_core.tree.environment_values import AGENT
+from grpo_env.bridges.agent_program import run_program
+from grpo_env.loading import TaskUnusable, find_task
+from grpo_env.rollout.chat_template import ChatTemplate, load_template
+from grpo_env.rollout.groups import FailureReason
+from grpo_env.sandbox.choice import VARIABLE
+from grpo_env.tasks import Task, TaskOptions
+from tests.support.wait import wait_for_async
+from tests.unit.env.rollout.rig import PLAN, lost, prompts, sample, submitted
+from tests.unit.env.rollout.test_conversation import SAID, scripted
+from tests.unit.env.sandbox.conftest import bubblewrap as bubblewrap
+
+PLAN = replace(PLAN, group_size=1, drop_equal_scores=False, max_token_length=400)
+PROGRAM = """
+import json, os, sys, urllib.request
+
+def ask(*messages):
+    body = {"messages": [{"role": role, "content": text} for role, text in messages]}
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps(body).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+row = json.load(sys.stdin)
+assert row == json.loads(os.environ["GRPO_ROW"]) and "RUN_API_TOKEN" not in os.environ
+"""
+TWICE = """
+first = ask(("user", row["prompt"]))
+print(ask(("user", row["prompt"]), ("assistant", first), ("user", "sure?")), "said last")
+"""
+REWARD = """
+def reward(answer, row):
+    assert answer.state["output"] == "8 said last\\n", answer.state
+    assert [m["role"] for m in answer.messages] == ["user", "assistant"] * 2
+    return float(answer == row["answer"])
+"""
+
+
+@pytest.fixture(autouse=True)
+def _on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "none")
+
+
+@pytest.fixture
+def template(tokenizer_dir: Path) -> ChatTemplate:
+    return load_template(str(tokenizer_dir))
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Callable[..., Task]:
+    """The task with a program, or with a function, that the text defines."""
+
+    directory = tmp_path / "program"
+    directory.mkdir()  # which the user of a sandbox may read, and `tmp_path` not
+
+    def made(text: str, reward: str = "def reward(answer, row): return 1.0", **how: Any) -> Task:
+        program = directory / "program.py"
+        program.write_text(text)
+        (tmp_path / "own.py").write_text(reward)
+        (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4=", "answer": "8"}\n')
+        command = shlex.join([sys.executable, str(program)])
+        if "def agent" in text:
+            how = {"command": None, "function": str(program), **how}
+        limits = {"calls": 4, "deadline_s": 60.0, "rollouts": 4, "sequences": 1}
+        args = {"command": command, "reward": f"{tmp_path}/own.py:reward", **limits, **how}
+        options = TaskOptions(data=str(tmp_path / "rows.jsonl"), args=args)
+        return find_task(AGENT)(options)
+
+    return made
+
+
+async def test_a_program_is_trained_on_the_very_tokens_that_were_sampled(
+    agent: Any, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUN_API_TOKEN", "secret")
+    task = agent(PROGRAM + TWICE, REWARD)
+    outcome, server = await sample(scripted("7", "8"), task, PLAN, template=template)
+    task.close()
+    first, second = prompts(server)
+    assert second[: len(first) + 3] == first + SAID
+    group = submitted(outcome)
+    assert group.tokens == [second + SAID]
+    assert group.scores == [1.0]
+
+
+SEES = """
+from pathlib import Path
+text = f"{Path('.').absolute()} {Path(__file__).parents[1].joinpath('rows.jsonl').exists()}"
+print(text, len(os.listdir("/proc")) < 100, ask(("user", text)))
+"""
+
+
+@pytest.mark.usefixtures("bubblewrap")
+async def test_by_default_a_program_reaches_nothing_but_its_files_and_the_policy(
+    agent: Any, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE)
+    reward = (
+        'def reward(answer, row): return float(answer.state["output"] == "/tmp False True 7\\n")'
+    )
+    task = agent(PROGRAM + SEES, reward)
+    outcome, _ = await sample(scripted("7"), task, PLAN, template=template)
+    task.close()
+    assert submitted(outcome).scores == [1.0]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_a_function_is_an_agent_too(agent: Any, template: ChatTemplate, kind: str) -> None:
+    text = f"""
+import os
+{kind} agent(row, client):
+    os.environ.update(OPENAI_BASE_URL=client.base_url, OPENAI_API_KEY=client.api_key)
+    assert client.model == "policy"
+    return ask(("user", row["prompt"])) + "!"
+"""
+    text = PROGRAM.partition("row =")[0] + text
+    reward = 'def reward(answer, row): return float(answer.state["output"] == "7!")'
+    task = agent(text, reward)
+    outcome, _ = await sample(scripted("7"), task, PLAN, template=template)
+    task.close()
+    assert submitted(outcome).scores == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("import sys; sys.exit('no luck')", r"(?s)program.py\) ended with status 1.*no luck"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with status 137"),
+        ("print('idle')", "ended without a call; its output: idle"),
+        ("def agent(row, client): {}['x']", r"raised KeyError at .*program.py:1: 'x'"),
+        ("async def agent(row, client): exit()", "raised CodeStopped .*SystemExit"),
+    ],
+)
+async def test_an_agent_that_fails_loses_its_group_by_name(
+    agent: Any, template: ChatTemplate, text: str, problem: str
+) -> None:
+    task = agent(text)
+    outcome, _ = await sample(scripted("7"), task, PLAN, template=template)
+    task.close()
+    found = lost(outcome)
+    assert found.reason is FailureReason.FAILED_ROLLOUT
+    with pytest.raises(AssertionError, match=problem):
+        raise AssertionError(found.detail)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import time; time.sleep(600)",
+        "import asyncio\nasync def agent(row, client): await asyncio.sleep(600)",
+        "import time\ndef agent(row, client): time.sleep(600)",
+    ],
+)
+async def test_an_agent_that_takes_too_long_is_a_failed_rollout(
+    agent: Any, template: ChatTemplate, text: str
+) -> None:
+    task = agent(text, deadline_s=0.2)
+    outcome, _ = await sample(scripted("7"), task, PLAN, template=template)
+    task.close()
+    found = lost(outcome)
+    assert found.reason is FailureReason.FAILED_ROLLOUT
+    assert "did not end within 0.2 s, the limit of --agent-deadline-s" in found.detail
+
+
+STARTS_ANOTHER = """
+import subprocess, sys
+child = subprocess.Popen(["sleep", "600"])
+with open(sys.argv[1], "w") as file:
+    file.write(f"{child.pid}\\n")
+child.wait()
+"""
+
+
+async def test_a_program_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    words = [sys.executable, "-c", STARTS_ANOTHER, str(file)]
+    running = asyncio.create_task(run_program(words, b"", os.environ, 600.0))
+    await wait_for_async(lambda: file.exists() and file.read_text().endswith("\n"))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await wait_for_async(lambda: not runs(int(file.read_text())))
+
+
+def runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+async def test_a_limit_ends_a_rollout_that_is_graded_with_what_was_said(
+    agent: Any, template: ChatTemplate
+) -> None:
+    text = PROGRAM + "while True: ask(('user', 'again'))"
+    reward = (
+        "def reward(answer, row): return {'said': float(answer == '7' and not answer.finished)}"
+    )
+    task = agent(text, reward, calls=2, sequences=2)
+    plan = replace(PLAN, max_sequences=2)
+    outcome, server = await sample(scripted("7"), task, plan, template=template)
+    task.close()
+    assert len(prompts(server)) == 2
+    group = submitted(outcome)
+    assert group.scores == [1.0, 1.0]
+    assert group.overrides
+    assert [override["finish_reason"] for override in group.overrides] == ["stop", "length"]
+
+
+def test_the_reward_may_be_a_task_with_data_of_its_own() -> None:
+    limits = {"calls": 1, "deadline_s": 1.0, "rollouts": 1, "sequences": 3}
+    args = {"command": "true", "reward": "arithmetic", "level": 2, **limits}
+    task = find_task(AGENT)(TaskOptions(args=args))
+    rows = task.rows("train")
+    assert rows
+    assert task.prompt(rows[0])
+    assert task.max_sequences == 3
+    with pytest.raises(TaskUnusable, match="needs a reward"):
+        find_task(AGENT)(TaskOptions(args={**args, "reward": None, "function": ""}))

@@ -1,0 +1,222 @@
+"""The official client of OpenAI reads every answer of the endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+from structlog.testing import capture_logs
+
+from grpo_core.errors import ServiceUnavailable
+from grpo_env.bridges.chat import MODEL, Chat
+from grpo_env.bridges.endpoint import ChatEndpoint
+from tests.unit.env.bridges.scripted import ScriptedDialogue
+
+QUESTION = {"role": "user", "content": "2+3="}
+ADD: dict[str, Any] = {"name": "add", "parameters": {"type": "object"}}
+CALL = 'I add. <tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+TEXT, ARGUMENTS = "I add.", '{"a": 2, "b": 3}'
+OF_CHAT: list[Any] = [{"type": "function", "function": ADD}]
+OF_RESPONSES: list[Any] = [{"type": "function", **ADD}]
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[ChatEndpoint]:
+    async with ChatEndpoint("Authorization") as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    """Plain HTTP: loading certificates takes longer than these tests."""
+    async with httpx.AsyncClient(verify=False) as client:
+        yield client
+
+
+def opened(
+    endpoint: ChatEndpoint, http: httpx.AsyncClient, *texts: str, **how: Any
+) -> tuple[AsyncOpenAI, ScriptedDialogue, Chat]:
+    """A rollout whose policy says these texts, and its client."""
+    dialogue = ScriptedDialogue(*texts, **how)
+    key = f"key-{len(endpoint.sessions)}"
+    chat = endpoint.sessions[f"Bearer {key}"] = Chat(dialogue)
+    return AsyncOpenAI(base_url=endpoint.url, api_key=key, http_client=http), dialogue, chat
+
+
+async def test_each_rollout_is_answered_by_its_own_dialogue(
+    endpoint: ChatEndpoint, http: httpx.AsyncClient
+) -> None:
+    rollouts = [opened(endpoint, http, text) for text in ("a says", "b says")]
+    calls = (
+        client.chat.completions.create(model=MODEL, messages=[QUESTION])  # type: ignore[list-item]
+        for client, *_ in rollouts
+    )
+    first, second = await asyncio.gather(*calls)
+    assert [c.choices[0].message.content for c in (first, second)] == ["a says", "b says"]
+    assert first.choices[0].finish_reason == "stop"
+    assert first.usage
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (1, len("a says"))
+    stranger = AsyncOpenAI(base_url=endpoint.url, api_key="other", http_client=http)
+    with pytest.raises(openai.AuthenticationError, match="no rollout is open"):
+        await stranger.responses.create(model=MODEL, input="a")
+
+
+async def test_a_stream_of_chat_completions_holds_the_same_answer(
+    endpoint: ChatEndpoint, http: httpx.AsyncClient
+) -> None:
+    client, *_ = opened(endpoint, http, CALL, CALL + CALL.removeprefix(TEXT), "5")
+    how: Any = {"model": MODEL, "messages": [QUESTION], "tools": OF_CHAT}
+    whole = (await client.chat.completions.create(**how)).choices[0]
+    assert (whole.message.content, whole.finish_reason) == (TEXT, "tool_calls")
+    assert whole.message.tool_calls
+    assert whole.message.tool_calls[0].function.arguments == ARGUMENTS  # type: ignore[union-attr]
+
+    usage = {"stream_options": {"include_usage": True}}
+    async with client.chat.completions.stream(**how, **usage) as stream:
+        streamed = await stream.get_final_completion()
+    (choice,) = streamed.choices
+    assert (choice.message.content, choice.finish_reason) == (TEXT, "tool_calls")
+    assert choice.message.tool_calls
+    assert [(c.id, c.function.name, c.function.arguments) for c in choice.message.tool_calls] == [
+        ("call_2", "add", ARGUMENTS),
+        ("call_3", "add", ARGUMENTS),
+    ]
+    assert streamed.usage
+    assert streamed.usage.completion_tokens == len(CALL + CALL) - len(TEXT)
+
+    # Without include_usage, every chunk has a choice, which clients read unasked.
+    plain = [c async for c in await client.chat.completions.create(**how, stream=True)]
+    assert "".join(c.choices[0].delta.content or "" for c in plain) == "5"
+    assert plain[-1].choices[0].finish_reason == "stop"
+
+
+async def test_responses_continue_with_the_exact_text_of_calls(
+    endpoint: ChatEndpoint, http: httpx.AsyncClient
+) -> None:
+    client, dialogue, _ = opened(endpoint, http, CALL, "5")
+    how: Any = {"model": MODEL, "instructions": "Be brief.", "tools": OF_RESPONSES}
+    asked: list[Any] = [{**QUESTION, "content": [{"type": "input_text", "text": "2+3="}]}]
+    first = await client.responses.create(input=asked, max_output_tokens=7, **how)
+    said, call = first.output
+    assert (first.status, first.output_text, call.type) == ("completed", TEXT, "function_call")
+    assert call.arguments == ARGUMENTS
+    assert first.usage
+    assert first.usage.output_tokens == len(CALL)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "5"}
+    items = [*asked, *(item.model_dump() for item in (said, call)), result]
+    last = await client.responses.create(input=items, **how)
+    assert last.output_text == "5"
+    assert dialogue.requests[1] == [
+        {"role": "system", "content": "Be brief."},
+        QUESTION,
+        {"role": "assistant", "content": CALL},
+        {"role": "tool", "content": "5"},
+    ]
+    assert [options["max_tokens"] for options in dialogue.options] == [7, None]
+    assert dialogue.options[0]["tools"] == OF_CHAT
+
+
+async def test_a_response_may_go_on_from_the_id_of_an_earlier_one(
+    endpoint: ChatEndpoint, http: httpx.AsyncClient
+) -> None:
+    client, dialogue, _ = opened(endpoint, http, "5", "Yes.")
+    first = await client.responses.create(model=MODEL, input="2+3=")
+    known = {"previous_response_id": first.id}
+    await client.responses.create(model=MODEL, input="Sure?", **known)  # type: ignore[call-overload]
+    assert [message["content"] for message in dialogue.requests[1]] == ["2+3=", "5", "Sure?"]
+    with pytest.raises(openai.BadRequestError, match="no response of this rollout"):
+        await client.responses.create(model=MODEL, input="a", previous_response_id="resp_1")
+
+
+async def test_a_stream_of_a_response_holds_the_same_answer(
+    endpoint: ChatEndpoint, http: httpx.AsyncClient
+) -> None:
+    client, *_ = opened(endpoint, http, CALL)
+    kinds = []
+    how: Any = {"model": MODEL, "input": "2+3=", "tools": OF_RESPONSES}
+    async with client.responses.stream(**how) as stream:
+        async for event in stream:
+            kinds.append(event.type)
+        response = await stream.get_final_response()
+    assert (response.status, response.output_text) == ("completed", TEXT)
+    assert response.output[1].arguments == ARGUMENTS  # type: ignore[union-attr]
+    text = [f"response.{name}" for name in ("content_part.added", "output_text.delta")]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[2:5] == ["response.output_item.added", *text]
+    assert kinds.count("response.function_call_arguments.delta") == 1
+    assert kinds[-2:] == ["response.output_item.done", "response.completed"]
+
+
+async def test_an_answer_that_was_cut_off_is_incomplete(
+    endpoint: ChatEndpoint, http: httpx.AsyncClient
+) -> None:
+    client, *_ = opened(endpoint, http, "2", "2", cut_off=True)
+    response = await client.responses.create(model=MODEL, input="2+3=")
+    assert response.incomplete_details
+    assert (response.status, response.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+    stream = await client.responses.create(model=MODEL, input="2+3=", stream=True)
+    assert [event.type async for event in stream][-1] == "response.incomplete"
+
+
+async def test_errors_are_refusals_and_the_first_one_is_kept(
+    endpoint: ChatEndpoint, http: httpx.AsyncClient
+) -> None:
+    class Broken(ScriptedDialogue):
+        async def say(self, *_: Any, **__: Any) -> Any:
+            raise ServiceUnavailable(f"request {len(self.requests)}")
+
+    client, *_ = opened(endpoint, http)
+    session = endpoint.sessions["Bearer broken"] = Chat(Broken())
+    broken = AsyncOpenAI(base_url=endpoint.url, api_key="broken", http_client=http)
+    for _ in range(2):
+        with pytest.raises(openai.BadRequestError):  # clients repeat after a 5xx
+            await broken.responses.create(model=MODEL, input="a")
+    assert isinstance(session.failed, ServiceUnavailable)
+
+    with pytest.raises(openai.BadRequestError) as full:
+        await client.responses.create(model=MODEL, input="a")
+    assert full.value.code == "context_length_exceeded"
+    assert endpoint.sessions["Bearer key-0"].failed is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "problem"),
+    [
+        ("chat/completions", {"messages": [QUESTION], "n": 2}, "expected n=1"),
+        ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools of .* web_search"),
+        ("responses", {"input": "a", "conversation": "conv_1"}, "conversation: not supported"),
+        ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
+        ("messages", {}, "no route /v1/messages; only the APIs chat completions and responses"),
+        ("completions", {}, "no route /v1/completions"),
+    ],
+)
+async def test_what_cannot_be_trained_on_is_refused_by_name(
+    endpoint: ChatEndpoint, http: httpx.AsyncClient, path: str, body: dict[str, Any], problem: str
+) -> None:
+    client, _, chat = opened(endpoint, http, "1")
+    with pytest.raises(openai.APIStatusError, match=problem) as refused:
+        await client.post(f"/{path}", body=body, cast_to=object)
+    assert refused.value.status_code in (400, 404)
+    assert (chat.failed, chat.last) == (None, None)
+
+
+async def test_options_that_have_no_effect_are_logged_once(
+    endpoint: ChatEndpoint, http: httpx.AsyncClient
+) -> None:
+    client, dialogue, _ = opened(endpoint, http, "1", "2", "3")
+    asked: Any = {"model": MODEL, "messages": [QUESTION], "tools": OF_CHAT}
+    with capture_logs() as logs:
+        for choice in ("required", "required", "none"):
+            await client.chat.completions.create(**asked, temperature=0.1, tool_choice=choice)
+    (line,) = logs
+    assert line["event"] == "endpoint.options_ignored"
+    assert line["options"] == ["temperature", "tool_choice"]
+    assert [bool(options["tools"]) for options in dialogue.options] == [True, True, False]
