@@ -1,35 +1,34 @@
 """Programs in namespaces of their own, made by `bwrap`: no network, no processes or files of the
 host, other than the system's programs and libraries and what `run` names.
 
-As root, `bwrap` makes the namespaces and the program runs as the user `nobody`; otherwise it runs
-as this user. Either way it is in a user namespace of its own, in which the kernel (5.14 or later)
-counts its processes.
+An ordinary user needs a user namespace for that, in which the kernel (5.14 or later) counts the
+processes. As root, the program runs as a user of its own without rights.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 from grpo_env.sandbox import relay
 from grpo_env.sandbox.child import Command, run_child
 from grpo_env.sandbox.interface import (
-    NOBODY,
     Ended,
     Limits,
     SandboxUnusable,
-    give_to_nobody,
     program_environment,
 )
+from grpo_env.sandbox.namespace import Namespace
+from grpo_env.sandbox.syscalls import seccomp_filter
+from grpo_env.sandbox.users import give, is_root, new_user
 
+_BWRAP = "/usr/bin/bwrap"
 _HOME = "/tmp"
 _SOCKET = "/run/service.sock"
 _RELAY = "/run/relay.py"
@@ -39,14 +38,23 @@ _SYSTEM_FILES = ("alternatives", "ld.so.cache", "localtime", "mime.types", "ssl/
 _OF_PREFIX = ("bin", "include", "lib", "lib64", "pyvenv.cfg", "share")
 """Of a Python installation. A file such as `pip.conf` may hold a password."""
 _PATH = "/usr/local/bin:/usr/bin:/bin"
+_IN_MEMORY = ("/tmp", "/dev/shm")
 _PROBE_S = 20
+_NO_PROC = "Can't mount proc"
 
 
 class Bubblewrap:
-    """`bwrap` of Debian's package `bubblewrap`, version 0.8 or later."""
+    """`bwrap`, of Debian's package `bubblewrap`.
+
+    has_proc: whether the program sees `/proc`, of its own processes. A container whose engine hides
+    parts of `/proc` cannot mount another one.
+    """
 
     kind = "bubblewrap"
     python = sys.executable
+
+    def __init__(self, has_proc: bool = True) -> None:
+        self.has_proc = has_proc
 
     async def run(
         self,
@@ -60,66 +68,71 @@ class Bubblewrap:
         limits: Limits = Limits(),  # noqa: B008 - frozen
     ) -> Ended:
         """See `Sandbox.run`."""
-        directory = directory.resolve() if directory else None
-        if os.geteuid() == 0:
-            if directory:
-                await asyncio.to_thread(give_to_nobody, directory)
-            if service:
-                service.chmod(0o666)
-        mounts = [*_mounts(directory, readable, service, limits)]
-        variables = program_environment(_path(), _HOME, environment, relay.URL)
+        directory = directory.resolve(strict=True) if directory else None
+        user = new_user() if is_root() else None
+        if user:
+            await asyncio.to_thread(give, user, directory, service)
+        mounts = [*_mounts(self.has_proc, directory, readable, service, limits)]
         inside = [*_limited(limits), "--", *argv]
         if service:
             inside = [self.python, _RELAY, _SOCKET, *inside]
-        try:
-            return await run_child(
-                Command(
-                    [*_bwrap(), *mounts, "--", *_as_nobody(), *inside],
-                    variables,
-                    limits,
-                    _kill,
-                    stdin,
-                    directory,
-                )
+        with _filter() as filter_fd, Namespace() as namespace:
+            fds = [filter_fd, namespace.writer]
+            command = Command(
+                [*_bwrap(user, *fds), *mounts, "--", *_as_user(user), *inside],
+                program_environment(_path(), _HOME, environment, relay.URL),
+                limits,
+                namespace.kill,
+                stdin,
+                directory,
+                in_memory=_IN_MEMORY,
+                inherited=fds,
             )
-        except FileNotFoundError as error:
-            raise SandboxUnusable(_NOT_INSTALLED) from error
+            try:
+                return await run_child(command)
+            except FileNotFoundError as error:
+                raise SandboxUnusable(_NOT_INSTALLED) from error
 
 
 def _path() -> str:
     return f"{Path(sys.executable).parent}:{_PATH}"
 
 
-def _kill(pid: int) -> None:
-    """The kernel ends the first process of the namespace with `bwrap`, and all others with it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+@contextmanager
+def _filter() -> Iterator[int]:
+    """A file descriptor from which `bwrap` reads the filter of system calls."""
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, seccomp_filter())
+        os.close(writer)
+        yield reader
+    finally:
+        os.close(reader)
 
 
-def _bwrap() -> list[str]:
-    """As root, without a user namespace: it mounts what `nobody` cannot reach."""
-    own = ["choom", "-n", "1000", "--", "bwrap", "--die-with-parent", "--new-session"]
+def _bwrap(user: int | None, filter_fd: int, info_fd: int) -> list[str]:
+    """Without a user namespace for root, who mounts what the program's user cannot reach."""
+    # If memory gets scarce, the kernel ends this program before any other.
+    own = ["/usr/bin/choom", "-n", "1000", "--", _BWRAP, "--die-with-parent", "--new-session"]
     spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-    if os.geteuid():
-        return [*own, *spaces, "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
-    needed = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
-    return [*own, *spaces, "--cap-drop", "ALL"] + [
-        word for name in needed for word in ("--cap-add", name)
-    ]
+    rights = ["--seccomp", str(filter_fd), "--info-fd", str(info_fd), "--cap-drop", "ALL"]
+    if user is None:
+        return [*own, *spaces, *rights, "--unshare-user"]
+    kept = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
+    return [*own, *spaces, *rights, *(word for name in kept for word in ("--cap-add", name))]
 
 
-def _as_nobody() -> list[str]:
-    if os.geteuid():
+def _as_user(user: int | None) -> list[str]:
+    if user is None:
         return []
-    user = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-    powers = ["--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
-    return ["setpriv", *user, *powers, "unshare", "--user", "--map-current-user"]
+    ids = [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    return ["/usr/bin/setpriv", *ids, "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
 
 
 def _limited(limits: Limits) -> list[str]:
     """RLIMIT_DATA, not RLIMIT_AS: programs such as node reserve much more than they use."""
     return [
-        "prlimit",
+        "/usr/bin/prlimit",
         "--core=0",
         f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}",
         f"--data={limits.memory_bytes}",
@@ -130,15 +143,21 @@ def _limited(limits: Limits) -> list[str]:
 
 
 def _mounts(
-    directory: Path | None, readable: Sequence[Path], service: Path | None, limits: Limits
+    has_proc: bool,
+    directory: Path | None,
+    readable: Sequence[Path],
+    service: Path | None,
+    limits: Limits,
 ) -> Iterator[str]:
     size = str(limits.file_bytes)
-    yield from ("--proc", "/proc", "--dev", "/dev")
-    yield from ("--perms", "1777", "--size", size, "--tmpfs", "/dev/shm")
-    yield from ("--perms", "1777", "--size", size, "--tmpfs", "/tmp")
+    if has_proc:
+        yield from ("--proc", "/proc")
+    yield from ("--dev", "/dev")
+    for place in _IN_MEMORY:
+        yield from ("--perms", "1777", "--size", size, "--tmpfs", place)
     yield from _system()
     for path in readable:
-        yield from _bind("--ro-bind", path.resolve(), path.absolute())
+        yield from _bind("--ro-bind", path.resolve(strict=True), path.absolute())
     if directory:
         yield from _bind("--bind", directory, directory)
     if service:
@@ -186,18 +205,30 @@ _NO_NAMESPACES = (
 )
 
 
-def require_bubblewrap() -> None:
+def usable_bubblewrap() -> Bubblewrap:
     """Raises `SandboxUnusable` if `bwrap` cannot run a program here."""
-    if shutil.which("bwrap") is None:
+    if not Path(_BWRAP).exists():
         raise SandboxUnusable(_NOT_INSTALLED)
-    limits = Limits()
-    command = [*_bwrap(), *_mounts(None, (), None, limits), "--", *_as_nobody()]
-    done = subprocess.run(
-        [*command, *_limited(limits), "--", "true"],
-        capture_output=True,
-        text=True,
-        timeout=_PROBE_S,
-        check=False,
-    )
-    if done.returncode:
-        raise SandboxUnusable(_NO_NAMESPACES.format(error=done.stderr.strip()))
+    problem = _problem(has_proc=True)
+    if not problem:
+        return Bubblewrap()
+    if _NO_PROC in problem and not _problem(has_proc=False):
+        return Bubblewrap(has_proc=False)
+    raise SandboxUnusable(_NO_NAMESPACES.format(error=problem))
+
+
+def _problem(has_proc: bool) -> str:
+    """What `bwrap` says if it fails."""
+    user, limits = new_user() if is_root() else None, Limits()
+    mounts = _mounts(has_proc, None, (), None, limits)
+    with _filter() as filter_fd, Namespace() as namespace:
+        fds = [filter_fd, namespace.writer]
+        done = subprocess.run(
+            [*_bwrap(user, *fds), *mounts, "--", *_as_user(user), *_limited(limits), "--", "true"],
+            pass_fds=fds,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_S,
+            check=False,
+        )
+    return done.stderr.strip() if done.returncode else ""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from grpo_env.sandbox.interface import Ended, Limits, Reason
-from grpo_env.sandbox.usage import file_bytes, memory_bytes
+from grpo_env.sandbox.usage import file_bytes, kernel_bytes, memory_bytes
 
 _POLL_S = 0.1
 _LARGEST_SHARE = 0.1
@@ -26,18 +26,22 @@ _BY_STATUS: Mapping[int, Reason] = {
 class Command:
     """A command with its limits.
 
-    kill: ends the child, of this process id, and all that it started; directory: whose files count
-    for `limits.file_bytes`; is_measured: whether to measure memory and files of the child.
+    kill: ends the child, of this process id, and waits until nothing of it is left; directory:
+    whose files count for `limits.file_bytes`; measures_memory: whether the memory of the child's
+    processes counts for `limits.memory_bytes`; in_memory: where the child sees file systems in
+    memory; inherited: file descriptors.
     """
 
     argv: Sequence[str]
     environment: Mapping[str, str]
     limits: Limits
-    kill: Callable[[int], None]
+    kill: Callable[[int], Awaitable[None]]
     stdin: bytes = b""
     directory: Path | None = None
-    is_measured: bool = True
+    measures_memory: bool = True
     cwd: Path | None = None
+    in_memory: Sequence[str] = ()
+    inherited: Sequence[int] = ()
 
 
 class _Run(asyncio.SubprocessProtocol):
@@ -85,6 +89,7 @@ async def run_child(command: Command) -> Ended:
         *command.argv,
         env=dict(command.environment),
         cwd=command.cwd,
+        pass_fds=command.inherited,
         start_new_session=True,
     )
     timer = loop.call_later(command.limits.seconds, run.stop, "timeout")
@@ -97,9 +102,7 @@ async def run_child(command: Command) -> Ended:
     finally:
         timer.cancel()
         measuring.cancel()
-        command.kill(transport.get_pid())
-        await asyncio.shield(run.exited.wait())
-        transport.close()
+        await asyncio.shield(_end(command, transport, run))
     code = cast(int, transport.get_returncode())
     status = 128 - code if code < 0 else code
     if reason == "finished":
@@ -107,18 +110,26 @@ async def run_child(command: Command) -> Ended:
     return Ended(status, run.text(1), run.text(2), reason, time.monotonic() - started)
 
 
+async def _end(command: Command, transport: asyncio.SubprocessTransport, run: _Run) -> None:
+    await command.kill(transport.get_pid())
+    await run.exited.wait()
+    transport.close()
+
+
 async def _measure(command: Command, pid: int, run: _Run) -> None:
-    limits = command.limits
-    before = await _in_thread(file_bytes, command.directory)
-    while command.is_measured:
+    before = await asyncio.to_thread(file_bytes, command.directory)
+    while True:
         started = time.monotonic()
-        if await _in_thread(memory_bytes, pid) > limits.memory_bytes:
+        if await asyncio.to_thread(_memory_bytes, command, pid) > command.limits.memory_bytes:
             run.stop("memory")
-        if await _in_thread(file_bytes, command.directory) - before > limits.file_bytes:
+        written = await asyncio.to_thread(file_bytes, command.directory) - before
+        if written > command.limits.file_bytes:
             run.stop("files")
         took = time.monotonic() - started
         await asyncio.sleep(max(_POLL_S, took / _LARGEST_SHARE))
 
 
-async def _in_thread(measure: Callable[[Any], int], of: Any) -> int:
-    return await asyncio.to_thread(measure, of)
+def _memory_bytes(command: Command, pid: int) -> int:
+    if not command.measures_memory:
+        return 0
+    return memory_bytes(pid) + kernel_bytes(pid, command.in_memory)

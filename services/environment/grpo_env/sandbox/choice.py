@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import cache
 
-from grpo_env.sandbox.bubblewrap import Bubblewrap, require_bubblewrap
+from grpo_env.sandbox.bubblewrap import usable_bubblewrap
 from grpo_env.sandbox.docker import DEFAULT_IMAGE, Docker, require_docker
 from grpo_env.sandbox.host import OnHost
 from grpo_env.sandbox.interface import Sandbox
@@ -32,8 +32,7 @@ def sandbox_of(kind: str) -> Sandbox:
     if kind == "none":
         return OnHost()
     if kind in (AUTO, "bubblewrap"):
-        require_bubblewrap()
-        return Bubblewrap()
+        return usable_bubblewrap()
     raise ValueError(f"--sandbox {kind}: expected auto, bubblewrap, docker, docker:IMAGE or none")
 
 

@@ -16,13 +16,12 @@ from pathlib import Path
 from grpo_env.sandbox import relay
 from grpo_env.sandbox.child import Command, run_child
 from grpo_env.sandbox.interface import (
-    NOBODY,
     Ended,
     Limits,
     SandboxUnusable,
-    give_to_nobody,
     program_environment,
 )
+from grpo_env.sandbox.users import NOBODY, give, is_root
 
 DEFAULT_IMAGE = "python:3.11-slim-bookworm"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -54,12 +53,9 @@ class Docker:
         limits: Limits = Limits(),  # noqa: B008 - frozen
     ) -> Ended:
         """See `Sandbox.run`."""
-        directory = directory.resolve() if directory else None
-        if os.geteuid() == 0:
-            if directory:
-                await asyncio.to_thread(give_to_nobody, directory)
-            if service:
-                service.chmod(0o666)
+        directory = directory.resolve(strict=True) if directory else None
+        if is_root():
+            await asyncio.to_thread(give, NOBODY, directory, service)
         name = f"sandbox-{uuid.uuid4().hex}"
         variables = program_environment(_PATH, "/tmp", environment, relay.URL)
         inside = ["python3", _RELAY, _SOCKET, *argv] if service else [*argv]
@@ -74,7 +70,15 @@ class Docker:
         try:
             start = ["docker", "start", "--attach", "--interactive", name]
             ended = await run_child(
-                Command(start, dict(os.environ), limits, _kill, stdin, directory, False)
+                Command(
+                    start,
+                    dict(os.environ),
+                    limits,
+                    _kill,
+                    stdin,
+                    directory,
+                    measures_memory=False,  # the kernel limits it
+                )
             )
             killed = await _docker(["inspect", "--format", "{{.State.OOMKilled}}", name])
         finally:
@@ -83,7 +87,7 @@ class Docker:
         return replace(ended, reason="memory") if is_memory else ended
 
 
-def _kill(pid: int) -> None:
+async def _kill(pid: int) -> None:
     """The container itself is removed afterwards, with all its processes."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -120,13 +124,13 @@ def _limited(limits: Limits) -> Iterator[str]:
 def _mounts(
     directory: Path | None, readable: Sequence[Path], service: Path | None, limits: Limits
 ) -> Iterator[str]:
-    is_own = directory is not None and os.geteuid() != 0
+    is_own = directory is not None and not is_root()
     user = f"{os.geteuid()}:{os.getegid()}" if is_own else f"{NOBODY}:{NOBODY}"
     yield from ("--user", user)
     yield from ("--tmpfs", f"/tmp:rw,exec,nosuid,nodev,size={limits.file_bytes},mode=1777")
     yield from ("--shm-size", str(limits.file_bytes))
     for path in readable:
-        yield from ("--volume", f"{path.resolve()}:{path.absolute()}:ro")
+        yield from ("--volume", f"{path.resolve(strict=True)}:{path.absolute()}:ro")
     if directory:
         yield from ("--volume", f"{directory}:{directory}")
     if service:

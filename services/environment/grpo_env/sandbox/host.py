@@ -44,7 +44,7 @@ class OnHost:
                 return await run_child(Command(argv, variables, limits, _kill, stdin, cwd, cwd=cwd))
 
 
-def _kill(pid: int) -> None:
+async def _kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 

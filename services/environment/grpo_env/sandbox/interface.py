@@ -6,7 +6,6 @@ of the host is hidden, apart from the system's programs and libraries, which are
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,13 +107,14 @@ class Sandbox(Protocol):
             environment: added to PATH, HOME and TMPDIR; no other variable of this process is
                 visible. `SERVICE_URL` in a value becomes the URL of `service`.
             directory: the working directory, which the program may change. If this process runs as
-                root, the directory and its files are given to the user `nobody`. None: an empty
-                directory in memory, which disappears.
+                root, the directory and its files are given to the user of the program. None: an
+                empty directory in memory, which disappears.
             readable: files and directories that the program may read.
             service: a Unix socket of an HTTP server that the program may reach.
 
         Raises:
             SandboxUnusable: the sandbox itself does not start.
+            FileNotFoundError: a path of `directory` or `readable` does not exist.
         """
 
 
@@ -127,14 +127,3 @@ def program_environment(
         name: value.replace(SERVICE_URL, service_url) for name, value in (environment or {}).items()
     }
     return base | given
-
-
-NOBODY = 65534
-
-
-def give_to_nobody(directory: Path) -> None:
-    """Make `nobody` the owner of a directory and of all that is in it; links are not followed."""
-    os.chown(directory, NOBODY, NOBODY)
-    for parent, names, files in os.walk(directory):
-        for name in names + files:
-            os.chown(os.path.join(parent, name), NOBODY, NOBODY, follow_symlinks=False)

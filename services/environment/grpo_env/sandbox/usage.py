@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _KIB = 1024
@@ -31,6 +31,27 @@ def _own_bytes(pid: int) -> int:
     except OSError:  # it has ended
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * _KIB
+
+
+def kernel_bytes(pid: int, places: Sequence[str]) -> int:
+    """Memory of the kernel for the files in file systems in memory, without their content.
+
+    Args:
+        pid: of a process whose last descendant sees these file systems
+        places: where they are mounted
+    """
+    *_, inside = _with_descendants(pid)
+    return sum(_files(f"/proc/{inside}/root{place}", place) for place in places) * _KIB
+
+
+def _files(inside: str, outside: str) -> int:
+    try:
+        if os.stat(inside).st_dev == os.stat(outside).st_dev:  # it still starts
+            return 0
+        found = os.statvfs(inside)
+    except OSError:  # it still starts, or has ended
+        return 0
+    return found.f_files - found.f_ffree
 
 
 def file_bytes(directory: Path | None) -> int:

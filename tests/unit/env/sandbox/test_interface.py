@@ -82,7 +82,7 @@ sys.exit(3)
     ],
 )
 def test_how_it_ended(sandbox: Sandbox, code: str, status: int, reason: str) -> None:
-    limits = Limits(seconds=1.0 if reason == "timeout" else 60.0)
+    limits = Limits(seconds=0.3 if reason == "timeout" else 60.0)
     ended = asyncio.run(sandbox.run([sandbox.python, "-c", code], limits=limits))
     assert (ended.status, ended.reason) == (status, reason), ended.errors
     assert len(ended.output) <= limits.output_bytes

@@ -1,0 +1,60 @@
+"""Ends the processes in the namespace that a `bwrap` made, and waits until none is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Self
+
+_INFO_BYTES = 4096
+
+
+class Namespace:
+    """The processes inside. The kernel ends them with their first one, which ends with `bwrap`;
+    `bwrap` may end before them.
+
+    writer: the file descriptor for its option `--info-fd`.
+    """
+
+    def __enter__(self) -> Self:
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        os.close(self._reader)
+        os.close(self.writer)
+
+    async def kill(self, bwrap: int) -> None:
+        """Return when no process is left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(bwrap, signal.SIGKILL)
+        try:
+            first = json.loads(os.read(self._reader, _INFO_BYTES))
+            process = os.pidfd_open(first["child-pid"])
+        except (BlockingIOError, ProcessLookupError):  # never started, or gone
+            return
+        try:
+            if _has_namespace(first["child-pid"], first["pid-namespace"]):
+                await _ended(process)
+        finally:
+            os.close(process)
+
+
+def _has_namespace(pid: int, namespace: int) -> bool:
+    """False: another process has this id now."""
+    try:
+        return Path(f"/proc/{pid}/ns/pid").stat().st_ino == namespace
+    except OSError:  # it is ending
+        return True
+
+
+async def _ended(process: int) -> None:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process, ended.set)
+    await ended.wait()
+    loop.remove_reader(process)
