@@ -4,20 +4,23 @@ import random
 
 from grpo_env.tasks import Task
 
-LENGTHS, EACH = (1, 2, 3, 4), 80
+LENGTHS = (1, 2, 3, 4)
 
 
 class MixedSums(Task):
     max_completion_tokens = 8
+    held_out = 0.2
     blocks = False
 
     def rows(self, split):
-        drawn = random.Random(split)
-        return [
-            {"a": drawn.randrange(10**n), "b": drawn.randrange(10**n), "digits": n}
-            for n in LENGTHS
-            for _ in range(EACH if split == "train" else 16)
-        ]
+        if split == "test":
+            return None  # a part of the rows is held out
+        drawn, rows = random.Random(0), []
+        for digits in LENGTHS:
+            for pair in drawn.sample(range(100**digits), 100):
+                a, b = divmod(pair, 10**digits)
+                rows.append({"a": a, "b": b, "digits": digits})
+        return rows
 
     def prompt(self, row):
         return [{"role": "user", "content": f"{row['a']}+{row['b']}="}]
@@ -27,11 +30,9 @@ class MixedSums(Task):
 
 
 def short_first(items, _step):
-    """Only lengths up to the first one whose sums are solved less than half the time."""
-    longest = max(LENGTHS)
-    for digits in LENGTHS:
-        rates = [i.solve_rate for i in items if i.row["digits"] == digits and i.solve_rate]
-        if sum(rates) < EACH / 2:
-            longest = digits
+    """The lengths up to the first one whose sums are solved less than half the time."""
+    for longest in LENGTHS:
+        rates = [item.solve_rate or 0.0 for item in items if item.row["digits"] == longest]
+        if sum(rates) < len(rates) / 2:
             break
     return [float(item.row["digits"] <= longest) for item in items]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_runs.report.curricula import pool_curves
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.live_run import LiveRun
 from grpo_runs.watch.services import STAGES
@@ -47,7 +48,8 @@ def test_a_stopped_run_goes_on_with_its_options_and_can_be_prolonged(
     run = RunDirectory(tmp_path / "run")
     flags = ("--mode", mode, "--vllm-restart-interval", "2", "--trainer.state-interval", "2")
     live = LiveRun("run", run)
-    stop_after(4, run, live, *flags, "--steps", "500", "--group-size", "4")
+    own = ("--steps", "500", "--group-size", "4", "--curriculum", "learnable")
+    stop_after(4, run, live, *flags, *own)
     assert live.state()["state"] == "stopped"
     resumed = run_demo(run.path, "--steps", "8", option="--resume")
     assert f"mode {mode}: " in resumed.output
@@ -66,4 +68,6 @@ def test_a_stopped_run_goes_on_with_its_options_and_can_be_prolonged(
     assert fresh
     assert all(difference < NOISE for difference in fresh)
     assert "group-size: 4" in run.config.read_text()
+    assert "curriculum.restored" in (run.logs / "environment.log").read_text()
+    assert pool_curves(run.curricula)["curriculum/arithmetic/easy"][-1][0] == 10
     assert run.reward_plot.stat().st_size > 5_000

@@ -18,7 +18,7 @@ from grpo_env.tasks.task import Row
 if TYPE_CHECKING:
     from grpo_env.tasks.items import Item
 
-HALF_LIFE_STEPS = 10.0
+HALF_LIFE_STEPS = 20.0
 """After this number of training steps a score counts half, since the policy has changed."""
 PRIOR_COMPLETIONS = 0.1
 """`learnable` adds half of this number of solved completions, and half of it of unsolved ones."""

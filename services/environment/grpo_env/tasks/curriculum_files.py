@@ -36,6 +36,7 @@ class CurriculumFiles:
         self._directory = directory
         self._state = directory / STATE_FILE
         self._stream = stream
+        self._saved = ""
 
     def restore(self) -> int:
         """Let the stream go on from the saved state, if there is one. Returns the number of items
@@ -55,19 +56,23 @@ class CurriculumFiles:
                 "the solve rates anew"
             ) from error
         self._stream.restore(state.tasks)
+        self._saved = self._content()
         return sum(len(task.items) for task in state.tasks.values())
 
     def save(self, step: int) -> None:
-        """Replace the state, and add a line with the pools. Raises `CurriculumUnusable`."""
-        part = self._state.with_suffix(".part")
-        state = CurriculumState(tasks=dict(self._stream.state()))
+        """If anything was measured or drawn since the last time: replace the state, and add a line
+        with the pools. Raises `CurriculumUnusable`."""
+        part, content = self._state.with_suffix(".part"), self._content()
+        if content == self._saved:
+            return
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with part.open("w") as file:
-                file.write(state.model_dump_json())
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(self._state)
+            self._saved = content
             with (self._directory / POOLS_FILE).open("a") as lines:
                 lines.write(json.dumps({"step": step, **_curves(self._stream.pools())}) + "\n")
         except OSError as error:
@@ -75,6 +80,9 @@ class CurriculumFiles:
                 f"--curriculum-dir: cannot write {self._directory}: {error.strerror}; name a "
                 "directory that this user can write"
             ) from error
+
+    def _content(self) -> str:
+        return CurriculumState(tasks=dict(self._stream.state())).model_dump_json()
 
 
 def files_of(directory: Path | None, stream: ItemStream) -> CurriculumFiles | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_env.loading import find_rule
@@ -73,8 +73,8 @@ def test_unseen_items_share_half_of_the_draws() -> None:
 
 
 def test_a_solved_item_comes_back_with_its_age() -> None:
-    # After 30 steps 8 completions count 1: 0.05/1.1 * 1.05/1.1 = 0.0433884. After 300 nearly 0.
-    now = [seen(1.0, step=300), seen(1.0, step=270), seen(1.0, step=0), seen(0.5, step=300)]
+    # After 60 steps 8 completions count 1: 0.05/1.1 * 1.05/1.1 = 0.0433884. After 300 nearly 0.
+    now = [seen(1.0, step=300), seen(1.0, step=240), seen(1.0, step=0), seen(0.5, step=300)]
     found = learnable(now, 300)
     assert [one / found[3] * 0.25 for one in found] == pytest.approx(
         [0.0061347, 0.0433884, 0.25, 0.25], rel=1e-4
@@ -106,8 +106,8 @@ def test_solve_rates_are_on_the_scale_of_the_scores_that_the_task_gave() -> None
     assert rates(stream) == [pytest.approx(0.7), 0.5, None]  # (0.4 + 1) / 2
     stream.graded(third, [1.0, 1.0], 1)
     assert rates(stream) == [pytest.approx(0.7), 0.5, 1.0]
-    # 10 steps later the two earlier scores count one half each: (1 * 0.5 + 2 * 1) / 3.
-    stream.graded(second, [1.0, 1.0], 11)
+    # 20 steps later the two earlier scores count one half each: (1 * 0.5 + 2 * 1) / 3.
+    stream.graded(second, [1.0, 1.0], 21)
     assert rates(stream)[1] == pytest.approx((0.5 + 2) / 3)
 
 
@@ -138,6 +138,7 @@ def test_the_weights_follow_the_scores_after_sixteen_groups() -> None:
     assert {stream.next().row["n"] for _ in range(50)} == {1}
 
 
+@settings(max_examples=25)  # each writes a file
 @given(st.integers(), st.lists(st.tuples(st.integers(0, 7), st.integers(0, 4)), max_size=40))
 def test_a_restored_stream_goes_on_with_the_same_draws(
     tmp_path_factory: pytest.TempPathFactory, seed: int, groups: list[tuple[int, int]]
@@ -145,6 +146,7 @@ def test_a_restored_stream_goes_on_with_the_same_draws(
     directory = tmp_path_factory.mktemp("state")
     parts = [(items(8), 0.7), (items(4, WORDS), 0.3)]
     stopped = ItemStream(parts, seed, learnable)
+    stopped.next()
     for step, (number, right) in enumerate(groups):
         stopped.next()
         stopped.graded(items(8)[number], [1.0] * right + [0.0] * (4 - right), step)
@@ -162,6 +164,19 @@ def test_a_restored_stream_does_not_draw_the_first_items_again() -> None:
     [stream.next() for _ in range(50)]
     again.restore(stream.state())
     assert [again.next() for _ in range(50)] == [stream.next() for _ in range(50)]
+
+
+def test_what_has_not_changed_is_not_saved_again(tmp_path: Path) -> None:
+    """A resumed run that fails before its first step must not end the curve at step 0."""
+    stream = ItemStream([(items(5), 1.0)], 0, learnable)
+    files = CurriculumFiles(tmp_path, stream)
+    stream.next()
+    files.save(7)
+    files.save(8)
+    again = CurriculumFiles(tmp_path, ItemStream([(items(5), 1.0)], 0, learnable))
+    again.restore()
+    again.save(0)
+    assert (tmp_path / "pools.jsonl").read_text().count('"step": ') == 1
 
 
 def test_items_that_the_data_lost_are_forgotten(tmp_path: Path) -> None:

@@ -62,6 +62,18 @@ def test_a_run_and_its_curves(run: RunDirectory) -> None:
     assert (unknown.status_code, "no run 'other'" in unknown.json()["detail"]) == (404, True)
 
 
+def test_the_pools_of_a_curriculum_are_curves_unless_their_file_is_broken(
+    run: RunDirectory,
+) -> None:
+    client, file = client_of(run), run.curricula / "sums" / "pools.jsonl"
+    file.parent.mkdir(parents=True)
+    for line, shown in (('{"step": 2, "curriculum/sums/easy": 7}', [[2, 7, 2]]), ("[]", None)):
+        file.write_text(f"{line}\n")
+        curves = client.get("/api/runs/mine/curves?x=step&points=100").json()["curves"]
+        found = {one["title"]: one["points"] for one in curves}
+        assert found.get("Curriculum: easy items of sums") == shown
+
+
 def test_rollouts_of_one_step(run: RunDirectory) -> None:
     client = client_of(run)
     assert client.get("/api/runs/mine/steps").json() == {"steps": [2]}
