@@ -99,16 +99,17 @@ def test_every_item_keeps_a_chance_and_the_chances_add_up_to_1(
 
 
 def test_solve_rates_are_on_the_scale_of_the_scores_that_the_task_gave() -> None:
-    stream, [first, second, third] = ItemStream([(items(3), 1.0)], 0, by_rate), items(3)
+    noting, [first, second, third] = Noting(), items(3)
+    stream = ItemStream([(items(3), 1.0)], 0, noting)
     stream.graded(first, [0.4, 0.4], 1)  # until scores differ, from 0 to 1
-    assert rates(stream) == [0.4, None, None]
+    assert noting.of(stream) == [0.4, None, None]
     stream.graded(second, [-1.0, 1.0], 1)
-    assert rates(stream) == [pytest.approx(0.7), 0.5, None]  # (0.4 + 1) / 2
+    assert noting.of(stream) == [pytest.approx(0.7), 0.5, None]  # (0.4 + 1) / 2
     stream.graded(third, [1.0, 1.0], 1)
-    assert rates(stream) == [pytest.approx(0.7), 0.5, 1.0]
+    assert noting.of(stream) == [pytest.approx(0.7), 0.5, 1.0]
     # 20 steps later the two earlier scores count one half each: (1 * 0.5 + 2 * 1) / 3.
     stream.graded(second, [1.0, 1.0], 21)
-    assert rates(stream)[1] == pytest.approx((0.5 + 2) / 3)
+    assert noting.of(stream)[1] == pytest.approx((0.5 + 2) / 3)
 
 
 def test_pools_count_items_by_their_solve_rate() -> None:
@@ -224,18 +225,20 @@ def by_rate(facts: Sequence[ItemFacts], _step: int) -> list[float]:
     return known if any(known) else [1.0] * len(facts)
 
 
-def rates(stream: ItemStream) -> list[float | None]:
-    """As the rule sees them: by drawing with one that notes them."""
-    noted: list[float | None] = []
+class Noting:
+    """A rule that notes the solve rates which it is given."""
 
-    def note(facts: Sequence[ItemFacts], step: int) -> list[float]:
-        noted[:] = [one.solve_rate for one in facts]
-        return by_rate(facts, step)
+    def __init__(self) -> None:
+        self.rates: list[float | None] = []
 
-    again = ItemStream([(items(3), 1.0)], 0, note)
-    again.restore(stream.state())
-    again.next()
-    return noted
+    def __call__(self, facts: Sequence[ItemFacts], _step: int) -> list[float]:
+        self.rates = [one.solve_rate for one in facts]
+        return [1.0] * len(facts)
+
+    def of(self, stream: ItemStream) -> list[float | None]:
+        stream.keep(lambda _: True)  # so that the next draw asks the rule
+        stream.next()
+        return self.rates
 
 
 def restored(
