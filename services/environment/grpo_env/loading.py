@@ -20,7 +20,14 @@ from types import ModuleType
 from typing import Any
 
 from grpo_core.errors import GrpoError
-from grpo_core.tree.environment_values import AGENT, LEARNABLE, MIXTURE, UNIFORM
+from grpo_core.tree.environment_values import (
+    AGENT,
+    BRIDGES,
+    LEARNABLE,
+    MIXTURE,
+    UNIFORM,
+    environment_name,
+)
 from grpo_env.tasks import Answer, Reward, Row, Task, TaskOptions
 from grpo_env.tasks.curriculum import CurriculumUnusable, Rule, learnable
 from grpo_env.tasks.reward_functions import as_reward
@@ -34,7 +41,6 @@ BUILT_IN: Mapping[str, str] = {
 ENTRY_POINTS = "grpo.tasks"
 DEFAULT_FUNCTION = "reward"
 DEFAULT_RULE = "sampler"
-BRIDGE = "verifiers"
 AGENT_FUNCTION = "agent"
 """The function of `--agent my.py`."""
 
@@ -42,8 +48,8 @@ AGENT_FUNCTION = "agent"
 def short_name(task: str) -> str:
     """For metrics: `examples/my.py:reward` → `my`, `package.module:MyTask` → `module`."""
     source, _, attribute = task.partition(":")
-    if source == BRIDGE:
-        return attribute
+    if source in BRIDGES:
+        return environment_name(attribute)
     return Path(source).stem if source.endswith(".py") else source.rpartition(".")[2]
 
 
@@ -78,7 +84,7 @@ def _no_such_task(name: str, installed: Iterable[str]) -> str:
     known = ", ".join([*BUILT_IN, AGENT, MIXTURE, *sorted(installed)])
     return (
         f"no task {name!r}; expected one of {known}, a file such as my.py:reward, a module such as "
-        "package.module:MyTask, or verifiers:ENVIRONMENT"
+        f"package.module:MyTask, or an environment: {', '.join(map('{}:…'.format, BRIDGES))}"
     )
 
 
@@ -166,10 +172,8 @@ def find_task(name: str) -> Make:
     if name in BUILT_IN:
         task: Make = getattr(importlib.import_module(source), attribute)
         return task
-    if source == BRIDGE and colon:
-        from grpo_env.bridges.verifiers import verifiers_task
-
-        return lambda options: verifiers_task(attribute, options)
+    if source in BRIDGES and colon:
+        return lambda options: _of_bridge(source, attribute, options)
     if name == AGENT:
         return _agent_task
     if source.endswith(".py"):
@@ -181,6 +185,20 @@ def find_task(name: str) -> Make:
         found = _named(_load_module(source), attribute, source)
         return _task_of(found, attribute, source.rpartition(".")[2], source)
     return _installed(name)
+
+
+def _of_bridge(bridge: str, environment: str, options: TaskOptions) -> Task:
+    if bridge == "openenv":
+        from grpo_env.bridges.openenv import OpenEnvTask
+
+        return OpenEnvTask(options, environment)
+    if bridge == "textarena":
+        from grpo_env.bridges.textarena import TextArenaTask
+
+        return TextArenaTask(environment, options)
+    from grpo_env.bridges.verifiers import verifiers_task
+
+    return verifiers_task(environment, options)
 
 
 def _agent_task(options: TaskOptions) -> Task:

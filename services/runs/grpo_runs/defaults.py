@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_core.tree.environment_values import AGENT
+from grpo_core.tree.environment_values import AGENT, BRIDGES, environment_name
 from grpo_runs.modes import Mode
 
 EVERY_LINEAR_LAYER = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
@@ -100,7 +100,7 @@ def name_of_task(task: str) -> str:
     source, _, attribute = task.partition(":")
     if source.endswith(".py"):
         return Path(source).stem
-    return attribute if source == "verifiers" else source.rpartition(".")[2]
+    return environment_name(attribute) if source in BRIDGES else source.rpartition(".")[2]
 
 
 def is_function(task: str) -> bool:

@@ -62,8 +62,9 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
     """Environment: samples groups for a task, grades them and submits them to run-api.
 
     TASK is arithmetic, gsm8k, math or mixture; a function or a class in a file (my.py:reward) or in
-    a module (package.module:MyTask); an entry point of the group grpo.tasks;
-    verifiers:ENVIRONMENT; or agent, with an agent of your own.
+    a module (package.module:MyTask); an entry point of the group grpo.tasks; an environment
+    (verifiers:ENVIRONMENT, openenv:ENVIRONMENT, textarena:GAME); or agent, with an agent of your
+    own.
 
     ACTION is serve: sample groups until the run has finished; process: sample --steps groups
     without a trainer and write them to --output; evaluate: sample held-out items and print the

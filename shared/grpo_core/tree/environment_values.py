@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -87,6 +88,19 @@ AGENT_OPTIONS: Mapping[str, str] = {
     "agent_sequences": "sequences",
 }
 """Options of the task `agent` → its arguments."""
+BRIDGES = ("verifiers", "openenv", "textarena")
+"""Libraries whose environments are tasks: `verifiers:ENVIRONMENT`."""
+
+
+def environment_name(environment: str) -> str:
+    """For metrics and names of files: `http://host:8000` → `host-8000`, `envs/my_env` → `my_env`,
+    `my_env.server.app:app` → `my_env`."""
+    if "://" in environment:
+        return environment.partition("://")[2].strip("/").replace(":", "-").replace("/", "-")
+    if ":" in environment:
+        return environment.partition(".")[0]
+    return Path(environment).name or Path(environment).resolve().name
+
 
 UNIFORM, LEARNABLE = "uniform", "learnable"
 

@@ -16,13 +16,9 @@ from datasets import Dataset
 from openai import AsyncOpenAI
 from verifiers.clients import OpenAIChatCompletionsClient
 
-from grpo_env.bridges.verifiers import (
-    EnvironmentUnusable,
-    RolloutFailed,
-    VerifiersTask,
-    verifiers_task,
-)
-from grpo_env.tasks import TaskOptions
+from grpo_env.bridges.errors import EnvironmentUnusable
+from grpo_env.bridges.verifiers import VerifiersTask, verifiers_task
+from grpo_env.tasks import RolloutFailed, TaskOptions
 from tests.compat.bridge.both import CALL, row_of
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 

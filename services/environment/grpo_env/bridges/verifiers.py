@@ -13,8 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 
-from grpo_core.errors import GrpoError
-from grpo_env.tasks import RolloutFailed as RolloutFailed
+from grpo_env.bridges.errors import DATA_OPTIONS, EnvironmentUnusable, refuse_options
 from grpo_env.tasks import Task, TaskOptions
 
 _INSTALL = "docs/how-to/verifiers.md shows how to install it"
@@ -22,10 +21,6 @@ _FIRST_V1 = (0, 4)
 _OLDEST = (0, 2)
 _MAX_SEQUENCES = "max_sequences"
 """The only argument of `--task-args` that an environment of verifiers does not get."""
-
-
-class EnvironmentUnusable(GrpoError):
-    """The environment cannot be loaded, or needs something that this task cannot do."""
 
 
 class VerifiersTask(Task):
@@ -56,7 +51,7 @@ def verifiers_task(env_id: str, options: TaskOptions) -> VerifiersTask:
     Raises:
         EnvironmentUnusable: verifiers or the environment is not installed, or cannot be used.
     """
-    _refuse_data_options(env_id, options)
+    refuse_options(env_id, options, *DATA_OPTIONS)
     installed = _installed()
     is_classic = hasattr(_imported(env_id), "load_environment")
     if is_classic and installed >= _FIRST_V1:
@@ -121,17 +116,3 @@ def _imported(env_id: str) -> ModuleType:
             f"the environment {env_id} cannot be imported: {place.filename} line {place.lineno}: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _refuse_data_options(env_id: str, options: TaskOptions) -> None:
-    given = [
-        name
-        for name in ("data", "data_config", "eval_data", "columns", "system_prompt")
-        if getattr(options, name)
-    ]
-    if given:
-        names = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise EnvironmentUnusable(
-            f"the environment {env_id} has prompts of its own, so {names} cannot be used; change "
-            "the environment's arguments with --task-args"
-        )

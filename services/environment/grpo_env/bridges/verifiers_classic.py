@@ -25,8 +25,18 @@ from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, ToolCall, Usage
 
 from grpo_env.bridges.chat import MODEL, Chat, ChatAnswer, plain_message
-from grpo_env.bridges.verifiers import EnvironmentUnusable, RolloutFailed, VerifiersTask
-from grpo_env.tasks import ContextFull, Dialogue, Graded, Message, Row, Split, TaskOptions
+from grpo_env.bridges.errors import EnvironmentUnusable
+from grpo_env.bridges.verifiers import VerifiersTask
+from grpo_env.tasks import (
+    ContextFull,
+    Dialogue,
+    Graded,
+    Message,
+    RolloutFailed,
+    Row,
+    Split,
+    TaskOptions,
+)
 
 _errors: ContextVar[list[Exception] | None] = ContextVar("reward_errors", default=None)
 """Of the rollouts that the current task scores."""

@@ -28,8 +28,9 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 from grpo_env.bridges.chat import MODEL, Chat, plain_message
 from grpo_env.bridges.endpoint import ChatEndpoint
-from grpo_env.bridges.verifiers import EnvironmentUnusable, RolloutFailed, VerifiersTask
-from grpo_env.tasks import Dialogue, Graded, Message, Row, Split, TaskOptions
+from grpo_env.bridges.errors import EnvironmentUnusable
+from grpo_env.bridges.verifiers import VerifiersTask
+from grpo_env.tasks import Dialogue, Graded, Message, RolloutFailed, Row, Split, TaskOptions
 
 __all__ = ["InProcessHarness"]
 """verifiers loads the harness of a module by this name."""

@@ -1,0 +1,132 @@
+"""Actions and observations of OpenEnv as texts. The bridge itself: tests/compat/test_openenv.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_env.bridges.errors import EnvironmentUnusable
+from grpo_env.bridges.openenv import (
+    ActionInvalid,
+    OpenEnvTask,
+    action_from,
+    observation_text,
+    result_text,
+    tool_schema,
+)
+from grpo_env.loading import TaskSpec, short_name
+from grpo_env.tasks import TaskOptions
+
+METADATA = {"metadata": {"type": "object", "default": {}}}
+
+
+def schema(required: list[str], **kinds: str) -> dict[str, Any]:
+    properties = {name: {"type": kind} for name, kind in kinds.items()}
+    return {"properties": {**METADATA, **properties}, "required": required}
+
+
+MESSAGE = schema(["message"], message="string", timeout="number")
+MOVE = schema(["row", "column"], row="integer", column="integer")
+
+
+@pytest.mark.parametrize(
+    ("text", "of", "action"),
+    [
+        ("hello {there}", MESSAGE, {"message": "hello {there}"}),
+        ("I choose 3.", schema(["action_id"], action_id="integer"), {"action_id": 3}),
+        ("all of [1, 2]", schema(["tokens"], tokens="array"), {"tokens": [1, 2]}),
+        ('{no} {"row": 1, "column": 2} .', MOVE, {"row": 1, "column": 2}),
+        ('{"word": "a"}', schema([], word="string", size="integer"), {"word": "a"}),
+        ("a", schema([], word="string"), {"word": "a"}),
+    ],
+)
+def test_an_answer_becomes_an_action(text: str, of: dict[str, Any], action: Any) -> None:
+    assert action_from(text, of) == action
+
+
+@pytest.mark.parametrize(
+    ("text", "of", "problem"),
+    [
+        ("row 1", MOVE, "expected a JSON object with the fields row, column"),
+        ("{row: 1}", MOVE, "expected a JSON object"),
+        ("left", schema(["n"], n="integer"), r"expected a value for n \(integer\)"),
+    ],
+)
+def test_an_answer_that_is_no_action_is_explained(
+    text: str, of: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ActionInvalid, match=problem):
+        action_from(text, of)
+
+
+@pytest.mark.parametrize(
+    ("observation", "field", "text"),
+    [
+        ({"echoed": "hi", "metadata": {"step": 1}}, "", "hi"),
+        ({"stdout": "a\nb", "stderr": "", "exit_code": 0}, "", "stdout: a\nb\nexit_code: 0"),
+        ({"stdout": "a\nb", "stderr": "", "exit_code": 0}, "stdout", "a\nb"),
+        ({"board": [0, 1], "legal": None}, "", "[0, 1]"),
+        ({"metadata": {"message": "ready"}}, "", "ready"),
+        ({}, "", ""),
+    ],
+)
+def test_an_observation_becomes_a_text(observation: Any, field: str, text: str) -> None:
+    assert observation_text(observation, field) == text
+
+
+def test_a_field_that_the_observation_lacks_is_named() -> None:
+    with pytest.raises(EnvironmentUnusable, match=r"no field 'prompt' .* it has board, legal"):
+        observation_text({"board": 1, "legal": 2}, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("observation", "text"),
+    [
+        ({"result": {"data": "3", "content": [{"type": "text", "text": "no"}]}}, "3"),
+        ({"result": {"data": None, "content": [{"type": "text", "text": "3"}]}}, "3"),
+        ({"result": {"data": {"sum": 3}}}, '{"sum": 3}'),
+        ({"result": 3, "error": None}, "3"),
+        ({"error": {"error_type": "timeout", "message": "too late"}}, "error: too late"),
+    ],
+)
+def test_the_result_of_a_tool_becomes_a_text(observation: Any, text: str) -> None:
+    assert result_text(observation) == text
+
+
+def test_a_tool_of_an_environment_is_one_for_the_chat_template() -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    assert tool_schema({"name": "add", "description": "Adds.", "input_schema": parameters}) == {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds.", "parameters": parameters},
+    }
+
+
+def test_environments_have_short_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_env").mkdir()
+    monkeypatch.chdir(tmp_path / "my_env")
+    places = ["envs/my_env/", ".", "http://host:8000/", "my_env.server.app:app"]
+    names = [short_name(f"openenv:{place}") for place in places]
+    assert names == ["my_env", "my_env", "host-8000", "my_env"]
+
+
+@pytest.mark.parametrize(
+    ("server", "arguments", "problem"),
+    [
+        ("nowhere", {}, "no OpenEnv environment nowhere: no such directory"),
+        ("{}", {}, "openenv.yaml names no app .* expected a line such as app: server.app:app"),
+        ("{}", {"turns": 3}, "has no argument turns; it has episodes, first_seed, max_turns"),
+    ],
+)
+def test_what_is_no_environment_is_refused_by_name(
+    tmp_path: Path, server: str, arguments: dict[str, Any], problem: str
+) -> None:
+    spec = TaskSpec(f"openenv:{server.format(tmp_path)}", TaskOptions(args=arguments))
+    with pytest.raises(Exception, match=problem):
+        spec.make().rows("train")
+
+
+def test_columns_mean_nothing_for_arguments_of_reset() -> None:
+    with pytest.raises(EnvironmentUnusable, match="--columns cannot be used"):
+        OpenEnvTask(TaskOptions(columns={"a": "b"}), "http://localhost:8000")
