@@ -25,6 +25,7 @@ from grpo_trainer.errors import FunctionUnusable
 from grpo_trainer.functions import function_of
 from grpo_trainer.kl import kl_terms
 from grpo_trainer.ranks.group import ALONE, Ranks
+from grpo_trainer.teacher import distance, teacher_gaps, with_teacher
 
 MIN_STD = 1e-8
 """Rounding leaves a deviation of about 1e-17 among equal scores. This floor turns their advantages
@@ -41,23 +42,29 @@ def with_advantages(
         batch: collated from `groups`, with the reference model's logprobs if there is one
         groups: empty on ranks above 0
     """
-    columns, entropy = None, None
+    columns, entropy, teacher = None, None, None
     if groups:
         computed, entropy = _computed(batch, groups, objective)
-        rows = [
-            _of_targets(usable, i, value)
-            for usable, values in zip(groups, computed, strict=True)
-            for i, value in enumerate(values.tolist())
-        ]
-        ends = list(accumulate(len(micro.lengths) for micro in batch.micro_batches))
-        columns = [
-            _column([rows[i] for i in batch.order[end - len(micro.lengths) : end]], micro.lengths)
-            for micro, end in zip(batch.micro_batches, ends, strict=True)
-        ]
+        columns = _columns(
+            batch,
+            [
+                _of_targets(usable, i, value)
+                for usable, values in zip(groups, computed, strict=True)
+                for i, value in enumerate(values.tolist())
+            ],
+        )
+        if objective.distill_coef:
+            gaps = _columns(
+                batch,
+                [teacher_gaps(usable, i) for usable in groups for i in range(usable.group.size)],
+            )
+            teacher = distance(batch, gaps)
+            pairs = zip(columns, gaps, strict=True)
+            columns = [with_teacher(column, gap, objective) for column, gap in pairs]
     columns = ranks.broadcast(columns, "the advantages") or []
-    pairs = zip(batch.micro_batches, columns, strict=True)
-    micro_batches = [replace(micro, advantages=column) for micro, column in pairs]
-    return replace(batch, micro_batches=micro_batches, weights_entropy=entropy)
+    found = zip(batch.micro_batches, columns, strict=True)
+    micro_batches = [replace(micro, advantages=column) for micro, column in found]
+    return replace(batch, micro_batches=micro_batches, weights_entropy=entropy, teacher=teacher)
 
 
 def _computed(
@@ -84,6 +91,15 @@ def _of_targets(usable: UsableGroup, sequence: int, computed: float) -> list[flo
         return [computed]
     sent = usable.group.advantages[sequence]
     return sent if len(sent) == 1 else sent[1:]
+
+
+def _columns(batch: Batch, rows: Sequence[list[float]]) -> list[Tensor]:
+    """The rows of each micro-batch. Args: rows: of the sequences, in the order of the groups"""
+    ends = list(accumulate(len(micro.lengths) for micro in batch.micro_batches))
+    return [
+        _column([rows[i] for i in batch.order[end - len(micro.lengths) : end]], micro.lengths)
+        for micro, end in zip(batch.micro_batches, ends, strict=True)
+    ]
 
 
 def _column(rows: Sequence[list[float]], lengths: Sequence[int]) -> Tensor:

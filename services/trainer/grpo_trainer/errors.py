@@ -40,6 +40,7 @@ class UnusableReason(StrEnum):
     TRAINED_AFTER_END = "trained_after_end_token"
     NOTHING_TRAINED = "nothing_trained_on"
     CUT_OFF = "cut_off_by_seq_len"
+    NO_TEACHER = "no_teacher_logprobs"
 
 
 class UnusableGroup(GrpoError):

@@ -337,7 +337,7 @@ def start_rank_0(
             skipped=saver.batch_skipped,
             release_batches=saver.release_batches,
             recover_server=sync.recover_server,
-            limits=limits_of(policy, settings.seq_len, settings.recompute_logprobs),
+            limits=limits_of(policy, settings),
             history=VersionHistory(served, sync.begun_as),
             cut=learner.forward.layout.cut,
         ),

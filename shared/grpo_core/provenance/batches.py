@@ -18,7 +18,7 @@ from grpo_core.wire.scored_group import ScoredGroup
 
 BATCHES = "batches"
 """Name of the directory, below --save-path."""
-_UNUSED = {"messages", "images", "ref_logprobs", "distill_token_ids", "distill_logprobs"}
+_UNUSED = {"messages", "images", "ref_logprobs"}
 """Fields that no step depends on. The rollouts have the messages."""
 
 

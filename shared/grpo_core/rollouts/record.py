@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_core.wire.fields import MASKED
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
+
+T = TypeVar("T")
 
 Message = dict[str, Any]
 """Has the keys `role` and `content`; further keys, such as `tool_calls`, are free."""
@@ -36,6 +38,7 @@ class RolloutRecord:
         behaviour_logprobs: [N] in order, by the server that sampled the tokens; empty if the
             environment sent none
         logprobs: [N] by the trainer, before the step's update
+        teacher_logprobs: [N] by the teacher, None where it gave none; empty without a teacher
         score: the reward
         parts: the parts of the reward by name; empty if the environment sent none
         reason: the grader's reason
@@ -69,6 +72,7 @@ class RolloutRecord:
     finish_reason: str | None
     temperature: float
     completion_tokens: int
+    teacher_logprobs: list[float | None] = field(default_factory=list)
 
     @property
     def prompt_length(self) -> int:
@@ -110,7 +114,9 @@ def records_of_group(
             messages=group.messages[index] if group.messages else [],
             tokens=group.tokens[index],
             mask=trained_mask(group.masks[index]),
-            behaviour_logprobs=_behaviour_logprobs(group, index),
+            behaviour_logprobs=_of_trained(group, index, group.inference_logprobs[index])
+            if group.inference_logprobs
+            else [],
             logprobs=None,
             score=group.scores[index],
             parts=_numbers(override.get("reward_parts")),
@@ -121,6 +127,9 @@ def records_of_group(
             finish_reason=_text(override.get("finish_reason")),
             temperature=_temperature(group, override),
             completion_tokens=len(group.masks[index]) - group.masks[index].count(MASKED),
+            teacher_logprobs=_of_trained(group, index, group.teacher_logprobs(index))
+            if group.distill_logprobs
+            else [],
         )
         for index, override in enumerate(overrides)
     ]
@@ -133,12 +142,10 @@ def trained_mask(masks: list[int]) -> list[int]:
     return found
 
 
-def _behaviour_logprobs(group: ScoredGroup, index: int) -> list[float]:
-    if not group.inference_logprobs:
-        return []
-    pairs = zip(group.inference_logprobs[index], group.masks[index], strict=True)
-    next(pairs)
-    return [logp for logp, mask in pairs if mask != MASKED]
+def _of_trained(group: ScoredGroup, index: int, values: Sequence[T]) -> list[T]:
+    """[N] Args: values: [T] of a sequence"""
+    pairs = zip(values[1:], group.masks[index][1:], strict=True)
+    return [value for value, mask in pairs if mask != MASKED]
 
 
 def _advantage(group: ScoredGroup, index: int) -> float | None:

@@ -52,6 +52,18 @@ class ObjectiveOptions(BaseModel):
         description="Last part of the longest allowed completion, as a fraction of it, in which a "
         "completion's score loses up to 1, in proportion to its length",
     )
+    reward_coef: Annotated[float | None, Shown(default="1; 0 for distill")] = Field(
+        None,
+        ge=0,
+        description="Factor of the advantages that follow from scores, beside those of "
+        "--distill-coef. 0: rewards are only measured",
+    )
+    distill_coef: Annotated[float | None, Shown(default="0; 1 for distill")] = Field(
+        None,
+        ge=0,
+        description="Weight of the teacher's advantages: each token's advantage gains this number "
+        "times the teacher's logprob minus the student's. The environment needs --teacher-url",
+    )
     loss: Annotated[str | None, BY_RECIPE] = Field(
         None,
         description="How importance ratio and advantage form the loss. clip: PPO's clipped "
@@ -210,6 +222,7 @@ class ObjectiveOptions(BaseModel):
         if whole.importance_correction == "truncate" and whole.importance_level == "sequence":
             problem = "truncate does not fit --importance-level sequence; pass none or mask"
             yield Mistake("importance_correction", problem)
+        yield from self._distill_conflicts(whole)
         yield from self._maxent_conflicts(whole)
         if whole.loss == "likelihood":
             if whole.importance_correction != "none":
@@ -226,6 +239,17 @@ class ObjectiveOptions(BaseModel):
             for name in ("importance_correction_level", "importance_correction_cap"):
                 if getattr(self, name) is not None:
                     yield Mistake(name, "has no effect, because --importance-correction is none")
+
+    def _distill_conflicts(self, whole: Objective) -> Iterator[Mistake]:
+        if not whole.distill_coef:
+            if whole.reward_coef != 1:
+                yield Mistake("reward_coef", "has no effect without --distill-coef")
+            return
+        if whole.advantage == "maxent":
+            yield Mistake("distill_coef", "does not fit --advantage maxent")
+        if self.recompute_logprobs:
+            problem = "excludes --distill-coef, which compares the logged ones with the teacher's"
+            yield Mistake("recompute_logprobs", problem)
 
     def _maxent_conflicts(self, whole: Objective) -> Iterator[Mistake]:
         if whole.advantage != "maxent":

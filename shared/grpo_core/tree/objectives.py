@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 ObjectiveName = Literal[
-    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "maxent"
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "maxent", "distill"
 ]
 AggregationName = Literal["sequence", "token", "constant"]
 Level = Literal["token", "sequence"]
@@ -35,6 +35,8 @@ class Objective:
     Args:
         advantage: one of ADVANTAGES, or FILE.py:FUNCTION
         overlong_buffer: share of the allowed completion length; see `advantages.overlong_penalty`
+        reward_coef: multiplies the advantages that follow from scores or that an environment sent
+        distill_coef: weight of the teacher's advantages; see `advantages.with_teacher`
         loss: one of LOSSES, or FILE.py:FUNCTION
         clip_eps, clip_eps_high: how far an importance ratio may be below and above 1
         importance_level: of the surrogate's importance ratios
@@ -55,6 +57,8 @@ class Objective:
 
     advantage: str = "group_std"
     overlong_buffer: float = 0.0
+    reward_coef: float = 1.0
+    distill_coef: float = 0.0
     loss: str = "clip"
     clip_eps: float = 0.2
     clip_eps_high: float = 0.2
@@ -122,6 +126,14 @@ RECIPES: Mapping[ObjectiveName, Mapping[str, Any]] = {
         "loss": "likelihood",
         "importance_correction": "none",
         "kl_in": "weights",
+    },
+    # On-policy distillation, arXiv 2306.13649 (reverse KL divergence on the student's own samples)
+    # as a policy gradient: each token's advantage is the teacher's logprob minus the student's.
+    "distill": {
+        "reward_coef": 0.0,
+        "distill_coef": 1.0,
+        "loss": "reinforce",
+        "aggregation": "token",
     },
 }
 """The parts in which a recipe differs from `Objective`'s defaults. None has a KL penalty

@@ -109,8 +109,9 @@ class ScoredGroup(FreeFormFields):
     An empty optional list means "absent", because Atropos environments send empty lists. Numbers
     must be within float32's range, or finite in the free-form fields.
 
-    `distill_token_ids` and `distill_logprobs` are [sequence][position][k]: a teacher model's k most
-    likely tokens at every position of `tokens`, prompt included. k may differ, and may be 0.
+    `distill_token_ids` and `distill_logprobs` are [sequence][position][k]: k tokens for this
+    position of `tokens`, prompt included, and a teacher model's logprobs of them, given the tokens
+    before. k may differ, and may be 0.
     """
 
     tokens: Rows[Rows[TokenId]]
@@ -162,6 +163,17 @@ class ScoredGroup(FreeFormFields):
         found = [override.get(ROLLOUT) for override in self.overrides or ()]
         numbers = [number for number in found if type(number) is int]
         return numbers if len(numbers) == self.size else [*range(self.size)]
+
+    def teacher_logprobs(self, sequence: int) -> list[float | None]:
+        """[T] the teacher's logprob of each token of a sequence; None where it gave none."""
+        tokens = self.tokens[sequence]
+        if not self.distill_token_ids or not self.distill_logprobs:
+            return [None] * len(tokens)
+        rows = self.distill_token_ids[sequence], self.distill_logprobs[sequence]
+        return [
+            dict(zip(ids, logprobs, strict=True)).get(token)
+            for token, ids, logprobs in zip(tokens, *rows, strict=True)
+        ]
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:

@@ -38,6 +38,15 @@ def good(marker: int, **changes: Any) -> ScoredGroup:
     return group(inference_logprobs=[[P, P, logp], [P, P, -0.2, -0.3, logp]], **changes)
 
 
+def taught(plain: ScoredGroup, **changes: Any) -> ScoredGroup:
+    """`group()` with a teacher, which has three tokens at the place of 8, and not 9."""
+    fields: dict[str, Any] = {
+        "distill_token_ids": [[[], [], [7]], [[], [6], [1, 8, 3], [1], [10]]],
+        "distill_logprobs": [[[], [], [-1.1]], [[], [-5.0], [-9.0, -0.1, -9.0], [-9.0], [-0.9]]],
+    }
+    return plain.model_copy(update=fields | changes)
+
+
 def bad(marker: int, **changes: Any) -> ScoredGroup:
     """An unusable group: its sampling was truncated."""
     return good(marker, generation_params={"top_p": 0.9}, **changes)

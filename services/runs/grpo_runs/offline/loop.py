@@ -228,7 +228,7 @@ class OfflineRun:
     ) -> Sequence[list[ScoredGroup]]:
         """Those of the optimizer steps of an iteration."""
         settings = self.settings
-        limits = limits_of(learner.policy, settings.seq_len, settings.recompute_logprobs)
+        limits = limits_of(learner.policy, settings)
         steps = self.keys.steps_per_iteration
         if settings.recompute_logprobs and steps > 1:
             groups = with_own_logprobs(groups, learner, lead.batches.collate, limits)

@@ -37,7 +37,8 @@ class DataChecks:
 
     def __init__(self, learner: Learner, served_logprobs: ServedLogprobs, tolerance: float) -> None:
         policy, reference = learner.policy, learner.reference
-        self._groups = GroupCheck(end_tokens_of(policy))
+        uses_scores = learner.settings.resolved_objective.reward_coef > 0
+        self._groups = GroupCheck(end_tokens_of(policy), uses_scores)
         self._ratios = RatioCheck()
         self._sampling = SamplingCheck(policy, learner.forward)
         self._reference = None if reference is None else ReferenceCheck(reference)

@@ -59,10 +59,14 @@ class _Beginning:
 
 
 class GroupCheck:
-    """Args: end_tokens: token ids that end a completion"""
+    """Args:
+    end_tokens: token ids that end a completion
+    uses_scores: False if the advantages come from a teacher alone
+    """
 
-    def __init__(self, end_tokens: frozenset[int]) -> None:
+    def __init__(self, end_tokens: frozenset[int], uses_scores: bool = True) -> None:
         self._end_tokens = end_tokens
+        self._uses_scores = uses_scores
         self._recent: defaultdict[int | None, deque[Counts]] = defaultdict(
             lambda: deque(maxlen=WINDOW_BATCHES)
         )
@@ -80,7 +84,7 @@ class GroupCheck:
             yield from self._of_masks(env_id, mine)
             yield from _of_versions(env_id, mine, current)
             # Advantages from the environment need no scores.
-            scored = [usable for usable in mine if not usable.group.advantages]
+            scored = [u for u in mine if self._uses_scores and not u.group.advantages]
             scores = [score for usable in scored for score in usable.group.scores]
             best = max(scores, default=0.0) if len(set(scores)) > 1 else None
             recent = self._recent[env_id]

@@ -237,13 +237,16 @@ class BatchSource:
 
     def _name_unused_fields(self, groups: Sequence[ScoredGroup]) -> None:
         """Log once if groups carry values that the trainer does not use."""
+        if self._has_named_unused or self.settings.resolved_objective.distill_coef:
+            return
         carried = [name for name in UNUSED if any(getattr(g, name) is not None for g in groups)]
-        if carried and not self._has_named_unused:
+        if carried:
             self._has_named_unused = True
             log.warning(
                 "fields.unused",
                 fields=carried,
-                reason="this trainer does not distil: it trains on scores and advantages alone",
+                reason="the groups have a teacher's logprobs, which this objective does not use",
+                hint="pass --objective distill, or --distill-coef",
             )
 
     def _skip(self, batch_id: int, position: Position) -> Position:

@@ -119,10 +119,20 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class TeacherDistance:
+    """Over the trained tokens of a batch. `reverse_kl`: mean of the student's logprob minus the
+    teacher's, in nats, over the tokens that the teacher scored; `scored`: their share."""
+
+    reverse_kl: float | None
+    scored: float
+
+
+@dataclass(frozen=True)
 class Batch:
     """One step's micro-batches, in host memory. `origins` and `order` have one entry for each row:
     where it comes from, and its number among the sequences of all groups. `weights_entropy`: mean
     over groups of the entropy of MaxEnt-GRPO's weights in nats, if they are the advantages.
+    `teacher`: comparison with a teacher, if its logprobs are part of the advantages.
 
     Example: if the second micro-batch holds the sequences 3 and 1, and the first one 0 and 2,
     `order` is [0, 2, 3, 1].
@@ -133,6 +143,7 @@ class Batch:
     order: list[int]
     stats: BatchStats | None
     weights_entropy: float | None = None
+    teacher: TeacherDistance | None = None
 
     def tokens(self, sequence: int, length: int) -> Tensor:
         """[length] the first `length` (at least 2) tokens of a sequence."""

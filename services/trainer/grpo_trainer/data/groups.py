@@ -37,12 +37,13 @@ Tokens = list[int]
 class GroupLimits:
     """`vocab_size`: token ids must be smaller; `seq_len`: longer sequences are cut to this length;
     `recomputes`: groups without usable behaviour logprobs are accepted; `end_tokens`: token ids
-    that end a completion."""
+    that end a completion; `needs_teacher`: groups without a teacher's logprobs are refused."""
 
     vocab_size: int
     seq_len: int
     recomputes: bool = False
     end_tokens: frozenset[int] = frozenset()
+    needs_teacher: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
     Raises:
         UnusableGroup: inference_logprobs are missing or positive, the sampling options change the
             distribution, masks or advantages do not fit the tokens, the prompt is unmasked, no
-            token is trained on, tokens after an end token are, or a token is outside the policy's
-            vocabulary.
+            token is trained on, tokens after an end token are, a token is outside the policy's
+            vocabulary, or a teacher's logprobs are missing.
     """
     group = group.without_padding()
     problem = _why_not_logged(index, group)
@@ -92,6 +93,7 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
     _check_tokens(index, group, limits.vocab_size)
     _check_masks(index, group)
     _check_advantages(index, group)
+    _check_teacher(index, group, limits.needs_teacher)
     logged = group.inference_logprobs or []
     has_own = bool((group.group_overrides or {}).get(OWN_LOGPROBS))
     if problem is not None and not has_own:
@@ -228,6 +230,15 @@ def _check_advantages(index: int, group: ScoredGroup) -> None:
                 "tokens; in the environment, set one for each token, prompt included, or one for "
                 "the whole sequence, or none",
             )
+
+
+def _check_teacher(index: int, group: ScoredGroup, needs_teacher: bool) -> None:
+    if needs_teacher and not group.distill_logprobs:
+        raise UnusableGroup(
+            UnusableReason.NO_TEACHER,
+            f"group {index} (env_id {group.env_id}) has no distill_logprobs; pass --teacher-url to "
+            "env-server, or start the trainer without --distill-coef and --objective distill",
+        )
 
 
 def _check_cut(index: int, group: ScoredGroup, seq_len: int) -> None:

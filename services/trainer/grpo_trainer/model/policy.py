@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from grpo_core.tree.trainer import TrainerSettings
 from grpo_trainer.data.groups import GroupLimits
 from grpo_trainer.errors import FastPathRefused, MissingPackage, PolicyMismatch
 
@@ -103,9 +104,15 @@ def end_tokens_of(policy: CausalLM) -> frozenset[int]:
     return frozenset([ends] if isinstance(ends, int) else ends)
 
 
-def limits_of(policy: CausalLM, seq_len: int, recomputes: bool) -> GroupLimits:
+def limits_of(policy: CausalLM, settings: TrainerSettings) -> GroupLimits:
     """What groups must keep to, so that the policy can be trained on them."""
-    return GroupLimits(vocabulary_of(policy), seq_len, recomputes, end_tokens_of(policy))
+    return GroupLimits(
+        vocabulary_of(policy),
+        settings.seq_len,
+        settings.recompute_logprobs,
+        end_tokens_of(policy),
+        needs_teacher=settings.resolved_objective.distill_coef > 0,
+    )
 
 
 def layers_of(model: CausalLM) -> nn.ModuleList | None:

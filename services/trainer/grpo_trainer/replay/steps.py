@@ -99,7 +99,7 @@ def _collated(
     learner: Learner, recorded: RecordedBatch, objective: Objective
 ) -> tuple[Batch, list[UsableGroup]]:
     settings = learner.settings
-    limits = limits_of(learner.policy, settings.seq_len, settings.recompute_logprobs)
+    limits = limits_of(learner.policy, settings)
     groups = [usable_group(i, group, limits) for i, group in enumerate(recorded.groups)]
     cut = learner.forward.layout.cut
     return (

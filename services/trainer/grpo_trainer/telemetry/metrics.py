@@ -129,6 +129,7 @@ def step_record(outcome: StepOutcome, steps: int) -> Record:
         **_training(outcome),
         **_policy(outcome),
         **_maxent(outcome),
+        **_distillation(outcome),
         **_alignment(outcome),
         **_publication(outcome),
         **_staleness(outcome),
@@ -192,6 +193,13 @@ def _maxent(outcome: StepOutcome) -> dict[str, float | None]:
     entropy = outcome.taken.batch.weights_entropy
     tau = None if entropy is None else outcome.objective.maxent_tau
     return {"maxent/tau": tau, "maxent/weights_entropy": entropy}
+
+
+def _distillation(outcome: StepOutcome) -> dict[str, float | None]:
+    teacher = outcome.taken.batch.teacher
+    if teacher is None:
+        return {}
+    return {"distill/reverse_kl": teacher.reverse_kl, "distill/scored_fraction": teacher.scored}
 
 
 def _alignment(outcome: StepOutcome) -> dict[str, float | None]:

@@ -99,6 +99,7 @@ class StepRollouts:
             if usable.is_logged
             else record.behaviour_logprobs[: end - begin]
         )
+        record.teacher_logprobs = record.teacher_logprobs[: end - begin]
         record.advantage = self._advantage(row)
         record.temperature = usable.temperatures[record.index]
         first = PolicyVersion(*record.versions[0]) if record.versions else usable.version_bound

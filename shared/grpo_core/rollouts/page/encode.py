@@ -140,8 +140,8 @@ def _shared_prompt(group: Sequence[RolloutRecord]) -> int:
 def _logprobs(record: RolloutRecord, shared: int) -> Json:
     """`runs`: lengths of alternating runs of tokens, the first of which is trained on."""
     trained, server, trainer = sum(record.mask), record.behaviour_logprobs, record.logprobs
-    for name, values in (("behaviour_logprobs", server), ("logprobs", trainer)):
-        if values and len(values) != trained:
+    for name in ("behaviour_logprobs", "logprobs", "teacher_logprobs"):
+        if (values := getattr(record, name)) and len(values) != trained:
             raise _broken(record, f"{len(values)} {name} for {trained} trained tokens")
     if len(record.mask) != len(record.tokens):
         raise _broken(record, f"mask of {len(record.mask)} for {len(record.tokens)} tokens")
@@ -153,6 +153,8 @@ def _logprobs(record: RolloutRecord, shared: int) -> Json:
         found["difference"] = [_scaled(a - b, DIFFERENCE_STEPS) for a, b in pairs]
     elif trainer:
         found["trainer"] = [_scaled(value, LOGPROB_STEPS) for value in trainer]
+    if record.teacher_logprobs:
+        found["teacher"] = [_scaled(value, LOGPROB_STEPS) for value in record.teacher_logprobs]
     return found
 
 
@@ -161,8 +163,8 @@ def _runs(mask: Sequence[int]) -> list[int]:
     return [end - start for start, end in pairwise([0, *starts, len(mask)])]
 
 
-def _scaled(value: float, steps: int) -> int | None:
-    return round(value * steps) if math.isfinite(value) else None
+def _scaled(value: float | None, steps: int) -> int | None:
+    return None if value is None or not math.isfinite(value) else round(value * steps)
 
 
 def _broken(record: RolloutRecord, problem: str) -> BrokenRollouts:

@@ -60,13 +60,17 @@ def test_logprobs_follow_the_mask() -> None:
         ("user", "q"), ("assistant", "a"), ("tool", "t"), ("assistant", "b"), reason="r"
     )
     record = replace(
-        record, behaviour_logprobs=[-0.5, -1.0, -1.5, -2.0], logprobs=[-0.5, -1.1, -1.25, -2.0]
+        record,
+        behaviour_logprobs=[-0.5, -1.0, -1.5, -2.0],
+        logprobs=[-0.5, -1.1, -1.25, -2.0],
+        teacher_logprobs=[-0.25, None, -3.0, 0.0],
     )
     (sequence,) = GroupEncoder(TEXTS).details([record])["sequences"]
     tool = len(ids(f"{START}tool\nt{END}{START}assistant\n"))
     assert sequence["runs"] == [2, tool, 2]
     assert sequence["server"] == [-5000, -10000, -15000, -20000]
     assert sequence["difference"] == [0, -10000, 25000, 0]
+    assert sequence["teacher"] == [-2500, None, -30000, 0]
 
 
 def test_parts_of_characters_are_exceptions_to_the_texts_of_ids() -> None:

@@ -46,6 +46,8 @@ def test_everything_that_an_environment_sends_of_a_sequence() -> None:
         env_id=3,
         inference_logprobs=[[1, 1, -0.1], [1, 1, -0.2, 1, -0.4]],
         advantages=[[0.0], [0.0, 0.0, 1.0, 7.0, 2.0]],
+        distill_token_ids=[[[]] * 3, [[], [6], [8, 1], [9], [3]]],
+        distill_logprobs=[[[]] * 3, [[], [-9.0], [-0.3, -7.0], [-5.0], [-6.0]]],
         messages=[SAID, SAID],
         generation_params={"temperature": 0.5},
         overrides=[
@@ -66,7 +68,7 @@ def test_everything_that_an_environment_sends_of_a_sequence() -> None:
         **{"behaviour_logprobs": [-0.2, -0.4], "logprobs": None, "score": 0.25},
         **{"parts": {"accuracy": 1.0, "format": -0.5}, "reason": "no unit", "advantage": 1.5},
         **{"versions": [[1, 2], [1, 3]], "staleness": None, "finish_reason": "length"},
-        **{"temperature": 0.75, "completion_tokens": 2},
+        **{"temperature": 0.75, "completion_tokens": 2, "teacher_logprobs": [-0.3, None]},
     )
 
 

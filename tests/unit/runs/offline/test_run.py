@@ -185,7 +185,7 @@ def test_the_first_step_is_that_of_grpo_on_the_same_groups(
     with open_run(settings, queue, partial(open_weights, keys, LOCAL)) as opened:
         assert opened is not None
         learner, lead, position = opened
-        limits = limits_of(learner.policy, settings.seq_len, settings.recompute_logprobs)
+        limits = limits_of(learner.policy, settings)
         steps = keys.steps_per_iteration
         queue.put(optimizer_batches(groups, steps, settings.resolved_objective, limits))
         assert len([*training_steps(learner, lead, position, Stop())]) == steps

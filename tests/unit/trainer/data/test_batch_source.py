@@ -177,3 +177,4 @@ def test_a_teachers_logprobs_which_are_not_used_are_named_once() -> None:
             source.prepare_ahead(LeasedBatch(number, groups, [None] * len(groups)))
     (told,) = (entry for entry in logs if entry["event"] == "fields.unused")
     assert told["fields"] == ["distill_logprobs"]
+    assert "--distill-coef" in told["hint"]

@@ -26,7 +26,7 @@ from grpo_trainer.replay.settings import ReplaySettings
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, training_steps
 from tests.support.forked import forked
-from tests.unit.trainer.groups import good
+from tests.unit.trainer.groups import good, taught
 from tests.unit.trainer.ranks.rank_rig import met
 from tests.unit.trainer.tiny_policy import model_directory
 
@@ -35,13 +35,13 @@ FULL_BEFORE, REJECTED = 3, 2
 CASES: dict[str, dict[str, Any]] = {
     "penalty": {"kl_coef": 0.1, "kl_in": "reward"},
     "maxent": {"objective": "maxent", "kl_coef": 0.1, "maxent_tau": 0.5},
-    "fsdp": {"fsdp": True, "kl_coef": 0.1},
+    "fsdp": {"fsdp": True, "kl_coef": 0.1, "distill_coef": 0.5},
 }
 
 
 class Queue:
     """Hands out equal batches; the second one is not finite, and before the third one the leases
-    are full once."""
+    are full once. Their groups have a teacher's logprobs."""
 
     base_url, run_uuid = "here", "run"
 
@@ -68,7 +68,7 @@ class Queue:
             raise LeasesFull("full", 409)
         self.given += 1
         sent = {"advantages": [[3e38], [3e38]]} if self.given == REJECTED else {}
-        groups = [good(10 * self.given + i, env_id=0, **sent) for i in range(4)]
+        groups = [taught(good(10 * self.given + i, env_id=0, **sent)) for i in range(4)]
         return LeasedBatch(self.given, groups, [None] * 4)
 
 

@@ -25,7 +25,8 @@ FIXED: dict[str, Any] = {
     **{"seq_len": 64, "tokens_per_micro_batch": 16, "state_interval": 2, "checkpoint_interval": 0},
 }
 KL = {"kl_coef": 0.1, "kl_control": "adaptive", "kl_target": 0.01, "kl_horizon": 20}
-DROPOUT = {"mode": "lora_only", "lora_dropout": 0.2, "lora_r": 4, **KL}
+TEACHER = {"distill_coef": 0.5}
+DROPOUT = {"mode": "lora_only", "lora_dropout": 0.2, "lora_r": 4, **KL, **TEACHER}
 
 
 def train(model: str, save_path: Path, **options: Any) -> Path:

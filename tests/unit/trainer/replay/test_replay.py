@@ -48,7 +48,7 @@ def test_without_checkpoints_all_steps_follow_from_the_model(run: Path) -> None:
     assert said.count(EQUAL) == STEPS
 
 
-def test_an_adapter_with_dropout_and_an_adaptive_penalty_is_replayed(
+def test_an_adapter_with_dropout_an_adaptive_penalty_and_a_teacher_is_replayed(
     model: str, tmp_path: Path
 ) -> None:
     run = train(model, tmp_path / "saved", **DROPOUT)

@@ -15,7 +15,7 @@ from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import Alignment
 from grpo_trainer.data.batches import TakenBatch
-from grpo_trainer.data.collate import Batch, Origin
+from grpo_trainer.data.collate import Batch, Origin, TeacherDistance
 from grpo_trainer.data.stats import BatchStats
 from grpo_trainer.learner import GradientStats
 from grpo_trainer.losses import NO_SUMS
@@ -60,10 +60,12 @@ ORIGINS = [Origin(0, None, PolicyVersion(3, 6), 1, 0)]
 
 
 def taken(facts: BatchStats, origins: list[Origin]) -> TakenBatch:
-    """With a reference model and weights of MaxEnt-GRPO."""
+    """With a reference model, weights of MaxEnt-GRPO, and a teacher."""
     (micro,) = collated(group()).micro_batches
     known = replace(micro, reference_logp=micro.behaviour_logp)
-    batch = Batch([known], origins, [0], facts, weights_entropy=0.7)
+    batch = Batch(
+        [known], origins, [0], facts, weights_entropy=0.7, teacher=TeacherDistance(0.3, 0.9)
+    )
     return TakenBatch(1, [], [], batch, Counter(unusable=3, repeated=1, stale=2))
 
 
@@ -101,6 +103,7 @@ def test_every_value_by_hand() -> None:
             **{"reward/mean": 0.25, "reward/std_in_group": 0.5},
             "reward/part/format": 0.75,
             **{"maxent/tau": 0.2, "maxent/weights_entropy": 0.7},
+            **{"distill/reverse_kl": 0.3, "distill/scored_fraction": 0.9},
             **{"reward/zero_variance_fraction": 0.1},
             **{"rollout/generation_time": 0.3, "rollout/completion_tokens_mean": 12.5},
             **{"data/truncated_fraction": 0.2, "data/unusable_groups": 3},

@@ -91,8 +91,12 @@ class Run {
         trained: trained[position],
         server: null,
         trainer: null,
+        teacher: null,
       };
-      if (token.trained) Object.assign(token, logprobsOf(part, at++));
+      if (token.trained) {
+        token.teacher = scaled(part.teacher?.[at], LOGPROB_STEPS);
+        Object.assign(token, logprobsOf(part, at++));
+      }
       return token;
     });
   }

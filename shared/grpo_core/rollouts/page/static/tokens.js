@@ -183,6 +183,7 @@ function tipOf(block, at) {
   const rows = [row("text", JSON.stringify(token.text)), row("id", String(token.id))];
   if (token.trained) {
     rows.push(row("trainer", logprob(token.trainer)), row("server", logprob(token.server)));
+    if (token.teacher !== null) rows.push(row("teacher", logprob(token.teacher)));
     rows.push(row("ratio", token.ratio ? shown(token.ratio, 5) : "not known"));
     rows.push(row("advantage", signed(block.sequence.advantage)));
   } else rows.push(row("", "not trained on"));
