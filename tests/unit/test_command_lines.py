@@ -172,7 +172,7 @@ def test_the_archived_trainers_options_and_variables_are_accepted(
 )
 def test_a_flag_may_be_written_in_several_ways(words: str, expected: bool) -> None:
     given = ["arithmetic", *words.split(), "serve", "--model", "m"]
-    assert load_settings(EnvServerSettings, given, {}).drop_equal_scores is expected
+    assert load_settings(EnvServerSettings, given, {}).drops_equal_scores is expected
 
 
 def test_grpo_run_takes_every_option_of_the_trainer() -> None:

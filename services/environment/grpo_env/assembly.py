@@ -8,9 +8,12 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import structlog
+
 from grpo_core.security import plain
 from grpo_core.tree.environment_values import AGENT, UNIFORM, MixturePart
 from grpo_env.inference.pool import InferencePool
+from grpo_env.inference.teacher import TeacherClient
 from grpo_env.inference.waiting import wait_for_servers
 from grpo_env.loading import TaskSpec, TaskUnusable, find_rule
 from grpo_env.rollout.chat_template import ChatTemplate, load_template
@@ -18,11 +21,14 @@ from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grader
 from grpo_env.rollout.groups import CompletionSource, SamplingPlan
 from grpo_env.rollout.task_code import TaskCode
+from grpo_env.rollout.teacher import Teacher
 from grpo_env.sandbox import use_sandbox
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.items import ItemStream, training_items
 from grpo_env.tasks.tools import tool_schemas
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -120,8 +126,8 @@ async def open_engine(
     Raises:
         GrpoError: the errors of `wait_for_servers`.
     """
-    async with open_pool(settings, tasks) as pool:
-        with engine_on(pool, settings, template) as engine:
+    async with open_pool(settings, tasks) as pool, open_teacher(settings, template) as teacher:
+        with engine_on(pool, settings, template, teacher) as engine:
             yield engine
 
 
@@ -144,13 +150,39 @@ async def open_pool(settings: EnvServerSettings, tasks: TaskSet) -> AsyncIterato
         yield pool
 
 
+@asynccontextmanager
+async def open_teacher(
+    settings: EnvServerSettings, template: ChatTemplate
+) -> AsyncIterator[Teacher | None]:
+    """The teacher of `--teacher-url`, as soon as it answers; None without one.
+
+    Raises:
+        TeacherUnavailable, TeacherUnusable, TeacherTokenizerDiffers: see there.
+    """
+    if settings.teacher_url is None:
+        yield None
+        return
+    key, requests = plain(settings.teacher_api_key), settings.max_concurrent_groups
+    deadline_s = settings.request_deadline_s
+    async with TeacherClient(
+        settings.teacher_url, settings.teacher_model, deadline_s, requests, key
+    ) as client:
+        await client.find_model(settings.start_deadline_s)
+        await client.require_same_tokenizer(template.tokenizer)
+        log.info("teacher.ready", url=client.base_url, model=client.model)
+        yield Teacher(client, template, settings.teacher_prompt)
+
+
 @contextmanager
 def engine_on(
-    source: CompletionSource, settings: EnvServerSettings, template: ChatTemplate
+    source: CompletionSource,
+    settings: EnvServerSettings,
+    template: ChatTemplate,
+    teacher: Teacher | None = None,
 ) -> Iterator[RolloutEngine]:
     """The rollout engine on any source of completions."""
     with task_code(settings) as code:
-        yield RolloutEngine(source, template, Grader(settings.reward_weights, code))
+        yield RolloutEngine(source, template, Grader(settings.reward_weights, code), teacher)
 
 
 def task_code(settings: EnvServerSettings) -> TaskCode:
@@ -182,7 +214,7 @@ def sampling_plan(
         max_completion_tokens=settings.max_completion_tokens,
         start_completion_tokens=settings.start_completion_tokens,
         progress=progress,
-        drop_equal_scores=settings.drop_equal_scores,
+        drop_equal_scores=settings.drops_equal_scores,
         max_sequences=tasks.max_sequences,
         mask_cut_off=settings.mask_too_long_completions,
     )

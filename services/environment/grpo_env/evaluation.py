@@ -80,6 +80,7 @@ class Evaluation:
             temperature=self.temperature,
             reshaping=self.reshaping,
             drop_equal_scores=False,
+            asks_teacher=False,
             start_completion_tokens=None,
         )
 

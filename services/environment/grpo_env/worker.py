@@ -18,7 +18,7 @@ from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.metrics_port import serving_metrics
 from grpo_core.security import plain
 from grpo_core.wire.run_api import EnvironmentRegistration, EnvironmentStatus, TrainerInfo
-from grpo_env.assembly import TaskSet, engine_on, open_pool, sampling_plan
+from grpo_env.assembly import TaskSet, engine_on, open_pool, open_teacher, sampling_plan
 from grpo_env.evaluation import TrainingEvaluation
 from grpo_env.inference.pool import InferencePool
 from grpo_env.pacing import FailureBudget, Load, StallDetector, groups_to_start
@@ -63,8 +63,11 @@ async def serve(settings: EnvServerSettings, tasks: TaskSet, template: ChatTempl
     Raises:
         GrpoError: the environment cannot continue.
     """
-    async with open_pool(settings, tasks) as pool:
-        with engine_on(pool, settings, template) as engine, _ready_file(settings.ready_file):
+    async with open_pool(settings, tasks) as pool, open_teacher(settings, template) as teacher:
+        with (
+            engine_on(pool, settings, template, teacher) as engine,
+            _ready_file(settings.ready_file),
+        ):
             async with EnvironmentClient(
                 settings.run_api_url, settings.run_api_deadline_s, plain(settings.run_api_token)
             ) as api:

@@ -12,9 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import SecretStr
+
 from grpo_core.errors import GrpoError
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, disk_bytes, redis_command
-from grpo_core.redis.url import redis_password
+from grpo_core.redis.url import WITHOUT_REDIS, redis_password
 from grpo_core.security import plain
 from grpo_core.settings import Given, without_secrets
 from grpo_core.settings.machine import SMOLLM2, does_not_answer
@@ -32,6 +34,7 @@ from grpo_runs.views import (
     environment_values,
     run_api_values,
     server_values,
+    teacher_values,
     token_variables,
     trainer_values,
     url,
@@ -40,6 +43,7 @@ from grpo_runs.views import (
 
 MODULES = {TRAINER: "grpo_trainer", SERVER: "grpo_vllm", ENVIRONMENT: "grpo_env"}
 """The module that runs each service."""
+TEACHER = "teacher"
 SAMPLES = "samples completions from the policy"
 TRAINS = "trains the policy and publishes its weights"
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
@@ -84,6 +88,7 @@ class ServiceFactory:
         return [
             self.run_api(places, api_port),
             *(self.vllm_server(places, number) for number in range(self.settings.servers)),
+            *([self.teacher(places)] if self.settings.starts_teacher else []),
             self.trainer(places, api_port),
             *(self.environment(task, places, api_port) for task in tasks),
         ]
@@ -119,6 +124,22 @@ class ServiceFactory:
             group=SERVER,
         )
 
+    def teacher(self, places: Places) -> Service:
+        settings = self.settings
+        values = teacher_values(settings, places)
+        words = [*vllm_words(settings, values["model"]), *settings.vllm_words]
+        return Service(
+            name=TEACHER,
+            role="scores the policy's tokens",
+            command=module(MODULES[SERVER], *words_of(SERVER, values), *words),
+            healthy=lambda: self.probe.answers(url(places.teacher_port)),
+            deadline_s=settings.sizes.server_deadline_s,
+            environment=child_environment(settings.server_threads, values["model"])
+            | (NO_COMPILER if settings.starts_eager else {})
+            | {"REDIS_URL": WITHOUT_REDIS}
+            | token_variables(settings),
+        )
+
     def trainer(self, places: Places, api_port: int) -> Service:
         settings = self.settings
         return Service(
@@ -147,7 +168,8 @@ class ServiceFactory:
             healthy=lambda: self.probe.has_environment(url(api_port), name),
             deadline_s=settings.sizes.start_deadline_s,
             environment=child_environment(1, places.model, offline=is_offline)
-            | token_variables(settings),
+            | token_variables(settings)
+            | _teacher_key(values.get("teacher_api_key")),
             may_finish=True,  # after the last batch
             may_start=lambda: _accept_connections(api_port),
         )
@@ -209,6 +231,10 @@ def model_job(model: str, path_file: Path, threads: int, deadline_s: float) -> S
     )
 
 
+def _teacher_key(key: SecretStr | None) -> dict[str, str]:
+    return {} if key is None else {"TEACHER_API_KEY": key.get_secret_value()}
+
+
 def make_weights_directory(settings: LaunchOptions, places: Places) -> None:
     """Call it before the server starts, which requires its weights directory to exist."""
     if not settings.weight_mode.shares_memory:
@@ -240,8 +266,9 @@ def command_lines(settings: LaunchOptions) -> list[str]:
         else:
             redis = redis_url(free_port())
             ports = [free_port() for _ in range(settings.servers)]
+            teacher_port = free_port() if settings.starts_teacher else 0
             places = Places.of_run(
-                run, settings.model, api_port, ports, redis, Path("weights.sock")
+                run, settings.model, api_port, ports, redis, Path("weights.sock"), teacher_port
             )
             services = ServiceFactory(settings, run, probe).services(places, api_port)
     return [shlex.join(without_secrets(service.command)[0]) for service in services]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import SecretStr
 
 from grpo_core.redis.keys import default_run_id
+from grpo_core.redis.url import WITHOUT_REDIS
 from grpo_core.rollouts.files import ROLLOUTS
 from grpo_core.security import plain
 from grpo_core.tree.environment_values import AGENT, AGENT_OPTIONS, UNIFORM
@@ -48,6 +49,7 @@ class Places:
         weights_socket: for `shared_vllm`
         bridge_config: for `shared_vllm`
         run: the directory of a run whose services are all started here
+        teacher_port: of the teacher's server that the run starts; 0: it starts none
     """
 
     model: str
@@ -59,6 +61,7 @@ class Places:
     weights_socket: Path
     bridge_config: Path
     run: RunDirectory | None = None
+    teacher_port: int = 0
 
     @classmethod
     def of_run(
@@ -69,6 +72,7 @@ class Places:
         server_ports: Sequence[int],
         redis_url: str,
         weights_socket: Path,
+        teacher_port: int = 0,
     ) -> Places:
         """Of a run whose services are all started here."""
         return cls(
@@ -81,6 +85,7 @@ class Places:
             weights_socket,
             run.path / bridge_config.FILE_NAME,
             run,
+            teacher_port,
         )
 
     @classmethod
@@ -106,7 +111,8 @@ class Places:
             return cls.of_pair(settings, model, socket)
         run = RunDirectory(Path("run"))
         ports = [_UNKNOWN_PORT] * settings.servers
-        return cls.of_run(run, model, _UNKNOWN_PORT, ports, _UNKNOWN_REDIS, socket)
+        teacher = _UNKNOWN_PORT if settings.starts_teacher else 0
+        return cls.of_run(run, model, _UNKNOWN_PORT, ports, _UNKNOWN_REDIS, socket, teacher)
 
     @property
     def weights_directory(self) -> Path:
@@ -116,6 +122,11 @@ class Places:
     @property
     def server_names(self) -> list[str]:
         return server_names(len(self.server_ports))
+
+    def teacher_model(self, settings: LaunchOptions) -> str:
+        """A directory or an id on the hub. A model that this project makes is made once."""
+        named = settings.teacher_model or ""
+        return self.model if named == settings.model else named
 
     @property
     def environment(self) -> dict[str, str]:
@@ -234,6 +245,19 @@ def server_values(settings: LaunchOptions, places: Places, number: int = 0) -> d
     return values
 
 
+def teacher_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
+    """Of the teacher's server, which takes no part in the run."""
+    return {
+        "model": places.teacher_model(settings),
+        "host": HOST,
+        "port": places.teacher_port,
+        "redis_url": SecretStr(WITHOUT_REDIS),
+        "log_level": settings.log_level,
+        "share_weights": False,
+        "api_key": settings.run_api_token,
+    }
+
+
 def vllm_words(settings: LaunchOptions, model: str) -> list[str]:
     """Options of vLLM that follow from the settings. The user's own come later and win."""
     if not settings.starts_all:
@@ -281,6 +305,12 @@ def environment_values(settings: LaunchOptions, places: Places, task: str) -> di
         "steps": sizes.steps if settings.resumed else None,
         "eval_every": settings.evaluates_every or None,
     }
+    if settings.starts_teacher:
+        values |= {
+            "teacher_url": url(places.teacher_port),
+            "teacher_model": places.teacher_model(settings),
+            "teacher_api_key": settings.run_api_token,
+        }
     if port := values.get("metrics_port"):  # that of the trainer
         values["metrics_port"] = port + 1 + settings.task.index(task)
     if run is not None and settings.evaluates_every:

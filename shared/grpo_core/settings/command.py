@@ -17,6 +17,7 @@ SHARED_VARIABLES: Mapping[str, str] = {
     "run_id": "RUN_ID",
     "run_api_token": "RUN_API_TOKEN",
     "vllm_api_key": "VLLM_API_KEY",
+    "teacher_api_key": "TEACHER_API_KEY",
 }
 """Fields that every command which has them also reads from these variables."""
 

@@ -37,6 +37,7 @@ from grpo_core.tree.environment_values import (
     rule_name,
     with_sections,
 )
+from grpo_core.tree.teacher import TeacherOptions
 from grpo_core.wire.fields import Weight
 
 PROG = "env-server"
@@ -58,7 +59,7 @@ def _no_program(command: str) -> str | None:
     return None
 
 
-class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
+class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, ClientOptions):
     """Environment: samples groups for a task, grades them and submits them to run-api.
 
     TASK is arithmetic, gsm8k, math or mixture; a function or a class in a file (my.py:reward) or in
@@ -90,6 +91,12 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
                 "max_concurrent_groups",
                 "max_batches_offpolicy",
                 "drop_equal_scores",
+            ),
+            "Teacher": (
+                "teacher_url",
+                "teacher_model",
+                "teacher_api_key",
+                "teacher_system_prompt",
             ),
             "Data": (
                 "data",
@@ -218,8 +225,8 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
         description="Largest number of groups that all environments of a run together sample at the"
         " same time",
     )
-    drop_equal_scores: bool = Field(
-        True,
+    drop_equal_scores: Annotated[bool | None, Shown(default="on; off with --teacher-url")] = Field(
+        None,
         description="Drop groups whose scores are all equal, because the advantages of such a group"
         " are zero. Rewards of dropped groups still count in the reported mean reward",
     )
@@ -517,7 +524,8 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
                 else "only the task mixture has this option; write `env-server mixture serve`",
             )
         yield from self._mistakes_of_agent()
-        if self.group_size == 1 and self.drop_equal_scores:
+        yield from self.teacher_mistakes()
+        if self.group_size == 1 and self.drops_equal_scores:
             yield Mistake(
                 "group_size",
                 "the scores of a group of 1 are always equal, so every group is dropped; pass 2 or "
@@ -570,6 +578,7 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
             yield Mistake("curriculum_dir", problem)
         if self.action == "serve":
             yield from self.port_mistakes()
+        yield from self.teacher_prompt_mistakes()
         if self.answers and not self.answers.is_file():
             yield Mistake("answers", f"{self.answers}: no such file")
         if self.use_wandb and find_spec("wandb") is None:
@@ -583,6 +592,11 @@ class EnvironmentOptions(CommandSettings, MetricsOptions, ClientOptions):
     def agent_arguments(self) -> dict[str, Any]:
         """Arguments of the task `agent`."""
         return {name: getattr(self, option) for option, name in AGENT_OPTIONS.items()}
+
+    @property
+    def drops_equal_scores(self) -> bool:
+        given = self.drop_equal_scores
+        return self.teacher_url is None if given is None else given
 
     @property
     def tokenizer_name(self) -> str:

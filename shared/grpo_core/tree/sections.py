@@ -31,6 +31,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "task": ("env.Data", "env.Reward", "env.Agent", "env.Evaluation"),
     "sampling": ("env.Sampling", "env.Model"),
     "objective": ("trainer.Objective",),
+    "teacher": ("env.Teacher",),
     "optim": ("trainer.Optimizer",),
     "weights": (
         "trainer.Weights",
@@ -98,13 +99,19 @@ def sections_of(own: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]
 def names_of(
     sections: Mapping[str, tuple[str, ...]], own: Collection[str]
 ) -> dict[str, str | Alias]:
-    """`--optim.lr` and `--trainer.lr` for `lr`, `--env.total-steps` for an option of env-server.
+    """`--optim.lr` and `--trainer.lr` for `lr`, `--env.total-steps` for an option of env-server,
+    `--teacher.url` for `teacher_url`.
 
     Args: own: options that mean something else to every service, or to one (`server.NAME`)
     """
     found: dict[str, str | Alias] = {}
     for section, fields in sections.items():
         found |= {f"{section}.{field.replace('_', '-')}": field for field in fields}
+        found |= {
+            f"{section}.{field.removeprefix(f'{section}_').replace('_', '-')}": field
+            for field in fields
+            if field.startswith(f"{section}_")
+        }
         if section in fields:
             found[f"{section}.{NAME}"] = section
     known = {field for fields in sections.values() for field in fields}

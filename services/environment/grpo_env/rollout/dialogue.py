@@ -164,7 +164,10 @@ def _first_turn(
     shown: Sequence[Message] = (
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     )
-    return Turn(TrainingSequence(is_chat=is_chat, tools=tools), shown, prompt_ids, is_new=True)
+    begun = TrainingSequence(
+        is_chat=is_chat, prompt=prompt, prompt_tokens=len(prompt_ids), tools=tools
+    )
+    return Turn(begun, shown, prompt_ids, is_new=True)
 
 
 def _add_answer(sequence: TrainingSequence, completion: Completion) -> Sequence[Message]:

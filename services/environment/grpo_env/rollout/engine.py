@@ -27,6 +27,7 @@ from grpo_env.rollout.groups import (
     complete,
     scored_group,
 )
+from grpo_env.rollout.teacher import Teacher
 from grpo_env.tasks import ContextFull, Message, RolloutFailed, Task
 from grpo_env.tasks.items import Item
 from grpo_env.tasks.tools import tool_schemas
@@ -49,17 +50,25 @@ class RolloutEngine:
         source: the inference servers
         template: of the served model
         grader: calls the code of tasks
+        teacher: scores the tokens of groups that are kept; None without one
     """
 
-    def __init__(self, source: CompletionSource, template: ChatTemplate, grader: Grader) -> None:
+    def __init__(
+        self,
+        source: CompletionSource,
+        template: ChatTemplate,
+        grader: Grader,
+        teacher: Teacher | None = None,
+    ) -> None:
         self._source = source
         self._template = template
         self._grader = grader
+        self._teacher = teacher
         self._schemas: dict[int, list[dict[str, Any]]] = {}
 
     def on(self, source: CompletionSource) -> RolloutEngine:
         """The same engine with other servers."""
-        return RolloutEngine(source, self._template, self._grader)
+        return RolloutEngine(source, self._template, self._grader, self._teacher)
 
     def prompt_ids(self, item: Item) -> list[int]:
         """[T] tokens that the policy continues first."""
@@ -70,7 +79,8 @@ class RolloutEngine:
 
         Raises:
             ServiceUnavailable: the inference server does not answer, or this request failed.
-            ProtocolViolation, MisalignedCompletion: the server's answer is not valid.
+            TeacherUnavailable: so with the teacher.
+            ProtocolViolation, MisalignedCompletion: the answer of one of them is not valid.
             UnknownRewardPart: an option names a part that the task's reward does not have.
             TooManySequences: see there.
         """
@@ -91,8 +101,13 @@ class RolloutEngine:
             return SampledGroup(answers, sequences, graded, lost=ungraded)
         _require_declared_number(item.task, sequences, plan)
         seconds = time.monotonic() - started
-        group = scored_group(item, answers, sequences, graded, plan, seconds)
         dropped = _reason_to_drop(sequences, graded, plan)
+        if self._teacher is not None and plan.asks_teacher and dropped is None:
+            try:
+                await self._teacher.score([one for rollout in sequences for one in rollout])
+            except GroupLost as lost:
+                dropped = lost
+        group = scored_group(item, answers, sequences, graded, plan, seconds)
         return SampledGroup(answers, sequences, graded, group, dropped)
 
     async def sample_plainly(self, prompt_ids: list[int], max_tokens: int) -> Completion:

@@ -39,6 +39,7 @@ class FailureReason(StrEnum):
     FAILED_ROLLOUT = "failed_rollout"
     ABORTED = "aborted"
     REFUSED = "refused"
+    TEACHER_REFUSED = "teacher_refused"
     UNAVAILABLE = "unavailable"
     UNDELIVERED = "undelivered"
 
@@ -69,6 +70,7 @@ class SamplingPlan:
     max_sequences: largest number of sequences of one rollout. A group has this number of sequences
         for each of its rollouts.
     mask_cut_off: give sequences that the token limit cut off an advantage of zero.
+    asks_teacher: if there is one.
     """
 
     group_size: int
@@ -81,6 +83,7 @@ class SamplingPlan:
     mask_cut_off: bool = False
     start_completion_tokens: int | None = None
     progress: float = 1.0
+    asks_teacher: bool = True
 
     def sampling(self, max_tokens: int, stop: Sequence[str]) -> dict[str, Any]:
         """The server's parameters for a completion."""
@@ -129,9 +132,11 @@ class TrainingSequence:
     `grpo_core.wire.scored_group` explains the fields.
 
     as_given: the messages as the task passed the beginning of an answer.
+    prompt, prompt_tokens: what the chat template got first, and the tokens that it made of it.
     tools: those that the prompt shows.
     answers: where each answer of the policy ends, so that other messages can follow it.
     is_answered: False while the policy answers.
+    teacher_logprobs: [T] None where nothing was sampled; empty without a teacher.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -144,9 +149,12 @@ class TrainingSequence:
     finish_reason: str = STOPPED
     as_given: list[Message] = field(default_factory=list)
     is_chat: bool = True
+    prompt: str | Sequence[Message] = ()
+    prompt_tokens: int = 0
     tools: Sequence[Mapping[str, Any]] = ()
     answers: list[AnswerEnd] = field(default_factory=list)
     is_answered: bool = True
+    teacher_logprobs: list[float | None] = field(default_factory=list)
 
     def known_part(self, messages: Sequence[Message]) -> tuple[AnswerEnd, int] | None:
         """The last answer of this sequence that the messages contain, with all before it, and the
@@ -166,6 +174,8 @@ class TrainingSequence:
         return TrainingSequence(
             messages=self.messages[: end.messages],
             as_given=self.as_given[: end.as_given],
+            prompt=self.prompt,
+            prompt_tokens=self.prompt_tokens,
             tools=self.tools,
             answers=self.answers[: self.answers.index(end) + 1],
         ).add_prompt(self.tokens[: end.tokens])
@@ -341,7 +351,22 @@ def scored_group(
         overrides=[override for *_, override in rows],
         generation_params=params,
         group_overrides=facts.on_the_wire() | {"task": item.task.name, "item": item.key},
+        **_teacher_fields([sequence for sequence, *_ in rows]),
     )
+
+
+def _teacher_fields(sequences: Sequence[TrainingSequence]) -> dict[str, Any]:
+    """The teacher's logprobs on the wire: of the sampled tokens alone."""
+    if not any(sequence.teacher_logprobs for sequence in sequences):
+        return {}
+    known = [s.teacher_logprobs or [None] * len(s.tokens) for s in sequences]
+    return {
+        "distill_token_ids": [
+            [[] if value is None else [token] for token, value in zip(s.tokens, row, strict=True)]
+            for s, row in zip(sequences, known, strict=True)
+        ],
+        "distill_logprobs": [[[] if value is None else [value] for value in row] for row in known],
+    }
 
 
 def _padded(rollout: Sequence[TrainingSequence], count: int) -> list[TrainingSequence]:

@@ -13,6 +13,7 @@ import structlog
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire.scored_group import RewardSample, RolloutFacts, ScoredGroup
+from grpo_env.inference.teacher import TeacherUnavailable
 from grpo_env.pacing import FailureBudget, FlatRewards, RefusalLimit, RewardFailures
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grade
@@ -141,17 +142,21 @@ class GroupProducer:
         # Submissions may fail even if run-api answers other requests.
         self._submissions = FailureBudget("run-api", settings.run_api_deadline_s)
         self._reward_failures = RewardFailures(settings.max_failed_rewards)
-        self._flat_rewards = FlatRewards()
+        self._teacher = FailureBudget("teacher", settings.request_deadline_s)
+        # With a teacher, equal scores teach too.
+        self._flat_rewards = None if settings.teacher_url else FlatRewards()
         self._rewards = RewardTotals()
         self._generation_refusals = RefusalLimit("the inference server")
         self._submission_refusals = RefusalLimit("run-api")
+        self._teacher_refusals = RefusalLimit("the teacher")
         self._env_id, self._run_uuid = -1, ""
         self.counts = GroupCounts()
 
     @property
     def delay_s(self) -> float:
         """Seconds until a failing service should be tried again; 0 if none fails."""
-        return max(self._inference.delay_s, self._submissions.delay_s)
+        budgets = self._inference, self._submissions, self._teacher
+        return max(budget.delay_s for budget in budgets)
 
     def join(self, env_id: int, run_uuid: str) -> None:
         """Groups whose sampling begins from now on belong to this run."""
@@ -198,12 +203,15 @@ class GroupProducer:
             item = self._items.next()
             sampled = await self._engine.roll_out(item, plan)
         except ServiceUnavailable as error:
-            self._inference.failed(error)
+            is_teacher = isinstance(error, TeacherUnavailable)
+            (self._teacher if is_teacher else self._inference).failed(error)
             self._lose(SampledGroup(lost=GroupLost(FailureReason.UNAVAILABLE, str(error))))
             return
         self._inference.succeeded()
+        self._teacher.succeeded()
         self._rewards.add(sampled.grades)
-        self._flat_rewards.graded(grade.score for grade in sampled.grades)
+        if self._flat_rewards is not None:
+            self._flat_rewards.graded(grade.score for grade in sampled.grades)
         if sampled.group is not None:  # graded, and maybe dropped
             self._items.graded(item, [grade.score for grade in sampled.grades], step)
         lost = sampled.lost
@@ -214,6 +222,7 @@ class GroupProducer:
         if lost is None:
             assert sampled.group is not None
             self._generation_refusals.accepted()
+            self._teacher_refusals.accepted()
             self.counts.record(sampled)
             await self._send(sampled.group, env_id, run_uuid)
             return
@@ -222,6 +231,8 @@ class GroupProducer:
             self._generation_refusals.refused(lost.detail)
         else:
             self._generation_refusals.accepted()
+        if lost.reason is FailureReason.TEACHER_REFUSED:
+            self._teacher_refusals.refused(lost.detail)
 
     async def _send(self, group: ScoredGroup, env_id: int, run_uuid: str) -> None:
         rewards = self._rewards.take()

@@ -230,7 +230,8 @@ def start_services(
         jobs = [model_job(settings.model, path_file, threads, within_s)]
     start_on_screen(stack, [factory.redis(redis_port), *jobs], screen)
     model = path_file.read_text().strip() if jobs else settings.model
-    places = Places.of_run(run, model, api_port, server_ports, url, weights_socket)
+    teacher_port = free_port() if settings.starts_teacher else 0
+    places = Places.of_run(run, model, api_port, server_ports, url, weights_socket, teacher_port)
     make_weights_directory(settings, places)
     start_on_screen(stack, factory.services(places, api_port), screen)
     return places

@@ -25,7 +25,13 @@ from grpo_core.settings import (
     Shown,
     mistakes_of,
 )
-from grpo_core.settings.machine import TINY, cannot_listen, not_writable, unusable_model
+from grpo_core.settings.machine import (
+    MADE_HERE,
+    TINY,
+    cannot_listen,
+    not_writable,
+    unusable_model,
+)
 from grpo_core.tree.environment_values import AGENT
 from grpo_core.tree.sections import (
     ENVIRONMENT,
@@ -242,6 +248,8 @@ class LaunchOptions(ServerHere):
         run_id: str | None
         save_path: Path
         seed: int
+        teacher_model: str | None
+        teacher_url: str | None
         vllm_restart_interval: int | None
         world_size: int
 
@@ -279,6 +287,11 @@ class LaunchOptions(ServerHere):
     def starts_all(self) -> bool:
         """Whether all services are started here, and not only server and trainer."""
         return bool(self.task)
+
+    @property
+    def starts_teacher(self) -> bool:
+        """Whether the run starts the server of its teacher."""
+        return self.starts_all and self.teacher_model is not None and self.teacher_url is None
 
     @property
     def resumed(self) -> Path | None:
@@ -410,6 +423,8 @@ class LaunchOptions(ServerHere):
                 "gsm8k needs --data (with make: DATA=): a directory with train.jsonl, one object "
                 "with question and answer per line, or a data set on the hub such as openai/gsm8k",
             )
+        if self.starts_teacher and self.teacher_model in {*MADE_HERE} - {self.model}:
+            yield Mistake("teacher_model", f"{self.teacher_model} needs the same --model")
         names = [name_of_task(task) for task in self.task]
         if twice := next((name for name in names if names.count(name) > 1), None):
             yield Mistake("task", f"two tasks have the name {twice}")
@@ -477,6 +492,8 @@ class LaunchOptions(ServerHere):
                 yield Mistake(name, problem)
         if problem := unusable_model(self.model):
             yield Mistake("model", problem)
+        if self.starts_teacher and (problem := unusable_model(self.teacher_model or "")):
+            yield Mistake("teacher_model", problem)
         if not self.starts_all:
             if problem := not_writable(self.log_dir):
                 yield Mistake("log_dir", problem)

@@ -13,6 +13,7 @@ from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grader
 from grpo_env.rollout.groups import GroupLost, SampledGroup, SamplingPlan
 from grpo_env.rollout.task_code import TaskCode
+from grpo_env.rollout.teacher import Teacher
 from grpo_env.tasks import Task
 from grpo_env.tasks.items import Item
 from tests.support.canned import inference_routes
@@ -41,12 +42,13 @@ async def engine_on(
     template: ChatTemplate | None = None,
     weights: Mapping[str, float] | None = None,
     deadline_s: float = DEADLINE_S,
+    teacher: Teacher | None = None,
 ) -> AsyncIterator[tuple[RolloutEngine, StubServer]]:
     with stub_server(inference_routes(generate)) as server:
         async with InferencePool([server.url + "/v1"], DEADLINE_S, 8) as pool:
             with TaskCode(deadline_s) as code:
                 grader = Grader(weights or {}, code)
-                yield RolloutEngine(pool, template or CannedTemplate(), grader), server
+                yield RolloutEngine(pool, template or CannedTemplate(), grader, teacher), server
 
 
 async def sample(
