@@ -8,6 +8,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -385,3 +386,23 @@ def test_the_limit_of_a_model_is_read_from_its_configuration(
         (tmp_path / "config.json").write_text(json.dumps(config))
     assert longest_sequence(str(tmp_path)) == limit
     assert longest_sequence("smollm2") == 8192, "known before it is made"
+
+
+@pytest.mark.parametrize(("named", "model"), [("tiny", "m"), (".", ".")])
+def test_a_named_teacher_gets_a_server_of_its_own_that_the_environment_asks(
+    factory_of: FactoryOf, named: str, model: str
+) -> None:
+    """The model that the run makes is that of `places`."""
+    settings = load("--teacher.model", named, "--run-api-token", "a-secret")
+    here = replace(places(), teacher_port=7)
+    started = {service.name: service for service in factory_of(settings).services(here, 1)}
+    teacher, environment = (started[name] for name in ("teacher", "environment"))
+    assert value_of("--model", [*teacher.command]) == model
+    assert value_of("--port", [*teacher.command]) == "7"
+    assert teacher.environment["REDIS_URL"] == "none"
+    assert value_of("--teacher-url", [*environment.command]) == "http://127.0.0.1:7"
+    assert value_of("--teacher-model", [*environment.command]) == model
+    assert environment.environment["TEACHER_API_KEY"] == "a-secret"
+    elsewhere = load("--teacher-model", named, "--teacher.url", "http://host:1")
+    names = [service.name for service in factory_of(elsewhere).services(places(), 1)]
+    assert names == ["run-api", "vllm-server", "trainer", "environment"]

@@ -37,6 +37,8 @@ log = structlog.get_logger()
 PROMPT_TOKENS = 6
 COMPLETION_TOKENS = (2, 3, 5, 4)
 SCORES = (1.0, 0.0, 0.25, 0.75)
+TEACHER_LOGPROB = -1.0
+"""Of prompt tokens. Those of a completion are the policy's minus its score minus 1."""
 LONGEST = PROMPT_TOKENS + max(COMPLETION_TOKENS)
 LARGE = 2 * len(SCORES) * LONGEST
 """Tokens of a micro-batch that holds all sequences."""
@@ -104,6 +106,11 @@ class SelfTest:
             masks=[[MASKED] * PROMPT_TOKENS + row[PROMPT_TOKENS:] for row in rows],
             scores=list(SCORES),
             inference_logprobs=[[*placeholders, *row] for row in logged],
+            distill_token_ids=[[[token] for token in row] for row in rows],
+            distill_logprobs=[
+                [*([TEACHER_LOGPROB] for _ in placeholders), *([logp - score - 1] for logp in row)]
+                for row, score in zip(logged, SCORES, strict=True)
+            ],
         )
 
     def _batch(self, groups: Sequence[UsableGroup], objective: Objective, tokens: int) -> Batch:
