@@ -348,6 +348,7 @@ _OF_TRAINING = frozenset(
         *("drop_equal_scores", "start_completion_tokens", "log_level", "use_wandb", "wandb_name"),
         *("weight", "min_batch_allocation", "start_deadline_s", "vllm_api_key"),
         *("curriculum", "curriculum_dir"),
+        *("teacher_url", "teacher_model", "teacher_api_key", "teacher_system_prompt"),
     }
 )
 """Options of a run's environments that an evaluation does not take over."""
