@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -231,14 +232,14 @@ async def test_a_teacher_that_refuses_every_group_ends_the_environment() -> None
         assert "maximum context length" in found.detail
         async with rig.engine_on(right_and_wrong, teacher=teacher) as (engine, _):
             settings = EnvServerSettings(task="arithmetic", model="m", teacher_url="http://t")
-            items: Any = SimpleNamespace(next=lambda: item_of(Rewarded(sevens)))
+            items: Any = Mock(next=lambda: item_of(Rewarded(sevens)))
             producer = GroupProducer(settings, items, engine, SimpleNamespace())  # type: ignore[arg-type]
             for _ in range(MAX_REFUSED_IN_A_ROW - 1):
-                await producer.produce(PLAN)
+                await producer.produce(PLAN, 0)
             with pytest.raises(
                 EveryGroupRefused, match=r"the teacher refused 16 .*maximum context"
             ):
-                await producer.produce(PLAN)
+                await producer.produce(PLAN, 0)
 
 
 async def test_a_teacher_that_fails_is_named() -> None:
