@@ -16,6 +16,8 @@ _KEPT_PROMPTS = 256
 _PLACEHOLDER = "\x02answer\x03"
 """Stands for an answer of the model. No conversation contains these control characters."""
 _TOOL_ANSWER = "answer of the tool"
+_SHOWN = 40
+"""Characters of a text in an error message."""
 _QUESTION: Message = {"role": "user", "content": "?"}
 
 
@@ -65,6 +67,33 @@ class ChatTemplate:
                 else self._encode(self._rendered(prompt, tools))
             )
         return [*self._prompts[key]]
+
+    def answer_ids(
+        self,
+        prompt: Sequence[Message],
+        answer: Message,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        """[T] of an answer behind `prompt_ids`, with the template's end of a turn: what the policy
+        learns to say.
+
+        Raises:
+            TokenizerUnusable: the template renders an answered prompt in another way.
+        """
+        asked, begun = divided(prompt)
+        before = self._rendered(prompt, tools)
+        said: Message = {**answer, "content": begun + answer["content"]}
+        whole = self._render([*asked, said], tools, is_asked=False)
+        if not whole.startswith(before):
+            pairs = enumerate(zip(before, whole, strict=False))
+            same = next((at for at, (old, new) in pairs if old != new), len(whole))
+            raise TokenizerUnusable(
+                f"the chat template ends the prompt with {before[same:]!r}, and shows "
+                f"{whole[same : same + _SHOWN]!r} there once it is answered, so the policy would "
+                "learn after another beginning than it gets; begin the answers so, or put a "
+                "template of your own as chat_template.jinja into the model's directory"
+            )
+        return self._encode(whole[len(before) :])
 
     def _rendered(self, prompt: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         """The prompt with the beginning of the policy's answer."""
@@ -145,7 +174,13 @@ class ChatTemplate:
         """The text of each token by itself."""
         return [self.tokenizer.decode([token_id]) for token_id in token_ids]
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        is_asked: bool = True,
+    ) -> str:
+        """Args: is_asked: whether the beginning of an answer follows"""
         from jinja2 import TemplateError
 
         # Mistral's templates require an id, of this length.
@@ -155,7 +190,7 @@ class ChatTemplate:
                 shown,
                 tools=list(tools) or None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=is_asked,
                 **self._arguments,
             )
         except (TemplateError, TypeError, KeyError) as error:
@@ -186,8 +221,8 @@ def load_template(tokenizer_name: str, arguments: Mapping[str, Any] | None = Non
         tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_name)
     except (OSError, ValueError) as error:
         raise TokenizerUnusable(
-            f"no tokenizer at {tokenizer_name!r} ({error}); set --tokenizer to a "
-            "Hugging Face id or a directory with a tokenizer"
+            f"no tokenizer at {tokenizer_name!r} ({error}); name a Hugging Face id "
+            "or a directory with a tokenizer, in --model or --tokenizer"
         ) from error
     if not tokenizer.chat_template:
         raise TokenizerUnusable(

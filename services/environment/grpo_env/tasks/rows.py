@@ -179,14 +179,34 @@ def messages_of(row: Row, system_prompt: str | None) -> list[Message]:
     Raises:
         ValueError: there is no such column, or it holds neither.
     """
+    column, messages = conversation_of(row)
+    _require_no_answer(column, messages, row)
+    return with_system_prompt(messages, system_prompt, column)
+
+
+def conversation_of(row: Row) -> tuple[str, list[Message]]:
+    """The name of the prompt column, and the conversation in it, which may end with an answer.
+
+    Raises:
+        ValueError: as `messages_of`
+    """
     column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
     if column is None:
         raise ValueError(
             f"no column for the prompt; expected one of {', '.join(PROMPT_COLUMNS)}, found "
             f"{', '.join(row) or 'none'}; name it with --columns prompt=COLUMN"
         )
-    messages = _as_messages(column, row[column])
-    _require_no_answer(column, messages, row)
+    return column, as_messages(column, row[column])
+
+
+def with_system_prompt(
+    messages: list[Message], system_prompt: str | None, column: str
+) -> list[Message]:
+    """The conversation with another system message; "" removes it, and None keeps it.
+
+    Raises:
+        ValueError: nothing else is left.
+    """
     if system_prompt is None:
         return messages
     rest = messages[1:] if messages[0]["role"] == "system" else messages
@@ -195,7 +215,8 @@ def messages_of(row: Row, system_prompt: str | None) -> list[Message]:
     return [{"role": "system", "content": system_prompt}, *rest] if system_prompt else rest
 
 
-def _as_messages(column: str, value: Any) -> list[Message]:
+def as_messages(column: str, value: Any, role: str = "user") -> list[Message]:
+    """A text of `role` as a conversation, or messages. Raises `ValueError`: it is neither."""
     if isinstance(value, str):
         if not value.strip():
             raise ValueError(f"the column {column!r} is empty")
@@ -204,7 +225,7 @@ def _as_messages(column: str, value: Any) -> list[Message]:
                 f"the column {column!r} already has a chat template's marks, and the model's "
                 "template would be added; give the text alone, or a list of messages"
             )
-        return [{"role": "user", "content": value}]
+        return [{"role": role, "content": value}]
     if not isinstance(value, Sequence) or not value:
         raise ValueError(f"the column {column!r} holds neither a text nor a list of messages")
     for number, message in enumerate(value):

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from grpo_env.rollout.chat_template import ChatTemplate, TokenizerUnusable, answered, load_template
+from grpo_env.tasks import Message
 
-QUESTION = [{"role": "user", "content": "3+4="}]
+QUESTION: list[Message] = [{"role": "user", "content": "3+4="}]
 
 
 class TextTokenizer:
@@ -36,13 +37,13 @@ class TextTokenizer:
         enable_thinking: bool = True,
     ) -> str:
         assert not tokenize
-        assert add_generation_prompt
         self.rendered += 1
         shown = [message for message in messages if message["role"] in self._shows]
         listed = str(tools) if tools and "tools" in self._shows else ""
         said = "".join(f"<{m['role']}>{m['content']}<end>" for m in shown)
         empty = "" if enable_thinking else "<think>\n\n</think>\n"
-        return f"{listed}{said}<assistant>{self._opening}{empty}"
+        asks = f"<assistant>{self._opening}{empty}" if add_generation_prompt else ""
+        return f"{listed}{said}{asks}"
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return list(text.encode())
@@ -120,3 +121,20 @@ def test_a_tokenizer_without_a_chat_template_is_refused(
 
     with pytest.raises(TokenizerUnusable, match="no chat template"):
         load_template(str(bare))
+
+
+def test_an_answer_to_learn_follows_the_prompt_and_ends_as_the_template_ends_it() -> None:
+    template = ChatTemplate(TextTokenizer())
+    answer: Message = {"role": "assistant", "content": "7"}
+    assert bytes(template.answer_ids(QUESTION, answer)) == b"7<end>"
+    begun: list[Message] = [*QUESTION, {"role": "assistant", "content": "It is "}]
+    assert bytes(template.prompt_ids(begun)) == b"<user>3+4=<end><assistant>It is "
+    assert bytes(template.answer_ids(begun, answer)) == b"7<end>"
+
+
+def test_an_answer_that_the_template_shows_behind_another_beginning_is_refused() -> None:
+    template = ChatTemplate(TextTokenizer(opening="<think>\n"))
+    thought: Message = {"role": "assistant", "content": "<think>\nhm</think>7"}
+    assert bytes(template.answer_ids(QUESTION, thought)) == b"hm</think>7<end>"
+    with pytest.raises(TokenizerUnusable, match=r"ends the prompt with '<think>\\n', and shows '7"):
+        template.answer_ids(QUESTION, {"role": "assistant", "content": "7"})
