@@ -23,6 +23,7 @@ _MODULES = {
     "grpo-report": "grpo_runs.settings",
     "grpo-rollouts": "grpo_runs.settings",
     "grpo-run": "grpo_runs.settings",
+    "grpo-sft": "grpo_runs.settings",
     "grpo-watch": "grpo_runs.settings",
     "run-api": "grpo_core.tree.run_api",
     "vllm-api-server": "grpo_core.tree.server",

@@ -55,6 +55,27 @@ def ensure_upstream(pins: Path = PINS) -> Upstream:
     return _at(target)
 
 
+def ensure_wheel(requirement: str) -> Path:
+    """The unpacked wheel of one package without what it requires, cached: a place for PYTHONPATH.
+
+    Raises:
+        NoPackageIndex, RuntimeError: nothing was left behind.
+    """
+    target = default_cache_directory() / f"wheel-{requirement}"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            _pip("install", "--target", str(staging), requirement)
+            staging.rename(target)
+        except OSError:
+            if not target.exists():
+                raise
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    return target
+
+
 def _at(directory: Path) -> Upstream:
     return Upstream(directory / "venv" / "bin" / "python", directory / "wheel")
 

@@ -26,6 +26,7 @@ from grpo_runs.settings import (
     ReportSettings,
     RolloutsSettings,
     RunSettings,
+    SftSettings,
     WatchSettings,
 )
 
@@ -54,6 +55,7 @@ COMMANDS: dict[type[CommandSettings], list[str]] = {
     ],
     ReportSettings: [f"{DIRECTORY}", f"{DIRECTORY} --output page.html --open"],
     WatchSettings: [f"{DIRECTORY} {DIRECTORY} --port 8765", f"{DIRECTORY} --terminal"],
+    SftSettings: ["--model m --data rows --output new --columns prompt=question --lora-r 8"],
     RolloutsSettings: [],  # needs the directory of a run
 }
 EVERY_COMMAND = pytest.mark.parametrize(

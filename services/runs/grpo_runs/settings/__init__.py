@@ -4,6 +4,7 @@ from grpo_runs.settings.compare import CompareSettings
 from grpo_runs.settings.evaluate import EvalSettings
 from grpo_runs.settings.rollouts import ReportSettings, RolloutsSettings
 from grpo_runs.settings.run import DemoSettings, RunSettings
+from grpo_runs.settings.sft import SftSettings
 from grpo_runs.settings.watch import WatchSettings
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "ReportSettings",
     "RolloutsSettings",
     "RunSettings",
+    "SftSettings",
     "WatchSettings",
 ]

@@ -1,0 +1,128 @@
+"""`grpo-sft`: supervised training before GRPO."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+
+from grpo_core.errors import GrpoError
+from grpo_core.settings.machine import MADE_HERE
+from grpo_env.rollout.chat_template import load_template
+from grpo_env.tasks import TaskOptions
+from grpo_runs.commands.evaluate import visible_gpu
+from grpo_runs.models import longest_sequence
+from grpo_runs.process.records import ProcessRecords
+from grpo_runs.process.stack import Stack, StopRequest, StopRequested
+from grpo_runs.report.summary import counted
+from grpo_runs.run_directory import RunDirectory
+from grpo_runs.screen import Screen
+from grpo_runs.services import make_model
+from grpo_runs.settings.sft import SftSettings
+from grpo_runs.sft.examples import Example, read_examples, tokenised
+
+if TYPE_CHECKING:
+    from grpo_runs.sft.training import SftResult
+
+MODEL, RESULT = "model", "sft.json"
+"""In the directory of --output: the trained model, and what came of the training."""
+MODEL_DEADLINE_S = 300.0
+_INSTALL = "pip install -c requirements/constraints.txt trl"
+LINES_OF_PROGRESS = 10
+
+
+class TrlMissing(GrpoError):
+    """The package `trl`, which trains the model, is not installed."""
+
+
+def train(settings: SftSettings, screen: Screen) -> int:
+    """Returns the exit status."""
+    try:
+        if find_spec("trl") is None:
+            raise TrlMissing(f"the Python package trl is not installed; run `{_INSTALL}`")
+        examples = _examples(settings)
+        run = RunDirectory(settings.output)
+        run.logs.mkdir(parents=True)
+        with ProcessRecords(run).of_the_end():
+            result = _train(settings, examples, run, screen)
+    except StopRequested as stopped:
+        screen.failure(f"{stopped}; no model was written")
+        return stopped.exit_status
+    except (GrpoError, OSError, SafetensorError) as error:
+        return screen.failed(error)
+    screen.line(summary_line(result))
+    screen.line(f"model: {run.path / MODEL}")
+    return 0
+
+
+def _examples(settings: SftSettings) -> list[Example]:
+    """Before anything heavy is imported. Raises `DataUnusable`, `DatasetsMissing`."""
+    options = TaskOptions(
+        data=settings.data,
+        data_config=settings.data_config,
+        columns=settings.columns,
+        system_prompt=settings.system_prompt,
+    )
+    return read_examples(options)
+
+
+def _train(
+    settings: SftSettings, examples: Sequence[Example], run: RunDirectory, screen: Screen
+) -> SftResult:
+    """Raises:
+    StopRequested: the user ended it.
+    GrpoError: the model, its template or the device cannot be used, or training diverges.
+    OSError, SafetensorError: a file could not be written.
+    """
+    model = _directory_of(settings, run, screen)
+    with screen.activity(f"{counted(len(examples), 'example')}; loading TRL"):
+        _show_one_gpu(settings.device)
+        from grpo_runs.sft.training import train_and_save  # torch, before transformers without it
+
+        limit = min(settings.seq_len, longest_sequence(model) or settings.seq_len)
+        usable = tokenised(examples, load_template(model), limit)
+    if left_out := len(examples) - len(usable):
+        screen.warning(f"{left_out} of {len(examples)} examples exceed {limit} tokens, left out")
+    show = partial(_show, screen)
+    try:
+        result = train_and_save(settings, model, usable, run.metrics, run.path / MODEL, show)
+    except KeyboardInterrupt:
+        raise StopRequested(signal.SIGINT) from None
+    content = settings.model_dump(mode="json") | asdict(result)
+    (run.path / RESULT).write_text(json.dumps(content, indent=2) + "\n")
+    return result
+
+
+def _directory_of(settings: SftSettings, run: RunDirectory, screen: Screen) -> str:
+    """The model, or the directory of one that is made here."""
+    if settings.model not in MADE_HERE:
+        return settings.model
+    with StopRequest() as stop_request, Stack(run.logs, stop_request) as stack:
+        return make_model(stack, screen, settings.model, MODEL_DEADLINE_S)
+
+
+def _show_one_gpu(device: str) -> None:
+    """Before torch is imported. With several GPUs in sight, TRL refuses to train in one process."""
+    kind, _, number = device.partition(":")
+    if kind != "cpu" and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu(int(number or 0))
+
+
+def _show(screen: Screen, step: int, steps: int, loss: float) -> None:
+    if step * LINES_OF_PROGRESS // steps > (step - 1) * LINES_OF_PROGRESS // steps:
+        screen.line(f"step {step} of {steps}: loss {loss:.3f}")
+
+
+def summary_line(result: SftResult) -> str:
+    return (
+        f"loss on {counted(result.measured_examples, 'example')}: {result.loss_before:.3f} before, "
+        f"{result.loss_after:.3f} after {counted(result.steps, 'step')} with {result.tokens:,} "
+        f"tokens in {result.seconds:.0f} s"
+    )

@@ -1,0 +1,1 @@
+"""Supervised training of a model before GRPO, with TRL's SFTTrainer."""

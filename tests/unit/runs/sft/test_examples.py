@@ -1,0 +1,91 @@
+"""Rows become prompts with answers, of which the answers alone are learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.tasks import Message, TaskOptions
+from grpo_env.tasks.data_files import DataUnusable
+from grpo_runs.sft.examples import (
+    NOT_LEARNED,
+    Example,
+    examples_of,
+    read_examples,
+    tokenised,
+)
+from tests.unit.env.rollout.test_chat_template import TextTokenizer
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def says(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "3+4=", "completion": "7"},
+        {"prompt": [user("3+4=")], "completion": [says("7")]},
+        {"messages": [user("3+4="), says("7")]},
+        {"question": "3+4=", "answer": 7},
+        {"prompt": "3+4=", "reward_model": {"ground_truth": ["7"]}},
+    ],
+    ids=["text", "messages", "conversation", "answer", "verl"],
+)
+def test_every_form_of_a_row_gives_the_same_example(row: dict[str, Any], tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps(row))
+    assert read_examples(TaskOptions(data=str(data))) == [Example([user("3+4=")], says("7"))]
+
+
+def test_each_answer_of_a_conversation_is_learned_after_what_was_said_before() -> None:
+    talk = [user("a"), says("b"), user("c"), says("d")]
+    both = [Example(talk[:1], says("b")), Example(talk[:3], says("d"))]
+    assert examples_of({"messages": talk}) == both
+    assert examples_of({"prompt": talk[:3], "completion": "d"}) == both[1:]
+
+
+def test_a_system_message_is_added_and_an_empty_one_removes_it() -> None:
+    system: Message = {"role": "system", "content": "be short"}
+    (with_it,) = examples_of({"prompt": "a", "completion": "b"}, "be short")
+    assert with_it.prompt == [system, user("a")]
+    (without,) = examples_of({"messages": [system, user("a"), says("b")]}, "")
+    assert without.prompt == [user("a")]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "a"}, "no answer to learn; expected the column completion or answer"),
+        ({"messages": [user("a")]}, "no answer to learn"),
+        ({"prompt": "a", "completion": [user("b")]}, "'completion' is not of the assistant"),
+        ({"prompt": "a", "completion": " "}, "'completion' is empty"),
+        ({"text": "a"}, "no column for the prompt"),
+    ],
+)
+def test_a_row_without_an_answer_is_named(
+    row: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n' + json.dumps(row))
+    with pytest.raises(DataUnusable, match=rf"1 of 2 rows are invalid:\n.* line 2: .*{problem}"):
+        read_examples(TaskOptions(data=str(data)))
+
+
+def test_only_the_tokens_of_the_answer_have_labels_and_long_examples_are_left_out() -> None:
+    template = ChatTemplate(TextTokenizer())
+    examples = [Example([user("3+4=")], says("7")), Example([user("?" * 50)], says("7"))]
+    (one,) = tokenised(examples, template, 40)
+    prompt, answer = b"<user>3+4=<end><assistant>", b"7<end>"
+    assert bytes(one.token_ids) == prompt + answer
+    assert one.labels == [NOT_LEARNED] * len(prompt) + [*answer]
+    with pytest.raises(DataUnusable, match="longer than --seq-len 31; the shortest has 32 tokens"):
+        tokenised(examples, template, 31)
