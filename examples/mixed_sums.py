@@ -29,6 +29,25 @@ class MixedSums(Task):
         return float(answer.strip() == str(row["a"] + row["b"]))
 
 
+class ShownSums(MixedSums):
+    """The same sums after two worked examples, for a pretrained model."""
+
+    max_completion_tokens = 24
+
+    def prompt(self, row):
+        shown = []
+        for a, b in [(34, 25), (18, 57), (row["a"], row["b"])]:
+            shown += [
+                {"role": "user", "content": f"What is {a} + {b}?"},
+                {"role": "assistant", "content": f"{a} + {b} = {a + b}"},
+            ]
+        return shown[:-1]
+
+    def reward(self, answer, row):
+        a, b = row["a"], row["b"]
+        return float(answer.strip() == f"{a} + {b} = {a + b}")
+
+
 def short_first(items, _step):
     """The lengths up to the first one whose sums are solved less than half the time."""
     for longest in LENGTHS:
