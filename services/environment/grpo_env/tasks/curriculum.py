@@ -1,16 +1,11 @@
-"""Curricula: how often each item of a task is drawn, by the scores that its groups had."""
+"""Rules of a curriculum: how often each item of a task is drawn, by the scores of its groups."""
 
 from __future__ import annotations
 
 import math
-import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
-
-from pydantic import BaseModel, ConfigDict
+from typing import TYPE_CHECKING
 
 from grpo_core.errors import GrpoError
 from grpo_env.tasks.task import Row
@@ -24,8 +19,6 @@ PRIOR_COMPLETIONS = 0.1
 """`learnable` adds half of this number of solved completions, and half of it of unsolved ones."""
 EXPLORATION = 0.5
 """Share of the draws that `learnable` gives to unseen items."""
-REFRESH_EVERY_GROUPS = 16
-"""The rule is called again after this number of graded groups."""
 
 UNSEEN, HARD, MEDIUM, EASY = "unseen", "hard", "medium", "easy"
 POOLS = (UNSEEN, HARD, MEDIUM, EASY)
@@ -146,110 +139,3 @@ def require_usable(rule: Rule, items: Sequence[Item]) -> None:
         one.solve_rate, one.variance = rate, rate * (1 - rate)
         one.completions, one.step = _EXAMPLE_COMPLETIONS, step
     checked_weights(rule, facts, _EXAMPLE_STEP)
-
-
-class Sums(NamedTuple):
-    """Of an item's scores, each multiplied with what it counts at `step`."""
-
-    completions: float
-    total: float
-    squares: float
-    step: int
-
-    def with_scores(self, scores: Sequence[float], step: int) -> Sums:
-        counts = 0.5 ** (max(0, step - self.step) / HALF_LIFE_STEPS)
-        return Sums(
-            counts * self.completions + len(scores),
-            counts * self.total + sum(scores),
-            counts * self.squares + sum(score**2 for score in scores),
-            step,
-        )
-
-
-class TaskState(BaseModel):
-    """What a curriculum keeps of one task. `items`: sums by the key of the item; those that are
-    not seen are left out. `low`, `high`: scores of the task so far; None if there are none."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    draws: int = 0
-    low: float | None = None
-    high: float | None = None
-    items: dict[str, Sums] = {}
-
-
-class WeightedItems:
-    """The items of one task, drawn by the weights of a rule. Each draw has a random generator of
-    its own, made of the seed and the number of the draw: so the same state gives the same draws.
-
-    Args:
-        weight: share of the task in a mixture
-
-    Raises:
-        CurriculumUnusable: the rule fails on a small example.
-    """
-
-    def __init__(self, items: Sequence[Item], weight: float, seed: int, rule: Rule) -> None:
-        require_usable(rule, items)
-        self.items, self.weight, self.given = [*items], weight, 0
-        self._seed, self._rule = seed, rule
-        self._facts = {item.key: ItemFacts(item.row, item.task.name) for item in items}
-        self._state = TaskState()
-        self._step = 0
-        self._cumulative: list[float] = []
-        self._graded = 0  # groups since the rule was called
-
-    def next(self) -> Item:
-        """Raises `CurriculumUnusable` if the rule fails."""
-        if not self._cumulative or self._graded >= REFRESH_EVERY_GROUPS:
-            facts = [self._facts[item.key] for item in self.items]
-            self._cumulative = [*accumulate(checked_weights(self._rule, facts, self._step))]
-            self._graded = 0
-        self.given += 1
-        draw = random.Random(f"{self._seed} {self.given}")
-        return draw.choices(self.items, cum_weights=self._cumulative)[0]
-
-    def keep(self, fits: Callable[[Item], bool]) -> None:
-        self.items = [item for item in self.items if fits(item)]
-        self._cumulative = []
-
-    def graded(self, item: Item, scores: Sequence[float], step: int) -> None:
-        """Note the scores of a group. Args: step: training step in which it was sampled"""
-        state, self._step = self._state, step
-        earlier = state.items.get(item.key, Sums(0.0, 0.0, 0.0, step))
-        state.items[item.key] = earlier.with_scores(scores, step)
-        known = [value for value in (state.low, state.high) if value is not None]
-        ends = min([*known, *scores]), max([*known, *scores])
-        is_wider = ends != (state.low, state.high)
-        state.low, state.high = ends
-        self._describe(state.items if is_wider else [item.key])
-        self._graded += 1
-
-    def _describe(self, keys: Iterable[str]) -> None:
-        low, high = self._state.low or 0.0, self._state.high or 0.0
-        if low == high:
-            low, high = min(0.0, low), max(1.0, high)
-        for key in keys:
-            sums, facts = self._state.items[key], self._facts[key]
-            mean = sums.total / sums.completions
-            variance = max(0.0, sums.squares / sums.completions - mean**2)
-            facts.solve_rate = (mean - low) / (high - low)
-            facts.variance = variance / (high - low) ** 2
-            facts.completions, facts.step = sums.completions, sums.step
-
-    def pools(self) -> Mapping[str, int]:
-        """Number of items in each pool."""
-        counts = Counter(self._facts[item.key].pool for item in self.items)
-        return {pool: counts[pool] for pool in POOLS}
-
-    def state(self) -> TaskState:
-        return self._state.model_copy(update={"draws": self.given})
-
-    def restore(self, state: TaskState) -> None:
-        """Go on from a saved state. Items that the task no longer has are forgotten."""
-        known = {key: sums for key, sums in state.items.items() if key in self._facts}
-        self._state = state.model_copy(update={"items": known})
-        self.given = state.draws
-        self._step = max((sums.step for sums in known.values()), default=0)
-        self._describe(known)
-        self._cumulative = []

@@ -11,10 +11,11 @@ from functools import cached_property
 
 import structlog
 
-from grpo_env.tasks.curriculum import Rule, TaskState, WeightedItems
+from grpo_env.tasks.curriculum import Rule
 from grpo_env.tasks.data_files import DataUnusable
 from grpo_env.tasks.task import Row, Task
 from grpo_env.tasks.tool_calls import Message
+from grpo_env.tasks.weighted_items import TaskState, WeightedItems
 
 log = structlog.get_logger()
 

@@ -250,3 +250,15 @@ def restored(
     stream = ItemStream(parts, seed, rule)
     CurriculumFiles(directory, stream).restore()
     return stream
+
+
+def test_the_rule_of_the_example_adds_a_length_once_the_shorter_sums_are_solved() -> None:
+    rule = find_rule("examples/mixed_sums.py:short_first")
+    assert rule is not None
+    facts = [ItemFacts({"digits": digits}, "sums") for digits in (1, 1, 2, 3, 4)]
+    assert rule(facts, 0) == [1, 1, 0, 0, 0]
+    facts[0].solve_rate = 1.0
+    assert rule(facts, 0) == [1, 1, 1, 0, 0]
+    for one in facts:
+        one.solve_rate = 1.0
+    assert rule(facts, 0) == [1, 1, 1, 1, 1]
