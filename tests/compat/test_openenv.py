@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,7 +74,8 @@ async def test_a_local_environment_is_played_turn_by_turn(python: str) -> None:
 async def test_the_environment_made_by_its_own_generator_runs(python: str, tmp_path: Path) -> None:
     made = [python, "-m", "openenv.cli", "init", "my_env"]
     subprocess.run(made, cwd=tmp_path, check=True, capture_output=True, timeout=120)
-    with opened(tmp_path / "my_env", python, max_turns=2, observation="echoed_message") as task:
+    relative = os.path.relpath(python)
+    with opened(tmp_path / "my_env", relative, max_turns=2, observation="echoed_message") as task:
         dialogue = ScriptedDialogue("abc", "abcde")
         graded = await task.run({"seed": 0}, dialogue)
     assert (round(graded.score or 0, 6), graded.reason) == (0.8, "turn limit")

@@ -196,6 +196,10 @@ def _of_bridge(bridge: str, environment: str, options: TaskOptions) -> Task:
         from grpo_env.bridges.textarena import TextArenaTask
 
         return TextArenaTask(environment, options)
+    if bridge == "harbor":
+        from grpo_env.bridges.harbor import HarborTask
+
+        return HarborTask(environment, options)
     from grpo_env.bridges.verifiers import verifiers_task
 
     return verifiers_task(environment, options)

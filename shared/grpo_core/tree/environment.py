@@ -64,8 +64,8 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
 
     TASK is arithmetic, gsm8k, math or mixture; a function or a class in a file (my.py:reward) or in
     a module (package.module:MyTask); an entry point of the group grpo.tasks; an environment
-    (verifiers:ENVIRONMENT, openenv:ENVIRONMENT, textarena:GAME); or agent, with an agent of your
-    own.
+    (verifiers:ENVIRONMENT, openenv:ENVIRONMENT, textarena:GAME, harbor:DIRECTORY); or
+    agent, with an agent of your own.
 
     ACTION is serve: sample groups until the run has finished; process: sample --steps groups
     without a trainer and write them to --output; evaluate: sample held-out items and print the

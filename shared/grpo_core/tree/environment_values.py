@@ -88,7 +88,7 @@ AGENT_OPTIONS: Mapping[str, str] = {
     "agent_sequences": "sequences",
 }
 """Options of the task `agent` → its arguments."""
-BRIDGES = ("verifiers", "openenv", "textarena")
+BRIDGES = ("verifiers", "openenv", "textarena", "harbor")
 """Libraries whose environments are tasks: `verifiers:ENVIRONMENT`."""
 
 

@@ -118,10 +118,15 @@ def _started(server: str, python: str) -> LocalServer:
                 "with openenv.yaml, an app such as my_env.server.app:app, or an address such as "
                 "http://localhost:8000"
             )
-        return LocalServer(server, Path.cwd(), python or sys.executable)
+        return LocalServer(server, Path.cwd(), _program(python or sys.executable))
     own = directory / ".venv" / "bin" / "python"
-    default = str(own.absolute()) if own.exists() else sys.executable
-    return LocalServer(_app_of(directory), directory.absolute(), python or default)
+    default = str(own) if own.exists() else sys.executable
+    return LocalServer(_app_of(directory), directory.absolute(), _program(python or default))
+
+
+def _program(python: str) -> str:
+    """Its path from every directory; links stay, because a virtual environment is one."""
+    return str(Path(python).expanduser().absolute()) if "/" in python else python
 
 
 def _app_of(directory: Path) -> str:

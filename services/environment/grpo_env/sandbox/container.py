@@ -1,0 +1,167 @@
+"""A container that stays for several commands, made by Docker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from grpo_env.sandbox.child import Command, run_child
+from grpo_env.sandbox.interface import MIB, Ended, Limits, SandboxUnusable
+
+LABEL = "grpo-container"
+"""Of every container that is made here."""
+_LONGEST_LIFE_S = 6 * 3600
+"""After it, a container whose process was killed ends and is removed by Docker."""
+_DOCKER_S = 120.0
+_GRACE_S = 30.0
+_OUTPUT_BYTES = 8 * MIB
+_NOT_INSTALLED = "docker is not installed: see https://docs.docker.com/engine/install/"
+_NO_ENGINE = "Cannot connect to the Docker daemon"
+_OF_DOCKER = ("Error response from daemon", _NO_ENGINE)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a container may use.
+
+    network: as `docker create --network` takes it; environment: variables of its programs.
+    """
+
+    memory_mb: int = 2048
+    cpus: float = 1.0
+    processes: int = 512
+    network: str = "none"
+    workdir: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class ContainerGone(Exception):
+    """The container does not run any more."""
+
+
+class Container:
+    """A running container. Its files stay from one command to the next."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def run(
+        self,
+        command: str,
+        seconds: float,
+        *,
+        user: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Ended:
+        """Run a command with bash, in the working directory. Its processes end with the limit; what
+        a command leaves in the background goes on.
+
+        Raises:
+            ContainerGone: see there.
+            SandboxUnusable: Docker does not answer any more.
+        """
+        words = ["exec", *_variables(environment or {})]
+        words += ["--user", user] if user else []
+        inside = ["timeout", "--signal", "KILL", f"{seconds:g}", "bash", "-c", command]
+        ended = await docker([*words, self.name, *inside], seconds + _GRACE_S)
+        if ended.status == 1 and ended.errors.startswith(_OF_DOCKER):
+            await self._require_running()
+        if ended.status == 128 + signal.SIGKILL and ended.seconds >= seconds:
+            return replace(ended, reason="timeout")
+        return ended
+
+    async def _require_running(self) -> None:
+        """A command may write what looks like an error of Docker."""
+        state = await docker(["inspect", "--format", "{{.State.Running}}", self.name], _DOCKER_S)
+        if state.errors.startswith(_NO_ENGINE):
+            raise SandboxUnusable(state.errors.strip())
+        if state.output.strip() != "true":
+            raise ContainerGone(f"a command ended its container: {state.for_model()}")
+
+    async def copy_in(self, directory: Path, target: str) -> None:
+        """Put the files of a directory where `target` says, instead of what is there.
+
+        Raises:
+            SandboxUnusable: it fails.
+        """
+        await self.run(f"rm -rf {target}", _DOCKER_S, user="root")
+        await _succeed(["cp", f"{directory}/.", f"{self.name}:{target}"], _DOCKER_S)
+
+
+@asynccontextmanager
+async def container(image: str, resources: Resources) -> AsyncIterator[Container]:
+    """Start a container of an image, and remove it at the end.
+
+    Raises:
+        SandboxUnusable: Docker does not start it.
+    """
+    name = f"{LABEL}-{uuid.uuid4().hex}"
+    limits = ["--memory", f"{resources.memory_mb}m", "--memory-swap", f"{resources.memory_mb}m"]
+    limits += ["--cpus", f"{resources.cpus:g}", "--pids-limit", str(resources.processes)]
+    # The first process of a container cannot be killed from inside, and bash ends zombies.
+    words = ["run", "--detach", "--interactive", "--rm", "--name", name, "--label", LABEL, *limits]
+    words += ["--network", resources.network, "--security-opt", "no-new-privileges"]
+    words += ["--oom-score-adj", "1000", "--log-driver", "none"]
+    words += ["--workdir", resources.workdir] if resources.workdir else []
+    words += [*_variables(resources.environment), "--entrypoint", "bash", image]
+    try:
+        await _succeed([*words, "-c", f"read -t {_LONGEST_LIFE_S}"], _DOCKER_S)
+        yield Container(name)
+    finally:
+        await asyncio.shield(docker(["rm", "--force", "--volumes", name], _DOCKER_S))
+
+
+def require_engine() -> None:
+    """Raises `SandboxUnusable` if no Docker engine answers."""
+    try:
+        done = subprocess.run(
+            ["docker", "version"], capture_output=True, text=True, timeout=_DOCKER_S, check=False
+        )
+    except FileNotFoundError as error:
+        raise SandboxUnusable(_NOT_INSTALLED) from error
+    if done.returncode:
+        raise SandboxUnusable(f"{done.stderr.strip()} Start it, or set DOCKER_HOST")
+
+
+async def build(directory: Path, image: str, seconds: float) -> None:
+    """Build an image of a directory with a Dockerfile.
+
+    Raises:
+        SandboxUnusable: it fails; the message has its last lines.
+    """
+    await _succeed(["build", "--quiet", "--tag", image, str(directory)], seconds)
+
+
+async def docker(words: Sequence[str], seconds: float) -> Ended:
+    """How a docker command ended. Raises `SandboxUnusable` if there is no docker."""
+    limits = Limits(seconds=seconds, output_bytes=_OUTPUT_BYTES)
+    try:
+        return await run_child(
+            Command(["docker", *words], dict(os.environ), limits, _kill, measures_memory=False)
+        )
+    except FileNotFoundError as error:
+        raise SandboxUnusable(_NOT_INSTALLED) from error
+
+
+async def _succeed(words: Sequence[str], seconds: float) -> None:
+    ended = await docker(words, seconds)
+    if not ended.ok:
+        raise SandboxUnusable(f"docker {words[0]} failed:\n{ended.for_model()}")
+
+
+def _variables(environment: Mapping[str, str]) -> list[str]:
+    return [word for item in environment.items() for word in ("--env", "=".join(item))]
+
+
+async def _kill(pid: int) -> None:
+    """The docker command. What it started in a container is ended by that container's limit."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,99 @@
+"""Directories of Harbor's tasks, and the rewards that their tests write. Rollouts in containers:
+tests/containers/test_harbor.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_env.bridges.errors import EnvironmentUnusable
+from grpo_env.bridges.harbor import HarborTask, rewards_from
+from grpo_env.bridges.harbor_tasks import read_task, task_directories
+from grpo_env.sandbox.container import Resources
+from grpo_env.tasks import RolloutFailed, TaskOptions
+from tests.support.harbor import write_task
+
+FULL = """
+[verifier]
+timeout_sec = 90
+env = { KEY = "${HARBOR_KEY:-none}" }
+[agent]
+user = "worker"
+[environment]
+docker_image = "somewhere/made:1"
+build_timeout_sec = 60
+cpus = 2
+memory_mb = 512
+workdir = "/work"
+gpus = 0
+mcp_servers = []
+env = { HOME = "/root/${HARBOR_PLACE}" }
+"""
+
+
+def test_a_directory_is_a_task_or_holds_tasks(tmp_path: Path) -> None:
+    for name in ("b", "sub/a"):
+        write_task(tmp_path / name, "Do it.")
+    assert task_directories(tmp_path) == [tmp_path / "b", tmp_path / "sub/a"]
+    assert task_directories(tmp_path / "b") == [tmp_path / "b"]
+    assert [*HarborTask(str(tmp_path), TaskOptions())._tasks] == ["b", "sub/a"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(EnvironmentUnusable, match="empty holds no task of Harbor; expected"):
+        task_directories(tmp_path / "empty")
+
+
+def test_what_a_task_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HARBOR_PLACE", "here")
+    monkeypatch.delenv("HARBOR_KEY", raising=False)
+    plain = read_task(write_task(tmp_path / "plain", "\nDo it.\n"), "none")
+    assert (plain.instruction, plain.resources, plain.image) == ("Do it.", Resources(), None)
+    assert (plain.tests_s, plain.build_s, plain.user) == (600.0, 600.0, None)
+    full = read_task(write_task(tmp_path / "full", "Do it.", config=FULL), "bridge")
+    environment = {"HOME": "/root/here"}
+    assert full.resources == Resources(512, 2.0, 512, "bridge", "/work", environment)
+    assert (full.image, full.user, full.tests_s) == ("somewhere/made:1", "worker", 90.0)
+    assert full.tests_environment == {"KEY": "none"}
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ("[[steps]]\nname = 'one'\n", "several steps"),
+        ("[verifier]\nenvironment_mode = 'separate'\n", "tests in a container of their own"),
+        ("[environment]\ngpus = 1\nos = 'windows'\n", "os = 'windows', gpus of"),
+        ("[environment]\nenv = { A = '${HARBOR_MISSING}' }\n", "variable HARBOR_MISSING"),
+        ("[environment\n", "Expected ']'"),
+    ],
+)
+def test_a_task_that_needs_more_is_refused(tmp_path: Path, config: str, problem: str) -> None:
+    write_task(tmp_path / "task", "Do it.", config=config)
+    with pytest.raises(EnvironmentUnusable, match=problem):
+        HarborTask(str(tmp_path), TaskOptions())
+
+
+def test_missing_files_are_listed(tmp_path: Path) -> None:
+    task = write_task(tmp_path / "task", " ")
+    (task / "tests/test.sh").unlink()
+    (task / "environment/Dockerfile").unlink()
+    missing = "no tests/test.sh, no environment/Dockerfile, an empty instruction.md"
+    with pytest.raises(EnvironmentUnusable, match=missing):
+        read_task(task, "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "rewards"),
+    [
+        ("1\n", {"reward": 1.0}),
+        ("0.25", {"reward": 0.25}),
+        ('{"reward": 1, "style": 0.5}', {"reward": 1.0, "style": 0.5}),
+    ],
+)
+def test_rewards(text: str, rewards: dict[str, float]) -> None:
+    assert rewards_from(text) == rewards
+
+
+@pytest.mark.parametrize("text", ["", "good", "nan", "{}", '{"a": "b"}', "[1]"])
+def test_what_is_no_reward_fails_the_rollout(text: str) -> None:
+    with pytest.raises(RolloutFailed, match=r"tests/test\.sh wrote the reward"):
+        rewards_from(text)
