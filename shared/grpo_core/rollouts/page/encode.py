@@ -193,6 +193,7 @@ TITLES: Mapping[str, tuple[str, str]] = {
     "grpo/clipped_fraction": ("Clipped fraction", ""),
     STALENESS: ("Staleness", "steps"),
     "policy/entropy": ("Entropy", "nats"),
+    "distill/reverse_kl": ("Divergence from the teacher", "nats"),
 }
 """Title and unit of a metric, in the order of the page."""
 
