@@ -15,15 +15,16 @@ import datasets
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from grpo_core.tree.weights import LoraOptions
 from grpo_runs.settings.sft import SftSettings
 from grpo_runs.sft.examples import NOT_LEARNED, TokenisedExample
+from grpo_runs.sft.saving import save_like
 from grpo_trainer.errors import NonFiniteLoss
 from grpo_trainer.model.adapter import ALL_LINEAR, with_adapter
-from grpo_trainer.model.loading import device_to_load_on, import_architecture, write_model
+from grpo_trainer.model.loading import device_to_load_on, import_architecture
 from grpo_trainer.model.policy import CausalLM, device_of
 
 MEASURED_EXAMPLES = 64
@@ -77,8 +78,9 @@ def train_and_save(
     measured = random.Random(settings.seed).sample(examples, count)
     before = mean_loss(policy, measured)
     recorder = _Recorder(metrics_file, progress)
-    _save(_trained(policy, settings, model, examples, recorder), model, target)
-    del policy  # a GPU may have no room for both
+    trained = _trained(policy, settings, model, examples, recorder)
+    save_like(model, trained, target, settings.seed)
+    del policy, trained  # a GPU may have no room for both
     return SftResult(
         examples=len(examples),
         measured_examples=count,
@@ -156,15 +158,6 @@ def _trained(
 
 def _adapter(r: int) -> LoraOptions:
     return LoraOptions(r=r, alpha=2 * r, dropout=0.0, target_modules=(ALL_LINEAR,), layers=None)
-
-
-def _save(policy: Any, model: str, target: Path) -> None:
-    """Write the weights in the model's own data type, and all else as the model has it."""
-    policy.config = AutoConfig.from_pretrained(model)  # TRL has changed it
-    staging = target.with_name(f".{target.name}")
-    write_model(policy.to(policy.config.dtype or torch.float32), model, staging)
-    AutoTokenizer.from_pretrained(model).save_pretrained(staging)
-    staging.rename(target)
 
 
 class _Recorder(transformers.TrainerCallback):  # type: ignore[misc]
