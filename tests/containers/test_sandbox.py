@@ -1,5 +1,5 @@
-"""What a hostile program cannot do in a container of its own, and the sandbox inside the container
-of the environment."""
+"""What a hostile program cannot do in a container of its own, nor in bubblewrap inside the
+environment's container, where it runs as an ordinary user."""
 
 from __future__ import annotations
 
@@ -8,10 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from grpo_env.sandbox import Ended, Sandbox, sandbox_of
-from tests.containers.stack import TEST_WITHIN_S, docker
+from tests.containers.conftest import TAG
+from tests.containers.stack import ROOT, TEST_WITHIN_S, Done, docker, run
 from tests.support.hostile import ATTACKS, Attack
+
+IMAGE = f"grpo-environment:{TAG}"
+HARDENED = (
+    *("--user", "1000:1000", "--read-only", "--cap-drop", "ALL", "--tmpfs", "/tmp:mode=1777"),
+    *("--security-opt", "no-new-privileges:true"),
+)
+"""As every service of the stack."""
+ATTACK_ALL = """
+import asyncio, pathlib, tempfile
+from grpo_env.sandbox import chosen_sandbox
+from tests.support.hostile import ATTACKS
+sandbox = chosen_sandbox()
+print("proc:", sandbox.has_proc)
+for attack in ATTACKS:
+    def run(code, **options):
+        return asyncio.run(sandbox.run([sandbox.python, "-c", code], **options))
+    attack(run, pathlib.Path(tempfile.mkdtemp()))
+    print("survived", attack.__name__)
+"""
 
 pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 
@@ -22,9 +43,45 @@ def sandbox(base_image: str) -> Sandbox:
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_an_attack_achieves_nothing(attack: Attack, sandbox: Sandbox, tmp_path: Path) -> None:
+def test_an_attack_on_docker_achieves_nothing(
+    attack: Attack, sandbox: Sandbox, tmp_path: Path
+) -> None:
     def run_python(code: str, **options: Any) -> Ended:
         return asyncio.run(sandbox.run([sandbox.python, "-c", code], **options))
 
     attack(run_python, tmp_path)
     assert docker("ps", "--all", "--quiet", "--filter", "name=sandbox-") == ""
+
+
+def namespaces(setting: str) -> list[str]:
+    """Options of `docker run` for ENVIRONMENT_NAMESPACES."""
+    file = ROOT / "containers" / f"namespaces.{setting}.yml"
+    chosen = yaml.safe_load(file.read_text())["services"]["environment"]["security_opt"]
+    return [word for value in chosen for word in ("--security-opt", value)]
+
+
+def in_environment(*options: str) -> Done:
+    support = ROOT / "tests" / "support"
+    mounts = ["--volume", f"{support}:/attacks/tests/support:ro", "--workdir", "/attacks"]
+    command = ["docker", "run", "--rm", *HARDENED, *options, *mounts, "--entrypoint", "python"]
+    return run([*command, IMAGE, "-c", ATTACK_ALL])
+
+
+@pytest.mark.usefixtures("stack_settings")
+@pytest.mark.parametrize("setting", ["on", "seccomp"])
+def test_bubblewrap_protects_the_environment_in_its_container(setting: str) -> None:
+    options = namespaces("on") if setting == "on" else ["--security-opt", "seccomp=unconfined"]
+    done = in_environment(*options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *survived = done.stdout.splitlines()
+    assert first == f"proc: {setting == 'on'}"
+    assert len(survived) == len(ATTACKS)
+
+
+@pytest.mark.usefixtures("stack_settings")
+def test_without_namespaces_the_error_names_the_cause() -> None:
+    done = in_environment(*namespaces("off"))
+    assert "SandboxUnusable: bwrap cannot make namespaces here: bwrap: No permissions" in (
+        done.stderr
+    )
+    assert "ENVIRONMENT_NAMESPACES=on" in done.stderr

@@ -198,10 +198,11 @@ _NOT_INSTALLED = (
     "`--sandbox none`, which runs code of the model on this machine without protection"
 )
 _NO_NAMESPACES = (
-    "bwrap cannot make namespaces here: {error}. In a container, its engine forbids them: see "
-    "docs/how-to/sandbox.md. On a host, allow them: `sysctl user.max_user_namespaces=10000`, and "
-    "on Ubuntu `sysctl kernel.apparmor_restrict_unprivileged_userns=0`. Or choose `--sandbox "
-    "docker`, or `--sandbox none`, which runs code of the model on this machine without protection"
+    "bwrap cannot make namespaces here: {error}. In a container, allow them: "
+    "ENVIRONMENT_NAMESPACES=on for `make up`, otherwise as docs/how-to/sandbox.md says. On a host: "
+    "`sysctl user.max_user_namespaces=10000`, and on Ubuntu `sysctl "
+    "kernel.apparmor_restrict_unprivileged_userns=0`. Or choose `--sandbox docker`, or `--sandbox "
+    "none`, which runs code of the model on this machine without protection"
 )
 
 
@@ -231,4 +232,4 @@ def _problem(has_proc: bool) -> str:
             timeout=_PROBE_S,
             check=False,
         )
-    return done.stderr.strip() if done.returncode else ""
+    return done.stderr.strip().rstrip(".") if done.returncode else ""
