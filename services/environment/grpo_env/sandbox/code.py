@@ -15,6 +15,16 @@ from grpo_env.sandbox.choice import chosen_sandbox
 from grpo_env.sandbox.interface import Ended, Limits
 
 _DEFAULT = Limits()
+_READ_PROGRAM = """
+import os, sys
+left = int(sys.argv.pop())
+code = b""
+while len(code) < left:
+    code += os.read(0, left - len(code))
+exec(compile(code, "<program>", "exec"))
+"""
+"""Code comes before the program's input: an argument can hold no zero byte, and no 128 KiB."""
+_LONGEST_ARGUMENT = 2**17 - 1
 
 
 async def run_python_async(
@@ -32,9 +42,10 @@ async def run_python_async(
         SandboxUnusable: see `sandbox_of`.
     """
     sandbox = chosen_sandbox()
+    program = code.encode(errors="replace")
     return await sandbox.run(
-        [sandbox.python, "-c", code],
-        stdin=stdin.encode(),
+        [sandbox.python, "-c", _READ_PROGRAM, str(len(program))],
+        stdin=program + stdin.encode(errors="replace"),
         environment=environment,
         directory=directory,
         readable=readable,
@@ -51,10 +62,13 @@ async def run_shell_async(
     readable: Sequence[Path] = (),
     limits: Limits = _DEFAULT,
 ) -> Ended:
-    """Run a command of the shell `sh`. Raises as `run_python_async`."""
+    """Run a command of the shell `sh`, without its zero bytes. Raises as `run_python_async`."""
+    words = command.encode(errors="replace").replace(b"\0", b"")
+    if len(words) > _LONGEST_ARGUMENT:
+        return Ended(126, "", "sh: Argument list too long\n", "finished", 0.0)
     return await chosen_sandbox().run(
-        ["sh", "-c", command],
-        stdin=stdin.encode(),
+        ["sh", "-c", words.decode()],
+        stdin=stdin.encode(errors="replace"),
         environment=environment,
         directory=directory,
         readable=readable,

@@ -11,7 +11,7 @@ from socketserver import ThreadingUnixStreamServer
 
 import pytest
 
-from grpo_env.sandbox import SERVICE_URL, Ended, Limits, Sandbox, run_python, sandbox_of
+from grpo_env.sandbox import SERVICE_URL, Ended, Limits, Sandbox, run_python, run_shell, sandbox_of
 
 Python = Callable[..., Ended]
 
@@ -94,12 +94,29 @@ def test_the_model_reads_the_end_of_the_output(python: Python) -> None:
     assert ended.for_model(4) == ("(the first 6 characters are left out)\n7\nno\n(exit status 1)")
 
 
-def test_rewards_may_call_it_with_and_without_an_event_loop(
-    bubblewrap: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def chosen(bubblewrap: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_SANDBOX", bubblewrap.kind)
 
+
+@pytest.mark.usefixtures("chosen")
+def test_rewards_may_call_it_with_and_without_an_event_loop() -> None:
     async def in_a_loop() -> Ended:
         return run_python("print(6 * 7)")
 
     assert run_python("print(6 * 7)").output == asyncio.run(in_a_loop()).output == "42\n"
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize("text", ["print('\0')", "print('\ud800'", "\x01\ufffe"])
+def test_a_model_may_write_any_text(text: str) -> None:
+    assert not run_python(text).ok
+    assert run_shell(text).status != 0
+
+
+@pytest.mark.usefixtures("chosen")
+def test_a_program_may_be_long_and_gets_all_of_its_input() -> None:
+    code = "import os, sys\nprint(os.read(0, 3), input(), sys.argv)\n" + "# long\n" * 50_000
+    assert run_python(code, stdin="abcdef").output == "b'abc' def ['-c']\n"
+    assert run_shell("cat; exit 3", stdin="abc").for_model() == "abc\n(exit status 3)"
+    assert run_shell("#" * 200_000).status == 126
