@@ -54,7 +54,8 @@ async def test_prometheus_reads_what_the_environment_counts() -> None:
     def generate(body: dict[str, Any]) -> Answer:
         return next(failing) or right_and_wrong(body)
 
-    work = asyncio.create_task(run(RunApi(num_steps=10**6), generate, f"--metrics-port={port}"))
+    options = (f"--metrics-port={port}", "--curriculum=learnable")
+    work = asyncio.create_task(run(RunApi(num_steps=10**6), generate, *options))
     shown: dict[str, float] = {}
 
     def counts_both() -> bool:
@@ -70,6 +71,7 @@ async def test_prometheus_reads_what_the_environment_counts() -> None:
     assert requests >= 2
     (up,) = (v for k, v in shown.items() if k.startswith("grpo_environment_server_up"))
     assert up == 1
+    assert shown["grpo_environment_items/medium/sevens"] == 1
 
 
 async def test_a_restarted_environment_goes_on_with_its_curriculum(tmp_path: Path) -> None:
