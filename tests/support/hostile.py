@@ -36,7 +36,7 @@ try:
 except OSError:
     print(started)
 """
-    ended = _leaving_nothing(run, code, limits=Limits(seconds=60, processes=20))
+    ended = leaving_nothing(run, code, limits=Limits(seconds=60, processes=20))
     assert ended.ok, ended
     assert 5 < int(ended.output) < 20
 
@@ -54,22 +54,22 @@ if os.fork() == 0:
 os.wait()
 print("left a daemon")
 """
-    ended = _leaving_nothing(run, code, limits=Limits(seconds=60))
+    ended = leaving_nothing(run, code, limits=Limits(seconds=60))
     assert (ended.output, ended.reason) == ("left a daemon\n", "finished")
 
 
 def never_ending(run: Run, _directory: Path) -> None:
     code = f"import time, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {_FOR_EVER}"
-    assert _leaving_nothing(run, code, limits=Limits(seconds=0.5)).reason == "timeout"
+    assert leaving_nothing(run, code, limits=Limits(seconds=0.5)).reason == "timeout"
 
 
 def busy(run: Run, _directory: Path) -> None:
     code = "while True: pass"
-    assert _leaving_nothing(run, code, limits=Limits(seconds=60, cpu_s=1)).reason == "cpu"
+    assert leaving_nothing(run, code, limits=Limits(seconds=60, cpu_s=1)).reason == "cpu"
 
 
 def endless_output(run: Run, _directory: Path) -> None:
-    ended = _leaving_nothing(run, "while True: print('x' * 1000)", limits=Limits(seconds=60))
+    ended = leaving_nothing(run, "while True: print('x' * 1000)", limits=Limits(seconds=60))
     assert ended.reason == "output"
     assert len(ended.output) <= Limits().output_bytes
 
@@ -88,7 +88,7 @@ while True:
     held.append(mmap.mmap(-1, 10**6))
     held[-1].write(b"x" * 10**6)
 """
-    assert _leaving_nothing(run, code, limits=limits).reason == "memory"
+    assert leaving_nothing(run, code, limits=limits).reason == "memory"
 
 
 def hidden_memory(run: Run, _directory: Path) -> None:
@@ -148,7 +148,7 @@ time.sleep(10_000)
     work = directory / "work"
     work.mkdir()
     limits = Limits(seconds=60, file_bytes=4 * MIB)
-    assert _leaving_nothing(run, code, directory=work, limits=limits).reason == "files"
+    assert leaving_nothing(run, code, directory=work, limits=limits).reason == "files"
 
 
 def secrets(run: Run, directory: Path) -> None:
@@ -250,7 +250,7 @@ ATTACKS: tuple[Attack, ...] = (
 )
 
 
-def _leaving_nothing(run: Run, code: str, **options: object) -> Ended:
+def leaving_nothing(run: Run, code: str, **options: object) -> Ended:
     """Run a program, and assert that no process of it is left."""
     mark = uuid.uuid4().hex
     ended = run(f"mark = '{mark}'\n{code}", **options)

@@ -31,8 +31,10 @@ class Namespace:
 
     async def kill(self, bwrap: int) -> None:
         """Return when no process is left."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(bwrap, signal.SIGKILL)
+        # A `bwrap` that has just started has not told its child yet to end with it.
+        for pid in (*_children(bwrap), bwrap):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         try:
             first = json.loads(os.read(self._reader, _INFO_BYTES))
             process = os.pidfd_open(first["child-pid"])
@@ -40,9 +42,18 @@ class Namespace:
             return
         try:
             if _has_namespace(first["child-pid"], first["pid-namespace"]):
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
                 await _ended(process)
         finally:
             os.close(process)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    except OSError:  # it has ended
+        return []
 
 
 def _has_namespace(pid: int, namespace: int) -> bool:

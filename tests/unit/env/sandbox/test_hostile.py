@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_env.sandbox import Ended
-from tests.support.hostile import ATTACKS, Attack, busy
+from grpo_env.sandbox import Ended, Limits
+from tests.support.hostile import ATTACKS, Attack, busy, leaving_nothing
 
 _ATTACKS = [
     pytest.param(attack, marks=[pytest.mark.full] if attack is busy else []) for attack in ATTACKS
@@ -22,3 +22,11 @@ def test_an_attack_achieves_nothing(
     attack: Attack, python: Callable[..., Ended], tmp_path: Path
 ) -> None:
     attack(python, tmp_path)
+
+
+def test_a_program_that_is_ended_while_it_starts_leaves_nothing(
+    python: Callable[..., Ended],
+) -> None:
+    for milliseconds in range(0, 12, 2):
+        limits = Limits(seconds=milliseconds / 1000)
+        leaving_nothing(python, "import time; time.sleep(10_000)", limits=limits)
