@@ -45,7 +45,10 @@ class Turn:
 
 class RecordedDialogue:
     """One rollout. See `grpo_env.tasks.Dialogue`. It begins with the item's prompt, or with what
-    the task says first. An answer that never came leaves no trace."""
+    the task says first. An answer that never came leaves no trace.
+
+    Its sequences are in the order in which they were begun, whichever answer came first.
+    """
 
     def __init__(
         self, source: CompletionSource, template: ChatTemplate, plan: SamplingPlan, item: Item
@@ -55,9 +58,15 @@ class RecordedDialogue:
         self._plan = plan
         self._task = item.task
         self._allowed = 0  # tokens that all turns might have had
-        self.sequences: list[TrainingSequence] = []
+        self._begun: list[TrainingSequence] = []
+        self._newest: TrainingSequence | None = None  # which got the last answer
         self.state = State(item.row, item.messages)
         self.last_answer = Answer()
+
+    @property
+    def sequences(self) -> list[TrainingSequence]:
+        """Those in which the policy said something."""
+        return [one for one in self._begun if one.sampled_ids]
 
     async def say(
         self,
@@ -67,6 +76,8 @@ class RecordedDialogue:
         stop: Sequence[str] = (),
     ) -> Answer:
         turn = self._turn(messages, tools)
+        if turn.is_new:
+            self._begun.append(turn.sequence)
         prompt_ids = turn.prompt_ids
         most = self._plan.completion_limit(self._task, self._room(len(prompt_ids)))
         limit = min(max_tokens or most, most)
@@ -83,11 +94,14 @@ class RecordedDialogue:
         limit: int,
     ) -> None:
         """Record a first answer that was sampled with others, of at most `limit` tokens."""
-        self._record(_first_turn(prompt, prompt_ids, ()), completion, limit)
+        turn = _first_turn(prompt, prompt_ids, ())
+        self._begun.append(turn.sequence)
+        self._record(turn, completion, limit)
 
     def cut_off(self) -> None:
+        assert self._newest is not None
         self.last_answer.finished = False
-        self.sequences[-1].finish_reason = CUT_OFF
+        self._newest.finish_reason = CUT_OFF
 
     def _turn(self, messages: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Turn:
         if not isinstance(messages, str) and (found := self._continued(messages, tools)):
@@ -129,9 +143,7 @@ class RecordedDialogue:
         return room
 
     def _record(self, turn: Turn, completion: Completion, limit: int) -> Answer:
-        sequence = turn.sequence
-        if turn.is_new:
-            self.sequences.append(sequence)
+        sequence = self._newest = turn.sequence
         sequence.messages += turn.messages
         sequence.as_given += turn.messages
         sequence.add_prompt(turn.token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -238,6 +239,43 @@ async def test_equal_requests_at_the_same_time_are_sequences_of_their_own(sample
     assert shorter == prompt + SAID
     assert longer[: len(shorter)] == shorter
     assert [mask.count(SAID[0]) for mask in group.masks] == [2, 1]
+
+
+class Overtaken(SelfDriven):
+    """The answer to its second call comes first. The last one, to the first call, is cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second_is_answered = threading.Event()
+
+    async def run(self, _row: Row, dialogue: Dialogue) -> float:
+        first = asyncio.create_task(dialogue.say([QUESTION]))
+        await asyncio.sleep(0)  # it is begun
+        await dialogue.say([SURE])
+        self.second_is_answered.set()
+        await first
+        dialogue.cut_off()
+        return 1.0
+
+
+async def test_sequences_are_in_the_order_of_their_calls_whichever_answer_comes_first(
+    sample: Any, template: ChatTemplate
+) -> None:
+    task = Overtaken()
+    first, second = (template.prompt_ids([message]) for message in (QUESTION, SURE))
+    answer = scripted("7")
+
+    def generate(body: dict[str, Any]) -> HttpAnswer:
+        if body["prompt"]["prompt_token_ids"] == first:
+            task.second_is_answered.wait()
+        found: HttpAnswer = answer(body)
+        return found
+
+    outcome, _ = await sample(generate, task, replace(ONE, max_sequences=2))
+    group = submitted(outcome)
+    assert group.tokens == [first + SAID, second + SAID]
+    assert group.overrides
+    assert [override["finish_reason"] for override in group.overrides] == ["length", "stop"]
 
 
 class Rewriting(SelfDriven):
