@@ -98,7 +98,7 @@ async def test_a_tool_conversation_is_one_sequence_with_the_very_tokens_that_wer
     from transformers import AutoTokenizer
 
     encode = AutoTokenizer.from_pretrained(tokenizer_dir).encode
-    prompt = encode("<|im_start|>user\nWhat is 0+0?<|im_end|>\n<|im_start|>assistant\n")
+    prompt = encode(f"{TOOL}\n<|im_start|>user\nWhat is 0+0?<|im_end|>\n<|im_start|>assistant\n")
     between = encode("\n<|im_start|>tool\n0<|im_end|>\n<|im_start|>assistant\n")
     task = verifiers_task("calculator", TaskOptions())
     plan = replace(PLAN, group_size=1, drop_equal_scores=False, max_token_length=400)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 CHAT_TEMPLATE = (
+    "{% for tool in tools or () %}{{ tool.function.name + '\n' }}{% endfor %}"
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}"

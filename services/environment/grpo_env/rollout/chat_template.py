@@ -51,6 +51,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._arguments = arguments or {}
         self._prompts: dict[str, list[int]] = {}
+        self._shown_tools: set[str] = set()
 
     def prompt_ids(
         self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -122,6 +123,8 @@ class ChatTemplate:
             TokenizerUnusable: the template leaves one of them out, or cannot render it.
         """
         name = (tool.get("function") or tool).get("name", "")
+        if name in self._shown_tools:
+            return
         answer: Message = {"role": "tool", "name": name, "content": _TOOL_ANSWER}
         said: Message = {"role": "assistant", "content": "!"}
         shows = {
@@ -142,6 +145,7 @@ class ChatTemplate:
                 f"the chat template of the model asks for calls of tools (task {task}) in a form "
                 f"that is not read here; {remedy}"
             )
+        self._shown_tools.add(name)
 
     @cached_property
     def _thinking(self) -> str:

@@ -106,6 +106,8 @@ class RecordedDialogue:
     def _turn(self, messages: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Turn:
         if not isinstance(messages, str) and (found := self._continued(messages, tools)):
             return found
+        if tools:
+            self._template.require_tools(self._task.name, tools[0])
         return _first_turn(messages, self._template.prompt_ids(messages, tools), tools)
 
     def _continued(

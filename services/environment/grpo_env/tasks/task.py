@@ -145,6 +145,7 @@ class Dialogue(Protocol):
 
         Raises:
             ContextFull: the conversation reached the limit for a whole sequence.
+            TokenizerUnusable: the model's chat template does not show the tools.
             ServiceUnavailable: the inference server does not answer.
         """
 
