@@ -50,9 +50,9 @@ async def rollout(library: str, program: str, directory: Path, *texts: str) -> S
 @pytest.mark.parametrize(
     ("library", "program", "first", "last", "sequences"),
     [
-        ("openai-agents", "openai_agents.py", CALL, "75", 1),
-        ("pydantic-ai", "pydantic_ai_agent.py", CALL, "75", 1),
-        ("langgraph", "langgraph_agent.py", CALL, "75", 1),
+        ("openai-agents", "openai_agents.py", CALL, "75!", 1),
+        ("pydantic-ai", "pydantic_ai_agent.py", CALL, "75!", 1),
+        ("langgraph", "langgraph_agent.py", CALL, "75!", 1),
         ("smolagents", "smolagents_agent.py", CALL, FINAL, 2),  # it writes the call in other words
         ("mini-swe-agent", "mini_swe_agent.py", COMMAND, "done", 1),
     ],
@@ -72,4 +72,4 @@ async def test_its_calls_are_recorded_as_they_were_sampled(
     assert {first, last} <= {*shown}
     assert any("75" in text for text in shown if text not in (first, last))
     (answer,) = outcome.answers
-    assert answer.state["output"].startswith("75" if first == CALL else "<returncode>0")
+    assert "75" in answer.state["output"]

@@ -89,6 +89,14 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         "arithmetic serve": "--model is required",
         "chess serve --model m": "TASK: no task 'chess'; expected one of arithmetic, gsm8k",
         f"{ENVIRONMENT} --seq-len 64 --max-completion-tokens 64": "exceed --seq-len 64",
+        f"{ENVIRONMENT} --command true": "--command: only the task agent has this option",
+        "agent serve --model m --reward gsm8k": "needs an agent: either --command",
+        "agent serve --model m --command true": "the task agent needs --reward",
+        "agent serve --model m --reward gsm8k --command gone.sh": (
+            "--command: there is no program 'gone.sh'"
+        ),
+        "agent serve --model m --reward chess --command true": "--reward: no task 'chess'",
+        "agent serve --model m --reward gsm8k --agent {tmp}/my.py": "--agent: cannot read {tmp}/my",
     },
     vllm_api_server: {
         "--model {tmp}/adapter": "--model: {tmp}/adapter is an adapter; merge it",
@@ -100,6 +108,9 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         ),
         "--run-dir {tmp}/run --trainer.max-stalenes 4": (
             "--trainer.max-stalenes: no such option; did you mean --trainer.max-staleness?"
+        ),
+        "--task agent --command true --reward arithmetic --agent-sequences 3": (
+            "--agent-sequences: a group of --group-size 8 has 24 sequences, which do not divide"
         ),
         "--stesp 3": "--stesp: no such option; did you mean --steps?",
         "3": "'3': unexpected; every option begins with --",
