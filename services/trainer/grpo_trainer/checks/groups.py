@@ -113,14 +113,19 @@ class GroupCheck:
 
     def _counts(self, usable: UsableGroup, best: float | None) -> Counts:
         group = usable.group
-        scores: defaultdict[tuple[int, ...], set[float]] = defaultdict(set)
-        for tokens, score in zip(group.tokens, group.scores, strict=True):
-            scores[tuple(tokens)].add(score)
+        # A score is that of a whole rollout: one of its sequences may be that of another rollout.
+        rollouts: defaultdict[int, list[int]] = defaultdict(list)
+        for sequence, rollout in enumerate(group.rollouts):
+            rollouts[rollout].append(sequence)
+        scores: defaultdict[tuple[tuple[int, ...], ...], set[float]] = defaultdict(set)
+        for sequences in rollouts.values():
+            tokens = tuple(tuple(group.tokens[sequence]) for sequence in sequences)
+            scores[tokens].update(group.scores[sequence] for sequence in sequences)
         limit = (group.generation_params or {}).get("max_tokens")
         ends = [self._ending(*rows, limit) for rows in zip(group.tokens, group.masks, strict=True)]
         is_equal = len(set(group.scores)) == 1
         return Counter(
-            repeating=len(scores) < group.size,
+            repeating=len(scores) < len(rollouts),
             inconsistent=any(len(found) > 1 for found in scores.values()),
             varied=len(scores) > 1,
             varied_equal=len(scores) > 1 and is_equal,

@@ -55,6 +55,20 @@ def test_nothing_is_said_of_honest_groups() -> None:
     assert found(*[[group()] * 16] * 20) == []
 
 
+def of_two_rollouts(*answers: list[int], scores: list[float]) -> list[ScoredGroup]:
+    """Each rollout has two sequences."""
+    numbers = [{"rollout_index": number} for number in (0, 0, 1, 1)]
+    return [group(answers, scores=scores, overrides=numbers)] * 4
+
+
+def test_rollouts_are_compared_with_all_their_sequences() -> None:
+    scores = [1.0, 1.0, 0.0, 0.0]
+    other = of_two_rollouts([7, END], [8, END], [7, END], [9, END], scores=scores)
+    assert found(*[other] * 10) == []
+    same = of_two_rollouts([7, END], [8, END], [7, END], [8, END], scores=scores)
+    assert found(*[same] * 10) == [CheckName.INCONSISTENT_SCORES]
+
+
 FAULTS = {
     CheckName.END_TOKEN_MASKED: group([[7, END], [8, END], [8, 9, END], [9, END]], masked=1),
     CheckName.VERSION_AHEAD: group(group_overrides={"policy_version": [[[1, 5], [1, 6]]] * 4}),
