@@ -17,7 +17,7 @@ import torch
 from datasets import Dataset
 from timed_steps import timed_steps  # type: ignore[import-not-found]
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+from trl import GRPOConfig, GRPOTrainer
 
 WARM_STEPS = 3
 
