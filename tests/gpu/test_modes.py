@@ -27,6 +27,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         tmp_path_factory.mktemp(request.param) / "run",
         *("--mode", request.param, "--trainer.optimizer", "adamw"),
         *("--steps", str(STEPS), "--vllm-restart-interval", str(RESTART_EVERY_STEPS)),
+        *("--kv-cache-mib", "64"),  # leaves room for what else uses the GPU
         # vLLM's LoRA kernels for GPUs do not take float32.
         *("--dtype", "bfloat16" if mode.trains_adapter else "float32"),
     )

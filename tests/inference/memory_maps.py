@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from grpo_vllm.weights.memory import MEMFD_NAME
+from tests.fixtures.inference import ON_GPU
 
 WeightMapping = dict[str, int]
 """One process's mapping of the arena: `inode`, and sizes in bytes under their names in smaps: `Rss`
@@ -24,6 +25,10 @@ def weight_mappings() -> tuple[WeightMapping, WeightMapping]:
 
 
 def holds_weights(pid: int) -> bool:
+    """On a GPU: whether the process has opened the device, as only vLLM's worker does."""
+    if ON_GPU:
+        links = (Path(os.readlink(link)) for link in Path(f"/proc/{pid}/fd").iterdir())
+        return any(link.name == "nvidia-uvm" for link in links)
     return bool(_mappings(pid))
 
 

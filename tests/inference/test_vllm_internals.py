@@ -225,3 +225,8 @@ def test_adapters_in_float32_are_refused_by_name() -> None:
         with pytest.raises(SystemExit, match="pass --dtype bfloat16"):
             refuse_float32_adapters(dtype)
     refuse_float32_adapters("bfloat16")
+
+
+def test_the_backend_that_loads_weights_lacks_no_method(internals: ModuleType) -> None:
+    """vLLM 0.24 requires other methods than vLLM 0.32."""
+    assert internals.staged_update.StagedUpdate.__abstractmethods__ == frozenset()

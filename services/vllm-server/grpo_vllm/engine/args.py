@@ -15,6 +15,7 @@ from grpo_vllm.engine.vllm_compat.launch import (
     adapt_to_cpu,
     can_update_weights,
     current_platform,
+    multiply_float32_exactly,
     parse_engine_arguments,
     refuse_parallel_engines,
     switch_lora_pdl_off,
@@ -23,6 +24,7 @@ from grpo_vllm.weights.lora import BASE_SUFFIX
 
 log = structlog.get_logger()
 
+FLOAT32 = ("float32", "float")
 LOGPROBS_MODE = "processed_logprobs"
 """Report logprobs after temperature and top-p are applied. The importance ratio divides by them."""
 
@@ -50,6 +52,8 @@ def parsed_engine_arguments(settings: ServerSettings, weights: WeightRef) -> arg
             "lora.pdl_disabled",
             reason="Triton cannot compile programmatic dependent launch (PDL) on this GPU",
         )
+    if arguments.dtype in FLOAT32:
+        multiply_float32_exactly()
     if current_platform.is_cpu():
         adapt_to_cpu(arguments)
     return arguments
@@ -109,7 +113,7 @@ def refuse_reserved_options(arguments: argparse.Namespace, share_weights: bool) 
 def refuse_float32_adapters(dtype: str) -> None:
     """Refuse float32 at the start: vLLM's LoRA kernels on a GPU would fail at the first request.
     Raises `SystemExit` with the option to pass."""
-    if dtype in ("float32", "float"):
+    if dtype in FLOAT32:
         raise SystemExit(
             f"vllm-api-server: --enable-lora with --dtype {dtype}: on a GPU vLLM supports adapters "
             "in 16-bit types only; pass --dtype bfloat16"

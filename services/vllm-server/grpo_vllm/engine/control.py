@@ -60,7 +60,7 @@ class EngineControl:
 
     @property
     def loads_weights(self) -> bool:
-        """Whether `update_weights` is possible: not before vLLM 0.32."""
+        """Whether `update_weights` is possible: not before vLLM 0.24."""
         return hasattr(self._engine, "start_weight_update")
 
     async def update_weights(self, directory: Path, version: PolicyVersion) -> None:

@@ -31,6 +31,8 @@ START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 ONE_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 """On CPU the engine also does the worker's job in the same process. This saves half a gigabyte."""
 LORA_WITHOUT_PDL = ("VLLM_LORA_DISABLE_PDL", "1")
+FLOAT32_PRODUCTS = ("TRITON_F32_DEFAULT", "ieee")
+"""Without it, Triton's kernels, attention among them, multiply float32 in TF32, which has 10 bits."""
 _SMALL_BLOCKS = "grpo_vllm.engine.vllm_compat.cpu.SmallBlocks"
 _STAGED_MODULE = "grpo_vllm.engine.vllm_compat.staged_update"
 SM100_MAJOR = 10
@@ -94,7 +96,7 @@ def offer_staged_update(name: str) -> None:
 
 
 def can_update_weights() -> bool:
-    """Whether a running engine can load weights: not before vLLM 0.32."""
+    """Whether a running engine can load weights: not before vLLM 0.24."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     return hasattr(AsyncLLM, "start_weight_update")
@@ -204,6 +206,13 @@ def switch_lora_pdl_off() -> bool:
         return False
     os.environ[name] = off
     return True
+
+
+def multiply_float32_exactly() -> None:
+    """Let Triton's kernels multiply float32 in float32. An existing environment variable wins. Call
+    this before vLLM's processes start."""
+    if current_platform.is_cuda():
+        os.environ.setdefault(*FLOAT32_PRODUCTS)
 
 
 def refuse_parallel_engines(arguments: argparse.Namespace) -> None:

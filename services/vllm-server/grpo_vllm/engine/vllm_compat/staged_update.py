@@ -56,7 +56,6 @@ class StagedUpdate(WeightTransferEngine):  # type: ignore[misc]
         if self._unfinished:  # otherwise the next update would find layers on the meta device
             finalize_layerwise_reload(self.model, self.model_config)
         self._unfinished = True
-        self._names = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -65,18 +64,27 @@ class StagedUpdate(WeightTransferEngine):  # type: ignore[misc]
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: StagedDirectory) -> None:
-        """Raises `ValueError` if the files lack weights of the model."""
+    def receive_weights(self, update_info: StagedDirectory, load_weights: Any = None) -> None:
+        """Raises `ValueError` if the files lack weights of the model.
+
+        Args:
+            load_weights: vLLM 0.24 passes `self.model.load_weights`. It starts and finishes updates
+                itself, and knows no `model_config` here.
+        """
         directory = Path(update_info.directory)
+        names = {name for name, _ in self.model.named_parameters()}
         loaded = self.model.load_weights(_tensors(directory))
-        missing = self._names - loaded if loaded is not None else set()
-        if missing and self.model_config.quantization is None:
+        missing = names - loaded if loaded is not None else set()
+        if missing and (load_weights is not None or self.model_config.quantization is None):
             raise ValueError(f"{directory} has no weights for {', '.join(sorted(missing))}")
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         self._repack_head()
         self._unfinished = False
+
+    def trainer_send_weights(self, *_given: Any) -> None:
+        """Of the trainer's side; vLLM 0.24 requires the name."""
 
     def shutdown(self) -> None:
         """Nothing to release."""
