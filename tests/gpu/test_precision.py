@@ -152,7 +152,7 @@ def test_bfloat16_masters_keep_small_updates_where_they_are_rounded_at_random(ru
 
 
 def requested_bytes() -> int:
-    """`memory_allocated` also counts the rest of a reused block, up to a megabyte for each tensor."""
+    """`memory_allocated` also counts the rest of a reused block, up to a megabyte per tensor."""
     requested: int = torch.cuda.memory_stats()["requested_bytes.all.current"]
     return requested
 

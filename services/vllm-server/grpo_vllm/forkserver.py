@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 
 import structlog
 
@@ -34,9 +33,6 @@ def main() -> None:
     os.set_inheritable(supervisor.fileno(), False)
     module = importlib.import_module(name)
     obstacle = module.preload(options)
-    threads = len(list(Path("/proc/self/task").iterdir())) - 1
-    if obstacle is None and threads:
-        obstacle = f"importing vLLM started {threads} threads"
     gc.freeze()  # collecting would write to every page, and forks do not share written pages
     plan = _fork_engines(supervisor)
     if plan is None:

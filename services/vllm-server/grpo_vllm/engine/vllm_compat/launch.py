@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+FORK = ("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+"""How vLLM starts its processes. It takes "spawn" all the same if CUDA is initialised."""
 ONE_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 """On CPU the engine also does the worker's job in the same process. This saves half a gigabyte."""
 LORA_WITHOUT_PDL = ("VLLM_LORA_DISABLE_PDL", "1")
 FLOAT32_PRODUCTS = ("TRITON_F32_DEFAULT", "ieee")
-"""Without it, Triton's kernels, attention among them, multiply float32 in TF32, which has 10 bits."""
+"""Without it, Triton's kernels, attention among them, multiply float32 in TF32 (10 bits)."""
 _SMALL_BLOCKS = "grpo_vllm.engine.vllm_compat.cpu.SmallBlocks"
 _STAGED_MODULE = "grpo_vllm.engine.vllm_compat.staged_update"
 SM100_MAJOR = 10
@@ -51,7 +52,8 @@ def parse_engine_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
     if current_platform.is_cpu():
         os.environ.setdefault(*ONE_PROCESS)
-    cli_env_setup()
+    os.environ.setdefault(*FORK)
+    cli_env_setup()  # would set "spawn", which imports all of vLLM again in each process
     parser = cli_args.make_arg_parser(FlexibleArgumentParser(prog="vllm-api-server"))
     parsed: argparse.Namespace = parser.parse_args(list(arguments))
     cli_args.validate_parsed_serve_args(parsed)
@@ -71,7 +73,11 @@ def preload() -> str | None:
         shutil.copytree(ours, vllms / "modelinfos", dirs_exist_ok=True)
     if current_platform.is_cpu():
         from vllm.v1.worker import cpu_worker  # noqa: F401
-    elif current_platform.is_cuda():
+
+        # On an H100, vLLM's import starts two threads, and forks of the process serve nevertheless.
+        threads = len(list(Path("/proc/self/task").iterdir())) - 1
+        return f"importing vLLM started {threads} threads" if threads else None
+    if current_platform.is_cuda():
         from vllm.v1.worker import gpu_worker  # noqa: F401
     initialised: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return "importing vLLM initialised CUDA" if initialised else None
@@ -139,8 +145,7 @@ async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
         warn_of_stock_adapters()
     if current_platform.is_cpu():
         refuse_head_size(config.model_config)
-        # create_engine_config set "spawn", which would import all of vLLM again in each process.
-        os.environ[START_METHOD] = "fork"
+        os.environ.update([FORK])  # create_engine_config set "spawn"
     engine = AsyncLLM.from_vllm_config(
         config,
         usage_context=usage,

@@ -45,6 +45,7 @@ class StagedUpdate(WeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
+        self._names = {name for name, _ in self.model.named_parameters()}
         # At each update it warns of layers without weights in the files: a tied head, and buffers.
         # `receive_weights` raises for weights that are really missing.
         logging.getLogger(_RELOAD_LOG).setLevel(logging.ERROR)
@@ -72,9 +73,8 @@ class StagedUpdate(WeightTransferEngine):  # type: ignore[misc]
                 itself, and knows no `model_config` here.
         """
         directory = Path(update_info.directory)
-        names = {name for name, _ in self.model.named_parameters()}
         loaded = self.model.load_weights(_tensors(directory))
-        missing = names - loaded if loaded is not None else set()
+        missing = self._names - loaded if loaded is not None else set()
         if missing and (load_weights is not None or self.model_config.quantization is None):
             raise ValueError(f"{directory} has no weights for {', '.join(sorted(missing))}")
 
