@@ -128,6 +128,7 @@ class EpisodeTask(Task):
                 except ContextFull:
                     if not rewards:
                         raise
+                    dialogue.cut_off()
                     reason = "context full"
                     break
                 shown = await episode.act(answer)

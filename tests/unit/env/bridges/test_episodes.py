@@ -76,8 +76,10 @@ async def test_answers_become_actions_and_what_the_environment_shows_the_next_me
 async def test_an_episode_without_an_end_counts_as_far_as_it_went(
     arguments: dict[str, Any], texts: Sequence[str], turns: int, reason: str
 ) -> None:
-    graded = await Counting(**arguments).run({"seed": 0}, ScriptedDialogue(*texts))
+    dialogue = ScriptedDialogue(*texts)
+    graded = await Counting(**arguments).run({"seed": 0}, dialogue)
     assert (graded.score, graded.parts["turns"], graded.reason) == (turns + 0.5, turns, reason)
+    assert dialogue.last_answer.finished == (reason != "context full")
 
 
 @pytest.mark.parametrize(("texts", "error"), [((), ContextFull), (("break",), ZeroDivisionError)])
