@@ -13,10 +13,11 @@ from typing import Any
 import yaml
 
 from grpo_core.tree.environment_values import environment_name
+from grpo_core.wire.fields import FLOAT32_MAX
 from grpo_env.bridges.episodes import EpisodeTask, Result, Shown, action_text
 from grpo_env.bridges.errors import EnvironmentUnusable, refuse_options
 from grpo_env.bridges.openenv_server import ActionInvalid, LocalServer, Server, Session
-from grpo_env.tasks import Answer, Message, Row, Split, TaskOptions
+from grpo_env.tasks import Answer, Message, RolloutFailed, Row, Split, TaskOptions
 from grpo_env.tasks.rows import rows_of
 from grpo_env.tasks.tool_calls import ToolCall, text_parameters, tool_calls
 
@@ -175,25 +176,40 @@ class _Episode:
                 found = await self._session.ask("step", action)
             text = f"error: {call.error}" if call.error else result_text(found["observation"])
             messages.append({"role": "tool", "name": call.name, "content": text})
-            reward += float(found.get("reward") or 0.0)
+            reward += _reward(found)
             if done := bool(found.get("done")):
                 break
         return Shown(messages, reward, done, "no call" if not calls else "")
 
     async def result(self) -> Result:
         state = await self._session.ask("state")
-        numbers = {k: float(v) for k, v in state.items() if isinstance(v, int | float)}
-        return Result({f"state/{name}": value for name, value in numbers.items()})
+        numbers = {k: v for k, v in state.items() if isinstance(v, int | float)}
+        return Result({f"state/{k}": float(v) for k, v in numbers.items() if abs(v) <= FLOAT32_MAX})
 
     def _shown(self, found: Mapping[str, Any], question: str = "") -> Shown:
         seen = self._task.text_of(found.get("observation") or {})
         text = "\n".join(filter(None, (question, seen)))
         return Shown(
             [{"role": "user", "content": text}],
-            float(found.get("reward") or 0.0),
+            _reward(found),
             done := bool(found.get("done")),
             "done" if done else "",
         )
+
+
+def _reward(found: Mapping[str, Any]) -> float:
+    """Of one action: 0 if the environment gives none before the end.
+
+    Raises:
+        RolloutFailed: the last action has none. JSON holds NaN and infinity as none, too.
+    """
+    reward = found.get("reward")
+    if reward is None and found.get("done"):
+        raise RolloutFailed(
+            "the environment ended the episode without a reward, or with NaN or infinity as one; "
+            "set the reward of the observation whose done is true"
+        )
+    return float(reward or 0.0)
 
 
 def tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,16 @@ class Session:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, deadline_s: float) -> None:
         self._socket = socket
         self._deadline_s = deadline_s
+        self._answers: asyncio.Queue[aiohttp.WSMessage | None] = asyncio.Queue()
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        """Read all the time: aiohttp answers the server's pings only while it reads, and the policy
+        may think for longer than a server waits for that."""
+        with suppress(ConnectionError, aiohttp.ClientError):
+            async for message in self._socket:
+                self._answers.put_nowait(message)
+        self._answers.put_nowait(None)
 
     async def ask(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The data of the answer to a `reset`, `step` or `state`.
@@ -57,7 +67,7 @@ class Session:
         """
         try:
             await self._socket.send_json({"type": kind} | ({} if data is None else {"data": data}))
-            message = await self._socket.receive(self._deadline_s)
+            message = await asyncio.wait_for(self._answers.get(), self._deadline_s)
         except TimeoutError as error:
             raise RolloutFailed(
                 f"the environment did not answer {kind} within {self._deadline_s:g} s; raise "
@@ -65,13 +75,20 @@ class Session:
             ) from error
         except (ConnectionError, aiohttp.ClientError) as error:
             raise RolloutFailed(f"the environment ended the session: {error}") from error
-        if message.type is not aiohttp.WSMsgType.TEXT:
+        if message is None or message.type is not aiohttp.WSMsgType.TEXT:
             raise RolloutFailed(f"the environment ended the session instead of answering {kind}")
         answer = message.json()
         found: dict[str, Any] = answer.get("data") or {}
         if answer.get("type") == "error":
             raise _error_of(kind, found)
         return found
+
+    async def close(self) -> None:
+        """End the session, if the server still listens."""
+        with suppress(ConnectionError, aiohttp.ClientError):
+            await self._socket.send_json({"type": "close"})
+        await self._socket.close()
+        await self._reader
 
 
 class ServerFull(Exception):
@@ -196,8 +213,8 @@ class Server:
             while True:
                 async with self._slot():
                     socket = await self._connect(http)
+                    session = Session(socket, self._deadline_s)
                     try:
-                        session = Session(socket, self._deadline_s)
                         first = await session.ask("reset", arguments)
                         yield session, first
                         return
@@ -209,7 +226,7 @@ class Server:
                             self._require_alive()
                         raise
                     finally:
-                        await _end(socket)
+                        await session.close()
                 if self._open == 0 and time.monotonic() > deadline:
                     raise EnvironmentUnusable(
                         f"all {self._limit} sessions of the server at {self.url} are in use by "
@@ -251,10 +268,3 @@ class Server:
                 f"{self._local.process.name} ended with {describe_exit(code)}; its last lines:\n"
                 f"{self._local.process.log_tail()}"
             )
-
-
-async def _end(socket: aiohttp.ClientWebSocketResponse) -> None:
-    """End the session, if the server still listens."""
-    with suppress(ConnectionError, aiohttp.ClientError):
-        await socket.send_json({"type": "close"})
-    await socket.close()

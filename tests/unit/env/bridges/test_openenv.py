@@ -1,23 +1,30 @@
-"""Actions and observations of OpenEnv as texts. The bridge itself: tests/compat/test_openenv.py."""
+"""Actions and observations of OpenEnv as texts, and answers of its servers that are unusual. The
+bridge itself: tests/compat/test_openenv.py."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import WSMsgType, test_utils, web
 
 from grpo_env.bridges.errors import EnvironmentUnusable
 from grpo_env.bridges.openenv import (
-    ActionInvalid,
     OpenEnvTask,
     action_from,
     observation_text,
     result_text,
     tool_schema,
 )
+from grpo_env.bridges.openenv_server import ActionInvalid, Server
 from grpo_env.loading import TaskSpec, short_name
-from grpo_env.tasks import TaskOptions
+from grpo_env.tasks import Graded, RolloutFailed, TaskOptions
+from tests.support.wait import DEADLINE_S
+from tests.unit.env.bridges.scripted import ScriptedDialogue
 
 METADATA = {"metadata": {"type": "object", "default": {}}}
 
@@ -130,3 +137,61 @@ def test_what_is_no_environment_is_refused_by_name(
 def test_columns_mean_nothing_for_arguments_of_reset() -> None:
     with pytest.raises(EnvironmentUnusable, match="--columns cannot be used"):
         OpenEnvTask(TaskOptions(columns={"a": "b"}), "http://localhost:8000")
+
+
+Serve = Callable[[web.WebSocketResponse], Awaitable[None]]
+
+
+@asynccontextmanager
+async def served(serve: Serve, autoping: bool = True) -> AsyncIterator[str]:
+    """The address of a server that does this with each session."""
+
+    async def handle(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(autoping=autoping)
+        await socket.prepare(request)
+        await serve(socket)
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/ws", handle)
+    async with test_utils.TestServer(app) as server:
+        yield str(server.make_url("/"))
+
+
+async def test_pings_of_the_server_are_answered_while_the_policy_thinks() -> None:
+    replies: asyncio.Queue[WSMsgType] = asyncio.Queue()
+
+    async def serve(socket: web.WebSocketResponse) -> None:
+        await socket.receive()
+        await socket.send_json({"data": {}})
+        await socket.ping()
+        replies.put_nowait((await socket.receive()).type)
+
+    async with served(serve, autoping=False) as url, Server(url, DEADLINE_S).session({}):
+        assert await asyncio.wait_for(replies.get(), DEADLINE_S) is WSMsgType.PONG
+
+
+async def played(ended: Mapping[str, Any], state: Mapping[str, Any]) -> Graded:
+    """A rollout with one action, after which the server answers so."""
+
+    async def serve(socket: web.WebSocketResponse) -> None:
+        for data in ({"observation": {"text": "begin"}}, ended, state):
+            await socket.receive()
+            await socket.send_json({"data": data})
+
+    async with served(serve) as url:
+        task = OpenEnvTask(TaskOptions(args={"max_turns": 1}), url)
+        task._schema = {"action": MESSAGE}
+        return await task.run({"seed": 0}, ScriptedDialogue("a"))
+
+
+async def test_no_reward_counts_0_before_the_end_and_fails_the_rollout_there() -> None:
+    assert (await played({"reward": None, "done": False}, {})).score == 0.0
+    with pytest.raises(RolloutFailed, match="without a reward, or with NaN or infinity as one"):
+        await played({"reward": None, "done": True}, {})
+
+
+async def test_numbers_of_the_state_that_float32_does_not_hold_are_left_out() -> None:
+    state = {"steps": 1, "won": True, "best": 1e39, "id": 10**400, "name": "a"}
+    graded = await played({"reward": 1.0, "done": True}, state)
+    assert {name for name in graded.parts if "/" in name} == {"state/steps", "state/won"}
