@@ -38,7 +38,7 @@ from grpo_env.rollout.groups import SamplingPlan
 from grpo_env.tasks import Message, Task, TaskOptions
 from grpo_env.tasks.items import Item
 
-SECTION = "endpoint for agents"
+SECTION = "agents: the recording endpoint against a plain call"
 GOAL = 0.97
 DIRECT, ENDPOINT = "POST /generate", "endpoint"
 _DEADLINE_S = 300.0
