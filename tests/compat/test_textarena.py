@@ -96,5 +96,7 @@ def test_what_cannot_be_played_is_refused(name: str, arguments: Any, problem: st
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "textarena", None)
-    with pytest.raises(EnvironmentUnusable, match="pip install textarena"):
+    with pytest.raises(
+        EnvironmentUnusable, match=f"pip install --no-deps -r requirements/{PINS.name}"
+    ):
         game()

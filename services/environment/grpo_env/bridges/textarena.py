@@ -44,7 +44,7 @@ class TextArenaTask(EpisodeTask):
         except ImportError as error:
             raise EnvironmentUnusable(
                 f"the game {self.name} needs the module {error.name or error}, which is not "
-                "installed beside env-server: pip install textarena"
+                "installed beside env-server: pip install --no-deps -r requirements/textarena.txt"
             ) from error
         except LookupError as error:  # of nltk
             lines = [line.strip() for line in str(error).splitlines()]
