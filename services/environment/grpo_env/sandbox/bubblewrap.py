@@ -32,7 +32,8 @@ _BWRAP = "/usr/bin/bwrap"
 _HOME = "/tmp"
 _SOCKET = "/run/service.sock"
 _RELAY = "/run/relay.py"
-_SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
+SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/sbin")
+"""Directories that programs see as they are."""
 _SYSTEM_FILES = ("alternatives", "ld.so.cache", "localtime", "mime.types", "ssl/certs")
 """Of /etc."""
 _OF_PREFIX = ("bin", "include", "lib", "lib64", "pyvenv.cfg", "share")
@@ -40,6 +41,7 @@ _OF_PREFIX = ("bin", "include", "lib", "lib64", "pyvenv.cfg", "share")
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _IN_MEMORY = ("/tmp", "/dev/shm")
 _PROBE_S = 20
+_BWRAP_FAILED = 1
 _NO_PROC = "Can't mount proc"
 
 
@@ -89,9 +91,12 @@ class Bubblewrap:
                 inherited=fds,
             )
             try:
-                return await run_child(command)
+                ended = await run_child(command)
             except FileNotFoundError as error:
                 raise SandboxUnusable(_NOT_INSTALLED) from error
+            if ended.status == _BWRAP_FAILED and not namespace.has_run:
+                raise SandboxUnusable(f"bwrap cannot start a program: {ended.errors.strip()}")
+            return ended
 
 
 def _path() -> str:
@@ -110,12 +115,13 @@ def _filter() -> Iterator[int]:
         os.close(reader)
 
 
-def _bwrap(user: int | None, filter_fd: int, info_fd: int) -> list[str]:
+def _bwrap(user: int | None, filter_fd: int, status_fd: int) -> list[str]:
     """Without a user namespace for root, who mounts what the program's user cannot reach."""
     # If memory gets scarce, the kernel ends this program before any other.
     own = ["/usr/bin/choom", "-n", "1000", "--", _BWRAP, "--die-with-parent", "--new-session"]
     spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-    rights = ["--seccomp", str(filter_fd), "--info-fd", str(info_fd), "--cap-drop", "ALL"]
+    rights = ["--seccomp", str(filter_fd), "--cap-drop", "ALL"]
+    rights += ["--json-status-fd", str(status_fd)]
     if user is None:
         return [*own, *spaces, *rights, "--unshare-user"]
     kept = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
@@ -178,8 +184,8 @@ def _bind(how: str, source: Path, target: Path) -> Iterator[str]:
 @cache
 def _system() -> tuple[str, ...]:
     """The programs and libraries of the system, and this Python with its packages."""
-    words = ["--ro-bind", "/usr", "/usr"]
-    for path in map(Path, _SYSTEM):
+    words: list[str] = []
+    for path in map(Path, SYSTEM):
         if path.is_symlink():
             words += ["--symlink", str(path.readlink()), str(path)]
         elif path.exists():

@@ -10,15 +10,18 @@ import signal
 from pathlib import Path
 from typing import Self
 
-_INFO_BYTES = 4096
+_STATUS_BYTES = 4096
 
 
 class Namespace:
     """The processes inside. The kernel ends them with their first one, which ends with `bwrap`;
     `bwrap` may end before them.
 
-    writer: the file descriptor for its option `--info-fd`.
+    writer: the file descriptor for its option `--json-status-fd`.
+    has_run: after `kill`, whether the program was started and ended by itself.
     """
+
+    has_run = False
 
     def __enter__(self) -> Self:
         self._reader, self.writer = os.pipe()
@@ -36,7 +39,8 @@ class Namespace:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
-            first = json.loads(os.read(self._reader, _INFO_BYTES))
+            first, *end = map(json.loads, os.read(self._reader, _STATUS_BYTES).splitlines())
+            self.has_run = bool(end)
             process = os.pidfd_open(first["child-pid"])
         except (BlockingIOError, ProcessLookupError):  # never started, or gone
             return

@@ -11,7 +11,16 @@ from socketserver import ThreadingUnixStreamServer
 
 import pytest
 
-from grpo_env.sandbox import SERVICE_URL, Ended, Limits, Sandbox, run_python, run_shell, sandbox_of
+from grpo_env.sandbox import (
+    SERVICE_URL,
+    Ended,
+    Limits,
+    Sandbox,
+    SandboxUnusable,
+    run_python,
+    run_shell,
+    sandbox_of,
+)
 
 Python = Callable[..., Ended]
 
@@ -86,6 +95,14 @@ def test_how_it_ended(sandbox: Sandbox, code: str, status: int, reason: str) -> 
     ended = asyncio.run(sandbox.run([sandbox.python, "-c", code], limits=limits))
     assert (ended.status, ended.reason) == (status, reason), ended.errors
     assert len(ended.output) <= limits.output_bytes
+
+
+def test_a_sandbox_that_does_not_start_is_told_from_a_program_that_fails(
+    bubblewrap: Sandbox, service: Path
+) -> None:
+    running = bubblewrap.run(["true"], readable=[Path("/")], service=service)
+    with pytest.raises(SandboxUnusable, match=r"bwrap: Can't create file at /run/service\.sock"):
+        asyncio.run(running)
 
 
 def test_the_model_reads_the_end_of_the_output(python: Python) -> None:
