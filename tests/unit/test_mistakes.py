@@ -90,6 +90,11 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         "chess serve --model m": "TASK: no task 'chess'; expected one of arithmetic, gsm8k",
         f"{ENVIRONMENT} --seq-len 64 --max-completion-tokens 64": "exceed --seq-len 64",
         f"{ENVIRONMENT} --command true": "--command: only the task agent has this option",
+        f"{ENVIRONMENT} --agent-calls 3": "--agent-calls: only the task agent has this option",
+        "agent check --answers {tmp}/value.yaml --reward gsm8k --command true": (
+            "--answers: the reward rates what the agent did"
+        ),
+        "agent serve --model m --reward agent --command true": "--reward: expected a reward, for",
         "agent serve --model m --reward gsm8k": "needs an agent: either --command",
         "agent serve --model m --command true": "the task agent needs --reward",
         "agent serve --model m --reward gsm8k --command gone.sh": (

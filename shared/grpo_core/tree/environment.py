@@ -49,12 +49,13 @@ def _upper(value: Any) -> Any:
     return value.upper() if isinstance(value, str) else value
 
 
-def _no_program(command: str) -> str | None:
+def _no_program(command: str, is_here: bool) -> str | None:
+    """What is wrong with a command. is_here: its program is on this machine"""
     try:
         words = shlex.split(command)
     except ValueError as error:
         return f"cannot split the value into words as a shell does ({error}); check its quotes"
-    if not words or shutil.which(words[0]) is None:
+    if not words or (is_here and shutil.which(words[0]) is None):
         return f"there is no program {''.join(words[:1])!r}"
     return None
 
@@ -542,7 +543,7 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
 
     def _mistakes_of_agent(self) -> Iterator[Mistake]:
         if self.task != AGENT:
-            for name in self.model_fields_set & {"agent_command", "agent", "reward"}:
+            for name in self.model_fields_set & AGENT_OPTIONS.keys():
                 yield Mistake(
                     name, "only the task agent has this option; write `env-server agent serve`"
                 )
@@ -555,10 +556,16 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
             )
         if self.reward is None:
             yield Mistake(None, "the task agent needs --reward, for example my.py:reward")
+        if self.reward == AGENT:
+            yield Mistake("reward", "expected a reward, for example my.py:reward, or another task")
+        if self.answers is not None:
+            yield Mistake("answers", "the reward rates what the agent did; omit this option")
         if self.system_prompt is not None:
             yield Mistake("system_prompt", "the agent writes its own prompts; omit this option")
-        if self.agent_command is not None and (problem := _no_program(self.agent_command)):
-            yield Mistake("agent_command", problem)
+        if self.agent_command is not None:
+            is_here = not self.sandbox.startswith("docker")
+            if problem := _no_program(self.agent_command, is_here):
+                yield Mistake("agent_command", problem)
 
     def start_mistakes(self) -> Iterator[Mistake]:
         checks = {

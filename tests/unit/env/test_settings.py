@@ -38,6 +38,11 @@ def test_a_list_of_servers_is_one_policy_on_each_of_them(tmp_path: Path) -> None
     assert (settings.model, settings.inference_url) == ("m", ("http://a:9001", "http://b:9001"))
 
 
+def test_the_program_of_a_container_is_not_looked_up_on_this_machine() -> None:
+    agent = ["agent", "serve", "--model", "m", "--reward", "gsm8k", "--command", "gone.sh"]
+    assert load_env_settings([*agent, "--sandbox", "docker:node"]).agent_command == "gone.sh"
+
+
 BROKEN_FILES = {
     "openai: [{model_name: m}, {model_name: n}]": "differ in model_name",
     "openai: [{model_name: m, base_url: 'http://a'}, {model_name: m}]": "no base_url",

@@ -26,11 +26,13 @@ from pebble import ThreadPool
 from grpo_core.process import killed_with_parent
 from grpo_env.bridges.chat import MODEL
 from grpo_env.sandbox import SERVICE_URL, Ended, Limits, chosen_sandbox
+from grpo_env.sandbox.bubblewrap import SYSTEM
 from grpo_env.sandbox.interface import MIB, Reason
 from grpo_env.tasks import Row
 from grpo_env.tasks.tools import contained
 
 ROW = "GRPO_ROW"
+_ROOT = Path("/")  # all of the host
 ON_HOST = "none"
 """The sandbox that is none."""
 _LARGEST_VARIABLE_BYTES = 100_000
@@ -117,7 +119,7 @@ class AgentProgram:
             program_words(self._words, self._sandbox.kind),
             stdin=text.encode(),
             environment=client.variables(f"{SERVICE_URL}/v1") | row,
-            readable=readable_places(self._words),
+            readable=readable_places(self._words, self._sandbox.kind),
             service=client.socket,
             limits=_limits(deadline_s),
         )
@@ -127,22 +129,32 @@ def program_words(words: Sequence[str], kind: str) -> list[str]:
     """The words with whole paths, as the sandbox has another directory. A container has programs of
     its own."""
     program = words[0] if kind.startswith("docker") else shutil.which(words[0]) or words[0]
-    rest = [str(Path(word).absolute()) if Path(word).exists() else word for word in words[1:]]
+    rest = [str(Path(word).absolute()) if _is_path(word) else word for word in words[1:]]
     return [str(Path(program).absolute()) if "/" in program else program, *rest]
 
 
-def readable_places(words: Sequence[str]) -> list[Path]:
+def readable_places(words: Sequence[str], kind: str) -> list[Path]:
     """What the program may read besides the system and this Python: the directories of the files
-    that its command names, and the Python installation that runs it."""
-    program = Path(shutil.which(words[0]) or words[0]).absolute()
-    pythons = {path.parents[1] for path in (program, program.with_name("python").resolve())}
-    found = {prefix for prefix in pythons if any(prefix.glob("lib/python3*"))}
-    if program.parents[1] not in found:
-        found |= {program, program.resolve()}
-    named = (Path(word).absolute() for word in words[1:] if Path(word).exists())
-    found |= {path if path.is_dir() else path.parent for path in named}
-    present = (Path("/usr"), Path(sys.prefix))
-    return sorted(path for path in found if not any(map(path.is_relative_to, present)))
+    that its command names, and the Python installation that runs it, unless it is a container's."""
+    named = {Path(word).absolute() for word in words[1:] if _is_path(word)}
+    found = {path if path.is_dir() or path.parent == _ROOT else path.parent for path in named}
+    if not kind.startswith("docker"):
+        found |= _places_of(Path(shutil.which(words[0]) or words[0]).absolute())
+    present = (*map(Path, SYSTEM), Path("/dev"), Path("/proc"), Path(sys.prefix))
+    found = {path for path in found if not any(map(path.is_relative_to, present))}
+    return sorted(found - {_ROOT})
+
+
+def _places_of(program: Path) -> set[Path]:
+    """The Python installations that it belongs to, and the program itself unless one holds it."""
+    pythons = {path.parent.parent for path in (program, program.with_name("python").resolve())}
+    found = {prefix for prefix in pythons - {_ROOT} if any(prefix.glob("lib/python3*"))}
+    return found if program.parent.parent in found else found | {program, program.resolve()}
+
+
+def _is_path(word: str) -> bool:
+    """Not a word such as `test` beside a directory of that name."""
+    return ("/" in word or "." in word) and os.path.exists(word)
 
 
 def _limits(deadline_s: float) -> Limits:

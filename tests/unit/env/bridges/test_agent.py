@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from grpo_core.tree.environment_values import AGENT
-from grpo_env.bridges.agent_program import run_program
+from grpo_env.bridges.agent_program import program_words, readable_places, run_program
 from grpo_env.loading import TaskUnusable, find_task
 from grpo_env.rollout.chat_template import ChatTemplate, load_template
 from grpo_env.rollout.groups import FailureReason
@@ -120,6 +120,20 @@ async def test_by_default_a_program_reaches_nothing_but_its_files_and_the_policy
     outcome, _ = await sample(scripted("7"), task, PLAN, template=template)
     task.close()
     assert submitted(outcome).scores == [1.0]
+
+
+@pytest.mark.parametrize("program", ["/bin/sh", "sh", "/agent"])
+def test_a_sandbox_shows_the_files_of_a_command_and_never_the_whole_host(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "test").mkdir()
+    (tmp_path / "run.py").touch()
+    monkeypatch.chdir(tmp_path)
+    words = [program, "run.py", "--mode", "test", "/", "/dev/null"]
+    own = [Path("/agent")] if program == "/agent" else []
+    assert readable_places(words, "bubblewrap") == sorted([*own, tmp_path])
+    assert readable_places(words, "docker:image") == [tmp_path]
+    assert program_words(words, "bubblewrap")[1:4] == [f"{tmp_path}/run.py", "--mode", "test"]
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
