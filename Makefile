@@ -70,6 +70,10 @@ SOAK_SEED ?= 0
 SOAK_APPENDFSYNC ?= always
 SOAK_DIRECTORY ?= $(CURDIR)/runs/soak-$(shell date +%Y%m%d-%H%M%S)
 
+# Number of hits of `make chaos`, in all modes together.
+KILLS ?= 1000
+CHAOS_FLAGS ?=
+
 # Options of the benchmarks, for example --quick of `make bench-run-api`.
 BENCH_FLAGS ?=
 
@@ -194,6 +198,11 @@ silent-faults: $(VENV)/.installed-dev ## Inject every silent fault into a run, t
 soak: $(VENV)/.installed-dev ## Kill run-api, Redis and trainer at random for SOAK_SECONDS (20 minutes)
 	@SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) SOAK_APPENDFSYNC=$(SOAK_APPENDFSYNC) \
 	  SOAK_DIRECTORY=$(SOAK_DIRECTORY) $(PYTEST) tests/soak -s
+
+.PHONY: chaos
+chaos: $(VENV)/.installed-dev ## Kill and stop processes of real runs KILLS times (1000), in each mode; CHAOS_FLAGS="--seed 1"
+	@$(BIN)/python -m tests.chaos --kills $(KILLS) \
+	  --directory $(CURDIR)/runs/chaos-$(shell date +%Y%m%d-%H%M%S) $(CHAOS_FLAGS)
 
 .PHONY: bench-lora
 bench-lora: install ## Measure decoding with an adapter, here and in stock vLLM; writes benchmarks/RESULTS.md

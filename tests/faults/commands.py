@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,12 +34,14 @@ class Commands:
     directory: logs, metrics, checkpoints and Redis' files
     socket: path of the weight socket
     mode: the weight-sync mode
+    as_shipped: with the deadlines that users get, and an environment that journals what it sends
     """
 
     directory: Path
     socket: Path
     model: str
     mode: str
+    as_shipped: bool = False
     ports: dict[str, int] = field(
         default_factory=lambda: {
             name: free_port() for name in (REDIS, RUN_API, SERVER, "health-of-server")
@@ -54,13 +57,21 @@ class Commands:
 
     def of(self, name: str) -> list[str]:
         python = [sys.executable, "-m"]
-        return {
+        env = "tests.chaos.environment" if self.as_shipped else "grpo_env"
+        commands: dict[str, Callable[[], list[str]]] = {
             REDIS: self._redis,
             RUN_API: lambda: [*python, "grpo_api", *self._run_api()],
             SERVER: lambda: [*python, *self._server_module(), *self._server()],
             TRAINER: lambda: [*python, "tests.faults.staged_trainer", *self._trainer()],
-            ENVIRONMENT: lambda: [*python, "grpo_env", "arithmetic", "serve", *self._environment()],
-        }[name]()
+            ENVIRONMENT: lambda: [
+                *python,
+                env,
+                "arithmetic",
+                "serve",
+                *self._environment(),
+            ],
+        }
+        return commands[name]()
 
     def _redis(self) -> list[str]:
         directory = self.directory / REDIS
@@ -68,7 +79,8 @@ class Commands:
         return redis_command(self.ports[REDIS], directory, bundled_redis())
 
     def _run_api(self) -> list[str]:
-        return _flags({"port": self.ports[RUN_API], "redis-deadline-s": 3, **self._of_the_run()})
+        soon = {} if self.as_shipped else {"redis-deadline-s": 3}
+        return _flags({"port": self.ports[RUN_API], **soon, **self._of_the_run()})
 
     def variables(self) -> dict[str, str]:
         found = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -90,13 +102,15 @@ class Commands:
         if self.mode == SHARED:
             config = self.directory / "vllm_bridge_config.json"
             flags |= {"weights-socket": self.socket, "bridge-config-path": config}
-            flags["max-pause-lease-s"] = LONGER_THAN_ANY_WAIT_S
+            if not self.as_shipped:
+                flags["max-pause-lease-s"] = LONGER_THAN_ANY_WAIT_S
             return ["--share-weights", *_flags(flags), *SMALL]
         flags["weights-dir"] = self.checkpoints / "served_weights"
         lora = ["--enable-lora"] if self.mode in (LORA_ONLY, LORA_RESTART) else []
         return [*lora, *_flags(flags), *SMALL]
 
     def _environment(self) -> list[str]:
+        never = {} if self.as_shipped else {"run-api-deadline-s": LONGER_THAN_ANY_WAIT_S}
         return _flags(
             {
                 "run-api-url": self.url(RUN_API),
@@ -104,9 +118,9 @@ class Commands:
                 "max-completion-tokens": 8,
                 "max-batches-offpolicy": 2,
                 "drop-equal-scores": "false",
-                "run-api-deadline-s": LONGER_THAN_ANY_WAIT_S,
                 "inference-url": self.url(SERVER),
                 "model": self.model,
+                **never,
             }
         )
 
@@ -127,7 +141,7 @@ class Commands:
             "state-interval": STATE_INTERVAL,
         }
         if self.mode == SHARED:
-            lease = {"pause-lease-s": LONGER_THAN_ANY_WAIT_S}
+            lease = {} if self.as_shipped else {"pause-lease-s": LONGER_THAN_ANY_WAIT_S}
             return _flags(flags | {"verify-every-steps": 1} | lease)
         if self.mode != LORA_ONLY:
             flags["vllm-restart-interval"] = RESTART_EVERY_STEPS

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,15 +53,18 @@ class Rig:
     directory: logs, metrics, checkpoints and Redis' files
     sockets: a short path for the weight socket
     mode: the weight-sync mode
+    as_shipped: with the deadlines that users get, and an environment that journals what it sends
     """
 
-    def __init__(self, directory: Path, sockets: Path, model: Path, mode: str) -> None:
+    def __init__(
+        self, directory: Path, sockets: Path, model: Path, mode: str, as_shipped: bool = False
+    ) -> None:
         self.mode = mode
         self.steps_until_proof = 3 if mode == SHARED else RESTART_EVERY_STEPS + 1
         self._directory = directory
         self._stages = directory / "stages"
         self._stages.mkdir()
-        self._commands = Commands(directory, sockets / "weights.sock", str(model), mode)
+        self._commands = Commands(directory, sockets / "weights.sock", str(model), mode, as_shipped)
         self._processes: dict[str, ManagedProcess] = {}
         self._starts = 0
         self.checkpoints = self._commands.checkpoints
@@ -118,6 +122,23 @@ class Rig:
         below = supervisor.children(recursive=True)
         supervisor.kill()
         wait_for(lambda: [child for child in below if is_alive(child.pid)], lambda left: not left)
+
+    def stop_for(self, seconds: float, *names: str) -> None:
+        """Stop processes with SIGSTOP, with their children, and let them go on."""
+        stopped = [each for name in names for each in self._tree(name)]
+        for process in stopped:
+            process.suspend()
+        time.sleep(seconds)
+        for process in stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):  # the supervisor replaced it
+                process.resume()
+
+    def _tree(self, name: str) -> list[psutil.Process]:
+        if name == ENGINE:
+            root = psutil.Process(self.server_status()["engine_pid"])
+        else:
+            root = psutil.Process(self._processes[name].pid)
+        return [root, *root.children(recursive=True)]
 
     def close(self) -> None:
         for process in reversed(self._processes.values()):

@@ -31,7 +31,7 @@ from grpo_vllm.supervisor.restart_policy import STABLE_AFTER_S, RestartPolicy
 from tests.fixtures.announcer import Announcer, described
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
-from tests.unit.vllm.stub_engine import BAD_RANK, BROKEN, DTYPE, OBSTACLE, TORN
+from tests.unit.vllm.stub_engine import BAD_RANK, BROKEN, DTYPE, HELD, OBSTACLE, TORN
 from tests.unit.vllm.supervised import START_S, Supervised, supervised
 
 RESTART_LIMIT = 3
@@ -210,6 +210,26 @@ def test_weights_that_no_engine_starts_with_are_refused_and_the_previous_ones_re
     server.wait_for(state="serving")
     assert server.serves(served)
     assert server.serves(server.publish())
+
+
+def test_an_engine_that_is_killed_while_it_starts_with_new_weights_is_followed_by_another(
+    server: Supervised,
+) -> None:
+    served, version = server.publish(), server.next_version()
+    before = server.status()
+    with server.engines(HELD):
+        announced = server.announcer.announce(version, server.checkpoint(version), restarts=True)
+        new = wait_for(
+            lambda: server.status(),
+            lambda now: (
+                now["state"] == "restarting"
+                and now["engine_pid"] not in (None, before["engine_pid"])
+            ),
+        )
+        os.kill(new["engine_pid"], signal.SIGKILL)
+        server.wait_for(crashes=before["crashes"] + 1)
+    assert server.announcer.settled(announced).version == version != served
+    assert server.serves(version)
 
 
 def test_versions_that_a_server_cannot_serve_are_refused_with_the_reason_and_change_nothing(

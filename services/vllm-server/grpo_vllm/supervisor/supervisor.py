@@ -30,7 +30,7 @@ from grpo_vllm.supervisor.host import Sockets
 from grpo_vllm.supervisor.joining import FirstWeights
 from grpo_vllm.supervisor.reporter import Report, Reporter
 from grpo_vllm.supervisor.restart_policy import RestartPolicy
-from grpo_vllm.supervisor.seat import EngineSeat, SupervisorState
+from grpo_vllm.supervisor.seat import EngineSeat, Restart, SupervisorState
 from grpo_vllm.weights.fetch import Fetcher
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 
@@ -66,6 +66,7 @@ class Supervisor:
         self._fits: Fits | None = None
         self._policy = RestartPolicy(settings.restart_limit)
         self._restarts = self._crashes = 0
+        self._repeated: Restart | None = None
         self._started = round(time.time(), 3)
         self._lost: PolicyVersion | None = None
         self._answered_at = 0.0
@@ -193,12 +194,13 @@ class Supervisor:
                 self._slot.channel.release_parked()
                 await self._serving(engine, beside)
                 continue
+            ended_itself = engine.ended.done()
             code = await self._slot.end()
             if self._stop.is_set():
                 break
             if first and self._state.launched is None:
                 return code if code > 0 else EXIT_FAILED
-            await self._start_failed(code)
+            await self._start_failed(code, ended_itself)
         self._slot.channel.release_parked()
         return 0
 
@@ -256,8 +258,19 @@ class Supervisor:
         )
         self._restarts += 1
 
-    async def _start_failed(self, code: int) -> None:
-        """An engine failed to start: roll back, retry after a delay, or give up."""
+    def _repeats(self, code: int) -> bool:
+        """Whether an engine that a signal ended while it started with new weights, for example the
+        kernel's for want of memory, is followed by another one with them: once."""
+        wanted = self._state.launched
+        if code >= 0 or wanted is self._repeated:
+            return False
+        self._repeated = wanted
+        self._crashes += 1
+        log.error("engine.crashed", status=code, hint="it was starting; the next one starts now")
+        return True
+
+    async def _start_failed(self, code: int, ended_itself: bool = True) -> None:
+        """An engine failed to start: roll back, retry, perhaps after a delay, or give up."""
         reason = (
             f"the engine ended with status {code} before it answered requests; "
             "read the server's log"
@@ -265,6 +278,8 @@ class Supervisor:
         if self._state.launched is None:
             self._state.reason = reason
             await self._back_off()
+            return
+        if ended_itself and self._repeats(code):
             return
         log.error(
             "weights.rolled_back",
