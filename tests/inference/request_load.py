@@ -102,7 +102,7 @@ async def _send(
         headers = {"connection": "close"} if draw.random() < 0.1 else {}
         try:
             status, answer = await post(body, headers)
-        except (httpx.HTTPError, aiohttp.ClientError, TimeoutError) as error:
+        except (httpx.HTTPError, aiohttp.ClientError, TimeoutError, ValueError) as error:
             report.problems.append(repr(error))
             continue
         if status == 200:
