@@ -214,6 +214,8 @@ class GroupProducer:
             self._flat_rewards.graded(grade.score for grade in sampled.grades)
         if sampled.group is not None:  # graded, and maybe dropped
             self._items.graded(item, [grade.score for grade in sampled.grades], step)
+        else:
+            self._items.lost(item)
         lost = sampled.lost
         if lost is not None and lost.reason in FAILED:
             self._reward_failures.failed(lost.detail)

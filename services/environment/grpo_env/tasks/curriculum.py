@@ -18,7 +18,7 @@ HALF_LIFE_STEPS = 20.0
 PRIOR_COMPLETIONS = 0.1
 """`learnable` adds half of this number of solved completions, and half of it of unsolved ones."""
 EXPLORATION = 0.5
-"""Share of the draws that `learnable` gives to unseen items."""
+"""Largest share of the draws that `learnable` gives to unseen items."""
 
 UNSEEN, HARD, MEDIUM, EASY = "unseen", "hard", "medium", "easy"
 POOLS = (UNSEEN, HARD, MEDIUM, EASY)
@@ -44,6 +44,7 @@ class ItemFacts:
         variance: of the item's scores; p(1 - p) for a solve rate p of scores 0 and 1
         completions: how many scores these are, earlier ones counted less
         step: training step in which the newest group was sampled
+        lost: number of groups that could not be graded
     """
 
     row: Row
@@ -52,6 +53,7 @@ class ItemFacts:
     variance: float = 0.0
     completions: float = 0.0
     step: int = 0
+    lost: int = 0
 
     def age(self, step: int) -> int:
         """Training steps since the newest group; a run that was resumed may have gone back."""
@@ -82,19 +84,21 @@ def learnable(items: Sequence[ItemFacts], step: int) -> list[float]:
     The variance includes `PRIOR_COMPLETIONS` scores, half of them 0 and half of them 1, so that it
     is never 0. With the age of an item its own scores count less, as Prioritized Level Replay
     (arXiv 2010.03934) replays what was not seen for long: the variance rises towards 0.25, and the
-    item comes back. As long as there are unseen items, they share `EXPLORATION` of the draws.
+    item comes back. Unseen items share `EXPLORATION` of the draws, but none has more weight than
+    the best of the others, and after n lost groups it has 1 / (n + 1)^2 of its weight.
     """
-    unseen = sum(item.solve_rate is None for item in items)
-    if unseen == len(items):
-        return [1 / unseen] * unseen
-    found = [0.0 if item.solve_rate is None else _learnability(item, step) for item in items]
-    share = (1 - EXPLORATION) if unseen else 1.0
-    factor = share / sum(found)
-    each = EXPLORATION / unseen if unseen else 0.0
-    return [
-        each if item.solve_rate is None else factor * value
+    found = [None if item.solve_rate is None else _learnability(item, step) for item in items]
+    known = [value for value in found if value is not None]
+    each = 1.0
+    if known:
+        shared = sum(known) * EXPLORATION / (1 - EXPLORATION)
+        each = min(max(known), shared / max(1, len(items) - len(known)))
+    weights = [
+        each / (item.lost + 1) ** 2 if value is None else value
         for item, value in zip(items, found, strict=True)
     ]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 def _learnability(item: ItemFacts, step: int) -> float:

@@ -203,6 +203,12 @@ class ItemStream:
             if name == item.task.name:
                 part.graded(item, scores, step)
 
+    def lost(self, item: Item) -> None:
+        """Note a group that could not be graded."""
+        for name, part in self._weighted():
+            if name == item.task.name:
+                part.lost(item)
+
     def pools(self) -> Mapping[str, Mapping[str, int]]:
         """Number of items by task and pool. Empty without a rule, as the two below."""
         return {name: part.pools() for name, part in self._weighted()}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from grpo_env.tasks.items import Item
 
 REFRESH_EVERY_GROUPS = 16
-"""The rule is called again after this number of graded groups."""
+"""The rule is called again after this number of groups that were graded or lost."""
 
 
 class Sums(NamedTuple):
@@ -35,12 +35,13 @@ class Sums(NamedTuple):
     step: int
 
     def with_scores(self, scores: Sequence[float], step: int) -> Sums:
-        counts = 0.5 ** (max(0, step - self.step) / HALF_LIFE_STEPS)
+        newest = max(step, self.step)
+        earlier, new = (0.5 ** ((newest - of) / HALF_LIFE_STEPS) for of in (self.step, step))
         return Sums(
-            counts * self.completions + len(scores),
-            counts * self.total + sum(scores),
-            counts * self.squares + sum(score**2 for score in scores),
-            step,
+            earlier * self.completions + new * len(scores),
+            earlier * self.total + new * sum(scores),
+            earlier * self.squares + new * sum(score**2 for score in scores),
+            newest,
         )
 
 
@@ -63,6 +64,8 @@ class WeightedItems:
     Args:
         weight: share of the task in a mixture
 
+    `given`: number of items since the start, from which the mixture balances its tasks.
+
     Raises:
         CurriculumUnusable: the rule fails on a small example.
     """
@@ -75,16 +78,18 @@ class WeightedItems:
         self._state = TaskState()
         self._step = 0
         self._cumulative: list[float] = []
-        self._graded = 0  # groups since the rule was called
+        self._finished = 0  # groups since the rule was called
+        self._draws = 0  # with those before the state was saved
 
     def next(self) -> Item:
         """Raises `CurriculumUnusable` if the rule fails."""
-        if not self._cumulative or self._graded >= REFRESH_EVERY_GROUPS:
+        if not self._cumulative or self._finished >= REFRESH_EVERY_GROUPS:
             facts = [self._facts[item.key] for item in self.items]
             self._cumulative = [*accumulate(checked_weights(self._rule, facts, self._step))]
-            self._graded = 0
+            self._finished = 0
         self.given += 1
-        draw = random.Random(f"{self._seed} {self.given}")
+        self._draws += 1
+        draw = random.Random(f"{self._seed} {self._draws}")
         return draw.choices(self.items, cum_weights=self._cumulative)[0]
 
     def keep(self, fits: Callable[[Item], bool]) -> None:
@@ -101,7 +106,12 @@ class WeightedItems:
         is_wider = ends != (state.low, state.high)
         state.low, state.high = ends
         self._describe(state.items if is_wider else [item.key])
-        self._graded += 1
+        self._finished += 1
+
+    def lost(self, item: Item) -> None:
+        """Note a group that could not be graded."""
+        self._facts[item.key].lost += 1
+        self._finished += 1
 
     def _describe(self, keys: Iterable[str]) -> None:
         low, high = self._state.low or 0.0, self._state.high or 0.0
@@ -121,13 +131,13 @@ class WeightedItems:
         return {pool: counts[pool] for pool in POOLS}
 
     def state(self) -> TaskState:
-        return self._state.model_copy(update={"draws": self.given})
+        return self._state.model_copy(update={"draws": self._draws})
 
     def restore(self, state: TaskState) -> None:
         """Go on from a saved state. Items that the task no longer has are forgotten."""
         known = {key: sums for key, sums in state.items.items() if key in self._facts}
         self._state = state.model_copy(update={"items": known})
-        self.given = state.draws
+        self._draws = state.draws
         self._step = max((sums.step for sums in known.values()), default=0)
         self._describe(known)
         self._cumulative = []

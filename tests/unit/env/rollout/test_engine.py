@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -18,7 +19,7 @@ from grpo_env.rollout.producer import GroupCounts, GroupProducer
 from grpo_env.settings import EnvServerSettings, load_env_settings
 from tests.support.canned import PROMPT, generate_answer
 from tests.support.http_stub import Route
-from tests.unit.env.feeding import Rewarded, sevens
+from tests.unit.env.feeding import Rewarded, right_and_wrong, sevens
 from tests.unit.env.rollout.rig import (
     PLAN,
     engine_on,
@@ -187,6 +188,20 @@ async def test_a_group_belongs_to_the_run_in_which_its_sampling_began() -> None:
         await producer.produce(PLAN, 0)
         await producer.produce(PLAN, 0)
     assert seen == [(0, "old run"), (1, "new run")]
+
+
+async def test_an_item_learns_of_its_graded_and_of_its_lost_groups() -> None:
+    rewards = iter([1.0, 0.0, math.nan, 0.0])
+    item = item_of(Rewarded(lambda *_: next(rewards)))
+    items, client = Mock(next=lambda: item), Mock(submit=AsyncMock())
+    async with engine_on(right_and_wrong) as (engine, _):
+        settings = EnvServerSettings(task="arithmetic", model="m", max_failed_rewards=1.0)
+        producer = GroupProducer(settings, items, engine, client)
+        await producer.produce(PLAN, 3)
+        items.graded.assert_called_once_with(item, [1.0, 0.0], 3)
+        items.lost.assert_not_called()
+        await producer.produce(PLAN, 3)
+        items.lost.assert_called_once_with(item)
 
 
 def test_only_equal_scores_lower_the_share_of_kept_groups() -> None:

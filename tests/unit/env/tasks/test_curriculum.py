@@ -66,10 +66,38 @@ def test_equal_scores_between_0_and_1_teach_nothing() -> None:
 
 
 def test_unseen_items_share_half_of_the_draws() -> None:
-    found = learnable([unseen(), seen(0.5), unseen(), seen(0.5), seen(0.0)], 3)
-    assert found[0] == found[2] == EXPLORATION / 2
-    assert sum(found[1::2]) + found[4] == pytest.approx(1 - EXPLORATION)
+    found = learnable([*[unseen()] * 4, seen(0.5), seen(0.5), seen(0.0)], 3)
+    assert found[:4] == pytest.approx([EXPLORATION / 4] * 4)
+    assert sum(found[4:]) == pytest.approx(1 - EXPLORATION)
     assert learnable([unseen(), unseen()], 3) == [0.5, 0.5]
+
+
+def test_no_unseen_item_is_drawn_more_than_the_best_one() -> None:
+    one = learnable([seen(0.5), seen(0.5), seen(0.0), unseen()], 0)
+    assert one[3] == one[0] == one[1] > one[2]
+
+
+def test_an_item_whose_groups_are_lost_is_drawn_less_and_less() -> None:
+    stream, known = ItemStream([(items(200), 1.0)], 0, learnable), items(200)
+    lost, draws = 0, 2000
+    for _ in range(draws):
+        item = stream.next()
+        if item.row["n"] < 10:  # 10 groups of 200 in a uniform order
+            stream.lost(known[item.row["n"]])
+            lost += 1
+        else:
+            stream.graded(item, [1.0, 0.0], 1)
+    assert lost < 10 / 200 * draws
+
+
+def test_a_late_group_takes_no_weight_from_newer_scores() -> None:
+    """The scores of step 0 count half at step 20, whenever they come."""
+    for order in ([0, 20, 20], [20, 0, 20]):
+        noting, [item] = Noting(), items(1)
+        stream = ItemStream([(items(1), 1.0)], 0, noting)
+        for step in order:
+            stream.graded(item, [1.0 if step else 0.0], step)
+        assert noting.of(stream) == [pytest.approx(2 / 2.5)]
 
 
 def test_a_solved_item_comes_back_with_its_age() -> None:
@@ -165,6 +193,14 @@ def test_a_restored_stream_does_not_draw_the_first_items_again() -> None:
     [stream.next() for _ in range(50)]
     again.restore(stream.state())
     assert [again.next() for _ in range(50)] == [stream.next() for _ in range(50)]
+
+
+def test_a_task_that_a_restored_mixture_did_not_have_gets_its_share_alone() -> None:
+    stream = ItemStream([(items(5), 1.0)], 0, learnable)
+    [stream.next() for _ in range(100)]
+    again = ItemStream([(items(5), 0.5), (items(5, WORDS), 0.5)], 0, learnable)
+    again.restore(stream.state())
+    assert Counter(again.next().task.name for _ in range(50)) == {"sums": 25, "words": 25}
 
 
 def test_what_has_not_changed_is_not_saved_again(tmp_path: Path) -> None:
