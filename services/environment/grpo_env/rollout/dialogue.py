@@ -176,10 +176,13 @@ def _first_turn(
 ) -> Turn:
     is_chat = not isinstance(prompt, str)
     shown: Sequence[Message] = (
-        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     )
     begun = TrainingSequence(
-        is_chat=is_chat, prompt=prompt, prompt_tokens=len(prompt_ids), tools=tools
+        is_chat=is_chat,
+        prompt=shown if is_chat else prompt,
+        prompt_tokens=len(prompt_ids),
+        tools=tools,
     )
     return Turn(begun, shown, prompt_ids, is_new=True)
 

@@ -41,6 +41,7 @@ class FailureReason(StrEnum):
     REFUSED = "refused"
     TEACHER_REFUSED = "teacher_refused"
     UNAVAILABLE = "unavailable"
+    TEACHER_UNAVAILABLE = "teacher_unavailable"
     UNDELIVERED = "undelivered"
 
 

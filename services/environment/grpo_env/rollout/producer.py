@@ -203,12 +203,13 @@ class GroupProducer:
             item = self._items.next()
             sampled = await self._engine.roll_out(item, plan)
         except ServiceUnavailable as error:
-            is_teacher = isinstance(error, TeacherUnavailable)
-            (self._teacher if is_teacher else self._inference).failed(error)
-            self._lose(SampledGroup(lost=GroupLost(FailureReason.UNAVAILABLE, str(error))))
+            budget, reason = self._inference, FailureReason.UNAVAILABLE
+            if isinstance(error, TeacherUnavailable):
+                budget, reason = self._teacher, FailureReason.TEACHER_UNAVAILABLE
+            budget.failed(error)
+            self._lose(SampledGroup(lost=GroupLost(reason, str(error))))
             return
         self._inference.succeeded()
-        self._teacher.succeeded()
         self._rewards.add(sampled.grades)
         if self._flat_rewards is not None:
             self._flat_rewards.graded(grade.score for grade in sampled.grades)
@@ -224,6 +225,7 @@ class GroupProducer:
         if lost is None:
             assert sampled.group is not None
             self._generation_refusals.accepted()
+            self._teacher.succeeded()
             self._teacher_refusals.accepted()
             self.counts.record(sampled)
             await self._send(sampled.group, env_id, run_uuid)
@@ -234,6 +236,7 @@ class GroupProducer:
         else:
             self._generation_refusals.accepted()
         if lost.reason is FailureReason.TEACHER_REFUSED:
+            self._teacher.succeeded()
             self._teacher_refusals.refused(lost.detail)
 
     async def _send(self, group: ScoredGroup, env_id: int, run_uuid: str) -> None:

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from grpo_core.errors import ProtocolViolation
+from grpo_core.errors import ProtocolViolation, ServiceUnavailable
 from grpo_env.inference.teacher import (
     TeacherClient,
     TeacherTokenizerDiffers,
@@ -22,10 +22,11 @@ from grpo_env.inference.teacher import (
 )
 from grpo_env.pacing import MAX_REFUSED_IN_A_ROW, EveryGroupRefused
 from grpo_env.rollout.chat_template import ChatTemplate, load_template
-from grpo_env.rollout.groups import FailureReason
+from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup
 from grpo_env.rollout.producer import GroupProducer
 from grpo_env.rollout.teacher import Teacher
 from grpo_env.settings import EnvServerSettings
+from grpo_env.tasks import Dialogue, Message, Row
 from tests.support.http_stub import Answer, StubServer, stub_server
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.feeding import Rewarded, right_and_wrong, sevens
@@ -148,6 +149,34 @@ async def test_the_teachers_system_prompt_replaces_the_students(template: ChatTe
         assert "Short." not in text
 
 
+class Appending(Rewarded):
+    """Keeps its conversation in one list."""
+
+    drives_itself = True
+
+    async def run(self, _row: Row, dialogue: Dialogue) -> float:
+        messages: list[Message] = [{"role": "user", "content": "3+4="}]
+        answer = await dialogue.say(messages)
+        messages += [
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "And twice that?"},
+        ]
+        await dialogue.say(messages)
+        return 1.0
+
+
+async def test_what_a_task_says_later_is_no_part_of_the_teachers_prompt(
+    template: ChatTemplate,
+) -> None:
+    async with client_of(scoring()) as (client, server):
+        teacher = Teacher(client, template, "Add.")
+        await rig.sample(
+            scripted("7", "14"), Appending(sevens), ONE, template=template, teacher=teacher
+        )
+    (row,) = server.bodies("POST /v1/completions")[0]["prompt"]
+    assert template.tokenizer.decode(row).count("And twice that?") == 1
+
+
 async def test_the_tokenizer_of_the_student_is_accepted_and_others_are_refused(
     template: ChatTemplate,
 ) -> None:
@@ -240,6 +269,21 @@ async def test_a_teacher_that_refuses_every_group_ends_the_environment() -> None
                 EveryGroupRefused, match=r"the teacher refused 16 .*maximum context"
             ):
                 await producer.produce(PLAN, 0)
+
+
+async def test_groups_that_never_asked_the_teacher_are_no_success_of_it() -> None:
+    away, dropped = TeacherUnavailable("away"), GroupLost(FailureReason.EQUAL_SCORES, "all 1")
+    outcomes = [away, SampledGroup(lost=dropped), away]
+    engine: Any = SimpleNamespace(roll_out=AsyncMock(side_effect=outcomes))
+    settings = EnvServerSettings(
+        task="arithmetic", model="m", teacher_url="http://t", request_deadline_s=1e-9
+    )
+    producer = GroupProducer(settings, Mock(), engine, Mock())
+    await producer.produce(PLAN, 0)
+    await producer.produce(PLAN, 0)
+    assert producer.counts.failures[FailureReason.TEACHER_UNAVAILABLE] == 1
+    with pytest.raises(ServiceUnavailable, match=r"^teacher answered no request .*away"):
+        await producer.produce(PLAN, 0)
 
 
 async def test_a_teacher_that_fails_is_named() -> None:
