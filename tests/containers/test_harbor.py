@@ -100,7 +100,8 @@ async def test_a_reward_that_the_policy_writes_and_tests_that_it_changes_do_not_
     [
         ("echo broken; exit 3\n", r"wrote no reward; its output:\nbroken\n\(exit status 3\)"),
         ("echo x > /logs/verifier/reward.txt\n", "wrote the reward 'x'"),
-        ("sleep 60\n", "did not end within 1 s"),
+        ("sleep 60\n", r"ended by the limit: timeout \(1 s"),
+        ("head -c 9000000 /dev/zero\n", r"ended by the limit: output \(1 s, 8 MiB"),
     ],
 )
 async def test_tests_without_a_reward_fail_the_rollout(

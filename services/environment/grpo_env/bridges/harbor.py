@@ -19,7 +19,14 @@ from grpo_core.tree.environment_values import environment_name
 from grpo_env.bridges.episodes import EpisodeTask, Result, Shown
 from grpo_env.bridges.errors import EnvironmentUnusable, refuse_options
 from grpo_env.bridges.harbor_tasks import HarborDirectory, read_task, task_directories
-from grpo_env.sandbox.container import Container, build, container, require_engine
+from grpo_env.sandbox.container import (
+    OUTPUT_BYTES,
+    Container,
+    build,
+    container,
+    require_engine,
+)
+from grpo_env.sandbox.interface import MIB
 from grpo_env.tasks import Answer, Message, RolloutFailed, Row, Split, TaskOptions
 from grpo_env.tasks.tool_calls import ToolCall, text_parameters, tool_calls
 
@@ -40,6 +47,7 @@ _IMAGE = "grpo-harbor"
 _LOGS = "/logs/verifier"
 _TASK = "task"
 _PROBE_S = 30.0
+_LARGEST_ARGUMENT_BYTES = 128 * 1024  # MAX_ARG_STRLEN of Linux
 
 
 class HarborTask(EpisodeTask):
@@ -127,6 +135,8 @@ class _Episode:
         command = call.arguments.get("command")
         if call.error or call.name != "bash" or not isinstance(command, str):
             return f"error: {call.error or 'expected a call of bash with the argument command'}"
+        if not is_argument(command):
+            return "error: a command has fewer than 128 KiB of UTF-8, without NUL characters"
         ended = await self._container.run(command, self._command_s, user=self._task.user)
         return ended.for_model()
 
@@ -141,7 +151,10 @@ class _Episode:
             environment=task.tests_environment,
         )
         if ended.reason != "finished":
-            raise RolloutFailed(f"tests/test.sh did not end within {tests_s:g} s")
+            raise RolloutFailed(
+                f"tests/test.sh was ended by the limit: {ended.reason} ({tests_s:g} s, "
+                f"{OUTPUT_BYTES // MIB} MiB of output)"
+            )
         found = await self._container.run(
             f"cat {_LOGS}/reward.json 2>/dev/null || cat {_LOGS}/reward.txt", _PROBE_S, user="root"
         )
@@ -149,6 +162,15 @@ class _Episode:
             raise RolloutFailed(f"tests/test.sh wrote no reward; its output:\n{ended.for_model()}")
         parts = rewards_from(found.output)
         return Result(parts, parts.get("reward", sum(parts.values())))
+
+
+def is_argument(text: str) -> bool:
+    """Linux passes it to a program as one argument."""
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:  # half of a pair of surrogates, from JSON
+        return False
+    return b"\0" not in data and len(data) < _LARGEST_ARGUMENT_BYTES
 
 
 def rewards_from(text: str) -> dict[str, float]:

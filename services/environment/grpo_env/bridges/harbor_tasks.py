@@ -14,13 +14,86 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import structlog
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
+
+from grpo_core.errors import problems_of
 from grpo_env.bridges.errors import EnvironmentUnusable
 from grpo_env.sandbox.container import Resources
 
+log = structlog.get_logger()
+
 CONFIG = "task.toml"
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_MEGABYTES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
+_WITHOUT_EFFECT = {
+    *("storage_mb", "storage", "network_mode", "allowed_hosts", "allow_internet"),
+    *("gpu_types", "skills_dir"),
+}
+"""Keys of [environment] that Harbor has. docs/how-to/harbor.md lists them."""
+
+
+def _megabytes(size: Any) -> Any:
+    """Older tasks write `2G`, `512M` or `512K`."""
+    text = str(size).strip().upper()
+    factor = _MEGABYTES.get(text[-1:])
+    return int(float(text[:-1]) * factor) if factor else size
+
+
+class _Environment(BaseModel):
+    """[environment]"""
+
+    model_config = ConfigDict(extra="allow")
+
+    docker_image: str | None = None
+    build_timeout_sec: float = 600.0
+    cpus: PositiveFloat = Resources.cpus
+    memory_mb: Annotated[PositiveInt, BeforeValidator(_megabytes)] = Field(
+        Resources.memory_mb, validation_alias=AliasChoices("memory_mb", "memory")
+    )
+    workdir: str | None = None
+    env: dict[str, Any] = {}
+    os: str = "linux"
+    gpus: Any = None
+    tpu: Any = None
+    mcp_servers: Any = None
+    healthcheck: Any = None
+
+
+class _Verifier(BaseModel):
+    """[verifier]"""
+
+    timeout_sec: float = 600.0
+    user: str | int | None = None
+    env: dict[str, Any] = {}
+    environment: Any = None
+    environment_mode: Any = None
+
+
+class _Agent(BaseModel):
+    """[agent]"""
+
+    user: str | int | None = None
+
+
+class _Config(BaseModel):
+    """task.toml"""
+
+    environment: _Environment = _Environment()
+    verifier: _Verifier = _Verifier()
+    agent: _Agent = _Agent()
+    steps: Any = None
 
 
 @dataclass(frozen=True)
@@ -64,64 +137,63 @@ def read_task(path: Path, network: str) -> HarborDirectory:
         EnvironmentUnusable: a file is missing or invalid, or the task needs what is not supported.
     """
     try:
-        config = tomllib.loads((path / CONFIG).read_text())
+        config = _Config.model_validate(tomllib.loads((path / CONFIG).read_text()))
         instruction = (path / "instruction.md").read_text().strip()
+    except ValidationError as error:
+        raise EnvironmentUnusable(f"{path / CONFIG}: {problems_of(error)}") from error
     except (OSError, ValueError) as error:
         raise EnvironmentUnusable(f"{path}: {error}") from error
-    environment, verifier = config.get("environment", {}), config.get("verifier", {})
+    environment, verifier = config.environment, config.verifier
     if problems := [
-        *_problems(path, config, environment, verifier),
+        *_problems(path, config),
         *([] if instruction else ["an empty instruction.md"]),
     ]:
         raise EnvironmentUnusable(f"the task {path} cannot be used here: {', '.join(problems)}")
+    if unknown := (environment.model_extra or {}).keys() - _WITHOUT_EFFECT:
+        log.warning("harbor.keys_ignored", task=str(path), environment=sorted(unknown))
     return HarborDirectory(
         path,
         instruction,
         _resources(path, environment, network),
-        environment.get("docker_image"),
-        float(environment.get("build_timeout_sec", 600.0)),
-        float(verifier.get("timeout_sec", 600.0)),
-        _text(config.get("agent", {}).get("user")),
-        _text(verifier.get("user")),
-        _resolved(path, verifier.get("env", {})),
+        environment.docker_image,
+        environment.build_timeout_sec,
+        verifier.timeout_sec,
+        _text(config.agent.user),
+        _text(verifier.user),
+        _resolved(path, verifier.env),
     )
 
 
-def _problems(
-    path: Path,
-    config: Mapping[str, Any],
-    environment: Mapping[str, Any],
-    verifier: Mapping[str, Any],
-) -> Iterator[str]:
+def _problems(path: Path, config: _Config) -> Iterator[str]:
+    environment, verifier = config.environment, config.verifier
     if not (path / "tests" / "test.sh").is_file():
         yield "no tests/test.sh"
-    if not (environment.get("docker_image") or (path / "environment" / "Dockerfile").is_file()):
+    if not (environment.docker_image or (path / "environment" / "Dockerfile").is_file()):
         yield "no environment/Dockerfile"
     if (path / "environment" / "docker-compose.yaml").exists():
         yield "environment/docker-compose.yaml (several containers)"
-    if config.get("steps"):
+    if config.steps:
         yield "several steps"
-    if verifier.get("environment") or verifier.get("environment_mode") == "separate":
+    if verifier.environment or verifier.environment_mode == "separate":
         yield "tests in a container of their own"
-    if str(environment.get("os", "linux")).lower() != "linux":
-        yield f"os = {environment['os']!r}"
+    if environment.os.lower() != "linux":
+        yield f"os = {environment.os!r}"
     for name in ("gpus", "tpu", "mcp_servers", "healthcheck"):
-        if environment.get(name):
+        if getattr(environment, name):
             yield f"{name} of [environment]"
 
 
-def _resources(path: Path, environment: Mapping[str, Any], network: str) -> Resources:
-    usual = Resources()
+def _resources(path: Path, environment: _Environment, network: str) -> Resources:
     return Resources(
-        memory_mb=int(environment.get("memory_mb") or usual.memory_mb),
-        cpus=float(environment.get("cpus") or usual.cpus),
+        memory_mb=environment.memory_mb,
+        cpus=environment.cpus,
         network=network,
-        workdir=environment.get("workdir"),
-        environment=_resolved(path, environment.get("env", {})),
+        workdir=environment.workdir,
+        environment=_resolved(path, environment.env),
     )
 
 
-def _resolved(path: Path, variables: Mapping[str, str]) -> dict[str, str]:
+def _resolved(path: Path, variables: Mapping[str, Any]) -> dict[str, str]:
     """`${NAME}` and `${NAME:-default}` are variables of this process."""
 
     def value(match: re.Match[str]) -> str:

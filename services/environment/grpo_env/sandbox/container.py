@@ -22,7 +22,7 @@ _LONGEST_LIFE_S = 6 * 3600
 """After it, a container whose process was killed ends and is removed by Docker."""
 _DOCKER_S = 120.0
 _GRACE_S = 30.0
-_OUTPUT_BYTES = 8 * MIB
+OUTPUT_BYTES = 8 * MIB
 _NOT_INSTALLED = "docker is not installed: see https://docs.docker.com/engine/install/"
 _NO_ENGINE = "Cannot connect to the Docker daemon"
 _OF_DOCKER = ("Error response from daemon", _NO_ENGINE)
@@ -142,7 +142,7 @@ async def build(directory: Path, image: str, seconds: float) -> None:
 
 async def docker(words: Sequence[str], seconds: float) -> Ended:
     """How a docker command ended. Raises `SandboxUnusable` if there is no docker."""
-    limits = Limits(seconds=seconds, output_bytes=_OUTPUT_BYTES)
+    limits = Limits(seconds=seconds, output_bytes=OUTPUT_BYTES)
     try:
         return await run_child(
             Command(["docker", *words], dict(os.environ), limits, _kill, measures_memory=False)

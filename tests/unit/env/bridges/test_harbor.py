@@ -3,16 +3,19 @@ tests/containers/test_harbor.py."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from grpo_env.bridges.errors import EnvironmentUnusable
-from grpo_env.bridges.harbor import HarborTask, rewards_from
+from grpo_env.bridges.harbor import HarborTask, _Episode, rewards_from
 from grpo_env.bridges.harbor_tasks import read_task, task_directories
-from grpo_env.sandbox.container import Resources
+from grpo_env.sandbox.container import Container, Resources
 from grpo_env.tasks import RolloutFailed, TaskOptions
 from tests.support.harbor import write_task
+from tests.unit.env.bridges.scripted import ScriptedDialogue
 
 FULL = """
 [verifier]
@@ -64,12 +67,36 @@ def test_what_a_task_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("[environment]\ngpus = 1\nos = 'windows'\n", "os = 'windows', gpus of"),
         ("[environment]\nenv = { A = '${HARBOR_MISSING}' }\n", "variable HARBOR_MISSING"),
         ("[environment\n", "Expected ']'"),
+        ("[environment]\nmemory = 'much'\ncpus = 0\n", r"task\.toml: environment\.cpus: .*0; env"),
+        ("environment = 3\n", r"task/task\.toml: environment: Input should be a valid"),
     ],
 )
 def test_a_task_that_needs_more_is_refused(tmp_path: Path, config: str, problem: str) -> None:
     write_task(tmp_path / "task", "Do it.", config=config)
     with pytest.raises(EnvironmentUnusable, match=problem):
         HarborTask(str(tmp_path), TaskOptions())
+
+
+def test_memory_as_older_tasks_write_it_and_keys_without_a_meaning(tmp_path: Path) -> None:
+    config = "[environment]\nmemory = '2.5G'\nstorage = '10G'\nmemroy_mb = 7\n"
+    with capture_logs() as logs:
+        task = read_task(write_task(tmp_path, "Do it.", config=config), "none")
+    assert task.resources.memory_mb == 2560
+    assert [(log["event"], log["environment"]) for log in logs] == [
+        ("harbor.keys_ignored", ["memroy_mb"])
+    ]
+
+
+@pytest.mark.parametrize("command", ["a\0b", "\ud800", "x" * 2**17], ids=["NUL", "half", "long"])
+async def test_a_command_that_linux_cannot_pass_on_is_answered(
+    tmp_path: Path, command: str
+) -> None:
+    directory = read_task(write_task(tmp_path, "Do it."), "none")
+    episode = _Episode(directory, Container("none"), 1.0)
+    call = {"name": "bash", "arguments": {"command": command}}
+    answer = f"<tool_call>{json.dumps(call)}</tool_call>"
+    shown = await episode.act(await ScriptedDialogue(answer).say([]))
+    assert shown.messages[0]["content"].startswith("error: a command has fewer than 128 KiB")
 
 
 def test_missing_files_are_listed(tmp_path: Path) -> None:
