@@ -51,7 +51,8 @@ from tests.faults.rig import (
 from tests.faults.stages import VARIABLE as STAGES
 from tests.support.wait import wait_for
 
-VICTIMS = (REDIS, RUN_API, SERVER, ENGINE, SUPERVISOR, TRAINER, ENVIRONMENT)
+VICTIMS = (REDIS, RUN_API, ENGINE, SUPERVISOR, SERVER, TRAINER, ENVIRONMENT)
+"""In the order in which several are killed: the supervisor knows its engine."""
 STOPPED = (REDIS, RUN_API, SERVER, ENGINE, TRAINER, ENVIRONMENT)
 LONGEST_STOP_S = 8.0
 LONGEST_PAUSE_S = 3.0
@@ -116,7 +117,7 @@ class Chaos:
         if stops:
             rig.stop_for(dice.uniform(0.5, LONGEST_STOP_S), *victims)
         else:
-            for name in victims:
+            for name in sorted(victims, key=VICTIMS.index):
                 rig.kill(name)
             time.sleep(dice.uniform(0.0, 1.0))
             rig.start_what_is_dead()
