@@ -59,8 +59,12 @@ def with_advantages(
                 [teacher_gaps(usable, i) for usable in groups for i in range(usable.group.size)],
             )
             teacher = distance(batch, gaps)
-            pairs = zip(columns, gaps, strict=True)
-            columns = [with_teacher(column, gap, objective) for column, gap in pairs]
+            zero = [[float(zero)] for usable in groups for zero in usable.zero_advantage]
+            parts = zip(columns, gaps, _columns(batch, zero), strict=True)
+            columns = [
+                with_teacher(column, gap, objective).masked_fill(closed > 0, 0.0)
+                for column, gap, closed in parts
+            ]
     columns = ranks.broadcast(columns, "the advantages") or []
     found = zip(batch.micro_batches, columns, strict=True)
     micro_batches = [replace(micro, advantages=column) for micro, column in found]
@@ -108,7 +112,8 @@ def _column(rows: Sequence[list[float]], lengths: Sequence[int]) -> Tensor:
         return torch.tensor(rows)
     column = torch.zeros(len(rows), max(lengths))
     for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        column[place, :length] = torch.tensor(row[:length])
+        if row:  # a sequence of one token has no target
+            column[place, :length] = torch.tensor(row[:length])
     return column
 
 

@@ -43,10 +43,9 @@ def teacher_gaps(usable: UsableGroup, sequence: int) -> list[float]:
         usable.group.masks[sequence][1:],
         strict=True,
     )
-    is_open = not usable.zero_advantage[sequence]
     return [
         max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, teacher - student))
-        if is_open and teacher is not None and mask != MASKED
+        if teacher is not None and mask != MASKED
         else math.nan
         for teacher, student, mask in targets
     ]

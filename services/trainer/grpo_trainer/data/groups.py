@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
         UnusableGroup: inference_logprobs are missing or positive, the sampling options change the
             distribution, masks or advantages do not fit the tokens, the prompt is unmasked, no
             token is trained on, tokens after an end token are, a token is outside the policy's
-            vocabulary, or a teacher's logprobs are missing.
+            vocabulary, a teacher's logprobs are missing, or belong to another temperature.
     """
     group = group.without_padding()
     problem = _why_not_logged(index, group)
@@ -93,7 +93,6 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
     _check_tokens(index, group, limits.vocab_size)
     _check_masks(index, group)
     _check_advantages(index, group)
-    _check_teacher(index, group, limits.needs_teacher)
     logged = group.inference_logprobs or []
     has_own = bool((group.group_overrides or {}).get(OWN_LOGPROBS))
     if problem is not None and not has_own:
@@ -106,10 +105,13 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
     _check_prompts(index, group)
     _check_cut(index, group, limits.seq_len)
     overrides: list[dict[str, Any]] = group.overrides or [{}] * group.size
+    temperatures = [_temperature(index, group, override) for override in overrides]
+    if limits.needs_teacher:
+        _check_teacher(index, group, temperatures)
     return UsableGroup(
         group=group,
         inference_logprobs=logged,
-        temperatures=[_temperature(index, group, override) for override in overrides],
+        temperatures=temperatures,
         zero_advantage=[bool(override.get("set_advantage_to_zero")) for override in overrides],
         facts=RolloutFacts.of(group),
         is_logged=problem is None,
@@ -232,12 +234,22 @@ def _check_advantages(index: int, group: ScoredGroup) -> None:
             )
 
 
-def _check_teacher(index: int, group: ScoredGroup, needs_teacher: bool) -> None:
-    if needs_teacher and not group.distill_logprobs:
+def _check_teacher(index: int, group: ScoredGroup, temperatures: Sequence[float]) -> None:
+    rows = (group.teacher_logprobs(i) for i in range(group.size))
+    if all(logprob is None for row in rows for logprob in row):
         raise UnusableGroup(
             UnusableReason.NO_TEACHER,
-            f"group {index} (env_id {group.env_id}) has no distill_logprobs; pass --teacher-url to "
-            "env-server, or start the trainer without --distill-coef and --objective distill",
+            f"group {index} (env_id {group.env_id}) has no distill_logprobs of its tokens; pass "
+            "--teacher-url to env-server, or start the trainer without --distill-coef and "
+            "--objective distill",
+        )
+    if set(temperatures) != {1.0}:
+        raise UnusableGroup(
+            UnusableReason.TEMPERATURE,
+            f"group {index} (env_id {group.env_id}) was sampled at temperature "
+            f"{max(temperatures, key=lambda one: abs(one - 1)):g}, but a teacher's logprobs are "
+            "those at temperature 1; sample at temperature 1, or start the trainer without "
+            "--distill-coef and --objective distill",
         )
 
 

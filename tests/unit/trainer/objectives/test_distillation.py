@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from grpo_core.tree.objectives import Objective, resolved
+from grpo_core.wire.fields import MASKED
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.advantages import with_advantages
 from grpo_trainer.checks.groups import GroupCheck
@@ -18,7 +19,7 @@ from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.groups import Tokens, usable_group
 from grpo_trainer.errors import UnusableGroup
 from grpo_trainer.losses import policy_loss
-from tests.unit.trainer.groups import LIMITS, batch_of, group, in_order, taught, usable
+from tests.unit.trainer.groups import LIMITS, P, batch_of, group, in_order, taught, usable
 
 DISTILL = resolved("distill", {})
 MIXED = resolved("grpo", {"distill_coef": 0.5, "reward_coef": 2.0})
@@ -72,8 +73,22 @@ def test_advantages_that_were_sent_or_set_to_zero() -> None:
     sent = taught(group(advantages=[[3.0], [0.0, 0.0, 1.0, 2.0, 4.0]]))
     found = advantages_of(batch_of(usable(sent), MIXED))
     assert found == [pytest.approx([6 - 0.5]), pytest.approx([2 + 0.05, 4, 8 - 0.25])]
-    zero = taught(group(overrides=[{"set_advantage_to_zero": True}, {}]))
-    assert advantages_of(batch_of(usable(zero), DISTILL))[0] == [0.0]
+    zero = taught(group(overrides=[{}, {"set_advantage_to_zero": True}]))
+    batch = batch_of(usable(zero), DISTILL)
+    assert advantages_of(batch) == [pytest.approx([-1.0]), [0.0] * 3]
+    assert batch.teacher is not None
+    assert batch.teacher.scored == 0.75  # the teacher scored them all the same
+
+
+def test_a_sequence_of_one_token_has_no_teacher() -> None:
+    short = group(
+        tokens=[[5], [5, 6, 8]],
+        masks=[[MASKED], [MASKED, MASKED, 8]],
+        inference_logprobs=[[P], [P, P, -0.2]],
+        distill_token_ids=[[[]], [[], [], [8]]],
+        distill_logprobs=[[[]], [[], [], [-0.1]]],
+    )
+    assert advantages_of(batch_of(usable(short), DISTILL)) == [[], [pytest.approx(0.1)]]
 
 
 def test_groups_in_another_order_keep_their_teacher() -> None:
@@ -118,11 +133,19 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl_divergence() -> None:
 
 def test_groups_without_a_teacher_are_refused_by_name() -> None:
     assert usable_group(0, taught(group()), NEEDS_TEACHER)
-    with pytest.raises(
-        UnusableGroup, match="has no distill_logprobs; pass --teacher-url"
-    ) as raised:
-        usable_group(0, group(), NEEDS_TEACHER)
-    assert raised.value.reason == "no_teacher_logprobs"
+    nothing: list[list[list[float]]] = [[[]] * 3, [[]] * 5]
+    for without in group(), group(distill_token_ids=nothing, distill_logprobs=nothing):
+        with pytest.raises(UnusableGroup, match=r"no distill_logprobs .*--teacher-url") as raised:
+            usable_group(0, without, NEEDS_TEACHER)
+        assert raised.value.reason == "no_teacher_logprobs"
+
+
+def test_groups_at_another_temperature_than_the_teachers_are_refused() -> None:
+    cold = taught(group(overrides=[{}, {"temperature": 0.5}]))
+    assert usable_group(0, cold, LIMITS)
+    with pytest.raises(UnusableGroup, match=r"at temperature 0\.5, but a teacher's") as raised:
+        usable_group(0, cold, NEEDS_TEACHER)
+    assert raised.value.reason == "temperature"
 
 
 def test_equal_scores_are_no_finding_if_only_the_teacher_counts() -> None:
