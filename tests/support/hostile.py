@@ -109,8 +109,12 @@ print(subprocess.run(command, capture_output=True).returncode)
 
 
 def many_files(run: Run, _directory: Path) -> None:
-    """Files without content, each of which takes a kilobyte of the kernel's memory."""
+    """Files without content, each of which takes a kilobyte of the kernel's memory, beside a
+    process that has ended."""
     code = """
+import os
+if os.fork() == 0:
+    os._exit(0)
 number = 0
 while True:
     open(f"/tmp/{number}", "w").close()
@@ -120,7 +124,7 @@ while True:
     assert ended.reason == "memory", ended
 
 
-def disk(run: Run, directory: Path) -> None:
+def disk(run: Run, _directory: Path) -> None:
     """Write wherever a file can be made, without end."""
     code = """
 import os
@@ -139,16 +143,30 @@ print(filled)
     ended = run(code, limits=Limits(seconds=60, file_bytes=4 * MIB))
     assert ended.ok, ended
     assert 4 * MIB <= int(ended.output) <= 8 * MIB
-    code = """
-import time
+
+
+def disk_of_directory(run: Run, directory: Path) -> None:
+    """Fill the working directory, also where its files cannot be found or take no space."""
+    places = {
+        "open": "",
+        "deep": "for _ in range(20): os.mkdir('d' * 250); os.chdir('d' * 250)",
+        "closed": "os.mkdir('d', 0o300); os.chdir('d')",
+        "empty": "[os.mkdir(str(number)) for number in range(100_000)]",
+    }
+    for name, place in places.items():
+        code = f"""
+import os, time
+{place}
 for number in range(30):
     open(str(number), "wb").write(b"x" * 2**20)
-time.sleep(10_000)
+{_FOR_EVER}
 """
-    work = directory / "work"
-    work.mkdir()
-    limits = Limits(seconds=60, file_bytes=4 * MIB)
-    assert leaving_nothing(run, code, directory=work, limits=limits).reason == "files"
+        work = directory / name
+        work.mkdir()
+        limits = Limits(seconds=60, file_bytes=4 * MIB)
+        ended = leaving_nothing(run, code, directory=work, limits=limits)
+        assert ended.reason == "files", (name, ended)
+    (directory / "closed" / "d").chmod(0o700)  # for its removal
 
 
 def secrets(run: Run, directory: Path) -> None:
@@ -243,6 +261,7 @@ ATTACKS: tuple[Attack, ...] = (
     hidden_memory,
     many_files,
     disk,
+    disk_of_directory,
     secrets,
     network,
     kill_parent,

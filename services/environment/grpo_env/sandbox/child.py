@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 from grpo_env.sandbox.interface import Ended, Limits, Reason
-from grpo_env.sandbox.usage import file_bytes, kernel_bytes, memory_bytes
+from grpo_env.sandbox.usage import file_bytes, memory_bytes
 
 _POLL_S = 0.1
 _LARGEST_SHARE = 0.1
@@ -82,6 +85,7 @@ async def run_child(command: Command) -> Ended:
     Raises:
         OSError: the command does not start.
     """
+    files_before = await asyncio.to_thread(_file_bytes, command.directory)
     started = time.monotonic()
     loop = asyncio.get_running_loop()
     transport, run = await loop.subprocess_exec(
@@ -93,7 +97,7 @@ async def run_child(command: Command) -> Ended:
         start_new_session=True,
     )
     timer = loop.call_later(command.limits.seconds, run.stop, "timeout")
-    measuring = asyncio.create_task(_measure(command, transport.get_pid(), run))
+    measuring = asyncio.create_task(_measure(command, transport.get_pid(), files_before, run))
     try:
         stdin = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
         stdin.write(command.stdin)
@@ -116,20 +120,33 @@ async def _end(command: Command, transport: asyncio.SubprocessTransport, run: _R
     transport.close()
 
 
-async def _measure(command: Command, pid: int, run: _Run) -> None:
-    before = await asyncio.to_thread(file_bytes, command.directory)
-    while True:
-        started = time.monotonic()
-        if await asyncio.to_thread(_memory_bytes, command, pid) > command.limits.memory_bytes:
-            run.stop("memory")
-        written = await asyncio.to_thread(file_bytes, command.directory) - before
-        if written > command.limits.file_bytes:
-            run.stop("files")
-        took = time.monotonic() - started
-        await asyncio.sleep(max(_POLL_S, took / _LARGEST_SHARE))
+async def _measure(command: Command, pid: int, files_before: int, run: _Run) -> None:
+    async with asyncio.TaskGroup() as both:
+        if command.measures_memory:
+            most = command.limits.memory_bytes
+            used = partial(memory_bytes, pid, command.in_memory)
+            both.create_task(_watch("memory", used, most, run))
+        if command.directory:
+            most = files_before + command.limits.file_bytes
+            used = partial(file_bytes, command.directory, most + 1)
+            both.create_task(_watch("files", used, most, run))
 
 
-def _memory_bytes(command: Command, pid: int) -> int:
-    if not command.measures_memory:
-        return 0
-    return memory_bytes(pid) + kernel_bytes(pid, command.in_memory)
+async def _watch(reason: Reason, used: Callable[[], int], most: int, run: _Run) -> None:
+    """Stop a run that uses more, or of which this cannot be measured."""
+    try:
+        while True:
+            started = time.monotonic()
+            if await asyncio.to_thread(used) > most:
+                run.stop(reason)
+            took = time.monotonic() - started
+            await asyncio.sleep(max(_POLL_S, took / _LARGEST_SHARE))
+    except OSError:
+        run.stop(reason)
+
+
+def _file_bytes(directory: Path | None) -> int:
+    """Before the run. 0 if it cannot be measured, which then stops the run."""
+    with contextlib.suppress(OSError):
+        return file_bytes(directory, math.inf) if directory else 0
+    return 0
