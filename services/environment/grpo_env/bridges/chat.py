@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_env.tasks import Answer, ContextFull, Dialogue, Message
-from grpo_env.tasks.tool_calls import divided_by_calls, text_parameters
+from grpo_env.tasks.tool_calls import IsText, divided_by_calls, text_parameters
 
 MODEL = "policy"
 ChatMessage = Mapping[str, Any]
@@ -22,12 +23,23 @@ _TEXTS = ("text", "input_text", "output_text")
 """Types of the parts of a message that hold a text. The last two are of the responses API."""
 
 
-class ImagesUnsupported(ValueError):
-    """A message holds something other than text."""
+class RequestUnusable(Exception):
+    """A request asks for something that a rollout cannot have, or has not the API's form."""
 
 
 class LimitReached(Exception):
     """The rollout has no call or no token left."""
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Raises `RequestUnusable` where a request lacks a field, or has one of another type."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise RequestUnusable(
+            f"the request has not the form of OpenAI's API: {type(error).__name__}: {error}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -65,8 +77,9 @@ class Chat:
     conversation continues token by token although the environment sends the calls back parsed.
 
     failed: the first error of its dialogue that the endpoint answered with a refusal.
+    on_failure: is called at the first one and all others.
     last: the newest answer of the policy; None before the first one.
-    is_cut_off: a call was refused because of a limit.
+    is_cut_off: a call was refused because of a limit, and none was answered that began later.
     stored: conversations that the client continues by the id of a response.
     """
 
@@ -77,9 +90,13 @@ class Chat:
         self._tool_calls = 0
         self._calls = 0
         self._tokens = 0
+        self._is_closed = False
         self._answering: set[asyncio.Task[Any]] = set()
+        # Calls side by side would share the tokens that are left.
+        self._turn = nullcontext() if limits.tokens is None else asyncio.Lock()
         self._refused: ContextFull | LimitReached | None = None
         self.failed: Exception | None = None
+        self.on_failure: Callable[[], object] = lambda: None
         self.last: Answer | None = None
         self.stored: dict[str, list[ChatMessage]] = {}
 
@@ -102,37 +119,44 @@ class Chat:
         Raises:
             ContextFull: the conversation has no room for another token.
             LimitReached: see there.
-            ImagesUnsupported: a message holds an image or a sound.
+            RequestUnusable: see there; or the rollout has ended.
         """
-        options = sampling or {}
+        if self._is_closed:
+            raise RequestUnusable("the rollout has ended")
+        refused = self._refused
+        with reading():
+            asked = self._asked(messages, tools, sampling or {})
+            is_text = text_parameters(tools)
         answering = asyncio.current_task()
         assert answering is not None
         self._answering.add(answering)
         try:
-            answer = await self._dialogue.say(
-                [self._as_said(message) for message in messages],
-                tools=tools,
-                max_tokens=self._allowed(
-                    options.get("max_completion_tokens") or options.get("max_tokens")
-                ),
-                stop=_texts_of(options.get("stop")),
-            )
+            async with self._turn:
+                asked["max_tokens"] = self._allowed(asked["max_tokens"])
+                answer = await self._dialogue.say(**asked)
+                self._tokens += answer.new_tokens
         except (ContextFull, LimitReached) as error:
             self._refused = error
             raise
         finally:
             self._answering.discard(answering)
-        self._tokens += answer.new_tokens
+        if self._refused is refused:
+            self._refused = None
         self.last = answer
-        content, calls = self._parsed(answer, tools) if tools else (str(answer), [])
+        content, calls = self._parsed(answer, is_text) if tools else (str(answer), [])
         reason = "length" if not answer.finished else "tool_calls" if calls else "stop"
         said = ChatAnswer(content, calls, reason, answer.context_tokens, answer.new_tokens)
         if calls:
             self._texts[calls[0]["id"]] = (plain_message(said.message), str(answer))
         return said
 
+    def fail(self, error: Exception) -> None:
+        self.failed = self.failed or error
+        self.on_failure()
+
     async def close(self) -> None:
         """End the calls that are not answered yet: nothing more is recorded."""
+        self._is_closed = True
         for answering in self._answering:
             answering.cancel()
         await asyncio.gather(*self._answering, return_exceptions=True)
@@ -144,6 +168,23 @@ class Chat:
             raise self.failed
         if self._refused is not None and self.last is None:
             raise self._refused
+
+    def _asked(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        sampling: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """The arguments of `Dialogue.say`."""
+        if not messages:
+            raise RequestUnusable("expected at least one message")
+        stop = sampling.get("stop")
+        return {
+            "messages": [self._as_said(message) for message in messages],
+            "tools": tools,
+            "max_tokens": _tokens_of(sampling),
+            "stop": (stop,) if isinstance(stop, str) else tuple(stop or ()),
+        }
 
     def _allowed(self, asked: int | None) -> int | None:
         """Tokens that the next answer may have; None for the run's limit."""
@@ -165,11 +206,9 @@ class Chat:
                 return {"role": "assistant", "content": text}
         return plain
 
-    def _parsed(
-        self, answer: Answer, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[str | None, list[dict[str, Any]]]:
+    def _parsed(self, answer: Answer, is_text: IsText) -> tuple[str | None, list[dict[str, Any]]]:
         """As vLLM's parsers: if one call is no JSON or has no name, the whole text is content."""
-        content, calls = divided_by_calls(answer, text_parameters(tools))
+        content, calls = divided_by_calls(answer, is_text)
         if not calls or not all(call.name for call in calls):
             return str(answer), []
         listed = []
@@ -187,7 +226,7 @@ def plain_message(message: ChatMessage) -> Message:
     """A message for the chat template, with its content as text and without empty fields.
 
     Raises:
-        ImagesUnsupported: the message holds an image or a sound.
+        RequestUnusable: the message holds an image or a sound.
     """
     # The developer's messages are the system's, under the name that OpenAI's newer models have.
     role = "system" if message["role"] == "developer" else message["role"]
@@ -207,7 +246,7 @@ def _text_of(message: ChatMessage) -> str:
     for part in content:
         kind = part.get("type")
         if kind not in _TEXTS:
-            raise ImagesUnsupported(
+            raise RequestUnusable(
                 f"a message of the role {message['role']} holds a part of the type {kind!r}; only "
                 "text is supported, because images cannot be trained on yet"
             )
@@ -226,5 +265,8 @@ def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _texts_of(stop: Any) -> Sequence[str]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+def _tokens_of(sampling: Mapping[str, Any]) -> int | None:
+    asked = sampling.get("max_completion_tokens") or sampling.get("max_tokens")
+    if asked is None or (isinstance(asked, int) and asked > 0):
+        return asked
+    raise RequestUnusable(f"max_tokens: expected a number of tokens, at least 1; got {asked!r}")

@@ -11,25 +11,21 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_env.bridges.chat import MODEL, Chat, ChatAnswer
+from grpo_env.bridges.chat import MODEL, Chat, ChatAnswer, RequestUnusable
 
-IGNORED = (
-    *("temperature", "top_p", "seed", "logit_bias", "presence_penalty", "frequency_penalty"),
-    *("response_format", "logprobs", "reasoning_effort"),
+READ = (
+    *("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop"),
+    *("n", "stream", "stream_options"),
 )
-"""Options of a request that change nothing: the policy is sampled as the run says."""
-
-
-class RequestUnusable(ValueError):
-    """A request asks for something that a rollout cannot have."""
+"""Options of a request. All others change nothing: the policy is sampled as the run says."""
 
 
 async def complete(chat: Chat, body: Mapping[str, Any]) -> ChatAnswer:
     """Raises `RequestUnusable`, and as `Chat.complete`."""
-    if body.get("n", 1) != 1:
+    if (body.get("n") or 1) != 1:
         raise RequestUnusable("expected n=1: an environment asks for one answer at a time")
     tools = () if body.get("tool_choice") == "none" else body.get("tools") or ()
-    return await chat.complete(body["messages"], tools, body)
+    return await chat.complete(body.get("messages") or (), tools, body)
 
 
 def whole(answer: ChatAnswer) -> dict[str, Any]:

@@ -6,7 +6,7 @@ It has `POST /v1/chat/completions`, `POST /v1/responses` and `GET /v1/models`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,8 @@ import structlog
 from aiohttp import web
 
 from grpo_env.bridges import completions_api, responses_api
-from grpo_env.bridges.chat import MODEL, Chat, LimitReached
-from grpo_env.bridges.completions_api import RequestUnusable
-from grpo_env.tasks import ContextFull
+from grpo_env.bridges.chat import MODEL, Chat, LimitReached, RequestUnusable
+from grpo_env.tasks import ContextFull, MessagesUnusable
 
 log = structlog.get_logger()
 
@@ -42,8 +41,10 @@ class ChatEndpoint:
 
     async def __aenter__(self) -> ChatEndpoint:
         app = web.Application(client_max_size=_LARGEST_REQUEST_BYTES)
-        app.router.add_post("/v1/chat/completions", self._through(_completion))
-        app.router.add_post("/v1/responses", self._through(_response))
+        app.router.add_post(
+            "/v1/chat/completions", self._through(_completion, completions_api.READ)
+        )
+        app.router.add_post("/v1/responses", self._through(_response, responses_api.READ))
         app.router.add_get("/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         # A rollout that is given up also ends its request to the inference server.
@@ -64,7 +65,7 @@ class ChatEndpoint:
         await self._runner.cleanup()
 
     def _through(
-        self, answered: Answered
+        self, answered: Answered, read: Collection[str]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
             chat = self.sessions.get(request.headers.get(self._header, ""))
@@ -72,15 +73,18 @@ class ChatEndpoint:
                 return _refusal(
                     f"no rollout is open for the header {self._header}", 401, "invalid_api_key"
                 )
-            body = await request.json()
-            self._warn_of_ignored(body)
+            try:
+                body = await _body_of(request)
+            except RequestUnusable as error:
+                return _refusal(str(error))
+            self._warn_of_ignored(body, read)
             return await _answer(answered, chat, body)
 
         return handle
 
-    def _warn_of_ignored(self, body: Mapping[str, Any]) -> None:
+    def _warn_of_ignored(self, body: Mapping[str, Any], read: Collection[str]) -> None:
         """Once for each option."""
-        if new := [*_ignored(body, self._ignored)]:
+        if new := [name for name in _ignored(body, read) if name not in self._ignored]:
             self._ignored.update(new)
             log.warning(
                 "endpoint.options_ignored",
@@ -99,13 +103,22 @@ class ChatEndpoint:
         )
 
 
-def _ignored(body: Mapping[str, Any], known: set[str]) -> Iterable[str]:
-    for name in completions_api.IGNORED:
-        if name not in known and body.get(name) is not None:
-            yield name
+async def _body_of(request: web.Request) -> dict[str, Any]:
+    """Raises `RequestUnusable`."""
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise RequestUnusable(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestUnusable("expected a JSON object as the body")
+    return body
+
+
+def _ignored(body: Mapping[str, Any], read: Collection[str]) -> Iterable[str]:
+    yield from (name for name, value in body.items() if name not in read and value is not None)
     # Its calls are the policy's own choice, so that every token has the logprob that it was
     # sampled with.
-    if "tool_choice" not in known and body.get("tool_choice", "auto") not in (None, "auto", "none"):
+    if body.get("tool_choice", "auto") not in (None, "auto", "none"):
         yield "tool_choice"
 
 
@@ -116,10 +129,10 @@ async def _answer(answered: Answered, chat: Chat, body: Mapping[str, Any]) -> we
         return _refusal(str(error), code="context_length_exceeded")
     except LimitReached as error:
         return _refusal(str(error), code="rollout_limit_reached")
-    except RequestUnusable as error:
+    except (RequestUnusable, MessagesUnusable) as error:
         return _refusal(str(error))
     except Exception as error:  # noqa: BLE001 - the caller of the rollout raises it
-        chat.failed = chat.failed or error
+        chat.fail(error)
         return _refusal(f"{type(error).__name__}: {error}")
 
 

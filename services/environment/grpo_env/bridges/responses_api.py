@@ -12,11 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from grpo_env.bridges.chat import MODEL, Chat, ChatAnswer, ChatMessage
-from grpo_env.bridges.completions_api import RequestUnusable
+from grpo_env.bridges.chat import MODEL, Chat, ChatAnswer, ChatMessage, RequestUnusable, reading
 
 _REFUSED = ("conversation", "prompt", "background")
 """Options that need something stored elsewhere, or a request that goes on without its client."""
+READ = (
+    *("model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "stream"),
+    *("max_output_tokens", "metadata", *_REFUSED),
+)
+"""As `completions_api.READ`."""
 _LEFT_OUT = ("reasoning", "compaction")
 """Items of the input that only a hosted model understands."""
 
@@ -25,10 +29,11 @@ async def reply(chat: Chat, body: Mapping[str, Any]) -> dict[str, Any]:
     """A `Response` of the API. Raises `RequestUnusable`, and as `Chat.complete`."""
     if refused := [name for name in _REFUSED if body.get(name)]:
         raise RequestUnusable(f"{', '.join(refused)}: not supported for a rollout; omit it")
-    messages = [*_earlier(chat, body), *_messages(body["input"])]
+    with reading():
+        messages = [*_earlier(chat, body), *_messages(body["input"])]
+        tools = () if body.get("tool_choice") == "none" else _tools(body)
     instructions = body.get("instructions")
     opening = [{"role": "system", "content": instructions}] if instructions else []
-    tools = () if body.get("tool_choice") == "none" else _tools(body)
     answer = await chat.complete(
         [*opening, *messages], tools, {"max_tokens": body.get("max_output_tokens")}
     )

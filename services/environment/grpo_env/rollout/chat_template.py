@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_core.errors import GrpoError
 from grpo_env.maths.final_answer import THINK_TAG
-from grpo_env.tasks import Message
+from grpo_env.tasks import Message, MessagesUnusable
 from grpo_env.tasks.tool_calls import CallFormat, format_of
 from grpo_env.tasks.tools import hidden_torch
 
@@ -38,7 +38,7 @@ def answered(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 class TokenizerUnusable(GrpoError):
-    """The tokenizer cannot be loaded, or cannot render a conversation."""
+    """The tokenizer cannot be loaded, or cannot render tools or answers."""
 
 
 class ChatTemplate:
@@ -127,14 +127,18 @@ class ChatTemplate:
             return
         answer: Message = {"role": "tool", "name": name, "content": _TOOL_ANSWER}
         said: Message = {"role": "assistant", "content": "!"}
-        shows = {
-            "its tools": name in self._render([_QUESTION], [tool]),
-            "the answers of its tools": _TOOL_ANSWER in self._render([_QUESTION, said, answer], ()),
-        }
         remedy = (
             "use another model, or put a template of your own as chat_template.jinja into the "
             "directory of --tokenizer"
         )
+        try:
+            answers = self._render([_QUESTION, said, answer], ())
+            shows = {
+                "its tools": name in self._render([_QUESTION], [tool]),
+                "the answers of its tools": _TOOL_ANSWER in answers,
+            }
+        except MessagesUnusable as error:
+            raise TokenizerUnusable(f"{error} (task {task}); {remedy}") from error
         if hidden := [what for what, is_shown in shows.items() if not is_shown]:
             raise TokenizerUnusable(
                 f"the chat template of the model does not show {' and '.join(hidden)} (task "
@@ -199,7 +203,7 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, KeyError) as error:
             roles = ", ".join(message["role"] for message in messages)
-            raise TokenizerUnusable(
+            raise MessagesUnusable(
                 f"the chat template cannot render a conversation of the roles {roles}: {error}; "
                 "use other messages, or a tokenizer whose template supports them"
             ) from error

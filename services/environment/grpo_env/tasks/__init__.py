@@ -8,6 +8,7 @@ from grpo_env.tasks.task import Answer as Answer
 from grpo_env.tasks.task import ContextFull as ContextFull
 from grpo_env.tasks.task import Dialogue as Dialogue
 from grpo_env.tasks.task import Graded as Graded
+from grpo_env.tasks.task import MessagesUnusable as MessagesUnusable
 from grpo_env.tasks.task import Reward as Reward
 from grpo_env.tasks.task import RolloutFailed as RolloutFailed
 from grpo_env.tasks.task import Row as Row

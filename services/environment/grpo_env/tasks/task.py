@@ -116,6 +116,10 @@ class ContextFull(GrpoError):
     """The conversation has no room for another token; see --seq-len."""
 
 
+class MessagesUnusable(GrpoError):
+    """The chat template of the model cannot render these messages."""
+
+
 class RolloutFailed(Exception):
     """A rollout ended with an error. Its group is lost and counted, and the run goes on."""
 
@@ -145,6 +149,7 @@ class Dialogue(Protocol):
 
         Raises:
             ContextFull: the conversation reached the limit for a whole sequence.
+            MessagesUnusable: see there.
             TokenizerUnusable: the model's chat template does not show the tools.
             ServiceUnavailable: the inference server does not answer.
         """

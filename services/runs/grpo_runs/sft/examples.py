@@ -102,7 +102,7 @@ def tokenised(
 
     Raises:
         DataUnusable: all are longer.
-        TokenizerUnusable: the template cannot render one of them.
+        MessagesUnusable: the template cannot render one of them.
     """
     found = [_tokenised(example, template) for example in examples]
     fitting = [one for one in found if len(one.token_ids) <= seq_len]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from grpo_env.bridges.chat import Chat, ImagesUnsupported, LimitReached, Limits, plain_message
-from grpo_env.tasks import ContextFull
+from grpo_env.bridges.chat import Chat, LimitReached, Limits, RequestUnusable, plain_message
+from grpo_env.tasks import Answer, ContextFull
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 
 QUESTION = {"role": "user", "content": "What is 2+3?"}
@@ -56,7 +56,10 @@ async def test_several_calls_of_one_answer_get_ids_of_their_own() -> None:
     chat = Chat(ScriptedDialogue(CALL + CALL, CALL))
     ids = [
         call["id"]
-        for answer in (await chat.complete([QUESTION], [ADD]), await chat.complete([], [ADD]))
+        for answer in (
+            await chat.complete([QUESTION], [ADD]),
+            await chat.complete([QUESTION], [ADD]),
+        )
         for call in answer.tool_calls
     ]
     assert ids == ["call_1", "call_2", "call_3"]
@@ -130,7 +133,7 @@ def test_messages_in_the_form_of_chat_templates(message: Any, plain: Any) -> Non
 @pytest.mark.parametrize("kind", ["image_url", "input_audio"])
 def test_images_and_sounds_are_refused_by_name(kind: str) -> None:
     content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {}}]
-    with pytest.raises(ImagesUnsupported, match=f"role user holds a part of the type '{kind}'"):
+    with pytest.raises(RequestUnusable, match=f"role user holds a part of the type '{kind}'"):
         plain_message({"role": "user", "content": content})
 
 
@@ -149,10 +152,39 @@ async def test_limits_end_a_rollout_with_what_was_said() -> None:
     assert chat.last == "56"
 
 
+async def test_a_refusal_counts_until_a_later_call_is_answered() -> None:
+    class Short(ScriptedDialogue):
+        async def say(self, messages: Any, *args: Any, **how: Any) -> Answer:
+            if messages[0]["content"] == "long":
+                raise ContextFull("no room")
+            return await super().say(messages, *args, **how)
+
+    chat = Chat(Short("5", "6", delay_s=0.01))
+    begun = asyncio.create_task(chat.complete([QUESTION]))
+    await asyncio.sleep(0)
+    with pytest.raises(ContextFull):
+        await chat.complete([{"role": "user", "content": "long"}])
+    await begun
+    assert chat.is_cut_off
+    await chat.complete([QUESTION])
+    assert not chat.is_cut_off
+
+
+async def test_calls_side_by_side_share_the_tokens_of_a_rollout() -> None:
+    dialogue = ScriptedDialogue("four", "5", "more", delay_s=0.01)
+    chat = Chat(dialogue, Limits(tokens=5))
+    calls = (chat.complete([QUESTION]) for _ in range(3))
+    *_, refused = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(refused, LimitReached)
+    assert [options["max_tokens"] for options in dialogue.options] == [5, 1]
+
+
 async def test_a_rollout_that_ends_ends_its_calls() -> None:
     chat = Chat(ScriptedDialogue("late", delay_s=60.0))
     call = asyncio.create_task(chat.complete([QUESTION]))
     await asyncio.sleep(0)
     await chat.close()
     assert call.cancelled()
+    with pytest.raises(RequestUnusable, match="the rollout has ended"):
+        await chat.complete([QUESTION])
     assert chat.last is None

@@ -187,9 +187,18 @@ async def test_errors_are_refusals_and_the_first_one_is_kept(
     assert endpoint.sessions["Bearer key-0"].failed is None
 
 
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "problem"),
     [
+        ("chat/completions", {}, "expected at least one message"),
+        ("chat/completions", {"messages": [{"content": "a"}]}, "KeyError: 'role'"),
+        ("chat/completions", {"messages": [QUESTION], "max_tokens": "5"}, "max_tokens: expected"),
+        ("chat/completions", {"messages": [IMAGE]}, "a part of the type 'image_url'"),
+        ("chat/completions", [], "expected a JSON object"),
+        ("responses", {}, "KeyError: 'input'"),
         ("chat/completions", {"messages": [QUESTION], "n": 2}, "expected n=1"),
         ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools of .* web_search"),
         ("responses", {"input": "a", "conversation": "conv_1"}, "conversation: not supported"),
@@ -199,13 +208,23 @@ async def test_errors_are_refusals_and_the_first_one_is_kept(
     ],
 )
 async def test_what_cannot_be_trained_on_is_refused_by_name(
-    endpoint: ChatEndpoint, http: httpx.AsyncClient, path: str, body: dict[str, Any], problem: str
+    endpoint: ChatEndpoint, http: httpx.AsyncClient, path: str, body: Any, problem: str
 ) -> None:
     client, _, chat = opened(endpoint, http, "1")
     with pytest.raises(openai.APIStatusError, match=problem) as refused:
         await client.post(f"/{path}", body=body, cast_to=object)
     assert refused.value.status_code in (400, 404)
     assert (chat.failed, chat.last) == (None, None)
+
+
+async def test_a_body_that_is_not_json_is_refused_as_no_client_repeats_it(
+    endpoint: ChatEndpoint, http: httpx.AsyncClient
+) -> None:
+    *_, chat = opened(endpoint, http, "1")
+    headers = {"Authorization": "Bearer key-0"}
+    answer = await http.post(f"{endpoint.url}/responses", content=b"{no", headers=headers)
+    assert (answer.status_code, chat.failed) == (400, None)
+    assert "the body is not JSON" in answer.text
 
 
 async def test_options_that_have_no_effect_are_logged_once(
@@ -215,8 +234,9 @@ async def test_options_that_have_no_effect_are_logged_once(
     asked: Any = {"model": MODEL, "messages": [QUESTION], "tools": OF_CHAT}
     with capture_logs() as logs:
         for choice in ("required", "required", "none"):
-            await client.chat.completions.create(**asked, temperature=0.1, tool_choice=choice)
+            more: Any = {"tool_choice": choice, "extra_body": {"n": None, "top_k": 1}}
+            await client.chat.completions.create(**asked, **more, temperature=0.1)
     (line,) = logs
     assert line["event"] == "endpoint.options_ignored"
-    assert line["options"] == ["temperature", "tool_choice"]
+    assert line["options"] == ["temperature", "top_k", "tool_choice"]
     assert [bool(options["tools"]) for options in dialogue.options] == [True, True, False]
