@@ -91,7 +91,7 @@ class AgentTask(Task):
         async with self._places:
             ended = await self._conducted(row, chat)
         chat.raise_failure()
-        if chat.is_cut_off:
+        if chat.is_cut_off and ended.is_own:
             dialogue.cut_off()
         elif ended.problem:
             raise RolloutFailed(ended.problem)
@@ -106,7 +106,13 @@ class AgentTask(Task):
         self._endpoint.sessions[_BEARER + key] = chat
         try:
             client = Client(self._endpoint.url, key, self._socket)
-            return await self._agent.run(row, client, self._how.deadline_s)
+            running = asyncio.ensure_future(self._agent.run(row, client, self._how.deadline_s))
+            chat.on_failure = running.cancel
+            return await running
+        except asyncio.CancelledError:
+            if chat.failed is not None:  # which ended the agent
+                raise chat.failed from None
+            raise
         finally:
             del self._endpoint.sessions[_BEARER + key]
             await chat.close()

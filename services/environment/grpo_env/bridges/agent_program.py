@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, Protocol
 from pebble import ThreadPool
 
 from grpo_core.process import killed_with_parent
+from grpo_core.settings.command import SHARED_VARIABLES
 from grpo_env.bridges.chat import MODEL
 from grpo_env.sandbox import SERVICE_URL, Ended, Limits, chosen_sandbox
 from grpo_env.sandbox.bubblewrap import SYSTEM
@@ -39,7 +40,7 @@ _LARGEST_VARIABLE_BYTES = 100_000
 """Linux refuses a variable of 128 KiB."""
 _KEPT_OUTPUT_BYTES = 1 << 20
 _LAST_LINES = 15
-_SECRETS = ("RUN_API_TOKEN", "VLLM_API_KEY", "REDIS_URL")
+_SECRETS = {name for field, name in SHARED_VARIABLES.items() if field != "run_id"}
 """Variables of this process that would let an agent change the run."""
 
 
@@ -67,10 +68,12 @@ class Client:
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """output: what the agent printed or returned; problem: why its rollout failed."""
+    """output: what the agent printed or returned; problem: why its rollout failed; is_own: not a
+    limit of the program ended it."""
 
     output: Any
     problem: str | None = None
+    is_own: bool = True
 
 
 class Agent(Protocol):
@@ -107,7 +110,7 @@ class AgentProgram:
         lines = (ended.errors.strip() or ended.output.strip()).splitlines()[-_LAST_LINES:]
         last_lines = "\n".join(lines)
         problem = f"the agent ({self._command}) {what}; its last lines:\n{last_lines}"
-        return AgentEnd(ended.output, problem)
+        return AgentEnd(ended.output, problem, is_own=ended.reason == "finished")
 
     async def _ended(self, text: str, client: Client, deadline_s: float) -> Ended:
         row = {ROW: text} if len(text) < _LARGEST_VARIABLE_BYTES else {}
@@ -166,6 +169,7 @@ def _limits(deadline_s: float) -> Limits:
         file_bytes=1024 * MIB,
         processes=512,
         open_files=1024,
+        output_bytes=16 * MIB,
     )
 
 
@@ -242,13 +246,15 @@ class AgentFunction:
 
     async def run(self, row: Row, client: Client, deadline_s: float) -> AgentEnd:
         call = partial(_called, self._function, row, client, deadline_s)
-        done = asyncio.wrap_future(self._threads.schedule(partial(contained, call)))
+        done = self._threads.schedule(partial(contained, call))
         try:
             async with asyncio.timeout(deadline_s):
-                return AgentEnd(await done)
+                return AgentEnd(await asyncio.wrap_future(done))
         except TimeoutError:
             what = f"did not end within {deadline_s:g} s, the limit of --agent-deadline-s"
-            return AgentEnd(None, f"the agent {self._name} {what}")
+            if done.cancelled():  # as only a call can be that has not begun
+                what = "did not begin: all threads have calls that went on after their deadline"
+            return AgentEnd(None, f"the agent {self._name} {what}", is_own=False)
         except Exception as error:  # noqa: BLE001 - code of a user
             return AgentEnd(None, f"the agent {self._name} raised {_described(error)}")
 
@@ -256,13 +262,21 @@ class AgentFunction:
 def _called(function: Callable[..., Any], row: Row, client: Client, deadline_s: float) -> Any:
     value = function(row, client)
     if not inspect.iscoroutine(value):
-        return value
+        return _as_json(value)
 
     async def in_time() -> Any:
         async with asyncio.timeout(deadline_s):
             return await value
 
-    return asyncio.run(in_time())
+    return _as_json(asyncio.run(in_time()))
+
+
+def _as_json(value: Any) -> Any:
+    """Rewards run in processes that lack the classes of the agent's file."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"it returned {type(value).__name__}, not values of JSON") from error
 
 
 def _described(error: Exception) -> str:

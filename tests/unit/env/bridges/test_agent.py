@@ -16,7 +16,7 @@ import pytest
 from grpo_core.tree.environment_values import AGENT
 from grpo_env.bridges.agent_program import program_words, readable_places, run_program
 from grpo_env.loading import TaskUnusable, find_task
-from grpo_env.rollout.chat_template import ChatTemplate, load_template
+from grpo_env.rollout.chat_template import ChatTemplate, TokenizerUnusable, load_template
 from grpo_env.rollout.groups import FailureReason
 from grpo_env.sandbox.choice import VARIABLE
 from grpo_env.tasks import Task, TaskOptions
@@ -40,7 +40,8 @@ def ask(*messages):
         return json.load(answer)["choices"][0]["message"]["content"]
 
 row = json.load(sys.stdin)
-assert row == json.loads(os.environ["GRPO_ROW"]) and "RUN_API_TOKEN" not in os.environ
+assert row == json.loads(os.environ["GRPO_ROW"])
+assert not {"RUN_API_TOKEN", "TEACHER_API_KEY"} & {*os.environ}
 """
 TWICE = """
 first = ask(("user", row["prompt"]))
@@ -90,7 +91,8 @@ def agent(tmp_path: Path) -> Callable[..., Task]:
 async def test_a_program_is_trained_on_the_very_tokens_that_were_sampled(
     agent: Any, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RUN_API_TOKEN", "secret")
+    for name in ("RUN_API_TOKEN", "TEACHER_API_KEY"):
+        monkeypatch.setenv(name, "secret")
     task = agent(PROGRAM + TWICE, REWARD)
     outcome, server = await sample(scripted("7", "8"), task, PLAN, template=template)
     task.close()
@@ -160,6 +162,7 @@ import os
         ("import os; os.kill(os.getpid(), 9)", "ended with status 137"),
         ("print('idle')", "ended without a call; its output: idle"),
         ("def agent(row, client): {}['x']", r"raised KeyError at .*program.py:1: 'x'"),
+        ("def agent(row, client): return object()", "it returned object, not values of JSON"),
         ("async def agent(row, client): exit()", "raised CodeStopped .*SystemExit"),
     ],
 )
@@ -173,6 +176,72 @@ async def test_an_agent_that_fails_loses_its_group_by_name(
     assert found.reason is FailureReason.FAILED_ROLLOUT
     with pytest.raises(AssertionError, match=problem):
         raise AssertionError(found.detail)
+
+
+STRICT = "{% if messages[-1].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+async def test_messages_that_the_template_refuses_are_a_refused_call(
+    agent: Any, template: ChatTemplate
+) -> None:
+    template.tokenizer.chat_template = STRICT + template.tokenizer.chat_template
+    text = """
+import urllib.error
+first = ask(("user", "q"))
+try:
+    ask(("user", "q"), ("system", "x"))
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
+    reward = 'def reward(answer, row): return float(answer.state["output"] == "400\\n")'
+    task = agent(PROGRAM + text, reward)
+    outcome, _ = await sample(scripted("7"), task, PLAN, template=template)
+    task.close()
+    assert submitted(outcome).scores == [1.0]
+
+
+async def test_an_error_of_the_run_ends_the_agent(agent: Any, template: ChatTemplate) -> None:
+    template.tokenizer.chat_template = "{{ messages[0].content }}"  # hides tools
+    tools = "{'type': 'function', 'function': {'name': 'add'}}"
+    text = PROGRAM.replace('"messages":', f'"tools": [{tools}], "messages":')
+    text += "try: ask(('user', 'q'))\nfinally:\n    import time; time.sleep(600)"
+    task = agent(text, deadline_s=600.0)
+    with pytest.raises(TokenizerUnusable, match="does not show its tools"):
+        await sample(scripted("7"), task, PLAN, template=template)
+    task.close()
+
+
+async def test_a_limit_that_a_call_reached_hides_no_deadline(
+    agent: Any, template: ChatTemplate
+) -> None:
+    text = (
+        PROGRAM
+        + """
+import time
+ask(("user", "q"))
+try:
+    ask(("user", "q"))
+finally:
+    time.sleep(600)
+"""
+    )
+    task = agent(text, calls=1, deadline_s=1.0)
+    outcome, _ = await sample(scripted("7"), task, PLAN, template=template)
+    task.close()
+    assert "did not end within 1 s" in lost(outcome).detail
+
+
+async def test_a_function_that_finds_no_thread_is_told_from_one_that_is_slow(
+    agent: Any, template: ChatTemplate
+) -> None:
+    task = agent("import time\ndef agent(row, client): time.sleep(600)", deadline_s=0.1, rollouts=1)
+    problems = []
+    for _ in range(2):
+        outcome, _ = await sample(scripted("7"), task, PLAN, template=template)
+        problems.append(lost(outcome).detail)
+    task.close()
+    assert "did not end within" in problems[0]
+    assert "did not begin: all threads have calls" in problems[1]
 
 
 @pytest.mark.parametrize(
