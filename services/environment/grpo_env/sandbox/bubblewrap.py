@@ -75,20 +75,18 @@ class Bubblewrap:
         if user:
             await asyncio.to_thread(give, user, directory, service)
         mounts = [*_mounts(self.has_proc, directory, readable, service, limits)]
-        inside = [*_limited(limits), "--", *argv]
-        if service:
-            inside = [self.python, _RELAY, _SOCKET, *inside]
-        with _filter() as filter_fd, Namespace() as namespace:
-            fds = [filter_fd, namespace.writer]
+        inside = [self.python, _RELAY, _SOCKET, *argv] if service else argv
+        with _filter() as filter_fd, Namespace(limits) as namespace:
+            bwrap = [*_bwrap(user, filter_fd), *namespace.options]
             command = Command(
-                [*_bwrap(user, *fds), *mounts, "--", *_as_user(user), *inside],
+                [*bwrap, *mounts, "--", *_as_user(user), *inside],
                 program_environment(_path(), _HOME, environment, relay.URL),
                 limits,
                 namespace.kill,
                 stdin,
                 directory,
                 in_memory=_IN_MEMORY,
-                inherited=fds,
+                inherited=[filter_fd, *namespace.inherited],
             )
             try:
                 ended = await run_child(command)
@@ -115,13 +113,12 @@ def _filter() -> Iterator[int]:
         os.close(reader)
 
 
-def _bwrap(user: int | None, filter_fd: int, status_fd: int) -> list[str]:
+def _bwrap(user: int | None, filter_fd: int) -> list[str]:
     """Without a user namespace for root, who mounts what the program's user cannot reach."""
     # If memory gets scarce, the kernel ends this program before any other.
     own = ["/usr/bin/choom", "-n", "1000", "--", _BWRAP, "--die-with-parent", "--new-session"]
     spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     rights = ["--seccomp", str(filter_fd), "--cap-drop", "ALL"]
-    rights += ["--json-status-fd", str(status_fd)]
     if user is None:
         return [*own, *spaces, *rights, "--unshare-user"]
     kept = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
@@ -129,23 +126,12 @@ def _bwrap(user: int | None, filter_fd: int, status_fd: int) -> list[str]:
 
 
 def _as_user(user: int | None) -> list[str]:
-    if user is None:
-        return []
-    ids = [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
-    return ["/usr/bin/setpriv", *ids, "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
-
-
-def _limited(limits: Limits) -> list[str]:
-    """RLIMIT_DATA, not RLIMIT_AS: programs such as node reserve much more than they use."""
-    return [
-        "/usr/bin/prlimit",
-        "--core=0",
-        f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}",
-        f"--data={limits.memory_bytes}",
-        f"--fsize={limits.file_bytes}",
-        f"--nofile={limits.open_files}",
-        f"--nproc={limits.processes}",
-    ]
+    """Before the program. If there is none of its name, that is its failure and not `bwrap`'s."""
+    words = ["/usr/bin/setpriv", "--no-new-privs"]
+    if user is not None:
+        words += [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+        words += ["--bounding-set=-all", "--inh-caps=-all"]
+    return [*words, "--"]
 
 
 def _mounts(
@@ -226,13 +212,12 @@ def usable_bubblewrap() -> Bubblewrap:
 
 def _problem(has_proc: bool) -> str:
     """What `bwrap` says if it fails."""
-    user, limits = new_user() if is_root() else None, Limits()
-    mounts = _mounts(has_proc, None, (), None, limits)
-    with _filter() as filter_fd, Namespace() as namespace:
-        fds = [filter_fd, namespace.writer]
+    user = new_user() if is_root() else None
+    mounts = _mounts(has_proc, None, (), None, Limits())
+    with _filter() as filter_fd:
         done = subprocess.run(
-            [*_bwrap(user, *fds), *mounts, "--", *_as_user(user), *_limited(limits), "--", "true"],
-            pass_fds=fds,
+            [*_bwrap(user, filter_fd), *mounts, "--", *_as_user(user), "true"],
+            pass_fds=[filter_fd],
             capture_output=True,
             text=True,
             timeout=_PROBE_S,

@@ -1,4 +1,4 @@
-"""Ends the processes in the namespace that a `bwrap` made, and waits until none is left."""
+"""The processes in the namespace that a `bwrap` makes: their limits, and their end."""
 
 from __future__ import annotations
 
@@ -6,31 +6,59 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+from grpo_env.sandbox.interface import Limits
 
 _STATUS_BYTES = 4096
 
 
 class Namespace:
     """The processes inside. The kernel ends them with their first one, which ends with `bwrap`;
-    `bwrap` may end before them.
+    `bwrap` may end before them. All have the limits, which that first one gets before it starts
+    the program.
 
-    writer: the file descriptor for its option `--json-status-fd`.
+    options: of `bwrap`, which inherits the file descriptors `inherited`.
     has_run: after `kill`, whether the program was started and ended by itself.
     """
 
     has_run = False
 
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._told = b""
+        self._first: _First | None = None
+
     def __enter__(self) -> Self:
-        self._reader, self.writer = os.pipe()
+        self._reader, status = os.pipe()
+        gate, self._opener = os.pipe()
+        self.inherited = (status, gate)
+        self.options = ("--json-status-fd", str(status), "--block-fd", str(gate))
         os.set_blocking(self._reader, False)
+        asyncio.get_running_loop().add_reader(self._reader, self._read)
         return self
 
     def __exit__(self, *_error: object) -> None:
-        os.close(self._reader)
-        os.close(self.writer)
+        asyncio.get_running_loop().remove_reader(self._reader)
+        for fd in (self._reader, self._opener, *self.inherited):
+            os.close(fd)
+
+    def _read(self) -> None:
+        """`bwrap` tells its first process in one line, and the end of the program in another."""
+        with contextlib.suppress(BlockingIOError):
+            self._told += os.read(self._reader, _STATUS_BYTES)
+        first, *end = self._told.split(b"\n")
+        if end and self._first is None:
+            told = json.loads(first)
+            self._first = _First(told["child-pid"], told["pid-namespace"])
+            self._first.limit(self._limits)
+            os.write(self._opener, b"\n")
+        self.has_run = len(end) > 1
 
     async def kill(self, bwrap: int) -> None:
         """Return when no process is left."""
@@ -38,19 +66,52 @@ class Namespace:
         for pid in (*_children(bwrap), bwrap):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self._read()
+        if self._first:
+            await self._first.kill()
+
+
+@dataclass(frozen=True)
+class _First:
+    """The first process inside. pid, namespace: as the host numbers them."""
+
+    pid: int
+    namespace: int
+
+    def limit(self, limits: Limits) -> None:
+        """Limit the process and all that it will start."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            for what, (soft, hard) in _rlimits(limits).items():
+                _, most = resource.prlimit(self.pid, what)
+                if most != resource.RLIM_INFINITY:
+                    soft, hard = min(soft, most), min(hard, most)
+                resource.prlimit(self.pid, what, (soft, hard))
+
+    async def kill(self) -> None:
+        """Return when it has ended."""
         try:
-            first, *end = map(json.loads, os.read(self._reader, _STATUS_BYTES).splitlines())
-            self.has_run = bool(end)
-            process = os.pidfd_open(first["child-pid"])
-        except (BlockingIOError, ProcessLookupError):  # never started, or gone
+            process = os.pidfd_open(self.pid)
+        except ProcessLookupError:
             return
         try:
-            if _has_namespace(first["child-pid"], first["pid-namespace"]):
+            if _has_namespace(self.pid, self.namespace):
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
                 await _ended(process)
         finally:
             os.close(process)
+
+
+def _rlimits(limits: Limits) -> Mapping[int, tuple[int, int]]:
+    """RLIMIT_DATA, not RLIMIT_AS: programs such as node reserve much more than they use."""
+    return {
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_CPU: (limits.cpu_s, limits.cpu_s + 1),
+        resource.RLIMIT_DATA: (limits.memory_bytes, limits.memory_bytes),
+        resource.RLIMIT_FSIZE: (limits.file_bytes, limits.file_bytes),
+        resource.RLIMIT_NOFILE: (limits.open_files, limits.open_files),
+        resource.RLIMIT_NPROC: (limits.processes, limits.processes),
+    }
 
 
 def _children(pid: int) -> list[int]:

@@ -3,12 +3,16 @@ in Docker."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from grpo_env.sandbox import Ended, Limits
+from grpo_env.sandbox.namespace import Namespace
 from tests.support.hostile import ATTACKS, Attack, busy, leaving_nothing
 
 _ATTACKS = [
@@ -30,3 +34,14 @@ def test_a_program_that_is_ended_while_it_starts_leaves_nothing(
     for milliseconds in range(0, 12, 2):
         limits = Limits(seconds=milliseconds / 1000)
         leaving_nothing(python, "import time; time.sleep(10_000)", limits=limits)
+
+
+def test_what_bwrap_told_in_part_is_no_error() -> None:
+    async def ended_while_it_tells() -> int:
+        bwrap = await asyncio.create_subprocess_exec("sleep", "1000")
+        with Namespace(Limits()) as namespace:
+            os.write(namespace.inherited[0], b'{ "child-pid": 2551, "ipc-name')
+            await namespace.kill(bwrap.pid)
+        return await bwrap.wait()
+
+    assert asyncio.run(ended_while_it_tells()) == -signal.SIGKILL

@@ -105,6 +105,22 @@ def test_a_sandbox_that_does_not_start_is_told_from_a_program_that_fails(
         asyncio.run(running)
 
 
+def test_all_processes_inside_have_the_limits(python: Python, service: Path) -> None:
+    """Also the two that serve the program, which it could make do its work."""
+    code = """
+import glob
+for path in glob.glob("/proc/[0-9]*/limits"):
+    print(next(line.split()[2:4] for line in open(path) if line.startswith("Max processes")))
+"""
+    ended = python(code, service=service, limits=Limits(processes=20))
+    assert ended.ok
+    assert {*ended.output.splitlines()} <= {"['20', '20']"}
+
+
+def test_a_program_that_is_not_there_is_no_failure_of_the_sandbox(bubblewrap: Sandbox) -> None:
+    assert asyncio.run(bubblewrap.run(["no-such-program"])).status == 127
+
+
 def test_the_model_reads_the_end_of_the_output(python: Python) -> None:
     ended = python("print('1234567'); raise SystemExit('no')")
     assert ended.for_model() == "1234567\nno\n(exit status 1)"
