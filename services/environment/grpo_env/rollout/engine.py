@@ -35,10 +35,6 @@ from grpo_env.tasks.tools import tool_schemas
 T = TypeVar("T")
 
 
-class TooManySequences(GrpoError):
-    """A rollout has more sequences than its task declares."""
-
-
 GradedRollouts = tuple[list[RecordedDialogue], list[Grade | Ungraded]]
 """The rollouts of a group, and the grades of their last answers."""
 
@@ -82,7 +78,6 @@ class RolloutEngine:
             TeacherUnavailable: so with the teacher.
             ProtocolViolation, MisalignedCompletion: the answer of one of them is not valid.
             UnknownRewardPart: an option names a part that the task's reward does not have.
-            TooManySequences: see there.
         """
         started = time.monotonic()
         try:
@@ -99,7 +94,8 @@ class RolloutEngine:
         ]:
             ungraded = GroupLost(FailureReason.QUARANTINED_REWARD, "; ".join(problems))
             return SampledGroup(answers, sequences, graded, lost=ungraded)
-        _require_declared_number(item.task, sequences, plan)
+        if (crowded := _too_many_sequences(item.task, sequences, plan)) is not None:
+            return SampledGroup(answers, sequences, graded, lost=crowded)
         seconds = time.monotonic() - started
         dropped = _reason_to_drop(sequences, graded, plan)
         if self._teacher is not None and plan.asks_teacher and dropped is None:
@@ -240,15 +236,17 @@ def _room(plan: SamplingPlan, prompt_ids: Sequence[int]) -> int:
     return room
 
 
-def _require_declared_number(
+def _too_many_sequences(
     task: Task, sequences: Sequence[Sequence[TrainingSequence]], plan: SamplingPlan
-) -> None:
+) -> GroupLost | None:
     most = max(map(len, sequences))
-    if most > plan.max_sequences:
-        raise TooManySequences(
-            f"a rollout of the task {task.name} has {most} sequences, and the limit is "
-            f"{plan.max_sequences}; set {task.max_sequences_option} to the largest number"
-        )
+    if most <= plan.max_sequences:
+        return None
+    return GroupLost(
+        FailureReason.FAILED_ROLLOUT,
+        f"a rollout of the task {task.name} has {most} sequences, and the limit is "
+        f"{plan.max_sequences}; set {task.max_sequences_option} to the largest number",
+    )
 
 
 def _reason_to_drop(

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from grpo_env.rollout.chat_template import ChatTemplate, load_template
-from grpo_env.rollout.engine import TooManySequences
 from grpo_env.rollout.groups import FailureReason, GroupLost
 from grpo_env.tasks import Answer, Dialogue, Graded, Message, Row, State
 from tests.support.canned import generate_answer
@@ -152,8 +151,9 @@ def starting_again(state: State, _message: Answer) -> list[Message] | None:
 
 async def test_a_conversation_that_is_replaced_makes_a_second_sequence(sample: Any) -> None:
     task = Talk(starting_again)
-    with pytest.raises(TooManySequences, match="2 sequences"):
-        await sample(scripted("7"), task, ONE)
+    found = lost((await sample(scripted("7"), task, ONE))[0])
+    assert found.reason is FailureReason.FAILED_ROLLOUT
+    assert "has 2 sequences, and the limit is 1; set max_sequences of the task" in found.detail
 
     outcome, _ = await sample(scripted("7"), task, replace(ONE, max_sequences=3))
 
