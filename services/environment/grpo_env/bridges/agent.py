@@ -58,6 +58,7 @@ class AgentTask(Task):
     """
 
     drives_itself = True
+    names_prompts = True
     max_sequences_option = "--agent-sequences"
 
     def __init__(
@@ -76,6 +77,7 @@ class AgentTask(Task):
         self._server: asyncio.Task[None] | None = None
 
     def rows(self, split: Split) -> Sequence[Row] | None:
+        self._agent.load()  # the environment starts
         return self._rewards.rows(split)
 
     def prompt(self, row: Row) -> str:

@@ -79,6 +79,9 @@ class AgentEnd:
 class Agent(Protocol):
     """Conducts rollouts."""
 
+    def load(self) -> None:
+        """Raises `TaskUnusable` if it cannot be called."""
+
     async def run(self, row: Row, client: Client, deadline_s: float) -> AgentEnd:
         """One rollout, which ends within the deadline."""
 
@@ -96,6 +99,9 @@ class AgentProgram:
         self._command = command
         self._words = shlex.split(command)
         self._sandbox = chosen_sandbox()
+
+    def load(self) -> None:
+        """See `Agent`. The sandbox of the constructor is all that it needs."""
 
     async def run(self, row: Row, client: Client, deadline_s: float) -> AgentEnd:
         text = json.dumps(row, default=str)
@@ -227,17 +233,21 @@ class AgentFunction:
 
     Args:
         name: as the user wrote it
-        load: finds the function, at the first rollout
+        find: finds the function
         rollouts: largest number of them at the same time
     """
 
-    def __init__(self, name: str, load: Callable[[str], Callable[..., Any]], rollouts: int) -> None:
+    def __init__(self, name: str, find: Callable[[str], Callable[..., Any]], rollouts: int) -> None:
         self._name, self._rollouts = name, rollouts
-        self._load = load
+        self._find = find
+
+    def load(self) -> None:
+        assert callable(self._function)
 
     @cached_property
     def _function(self) -> Callable[..., Any]:
-        return self._load(self._name)
+        # Not in the constructor: rewards run in processes that make the task again.
+        return self._find(self._name)
 
     @cached_property
     def _threads(self) -> ThreadPool:

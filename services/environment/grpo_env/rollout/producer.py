@@ -171,7 +171,10 @@ class GroupProducer:
         """
         before = len(self._items)
         emptied = self._items.keep(
-            lambda item: len(self._engine.prompt_ids(item)) <= plan.longest_prompt(item.task)
+            lambda item: (
+                item.task.names_prompts
+                or len(self._engine.prompt_ids(item)) <= plan.longest_prompt(item.task)
+            )
         )
         if emptied:
             raise NoPromptFits(

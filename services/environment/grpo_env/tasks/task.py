@@ -192,6 +192,8 @@ class Task:
     """True: `run` conducts the whole rollout."""
     max_sequences_option: ClassVar[str] = "max_sequences of the task"
     """What a user changes to allow more."""
+    names_prompts: ClassVar[bool] = False
+    """True: `prompt` only names a row, and `run` has prompts of its own."""
     rates_groups: bool = False
     """True: `run_group` takes the place of `run`."""
 

@@ -18,10 +18,13 @@ from grpo_env.bridges.agent_program import program_words, readable_places, run_p
 from grpo_env.loading import TaskUnusable, find_task
 from grpo_env.rollout.chat_template import ChatTemplate, TokenizerUnusable, load_template
 from grpo_env.rollout.groups import FailureReason
+from grpo_env.rollout.producer import GroupProducer
 from grpo_env.sandbox.choice import VARIABLE
+from grpo_env.settings import load_env_settings
 from grpo_env.tasks import Task, TaskOptions
+from grpo_env.tasks.items import Item, ItemStream
 from tests.support.wait import wait_for_async
-from tests.unit.env.rollout.rig import PLAN, lost, prompts, sample, submitted
+from tests.unit.env.rollout.rig import PLAN, engine_on, lost, prompts, sample, submitted
 from tests.unit.env.rollout.test_conversation import SAID, scripted
 from tests.unit.env.sandbox.conftest import bubblewrap as bubblewrap
 
@@ -307,6 +310,23 @@ async def test_a_limit_ends_a_rollout_that_is_graded_with_what_was_said(
     assert group.scores == [1.0, 1.0]
     assert group.overrides
     assert [override["finish_reason"] for override in group.overrides] == ["stop", "length"]
+
+
+async def test_the_length_of_a_row_is_no_length_of_a_prompt(
+    agent: Any, template: ChatTemplate
+) -> None:
+    task = agent("async def agent(row, client): pass")
+    items = ItemStream([([Item(task, {}, "x" * 1000)], 1.0)], seed=0)
+    settings = load_env_settings(["arithmetic", "serve", "--model=m"])
+    async with engine_on(scripted("7"), template=template) as (engine, _):
+        api: Any = None
+        GroupProducer(settings, items, engine, api).skip_long_prompts(PLAN)
+    assert len(items) == 1
+
+
+def test_a_function_that_cannot_be_called_is_found_before_the_first_rollout(agent: Any) -> None:
+    with pytest.raises(TaskUnusable, match=r"cannot be called as agent\(row, client\)"):
+        agent("def agent(row): pass").rows("train")
 
 
 def test_the_reward_may_be_a_task_with_data_of_its_own() -> None:
