@@ -128,6 +128,8 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         "--trainer.vllm-api-key y": "this option; write --run-api-token",
         "--trainer.metrics-file m": "--trainer.metrics-file: grpo-demo sets this option itself",
         "--run-dir a{b}": "--run-dir: the run's id would be 'a{b}', but spaces and braces",
+        "--objective distill": "--objective: needs a teacher: pass --teacher-model or",
+        "--teacher-model tiny": "--teacher-model: has no effect without --objective distill or",
         "--resume --steps 3": "--resume: expected a value after it",
     },
     run_api: {

@@ -393,7 +393,9 @@ def test_a_named_teacher_gets_a_server_of_its_own_that_the_environment_asks(
     factory_of: FactoryOf, named: str, model: str
 ) -> None:
     """The model that the run makes is that of `places`."""
-    settings = load("--teacher.model", named, "--run-api-token", "a-secret")
+    settings = load(
+        *("--objective", "distill", "--teacher.model", named, "--run-api-token", "a-secret")
+    )
     here = replace(places(), teacher_port=7)
     started = {service.name: service for service in factory_of(settings).services(here, 1)}
     teacher, environment = (started[name] for name in ("teacher", "environment"))
@@ -403,6 +405,8 @@ def test_a_named_teacher_gets_a_server_of_its_own_that_the_environment_asks(
     assert value_of("--teacher-url", [*environment.command]) == "http://127.0.0.1:7"
     assert value_of("--teacher-model", [*environment.command]) == model
     assert environment.environment["TEACHER_API_KEY"] == "a-secret"
-    elsewhere = load("--teacher-model", named, "--teacher.url", "http://host:1")
+    elsewhere = load(
+        *("--distill-coef", "1", "--teacher-model", named, "--teacher.url", "http://host:1")
+    )
     names = [service.name for service in factory_of(elsewhere).services(places(), 1)]
     assert names == ["run-api", "vllm-server", "trainer", "environment"]

@@ -33,6 +33,7 @@ from grpo_core.settings.machine import (
     unusable_model,
 )
 from grpo_core.tree.environment_values import AGENT
+from grpo_core.tree.objectives import ObjectiveName, resolved
 from grpo_core.tree.sections import (
     ENVIRONMENT,
     RUN_API,
@@ -230,6 +231,7 @@ class LaunchOptions(ServerHere):
         agent_sequences: int
         data: str | None
         device: str
+        distill_coef: float | None
         dtype: str
         eval_every: int
         gpu_memory_utilization: float
@@ -241,6 +243,7 @@ class LaunchOptions(ServerHere):
         max_completion_tokens: int | None
         max_model_len: int | None
         num_inference_nodes: int
+        objective: ObjectiveName
         port: int
         publish: str
         redis_url: SecretStr
@@ -423,14 +426,25 @@ class LaunchOptions(ServerHere):
                 "gsm8k needs --data (with make: DATA=): a directory with train.jsonl, one object "
                 "with question and answer per line, or a data set on the hub such as openai/gsm8k",
             )
-        if self.starts_teacher and self.teacher_model in {*MADE_HERE} - {self.model}:
-            yield Mistake("teacher_model", f"{self.teacher_model} needs the same --model")
+        yield from self._mistakes_of_teacher()
         names = [name_of_task(task) for task in self.task]
         if twice := next((name for name in names if names.count(name) > 1), None):
             yield Mistake("task", f"two tasks have the name {twice}")
         yield from self._mistakes_of_sizes()
         if self.resume is not None and self.run_dir is not None:
             yield Mistake("run_dir", "--resume already names the run's directory; omit this option")
+
+    def _mistakes_of_teacher(self) -> Iterator[Mistake]:
+        if self.starts_teacher and self.teacher_model in {*MADE_HERE} - {self.model}:
+            yield Mistake("teacher_model", f"{self.teacher_model} needs the same --model")
+        name = "teacher_model" if self.teacher_model is not None else "teacher_url"
+        has_teacher = getattr(self, name) is not None
+        learns = resolved(self.objective, {"distill_coef": self.distill_coef}).distill_coef > 0
+        if has_teacher and not learns:
+            yield Mistake(name, "has no effect without --objective distill or --distill-coef")
+        elif learns and not has_teacher:
+            needs = "distill_coef" if self.distill_coef else "objective"
+            yield Mistake(needs, "needs a teacher: pass --teacher-model or --teacher-url")
 
     def _mistakes_of_servers(self) -> Iterator[Mistake]:
         nodes = self.num_inference_nodes
