@@ -180,7 +180,7 @@ def messages_of(row: Row, system_prompt: str | None) -> list[Message]:
         ValueError: there is no such column, or it holds neither.
     """
     column, messages = conversation_of(row)
-    _require_no_answer(column, messages, row)
+    require_no_answer(column, messages, row)
     return with_system_prompt(messages, system_prompt, column)
 
 
@@ -232,6 +232,8 @@ def as_messages(column: str, value: Any, role: str = "user") -> list[Message]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"the column {column!r}: message {number} has no role")
         content = message.get("content")
+        if content is None and message.get("tool_calls"):
+            content = ""
         if isinstance(content, list):
             raise ValueError(
                 f"the column {column!r}: message {number} holds parts such as images; only text is "
@@ -239,11 +241,27 @@ def as_messages(column: str, value: Any, role: str = "user") -> list[Message]:
             )
         if not isinstance(content, str):
             raise ValueError(f"the column {column!r}: message {number} has no text as its content")
-    messages: list[Message] = [*value]
-    return messages
+    return [_for_templates(message) for message in value]
 
 
-def _require_no_answer(column: str, messages: Sequence[Message], row: Row) -> None:
+def _for_templates(message: dict[str, Any]) -> Message:
+    """Templates expect a text, and arguments of calls as objects. OpenAI's API has null beside
+    calls, and arguments as JSON. Raises `ValueError`: they are no JSON."""
+    found: Any = message
+    if calls := message.get("tool_calls"):
+        plain = [_with_object(call) for call in calls]
+        found = {**message, "content": message.get("content") or "", "tool_calls": plain}
+    return found  # type: ignore[no-any-return]
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or {}
+    if not isinstance(arguments := function.get("arguments"), str):
+        return call
+    return {**call, "function": {**function, "arguments": json.loads(arguments)}}
+
+
+def require_no_answer(column: str, messages: Sequence[Message], row: Row) -> None:
     """Raises `ValueError` if the last message shows the answer, as in rows for supervised
     training."""
     last = messages[-1]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.chat_template import ChatTemplate, TokenizerUnusable
 from grpo_env.tasks import Message, Row, TaskOptions
 from grpo_env.tasks.data_files import DataUnusable
 from grpo_env.tasks.rows import (
@@ -15,6 +16,7 @@ from grpo_env.tasks.rows import (
     as_messages,
     conversation_of,
     is_missing,
+    require_no_answer,
     rows_of,
     with_system_prompt,
 )
@@ -66,7 +68,7 @@ def examples_of(row: Row, system_prompt: str | None = None) -> list[Example]:
     """
     column, found = conversation_of(row)
     asked = with_system_prompt(found, system_prompt, column)
-    tools = row.get("tools") or ()
+    tools = _tools_of(row)
     if row.get(COMPLETION) is not None:
         answers = as_messages(COMPLETION, row[COMPLETION], role="assistant")
         whole = [*asked, *answers]
@@ -80,14 +82,29 @@ def examples_of(row: Row, system_prompt: str | None = None) -> list[Example]:
             f"with one of the assistant, found {', '.join(row)}; name the column with --columns "
             "completion=COLUMN"
         )
+    require_no_answer(column, asked, row)
     answer: Message = {"role": "assistant", "content": answer_text(row[ANSWER])}
     return [Example(asked, answer, tools)]
 
 
-def _answers_in(messages: list[Message], first: int, tools: Any) -> list[Example]:
+def _tools_of(row: Row) -> Sequence[Mapping[str, Any]]:
+    """Raises `ValueError`."""
+    tools = row.get("tools") or ()
+    if isinstance(tools, str):
+        tools = json.loads(tools)
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError("the column 'tools' holds no list of JSON schemas")
+    return tools
+
+
+def _answers_in(
+    messages: list[Message], first: int, tools: Sequence[Mapping[str, Any]]
+) -> list[Example]:
     """Args: first: number of the first message that may be an answer to learn"""
     if messages[-1]["role"] != "assistant":
         raise ValueError("the last message of the column 'completion' is not of the assistant")
+    if len(messages) == 1:
+        raise ValueError("no message before the answer of the assistant; add the prompt")
     return [
         Example(messages[:number], message, tools)
         for number, message in enumerate(messages)
@@ -103,6 +120,7 @@ def tokenised(
     Raises:
         DataUnusable: all are longer.
         MessagesUnusable: the template cannot render one of them.
+        TokenizerUnusable: it leaves out calls of tools.
     """
     found = [_tokenised(example, template) for example in examples]
     fitting = [one for one in found if len(one.token_ids) <= seq_len]
@@ -117,4 +135,11 @@ def tokenised(
 def _tokenised(example: Example, template: ChatTemplate) -> TokenisedExample:
     prompt = template.prompt_ids(example.prompt, example.tools)
     answer = template.answer_ids(example.prompt, example.answer, example.tools)
+    if example.answer.get("tool_calls"):
+        said: Message = {"role": "assistant", "content": example.answer["content"]}
+        if answer == template.answer_ids(example.prompt, said, example.tools):
+            raise TokenizerUnusable(
+                "the chat template of the model leaves out calls of tools, so they cannot be "
+                "learned; use another model, or write the calls into the content"
+            )
     return TokenisedExample(prompt + answer, [NOT_LEARNED] * len(prompt) + answer)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_env.rollout.chat_template import ChatTemplate
+from grpo_env.rollout.chat_template import ChatTemplate, TokenizerUnusable
 from grpo_env.tasks import Message, TaskOptions
 from grpo_env.tasks.data_files import DataUnusable
 from grpo_runs.sft.examples import (
@@ -53,6 +53,22 @@ def test_each_answer_of_a_conversation_is_learned_after_what_was_said_before() -
     assert examples_of({"prompt": talk[:3], "completion": "d"}) == both[1:]
 
 
+def test_calls_of_tools_as_data_sets_keep_them() -> None:
+    """An answer may be calls alone, and the schemas one text."""
+    schema = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    call: dict[str, Any] = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+    }
+    (found,) = examples_of({"messages": [user("a"), call], "tools": json.dumps([schema])})
+    assert found.tools == [schema]
+    as_object = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    assert found.answer == call | {"content": "", "tool_calls": [as_object]}
+    with pytest.raises(TokenizerUnusable, match="template of the model leaves out calls"):
+        tokenised([found], ChatTemplate(TextTokenizer()), 100)
+
+
 def test_a_system_message_is_added_and_an_empty_one_removes_it() -> None:
     system: Message = {"role": "system", "content": "be short"}
     (with_it,) = examples_of({"prompt": "a", "completion": "b"}, "be short")
@@ -69,6 +85,9 @@ def test_a_system_message_is_added_and_an_empty_one_removes_it() -> None:
         ({"prompt": "a", "completion": [user("b")]}, "'completion' is not of the assistant"),
         ({"prompt": "a", "completion": " "}, "'completion' is empty"),
         ({"text": "a"}, "no column for the prompt"),
+        ({"messages": [says("b")]}, "no message before the answer of the assistant"),
+        ({"prompt": [user("a"), says("7")], "answer": "7"}, "ends with an answer of the assistant"),
+        ({"prompt": "a", "completion": "b", "tools": ["f"]}, "'tools' holds no list of JSON"),
     ],
 )
 def test_a_row_without_an_answer_is_named(
