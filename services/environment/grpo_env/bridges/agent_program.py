@@ -263,7 +263,10 @@ class AgentFunction:
         except TimeoutError:
             what = f"did not end within {deadline_s:g} s, the limit of --agent-deadline-s"
             if done.cancelled():  # as only a call can be that has not begun
-                what = "did not begin: all threads have calls that went on after their deadline"
+                what = (
+                    f"did not begin: all threads (--agent-rollouts {self._rollouts}) have calls "
+                    "that go on after their deadline; give what the agent calls a timeout"
+                )
             return AgentEnd(None, f"the agent {self._name} {what}", is_own=False)
         except Exception as error:  # noqa: BLE001 - code of a user
             return AgentEnd(None, f"the agent {self._name} raised {_described(error)}")

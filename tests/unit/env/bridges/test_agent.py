@@ -244,7 +244,7 @@ async def test_a_function_that_finds_no_thread_is_told_from_one_that_is_slow(
         problems.append(lost(outcome).detail)
     task.close()
     assert "did not end within" in problems[0]
-    assert "did not begin: all threads have calls" in problems[1]
+    assert "did not begin: all threads (--agent-rollouts 1) have calls" in problems[1]
 
 
 @pytest.mark.parametrize(
