@@ -84,7 +84,9 @@ async def test_a_tool_conversation_repeats_what_the_policy_said_to_the_letter() 
     assert schema["function"]["name"] == TOOL
     assert not IS_CLASSIC or [*task.tools] == [schema]
     # A conversation that becomes too long is rated as far as it went.
-    too_long = await task.run(row_of(task, SUM), ScriptedDialogue(CALL))
+    cut = ScriptedDialogue(CALL)
+    too_long = await task.run(row_of(task, SUM), cut)
+    assert not cut.last_answer.finished
     if IS_CLASSIC:
         assert (too_long.reason, too_long.parts["num_turns"]) == ("prompt_too_long", 1.0)
     else:

@@ -133,6 +133,8 @@ class V1Environment(VerifiersTask):
             for trace_id in opened:
                 del self._endpoint.sessions[trace_id]
         chat.raise_failure()
+        if chat.is_cut_off:
+            dialogue.cut_off()
         return _graded(self.env_id, episode)
 
     def close(self) -> None:
