@@ -1,14 +1,16 @@
 """System calls that programs in `bubblewrap` do not have: a filter for seccomp(2).
 
 They would reserve memory that no limit counts (anonymous files, System V shared memory), or make
-namespaces, in which a program may mount file systems in memory of any size. Others are for the
-kernel's experts, and programs work without them.
+namespaces, in which a program may mount file systems in memory of any size. Sockets of most
+families, such as those of virtual machines, reach beyond the namespace of the network. Others are
+for the kernel's experts, and programs work without them.
 """
 
 from __future__ import annotations
 
 import errno
 import platform
+import socket
 import struct
 from collections.abc import Mapping
 from functools import cache
@@ -33,12 +35,14 @@ _HIDDEN: Mapping[str, tuple[int, int]] = {  # numbers on x86_64 and aarch64
     "request_key": (249, 218),
     "keyctl": (250, 219),
 }
+_SOCKET: Mapping[str, int] = {"x86_64": 41, "aarch64": 198}
+_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 _CLONE_NEWUSER = 0x10000000
 _X32_CALLS = 0x40000000
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 """Offsets in `struct seccomp_data`."""
-_ALLOW, _KILL, _NO_SUCH_CALL = 0x7FFF0000, 0x80000000, 0x00050000 | errno.ENOSYS
+_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 @cache
@@ -56,7 +60,13 @@ def seccomp_filter() -> bytes:
         )
     column = [*_ARCHITECTURES].index(machine)
     hidden = [numbers[column] for numbers in _HIDDEN.values()]
-    rest = len(hidden)
+    of_socket = [
+        _step(_IF_EQUAL, _SOCKET[machine], 0, len(_FAMILIES) + 2),
+        _step(_LOAD, _FIRST_ARGUMENT),
+        *(_step(_IF_EQUAL, one, len(_FAMILIES) - i + 3) for i, one in enumerate(_FAMILIES)),
+        _step(_RETURN, _ERROR | errno.EAFNOSUPPORT),
+    ]
+    rest = len(hidden) + len(of_socket)
     return b"".join(
         [
             _step(_LOAD, _ARCHITECTURE),
@@ -65,12 +75,13 @@ def seccomp_filter() -> bytes:
             _step(_LOAD, _NUMBER),
             _step(_IF_AT_LEAST, _X32_CALLS, rest + 4, 0),
             *(_step(_IF_EQUAL, call, rest - i + 3, 0) for i, call in enumerate(hidden)),
+            *of_socket,
             _step(_IF_EQUAL, _CLONE[machine], 0, 1),
             _step(_LOAD, _FIRST_ARGUMENT),
             # Without the load, this is the number of a call, which has no such bit.
             _step(_IF_ANY_BIT, _CLONE_NEWUSER, 1, 0),
             _step(_RETURN, _ALLOW),
-            _step(_RETURN, _NO_SUCH_CALL),
+            _step(_RETURN, _ERROR | errno.ENOSYS),
         ]
     )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,24 @@ def test_an_attack_achieves_nothing(
     attack: Attack, python: Callable[..., Ended], tmp_path: Path
 ) -> None:
     attack(python, tmp_path)
+
+
+def test_only_sockets_of_the_network_open(python: Callable[..., Ended]) -> None:
+    """AF_VSOCK, for one, leads to the host of a virtual machine."""
+    code = """
+import errno, socket
+for family in range(1, 46):
+    try:
+        socket.socket(family, socket.SOCK_DGRAM).close()
+    except OSError as error:
+        assert error.errno == errno.EAFNOSUPPORT, (family, error)
+    else:
+        print(family, end=" ")
+"""
+    ended = python(code)
+    assert ended.ok, ended
+    allowed = {socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK}
+    assert {*map(int, ended.output.split())} <= allowed
 
 
 def test_a_program_that_is_ended_while_it_starts_leaves_nothing(
