@@ -121,7 +121,8 @@ def _bwrap(user: int | None, filter_fd: int) -> list[str]:
     rights = ["--seccomp", str(filter_fd), "--cap-drop", "ALL"]
     if user is None:
         return [*own, *spaces, *rights, "--unshare-user"]
-    kept = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
+    # Until it becomes the program's user, whose directory nobody else may read.
+    kept = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_DAC_READ_SEARCH")
     return [*own, *spaces, *rights, *(word for name in kept for word in ("--cap-add", name))]
 
 

@@ -32,7 +32,7 @@ class Command:
     kill: ends the child, of this process id, and waits until nothing of it is left; directory:
     whose files count for `limits.file_bytes`; measures_memory: whether the memory of the child's
     processes counts for `limits.memory_bytes`; in_memory: where the child sees file systems in
-    memory; inherited: file descriptors.
+    memory; inherited: file descriptors; prepare: called in the child before it starts.
     """
 
     argv: Sequence[str]
@@ -45,6 +45,7 @@ class Command:
     cwd: Path | None = None
     in_memory: Sequence[str] = ()
     inherited: Sequence[int] = ()
+    prepare: Callable[[], None] | None = None
 
 
 class _Run(asyncio.SubprocessProtocol):
@@ -95,6 +96,7 @@ async def run_child(command: Command) -> Ended:
         cwd=command.cwd,
         pass_fds=command.inherited,
         start_new_session=True,
+        preexec_fn=command.prepare,
     )
     timer = loop.call_later(command.limits.seconds, run.stop, "timeout")
     measuring = asyncio.create_task(_measure(command, transport.get_pid(), files_before, run))

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from grpo_core.process import killed_with_parent
 from grpo_env.sandbox import relay
 from grpo_env.sandbox.child import Command, run_child
 from grpo_env.sandbox.interface import Ended, Limits, program_environment
@@ -35,13 +36,25 @@ class OnHost:
         service: Path | None = None,
         limits: Limits = Limits(),  # noqa: B008 - frozen
     ) -> Ended:
-        """See `Sandbox.run`. A process that leaves the program's session remains."""
+        """See `Sandbox.run`. A process that leaves the program's session remains;
+        if this process is killed, only the program itself ends with it."""
         with tempfile.TemporaryDirectory(prefix="sandbox-") as empty:
             async with _served(service) as url:
                 path = os.environ.get("PATH", os.defpath)
                 variables = program_environment(path, empty, environment, url)
                 cwd = directory or Path(empty)
-                return await run_child(Command(argv, variables, limits, _kill, stdin, cwd, cwd=cwd))
+                return await run_child(
+                    Command(
+                        argv,
+                        variables,
+                        limits,
+                        _kill,
+                        stdin,
+                        cwd,
+                        cwd=cwd,
+                        prepare=killed_with_parent,
+                    )
+                )
 
 
 async def _kill(pid: int) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
@@ -95,6 +98,30 @@ def test_how_it_ended(sandbox: Sandbox, code: str, status: int, reason: str) -> 
     ended = asyncio.run(sandbox.run([sandbox.python, "-c", code], limits=limits))
     assert (ended.status, ended.reason) == (status, reason), ended.errors
     assert len(ended.output) <= limits.output_bytes
+
+
+def test_a_program_ends_with_the_process_that_runs_it(sandbox: Sandbox, tmp_path: Path) -> None:
+    """As a process of rewards at its deadline."""
+    os.mkfifo(tmp_path / "alive")
+    code = """
+import time
+with open("alive", "w") as file:
+    print("yes", file=file, flush=True)
+    time.sleep(20)
+    print("still", file=file)
+"""
+    runner = f"""
+import asyncio, pathlib
+from grpo_env.sandbox import sandbox_of
+sandbox = sandbox_of({sandbox.kind!r})
+directory = pathlib.Path({str(tmp_path)!r})
+asyncio.run(sandbox.run([sandbox.python, "-c", {code!r}], directory=directory))
+"""
+    running = subprocess.Popen([sys.executable, "-c", runner])
+    with running, (tmp_path / "alive").open() as alive:
+        assert alive.readline() == "yes\n"
+        running.kill()
+        assert alive.read() == ""
 
 
 def test_a_sandbox_that_does_not_start_is_told_from_a_program_that_fails(
