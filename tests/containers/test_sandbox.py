@@ -4,13 +4,17 @@ environment's container, where it runs as an ordinary user."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from grpo_env.sandbox import Ended, Sandbox, sandbox_of
+from grpo_env.sandbox import Ended, Sandbox, SandboxUnusable, sandbox_of
+from grpo_env.sandbox.engine import LABEL
 from tests.containers.conftest import TAG
 from tests.containers.stack import ROOT, TEST_WITHIN_S, Done, docker, run
 from tests.support.hostile import ATTACKS, Attack
@@ -55,7 +59,37 @@ def test_an_attack_on_docker_achieves_nothing(
 
 
 def containers() -> set[str]:
-    return {*docker("ps", "--all", "--quiet", "--filter", "name=^sandbox-").split()}
+    return {*docker("ps", "--all", "--quiet", "--filter", f"label={LABEL}").split()}
+
+
+async def test_a_run_that_is_cancelled_leaves_no_container(sandbox: Sandbox) -> None:
+    before = containers()
+    for milliseconds in range(0, 200, 20):
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(sandbox.run(["sleep", "1000"]), milliseconds / 1000)
+    assert containers() == before
+
+
+def test_a_container_ends_when_the_process_that_runs_it_was_killed(base_image: str) -> None:
+    before = containers()
+    code = f"""
+import asyncio
+from grpo_env.sandbox import Limits, docker
+docker._START_S = 1
+asyncio.run(docker.Docker({base_image!r}).run(["sleep", "1000"], limits=Limits(seconds=1)))
+"""
+    with subprocess.Popen([sys.executable, "-c", code]) as running:
+        while not (left := containers() - before):
+            assert running.poll() is None
+        running.kill()
+    assert docker("wait", *left).strip() == "137"
+    docker("rm", *left)
+
+
+async def test_a_container_that_does_not_start_is_no_end_of_the_program(sandbox: Sandbox) -> None:
+    with pytest.raises(SandboxUnusable, match=r"docker start failed: .*inside /proc"):
+        await sandbox.run(["true"], readable=[Path("/proc/version")])
+    assert (await sandbox.run(["no-such-program"])).status == 127
 
 
 def namespaces(setting: str) -> list[str]:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
-import subprocess
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from grpo_env.sandbox.child import Command, run_child
-from grpo_env.sandbox.interface import MIB, Ended, Limits, SandboxUnusable
+from grpo_env.sandbox.engine import (
+    COMMAND_S,
+    LABEL,
+    docker,
+    succeed,
+    succeed_at_start,
+    variables,
+)
+from grpo_env.sandbox.interface import Ended, SandboxUnusable
 
-LABEL = "grpo-container"
-"""Of every container that is made here."""
 _LONGEST_LIFE_S = 6 * 3600
 """After it, a container whose process was killed ends and is removed by Docker."""
-_DOCKER_S = 120.0
 _GRACE_S = 30.0
-OUTPUT_BYTES = 8 * MIB
-_NOT_INSTALLED = "docker is not installed: see https://docs.docker.com/engine/install/"
 _NO_ENGINE = "Cannot connect to the Docker daemon"
 _OF_DOCKER = ("Error response from daemon", _NO_ENGINE)
 
@@ -68,7 +67,7 @@ class Container:
             ContainerGone: see there.
             SandboxUnusable: Docker does not answer any more.
         """
-        words = ["exec", *_variables(environment or {})]
+        words = ["exec", *variables(environment or {})]
         words += ["--user", user] if user else []
         inside = ["timeout", "--signal", "KILL", f"{seconds:g}", "bash", "-c", command]
         ended = await docker([*words, self.name, *inside], seconds + _GRACE_S)
@@ -80,7 +79,7 @@ class Container:
 
     async def _require_running(self) -> None:
         """A command may write what looks like an error of Docker."""
-        state = await docker(["inspect", "--format", "{{.State.Running}}", self.name], _DOCKER_S)
+        state = await docker(["inspect", "--format", "{{.State.Running}}", self.name])
         if state.errors.startswith(_NO_ENGINE):
             raise SandboxUnusable(state.errors.strip())
         if state.output.strip() != "true":
@@ -92,8 +91,8 @@ class Container:
         Raises:
             SandboxUnusable: it fails.
         """
-        await self.run(f"rm -rf {target}", _DOCKER_S, user="root")
-        await _succeed(["cp", f"{directory}/.", f"{self.name}:{target}"], _DOCKER_S)
+        await self.run(f"rm -rf {target}", COMMAND_S, user="root")
+        await succeed(["cp", f"{directory}/.", f"{self.name}:{target}"])
 
 
 @asynccontextmanager
@@ -111,24 +110,17 @@ async def container(image: str, resources: Resources) -> AsyncIterator[Container
     words += ["--network", resources.network, "--security-opt", "no-new-privileges"]
     words += ["--oom-score-adj", "1000", "--log-driver", "none"]
     words += ["--workdir", resources.workdir] if resources.workdir else []
-    words += [*_variables(resources.environment), "--entrypoint", "bash", image]
+    words += [*variables(resources.environment), "--entrypoint", "bash", image]
     try:
-        await _succeed([*words, "-c", f"read -t {_LONGEST_LIFE_S}"], _DOCKER_S)
+        await succeed([*words, "-c", f"read -t {_LONGEST_LIFE_S}"])
         yield Container(name)
     finally:
-        await asyncio.shield(docker(["rm", "--force", "--volumes", name], _DOCKER_S))
+        await asyncio.shield(docker(["rm", "--force", "--volumes", name]))
 
 
 def require_engine() -> None:
     """Raises `SandboxUnusable` if no Docker engine answers."""
-    try:
-        done = subprocess.run(
-            ["docker", "version"], capture_output=True, text=True, timeout=_DOCKER_S, check=False
-        )
-    except FileNotFoundError as error:
-        raise SandboxUnusable(_NOT_INSTALLED) from error
-    if done.returncode:
-        raise SandboxUnusable(f"{done.stderr.strip()} Start it, or set DOCKER_HOST")
+    succeed_at_start(["version"], "{error} Start it, or set DOCKER_HOST")
 
 
 async def build(directory: Path, image: str, seconds: float) -> None:
@@ -137,31 +129,4 @@ async def build(directory: Path, image: str, seconds: float) -> None:
     Raises:
         SandboxUnusable: it fails; the message has its last lines.
     """
-    await _succeed(["build", "--quiet", "--tag", image, str(directory)], seconds)
-
-
-async def docker(words: Sequence[str], seconds: float) -> Ended:
-    """How a docker command ended. Raises `SandboxUnusable` if there is no docker."""
-    limits = Limits(seconds=seconds, output_bytes=OUTPUT_BYTES)
-    try:
-        return await run_child(
-            Command(["docker", *words], dict(os.environ), limits, _kill, measures_memory=False)
-        )
-    except FileNotFoundError as error:
-        raise SandboxUnusable(_NOT_INSTALLED) from error
-
-
-async def _succeed(words: Sequence[str], seconds: float) -> None:
-    ended = await docker(words, seconds)
-    if not ended.ok:
-        raise SandboxUnusable(f"docker {words[0]} failed:\n{ended.for_model()}")
-
-
-def _variables(environment: Mapping[str, str]) -> list[str]:
-    return [word for item in environment.items() for word in ("--env", "=".join(item))]
-
-
-async def _kill(pid: int) -> None:
-    """The docker command. What it started in a container is ended by that container's limit."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    await succeed(["build", "--quiet", "--tag", image, str(directory)], seconds)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
-import subprocess
 import uuid
-from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from grpo_env.sandbox import relay
-from grpo_env.sandbox.child import Command, run_child
+from grpo_env.sandbox.child import Command
+from grpo_env.sandbox.engine import (
+    LABEL,
+    docker,
+    kill,
+    run_docker,
+    succeed,
+    succeed_at_start,
+    variables,
+)
 from grpo_env.sandbox.interface import (
     Ended,
     Limits,
@@ -27,13 +33,15 @@ DEFAULT_IMAGE = "python:3.11-slim-bookworm"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SOCKET, _RELAY = "/run/service.sock", "/run/relay.py"
 _START_S = 60.0
-"""To make the container and to end it."""
-_DOCKER_FAILED = 125
-_PROBE_S = 20
+"""More time than any start of a container takes."""
+_OLD = "24h"
+_STATE = "{{.State.StartedAt}} {{.State.OOMKilled}}"
+_NEVER = "0001-01-01"
 
 
 class Docker:
-    """One container for each run. The image needs `python3` for a service and for Python."""
+    """One container for each run. The image needs `timeout`, and `python3` for a service and for
+    Python."""
 
     python = "python3"
 
@@ -57,56 +65,52 @@ class Docker:
         if is_root():
             await asyncio.to_thread(give, NOBODY, directory, service)
         name = f"sandbox-{uuid.uuid4().hex}"
-        variables = program_environment(_PATH, "/tmp", environment, relay.URL)
-        inside = ["python3", _RELAY, _SOCKET, *argv] if service else [*argv]
-        command = [
-            *("docker", "create", "--interactive", "--pull", "never", "--name", name),
+        given = program_environment(_PATH, "/tmp", environment, relay.URL)
+        inside = ["python3", _RELAY, _SOCKET, *argv] if service else argv
+        # If this process is killed, the container ends by itself.
+        life = ("--signal", "KILL", f"{limits.seconds + _START_S:g}")
+        create = [
+            *("create", "--interactive", "--pull", "never", "--name", name, "--label", LABEL),
             *_limited(limits),
             *_mounts(directory, readable, service, limits),
-            *(word for item in variables.items() for word in ("--env", "=".join(item))),
-            *(self.image, *inside),
+            *variables(given),
+            *("--entrypoint", "timeout", self.image, *life, *inside),
         ]
-        await _docker(command[1:])
-        try:
-            start = ["docker", "start", "--attach", "--interactive", name]
-            ended = await run_child(
-                Command(
-                    start,
-                    dict(os.environ),
-                    limits,
-                    _kill,
-                    stdin,
-                    directory,
-                    measures_memory=False,  # the kernel limits it
-                )
-            )
-            killed = await _docker(["inspect", "--format", "{{.State.OOMKilled}}", name])
-        finally:
-            await asyncio.shield(_docker(["rm", "--force", "--volumes", name]))
-        is_memory = killed.strip() == "true" and ended.reason == "finished"
+        start = ["docker", "start", "--attach", "--interactive", name]
+        command = Command(
+            start,
+            dict(os.environ),
+            limits,
+            kill,
+            stdin,
+            directory,
+            measures_memory=False,  # the kernel limits it
+        )
+        async with _created(name, create):
+            ended = await run_docker(command)
+            state = await succeed(["inspect", "--format", _STATE, name])
+        started_at, is_killed = state.split()
+        if ended.reason == "finished" and started_at.startswith(_NEVER):
+            raise SandboxUnusable(f"docker start failed: {ended.errors.strip()}")
+        is_memory = is_killed == "true" and ended.reason == "finished"
         return replace(ended, reason="memory") if is_memory else ended
 
 
-async def _kill(pid: int) -> None:
-    """The container itself is removed afterwards, with all its processes."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-async def _docker(words: Sequence[str]) -> str:
-    """Output of a docker command. Raises `SandboxUnusable` if it fails."""
+@asynccontextmanager
+async def _created(name: str, create: Sequence[str]) -> AsyncIterator[None]:
+    """Make a container, and remove it with all its processes. Once begun, it is made: an engine
+    may make it when its command has been killed."""
+    creating = asyncio.create_task(succeed(create))
     try:
-        child = await asyncio.create_subprocess_exec(
-            "docker", *words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
-        )
-    except FileNotFoundError as error:
-        raise SandboxUnusable(_NOT_INSTALLED) from error
-    output, errors = await child.communicate()
-    if child.returncode:
-        raise SandboxUnusable(
-            f"docker {words[0]} failed: {errors.decode(errors='replace').strip()}"
-        )
-    return output.decode()
+        await asyncio.shield(creating)
+        yield
+    finally:
+        await asyncio.shield(_remove(name, creating))
+
+
+async def _remove(name: str, creating: asyncio.Task[str]) -> None:
+    await asyncio.wait([creating])
+    await docker(["rm", "--force", "--volumes", name])
 
 
 def _limited(limits: Limits) -> Iterator[str]:
@@ -139,23 +143,13 @@ def _mounts(
     yield from ("--workdir", str(directory or "/tmp"))
 
 
-_NOT_INSTALLED = "docker is not installed: see https://docs.docker.com/engine/install/"
-
-
 def require_docker(image: str) -> None:
-    """Raises `SandboxUnusable` if no engine answers or the image is not there."""
-    try:
-        done = subprocess.run(
-            ["docker", "image", "inspect", "--format", "{{.Id}}", image],
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_S,
-            check=False,
-        )
-    except FileNotFoundError as error:
-        raise SandboxUnusable(_NOT_INSTALLED) from error
-    if done.returncode:
-        raise SandboxUnusable(
-            f"--sandbox docker:{image}: {done.stderr.strip()}; start Docker and `docker pull "
-            f"{image}`"
-        )
+    """Remove what killed processes left long ago.
+
+    Raises:
+        SandboxUnusable: no engine answers or the image is not there.
+    """
+    advice = f"--sandbox docker:{image}: {{error}}; start Docker and `docker pull {image}`"
+    succeed_at_start(["image", "inspect", "--format", "{{.Id}}", image], advice)
+    old = ["--filter", f"label={LABEL}", "--filter", f"until={_OLD}"]
+    succeed_at_start(["container", "prune", "--force", *old], advice)
