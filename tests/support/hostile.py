@@ -24,7 +24,8 @@ MIB = 2**20
 _FOR_EVER = "time.sleep(10_000)"
 
 
-def fork_bomb(run: Run, _directory: Path) -> None:
+def fork_bomb(run: Run, directory: Path) -> None:
+    """Also beside the process that serves its service."""
     code = f"""
 import os, time
 started = 0
@@ -36,9 +37,13 @@ try:
 except OSError:
     print(started)
 """
-    ended = leaving_nothing(run, code, limits=Limits(seconds=60, processes=20))
-    assert ended.ok, ended
-    assert 5 < int(ended.output) < 20
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(directory / "service"))
+        for service in (None, directory / "service"):
+            limits = Limits(seconds=60, processes=20)
+            ended = leaving_nothing(run, code, service=service, limits=limits)
+            assert ended.ok, ended
+            assert 5 < int(ended.output) < 20
 
 
 def daemon(run: Run, _directory: Path) -> None:
