@@ -62,10 +62,10 @@ class Namespace:
 
     async def kill(self, bwrap: int) -> None:
         """Return when no process is left."""
-        # A `bwrap` that has just started has not told its child yet to end with it.
-        for pid in (*_children(bwrap), bwrap):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # A `bwrap` that has just started has not told its child yet to end with it. The child is in
+        # its process group until it starts the program.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(bwrap, signal.SIGKILL)
         self._read()
         if self._first:
             await self._first.kill()
@@ -112,13 +112,6 @@ def _rlimits(limits: Limits) -> Mapping[int, tuple[int, int]]:
         resource.RLIMIT_NOFILE: (limits.open_files, limits.open_files),
         resource.RLIMIT_NPROC: (limits.processes, limits.processes),
     }
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-    except OSError:  # it has ended
-        return []
 
 
 def _has_namespace(pid: int, namespace: int) -> bool:

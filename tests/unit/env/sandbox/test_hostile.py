@@ -57,7 +57,7 @@ def test_a_program_that_is_ended_while_it_starts_leaves_nothing(
 
 def test_what_bwrap_told_in_part_is_no_error() -> None:
     async def ended_while_it_tells() -> int:
-        bwrap = await asyncio.create_subprocess_exec("sleep", "1000")
+        bwrap = await asyncio.create_subprocess_exec("sleep", "1000", start_new_session=True)
         with Namespace(Limits()) as namespace:
             os.write(namespace.inherited[0], b'{ "child-pid": 2551, "ipc-name')
             await namespace.kill(bwrap.pid)
