@@ -222,8 +222,7 @@ def test_an_engine_that_is_killed_while_it_starts_with_new_weights_is_followed_b
         new = wait_for(
             lambda: server.status(),
             lambda now: (
-                now["state"] == "restarting"
-                and now["engine_pid"] not in (0, before["engine_pid"])
+                now["state"] == "restarting" and now["engine_pid"] not in (0, before["engine_pid"])
             ),
         )
         os.kill(new["engine_pid"], signal.SIGKILL)
