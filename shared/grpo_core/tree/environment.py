@@ -543,10 +543,13 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
 
     def _mistakes_of_agent(self) -> Iterator[Mistake]:
         if self.task != AGENT:
-            for name in self.model_fields_set & AGENT_OPTIONS.keys():
-                yield Mistake(
-                    name, "only the task agent has this option; write `env-server agent serve`"
-                )
+            # A file of --dry-run names all options; their defaults are no mistake.
+            defaults = type(self).model_fields
+            for name in AGENT_OPTIONS:
+                if getattr(self, name) != defaults[name].default:
+                    yield Mistake(
+                        name, "only the task agent has this option; write `env-server agent serve`"
+                    )
             return
         if (self.agent_command is None) == (self.agent is None):
             yield Mistake(
