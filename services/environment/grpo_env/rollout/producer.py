@@ -19,7 +19,7 @@ from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grade
 from grpo_env.rollout.groups import FAILED, FailureReason, GroupLost, SampledGroup, SamplingPlan
 from grpo_env.settings import EnvServerSettings
-from grpo_env.tasks.items import ItemStream
+from grpo_env.tasks.items import Item, ItemStream
 
 log = structlog.get_logger()
 
@@ -213,18 +213,8 @@ class GroupProducer:
             self._lose(SampledGroup(lost=GroupLost(reason, str(error))))
             return
         self._inference.succeeded()
-        self._rewards.add(sampled.grades)
-        if self._flat_rewards is not None:
-            self._flat_rewards.graded(grade.score for grade in sampled.grades)
-        if sampled.group is not None:  # graded, and maybe dropped
-            self._items.graded(item, [grade.score for grade in sampled.grades], step)
-        else:
-            self._items.lost(item)
+        self._note_grades(item, sampled, step)
         lost = sampled.lost
-        if lost is not None and lost.reason in FAILED:
-            self._reward_failures.failed(lost.detail)
-        elif sampled.grades:
-            self._reward_failures.graded()
         if lost is None:
             assert sampled.group is not None
             self._generation_refusals.accepted()
@@ -241,6 +231,21 @@ class GroupProducer:
         if lost.reason is FailureReason.TEACHER_REFUSED:
             self._teacher.succeeded()
             self._teacher_refusals.refused(lost.detail)
+
+    def _note_grades(self, item: Item, sampled: SampledGroup, step: int) -> None:
+        """Raises `RewardsFail`."""
+        scores = [grade.score for grade in sampled.grades]
+        self._rewards.add(sampled.grades)
+        if self._flat_rewards is not None:
+            self._flat_rewards.graded(scores)
+        if sampled.group is not None:  # graded, and maybe dropped
+            self._items.graded(item, scores, step)
+        else:
+            self._items.lost(item)
+        if sampled.lost is not None and sampled.lost.reason in FAILED:
+            self._reward_failures.failed(sampled.lost.detail)
+        elif scores:
+            self._reward_failures.graded()
 
     async def _send(self, group: ScoredGroup, env_id: int, run_uuid: str) -> None:
         rewards = self._rewards.take()
