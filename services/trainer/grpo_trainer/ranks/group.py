@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_core.process import end_with_parent
 from grpo_core.tree.optim import ProcessOptions
 from grpo_core.tree.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_trainer.errors import LostRank
@@ -147,6 +148,8 @@ def join(options: ProcessOptions) -> Ranks:
     Raises:
         LostRank: one of them did not come.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()  # torchrun gives its ranks sessions of their own: they outlive its kill
     ranks = Ranks(options.world_size, options.trainer_rank, options.rank_deadline_s)
     # Batches are in host memory: gloo, which notices at once if a process ends.
     backend = BOTH if torch.cuda.is_available() and dist.is_nccl_available() else GLOO
@@ -247,7 +250,7 @@ class Heartbeat:
             if has_failed:
                 return None
             if others:
-                return f"rank {others[0]} ended with an error"
+                return f"rank {others[0]} ended early, by an error or a signal"
             if over == self._ranks.count:
                 return None
             self._is_over.wait(self._beat_s)
