@@ -200,7 +200,7 @@ soak: $(VENV)/.installed-dev ## Kill run-api, Redis and trainer at random for SO
 	  SOAK_DIRECTORY=$(SOAK_DIRECTORY) $(PYTEST) tests/soak -s
 
 .PHONY: chaos
-chaos: $(VENV)/.installed-dev ## Kill and stop processes of real runs KILLS times (1000), in each mode; CHAOS_FLAGS="--seed 1"
+chaos: $(VENV)/.installed-dev ## Kill and stop processes of real runs KILLS times (1000), in each shape of run; CHAOS_FLAGS="--seed 1"
 	@$(BIN)/python -m tests.chaos --kills $(KILLS) \
 	  --directory $(CURDIR)/runs/chaos-$(shell date +%Y%m%d-%H%M%S) $(CHAOS_FLAGS)
 

@@ -1,144 +1,110 @@
-"""Kills and stops the processes of real runs at random: `python -m tests.chaos --kills 1000`.
-
-Each mode trains the tiny model with the settings that users get. A hit sends SIGKILL, or SIGSTOP
-and later SIGCONT, to one process or two, and the killed ones are started again as Compose would.
-After every hit the run must train another step. At the end of a mode: every group that run-api
-acknowledged was trained exactly once or is still queued, steps are consecutive, the served weights
-were the trained ones, and no process is left.
-
-The seed decides victims, signals and pauses, not the moment within a step. `journal.jsonl` in the
-directory has one line for each hit.
-"""
+"""Hits the processes of a run with run-api, Redis and inference servers."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
-import statistics
-import sys
 import tempfile
 import time
-from collections import Counter
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from grpo_tiny_model.model import ensure_tiny_model
 from tests.chaos.environment import ACKNOWLEDGED, SENT
 from tests.chaos.environment import VARIABLE as SUBMISSIONS
+from tests.chaos.hits import Hit, Journal, Stopwatch, processes_of, resources, sample, say
 from tests.faults.commands import (
     ENVIRONMENT,
-    OTHER_MODES,
     REDIS,
     RUN_API,
     SERVER,
-    SHARED,
     TRAINER,
+    Shape,
+    server_names,
 )
 from tests.faults.rig import (
     ENGINE,
     NOISE,
+    RANK,
+    REWARD_WORKER,
     SUPERVISOR,
     Rig,
     require_every_batch_trained_once,
     require_own_completions,
+    server_of,
 )
-from tests.faults.stages import VARIABLE as STAGES
 from tests.support.wait import wait_for
 
-VICTIMS = (REDIS, RUN_API, ENGINE, SUPERVISOR, SERVER, TRAINER, ENVIRONMENT)
-"""In the order in which several are killed: the supervisor knows its engine."""
-STOPPED = (REDIS, RUN_API, SERVER, ENGINE, TRAINER, ENVIRONMENT)
+STOP_SHARE = 0.3
 LONGEST_STOP_S = 8.0
 LONGEST_PAUSE_S = 3.0
-TWO_SHARE, STOP_SHARE = 0.2, 0.3
 DRAIN_S = 300.0
-PER_STEP = ("batches", "rollouts")
-"""Directories that get a file in each step."""
 
 
-@dataclass
-class Hit:
-    """One hit and what followed.
-
-    Attributes:
-        ready_s: from the hit until every killed process was ready again, model load included
-        recovered_s: from then until the next step was trained
-        resources: of all processes together; `shm` and `disk` in bytes
+class QueueRun:
+    """Args:
+    name: of the shape, and of its directory below the journal's
     """
 
-    number: int
-    mode: str
-    victims: list[str]
-    signal: str
-    ready_s: float = 0.0
-    recovered_s: float = 0.0
-    step: int = 0
-    resources: dict[str, float] = field(default_factory=dict)
+    def __init__(self, name: str, shape: Shape, dice: random.Random, journal: Journal) -> None:
+        self._name, self._shape, self._dice, self._journal = name, shape, dice, journal
+        self._place = journal.directory / name
+        self._servers = server_names(shape.servers)
+        engines = [name.replace(SERVER, ENGINE) for name in self._servers]
+        supervisors = [name.replace(SERVER, SUPERVISOR) for name in self._servers]
+        ranks = [RANK] if shape.ranks > 1 else []
+        others = [REDIS, RUN_API, TRAINER, ENVIRONMENT, REWARD_WORKER, *ranks]
+        self._victims = [*engines, *supervisors, *self._servers, *others]
+        """In the order in which several are killed: a supervisor knows its engine."""
+        self._stopped = [*engines, *self._servers, *others]
 
-
-class Chaos:
-    def __init__(self, directory: Path, seed: int) -> None:
-        self._directory = directory
-        self._dice = random.Random(seed)
-        self.hits: list[Hit] = []
-
-    def run(self, mode: str, kills: int) -> None:
-        place = self._directory / mode
-        place.mkdir(parents=True)
-        os.environ[SUBMISSIONS] = str(place / "submissions.txt")
+    def run(self, hits: int) -> None:
+        self._place.mkdir()
+        os.environ[SUBMISSIONS] = str(self._place / "submissions.txt")
         with tempfile.TemporaryDirectory(prefix="grpo-") as sockets:
-            rig = Rig(place, Path(sockets), ensure_tiny_model(), mode, as_shipped=True)
+            rig = Rig(self._place, Path(sockets), ensure_tiny_model(), self._shape)
             try:
-                rig.start(REDIS, RUN_API, SERVER, TRAINER, ENVIRONMENT)
+                rig.start(REDIS, RUN_API, *self._servers, TRAINER, ENVIRONMENT)
                 rig.wait_for_steps(1)
-                for number in range(kills):
-                    self._hit(rig, place, number)
-                self._drain(rig, place)
+                for number in range(hits):
+                    self._hit(rig, number)
+                self._drain(rig)
             finally:
                 rig.close()
-        wait_for(lambda: _processes_of(place), lambda left: not left)
+        wait_for(lambda: processes_of(self._place), lambda left: not left)
 
-    def _hit(self, rig: Rig, place: Path, number: int) -> None:
+    def _hit(self, rig: Rig, number: int) -> None:
         dice = self._dice
         time.sleep(dice.uniform(0.0, LONGEST_PAUSE_S))
         stops = dice.random() < STOP_SHARE
-        among = STOPPED if stops else VICTIMS
-        victims = dice.sample(among, 2 if dice.random() < TWO_SHARE else 1)
-        if SERVER in victims:  # it includes the other two
-            victims = [name for name in victims if name not in (ENGINE, SUPERVISOR)]
-        hit = Hit(number, rig.mode, victims, "SIGSTOP" if stops else "SIGKILL")
-        began = time.monotonic()
+        victims = sample(dice, self._stopped if stops else self._victims)
+        # A server includes its engine and its supervisor.
+        victims = [v for v in victims if server_of(v) == v or server_of(v) not in victims]
+        hit = Hit(number, self._name, victims, "SIGSTOP" if stops else "SIGKILL")
+        watch = Stopwatch()
         if stops:
             rig.stop_for(dice.uniform(0.5, LONGEST_STOP_S), *victims)
         else:
-            for name in sorted(victims, key=VICTIMS.index):
-                rig.kill(name)
+            rig.kill(*sorted(victims, key=self._victims.index))
             time.sleep(dice.uniform(0.0, 1.0))
             rig.start_what_is_dead()
-        seen, ready = len(rig.records()), time.monotonic()
+            for server in {server_of(name) for name in victims} & {*self._servers}:
+                rig.wait_until_ready(server)
+        seen, hit.ready_s = len(rig.records()), watch.lap()
         rig.wait_for(lambda: len(rig.records()) > seen)
-        hit.ready_s, hit.recovered_s = ready - began, time.monotonic() - ready
-        hit.step, hit.resources = rig.records()[-1]["step"], _resources(place)
-        self.hits.append(hit)
-        with (self._directory / "journal.jsonl").open("a") as journal:
-            journal.write(f"{json.dumps(asdict(hit))}\n")
-        say(
-            f"{rig.mode} {number + 1}: {hit.signal} {'+'.join(victims)}, ready after "
-            f"{hit.ready_s:.1f} s, trained step {hit.step} {hit.recovered_s:.1f} s later"
-        )
+        hit.recovered_s = watch.lap()
+        hit.step, hit.resources = rig.records()[-1]["step"], resources(self._place)
+        self._journal.add(hit)
 
-    def _drain(self, rig: Rig, place: Path) -> None:
+    def _drain(self, rig: Rig) -> None:
         """End the environment in order. What it sent is then trained, or queued."""
+        if len(self._servers) > 1:  # those that came back serve what is trained
+            rig.wait_for(lambda: rig.records()[-1]["publication/servers"] == len(self._servers))
         environment = rig.process(ENVIRONMENT)
         os.kill(environment.pid, signal.SIGTERM)
         assert environment.wait(DRAIN_S) == 0, environment.log_tail(40)
-        words = [line.split() for line in (place / "submissions.txt").read_text().splitlines()]
+        lines = (self._place / "submissions.txt").read_text().splitlines()
+        words = [line.split() for line in lines]
         acknowledged = {name for word, name in words if word == ACKNOWLEDGED}
         unanswered = {name for word, name in words if word == SENT} - acknowledged
 
@@ -160,91 +126,6 @@ class Chaos:
         worst = max(record.get("alignment/probe_max", 0.0) for record in rig.records())
         assert worst < NOISE, f"the served weights were others than the trained: {worst}"
         say(
-            f"{rig.mode}: {len(acknowledged)} groups acknowledged, {queued} queued, the others "
+            f"{self._name}: {len(acknowledged)} groups acknowledged, {queued} queued, the others "
             f"trained once, in {taken[-1]['step']} steps; {len(unanswered)} submissions unanswered"
         )
-
-
-def _processes_of(place: Path) -> list[psutil.Process]:
-    """Those that inherited the run's variables."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(STAGES) == str(place / "stages"):
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-    return [process for process in found if process.pid != os.getpid()]
-
-
-def _resources(place: Path) -> dict[str, float]:
-    found: Counter[str] = Counter()
-    for process in _processes_of(place):
-        try:
-            found["processes"] += 1
-            found["descriptors"] += process.num_fds()
-            found["resident"] += process.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
-    for name, top in (("shm", Path("/dev/shm")), ("disk", place)):
-        for directory, _, files in os.walk(top):
-            found[name] += sum(_size(Path(directory, file)) for file in files)
-    return {name: float(value) for name, value in found.items()}
-
-
-def _size(path: Path) -> int:
-    """In bytes; 0 if the run has removed it, or if it is kept for every step."""
-    if path.suffix == ".log" or path.parent.name in PER_STEP:
-        return 0
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def summary(hits: list[Hit]) -> list[str]:
-    """Recovery by victim, and resources in the first and the last quarter of each mode."""
-    lines = []
-    for name in VICTIMS:
-        of = [hit for hit in hits if name in hit.victims]
-        if of:
-            took = sorted(hit.recovered_s for hit in of)
-            lines.append(
-                f"{name}: {len(of)} hits, next step {statistics.median(took):.1f} s after all were "
-                f"ready, at most {took[-1]:.1f} s"
-            )
-    for mode in dict.fromkeys(hit.mode for hit in hits):
-        found = [hit.resources for hit in hits if hit.mode == mode]
-        quarter = max(1, len(found) // 4)
-        for name in sorted(found[0]):
-            first, last = (
-                statistics.median(each.get(name, 0.0) for each in part)
-                for part in (found[:quarter], found[-quarter:])
-            )
-            lines.append(f"{mode}, {name}: {first:,.0f} at first, {last:,.0f} at last")
-    return lines
-
-
-def say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--kills", type=int, default=1000, help="hits in all modes together")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--modes", default=",".join((SHARED, *OTHER_MODES)))
-    parser.add_argument("--directory", type=Path, required=True, help="a new directory")
-    given: Any = parser.parse_args(words)
-    modes = given.modes.split(",")
-    chaos = Chaos(given.directory, given.seed)
-    for index, mode in enumerate(modes):
-        chaos.run(mode, given.kills // len(modes) + (index < given.kills % len(modes)))
-    for line in summary(chaos.hits):
-        say(line)
-    say(f"{len(chaos.hits)} hits with seed {given.seed}: nothing lost, nothing twice")
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.redis.server import bundled_redis, redis_command
@@ -16,37 +16,67 @@ from tests.support.preloaded import fork_socket
 
 REDIS, RUN_API, SERVER = "redis", "run-api", "vllm-server"
 TRAINER, ENVIRONMENT = "trainer", "environment"
-START_ORDER = ((REDIS,), (RUN_API, SERVER), (TRAINER,), (ENVIRONMENT,))
-"""Order of the start; processes of one row start at the same time."""
 SHARED = "shared_vllm"
 LORA_ONLY, LORA_RESTART = "lora_only", "lora_restart"
 OTHER_MODES = (LORA_ONLY, LORA_RESTART, "none")
 RESTART_EVERY_STEPS = 3
 BATCH_SIZE = 16
 STATE_INTERVAL = 3
+SUMS = Path(__file__).parents[1] / "chaos" / "sums.py"
 LONGER_THAN_ANY_WAIT_S = 3600
 """For leases and deadlines that no test may reach."""
 
 
+def server_names(number: int) -> tuple[str, ...]:
+    return (SERVER, *(f"{SERVER}-{index}" for index in range(1, number)))
+
+
+def health_of(server: str) -> str:
+    """Name of a port."""
+    return f"health of {server}"
+
+
 @dataclass(frozen=True)
+class Shape:
+    """Args:
+    mode: the weight-sync mode
+    servers: number of inference servers; several follow the versions in Redis
+    ranks: number of trainer processes, which torchrun starts
+    as_shipped: with the deadlines that users get, an environment that journals what it sends,
+        and rewards in worker processes
+    """
+
+    mode: str
+    servers: int = 1
+    ranks: int = 1
+    as_shipped: bool = False
+
+    @property
+    def start_order(self) -> tuple[tuple[str, ...], ...]:
+        """Processes of one row start at the same time."""
+        return ((REDIS,), (RUN_API, *server_names(self.servers)), (TRAINER,), (ENVIRONMENT,))
+
+    def ports(self) -> dict[str, int]:
+        names = server_names(self.servers)
+        health = [health_of(name) for name in names]
+        return {name: free_port() for name in (REDIS, RUN_API, TRAINER, *names, *health)}
+
+
+@dataclass
 class Commands:
     """Args:
     directory: logs, metrics, checkpoints and Redis' files
     socket: path of the weight socket
-    mode: the weight-sync mode
-    as_shipped: with the deadlines that users get, and an environment that journals what it sends
     """
 
     directory: Path
     socket: Path
     model: str
-    mode: str
-    as_shipped: bool = False
-    ports: dict[str, int] = field(
-        default_factory=lambda: {
-            name: free_port() for name in (REDIS, RUN_API, SERVER, "health-of-server")
-        }
-    )
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        self.mode, self.as_shipped = self.shape.mode, self.shape.as_shipped
+        self.ports = self.shape.ports()
 
     @property
     def checkpoints(self) -> Path:
@@ -57,19 +87,13 @@ class Commands:
 
     def of(self, name: str) -> list[str]:
         python = [sys.executable, "-m"]
-        env = "tests.chaos.environment" if self.as_shipped else "grpo_env"
+        if name.startswith(SERVER):
+            return [*python, *self._server_module(), *self._server(name)]
         commands: dict[str, Callable[[], list[str]]] = {
             REDIS: self._redis,
             RUN_API: lambda: [*python, "grpo_api", *self._run_api()],
-            SERVER: lambda: [*python, *self._server_module(), *self._server()],
-            TRAINER: lambda: [*python, "tests.faults.staged_trainer", *self._trainer()],
-            ENVIRONMENT: lambda: [
-                *python,
-                env,
-                "arithmetic",
-                "serve",
-                *self._environment(),
-            ],
+            TRAINER: lambda: [*python, *self._trainer_module(), *self._trainer()],
+            ENVIRONMENT: lambda: [*python, *self._environment_module(), *self._environment()],
         }
         return commands[name]()
 
@@ -91,11 +115,12 @@ class Commands:
         alone, and the kernel must end the engine."""
         return [PRELOADED, "serve"] if self.mode == SHARED else ["grpo_vllm"]
 
-    def _server(self) -> list[str]:
+    def _server(self, name: str) -> list[str]:
         flags = {
             "model": self.model,
-            "port": self.ports[SERVER],
-            "health-port": self.ports["health-of-server"],
+            "port": self.ports[name],
+            "health-port": self.ports[health_of(name)],
+            "server-name": name,
             "dtype": "float32",
             **self._of_the_run(),
         }
@@ -108,6 +133,11 @@ class Commands:
         flags["weights-dir"] = self.checkpoints / "served_weights"
         lora = ["--enable-lora"] if self.mode in (LORA_ONLY, LORA_RESTART) else []
         return [*lora, *_flags(flags), *SMALL]
+
+    def _environment_module(self) -> list[str]:
+        if self.as_shipped:
+            return ["tests.chaos.environment", f"{SUMS}:Sums", "serve"]
+        return ["grpo_env", "arithmetic", "serve"]
 
     def _environment(self) -> list[str]:
         never = {} if self.as_shipped else {"run-api-deadline-s": LONGER_THAN_ANY_WAIT_S}
@@ -123,6 +153,13 @@ class Commands:
                 **never,
             }
         )
+
+    def _trainer_module(self) -> list[str]:
+        module = ["tests.faults.staged_trainer"]
+        if self.shape.ranks == 1:
+            return module
+        ranks = ["--standalone", "--nproc-per-node", str(self.shape.ranks)]
+        return ["torch.distributed.run", *ranks, "-m", *module]
 
     def _trainer(self) -> list[str]:
         flags = {
@@ -145,6 +182,8 @@ class Commands:
             return _flags(flags | {"verify-every-steps": 1} | lease)
         if self.mode != LORA_ONLY:
             flags["vllm-restart-interval"] = RESTART_EVERY_STEPS
+        if (servers := self.shape.servers) > 1:
+            flags |= {"num-inference-nodes": servers, "master-port": self.ports[TRAINER]}
         return _flags(flags | self._of_the_run())
 
     def _of_the_run(self) -> dict[str, object]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.commands import SHARED
+from tests.faults.commands import SHARED, Shape
 from tests.faults.rig import Rig
 
 
@@ -25,7 +25,8 @@ def run_in(
             stack.close()
             # Unix socket paths are limited to 107 bytes, and pytest's directories may be longer.
             sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-"))
-            runs.append(Rig(tmp_path_factory.mktemp("run"), Path(sockets), tiny_model, mode))
+            directory = tmp_path_factory.mktemp("run")
+            runs.append(Rig(directory, Path(sockets), tiny_model, Shape(mode)))
             stack.callback(runs[-1].close)
         return runs[-1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 import socket
 import time
@@ -25,9 +26,10 @@ from tests.faults.commands import (
     RUN_API,
     SERVER,
     SHARED,
-    START_ORDER,
     TRAINER,
     Commands,
+    Shape,
+    health_of,
 )
 from tests.faults.stages import HELD, JOURNAL, VARIABLE, WANTED, read
 from tests.support.process_table import is_alive
@@ -44,6 +46,8 @@ MOVED = 100 * NOISE
 apart."""
 ENGINE, SUPERVISOR = "engine", "supervisor"
 """Processes of the server that can be killed alone."""
+RANK, REWARD_WORKER = "rank", "reward-worker"
+"""Any one of the trainer's, and any one of the environment's."""
 CALLS = {TRAINER: "/batch", ENVIRONMENT: "/(scored_data|status-env|info)"}
 """Paths of run-api that processes request repeatedly until they get an answer."""
 
@@ -52,19 +56,16 @@ class Rig:
     """Args:
     directory: logs, metrics, checkpoints and Redis' files
     sockets: a short path for the weight socket
-    mode: the weight-sync mode
-    as_shipped: with the deadlines that users get, and an environment that journals what it sends
     """
 
-    def __init__(
-        self, directory: Path, sockets: Path, model: Path, mode: str, as_shipped: bool = False
-    ) -> None:
-        self.mode = mode
+    def __init__(self, directory: Path, sockets: Path, model: Path, shape: Shape) -> None:
+        self.mode = mode = shape.mode
+        self._start_order = shape.start_order
         self.steps_until_proof = 3 if mode == SHARED else RESTART_EVERY_STEPS + 1
         self._directory = directory
         self._stages = directory / "stages"
         self._stages.mkdir()
-        self._commands = Commands(directory, sockets / "weights.sock", str(model), mode, as_shipped)
+        self._commands = Commands(directory, sockets / "weights.sock", str(model), shape)
         self._processes: dict[str, ManagedProcess] = {}
         self._starts = 0
         self.checkpoints = self._commands.checkpoints
@@ -72,10 +73,9 @@ class Rig:
 
     def start(self, *names: str) -> None:
         """Start processes and wait until they are ready. Supervisors start their engines."""
-        if SUPERVISOR in names:
-            names = (SERVER,)
-        for row in START_ORDER:
-            starting = [name for name in row if name in names]
+        processes = {server_of(name) for name in names}
+        for row in self._start_order:
+            starting = [name for name in row if name in processes]
             for name in starting:
                 self.launch(name)
             for name in starting:
@@ -97,35 +97,40 @@ class Rig:
 
     def start_what_is_dead(self) -> None:
         living = [p.name for p in self._processes.values() if p.exit_code is None]
-        self.start(*(name for row in START_ORDER for name in row if name not in living))
+        self.start(*(name for row in self._start_order for name in row if name not in living))
 
     def kill(self, *names: str) -> None:
         """Kill a process and its children with SIGKILL."""
         for name in names:
-            if name == ENGINE:
-                self._kill_engine()
-            elif name == SUPERVISOR:
-                self._kill_supervisor_alone()
+            if name.startswith(ENGINE):
+                self._kill_engine(server_of(name))
+            elif name.startswith(SUPERVISOR):
+                self._kill_supervisor_alone(server_of(name))
+            elif name in (RANK, REWARD_WORKER):
+                self.tree(name)[0].kill()
             else:
                 self._processes[name].kill()
 
-    def _kill_engine(self) -> None:
+        if RANK in names:  # torchrun ends the others
+            wait_for(lambda: self._processes[TRAINER].exit_code is not None)
+
+    def _kill_engine(self, server: str) -> None:
         """Kill the process that answers HTTP and those that compute."""
-        engine = psutil.Process(self.server_status()["engine_pid"])
+        engine = psutil.Process(self._engine_pid(server))
         for process in (*engine.children(recursive=True), engine):
             with contextlib.suppress(psutil.NoSuchProcess):  # already ended with the other one
                 process.kill()
 
-    def _kill_supervisor_alone(self) -> None:
+    def _kill_supervisor_alone(self, server: str) -> None:
         """Kill the supervisor alone; the kernel must end its engine."""
-        supervisor = psutil.Process(self._processes[SERVER].pid)
+        supervisor = psutil.Process(self._processes[server].pid)
         below = supervisor.children(recursive=True)
         supervisor.kill()
-        wait_for(lambda: [child for child in below if is_alive(child.pid)], lambda left: not left)
+        _wait_for_end(below)
 
     def stop_for(self, seconds: float, *names: str) -> None:
         """Stop processes with SIGSTOP, with their children, and let them go on."""
-        stopped = [each for name in names for each in self._tree(name)]
+        stopped = [each for name in names for each in self.tree(name)]
         for process in stopped:
             process.suspend()
         time.sleep(seconds)
@@ -133,12 +138,25 @@ class Rig:
             with contextlib.suppress(psutil.NoSuchProcess):  # the supervisor replaced it
                 process.resume()
 
-    def _tree(self, name: str) -> list[psutil.Process]:
-        if name == ENGINE:
-            root = psutil.Process(self.server_status()["engine_pid"])
+    def tree(self, name: str) -> list[psutil.Process]:
+        """A process and all below it."""
+        if name.startswith(ENGINE):
+            root = psutil.Process(self._engine_pid(server_of(name)))
+        elif name == RANK:
+            root = random.choice(psutil.Process(self._processes[TRAINER].pid).children())
+        elif name == REWARD_WORKER:
+            root = random.choice(self.wait_for(self._reward_workers))
         else:
             root = psutil.Process(self._processes[name].pid)
         return [root, *root.children(recursive=True)]
+
+    def _engine_pid(self, server: str) -> int:
+        return int(self.wait_for(lambda: self.server_status(server)["engine_pid"]))
+
+    def _reward_workers(self) -> list[psutil.Process]:
+        """Forks of a process that the environment has started."""
+        children = psutil.Process(self._processes[ENVIRONMENT].pid).children()
+        return [worker for child in children for worker in child.children()]
 
     def close(self) -> None:
         for process in reversed(self._processes.values()):
@@ -218,12 +236,12 @@ class Rig:
         """One entry for each batch that any trainer of the run has taken."""
         return whole_lines(self.checkpoints / JOURNAL)
 
-    def server_status(self) -> dict[str, Any]:
-        return _answer(f"{self._commands.url('health-of-server')}/status")
+    def server_status(self, server: str = SERVER) -> dict[str, Any]:
+        return _answer(f"{self._commands.url(health_of(server))}/status")
 
-    def bridge_info(self) -> dict[str, Any]:
+    def bridge_info(self, server: str = SERVER) -> dict[str, Any]:
         """The bridge's answer; waits until there is an engine."""
-        return _answer(f"{self._commands.url(SERVER)}/bridge/info")
+        return _answer(f"{self._commands.url(server)}/bridge/info")
 
     def status(self) -> dict[str, Any]:
         return _answer(f"{self.run_api_url}/status")
@@ -239,14 +257,24 @@ class Rig:
             return answers_ping(self._commands.ports[REDIS])
         if name == RUN_API:
             return httpx.get(f"{self.run_api_url}/health").status_code == 200
-        if name == SERVER:
-            return bool(self.bridge_info()["state"])
+        if name.startswith(SERVER):
+            return bool(self.bridge_info(name)["state"])
         if name == ENVIRONMENT:
             return "registered" in self.log(name)
         if self.mode == SHARED:
             attached = "shared_memory.attached" in self.log(name)
             return attached and self.bridge_info()["policy_version"] != [0, 0]
         return bool(re.search(r"weights\.(published|already_served)", self.log(name)))
+
+
+def _wait_for_end(processes: list[psutil.Process]) -> None:
+    """They end by themselves."""
+    wait_for(lambda: [each for each in processes if is_alive(each.pid)], lambda left: not left)
+
+
+def server_of(name: str) -> str:
+    """The server of an engine or a supervisor; any other name as it is."""
+    return name.replace(ENGINE, SERVER).replace(SUPERVISOR, SERVER)
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:

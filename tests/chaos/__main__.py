@@ -1,0 +1,66 @@
+"""Kills and stops the processes of real runs at random: `python -m tests.chaos --kills 1000`.
+
+Each shape of run trains the tiny model with the settings that users get. A hit sends SIGKILL, or
+SIGSTOP and later SIGCONT, to one process or two, and the killed ones are started again as Compose
+would. After every hit the run must train another step. At the end of a shape: every group that
+run-api acknowledged was trained exactly once or is still queued, steps are consecutive, the served
+weights were the trained ones, and no process is left. An offline run ends with the weights of an
+undisturbed one.
+
+The seed decides victims, signals and pauses, not the moment within a step. `journal.jsonl` in the
+directory has one line for each hit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.hits import PROMISED_S, Journal, say
+from tests.chaos.offline import OFFLINE, OfflineRun
+from tests.chaos.queue import QueueRun
+from tests.faults.commands import LORA_ONLY, LORA_RESTART, SHARED, Shape
+
+Run = Callable[[int], None]
+QUEUE_SHAPES = {
+    "shared_vllm": Shape(SHARED, as_shipped=True),
+    "lora_only": Shape(LORA_ONLY, as_shipped=True),
+    "lora_restart": Shape(LORA_RESTART, as_shipped=True),
+    "none": Shape("none", as_shipped=True),
+    "lora_only-3-servers": Shape(LORA_ONLY, servers=3, as_shipped=True),
+    "lora_restart-3-servers": Shape(LORA_RESTART, servers=3, as_shipped=True),
+    "none-3-servers": Shape("none", servers=3, as_shipped=True),
+    "none-2-ranks": Shape("none", ranks=2, as_shipped=True),
+}
+
+
+def run_of(name: str, dice: random.Random, journal: Journal) -> Run:
+    if name == OFFLINE:
+        return OfflineRun(dice, journal).run
+    return QueueRun(name, QUEUE_SHAPES[name], dice, journal).run
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--kills", type=int, default=1000, help="hits in all shapes together")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shapes", default=",".join((*QUEUE_SHAPES, OFFLINE)))
+    parser.add_argument("--directory", type=Path, required=True, help="a new directory")
+    given: Any = parser.parse_args(words)
+    shapes = given.shapes.split(",")
+    journal = Journal(given.directory)
+    for index, name in enumerate(shapes):
+        # A shape repeats its choices also without the others.
+        run = run_of(name, random.Random(f"{given.seed} {name}"), journal)
+        run(given.kills // len(shapes) + (index < given.kills % len(shapes)))
+    for line in journal.summary():
+        say(line)
+    assert all(hit.recovered_s <= PROMISED_S for hit in journal.hits), "a hit recovered too late"
+    say(f"{len(journal.hits)} hits with seed {given.seed}: nothing lost, nothing twice")
+
+
+if __name__ == "__main__":
+    main()

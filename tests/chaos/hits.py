@@ -1,0 +1,155 @@
+"""What the shapes of run share: hits, the journal, and the processes and resources of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.faults.stages import VARIABLE
+
+PROMISED_S = 30.0
+"""From the moment at which every killed process is ready again to the next trained step."""
+PER_STEP = ("batches", "rollouts")
+"""Directories that get a file in each step."""
+
+
+@dataclass
+class Hit:
+    """One hit and what followed.
+
+    Attributes:
+        ready_s: from the hit until every killed process was ready again, model load included
+        recovered_s: from then until the next step was trained
+        resources: of all processes together; `shm` and `disk` in bytes
+    """
+
+    number: int
+    shape: str
+    victims: list[str]
+    signal: str
+    ready_s: float = 0.0
+    recovered_s: float = 0.0
+    step: int = 0
+    resources: dict[str, float] = field(default_factory=dict)
+
+
+class Journal:
+    """Prints each hit, and writes it into `journal.jsonl`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.hits: list[Hit] = []
+        directory.mkdir(parents=True)
+
+    def add(self, hit: Hit) -> None:
+        self.hits.append(hit)
+        with (self.directory / "journal.jsonl").open("a") as journal:
+            journal.write(f"{json.dumps(asdict(hit))}\n")
+        say(
+            f"{hit.shape} {hit.number + 1}: {hit.signal} {'+'.join(hit.victims)}, ready after "
+            f"{hit.ready_s:.1f} s, trained step {hit.step} {hit.recovered_s:.1f} s later"
+        )
+
+    def summary(self) -> list[str]:
+        """Recovery by victim, and resources in the first and the last quarter of each shape."""
+        lines = []
+        for name in dict.fromkeys(name for hit in self.hits for name in hit.victims):
+            took = sorted(hit.recovered_s for hit in self.hits if name in hit.victims)
+            lines.append(
+                f"{name}: {len(took)} hits, next step {statistics.median(took):.1f} s after all "
+                f"were ready, at most {took[-1]:.1f} s"
+            )
+        for shape in dict.fromkeys(hit.shape for hit in self.hits):
+            found = [hit.resources for hit in self.hits if hit.shape == shape]
+            quarter = max(1, len(found) // 4)
+            for name in sorted(found[0]):
+                first, last = (
+                    statistics.median(each.get(name, 0.0) for each in part)
+                    for part in (found[:quarter], found[-quarter:])
+                )
+                lines.append(f"{shape}, {name}: {first:,.0f} at first, {last:,.0f} at last")
+        late = [hit for hit in self.hits if hit.recovered_s > PROMISED_S]
+        lines += [f"later than {PROMISED_S:g} s: {hit}" for hit in late]
+        return lines
+
+
+_TWO_SHARE = 0.2
+
+
+def sample(dice: random.Random, among: Iterable[str]) -> list[str]:
+    """One or two of them."""
+    return dice.sample([*among], 2 if dice.random() < _TWO_SHARE else 1)
+
+
+def processes_of(place: Path) -> list[psutil.Process]:
+    """Those that inherited the run's variables."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(VARIABLE) == str(place / "stages"):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def resources(place: Path) -> dict[str, float]:
+    found: Counter[str] = Counter()
+    for process in processes_of(place):
+        try:
+            found["processes"] += 1
+            found["descriptors"] += process.num_fds()
+            found["resident"] += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    for name, top in (("shm", Path("/dev/shm")), ("disk", place)):
+        for directory, _, files in os.walk(top):
+            found[name] += sum(_size(Path(directory, file)) for file in files)
+    return {name: float(value) for name, value in found.items()}
+
+
+def _size(path: Path) -> int:
+    """In bytes; 0 if the run has removed it, or if it is kept for every step."""
+    if path.suffix == ".log" or path.parent.name in PER_STEP:
+        return 0
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def stopped(processes: Iterable[psutil.Process], seconds: float) -> None:
+    """Stop them with SIGSTOP, and let them go on."""
+    found = [*processes]
+    for process in found:
+        process.suspend()
+    time.sleep(seconds)
+    for process in found:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it was replaced
+            process.resume()
+
+
+class Stopwatch:
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def lap(self) -> float:
+        """Seconds since the start or the last lap."""
+        before, self._began = self._began, time.monotonic()
+        return self._began - before
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

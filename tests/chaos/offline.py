@@ -1,0 +1,109 @@
+"""Hits an offline run, which samples in its own process. An undisturbed run that trains on the same
+rollouts has the same weights."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from grpo_core.process import ManagedProcess
+from grpo_tiny_model.model import ensure_tiny_model
+from tests.chaos.hits import Hit, Journal, Stopwatch, processes_of, resources, say, stopped
+from tests.faults.commands import SUMS
+from tests.faults.stages import VARIABLE
+from tests.support.wait import wait_for
+
+OFFLINE = "offline"
+ITERATIONS = 40
+KEYS = {
+    "model.device": "cpu",
+    "generation.backend": "local",
+    "generation.max_new_tokens": 8,
+    "eval.backend": "local",
+    "eval.max_new_tokens": 8,
+    "eval.interval": 10,
+    "env_server.seq_len": 128,
+    "grpo.seq_len": 128,
+    "data.task": f"{SUMS}:Sums",
+    "train.iterations": ITERATIONS,
+    "train.lr": 1e-4,
+}
+EARLY_SHARE, STOP_SHARE = 0.3, 0.2
+LONGEST_PAUSE_S, START_S = 3.0, 6.0
+END_S = 600.0
+WEIGHTS = "final_model/model.safetensors"
+
+
+class OfflineRun:
+    def __init__(self, dice: random.Random, journal: Journal) -> None:
+        self._dice, self._journal = dice, journal
+        self._place = journal.directory / OFFLINE
+        self._starts = 0
+
+    def run(self, hits: int) -> None:
+        self._place.mkdir()
+        done = 0
+        for number in range(hits):  # more runs than needed
+            directory = self._place / f"hit-{number}"
+            while (process := self._start(directory)) and done < hits:
+                if not self._survives(process, directory, done):
+                    break
+                done += 1
+            self._finish(process)
+            self._require_equal_to_undisturbed(directory)
+            if done == hits:
+                break
+        wait_for(lambda: processes_of(self._place), lambda left: not left)
+
+    def _start(self, directory: Path) -> ManagedProcess:
+        """Begin the run of this directory, or go on with it."""
+        model = ensure_tiny_model()
+        keys = KEYS | {"hydra.run.dir": directory, "model.train_id": model, "model.ref_id": model}
+        if (directory / "keys.yaml").exists():
+            keys["checkpoint.resume"] = directory
+        words = [f"{name}={value}" for name, value in keys.items()]
+        self._starts += 1
+        log = self._place / f"{self._starts:03}.log"
+        variables = {VARIABLE: str(self._place / "stages"), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "grpo_runs.offline", *words]
+        return ManagedProcess(OFFLINE, command, log, variables)
+
+    def _survives(self, process: ManagedProcess, directory: Path, number: int) -> bool:
+        """Hit it; False if it ended before."""
+        dice, hit, watch = self._dice, Hit(number, OFFLINE, [OFFLINE], "SIGKILL"), Stopwatch()
+        if dice.random() < EARLY_SHARE:
+            time.sleep(dice.uniform(0.0, START_S))
+        else:
+            seen = _iterations(directory)
+            wait_for(lambda: _iterations(directory) > seen or process.exit_code is not None)
+            hit.recovered_s = watch.lap()
+            time.sleep(dice.uniform(0.0, LONGEST_PAUSE_S))
+        if dice.random() < STOP_SHARE:
+            hit.signal = "SIGSTOP"
+            stopped(processes_of(self._place), dice.uniform(0.5, LONGEST_PAUSE_S))
+        hit.resources = resources(self._place)
+        has_ended = process.exit_code is not None
+        process.kill()
+        hit.step = _iterations(directory)
+        if not has_ended:
+            self._journal.add(hit)
+        return not has_ended
+
+    def _finish(self, process: ManagedProcess) -> None:
+        assert process.wait(END_S) == 0, process.log_tail(40)
+        process.kill()
+
+    def _require_equal_to_undisturbed(self, directory: Path) -> None:
+        whole = self._place / f"{directory.name}-undisturbed"
+        shutil.copytree(directory / "sampled", whole / "sampled")
+        self._finish(self._start(whole))
+        ours, theirs = ((at / WEIGHTS).read_bytes() for at in (directory, whole))
+        assert ours == theirs, f"{directory} and {whole} ended with other weights"
+        say(f"{directory.name}: the weights of an undisturbed run")
+
+
+def _iterations(directory: Path) -> int:
+    return len([*directory.glob("metrics/train_iter_*.json")])
