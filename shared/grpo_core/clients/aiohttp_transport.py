@@ -12,11 +12,12 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import httpx
 from aiohttp.abc import AbstractResolver, ResolveResult
+
+from grpo_core.sockets import make_socket, proxy_for
 
 
 class AiohttpTransport(httpx.AsyncBaseTransport):
@@ -30,7 +31,7 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
     """
 
     def __init__(self, base_url: str, max_connections: int, address: str = "") -> None:
-        self._proxy = _proxy_for(httpx.URL(base_url))
+        self._proxy = proxy_for(base_url)
         self._address = "" if self._proxy else address
         self._free = asyncio.Semaphore(max_connections)
         self._session: aiohttp.ClientSession | None = None  # needs a running event loop
@@ -69,7 +70,10 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    limit=0, ssl=_tls(), resolver=_Fixed(self._address) if self._address else None
+                    limit=0,
+                    ssl=_tls(),
+                    resolver=_Fixed(self._address) if self._address else None,
+                    socket_factory=make_socket,
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,  # httpx does
@@ -100,15 +104,6 @@ class _Fixed(AbstractResolver):
 def _tls() -> ssl.SSLContext:
     """As httpx makes it, but one for all clients: it takes 50 ms, and each server has two."""
     return httpx.create_ssl_context()
-
-
-def _proxy_for(url: httpx.URL) -> str | None:
-    """As httpx reads it from the environment, but only once: for each request, aiohttp would read
-    it in a thread."""
-    proxies = getproxies()
-    if proxy_bypass(url.host):
-        return None
-    return proxies.get(url.scheme, proxies.get("all"))
 
 
 def _without_credentials(url: httpx.URL) -> str:

@@ -20,6 +20,7 @@ from tenacity import (
 from grpo_core.closing import ClosesOnAsyncExit, ClosesOnExit
 from grpo_core.errors import AnswerLost, RequestRefused, ServiceUnavailable
 from grpo_core.security import authorization
+from grpo_core.sockets import SOCKET_OPTIONS, proxy_for
 
 log = structlog.get_logger()
 
@@ -31,6 +32,7 @@ _NOT_CARRIED_OUT = frozenset({408, 503})
 """502 and 504 come from a gateway; the service may have carried out the request."""
 _MAX_RETRY_AFTER_S = 30.0
 _MAX_REASON_CHARS = 2000
+_SILENCE = (httpx.ConnectError, httpx.ReadError, httpx.TimeoutException)
 
 
 class _Client:
@@ -52,15 +54,15 @@ class _Client:
         )
 
     def _note_absence(self, error: BaseException) -> None:
-        """Log once that nothing listens at the URL."""
-        if self._hint is None or self._is_away or not isinstance(error, httpx.ConnectError):
+        """Log once that nothing listens at the URL, or that it is silent."""
+        if self._hint is None or self._is_away or not isinstance(error, _SILENCE):
             return
         self._is_away = True
         log.warning(
             "service.unreachable",
             name=self._service,
             url=self.base_url,
-            reason=str(error),
+            reason=str(error) or type(error).__name__,
             hint=self._hint,
         )
 
@@ -108,7 +110,12 @@ class ServiceClient(_Client, ClosesOnExit):
     ) -> None:
         super().__init__(service, base_url, deadline_s, hint)
         self._http = httpx.Client(
-            base_url=self.base_url, timeout=_timeout(timeout_s), headers=authorization(token)
+            base_url=self.base_url,
+            timeout=_timeout(timeout_s),
+            headers=authorization(token),
+            transport=httpx.HTTPTransport(
+                proxy=proxy_for(self.base_url), socket_options=SOCKET_OPTIONS
+            ),
         )
 
     def close(self) -> None:
@@ -138,6 +145,7 @@ class ServiceClient(_Client, ClosesOnExit):
                     response = self._http.request(method, path, **request)
                     check_answer(response, self._service)
         except (httpx.TransportError, TransientAnswer) as error:
+            self._note_absence(error)
             raise self._failure(error, deadline_s, repeat_lost_answers) from error
         self._note_answer()
         return response
@@ -188,6 +196,7 @@ class AsyncServiceClient(_Client, ClosesOnAsyncExit):
                 with attempt:
                     response = await self.send_once(method, path, **request)
         except (httpx.TransportError, TransientAnswer) as error:
+            self._note_absence(error)
             raise self._failure(error, deadline_s, repeat_lost_answers) from error
         self._note_answer()
         return response

@@ -1,0 +1,48 @@
+"""Options of the TCP connections of HTTP clients: a silent network breaks them.
+
+A firewall, a NAT or a host that vanishes may drop the packets of an open connection without a word.
+A request then waits for its whole deadline, and a repeat on another connection of the same pool
+waits as long. The kernel notices it sooner: it closes a connection whose packets the other host
+does not acknowledge. A process that is busy or stopped is no such host, because its kernel answers.
+redis-py sets such options by itself.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+SILENT_S = 30
+"""A connection on which the other host has acknowledged nothing for so long is closed."""
+_IDLE_S, _INTERVAL_S = 10, 5
+
+SOCKET_OPTIONS = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL_S),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, (SILENT_S - _IDLE_S) // _INTERVAL_S),
+    # Of sent data: the kernel does not probe while it waits for an acknowledgement.
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000),
+]
+
+
+def make_socket(address: tuple[int, int, int, str, tuple[Any, ...]]) -> socket.socket:
+    """A socket with these options. Args: address: an entry of `socket.getaddrinfo`"""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    for option in SOCKET_OPTIONS:
+        made.setsockopt(*option)
+    return made
+
+
+def proxy_for(url: str) -> str | None:
+    """As httpx reads it from the environment, which it does not with a transport of the caller;
+    aiohttp would read it for each request, in a thread."""
+    parts = urlsplit(url)
+    if proxy_bypass(parts.hostname or ""):
+        return None
+    proxies = getproxies()
+    proxy = proxies.get(parts.scheme, proxies.get("all"))
+    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"

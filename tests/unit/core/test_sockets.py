@@ -1,0 +1,91 @@
+"""Every client's connection is probed by the kernel, so that a silent network is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from grpo_core.clients.inference import GenerationClient
+from grpo_core.clients.run_api import TrainerClient
+from grpo_core.errors import ServiceUnavailable
+from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, RedisConnection
+from grpo_core.sockets import proxy_for
+
+KEEPALIVE = "02"
+"""The timer in /proc/net/tcp of a connection that the kernel probes."""
+
+
+def with_http(port: int) -> None:
+    with TrainerClient(f"http://127.0.0.1:{port}", 0.0) as client, suppress(ServiceUnavailable):
+        client.status()
+
+
+def with_aiohttp(port: int) -> None:
+    async def ask() -> None:
+        async with GenerationClient(f"http://127.0.0.1:{port}", 60.0, 1) as client:
+            with suppress(httpx.TransportError):
+                await client.generate([1])
+
+    asyncio.run(ask())
+
+
+def with_redis(port: int) -> None:
+    url = f"redis://127.0.0.1:{port}"
+    with RedisConnection(url, 60.0, 0.0) as client, suppress(ServiceUnavailable):
+        client.call("PING")
+
+
+def with_async_redis(port: int) -> None:
+    async def ask() -> None:
+        async with AsyncRedisConnection(f"redis://127.0.0.1:{port}", 60.0) as client:
+            with suppress(*FAILURES):
+                await client.attempt("PING")
+
+    asyncio.run(ask())
+
+
+@pytest.fixture
+def seen() -> Iterator[tuple[int, list[str]]]:
+    """The port of a server that closes every connection, and the timers that it saw."""
+    timers: list[str] = []
+
+    def serve(listening: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection, (_, port) = listening.accept()
+                with connection:
+                    connection.recv(1)
+                    timers.append(timer_of(port))
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=serve, args=(listening,), daemon=True).start()
+        yield listening.getsockname()[1], timers
+
+
+def timer_of(port: int) -> str:
+    """Of the connection whose local end has this port."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return next(row[5][:2] for row in rows if row[1] == f"0100007F:{port:04X}")
+
+
+@pytest.mark.parametrize("connect", [with_http, with_aiohttp, with_redis, with_async_redis])
+def test_the_kernel_probes_the_connection(
+    connect: Callable[[int], None], seen: tuple[int, list[str]]
+) -> None:
+    port, timers = seen
+    connect(port)
+    assert timers[0] == KEEPALIVE
+
+
+def test_a_proxy_without_a_scheme_is_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "proxy:3128")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert proxy_for("http://run-api:8000") == "http://proxy:3128"
