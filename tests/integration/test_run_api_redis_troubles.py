@@ -220,7 +220,9 @@ async def test_redis_that_hangs_or_is_gone_is_503_and_loses_nothing(
     http.submit(1, 2)
     server.process.signal(signal.SIGSTOP)
     async with asyncio.timeout(DEADLINE_S):  # a request in this process has none
-        assert_given_up(await impatient.get("/batch"), SHORT_S)
+        with capture_logs() as logs:
+            assert_given_up(await impatient.get("/batch"), SHORT_S)
+    assert logs[-1]["reason"].startswith("Redis did not answer within")
     assert_given_up(http.get("/readyz"), PROBE_S)
     assert http.get("/healthz").json() == {"status": "ok"}
     scraped = http.get("/metrics").raise_for_status().text

@@ -33,6 +33,8 @@ from grpo_core.errors import GrpoError, message_of
 REQUEST_ID_HEADER = "x-request-id"
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that disconnected before the answer."""
+FAILURE = "grpo.failure"
+"""Key of a request's scope: why it was not carried out, for the log."""
 _MAX_PROBLEMS = 20
 _MAX_MESSAGE_CHARS = 2000
 _MAX_LOCATION_CHARS = 100
@@ -237,7 +239,8 @@ def answer_errors(app: FastAPI) -> None:
     """Register an answer for every error that a handler raises."""
 
     @app.exception_handler(Answered)
-    async def answered(_request: Request, error: Answered) -> JSONResponse:
+    async def answered(request: Request, error: Answered) -> JSONResponse:
+        request.scope[FAILURE] = str(error)
         return answer_to(error)
 
     @app.exception_handler(RequestValidationError)

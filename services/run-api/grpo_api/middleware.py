@@ -15,7 +15,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from grpo_api.errors import CLIENT_CLOSED_REQUEST, REQUEST_ID_HEADER, ShuttingDown, answer_to
+from grpo_api.errors import (
+    CLIENT_CLOSED_REQUEST,
+    FAILURE,
+    REQUEST_ID_HEADER,
+    ShuttingDown,
+    answer_to,
+)
 from grpo_api.lifetime import Lifetime, was_held
 from grpo_api.metrics import Metrics
 
@@ -106,15 +112,21 @@ def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def _log_request(scope: Scope, status: int, seconds: float) -> None:
-    if status >= 500:
-        log, event = _log.warning, "request.failed"
-    elif seconds > _SLOW_S and not was_held.get():
-        log, event = _log.warning, "request.slow"
-    else:
-        log, event = _log.debug, "request.answered"
     # the raw path cannot hold control characters, which could change the terminal
     path = scope["raw_path"][:_MAX_PATH_CHARS].decode("ascii", "backslashreplace")
-    log(event, method=scope["method"], path=path, status=status, seconds=round(seconds, 4))
+    fields = {
+        "method": scope["method"],
+        "path": path,
+        "status": status,
+        "seconds": round(seconds, 4),
+    }
+    if status >= 500:
+        reason = {"reason": scope[FAILURE]} if FAILURE in scope else {}
+        _log.warning("request.failed", **fields, **reason)
+    elif seconds > _SLOW_S and not was_held.get():
+        _log.warning("request.slow", **fields)
+    else:
+        _log.debug("request.answered", **fields)
 
 
 UNMATCHED = "unmatched"
