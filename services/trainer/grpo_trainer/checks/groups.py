@@ -170,7 +170,8 @@ def _of_versions(
             f"{len(ahead)} completions state a policy version that did not exist yet, for example "
             f"{tuple(last)} when {tuple(newest)} was served",
             "let the environment send the version of the server's response, which sampled the "
-            "tokens, and not a version that it requests later",
+            "tokens, and not a version that it requests later. If the server's log has the event "
+            "served_version.save_delayed, only its record in Redis was late",
         )
 
 
