@@ -57,12 +57,6 @@ def test_every_profile_is_complete_without_a_setting(mode: str, device: str) -> 
         assert found[name].get("runtime") == ("nvidia" if device == "gpu" else None)
 
 
-def test_redis_loses_nothing_acknowledged_unless_told_that_it_may() -> None:
-    for settings, policy in (({}, "always"), ({"REDIS_APPENDFSYNC": "everysec"}, "everysec")):
-        command = services("none", **settings)["redis"]["command"]
-        assert command[command.index("--appendfsync") + 1] == policy
-
-
 @pytest.mark.parametrize("mode", [*MODES, "monitoring"])
 def test_everybody_is_confined_and_only_loopback_is_published(mode: str) -> None:
     for name, service in services(mode, STACK_DEVICE="cpu").items():

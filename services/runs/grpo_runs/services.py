@@ -75,7 +75,6 @@ class ServiceFactory:
             command=redis_command(
                 port,
                 self.run.redis,
-                appendfsync=self.settings.redis_appendfsync,
                 password=redis_password(self.run.redis),
             ),
             healthy=lambda: answers_ping(port, redis_password(self.run.redis)),

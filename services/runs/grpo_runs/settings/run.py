@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, SecretStr, create_model, field_validator
 
@@ -191,12 +191,6 @@ class LaunchOptions(ServerHere):
         ge=1,
         description="Number of CPU threads that the server computes with; several servers share "
         "them. The trainer uses the same number",
-    )
-    redis_appendfsync: Literal["always", "everysec"] = Field(
-        "always",
-        description="When Redis writes its data to the disk. always: after every change, so nothing"
-        " is lost. everysec: once per second, so a killed Redis loses 1 to 2 seconds of"
-        " changes",
     )
     run_api_token: SecretStr | None = Field(
         None,

@@ -24,7 +24,6 @@ NEEDS_TASK = (
         "kv_cache_mib",
         "eager",
         "compute_threads",
-        "redis_appendfsync",
     ),
     *("step_deadline_s", "start_deadline_s", "on_alert", "watch"),
 )
@@ -36,7 +35,7 @@ _OWN = {
     "model": ("model",),
     "task": ("task",),
     "weights": ("mode",),
-    "queue": ("redis_appendfsync", "run_api_token"),
+    "queue": ("run_api_token",),
     "server": ("servers", "kv_cache_mib", "eager", "server_flags"),
     "run": (
         *(
