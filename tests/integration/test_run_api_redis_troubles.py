@@ -269,6 +269,11 @@ async def test_the_log_names_how_often_redis_writes_or_warns_that_it_forgets(
 
     line = await report()
     assert (line["log_level"], line["appendfsync"]) == ("info", "always")
+    server.admin.config_set("appendfsync", "everysec")
+    line = await report()
+    assert (line["event"], line["appendfsync"]) == ("redis.may_lose_groups", "everysec")
+    assert "--appendfsync always" in line["hint"]
+    server.admin.config_set("appendfsync", "always")
     server.admin.config_set("appendonly", "no")
     line = await report()
     assert line["log_level"] == "warning"

@@ -161,7 +161,8 @@ async def test_reset_leaves_no_key_but_short_lived_receipts(run: Run) -> None:
     keys = await run.link.call("KEYS", f"{run.link.prefix}*")
     receipts = [key for key in keys if b"receipt:" in key]
     outlive = {
-        f"{run.link.prefix}{name}".encode() for name in ("resets", "last_group_id", "last_env_id")
+        f"{run.link.prefix}{name}".encode()
+        for name in ("resets", "last_group_id", "last_env_id", "start")
     }
     assert set(keys) - set(receipts) == outlive
     assert all([await run.link.call("TTL", key) > 0 for key in receipts])

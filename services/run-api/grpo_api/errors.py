@@ -132,7 +132,7 @@ class BatchUnknown(Conflict):
             "after",
             "batch_unknown",
             f"this run never handed out batch {batch_id}; the newest batch handed out is {last}. "
-            "The run may have been reset, or the id may belong to another run",
+            "Redis may have lost newer batches, or the id may belong to another run",
         )
 
 

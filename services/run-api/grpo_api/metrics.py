@@ -46,6 +46,7 @@ _COUNTERS = {
     "batches_acknowledged": "Number of batches that the trainer acknowledged.",
     "refused_groups": "Number of groups that run-api refused with status 400, 409, 413 or 422 "
     "since the last trainer registered.",
+    "lost_groups": "Number of accepted groups that Redis no longer had when it started again.",
 }
 _SERVER_COUNTERS = {
     "restarts": "Number of engine starts after the first one, for new weights or after a crash.",

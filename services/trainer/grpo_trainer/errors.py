@@ -2,7 +2,7 @@
 
 GrpoError (grpo_core)
 ├── StateError          the run cannot resume from a checkpoint: NoSuchState, DamagedState,
-│                       StateMismatch, StateOfAnotherRun
+│                       StateMismatch, StateOfAnotherRun, LostBatches
 ├── NonFiniteStep       the step is impossible: NonFiniteLoss, NonFiniteGradient
 ├── WeightSyncError     trainer and server do not hold the same weights: PolicyMismatch,
 │                       UnreachableWeights, MovedParameters, TornWeights, LostServer, EngineCrashed,
@@ -98,6 +98,10 @@ class StateMismatch(StateError):
 
 class StateOfAnotherRun(StateError):
     """The checkpoint does not belong to the run that run-api stores."""
+
+
+class LostBatches(StateError):
+    """Redis has lost the newest batches that the checkpoint includes."""
 
 
 class MissingPackage(GrpoError):

@@ -78,14 +78,17 @@ class RunStatus(WireModel):
     """Answer of `GET /status`. `queue_size` counts groups that belong to no batch yet.
 
     `run_uuid`: created when a run's first trainer registers, deleted by /reset_data; None if there
-    is no run. `refused_groups` and `last_refusal`: as in `EnvironmentCount`.
+    is no run. `last_batch`: id of the newest batch that was handed out, 0 before the first; None
+    from former versions of run-api. The others: as in `EnvironmentCount`.
     """
 
     current_step: int
     queue_size: int
     run_uuid: str | None = None
+    last_batch: int | None = None
     refused_groups: int = 0
     last_refusal: str = ""
+    lost_groups: int = 0
 
 
 class EnvironmentCount(WireModel):
@@ -94,12 +97,15 @@ class EnvironmentCount(WireModel):
     A connected environment has not called /disconnect-env and has polled lately. `refused_groups`:
     groups that run-api refused with status 400, 409, 413 or 422 since the last trainer registered.
     `last_refusal`: the reason for the last of them, in one line; "" if there is none.
+    `lost_groups`: groups of this run that run-api had accepted, and that Redis no longer had when
+    it started again.
     """
 
     registered: int
     connected: int
     refused_groups: int = 0
     last_refusal: str = ""
+    lost_groups: int = 0
 
 
 class ListedServer(WireModel):

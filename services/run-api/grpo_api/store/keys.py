@@ -25,6 +25,10 @@
     latest             hash   id of the last queued group; acknowledged: set if its batch is
     refusals           hash   groups: refused since the last trainer registered; last: reason for
                               the last refusal
+    start              hash   process: id of the Redis process; last_group_id: at its start. It
+                              survives a reset
+    losses             hash   ids of a run-api process and a Redis process → groups that the former
+                              confirmed and the latter lacked at its start
     last_group_id      string
     last_env_id        string number of env_ids that were given out
     resets             string number of resets; this, last_group_id and last_env_id survive a
@@ -62,7 +66,7 @@ RUN_KEYS = (
     *("trainer", "environments", "environment_names", "group_sizes", "name_counts", "connected"),
     *("seen", "buffers", "queue", "payloads", "large", "queued_kinds", "queued_sizes", "totals"),
     *("leases", "answers"),
-    *("latest", "refusals", "resets", "last_group_id", "last_env_id"),
+    *("latest", "refusals", "resets", "last_group_id", "last_env_id", "start", "losses"),
 )
 """The first KEYS of every script, each of which has a local of this name for it."""
 

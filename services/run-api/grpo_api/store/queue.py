@@ -225,7 +225,8 @@ class GroupQueue:
             own_keys=[*self._link.keys(receipt_key(submission.key)), self._link.served_weights],
         )
         match answer:
-            case [b"placed"]:
+            case [b"placed", last_id]:
+                self._link.confirmed.note(last_id, len(outcomes))
                 return outcomes
             case [b"full"]:
                 return None

@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.commands.core import AsyncScript
@@ -26,8 +27,10 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from grpo_api.errors import StoreUnavailable, UnsuitableRedis
 from grpo_api.lifetime import Lifetime
 from grpo_api.store.keys import RUN_KEYS
+from grpo_api.store.losses import ConfirmedGroups
 from grpo_core.alerts import REDIS_DISK_SHARE
 from grpo_core.redis.keys import run_prefix, served_weights_key
+from grpo_core.redis.server import APPENDFSYNC
 from grpo_core.redis.url import without_password
 
 _LAYOUT = 4
@@ -74,14 +77,19 @@ class RedisLink:
         self.followed_server = self.served_weights + ":followed"
         self.where = without_password(url)
         self.deadline_s = deadline_s
-        self._redis = _client(url, deadline_s)
+        self._redis = _client(url, deadline_s, redis_connect_func=self._begin)
         # separate: listeners that also need a connection for commands could block each other
         self._listeners = _client(url, deadline_s)
         self._scripts = _load_scripts(self._redis)
+        script: Any = self._scripts["compare_start"].script
+        self.confirmed = ConfirmedGroups(self.where, script, self._run_keys)
 
     async def close(self) -> None:
         await self._redis.aclose()
         await self._listeners.aclose()
+
+    async def _begin(self, connection: AbstractConnection) -> None:
+        await self.confirmed.compare(connection)
 
     async def ping(self) -> None:
         """Raises `StoreUnavailable` within a second, also if this Redis is a replica: a probe must
@@ -205,7 +213,7 @@ def _last_failure(error: BaseException | None) -> RedisError | None:
     return error
 
 
-def _client(url: str, deadline_s: float) -> Redis:
+def _client(url: str, deadline_s: float, **options: Any) -> Redis:
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=_MAX_CONNECTIONS,
@@ -216,6 +224,7 @@ def _client(url: str, deadline_s: float) -> Redis:
             ExponentialBackoff(cap=_MAX_BACKOFF_S, base=_FIRST_BACKOFF_S), _UNTIL_THE_DEADLINE
         ),
         protocol=2,
+        **options,
     )
     client: Redis = Redis.from_pool(pool)
     return client
@@ -262,7 +271,15 @@ async def check_redis(link: RedisLink, lifetime: Lifetime) -> None:
         case 1:
             flat: list[bytes] = await _told(link, lifetime, "CONFIG", "GET", "appendfsync") or []
             appendfsync = flat[1].decode() if flat else "unknown: Redis rejects CONFIG"
-            _log.info("redis.persistent", appendfsync=appendfsync)
+            if not flat or appendfsync == APPENDFSYNC:
+                _log.info("redis.persistent", appendfsync=appendfsync)
+            else:
+                _log.warning(
+                    "redis.may_lose_groups",
+                    appendfsync=appendfsync,
+                    hint="a Redis that is killed may lose accepted groups; start Redis with "
+                    f"--appendfsync {APPENDFSYNC}",
+                )
         case 0:
             _log.warning(
                 "redis.not_persistent",

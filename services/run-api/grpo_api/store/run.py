@@ -80,6 +80,7 @@ class RunStats(NamedTuple):
     environments_registered: int
     leased_batches: int
     refused_groups: int
+    lost_groups: int
     last_refusal: str
     run_uuid: str
 
@@ -269,8 +270,10 @@ class RunStore:
             current_step=stats.step,
             queue_size=stats.queued_groups,
             run_uuid=stats.run_uuid or None,
+            last_batch=stats.batches_delivered,
             refused_groups=stats.refused_groups,
             last_refusal=stats.last_refusal,
+            lost_groups=stats.lost_groups,
         )
 
     async def environments(self) -> EnvironmentCount:
@@ -280,6 +283,7 @@ class RunStore:
             connected=stats.environments_alive,
             refused_groups=stats.refused_groups,
             last_refusal=stats.last_refusal,
+            lost_groups=stats.lost_groups,
         )
 
     async def stats(self) -> RunStats:

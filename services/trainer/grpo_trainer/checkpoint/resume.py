@@ -21,7 +21,7 @@ from grpo_trainer.checkpoint.store import (
     shapes_of,
 )
 from grpo_trainer.data.batches import BatchQueue, Position
-from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
+from grpo_trainer.errors import LostBatches, NoSuchState, StateMismatch, StateOfAnotherRun
 from grpo_trainer.model.policy import CausalLM, device_of
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
@@ -65,7 +65,8 @@ def restore(
     at.
 
     Raises:
-        StateMismatch, DamagedState, StateOfAnotherRun: nothing was changed at run-api.
+        StateMismatch, DamagedState, StateOfAnotherRun, LostBatches: nothing was changed at
+            run-api.
     """
     require_fit(saved.record, policy, settings, str(saved.directory))
     saved.load(policy, optimizer)
@@ -154,18 +155,23 @@ def rejoin(api: BatchQueue, settings: TrainerSettings, saved: SavedState) -> Pos
 
     Returns:
         The checkpoint's position; with batch_id=0 if the run at run-api does not have that batch.
+        If Redis lost batches of the checkpoint, with the newest one that it has.
 
     Raises:
-        StateOfAnotherRun: the checkpoint belongs to another run than the one at run-api. A
-            checkpoint that `--resume` names may resume there anyway, with that run's data.
+        StateOfAnotherRun: the checkpoint belongs to another run than the one at run-api.
+        LostBatches: it includes batches that Redis has lost.
+            A checkpoint that `--resume` names may resume anyway, with run-api's data.
     """
     at = saved.record.position
     # Read before registering: a new run must not get the starting step of a foreign checkpoint.
-    run_uuid = api.status().run_uuid
+    status = api.status()
+    run_uuid = status.run_uuid
     known = run_uuid is not None and run_uuid == saved.record.run_uuid
     if not known and settings.resume == AUTO:
         now = f"run-api's current run is {run_uuid}" if run_uuid else "run-api has no run yet"
         raise _of_another_run(saved, api, now)
+    if known and status.last_batch is not None and status.last_batch < at.batch_id:
+        at = _before_the_loss(saved, api, settings, status.last_batch)
     api.register(settings.registration(first_step=at.step))
     if known and api.run_uuid != run_uuid:  # it was reset in between
         raise _of_another_run(saved, api, f"run-api's current run is {api.run_uuid}")
@@ -200,6 +206,30 @@ def leave_complete_run(api: BatchQueue, settings: TrainerSettings, saved: SavedS
         checkpoint=str(saved.directory),
         hint="raise --steps to continue, or start again with another --save-path",
     )
+
+
+def _before_the_loss(
+    saved: SavedState, api: BatchQueue, settings: TrainerSettings, newest: int
+) -> Position:
+    """The position in a run whose Redis has lost all batches after `newest`. Their groups may be in
+    the queue again."""
+    at = saved.record.position
+    lost = f"{newest + 1} to {at.batch_id}"
+    if settings.resume == AUTO:
+        raise LostBatches(
+            f"Redis has lost batches {lost} of this run, which {saved.directory} includes. To lose "
+            "none, run Redis with --appendonly yes --appendfsync always. Some groups of these "
+            f"batches may be in the queue again. To train on them twice, pass --resume "
+            f"{saved.directory}; to train on none twice, delete the queue before that: "
+            f"curl {api.base_url}/reset_data"
+        )
+    log.warning(
+        "batches.lost",
+        first=newest + 1,
+        last=at.batch_id,
+        hint="Redis lost them; groups of these batches that are queued again are trained on twice",
+    )
+    return replace(at, batch_id=newest)
 
 
 def _of_another_run(saved: SavedState, api: BatchQueue, found: str) -> StateOfAnotherRun:

@@ -274,7 +274,7 @@ class EnvironmentWatch:
         self._clock = clock
         self._deadline: Deadline | None = None
         self._has_waited = self._has_seen = False
-        self._refused_before = self._refused = 0
+        self._refused_before = self._refused = self._lost = 0
         self._has_warned = False
 
     def wait_started(self) -> None:
@@ -289,6 +289,7 @@ class EnvironmentWatch:
         """Raises `NoEnvironmentLeft` if all environments are gone for longer than the deadline. If
         no environment ever registered, the groups come from another source."""
         self._warn_of_refusals(environments)
+        self._warn_of_losses(environments.lost_groups)
         self._has_waited = True
         self._has_seen |= environments.connected > 0
         if environments.connected or not environments.registered or not self._has_seen:
@@ -323,6 +324,16 @@ class EnvironmentWatch:
                 last_refusal=environments.last_refusal,
                 hint=REFUSED_GROUPS_HINT,
             )
+
+    def _warn_of_losses(self, groups: int) -> None:
+        if groups > self._lost:
+            log.warning(
+                "groups.lost",
+                lost_groups=groups - self._lost,
+                hint="Redis started again without groups that run-api had accepted; see run-api's "
+                "log",
+            )
+        self._lost = groups
 
     def excluding(self, work: Callable[[], None]) -> None:
         """Run `work` with the deadline suspended: a server that restarts stops environments too."""

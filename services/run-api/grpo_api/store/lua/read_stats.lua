@@ -5,7 +5,8 @@
 --          queued_groups, queued_sequences, queued_bytes, buffered_parts, buffered_bytes,
 --          leased_bytes, age of the oldest lease (ms), age of the oldest queued group (ms),
 --          environments alive, environments registered, batches leased, groups refused,
---          reason for the last refusal, uuid of the run or ''}: numbers, except the last two
+--          groups lost, reason for the last refusal, uuid of the run or ''}: numbers, except the
+--          last two
 
 local timeout_ms = tonumber(ARGV[1])
 local now_ms = tonumber(now())
@@ -50,6 +51,11 @@ table.insert(facts, alive)
 table.insert(facts, number(totals, 'environments'))
 table.insert(facts, leased_batches)
 add(refusals, 'groups')
+local lost = 0
+for _, groups in ipairs(redis.call('HVALS', losses)) do
+  lost = lost + tonumber(groups)
+end
+table.insert(facts, lost)
 table.insert(facts, redis.call('HGET', refusals, 'last') or '')
 table.insert(facts, redis.call('HGET', trainer, 'run_uuid') or '')
 return facts

@@ -3,7 +3,7 @@
 -- Returns nothing
 
 -- so that nothing of this run is taken for the next run's
-local kept = {[resets] = true, [last_group_id] = true, [last_env_id] = true}
+local kept = {[resets] = true, [last_group_id] = true, [last_env_id] = true, [start] = true}
 
 for _, staged in ipairs(redis.call('HVALS', large)) do
   redis.call('UNLINK', staged)

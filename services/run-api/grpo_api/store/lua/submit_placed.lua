@@ -8,7 +8,7 @@
 --       7 plan (JSON): buffers [[env_id, before, after], ...], entries [entry, ...]
 --       8 id of the first payload; the others follow
 --       then per group: env_id or '-', sequences, stored bytes, payload or name of a staged one
--- Returns {'placed'}
+-- Returns {'placed', id of the last group}
 --         {'repeated', receipt}  an earlier call was carried out under the same receipt
 --         {'full'}               the queue has reached a limit
 --         {'unstaged'}           a staged payload has expired
@@ -87,4 +87,4 @@ if last_queued then
   set_latest(last_queued)
 end
 redis.call('SET', receipt, run .. ' ' .. ARGV[2], 'EX', ARGV[1])
-return {'placed'}
+return {'placed', first_id + (#ARGV - first + 1) / 4 - 1}

@@ -8,7 +8,7 @@
 --       6 version under which the groups were received, as stored; '' for the one served now
 --       7 uuid of the run for which the groups were sampled, '' if unknown
 --       then per group: env_id or '-', sequences, stored bytes, payload or name of a staged one
--- Returns {'placed'}
+-- Returns {'placed', id of the last group}
 --         {'repeated', receipt}  an earlier call was carried out under the same receipt
 --         {'unregistered'}
 --         {'of another run'}
@@ -78,4 +78,4 @@ redis.call('HINCRBY', totals, 'queued_sequences', sequences)
 redis.call('HINCRBY', totals, 'queued_bytes', bytes)
 set_latest(id)
 redis.call('SET', receipt, run .. ' ' .. ARGV[2], 'EX', ARGV[1])
-return {'placed'}
+return {'placed', id}
