@@ -14,10 +14,12 @@ import pytest
 import yaml
 
 from grpo_env.sandbox import Ended, Sandbox, SandboxUnusable, sandbox_of
+from grpo_env.sandbox.container import Resources, container
 from grpo_env.sandbox.engine import LABEL
 from tests.containers.conftest import TAG
 from tests.containers.stack import ROOT, TEST_WITHIN_S, Done, docker, run
 from tests.support.hostile import ATTACKS, Attack
+from tests.support.planted import leaks, planted, watched_command_lines
 
 IMAGE = f"grpo-environment:{TAG}"
 HARDENED = (
@@ -60,6 +62,24 @@ def test_an_attack_on_docker_achieves_nothing(
 
 def containers(*options: str) -> set[str]:
     return {*docker("ps", *options, "--quiet", "--filter", f"label={LABEL}").split()}
+
+
+async def test_no_command_line_shows_a_variable_of_the_program(
+    sandbox: Sandbox, base_image: str
+) -> None:
+    given = planted("API_KEY", "PATH_KEY") | {"LINES": "two\nlines"}
+    steering = {"DOCKER_HOST": "unix:///nowhere", "LD_PRELOAD": "", "HOME": "/nowhere"}
+    with watched_command_lines() as seen:
+        ended = await sandbox.run(["sh", "-c", "env; sleep 0.3"], environment=given | steering)
+        async with container(base_image, Resources(environment=given | steering)) as opened:
+            inside = await opened.run("env", 30.0, environment=planted("EXEC_KEY") | steering)
+    for name, value in (given | steering).items():
+        assert f"{name}={value}" in ended.output
+        assert f"{name}={value}" in inside.output
+    (value,) = planted("EXEC_KEY").values()
+    assert value in inside.output
+    assert any(b"API_KEY" in line for _, line in seen())
+    assert leaks(seen(), planted("API_KEY", "PATH_KEY", "EXEC_KEY")) == []
 
 
 async def test_a_run_that_is_cancelled_leaves_no_container(sandbox: Sandbox) -> None:

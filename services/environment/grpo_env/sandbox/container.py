@@ -67,10 +67,11 @@ class Container:
             ContainerGone: see there.
             SandboxUnusable: Docker does not answer any more.
         """
-        words = ["exec", *variables(environment or {})]
+        given = environment or {}
+        words = ["exec", *variables(given)]
         words += ["--user", user] if user else []
         inside = ["timeout", "--signal", "KILL", f"{seconds:g}", "bash", "-c", command]
-        ended = await docker([*words, self.name, *inside], seconds + _GRACE_S)
+        ended = await docker([*words, self.name, *inside], seconds + _GRACE_S, given)
         if ended.status == 1 and ended.errors.startswith(_OF_DOCKER):
             await self._require_running()
         if ended.status == 128 + signal.SIGKILL and ended.seconds >= seconds:
@@ -112,7 +113,7 @@ async def container(image: str, resources: Resources) -> AsyncIterator[Container
     words += ["--workdir", resources.workdir] if resources.workdir else []
     words += [*variables(resources.environment), "--entrypoint", "bash", image]
     try:
-        await succeed([*words, "-c", f"read -t {_LONGEST_LIFE_S}"])
+        await succeed([*words, "-c", f"read -t {_LONGEST_LIFE_S}"], given=resources.environment)
         yield Container(name)
     finally:
         await asyncio.shield(docker(["rm", "--force", "--volumes", name]))

@@ -86,7 +86,7 @@ class Docker:
             directory,
             measures_memory=False,  # the kernel limits it
         )
-        async with _created(name, create):
+        async with _created(name, create, given):
             ended = await run_docker(command)
             state = await succeed(["inspect", "--format", _STATE, name])
         started_at, is_killed = state.split()
@@ -97,10 +97,12 @@ class Docker:
 
 
 @asynccontextmanager
-async def _created(name: str, create: Sequence[str]) -> AsyncIterator[None]:
+async def _created(
+    name: str, create: Sequence[str], given: Mapping[str, str]
+) -> AsyncIterator[None]:
     """Make a container, and remove it with all its processes. Once begun, it is made: an engine
     may make it when its command has been killed."""
-    creating = asyncio.create_task(succeed(create))
+    creating = asyncio.create_task(succeed(create, given=given))
     try:
         await asyncio.shield(creating)
         yield
