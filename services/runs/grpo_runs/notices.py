@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from pydantic import SecretStr
+
 from grpo_core.alerts import AlertWatch, FiringAlert, Measures
 from grpo_core.errors import GrpoError
 from grpo_core.redis.url import known_password
@@ -30,9 +32,15 @@ LOOK_EVERY_S = 5.0
 def notifier_of(
     settings: LaunchOptions, screen: Screen, redis_password: str | None = None
 ) -> Notifier:
-    secrets = secrets_of(os.environ, plain(settings.run_api_token), redis_password)
+    held = [plain(value) for name, value in settings if _is_secret(name, value)]
+    secrets = secrets_of(os.environ, *held, redis_password)
     targets = {"end": settings.on_end, "alert": settings.on_alert}
     return Notifier(targets, screen.warning, secrets)
+
+
+def _is_secret(option: str, value: object) -> bool:
+    """The password of a URL is hidden wherever a URL is."""
+    return isinstance(value, SecretStr) and option != "redis_url"
 
 
 class RunNotices:

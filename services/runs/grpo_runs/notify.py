@@ -21,17 +21,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from grpo_core.settings import hide_secrets
+from grpo_core.settings.command import SECRET_VARIABLES
 
 DEADLINE_S = 10.0
 _SHOWN_CHARACTERS = 200
 _URL_VARIABLE = "GRPO_NOTIFY_URL"
 _WEBHOOK = (sys.executable, "-m", "grpo_runs.notify")
-SECRET_VARIABLES = frozenset(
-    {
-        *("RUN_API_TOKEN", "VLLM_API_KEY", "REDIS_URL", "WANDB_API_KEY"),
-        *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
-    }
-)
+_SECRETS = SECRET_VARIABLES | {"WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
 _OURS = re.compile(r"^(GRPO|RUN_API)_.*(TOKEN|KEY|PASSWORD|SECRET|REDIS_URL)$")
 
 
@@ -168,13 +164,13 @@ def _without_secret_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in variables.items()
-        if name not in SECRET_VARIABLES and not _OURS.match(name)
+        if name not in _SECRETS and not _OURS.match(name)
     }
 
 
 def secrets_of(variables: Mapping[str, str], *others: str | None) -> list[str]:
     """Texts to keep out of notifications."""
-    held = [variables[n] for n in variables if n in SECRET_VARIABLES or _OURS.match(n)]
+    held = [variables[n] for n in variables if n in _SECRETS or _OURS.match(n)]
     return [text for text in (*held, *others) if text]
 
 

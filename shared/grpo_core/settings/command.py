@@ -20,6 +20,8 @@ SHARED_VARIABLES: Mapping[str, str] = {
     "teacher_api_key": "TEACHER_API_KEY",
 }
 """Fields that every command which has them also reads from these variables."""
+SECRET_VARIABLES = frozenset(SHARED_VARIABLES.values()) - {"RUN_ID"}
+"""Those that hold secrets."""
 
 
 @dataclass(frozen=True)
