@@ -173,7 +173,8 @@ class Arguments(_Source):
 
 
 class Variables(_Source):
-    """An empty variable counts as none: Compose passes on what a .env file leaves empty.
+    """An empty variable counts as none: Compose passes on what a .env file leaves empty. A secret
+    may also be in a file, which a variable with `_FILE` at the end of its name names.
 
     Args:
         on_command_line: fields whose variables cause no problem
@@ -189,11 +190,34 @@ class Variables(_Source):
         super().__init__(command, options)
         for field, option in options.items():
             shared = command.variable(field)
+            own = shared or (command.env_prefix and f"{command.env_prefix}{field.upper()}")
+            problems: list[str] = []
             if shared and (text := environment.get(shared)):
                 self.values[field] = Given(text, shared)
+            elif own and self._is_in_file(option, own, environment):
+                problems = [*self._from_file(option, f"{own}_FILE", environment)]
             elif command.env_prefix:
                 problems = [*self._by_name(option, environment)]
-                self.problems += [] if field in on_command_line else problems
+            self.problems += [] if field in on_command_line else problems
+
+    @staticmethod
+    def _is_in_file(option: Option, variable: str, environment: Mapping[str, str]) -> bool:
+        has_file = environment.get(f"{variable}_FILE") and not environment.get(variable)
+        return bool(option.is_secret and has_file)
+
+    def _from_file(
+        self, option: Option, variable: str, environment: Mapping[str, str]
+    ) -> Iterator[str]:
+        """Read a secret; yields the problem. An empty file counts as no secret."""
+        path = environment[variable]
+        try:
+            text = Path(path).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", "not text")
+            yield f"{variable}={path}: {why}; name a file that contains only the secret"
+            return
+        if text:
+            self.values[option.field] = Given(text, variable)
 
     def _by_name(self, option: Option, environment: Mapping[str, str]) -> Iterator[str]:
         """Read the variables of an option and its aliases, of which one that yields counts only

@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 from pydantic import Field, SecretStr
 
+from grpo_core.security import plain
 from grpo_core.settings import (
     Command,
     CommandSettings,
@@ -155,3 +156,25 @@ def test_a_directory_named_smollm2_needs_no_package(
     Path(SMOLLM2, "config.json").touch()
     assert unusable_model(f"./{SMOLLM2}") is None
     assert unusable_model(SMOLLM2) is not None
+
+
+def test_a_secret_may_be_in_a_file_that_a_variable_names(tmp_path: Path, refused: Refused) -> None:
+    file = tmp_path / "secret"
+    file.write_text("t0ken\n")
+    found = load_settings(RunApiSettings, [], {"RUN_API_TOKEN_FILE": str(file)})
+    assert plain(found.token) == "t0ken"
+    both = {"RUN_API_TOKEN": "other", "RUN_API_TOKEN_FILE": str(file)}
+    assert plain(load_settings(RunApiSettings, [], both).token) == "other"
+    file.write_text("redis://:pa55@db:1")
+    found = load_settings(RunApiSettings, [], {"REDIS_URL_FILE": str(file)})
+    assert found.redis_url.get_secret_value() == "redis://:pa55@db:1"
+    none = {"RUN_API_TOKEN_FILE": "/dev/null"}
+    assert load_settings(RunApiSettings, [], none).token is None
+    file.write_text("two words")
+    wrong = {"RUN_API_TOKEN_FILE": str(file)}
+    told = refused(lambda: load_settings(RunApiSettings, [], wrong))
+    assert "run-api: RUN_API_TOKEN_FILE: " in told
+    assert "two words" not in told
+    gone = {"RUN_API_TOKEN_FILE": str(tmp_path / "gone")}
+    told = refused(lambda: load_settings(RunApiSettings, [], gone))
+    assert f"RUN_API_TOKEN_FILE={tmp_path / 'gone'}: No such file or directory; name a file" in told

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Protocol
 from pebble import ThreadPool
 
 from grpo_core.process import killed_with_parent
-from grpo_core.settings.command import SHARED_VARIABLES
+from grpo_core.settings.command import SECRET_VARIABLES
 from grpo_env.bridges.chat import MODEL
 from grpo_env.sandbox import SERVICE_URL, Ended, Limits, chosen_sandbox
 from grpo_env.sandbox.bubblewrap import SYSTEM
@@ -40,7 +40,7 @@ _LARGEST_VARIABLE_BYTES = 100_000
 """Linux refuses a variable of 128 KiB."""
 _KEPT_OUTPUT_BYTES = 1 << 20
 _LAST_LINES = 15
-_SECRETS = {name for field, name in SHARED_VARIABLES.items() if field != "run_id"}
+_SECRETS = SECRET_VARIABLES | {f"{name}_FILE" for name in SECRET_VARIABLES}
 """Variables of this process that would let an agent change the run."""
 
 

@@ -49,6 +49,7 @@ def preload(options: list[str]) -> str | None:
 def run_engine(plan: EnginePlan, options: list[str]) -> None:
     """Serve until stopped. An error of ours ends the process with status 1."""
     settings = load_server_settings(options)
+    os.environ.pop("VLLM_API_KEY_FILE", None)  # of which vLLM would warn
     tie_children_to_this_process(plan.descriptors())
 
     from grpo_vllm.engine import main
