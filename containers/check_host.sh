@@ -31,6 +31,10 @@ setting() { # of the environment, or of .env
   echo "$value"
 }
 
+if [ -n "$(setting RUN_API_TOKEN)" ] && [ -z "$(setting RUN_API_TOKEN_FILE)" ]; then
+  problem "RUN_API_TOKEN is set, but containers read the access token from a file, because docker inspect shows variables: write the token into a file that uid 1000 may read, and set RUN_API_TOKEN_FILE to the path of this file instead"
+fi
+
 replicas=$(setting REPLICAS)
 if [ "${replicas:-1}" != 1 ]; then
   [[ $replicas =~ ^[1-9][0-9]*$ ]] || problem "REPLICAS=$replicas: expected a number of inference servers, at least 1"

@@ -63,9 +63,7 @@ class Stack:
         return identity
 
     def containers(self, service: str) -> list[str]:
-        lines = docker(
-            "ps", "--all", "--no-trunc", *self._label(), "--format", "{{.ID}} {{.Names}}"
-        )
+        lines = docker("ps", "--all", "--no-trunc", *self.label(), "--format", "{{.ID}} {{.Names}}")
         found = [line.split() for line in lines.splitlines()]
         return [i for i, name in found if name.startswith(f"{self.project}-{service}-")]
 
@@ -105,7 +103,7 @@ class Stack:
             raise AssertionError(f"{late}\n{self.logs()}") from None
 
     def logs(self, tail: int = 30) -> str:
-        names = docker("ps", "--all", *self._label(), "--format", "{{.Names}} {{.Status}}")
+        names = docker("ps", "--all", *self.label(), "--format", "{{.Names}} {{.Status}}")
         parts = [names]
         for line in names.splitlines():
             command = ["docker", "logs", "--tail", str(tail), line.split()[0]]
@@ -116,7 +114,7 @@ class Stack:
     def left_behind(self) -> list[str]:
         """Containers, volumes and networks of the project."""
         kinds = (("ps", "--all"), ("volume", "ls"), ("network", "ls"))
-        return [name for kind in kinds for name in docker(*kind, "--quiet", *self._label()).split()]
+        return [name for kind in kinds for name in docker(*kind, "--quiet", *self.label()).split()]
 
     def environment(self) -> dict[str, str]:
         """What its commands run with."""
@@ -126,7 +124,7 @@ class Stack:
     def metrics(self) -> str:
         return f"/checkpoints/{self.mode}/metrics.jsonl"
 
-    def _label(self) -> list[str]:
+    def label(self) -> list[str]:
         return ["--filter", f"label=com.docker.compose.project={self.project}"]
 
     def _run(self, command: list[str], settings: Mapping[str, str]) -> Done:

@@ -15,6 +15,7 @@ import yaml
 
 from tests.containers.stack import ROOT, Done, run
 
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "RUN_API_TOKEN")
 MODES = ("shared_vllm", "lora_only", "lora_restart", "none", "single")
 DOCKERFILES = sorted([*ROOT.glob("services/*/Dockerfile"), *ROOT.glob("containers/*/Dockerfile")])
 SCRIPTS = sorted([*ROOT.glob("containers/*.sh"), *ROOT.glob("tests/**/*.sh")])
@@ -102,15 +103,36 @@ def test_the_shared_mode_runs_in_the_namespaces_of_a_sandbox() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_and_keys_are_files_for_those_who_need_them(mode: str, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("hf_not_for_everybody")
-    settings = {"HF_TOKEN_FILE": str(tmp_path / "token"), "HF_TOKEN": "hf_in_the_shell"}
-    assert "hf_in_the_shell" not in configuration(mode, **settings).stdout
+    (tmp_path / "token").write_text("in the file")
+    settings = {f"{name}_FILE": str(tmp_path / "token") for name in SECRETS}
+    settings |= dict.fromkeys(SECRETS, "in the shell")
+    shown = configuration(mode, **settings).stdout
+    assert not {"in the file", "in the shell"} & {*re.findall("in the [a-z]+", shown)}
     holders: dict[str, set[str]] = {}
     for name, service in services(mode, **settings).items():
         for secret in service.get("secrets", []):
             holders.setdefault(secret["source"], set()).add(name)
-    trainer = "single" if mode == "single" else f"trainer-{mode.removesuffix('_vllm')}"
-    assert holders == {"hf_token": {"model"}, "wandb_api_key": {trainer.replace("_", "-")}}
+    suffix = mode.removesuffix("_vllm").replace("_", "-")
+    pair = {"single"} if mode == "single" else {f"vllm-server-{suffix}", f"trainer-{suffix}"}
+    assert holders == {
+        "hf_token": {"model"},
+        "wandb_api_key": {f"trainer-{suffix}"} & pair or pair,
+        "run_api_token": {"run-api", f"environment-{suffix}"} | pair,
+    }
+
+
+def test_a_token_that_is_no_file_starts_nothing() -> None:
+    """Rather than a run without one."""
+    told = json.loads(configuration("none", RUN_API_TOKEN="in the shell").stdout)
+    file = told["secrets"]["run_api_token"]["file"]
+    assert file.startswith("/set RUN_API_TOKEN_FILE instead")
+    assert not Path(file).exists()
+    check = ["bash", "containers/check_host.sh", "none", "none"]
+    for variable in ("RUN_API_TOKEN", "RUN_API_TOKEN_FILE"):
+        done = run(check, os.environ | {variable: "in the shell"})
+        is_refused = variable == "RUN_API_TOKEN"
+        assert done.returncode == (1 if is_refused else 0), done.stderr
+        assert ("set RUN_API_TOKEN_FILE to the path of this file" in done.stderr) == is_refused
 
 
 def test_the_example_lists_every_setting_and_no_other() -> None:
@@ -118,4 +140,4 @@ def test_the_example_lists_every_setting_and_no_other() -> None:
     documented = set(re.findall(r"(?m)^#([A-Z]\w*)=", example))
     files = [ROOT / "docker-compose.yml", *ROOT.glob("containers/*.yml")]
     used = {name for file in files for name in re.findall(r"\$\{([A-Z_]+)", file.read_text())}
-    assert documented == used
+    assert documented == used - {"RUN_API_TOKEN"}  # which is refused

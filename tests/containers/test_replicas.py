@@ -14,9 +14,11 @@ import pytest
 
 from grpo_core.alerts import ALERTS
 from grpo_runs.process.ports import free_port
-from tests.containers.stack import NOISE, TEST_WITHIN_S, Stack, docker
+from tests.containers.stack import NOISE, TEST_WITHIN_S, Stack, docker, run
+from tests.containers.test_files import SECRETS
 
 REPLICAS = 3
+TOKEN = "planted-t0ken"
 STEPS = 100_000
 """More than the run takes: the test ends it."""
 
@@ -24,11 +26,19 @@ pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 
 
 @pytest.fixture(scope="module")
-def stack(stack_settings: dict[str, str]) -> Iterator[Stack]:
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The settings that name the files of secrets, all of which hold TOKEN."""
+    file = tmp_path_factory.mktemp("secrets") / "secret"
+    file.write_text(f"{TOKEN}\n")
+    return {f"{name}_FILE": str(file) for name in SECRETS}
+
+
+@pytest.fixture(scope="module")
+def stack(stack_settings: dict[str, str], secrets: dict[str, str]) -> Iterator[Stack]:
     settings = {"REPLICAS": str(REPLICAS), "STEPS": str(STEPS), "LR": "1e-4"}
     first = free_port()
     settings |= {"RUN_API_PORT": str(free_port()), "VLLM_PORT": f"{first}-{first + 20}"}
-    settings |= {"PROMETHEUS_PORT": str(free_port()), "RUN_API_TOKEN": "a-token"}
+    settings |= {"PROMETHEUS_PORT": str(free_port())} | secrets
     stack = Stack("none", "grpo-test-replicas", stack_settings | settings)
     yield stack
     stack.down()
@@ -74,6 +84,16 @@ def require_monitoring(stack: Stack) -> None:
     }
 
 
+def require_the_token_which_docker_hides(stack: Stack) -> None:
+    for url in ("http://run-api:8000/status", "http://vllm-server:9001/v1/models"):
+        asks = f"import urllib.request as r; r.urlopen({url!r})"
+        done = run(["docker", "exec", stack.container("environment"), "python", "-c", asks])
+        assert "HTTP Error 401" in done.stderr
+    shown = docker("inspect", *docker("ps", "--all", "--quiet", *stack.label()).split())
+    assert "/run/secrets/run_api_token" in shown
+    assert TOKEN not in shown
+
+
 def test_a_run_goes_on_without_one_of_three_servers_and_takes_it_back(
     stack: Stack, own_model: Path, tmp_path: Path
 ) -> None:
@@ -83,6 +103,7 @@ def test_a_run_goes_on_without_one_of_three_servers_and_takes_it_back(
     ports = {docker("port", server, "9001").strip() for server in servers}
     assert len(ports) == REPLICAS
     require_monitoring(stack)
+    require_the_token_which_docker_hides(stack)
     stack.wait_until(lambda: stack.steps() >= 5)
     docker("kill", servers[0])
     gone_at = stack.steps()

@@ -18,6 +18,12 @@ from tests.containers.test_files import MODES, services
 SERVER, TRAINER, RUN_API = "vllm-server", "trainer", "run-api"
 ENVIRONMENT, REDIS = "environment", "redis"
 
+TOKEN_FILES = (
+    (RUN_API, "RUN_API_TOKEN_FILE"),
+    (SERVER, "VLLM_API_KEY_FILE"),
+    (TRAINER, "RUN_API_TOKEN_FILE"),
+    (TRAINER, "VLLM_API_KEY_FILE"),
+)
 DIFFERENT: dict[tuple[str, str], str] = {
     (SERVER, "GRPO_VLLM_ALLOWED_HOSTS"): "other namespaces use the name SERVICE.NAMESPACE",
     (RUN_API, "RUN_API_ALLOWED_HOSTS"): "other namespaces use the name SERVICE.NAMESPACE",
@@ -26,6 +32,7 @@ DIFFERENT: dict[tuple[str, str], str] = {
     (RUN_API, "RUN_ID"): "releases of several namespaces may use one external Redis",
     (SERVER, "GRPO_VLLM_CONTROL_HOST"): "the kubelet reads the health port; in shared_vllm the "
     "trainer reaches the control port on the pod's loopback address",
+    **dict.fromkeys(TOKEN_FILES, "a variable of a pod names a Secret, whose value is not shown"),
     (SERVER, "GRPO_VLLM_ADVERTISE_URL"): "a pod has a name below its Service; a container is found "
     "by its host name",
     (TRAINER, "MASTER_ADDR"): "the name of the trainer's Service",
@@ -41,9 +48,6 @@ DIFFERENT: dict[tuple[str, str], str] = {
     (ENVIRONMENT, "--next-run-deadline-s"): "a Deployment keeps its pod; Compose lets it end",
 }
 """Variable or option of a service: why it is different."""
-
-ABSENT_IF_EMPTY = {"RUN_API_TOKEN", "VLLM_API_KEY"}
-"""Compose sets them empty, which counts as unset."""
 
 HOSTS = {
     "//run-grpo-run-api:": "//run-api:",
@@ -100,9 +104,7 @@ def shared(mode: str, values: dict[str, str]) -> dict[str, str]:
 def compared(service: str, ours: dict[str, str], theirs: dict[str, str]) -> None:
     left_out = {name for of, name in DIFFERENT if of == service}
     assert {n: v for n, v in ours.items() if n not in left_out} == {
-        name: value
-        for name, value in theirs.items()
-        if name not in left_out and not (name in ABSENT_IF_EMPTY and not value)
+        name: value for name, value in theirs.items() if name not in left_out
     }
 
 
