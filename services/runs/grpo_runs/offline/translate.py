@@ -187,6 +187,12 @@ def _settings(
             f"{given.values[one].name}: {own[one].name} decides this option; set that key"
             for one in taken
         ),
+        *(
+            f"{held.name}: files of the run show every key, and this one is a secret; set the "
+            f"variable {kind.command.variable(one)} instead"
+            for one, held in given.values.items()
+            if options_of(kind)[one].is_secret
+        ),
     ]
     if given.without_effect:
         ignored = ", ".join(f"{section}.{name}" for name in given.without_effect)

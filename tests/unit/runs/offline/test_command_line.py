@@ -150,7 +150,7 @@ def test_all_mistakes_are_named_at_once_under_the_keys_that_the_user_gives(tmp_p
         "train": {"lr": -1, "no_such": 1},
         "generation": {"backend": "vlm_server", "max_new_tokens": 100},
         "grpo": {"learning_rate": 1, "clip_eps": 3, "training_steps": 5},
-        "env_server": {"held_out": 2, "seq_len": 50},
+        "env_server": {"held_out": 2, "seq_len": 50, "teacher_api_key": "s3cret"},
     }
     with pytest.raises(KeysInvalid) as mistakes:
         job_keys(content, [], tmp_path)
@@ -162,6 +162,8 @@ def test_all_mistakes_are_named_at_once_under_the_keys_that_the_user_gives(tmp_p
         "grpo.learning_rate: no such option; write train.lr",
         "grpo.training_steps: train.iterations decides this option; set that key",
         "grpo.clip_eps: expected a number, greater than 0 and less than 1; got '3'",
+        "env_server.teacher_api_key: files of the run show every key, and this one is a secret; "
+        "set the variable TEACHER_API_KEY instead",
         "env_server.held_out: expected a number, at least 0 and less than 1; got '2'",
         "generation.max_new_tokens: a prompt and 100 completion tokens exceed env_server.seq_len "
         "50; lower generation.max_new_tokens or raise env_server.seq_len",
