@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ NOISE = 1e-4
 
 @dataclass(frozen=True)
 class DemoRun:
-    """`output`: standard output of the command."""
+    """`output`, `errors`: what the command wrote."""
 
     directory: Path
     output: str
+    errors: str
 
     @property
     def records(self) -> list[dict[str, float]]:
@@ -57,17 +59,23 @@ class ModeRun(DemoRun):
         return self.directory / "checkpoints" / self.mode.final_directory
 
 
-def run_demo(directory: Path, *flags: str, option: str = "--run-dir") -> DemoRun:
+def run_demo(
+    directory: Path,
+    *flags: str,
+    option: str = "--run-dir",
+    environment: Mapping[str, str] | None = None,
+) -> DemoRun:
     """Run it to its end, which must be a success and leave no process.
 
     Args:
         option: `--resume` if the directory is that of an earlier run
+        environment: more variables
     """
-    done = run_local(option, str(directory), *flags)
+    done = run_local(option, str(directory), *flags, environment=environment)
     logs = [f"{path}\n{path.read_text()[-5000:]}" for path in directory.glob("logs/*.log")]
     assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
     assert _processes_that_log_below(directory / "logs") == []
-    return DemoRun(directory, done.stdout)
+    return DemoRun(directory, done.stdout, done.stderr)
 
 
 def _processes_that_log_below(logs: Path) -> list[int]:
@@ -83,11 +91,14 @@ def _standard_output(pid: int) -> Path:
         return Path("/")
 
 
-def run_local(*words: str) -> subprocess.CompletedProcess[str]:
+def run_local(
+    *words: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command of grpo_runs in the repository's root to its end."""
     return subprocess.run(
         [sys.executable, "-m", "grpo_runs", *words],
         cwd=ROOT,
+        env={**os.environ, **(environment or {})},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

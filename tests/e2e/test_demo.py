@@ -50,7 +50,7 @@ def run(
         mode, seed = request.param.split("-seed")
         flags = ("--mode", mode, "--seed", seed, "--steps", str(STEPS))
         made = run_demo(tmp_path_factory.mktemp("demo") / "run", *flags)
-    return ModeRun(made.directory, made.output, MODES[mode])
+    return ModeRun(made.directory, made.output, made.errors, MODES[mode])
 
 
 def test_after_every_publication_the_server_serves_the_trained_weights(run: ModeRun) -> None:
