@@ -134,6 +134,31 @@ def settings_of(
     Raises:
         OptionsInvalid: with all mistakes, under the names of `given`
     """
+    try:
+        return _checked(settings_type, given, environment, at_start, problems)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "home directory" not in str(error):
+            raise
+        raise OptionsInvalid([*problems, _no_path(error, given)]) from None
+
+
+def _no_path(error: OSError | RuntimeError, given: Mapping[str, Given]) -> str:
+    """The problem of a path that no file can have: its name is too long, or it begins with `~` and
+    the name of a user that does not exist."""
+    path = str(getattr(error, "filename", None) or "~")
+    named = [one.name for one in given.values() if one.value and path.startswith(str(one.value))]
+    named += [one.name for one in given.values() if str(one.value).startswith(path)]
+    problem = getattr(error, "strerror", None) or error
+    return f"{named[0] if named else path[:80]}: {str(problem).rstrip('.')}; name another path"
+
+
+def _checked(
+    settings_type: type[S],
+    given: Mapping[str, Given],
+    environment: Mapping[str, str],
+    at_start: bool,
+    problems: Sequence[str],
+) -> S:
     command, options = settings_type.command, options_of(settings_type)
     held = dict(given)
     try:

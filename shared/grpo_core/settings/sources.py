@@ -7,7 +7,7 @@ import re
 import shlex
 import tomllib
 from collections import deque
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -312,21 +312,31 @@ class ConfigFile(Keys):
         except ValueError as error:
             self.problems.append(f"--config: {path}: {error}")
             return
-        for key, value in self._flat(prepared):
-            line = f":{lines[key]}" if key in lines else ""
-            self.read(key, value, f"{path}{line}: {key}")
 
-    def _flat(self, content: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-        """`{env: {seed: 1}}` → `env.seed`, 1. An option whose value is a mapping keeps it."""
+        def where(key: str) -> str:
+            return f"{path}:{lines[key]}: {key}" if key in lines else f"{path}: {key}"
+
+        for key, value in self._flat(prepared, where):
+            self.read(key, value, where(key))
+
+    def _flat(
+        self, content: Mapping[Any, Any], where: Callable[[str], str], section: str = ""
+    ) -> Iterator[tuple[str, Any]]:
+        """`{env: {seed: 1}}` → `env.seed`, 1. An option whose value is a mapping keeps it.
+
+        Args: where: the name of a key in messages
+        """
         for key, value in content.items():
             name = f"{section}{key}"
             found = self._names.find(name.replace("_", "-"))
             is_value = found is not None and self._options[found.field].is_mapping
             is_section = found is None and not section and name in self._command.groups
             if isinstance(value, dict) and not is_value:
-                yield from self._flat(value, f"{name}.")
+                yield from self._flat(value, where, f"{name}.")
             elif is_section and self._command.sections and value is not None:
-                self.problems.append(f"{name}: expected a section, with an option on each line")
+                self.problems.append(
+                    f"{where(name)}: expected a section, with an option on each line"
+                )
             elif not is_section:
                 yield name, value
 
@@ -365,6 +375,9 @@ def read_file(path: Path) -> tuple[dict[Any, Any], dict[str, int]]:
         raise ValueError(f"{path} is not {kind}: {_in_one_line(error)}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    except (LookupError, AttributeError, TypeError, RecursionError) as error:
+        # of PyYAML: a tag such as !!int before another text, a thousand brackets, a loop
+        raise ValueError(f"{path} is not {kind}: {type(error).__name__}: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected lines such as `batch-size: 8`")
     return content, lines
