@@ -73,7 +73,7 @@ class Start(_Line):
     machine: Machine
     dtype: str
     tensors: tuple[Facts, ...]
-    parts: int = 1
+    parts: int = Field(1, ge=1)
     config: str
 
 

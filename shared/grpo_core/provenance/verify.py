@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, TypeAdapter
 
 from grpo_core.provenance.batches import BATCHES
 from grpo_core.provenance.chain import Provenance
@@ -20,6 +22,27 @@ STATES = "trainer_state"
 TENSORS, RECORD = "tensors.safetensors", "trainer_state.json"
 _MASTER = "master/"
 _STATE = re.compile(r"\d{6,}_step_(\d+)")
+
+
+class _Held(BaseModel):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[Annotated[int, Field(ge=0)], int]
+
+
+class _Written(BaseModel):
+    sha256: str
+
+
+class _Record(BaseModel):
+    """The part of `trainer_state.json` that is compared."""
+
+    files: dict[str, _Written]
+
+
+_HEADER: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 @dataclass
@@ -84,26 +107,30 @@ def _verify_checkpoints(provenance: Provenance, found: Findings) -> None:
 def _problems_of_state(provenance: Provenance, directory: Path, line: Publication) -> Iterator[str]:
     start = provenance.start_of(line)
     path = directory / TENSORS
+    size = path.stat().st_size
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
+        header = _HEADER.validate_json(file.read(min(length, size)))
         for (name, dtype, shape), digest in zip(start.tensors, line.digests, strict=True):
-            held = header[_MASTER + name]
-            begin, end = held["data_offsets"]
+            held = _Held.model_validate(header[_MASTER + name])
+            begin, end = held.data_offsets
+            if end > size:
+                raise ValueError(f"{path.name} ends before {name} does")
             file.seek(8 + length + begin)
-            if (held["dtype"], tuple(held["shape"])) != (dtype, shape):
+            if (held.dtype, held.shape) != (dtype, shape):
                 yield f"{path}: {name} has another type or shape"
             elif _of_rows(file.read(end - begin), shape, start.parts) != digest:
                 yield f"{path}: {name} is not that of version {line.version}"
-    written = json.loads((directory / RECORD).read_text())["files"][TENSORS]
-    if _sha256(path) != written["sha256"]:
+    record = _Record.model_validate_json((directory / RECORD).read_bytes())
+    if _sha256(path) != record.files[TENSORS].sha256:
         yield f"{path}: its content has changed since it was written"
 
 
 def _of_rows(data: bytes, shape: Sequence[int], parts: int) -> str:
     """The digest of a tensor whose rows are divided among ranks, as torch.chunk divides them."""
-    row = len(data) // max(1, shape[0])
-    size = row * -(-shape[0] // parts)
+    rows = shape[0] if shape else 1
+    row = len(data) // max(1, rows)
+    size = row * -(-rows // parts)
     pieces = (data[rank * size : (rank + 1) * size] for rank in range(parts))
     return joined([tensor_digest([piece]) for piece in pieces])
 
@@ -135,5 +162,8 @@ def _verify_batches(provenance: Provenance, found: Findings) -> None:
         if line is None or line.batch is None:
             continue  # of the step that the trainer takes now
         found.batches += 1
-        if file_digest(path) != line.batch:
-            found.problems.append(f"{path}: not the batch of version {line.version}")
+        try:
+            if file_digest(path) != line.batch:
+                found.problems.append(f"{path}: not the batch of version {line.version}")
+        except OSError as error:
+            found.problems.append(f"{path}: cannot be read: {error}")
