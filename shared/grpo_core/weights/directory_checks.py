@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from grpo_core.errors import GrpoError
+from pydantic import BaseModel, ValidationError
+
+from grpo_core.errors import GrpoError, problems_of
 from grpo_core.weights.ref import WeightKind, WeightRef
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -109,7 +109,8 @@ def _readable(path: Path | str) -> Iterator[None]:
     """Raises `UnusableWeights` if the block cannot read a file."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # RuntimeError: links that form a loop
+    except (OSError, RuntimeError, ValueError) as error:
+        # RuntimeError: links that form a loop; ValueError: a path with a NUL
         raise UnusableWeights(f"cannot read {path}: {error}") from error
 
 
@@ -148,12 +149,21 @@ def adapter_rank(directory: Path) -> int:
     return _rank_and_targets(directory)[0]
 
 
-def _rank_and_targets(directory: Path) -> tuple[int, Any]:
+class _LoraConfig(BaseModel):
+    """The part of PEFT's configuration that is checked."""
+
+    r: int
+    rank_pattern: dict[str, int] | None = None
+    target_modules: list[str] | str | None = None
+
+
+def _rank_and_targets(directory: Path) -> tuple[int, list[str] | str | None]:
     """From the adapter's configuration. Raises `UnusableWeights` if it is invalid."""
     file = directory / ADAPTER_CONFIG
     try:
-        config = json.loads(file.read_text())
-        ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
-        return max(map(int, ranks)), config.get("target_modules")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UnusableWeights(f"{file} is not a LoRA configuration: {error!r}") from error
+        config = _LoraConfig.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise UnusableWeights(f"{file} cannot be read: {error}") from error
+    except ValidationError as error:
+        raise UnusableWeights(f"{file} is not a LoRA configuration: {problems_of(error)}") from None
+    return max([config.r, *(config.rank_pattern or {}).values()]), config.target_modules

@@ -52,6 +52,34 @@ _NESTED_FIELDS = {
 }
 
 
+REQUEST_SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["prompt"],
+    "properties": {
+        "prompt": {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {
+                    "type": "object",
+                    "required": ["prompt_token_ids"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "prompt_token_ids": {
+                            "type": "array",
+                            "minItems": 1,
+                            "items": {"type": "integer", "minimum": 0},
+                        }
+                    },
+                },
+            ]
+        },
+        "stream": {"type": "boolean"},
+        "n": {"type": "integer", "minimum": 1, "maximum": MAX_COMPLETIONS},
+    },
+}
+"""What every request has. The other properties are sampling parameters of vLLM."""
+
+
 class BadGenerateRequest(GrpoError):
     """The request is wrong; the message names the parameter."""
 

@@ -20,7 +20,7 @@ from grpo_core.weights.ref import WeightKind
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.vllm_compat.launch import device_type, generation_tokens
 from grpo_vllm.http.middleware import InFlight
-from grpo_vllm.routes.errors import ErrorHandlingRoute, NotOffered
+from grpo_vllm.routes.errors import ErrorHandlingRoute, NotOffered, refusals
 from grpo_vllm.weights.follow_gate import FollowGate
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
@@ -101,7 +101,8 @@ def bridge_router(
 ) -> APIRouter:
     """The routes of `/bridge` that change the state. Args: why_no_sleep: the reason why the engine
     cannot sleep; None if it can"""
-    router = APIRouter(prefix="/bridge", route_class=ErrorHandlingRoute)
+    refused = refusals(400, 409, 422, 503)
+    router = APIRouter(prefix="/bridge", route_class=ErrorHandlingRoute, responses=refused)
 
     @router.post("/pause", summary=PAUSE_BODY)
     async def post_pause(request: PauseRequest) -> dict[str, Any]:
@@ -161,7 +162,8 @@ def lora_router(
     bridge: WeightBridge, adapters: AdapterSwitch | None, settings: ServerSettings
 ) -> APIRouter:
     """`POST /lora/load` and `POST /lora/unload`, also under vLLM's names."""
-    router = APIRouter(route_class=ErrorHandlingRoute)
+    refused = refusals(400, 409, 422, 503)
+    router = APIRouter(route_class=ErrorHandlingRoute, responses=refused)
 
     def offered() -> AdapterSwitch:
         if adapters is None:
@@ -217,7 +219,7 @@ def info_router(
 ) -> APIRouter:
     """The routes of `/bridge` and `/lora` that only report. Args: shared: None without
     --share-weights"""
-    router = APIRouter(route_class=ErrorHandlingRoute)
+    router = APIRouter(route_class=ErrorHandlingRoute, responses=refusals())
     device, dtype = device_type(engine), dtype_name(engine.model_config.dtype)
 
     @router.get("/bridge/info")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from grpo_core.errors import GrpoError
 from grpo_core.weights.directory_checks import UnusableWeights
@@ -36,10 +38,36 @@ STATUS: dict[type[GrpoError], int] = {
     BridgeConflict: 409,
     BodyTooLarge: 413,
     UnusableWeights: 422,
-    NotOffered: 501,
+    NotOffered: 409,
     EngineTimeout: 503,
     GenerationFailed: 503,
 }
+
+
+_WHEN = {
+    400: "The request is wrong, or its body cannot be read",
+    401: "The API key is missing or wrong",
+    403: "The request comes from a web page of another site",
+    409: "The request conflicts with the state or the options of the server",
+    413: "The body is too large",
+    422: "The body or the directory that it names is invalid",
+    503: "The engine did not do this in time, or is not serving. Repeat the request",
+}
+_ALWAYS = (401, 403)
+
+
+class Refusal(BaseModel):
+    """The answer to a request that is refused."""
+
+    detail: str
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The `responses` entry of routes: their error statuses, for the OpenAPI document."""
+    return {
+        status: {"model": Refusal, "description": _WHEN[status]}
+        for status in sorted({*_ALWAYS, *statuses})
+    }
 
 
 class ErrorHandlingRoute(APIRoute):
@@ -61,9 +89,10 @@ class ErrorHandlingRoute(APIRoute):
         return answer
 
 
-def _answer(status: int, detail: str) -> JSONResponse:
+def _answer(status: int, detail: str) -> Response:
     headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else None
-    return JSONResponse({"detail": detail}, status, headers)
+    # as ASCII, because the name of a field may be half of a character
+    return Response(json.dumps({"detail": detail}), status, headers, "application/json")
 
 
 def _mistake(type: str, loc: tuple[str | int, ...], input: Any, **_: Any) -> str:

@@ -24,10 +24,10 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from grpo_core.errors import GrpoError
-from grpo_vllm.generate.request import parse_generate_request
+from grpo_vllm.generate.request import REQUEST_SCHEMA, parse_generate_request
 from grpo_vllm.generate.runner import GenerationFailed, RunningRequest
 from grpo_vllm.http.middleware import unless_disconnected
-from grpo_vllm.routes.errors import BodyTooLarge, ErrorHandlingRoute
+from grpo_vllm.routes.errors import BodyTooLarge, ErrorHandlingRoute, refusals
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.write_lease import WeightBridge
 
@@ -37,6 +37,23 @@ MEDIA_TYPE = "application/x-ndjson"
 CLIENT_CLOSED_REQUEST = 499
 MAX_BODY_BYTES = 16 * 1024 * 1024
 HEALTH_DEADLINE_S = 5.0
+REQUEST: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "description": "prompt, stream, and sampling parameters of vLLM",
+        "content": {"application/json": {"schema": REQUEST_SCHEMA}},
+    }
+}
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The completions; with `stream`, as lines of JSON",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            MEDIA_TYPE: {"schema": {"type": "string"}},
+        },
+    }
+}
+"""For the OpenAPI document: the handler reads the body itself, and writes the answer."""
 ONE_TOKEN = b'{"prompt": {"prompt_token_ids": [0]}, "max_tokens": 1, "temperature": 0}'
 
 
@@ -44,14 +61,14 @@ def generation_router(
     engine: Any, bridge: WeightBridge, adapters: AdapterSwitch | None = None
 ) -> APIRouter:
     """`POST /generate` and `GET /health_generate`."""
-    router = APIRouter(route_class=ErrorHandlingRoute)
+    router = APIRouter(route_class=ErrorHandlingRoute, responses=refusals(503))
 
     def start(body: bytes) -> RunningRequest:
         request = parse_generate_request(body, engine.model_config, engine.get_tokenizer())
         adapter = adapters.current if adapters else None
         return RunningRequest(engine, request, lambda: bridge.version, adapter)
 
-    @router.post("/generate")
+    @router.post("/generate", responses=ANSWERS | refusals(400, 413), openapi_extra=REQUEST)
     async def post_generate(request: Request) -> Response:
         body = bytearray()
         async for chunk in request.stream():
@@ -71,7 +88,7 @@ def generation_router(
                 return Response(content, media_type="application/json")
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    @router.get("/health_generate")
+    @router.get("/health_generate", response_class=Response)
     async def get_health_generate() -> Response:
         try:
             async with asyncio.timeout(HEALTH_DEADLINE_S):
