@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -15,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from grpo_core.alerts import Measures
 from grpo_core.security import authorization
-from grpo_runs.report.steps import GrowingFile
+from grpo_runs.report.steps import GrowingFile, numbers_of
 from grpo_runs.run_directory import RunDirectory
 
 READ_TIMEOUT_S = 5.0
@@ -49,7 +47,7 @@ class MeasuresReader:
         size = run.metrics.stat().st_size if run.metrics.is_file() else 0
         self._records = GrowingFile(run.metrics, size)
         self._totals: Counter[str] = Counter()
-        self._newest: Mapping[str, Any] = {}
+        self._newest: Mapping[str, float] = {}
         self._last_step_at = clock()
         self._most_servers = 0.0
 
@@ -71,8 +69,10 @@ class MeasuresReader:
 
     def _read_records(self) -> None:
         for line in self._records.new_lines():
-            with suppress(ValueError):  # a line that a full disk has cut
-                self._newest, self._last_step_at = json.loads(line), self._clock()
+            try:
+                self._newest, self._last_step_at = numbers_of(line), self._clock()
+            except ValueError:  # a full disk has cut it
+                continue
             for field, metric in _TOTALS.items():
                 self._totals[field] += int(self._newest.get(metric, 0))
 
@@ -81,7 +81,7 @@ class MeasuresReader:
             answer = httpx.get(
                 self._url, headers=self._headers, timeout=READ_TIMEOUT_S, trust_env=False
             ).raise_for_status()
-        except httpx.HTTPError:
+        except (httpx.HTTPError, httpx.InvalidURL):
             return {}
         series: defaultdict[str, float] = defaultdict(float)  # summed over the labels
         for family in text_string_to_metric_families(answer.text):

@@ -54,9 +54,24 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str:
-        """Saved at the start, since keys in Redis contain it and the directory may be renamed."""
+        """Saved at the start, since keys in Redis contain it and the directory may be renamed.
+
+        Raises:
+            RunDirectoryUnusable: its file cannot be read, or is empty.
+        """
         file = self.path / _RUN_ID
-        return file.read_text().strip() if file.is_file() else self.path.resolve().name
+        if not file.is_file():
+            return self.path.resolve().name
+        try:
+            if saved := file.read_text().strip():
+                return saved
+            problem = "it is empty"
+        except (OSError, UnicodeDecodeError) as error:
+            problem = str(error)
+        raise RunDirectoryUnusable(
+            f"{file} cannot be read: {problem}; write the id of the run into it, which is the name "
+            "that the run's directory had at its start"
+        )
 
     @property
     def rollouts(self) -> Path | None:

@@ -7,7 +7,7 @@ import gzip
 import os
 import re
 import zlib
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Generator, Iterable, Iterator
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -86,10 +86,12 @@ def read_steps(directory: Path, steps: Container[int] | None = None) -> Iterator
             yield from read_step(directory, step)
 
 
-def read_step(directory: Path, step: int) -> Iterator[RolloutRecord]:
+def read_step(directory: Path, step: int) -> Generator[RolloutRecord, None, None]:
     """The records of one step, which must be there. Raises the error of `read_steps`."""
     path, read = file_of_step(directory, step), 0
     try:
+        if not path.stat().st_size:  # which gzip takes for no records
+            raise EOFError("the file is empty")
         with gzip.open(path, "rb") as file:
             for line in file:
                 yield _ADAPTER.validate_json(line)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from pydantic_core import from_json
 
 from grpo_core.curriculum import POOLS_FILE
 from grpo_core.errors import ProtocolViolation
@@ -24,7 +25,7 @@ def pool_curves(directory: Path) -> dict[str, list[Point]]:
     for path in sorted(directory.glob(f"*/{POOLS_FILE}")):
         for number, line in enumerate(GrowingFile(path).new_lines(), start=1):
             try:
-                record = json.loads(line)
+                record = from_json(line)
                 step = record.pop("step")
                 for name, count in record.items():
                     points = curves.setdefault(name, [])

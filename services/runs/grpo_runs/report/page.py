@@ -7,12 +7,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
 from grpo_core.errors import GrpoError, ProtocolViolation
 from grpo_core.rollouts.files import TOKENIZER, read_steps
 from grpo_core.rollouts.page import TokenTexts, write_page
 from grpo_core.rollouts.page.encode import PART, REWARD, TITLES, Point
+from grpo_core.settings.sources import read_file
 from grpo_runs.report.curricula import pool_curves
 from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.report.steps import metric_curves
@@ -71,10 +70,10 @@ def config_of(run: RunDirectory) -> Mapping[str, Any]:
     if not run.config.is_file():
         return {}
     try:
-        found = yaml.safe_load(run.config.read_text())
-    except yaml.YAMLError as error:
-        raise ProtocolViolation(f"{run.config} is no YAML: {error}") from None
-    return options_in(found) if isinstance(found, dict) else {}
+        found, _ = read_file(run.config)
+    except ValueError as error:
+        raise ProtocolViolation(str(error)) from None
+    return options_in(found)
 
 
 def title_of(config: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@ screen, their curves, and a hint."""
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from statistics import fmean, stdev
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from grpo_core.errors import ProtocolViolation, problems_of
 from grpo_core.rollouts.page.encode import Point
@@ -102,18 +103,37 @@ class MetricsFile(GrowingFile):
             ) from None
 
 
+def numbers_of(line: str | bytes) -> dict[str, float]:
+    """The metrics of a step that are finite numbers.
+
+    Raises:
+        ValueError: the line is no JSON object with the number `step`.
+    """
+    record = from_json(line)
+    if not isinstance(record, dict):
+        raise ValueError("expected a JSON object")
+    found = {
+        name: value
+        for name, value in record.items()
+        if isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    }
+    if "step" not in found:
+        raise ValueError("expected the key step")
+    return found
+
+
 def metric_curves(path: Path) -> dict[str, list[Point]]:
     """Steps and values of every metric. Empty if there is no file.
 
     Raises:
         ProtocolViolation: a complete line is not the record of a step.
     """
-    records: dict[int, dict[str, Any]] = {}
+    records: dict[int, Mapping[str, float]] = {}
     for number, line in enumerate(GrowingFile(path).new_lines(), start=1):
         try:
-            record = json.loads(line)
+            record = numbers_of(line)
             records[int(record["step"])] = record
-        except (ValueError, TypeError, KeyError):
+        except ValueError:
             raise ProtocolViolation(
                 f"{path} line {number}: expected the record of a training step, a JSON object with "
                 "the key step"

@@ -191,7 +191,7 @@ def counted(number: int, what: str) -> str:
 def read_record(kind: type[Model], path: Path) -> Model:
     """Raises `ProtocolViolation` if the file is missing or has other content."""
     try:
-        return kind.model_validate_json(path.read_text())
+        return kind.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ProtocolViolation(f"cannot read {path}: {error.strerror}") from None
     except ValidationError as error:

@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, Any
 
 import anyio.to_thread
@@ -34,6 +35,7 @@ from grpo_core.rollouts.page import encode
 from grpo_core.rollouts.page.encode import REWARD, GroupEncoder
 from grpo_core.rollouts.page.live import live_document
 from grpo_core.rollouts.page.token_texts import TokenTexts
+from grpo_core.rollouts.record import RolloutRecord
 from grpo_core.security import SameSiteOnly
 from grpo_runs.report.page import config_of, facts_of, title_of, token_texts
 from grpo_runs.watch.access import TokenCookie
@@ -168,7 +170,7 @@ def _points(rows: Sequence[Row]) -> dict[str, list[list[float]]]:
 
 
 def _listed(live: LiveRun) -> dict[str, Any]:
-    about = {"id": live.id, "name": live.run.run_id, "title": title_of(_settings(live))}
+    about = {"id": live.id, "name": live.name, "title": title_of(_settings(live))}
     return about | live.listed()
 
 
@@ -228,7 +230,7 @@ def _rollouts(live: LiveRun, step: int) -> dict[str, Any]:
         summaries = [encoder.summary(group) for group in groups]
         details = [encoder.details(group) for group in groups]
     except BrokenRollouts as error:
-        raise HTTPException(500, str(error)) from None
+        raise HTTPException(404, str(error)) from None
     return {
         "step": step,
         "groups": summaries,
@@ -243,8 +245,7 @@ def _origin(live: LiveRun, step: int, group: int, index: int) -> list[str]:
     """The newest and the oldest lines of the chain of a completion."""
     directory = live.run.rollouts
     try:
-        records = () if directory is None else read_step(directory, step)
-        found = next((one for one in records if (one.group, one.index) == (group, index)), None)
+        found = None if directory is None else _completion(directory, step, group, index)
         if found is None:
             raise HTTPException(404, f"step {step} has no completion {group}/{index}")
         lines = chain_of(Provenance.of(live.run.path), found)
@@ -256,6 +257,12 @@ def _origin(live: LiveRun, step: int, group: int, index: int) -> list[str]:
     command = f"grpo-provenance {live.run.path} --completion {step}/{group}/{index}"
     between = f"… {left} more lines: {command}"
     return [*lines[:NEWEST_ORIGINS], between, *lines[-OLDEST_ORIGINS:]]
+
+
+def _completion(directory: Path, step: int, group: int, index: int) -> RolloutRecord | None:
+    """Raises `BrokenRollouts`."""
+    with closing(read_step(directory, step)) as records:
+        return next((one for one in records if (one.group, one.index) == (group, index)), None)
 
 
 def _texts(live: LiveRun) -> TokenTexts | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +9,8 @@ from contextlib import suppress
 from itertools import pairwise
 from statistics import median
 from typing import Any
+
+from pydantic import BaseModel, ValidationError
 
 from grpo_core.alerts import AlertWatch, Measures
 from grpo_core.errors import GrpoError
@@ -25,13 +26,27 @@ from grpo_runs.watch.followed_file import FollowedFile
 from grpo_runs.watch.logs import ServiceLogs, Warned
 from grpo_runs.watch.metrics_log import PARTS, MetricsLog
 from grpo_runs.watch.run_api import RunApi
-from grpo_runs.watch.services import Runner, ServiceFacts, is_stage_of, read_json
+from grpo_runs.watch.services import (
+    MemorySample,
+    Runner,
+    ServiceFacts,
+    TrainerStage,
+    is_stage_of,
+    read_file,
+)
 
 REFRESH_EVERY_S = 0.5
 TAIL_BYTES = 2**16
 """Of a file of which the last line is enough."""
 ETA_STEPS = 20
 """Of so many of the newest steps the median time counts."""
+
+
+class Progress(BaseModel):
+    """Of a record of the metrics file: how far the run is."""
+
+    step: int
+    steps: int
 
 
 class LiveRun:
@@ -68,6 +83,13 @@ class LiveRun:
         self._evaluated: tuple[int, int] = (0, 0)
         self._evaluations = Evaluations(())
 
+    @property
+    def name(self) -> str:
+        """The id of the run, or that of the page if its file is broken."""
+        with suppress(GrpoError):
+            return self.run.run_id
+        return self.id
+
     def state(self) -> dict[str, Any]:
         """What the event `state` of the page holds. Reads what is new, if the last time was not
         just now."""
@@ -83,9 +105,9 @@ class LiveRun:
         not read."""
         lines = [*FollowedFile(self.run.metrics, TAIL_BYTES).read()]
         step, steps = 0, None
-        with suppress(ValueError, KeyError, TypeError, IndexError):  # a broken line
-            record = json.loads(lines[-1])
-            step, steps = int(record["step"]), int(record["steps"])
+        with suppress(ValidationError, IndexError):  # a broken line
+            newest = Progress.model_validate_json(lines[-1])
+            step, steps = newest.step, newest.steps
         runner = Runner.read(self.run.services)
         return {"state": self._word(runner, step, steps), "step": step, "steps": steps}
 
@@ -181,15 +203,15 @@ class LiveRun:
         )
         return facts.shown()
 
-    def _trainer_stage(self) -> dict[str, Any] | None:
+    def _trainer_stage(self) -> TrainerStage | None:
         """Of the run's trainer, or of the one whose --save-path the directory is."""
-        found = (read_json(path / "stage.json") for path in (self.run.checkpoints, self.run.path))
-        return next(filter(None, found), None)
+        places = (path / "stage.json" for path in (self.run.checkpoints, self.run.path))
+        return next(filter(None, (read_file(TrainerStage, place) for place in places)), None)
 
     def _newest_memory(self) -> Mapping[str, int]:
         lines = [*self._memory_file.read()]
-        with suppress(ValueError, KeyError, IndexError):  # a line that a full disk has cut
-            self._memory = json.loads(lines[-1])["bytes"]
+        with suppress(ValidationError, IndexError):  # a line that a full disk has cut
+            self._memory = MemorySample.model_validate_json(lines[-1]).bytes
         return self._memory
 
     def _ask_run_api(self, runner: Runner | None, now: float) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from grpo_core.rollouts.page.encode import PART, TITLES
+from grpo_runs.report.steps import numbers_of
 from grpo_runs.watch.followed_file import FollowedFile
 
 Axis = Literal["step", "time", "tokens"]
@@ -56,8 +56,8 @@ class MetricsLog:
         self._file = FollowedFile(path)
         self._serial = 0
         self.rows: list[Row] = []
-        self.newest: Mapping[str, Any] = {}
-        """The whole record of the newest step."""
+        self.newest: Mapping[str, float] = {}
+        """All numbers of the newest step."""
         self.broken_lines = 0
         """Complete lines that are no record of a step."""
         self.restarts = 0
@@ -67,10 +67,11 @@ class MetricsLog:
         """Never raises: a file that is away has no new rows."""
         for line in self._file.read(self._restart):
             try:
-                record = json.loads(line)
-                self._add(int(record["step"]), record)
-            except (ValueError, TypeError, KeyError):
+                numbers = numbers_of(line)
+            except ValueError:
                 self.broken_lines += 1
+            else:
+                self._add(int(numbers["step"]), numbers)
 
     def _restart(self) -> None:
         """A trainer that resumes has written the file again, shorter."""
@@ -103,31 +104,28 @@ class MetricsLog:
         at = bisect_left(self.rows, step, key=lambda row: row.step)
         return getattr(self.rows[at], axis) if at < len(self.rows) else None
 
-    def _add(self, step: int, record: Mapping[str, Any]) -> None:
+    def _add(self, step: int, numbers: Mapping[str, float]) -> None:
+        seconds = numbers.get("train/step_time", 0.0)
+        tokens = seconds * numbers.get("throughput/tokens_per_s", 0.0)
         while self.rows and self.rows[-1].step >= step:
             self.rows.pop()
         last = self.rows[-1] if self.rows else None
-        seconds = float(record.get("train/step_time", 0.0))
-        tokens = seconds * float(record.get("throughput/tokens_per_s", 0.0))
         self._serial += 1
-        self.newest = record
+        self.newest = numbers
         self.rows.append(
             Row(
                 self._serial,
                 step,
                 (last.time if last else 0.0) + seconds,
                 (last.tokens if last else 0.0) + tokens,
-                dict(_shown(record)),
-                tuple(float(record.get(name, 0.0)) for name in PARTS.values()),
+                {name: value for name, value in numbers.items() if _is_shown(name)},
+                tuple(numbers.get(name, 0.0) for name in PARTS.values()),
             )
         )
 
 
-def _shown(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in record.items():
-        is_shown = name in TITLES or name == LOSS or name.startswith(PART)
-        if is_shown and isinstance(value, int | float):
-            yield name, float(value)
+def _is_shown(name: str) -> bool:
+    return name in TITLES or name == LOSS or name.startswith(PART)
 
 
 def thinned(points: Sequence[CurvePoint], most: int) -> list[CurvePoint]:

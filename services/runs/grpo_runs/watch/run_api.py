@@ -35,5 +35,5 @@ class RunApi:
                 self._url + path, headers=self._headers, timeout=TIMEOUT_S, trust_env=False
             )
             return answer.raise_for_status().json()
-        except (httpx.HTTPError, ValueError):
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
             return None

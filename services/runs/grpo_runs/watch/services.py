@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import psutil
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from grpo_runs.run_directory import ONE_OF_SERVERS, ONE_SERVER
 from grpo_runs.watch.logs import Sampling
@@ -22,6 +22,46 @@ STAGES = {
 """Of the trainer, as `stage.json` names them."""
 SERVING = "serving"
 ENVIRONMENT = "environment"
+Pid = Annotated[int, Field(ge=0, lt=2**31)]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Begun(BaseModel):
+    """The process that started a run. `created`: Unix time in seconds"""
+
+    pid: Pid
+    created: FiniteFloat
+
+
+class Ended(BaseModel):
+    """How a run ended, see `Runner`."""
+
+    state: str
+    time: FiniteFloat
+    text: str
+
+
+class ProcessesFile(BaseModel):
+    """The content of `services.json`."""
+
+    runner: Begun
+    run_api_url: str | None
+    services: dict[str, Pid]
+    end: Ended | None
+
+
+class TrainerStage(BaseModel):
+    """The content of `stage.json`. `since`: Unix time in seconds"""
+
+    stage: str
+    since: FiniteFloat
+    pid: Pid
+
+
+class MemorySample(BaseModel):
+    """A line of `processes.jsonl`: memory of each service."""
+
+    bytes: dict[str, Annotated[int, Field(ge=0, lt=2**63)]]
 
 
 @dataclass(frozen=True)
@@ -49,40 +89,39 @@ class Runner:
     @classmethod
     def read(cls, path: Path) -> Runner | None:
         """None for a run that was started otherwise."""
-        content = read_json(path)
+        content = read_file(ProcessesFile, path)
         if content is None:
             return None
-        runner, end = content["runner"], content["end"] or {}
-        is_alive = not end and is_same_process(runner["pid"], runner["created"])
+        created, end = content.runner.created, content.end
+        is_alive = end is None and is_same_process(content.runner.pid, created)
         left = frozenset[str]()
         if not (is_alive or end):
-            noted_at, created = path.stat().st_mtime, runner["created"]
-            services = content["services"].items()
+            noted_at = path.stat().st_mtime
+            services = content.services.items()
             left = frozenset(name for name, pid in services if is_left_over(pid, created, noted_at))
         return cls(
             is_alive=is_alive,
-            created=runner["created"],
+            created=created,
             left_over=left,
-            run_api_url=content["run_api_url"],
-            services=content["services"],
-            end=end.get("state", ""),
-            error=end.get("text", ""),
-            ended_at=end.get("time", 0.0),
+            run_api_url=content.run_api_url,
+            services=content.services,
+            end=end.state if end else "",
+            error=end.text if end else "",
+            ended_at=end.time if end else 0.0,
         )
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_file(kind: type[Model], path: Path) -> Model | None:
     """None if the file is missing or broken."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return kind.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
         return None
-    return found if isinstance(found, dict) else None
 
 
-def is_stage_of(record: Mapping[str, Any], pids: Mapping[str, int]) -> bool:
+def is_stage_of(record: TrainerStage, pids: Mapping[str, int]) -> bool:
     """Whether the trainer among these processes wrote this `stage.json`."""
-    return record.get("pid") == pids.get("trainer")
+    return record.pid == pids.get("trainer")
 
 
 def is_same_process(pid: int, created: float) -> bool:
@@ -145,7 +184,7 @@ class ServiceFacts:
     began: float = 0.0
     left_over: frozenset[str] = frozenset()
     memory: Mapping[str, int] = field(default_factory=dict)
-    trainer: Mapping[str, Any] | None = None
+    trainer: TrainerStage | None = None
     environments: Mapping[str, Sampling] = field(default_factory=dict)
     servers: Sequence[Mapping[str, Any]] = ()
     api_away_since: float | None = None
@@ -186,10 +225,10 @@ class ServiceFacts:
     def _of_trainer(self) -> Service:
         if self.trainer is None or self._is_of_earlier_trainer(self.trainer):
             return Service("trainer", "starting")
-        stage = str(self.trainer.get("stage"))
-        return Service("trainer", STAGES.get(stage, stage), self.trainer.get("since"))
+        stage = self.trainer.stage
+        return Service("trainer", STAGES.get(stage, stage), self.trainer.since)
 
-    def _is_of_earlier_trainer(self, record: Mapping[str, Any]) -> bool:
+    def _is_of_earlier_trainer(self, record: TrainerStage) -> bool:
         """Of the run before a resume."""
         return bool(self.is_running or self.pids) and not is_stage_of(record, self.pids)
 

@@ -127,7 +127,7 @@ def _head(live: LiveRun, state: Mapping[str, Any], width: int) -> RenderableType
     step, steps = state["step"], state["steps"]
     of = f"step {step} of {steps}" if steps else "no step yet"
     rest = f", {state['eta_text']}" if state["eta_text"] else ""
-    text = Text(f"{live.run.run_id}  ", "bold")
+    text = Text(f"{live.name}  ", "bold")
     text.append(f"{state['state']}, {of}{rest}", "not bold")
     bar = ProgressBar(total=steps or 1, completed=step if steps else 0, width=width)
     return Group(text, bar, "")

@@ -165,8 +165,11 @@ def write_page(
         "all_steps": selection.seen,
     }
     part = path.with_name(f".{path.name}.part")
-    part.write_bytes(_document(title, content, steps))
-    part.replace(path)
+    try:
+        part.write_bytes(_document(title, content, steps))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _group(record: RolloutRecord) -> int:

@@ -75,7 +75,7 @@ BROKEN = {"rollouts/step-000001.jsonl.gz": "?"}
             BROKEN | {"rollouts/tokenizer.json": "{}"},
             "BrokenRollouts): {run}/rollouts/tokenizer.json cannot be read as a tokenizer",
         ),
-        (RUN | {"config.yaml": "a: ["}, "ProtocolViolation): {run}/config.yaml is no YAML"),
+        (RUN | {"config.yaml": "a: ["}, "ProtocolViolation): {run}/config.yaml is not YAML"),
         (
             RUN | {"summary.json": "{}"},
             "ProtocolViolation): {run}/summary.json has missing or invalid fields: mode: ",

@@ -82,7 +82,7 @@ def test_rollouts_of_one_step(run: RunDirectory) -> None:
     assert client.get("/api/runs/mine/steps/1").status_code == 404
     (run.path / ROLLOUTS / "step-000002.jsonl.gz").write_bytes(b"broken")
     broken = client.get("/api/runs/mine/steps/2")
-    assert (broken.status_code, "step-000002" in broken.json()["detail"]) == (500, True)
+    assert (broken.status_code, "step-000002" in broken.json()["detail"]) == (404, True)
 
 
 def test_the_origin_of_a_completion(run: RunDirectory) -> None:
