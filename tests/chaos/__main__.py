@@ -14,8 +14,10 @@ directory has one line for each hit.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,6 @@ from tests.chaos.offline import OFFLINE, OfflineRun
 from tests.chaos.queue import QueueRun
 from tests.faults.commands import LORA_ONLY, LORA_RESTART, SHARED, Shape
 
-Run = Callable[[int], None]
 QUEUE_SHAPES = {
     "shared_vllm": Shape(SHARED, as_shipped=True),
     "lora_only": Shape(LORA_ONLY, as_shipped=True),
@@ -35,27 +36,47 @@ QUEUE_SHAPES = {
     "none-3-servers": Shape("none", servers=3, as_shipped=True),
     "none-2-ranks": Shape("none", ranks=2, as_shipped=True),
 }
+CONTAINER_SHAPES = {
+    "compose-shared_vllm": Shape(SHARED),
+    "compose-lora_only": Shape(LORA_ONLY),
+    "compose-lora_restart": Shape(LORA_RESTART),
+    "compose-none-3-servers": Shape("none", servers=3),
+}
+"""Not among those of `make chaos` alone: they need Docker."""
 
 
-def run_of(name: str, dice: random.Random, journal: Journal) -> Run:
+def run_shape(name: str, numbers: Iterable[int], seed: int, journal: Journal) -> None:
+    # A shape repeats its choices also without the others.
+    dice = random.Random(f"{seed} {name}")
     if name == OFFLINE:
-        return OfflineRun(dice, journal).run
-    return QueueRun(name, QUEUE_SHAPES[name], dice, journal).run
+        OfflineRun(dice, journal).run(numbers)
+    elif name in CONTAINER_SHAPES:
+        QueueRun(name, CONTAINER_SHAPES[name], dice, journal, in_containers=True).run(numbers)
+    else:
+        QueueRun(name, QUEUE_SHAPES[name], dice, journal).run(numbers)
+
+
+def until(moment: float) -> Iterator[int]:
+    """0, 1, 2, and so on, until that moment of the monotonic clock."""
+    return itertools.takewhile(lambda _: time.monotonic() < moment, itertools.count())
 
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--kills", type=int, default=1000, help="hits in all shapes together")
+    parser.add_argument("--minutes", type=float, help="instead: of two shapes that the seed draws")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shapes", default=",".join((*QUEUE_SHAPES, OFFLINE)))
     parser.add_argument("--directory", type=Path, required=True, help="a new directory")
     given: Any = parser.parse_args(words)
     shapes = given.shapes.split(",")
+    if given.minutes:
+        shapes = random.Random(given.seed).sample(shapes, 2)
     journal = Journal(given.directory)
     for index, name in enumerate(shapes):
-        # A shape repeats its choices also without the others.
-        run = run_of(name, random.Random(f"{given.seed} {name}"), journal)
-        run(given.kills // len(shapes) + (index < given.kills % len(shapes)))
+        hits = given.kills // len(shapes) + (index < given.kills % len(shapes))
+        end = time.monotonic() + (given.minutes or 0) * 60 / len(shapes)
+        run_shape(name, until(end) if given.minutes else range(hits), given.seed, journal)
     for line in journal.summary():
         say(line)
     assert all(hit.recovered_s <= PROMISED_S for hit in journal.hits), "a hit recovered too late"

@@ -14,8 +14,8 @@ from typing import Any
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_env.__main__ import main
 from grpo_trainer.data.filter import digest
+from tests.faults.stages import SUBMISSIONS
 
-VARIABLE = "GRPO_CHAOS_SUBMISSIONS"
 SENT, ACKNOWLEDGED = "sent", "acknowledged"
 
 
@@ -36,6 +36,6 @@ def _noting(submit: Callable[..., Awaitable[Any]], path: Path) -> Callable[..., 
 
 if __name__ == "__main__":
     EnvironmentClient.submit = _noting(  # type: ignore[assignment,method-assign]
-        EnvironmentClient.submit, Path(os.environ[VARIABLE])
+        EnvironmentClient.submit, Path(os.environ[SUBMISSIONS])
     )
     main()

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import psutil
 
-from tests.faults.stages import VARIABLE
-
 PROMISED_S = 30.0
 """From the moment at which every killed process is ready again to the next trained step."""
 PER_STEP = ("batches", "rollouts")
@@ -92,29 +90,16 @@ def sample(dice: random.Random, among: Iterable[str]) -> list[str]:
     return dice.sample([*among], 2 if dice.random() < _TWO_SHARE else 1)
 
 
-def processes_of(place: Path) -> list[psutil.Process]:
-    """Those that inherited the run's variables."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(VARIABLE) == str(place / "stages"):
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-    return [process for process in found if process.pid != os.getpid()]
-
-
-def resources(place: Path) -> dict[str, float]:
+def resources(processes: Iterable[psutil.Process], *places: Path) -> dict[str, float]:
+    """Args: places: directories of the run"""
     found: Counter[str] = Counter()
-    for process in processes_of(place):
-        try:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
             found["processes"] += 1
             found["descriptors"] += process.num_fds()
             found["resident"] += process.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
-    for name, top in (("shm", Path("/dev/shm")), ("disk", place)):
-        for directory, _, files in os.walk(top):
+    for name, tops in (("shm", [Path("/dev/shm")]), ("disk", places)):
+        for directory, _, files in (each for top in tops for each in os.walk(top)):
             found[name] += sum(_size(Path(directory, file)) for file in files)
     return {name: float(value) for name, value in found.items()}
 

@@ -7,16 +7,19 @@ import random
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from grpo_core.process import ManagedProcess
 from grpo_tiny_model.model import ensure_tiny_model
-from tests.chaos.hits import Hit, Journal, Stopwatch, processes_of, resources, say, stopped
+from tests.chaos.hits import Hit, Journal, Stopwatch, resources, say, stopped
 from tests.faults.commands import SUMS
-from tests.faults.stages import VARIABLE
+from tests.support.process_table import processes_with
 from tests.support.wait import wait_for
 
 OFFLINE = "offline"
+VARIABLE = "GRPO_CHAOS"
+"""By which the processes of the runs are found."""
 ITERATIONS = 40
 KEYS = {
     "model.device": "cpu",
@@ -43,20 +46,19 @@ class OfflineRun:
         self._place = journal.directory / OFFLINE
         self._starts = 0
 
-    def run(self, hits: int) -> None:
+    def run(self, numbers: Iterable[int]) -> None:
+        """Hit it once for each number. A run that ends before is followed by another one."""
         self._place.mkdir()
-        done = 0
-        for number in range(hits):  # more runs than needed
-            directory = self._place / f"hit-{number}"
-            while (process := self._start(directory)) and done < hits:
-                if not self._survives(process, directory, done):
-                    break
-                done += 1
-            self._finish(process)
-            self._require_equal_to_undisturbed(directory)
-            if done == hits:
-                break
-        wait_for(lambda: processes_of(self._place), lambda left: not left)
+        directory = self._place / "run-0"
+        process = self._start(directory)
+        for number in numbers:
+            while not self._survives(process, directory, number):
+                self._require_equal_to_undisturbed(process, directory)
+                directory = self._place / f"run-{number}"
+                process = self._start(directory)
+            process = self._start(directory)
+        self._require_equal_to_undisturbed(process, directory)
+        wait_for(lambda: processes_with(VARIABLE, str(self._place)), lambda left: not left)
 
     def _start(self, directory: Path) -> ManagedProcess:
         """Begin the run of this directory, or go on with it."""
@@ -67,7 +69,7 @@ class OfflineRun:
         words = [f"{name}={value}" for name, value in keys.items()]
         self._starts += 1
         log = self._place / f"{self._starts:03}.log"
-        variables = {VARIABLE: str(self._place / "stages"), "OMP_NUM_THREADS": "1"}
+        variables = {VARIABLE: str(self._place), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "grpo_runs.offline", *words]
         return ManagedProcess(OFFLINE, command, log, variables)
 
@@ -83,8 +85,8 @@ class OfflineRun:
             time.sleep(dice.uniform(0.0, LONGEST_PAUSE_S))
         if dice.random() < STOP_SHARE:
             hit.signal = "SIGSTOP"
-            stopped(processes_of(self._place), dice.uniform(0.5, LONGEST_PAUSE_S))
-        hit.resources = resources(self._place)
+            stopped(processes_with(VARIABLE, str(self._place)), dice.uniform(0.5, LONGEST_PAUSE_S))
+        hit.resources = resources(processes_with(VARIABLE, str(self._place)), self._place)
         has_ended = process.exit_code is not None
         process.kill()
         hit.step = _iterations(directory)
@@ -96,7 +98,8 @@ class OfflineRun:
         assert process.wait(END_S) == 0, process.log_tail(40)
         process.kill()
 
-    def _require_equal_to_undisturbed(self, directory: Path) -> None:
+    def _require_equal_to_undisturbed(self, process: ManagedProcess, directory: Path) -> None:
+        self._finish(process)
         whole = self._place / f"{directory.name}-undisturbed"
         shutil.copytree(directory / "sampled", whole / "sampled")
         self._finish(self._start(whole))

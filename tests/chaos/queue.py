@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
 
 from grpo_tiny_model.model import ensure_tiny_model
+from tests.chaos.containers import ContainerRig
 from tests.chaos.environment import ACKNOWLEDGED, SENT
-from tests.chaos.environment import VARIABLE as SUBMISSIONS
-from tests.chaos.hits import Hit, Journal, Stopwatch, processes_of, resources, sample, say
+from tests.chaos.hits import Hit, Journal, Stopwatch, resources, sample, say
 from tests.faults.commands import (
     ENVIRONMENT,
     REDIS,
@@ -41,39 +43,75 @@ LONGEST_PAUSE_S = 3.0
 DRAIN_S = 300.0
 
 
+class AnyRig(Protocol):
+    """A run whose processes, or containers, can be hit. See `Rig`."""
+
+    def start(self, *names: str) -> None: ...
+    def kill(self, *names: str) -> None: ...
+    def stop_for(self, seconds: float, *names: str) -> None: ...
+    def start_what_is_dead(self) -> None: ...
+    def wait_until_ready(self, name: str) -> None: ...
+    def wait_for(self, read: Callable[[], Any], accept: Callable[[Any], bool] = ...) -> Any: ...
+    def end_environment(self, within_s: float) -> None: ...
+    def records(self) -> list[dict[str, Any]]: ...
+    def journal(self) -> list[dict[str, Any]]: ...
+    def submissions(self) -> str: ...
+    def status(self) -> dict[str, Any]: ...
+    def processes(self) -> list[psutil.Process]: ...
+    def close(self) -> None: ...
+
+
 class QueueRun:
     """Args:
     name: of the shape, and of its directory below the journal's
+    in_containers: by Compose, which restarts what is killed
     """
 
-    def __init__(self, name: str, shape: Shape, dice: random.Random, journal: Journal) -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: Shape,
+        dice: random.Random,
+        journal: Journal,
+        in_containers: bool = False,
+    ) -> None:
         self._name, self._shape, self._dice, self._journal = name, shape, dice, journal
+        self._in_containers = in_containers
         self._place = journal.directory / name
         self._servers = server_names(shape.servers)
         engines = [name.replace(SERVER, ENGINE) for name in self._servers]
         supervisors = [name.replace(SERVER, SUPERVISOR) for name in self._servers]
-        ranks = [RANK] if shape.ranks > 1 else []
-        others = [REDIS, RUN_API, TRAINER, ENVIRONMENT, REWARD_WORKER, *ranks]
-        self._victims = [*engines, *supervisors, *self._servers, *others]
+        others = [*self._servers, REDIS, RUN_API, TRAINER, ENVIRONMENT]
+        if in_containers:
+            self._victims, self._stopped = [*engines, *others], others
+            return
+        others += [REWARD_WORKER, *([RANK] if shape.ranks > 1 else [])]
+        self._victims = [*engines, *supervisors, *others]
         """In the order in which several are killed: a supervisor knows its engine."""
-        self._stopped = [*engines, *self._servers, *others]
+        self._stopped = [*engines, *others]
 
-    def run(self, hits: int) -> None:
+    def run(self, numbers: Iterable[int]) -> None:
+        """Hit it once for each number."""
         self._place.mkdir()
-        os.environ[SUBMISSIONS] = str(self._place / "submissions.txt")
         with tempfile.TemporaryDirectory(prefix="grpo-") as sockets:
-            rig = Rig(self._place, Path(sockets), ensure_tiny_model(), self._shape)
+            rig = self._rig(Path(sockets))
             try:
                 rig.start(REDIS, RUN_API, *self._servers, TRAINER, ENVIRONMENT)
-                rig.wait_for_steps(1)
-                for number in range(hits):
+                rig.wait_for(rig.records)
+                for number in numbers:
                     self._hit(rig, number)
                 self._drain(rig)
             finally:
                 rig.close()
-        wait_for(lambda: processes_of(self._place), lambda left: not left)
+        if not self._in_containers:  # Compose is asked when they are removed
+            wait_for(rig.processes, lambda left: not left)
 
-    def _hit(self, rig: Rig, number: int) -> None:
+    def _rig(self, sockets: Path) -> AnyRig:
+        if self._in_containers:
+            return ContainerRig(self._place, self._shape)
+        return Rig(self._place, sockets, ensure_tiny_model(), self._shape)
+
+    def _hit(self, rig: AnyRig, number: int) -> None:
         dice = self._dice
         time.sleep(dice.uniform(0.0, LONGEST_PAUSE_S))
         stops = dice.random() < STOP_SHARE
@@ -93,18 +131,15 @@ class QueueRun:
         seen, hit.ready_s = len(rig.records()), watch.lap()
         rig.wait_for(lambda: len(rig.records()) > seen)
         hit.recovered_s = watch.lap()
-        hit.step, hit.resources = rig.records()[-1]["step"], resources(self._place)
+        hit.step, hit.resources = rig.records()[-1]["step"], resources(rig.processes(), self._place)
         self._journal.add(hit)
 
-    def _drain(self, rig: Rig) -> None:
+    def _drain(self, rig: AnyRig) -> None:
         """End the environment in order. What it sent is then trained, or queued."""
         if len(self._servers) > 1:  # those that came back serve what is trained
             rig.wait_for(lambda: rig.records()[-1]["publication/servers"] == len(self._servers))
-        environment = rig.process(ENVIRONMENT)
-        os.kill(environment.pid, signal.SIGTERM)
-        assert environment.wait(DRAIN_S) == 0, environment.log_tail(40)
-        lines = (self._place / "submissions.txt").read_text().splitlines()
-        words = [line.split() for line in lines]
+        rig.end_environment(DRAIN_S)
+        words = [line.split() for line in rig.submissions().splitlines()]
         acknowledged = {name for word, name in words if word == ACKNOWLEDGED}
         unanswered = {name for word, name in words if word == SENT} - acknowledged
 
@@ -120,7 +155,7 @@ class QueueRun:
             return queued, len(acknowledged - trained), len(unanswered - trained)
 
         queued, *_ = wait_for(counts, is_whole, DRAIN_S)
-        require_every_batch_trained_once(rig)
+        require_every_batch_trained_once(rig.journal())
         taken = rig.journal()
         require_own_completions(taken, {entry["epoch"] for entry in taken})
         worst = max(record.get("alignment/probe_max", 0.0) for record in rig.records())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from grpo_core.redis.server import bundled_redis, redis_command
 from grpo_runs.process.ports import free_port
+from tests.faults.stages import SUBMISSIONS
 from tests.fixtures.inference import SMALL
 from tests.support.preloaded import MODULE as PRELOADED
 from tests.support.preloaded import VARIABLE as FORK_SOCKET
@@ -82,6 +83,11 @@ class Commands:
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"
 
+    @property
+    def submissions(self) -> Path:
+        """The environment's journal."""
+        return self.directory / "submissions.txt"
+
     def url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.ports[name]}"
 
@@ -108,6 +114,7 @@ class Commands:
 
     def variables(self) -> dict[str, str]:
         found = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        found[SUBMISSIONS] = str(self.submissions)
         return found | ({FORK_SOCKET: fork_socket()} if self.mode == SHARED else {})
 
     def _server_module(self) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ from tests.faults.commands import (
     health_of,
 )
 from tests.faults.stages import HELD, JOURNAL, VARIABLE, WANTED, read
-from tests.support.process_table import is_alive
+from tests.support.process_table import is_alive, processes_with
 from tests.support.wait import wait_for
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ class Rig:
 
     def start(self, *names: str) -> None:
         """Start processes and wait until they are ready. Supervisors start their engines."""
-        processes = {server_of(name) for name in names}
+        processes = {server_of(name) for name in names if not name.startswith(ENGINE)}
         for row in self._start_order:
             starting = [name for name in row if name in processes]
             for name in starting:
@@ -225,6 +226,12 @@ class Rig:
     def process(self, name: str) -> ManagedProcess:
         return self._processes[name]
 
+    def end_environment(self, within_s: float) -> None:
+        """In order: it sends what it has begun."""
+        environment = self._processes[ENVIRONMENT]
+        environment.signal(signal.SIGTERM)
+        assert environment.wait(within_s) == 0, environment.log_tail(40)
+
     def log(self, name: str) -> str:
         return self._processes[name].log_path.read_text()
 
@@ -235,6 +242,14 @@ class Rig:
     def journal(self) -> list[dict[str, Any]]:
         """One entry for each batch that any trainer of the run has taken."""
         return whole_lines(self.checkpoints / JOURNAL)
+
+    def submissions(self) -> str:
+        """What the environment has journalled, of a run with `as_shipped`."""
+        return self._commands.submissions.read_text()
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that inherited the run's variables."""
+        return processes_with(VARIABLE, str(self._stages))
 
     def server_status(self, server: str = SERVER) -> dict[str, Any]:
         return _answer(f"{self._commands.url(health_of(server))}/status")
@@ -304,10 +319,10 @@ def require_progress(rig: Rig, seen: int) -> None:
     assert max(record.get("alignment/probe_max", 0.0) for record in records) < NOISE
 
 
-def require_every_batch_trained_once(rig: Rig) -> None:
+def require_every_batch_trained_once(taken: list[dict[str, Any]]) -> None:
     """Check the surviving steps: for each step number, the last one taken. They contain every batch
-    once and in order, and no group twice. A batch that was delivered again has the same groups."""
-    taken = rig.journal()
+    once and in order, and no group twice. A batch that was delivered again has the same groups.
+    Args: taken: the journal"""
     line = {entry["step"]: entry for entry in taken}
     steps = range(1, taken[-1]["step"] + 1)
     assert [line[step]["batch"] for step in steps] == list(steps)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 VARIABLE = "GRPO_TEST_STAGES"
+SUBMISSIONS = "GRPO_CHAOS_SUBMISSIONS"
+"""Names the environment's journal, see `tests.chaos.environment`."""
 WANTED, HELD = "wanted", "held"
 JOURNAL = "journal.jsonl"
 """File below the save path that lists all batches that were taken."""

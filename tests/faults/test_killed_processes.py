@@ -65,7 +65,7 @@ def cases() -> list[Any]:
 
 def require_the_run_goes_on(rig: Rig, seen: int) -> None:
     require_progress(rig, seen)
-    require_every_batch_trained_once(rig)
+    require_every_batch_trained_once(rig.journal())
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -18,6 +21,16 @@ def is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+def processes_with(variable: str, value: str) -> list[psutil.Process]:
+    """Those that run with this variable in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it ended
+            if process.environ().get(variable) == value:
+                found.append(process)
+    return found
 
 
 @contextmanager
