@@ -45,6 +45,13 @@ def test_wheels_contain_every_file_of_the_packages(dist: Path) -> None:
     assert names - packed == set()
 
 
+def test_every_wheel_names_its_licence(dist: Path) -> None:
+    for wheel in dist.glob("*.whl"):
+        archive = zipfile.ZipFile(wheel)
+        (metadata,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        assert b"License-Expression: MIT\n" in archive.read(metadata), wheel.name
+
+
 def test_a_run_trains_with_the_installed_wheels_alone(dist: Path, tmp_path: Path) -> None:
     run([sys.executable, "-m", "venv", "venv"], tmp_path)
     python = tmp_path / "venv/bin/python"
