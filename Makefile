@@ -70,6 +70,9 @@ SOAK_SEED ?= 0
 SOAK_APPENDFSYNC ?= always
 SOAK_DIRECTORY ?= $(CURDIR)/runs/soak-$(shell date +%Y%m%d-%H%M%S)
 
+# Images that `make supply-chain` looks into, for example grpo-redis:local. It needs Docker for them.
+SCAN ?=
+
 # Number of hits of `make chaos`, in all modes together.
 KILLS ?= 1000
 CHAOS_FLAGS ?=
@@ -193,6 +196,16 @@ test-gpu: ## Run the tests for GPUs: PART="proof modes swaps memory precision"
 .PHONY: silent-faults
 silent-faults: $(VENV)/.installed-dev ## Inject every silent fault into a run, take 1,000 healthy steps in two modes, and write the table (20 minutes)
 	@$(BIN)/python -m tests.silent_faults --results docs/reference/silent-faults.md $(BENCH_FLAGS)
+
+$(VENV)/supply-chain/.installed: requirements/supply-chain.txt
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements/supply-chain.txt
+	@touch $@
+
+.PHONY: supply-chain
+supply-chain: $(VENV)/.installed-dev $(VENV)/supply-chain/.installed ## Find known vulnerabilities, and write bills of materials and licences: [SCAN="<image> <image>"]
+	@PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m docs.generate.supply_chain --tools $(VENV)/supply-chain/bin \
+	  --output dist/supply-chain $(if $(SCAN),--images $(SCAN))
 
 .PHONY: soak
 soak: $(VENV)/.installed-dev ## Kill run-api, Redis and trainer at random for SOAK_SECONDS (20 minutes)
