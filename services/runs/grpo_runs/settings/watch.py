@@ -52,6 +52,14 @@ class WatchSettings(CommandSettings):
         None, description="Access token of the runs' run-api"
     )
 
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.open and self.needed_token is not None:
+            yield Mistake(
+                "open",
+                "other users of this machine could read the token on the browser's command line; "
+                "omit --open, and open the address that is printed",
+            )
+
     def start_mistakes(self) -> Iterator[Mistake]:
         for run in self.runs:
             if not run.is_dir():

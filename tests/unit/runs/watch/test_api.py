@@ -15,12 +15,15 @@ from pydantic import SecretStr
 
 from grpo_core.provenance.records import PROVENANCE, Line, Publication, Start, text_of
 from grpo_core.rollouts.files import ROLLOUTS, write_step
+from grpo_core.settings import load_settings
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_runs.run_directory import RunDirectory
+from grpo_runs.settings.watch import WatchSettings
 from grpo_runs.watch.api import Follower, watch_app
 from grpo_runs.watch.live_run import LiveRun
 from grpo_runs.watch.serve import PageNotServed, PageServer, live_runs
 from tests.support.conversations import record
+from tests.unit.conftest import Refused
 from tests.unit.runs.records import metrics_object
 
 HERE = {"host": "127.0.0.1:8765"}
@@ -221,3 +224,10 @@ def test_a_port_that_is_taken() -> None:
 def test_two_runs_of_one_name(tmp_path: Path) -> None:
     paths = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
     assert [live.id for live in live_runs(paths)] == ["run", "run-2"]
+
+
+def test_no_browser_gets_a_token_on_its_command_line(run: RunDirectory, refused: Refused) -> None:
+    for words in ("--token=secret", "--host=0.0.0.0"):
+        told = refused(load_settings, WatchSettings, [str(run.path), "--open", words])
+        assert "grpo-watch: --open: other users of this machine could read the token" in told
+    assert load_settings(WatchSettings, [str(run.path), "--open"]).open
