@@ -8,6 +8,7 @@ GrpoError                     base of all errors of this system
 │   ├── LeasesFull            batches must be acknowledged before run-api leases another one
 │   └── UnknownBatch          the run at run-api never handed out this batch
 ├── ProtocolViolation         the answer of a service breaks the protocol
+│   └── OtherProtocol         the service is of a release that does not work with this one
 ├── ModelNotFound             a model does not exist or cannot be downloaded
 ├── BrokenRollouts            recorded rollouts cannot be read
 ├── BrokenProvenance          the record of where weights come from cannot be read
@@ -60,6 +61,10 @@ class UnknownBatch(RequestRefused):
 
 class ProtocolViolation(GrpoError):
     """A service sent an answer that its HTTP API does not allow."""
+
+
+class OtherProtocol(ProtocolViolation):
+    """The service is of a release that does not work with this program's."""
 
 
 class ModelNotFound(GrpoError):

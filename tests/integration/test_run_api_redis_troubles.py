@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 from grpo_api.app import create_app
 from grpo_api.errors import StoreUnavailable, UnsuitableRedis
 from grpo_api.lifetime import Lifetime
-from grpo_api.store.redis import RedisLink, check_redis, watch_disk
+from grpo_api.store.redis import RedisLink, check_redis, layout_prefix, watch_disk
 from grpo_api.store.run import RunStore
 from grpo_core.redis.server import LocalRedis
 from grpo_core.redis.url import redis_password
@@ -292,6 +292,17 @@ def test_a_redis_that_may_delete_keys_is_refused_by_its_setting(server: OwnRedis
     assert done.returncode == 1
     assert UnsuitableRedis.__name__ in done.stdout + done.stderr
     assert "CONFIG SET maxmemory-policy noeviction" in done.stdout + done.stderr
+
+
+def test_a_run_that_another_release_stored_is_refused_by_its_layout(server: OwnRedis) -> None:
+    server.admin.hset(layout_prefix("moved", 5) + "trainer", "batch_size", "4")
+    command = [sys.executable, "-m", "grpo_api", "--redis-url", server.url, "--run-id", "moved"]
+    command += ["--port", str(free_port())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 1
+    told = done.stdout + done.stderr
+    assert UnsuitableRedis.__name__ in told
+    assert "has run moved in layout 5, which another release of run-api wrote" in told
 
 
 async def test_a_warning_comes_before_the_disk_is_full(server: OwnRedis) -> None:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 import redis
 
+from grpo_core.protocol import PROTOCOL_HEADER
 from grpo_core.redis.keys import served_weights_key
 from grpo_core.wire.run_api import RUN_UUID_HEADER
 from tests.fixtures.run_api import RUN_ID
@@ -42,6 +43,11 @@ BEFORE_A_TRAINER = {
     "/batch": {"status": "error", "message": NO_TRAINER, "batch": []},
     "/latest_example": {name: [] for name in EXAMPLE_KEYS},
 }
+
+
+def test_every_answer_names_protocol_and_release(http: ApiClient) -> None:
+    for path in ("/status", "/batch", "/nowhere"):
+        assert http.get(path).headers.get_list(PROTOCOL_HEADER[0]) == [PROTOCOL_HEADER[1]], path
 
 
 def test_registering_again_keeps_the_run_and_applies_what_changed(http: ApiClient) -> None:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from grpo_api.lifetime import Lifetime
+from grpo_core.protocol import PROTOCOL_HEADER
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
@@ -54,6 +55,7 @@ class HttpServer(uvicorn.Server):
                 proxy_headers=False,
                 access_log=False,
                 log_config=None,
+                headers=[PROTOCOL_HEADER],
             )
         )
 

@@ -2,7 +2,7 @@
 
 GrpoError (grpo_core)
 ├── StateError          the run cannot resume from a checkpoint: NoSuchState, DamagedState,
-│                       StateMismatch, StateOfAnotherRun, LostBatches
+│                       StateMismatch, StateOfAnotherRun, LostBatches, NewerState
 ├── NonFiniteStep       the step is impossible: NonFiniteLoss, NonFiniteGradient
 ├── WeightSyncError     trainer and server do not hold the same weights: PolicyMismatch,
 │                       UnreachableWeights, MovedParameters, TornWeights, LostServer, EngineCrashed,
@@ -98,6 +98,10 @@ class StateMismatch(StateError):
 
 class StateOfAnotherRun(StateError):
     """The checkpoint does not belong to the run that run-api stores."""
+
+
+class NewerState(StateError):
+    """The checkpoint was written by a newer release, which this one cannot read."""
 
 
 class LostBatches(StateError):

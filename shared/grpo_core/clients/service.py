@@ -19,6 +19,7 @@ from tenacity import (
 
 from grpo_core.closing import ClosesOnAsyncExit, ClosesOnExit
 from grpo_core.errors import AnswerLost, RequestRefused, ServiceUnavailable
+from grpo_core.protocol import PROTOCOL_HEADER, require_same_protocol
 from grpo_core.security import authorization
 from grpo_core.sockets import SOCKET_OPTIONS, proxy_for
 
@@ -251,10 +252,12 @@ def check_answer(response: httpx.Response, service: str) -> None:
     """Raise for every status other than 2xx.
 
     Raises:
+        OtherProtocol: whatever the status.
         TransientAnswer: 408, 502, 503, 504.
         RequestRefused: any other 4xx; the message contains the server's reason.
         ServiceUnavailable: any other status.
     """
+    require_same_protocol(response.headers.get(PROTOCOL_HEADER[0]), service)
     if response.is_success:
         return
     where = f"{service}: {response.request.method} {response.request.url}"

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import ValidationError
 
 from grpo_core.errors import GrpoError
+from grpo_core.protocol import VERSION
 from grpo_core.settings.command import Command, CommandSettings, Mistake
 from grpo_core.settings.messages import (
     IS_REQUIRED,
@@ -30,7 +31,6 @@ from grpo_core.settings.sources import Arguments, ConfigFile, Given, Variables, 
 EXIT_USAGE = 2
 _IN_FILE = re.compile(r"\S+\.(?:ya?ml|toml):(\d+): ")
 
-VERSION = (Path(__file__).parents[1] / "VERSION").read_text(encoding="utf-8").strip()
 
 S = TypeVar("S", bound=CommandSettings)
 

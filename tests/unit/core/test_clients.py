@@ -14,6 +14,8 @@ import pytest
 from grpo_core.clients.aiohttp_transport import AiohttpTransport
 from grpo_core.clients.inference import BridgeClient, GenerationClient
 from grpo_core.clients.service import AsyncServiceClient
+from grpo_core.errors import OtherProtocol
+from grpo_core.protocol import VERSION
 from grpo_core.wire.policy_version import PolicyVersion
 from tests.support.canned import PROMPT, generate_answer
 
@@ -66,6 +68,16 @@ async def test_a_broken_answer_may_have_been_carried_out(answer: bytes) -> None:
     async with server(answer) as url, client() as http:
         with pytest.raises(httpx.ReadError):
             await http.post(url, json={})
+
+
+@pytest.mark.parametrize("status", ["200 OK", "422 Unprocessable Content"])
+async def test_a_server_of_another_protocol_is_named_with_both_releases(status: str) -> None:
+    answer = f"HTTP/1.1 {status}\r\ncontent-length: 0\r\ngrpo-protocol: 999, grpo 7.8.9\r\n\r\n"
+    async with server(answer.encode()) as url, AsyncServiceClient("run-api", url, 60, 60) as http:
+        with pytest.raises(
+            OtherProtocol, match=rf"run-api has protocol 999, grpo 7\.8\.9, .* grpo {VERSION}: "
+        ):
+            await http.send("GET", "/")
 
 
 async def test_a_late_answer_is_a_read_timeout() -> None:

@@ -35,6 +35,9 @@ from grpo_core.redis.url import without_password
 
 _LAYOUT = 4
 """Increases when the keys or their format change, so that versions never share keys."""
+_LATER_LAYOUTS = 10
+"""Layouts of later releases that this one looks for, so that it names a run that was begun with
+one of them."""
 _MAX_CONNECTIONS = 64
 _PING_DEADLINE_S = 1.0
 _FAILOVER_RETRY_S = 0.1
@@ -57,9 +60,9 @@ _refusal_code = re.compile(rf"(?:^|: -|\(['\"])({'|'.join(_REFUSALS)}) ").search
 _log = structlog.get_logger()
 
 
-def layout_prefix(run_id: str) -> str:
+def layout_prefix(run_id: str, layout: int = _LAYOUT) -> str:
     """The prefix of every key of run-api."""
-    return f"{run_prefix(run_id)}{_LAYOUT}:"
+    return f"{run_prefix(run_id)}{layout}:"
 
 
 class RedisLink:
@@ -246,7 +249,7 @@ async def check_redis(link: RedisLink, lifetime: Lifetime) -> None:
     """Log whether Redis answers, and whether it saves the run to disk, as far as it tells.
 
     Raises:
-        UnsuitableRedis: Redis may evict keys of the run.
+        UnsuitableRedis: Redis may evict keys of the run, or has the run in another layout.
     """
     try:
         await link.ping()
@@ -266,6 +269,7 @@ async def check_redis(link: RedisLink, lifetime: Lifetime) -> None:
             f"maxmemory-policy {_NO_EVICTION} (redis-cli CONFIG SET maxmemory-policy "
             f"{_NO_EVICTION}, or the parameter of that name of a managed service)"
         )
+    await _require_own_layout(link, lifetime)
     persistence: dict[str, Any] = await _told(link, lifetime, "INFO", "persistence") or {}
     match persistence.get("aof_enabled"):
         case 1:
@@ -284,6 +288,18 @@ async def check_redis(link: RedisLink, lifetime: Lifetime) -> None:
             _log.warning(
                 "redis.not_persistent",
                 hint="a restart of Redis loses the run; start Redis with --appendonly yes",
+            )
+
+
+async def _require_own_layout(link: RedisLink, lifetime: Lifetime) -> None:
+    for layout in range(1, _LAYOUT + _LATER_LAYOUTS):
+        key = layout_prefix(link.run_id, layout) + "trainer"
+        if layout != _LAYOUT and await _told(link, lifetime, "EXISTS", key):
+            raise UnsuitableRedis(
+                f"Redis at {link.where} has run {link.run_id} in layout {layout}, which another "
+                f"release of run-api wrote; this one has layout {_LAYOUT}. Continue the run with "
+                "that release, or start a new one with another --run-id. To delete the old run, "
+                "call GET /reset_data of that release"
             )
 
 

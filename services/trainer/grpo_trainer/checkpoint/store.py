@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from grpo_core.protocol import VERSION
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.weights import LoraOptions, ModeName
 from grpo_trainer.atomic_files import (
@@ -39,7 +40,7 @@ from grpo_trainer.atomic_files import (
     write_whole,
 )
 from grpo_trainer.data.batches import Position
-from grpo_trainer.errors import DamagedState
+from grpo_trainer.errors import DamagedState, NewerState
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy import CausalLM, device_of, frozen_checksum
 from grpo_trainer.optim.loss_scale import ScaleRecord
@@ -293,18 +294,32 @@ class StateStore:
 
 
 def read_state(directory: Path) -> SavedState:
-    """Raises `DamagedState` if the record cannot be read."""
+    """Raises `DamagedState`, `NewerState` if the record cannot be read."""
     try:
         record = StateRecord.model_validate_json((directory / RECORD).read_bytes())
     except OSError as error:
         raise _damaged(directory, f"cannot read {RECORD}: {error}") from error
     except ValidationError as error:
+        if fields := _of_newer_release(error):
+            raise NewerState(
+                f"{directory} was written by a newer release than {VERSION}, which this one cannot "
+                f"read ({', '.join(fields)} in {RECORD}). Resume with the release that wrote it"
+            ) from error
         problems = (
             f"{'.'.join(map(str, found['loc'])) or 'JSON'}: {found['msg']}"
             for found in error.errors()
         )
         raise _damaged(directory, f"{RECORD} is invalid: {'; '.join(problems)}") from error
     return SavedState(directory, record)
+
+
+def _of_newer_release(error: ValidationError) -> list[str]:
+    """The fields that only a newer release writes."""
+    return [
+        ".".join(map(str, found["loc"]))
+        for found in error.errors()
+        if found["type"] == "extra_forbidden" or found["loc"] == ("format",)
+    ]
 
 
 def _write_record(record: StateRecord, directory: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 import torch
 
+from grpo_core.protocol import VERSION
 from grpo_core.provenance.batches import BATCHES, RecordedBatch, StepInput, write_batch
 from grpo_core.provenance.digest import file_digest, root_of, source_digest
 from grpo_core.provenance.records import (
@@ -33,7 +34,6 @@ from grpo_core.provenance.records import (
     resumed,
     text_of,
 )
-from grpo_core.settings.load import VERSION
 from grpo_core.tree.objectives import ADVANTAGES, LOSSES, Objective
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import config_yaml

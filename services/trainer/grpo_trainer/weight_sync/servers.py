@@ -16,6 +16,10 @@ from grpo_trainer.weight_sync.base import POLL_S, Incidents
 
 log = structlog.get_logger()
 
+NONE_REPORTS = (
+    "none reports a status in Redis: none has started, or with another --redis-url or --run-id, or "
+    "it is of another release"
+)
 Clock = Callable[[], float]
 Servers = dict[str, ServerStatus]
 """By name."""
@@ -172,7 +176,7 @@ class ServerWatch:
 
 def described(servers: Iterable[ServerStatus]) -> str:
     """Their states, for messages."""
-    return "; ".join(map(_described, servers)) or "none reports a status in Redis"
+    return "; ".join(map(_described, servers)) or NONE_REPORTS
 
 
 def _described(server: ServerStatus) -> str:

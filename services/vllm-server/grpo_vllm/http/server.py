@@ -24,6 +24,7 @@ from pydantic import SecretStr
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from grpo_core.protocol import PROTOCOL_HEADER
 from grpo_core.security import App, BearerTokenGuard
 from grpo_vllm.http.middleware import InFlight
 
@@ -126,6 +127,7 @@ class DrainingServer(uvicorn.Server):
                 app,
                 access_log=False,
                 log_level="warning",
+                headers=[PROTOCOL_HEADER],
                 http=handover_protocol(self),
                 timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
                 timeout_keep_alive=KEEP_ALIVE_S,

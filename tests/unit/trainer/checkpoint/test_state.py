@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from grpo_trainer import atomic_files
 from grpo_trainer.checkpoint.resume import require_fit
 from grpo_trainer.checkpoint.store import RECORD, TENSORS, StateStore, read_state
 from grpo_trainer.data.batches import Position
-from grpo_trainer.errors import CheckpointNotSaved, DamagedState, StateMismatch
+from grpo_trainer.errors import CheckpointNotSaved, DamagedState, NewerState, StateMismatch
 from tests.support.directories import files_of_at_most, names
 from tests.support.small_trainer import SETTINGS, Side
 from tests.unit.trainer.update_variants import differing
@@ -102,6 +103,17 @@ def flip_a_bit(path: Path) -> None:
 
 def cut_off(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("changes", [{"format": 2}, {"of_a_later_release": 1}])
+def test_a_state_of_a_newer_release_is_not_called_damaged(
+    changes: dict[str, int], store: StateStore
+) -> None:
+    directory = Side().save(store)
+    record = json.loads((directory / RECORD).read_text())
+    (directory / RECORD).write_text(json.dumps(record | changes))
+    with pytest.raises(NewerState, match=rf"newer release than .*\({next(iter(changes))} in "):
+        read_state(directory)
 
 
 @pytest.mark.parametrize(
