@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import tempfile
@@ -13,6 +14,8 @@ _CONNECT_S = 0.5
 _PATH_STARTS = (".", "/", "~")
 DATA_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 _ADAPTER_CONFIG = "adapter_config.json"
+_MAX_HEAD_BYTES = 100_000_000
+"""The limit of the safetensors format."""
 
 
 def state_directory() -> Path:
@@ -52,8 +55,10 @@ def missing_data(data: str) -> str | None:
 def missing_model(model: str) -> str | None:
     """The same for a model, which is a directory with config.json."""
     path = Path(model).expanduser()
-    if not path.is_dir() or (path / "config.json").is_file():
+    if not path.is_dir():
         return missing_directory(model)
+    if (path / "config.json").is_file():
+        return _incomplete_weights(path)
     if (path / _ADAPTER_CONFIG).is_file():
         return (
             f"{model} is an adapter; merge it into its base model (peft's merge_and_unload) and "
@@ -62,6 +67,24 @@ def missing_model(model: str) -> str | None:
     if not model.startswith(_PATH_STARTS):
         return None  # a directory of this name may stand beside an id on the hub
     return f"no config.json in {model}; name the directory of a model or an id on the hub"
+
+
+def _incomplete_weights(model: Path) -> str | None:
+    """The problem of a copy or a download that was cut off: the head of each safetensors file says
+    how long the file is."""
+    for path in sorted(model.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head_bytes = int.from_bytes(file.read(8), "little")
+            try:
+                head = json.loads(file.read(min(head_bytes, _MAX_HEAD_BYTES)))
+                head.pop("__metadata__", None)
+                ends = [tensor["data_offsets"][1] for tensor in head.values()]
+            except (ValueError, TypeError, LookupError, AttributeError):
+                return f"{path} is damaged: it does not begin as a safetensors file; copy it again"
+        if size < (whole := 8 + head_bytes + max(ends, default=0)):
+            return f"{path} is incomplete: it has {size:,} of {whole:,} bytes; copy it again"
+    return None
 
 
 def not_writable(path: Path) -> str | None:

@@ -1,0 +1,26 @@
+"""A model whose files were cut off is named before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from grpo_core.settings.machine import missing_model
+
+
+@pytest.mark.parametrize(
+    ("kept", "problem"),
+    [(None, None), (-1, "incomplete: it has "), (60, "damaged"), (4, "damaged"), (0, "damaged")],
+)
+def test_a_model_of_which_bytes_are_missing_is_named(
+    kept: int | None, problem: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    save_file({"a": np.zeros(8), "b": np.zeros((2, 2))}, weights, {"format": "np"})
+    weights.write_bytes(weights.read_bytes()[:kept])
+    found = missing_model(str(tmp_path))
+    assert found is None if problem is None else found is not None and problem in found
