@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO, cast
 
 import structlog
 from structlog.types import Processor
@@ -29,7 +33,33 @@ def configure_logging(
             ),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _WhereThereIsRoom(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
+
+
+class _WhereThereIsRoom(io.TextIOBase):
+    """A stream that loses what its full disk has no room for, as Python's `logging` does: no
+    process ends because of its log."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with _on_a_full_disk():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _on_a_full_disk():
+            self._stream.flush()
+
+
+@contextmanager
+def _on_a_full_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
