@@ -256,6 +256,21 @@ async def test_a_connection_that_breaks_before_its_first_byte_is_503(
     await link.close()
 
 
+async def test_bytes_that_are_no_answer_of_redis_are_503() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as another:
+        port = another.sockets[0].getsockname()[1]
+        link = RedisLink(f"redis://127.0.0.1:{port}/0", RUN_ID, SHORT_S)
+        with pytest.raises(StoreUnavailable, match=r"not Redis' protocol .*--redis-url"):
+            await link.call("PING")
+        await link.close()
+
+
 async def test_the_log_names_how_often_redis_writes_or_warns_that_it_forgets(
     server: OwnRedis,
 ) -> None:

@@ -21,7 +21,13 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import (
+    InvalidResponse,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from grpo_api.errors import StoreUnavailable, UnsuitableRedis
@@ -185,6 +191,10 @@ async def _deadline(deadline_s: float) -> AsyncIterator[None]:
         raise StoreUnavailable(f"Redis did not answer within {deadline_s:g} s{reason}") from error
     except (RedisConnectionError, RedisTimeoutError) as error:
         raise StoreUnavailable(f"Redis is unreachable: {error}") from error
+    except InvalidResponse as error:
+        raise StoreUnavailable(
+            f"the answer is not Redis' protocol ({error}); check that --redis-url names Redis"
+        ) from error
     except RuntimeError as error:  # raised by uvloop; redis-py does not convert it
         if "handler is closed" not in str(error):
             raise
