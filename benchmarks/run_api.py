@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 import structlog
 
 from benchmarks.run_api_bench import (
+    crowd,
     first_batch,
     fsync,
     machine,
@@ -34,6 +35,7 @@ from grpo_core.settings import load_settings
 SECTION = "run-api"
 SCENARIOS = (
     submissions.SCENARIO,
+    crowd.SCENARIO,
     status_env.SCENARIO,
     first_batch.SCENARIO,
     memory.SCENARIO,

@@ -10,7 +10,9 @@ from pydantic import Field
 
 from grpo_core.settings import Command, CommandSettings
 
-ScenarioName = Literal["submissions", "status-env", "first-batch", "memory", "stalls", "minimums"]
+ScenarioName = Literal[
+    "submissions", "crowd", "status-env", "first-batch", "memory", "stalls", "minimums"
+]
 SystemName = Literal["atroposlib", "run-api"]
 SCENARIOS: tuple[ScenarioName, ...] = get_args(ScenarioName)
 SYSTEMS: tuple[SystemName, ...] = get_args(SystemName)
@@ -68,6 +70,8 @@ class Sizes:
     distinct_groups: int
     depths: tuple[int, ...]
     submissions: int
+    in_flight: int
+    """Connections of the crowd."""
     polls: int
     full_size_depth: int | None
     """Depth at which `GET /batch` is also measured with groups of full size."""
@@ -87,6 +91,7 @@ FULL = Sizes(
     distinct_groups=64,
     depths=(0, 1_000, 10_000),
     submissions=512,
+    in_flight=512,
     polls=1_000,
     full_size_depth=None,
     memory_groups=1_000,
@@ -103,6 +108,7 @@ QUICK = Sizes(
     distinct_groups=16,
     depths=(0, 1_000),
     submissions=64,
+    in_flight=64,
     polls=100,
     full_size_depth=None,
     memory_groups=128,
