@@ -1,10 +1,9 @@
-"""Options of the TCP connections of HTTP clients: a silent network breaks them.
+"""Options of the TCP connections of all clients: a silent network breaks them.
 
 A firewall, a NAT or a host that vanishes may drop the packets of an open connection without a word.
 A request then waits for its whole deadline, and a repeat on another connection of the same pool
 waits as long. The kernel notices it sooner: it closes a connection whose packets the other host
 does not acknowledge. A process that is busy or stopped is no such host, because its kernel answers.
-redis-py sets such options by itself.
 """
 
 from __future__ import annotations
@@ -18,13 +17,17 @@ SILENT_S = 30
 """A connection on which the other host has acknowledged nothing for so long is closed."""
 _IDLE_S, _INTERVAL_S = 10, 5
 
+TCP_OPTIONS = {
+    socket.TCP_KEEPIDLE: _IDLE_S,
+    socket.TCP_KEEPINTVL: _INTERVAL_S,
+    socket.TCP_KEEPCNT: (SILENT_S - _IDLE_S) // _INTERVAL_S,
+    # Of sent data: the kernel does not probe while it waits for an acknowledgement.
+    socket.TCP_USER_TIMEOUT: SILENT_S * 1000,
+}
+"""As redis-py takes them, which turns keep-alive probes on by itself."""
 SOCKET_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL_S),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, (SILENT_S - _IDLE_S) // _INTERVAL_S),
-    # Of sent data: the kernel does not probe while it waits for an acknowledgement.
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000),
+    *((socket.IPPROTO_TCP, option, value) for option, value in TCP_OPTIONS.items()),
 ]
 
 

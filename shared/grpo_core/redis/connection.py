@@ -22,6 +22,7 @@ from grpo_core.closing import ClosesOnAsyncExit, ClosesOnExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.redis.url import without_password
+from grpo_core.sockets import TCP_OPTIONS
 
 log = structlog.get_logger()
 
@@ -139,6 +140,7 @@ def _options(attempt_s: float) -> dict[str, Any]:
     return {
         "socket_connect_timeout": attempt_s,
         "socket_timeout": attempt_s,
+        "socket_keepalive_options": TCP_OPTIONS,
         "protocol": 2,
         "decode_responses": True,
         "encoding_errors": "replace",  # bytes that are not UTF-8 must not raise here
