@@ -77,6 +77,9 @@ SCAN ?=
 KILLS ?= 1000
 CHAOS_FLAGS ?=
 
+# Options of `make faults-matrix`.
+MATRIX_FLAGS ?= --record --page docs/explanation/faults.md
+
 # Options of the benchmarks, for example --quick of `make bench-run-api`.
 BENCH_FLAGS ?=
 
@@ -216,6 +219,10 @@ soak: $(VENV)/.installed-dev ## Kill run-api, Redis and trainer at random for SO
 chaos: $(VENV)/.installed-dev ## Kill and stop processes of real runs KILLS times (1000), in each shape of run; CHAOS_FLAGS="--seed 1"
 	@$(BIN)/python -m tests.chaos --kills $(KILLS) \
 	  --directory $(CURDIR)/runs/chaos-$(shell date +%Y%m%d-%H%M%S) $(CHAOS_FLAGS)
+
+.PHONY: faults-matrix
+faults-matrix: $(VENV)/.installed-dev ## Inject every fault of docs/explanation/faults.md and measure its tables (1 hour, as root); MATRIX_FLAGS="--minutes 10 --seed 1"
+	@$(BIN)/python -m tests.faults_matrix $(MATRIX_FLAGS)
 
 .PHONY: bench-lora
 bench-lora: install ## Measure decoding with an adapter, here and in stock vLLM; writes benchmarks/RESULTS.md

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_core.redis.server import bundled_redis, redis_command
@@ -45,12 +45,14 @@ class Shape:
     ranks: number of trainer processes, which torchrun starts
     as_shipped: with the deadlines that users get, an environment that journals what it sends,
         and rewards in worker processes
+    hosts: (client, server) → the host name by which this client reaches the server; else 127.0.0.1
     """
 
     mode: str
     servers: int = 1
     ranks: int = 1
     as_shipped: bool = False
+    hosts: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     @property
     def start_order(self) -> tuple[tuple[str, ...], ...]:
@@ -88,8 +90,11 @@ class Commands:
         """The environment's journal."""
         return self.directory / "submissions.txt"
 
-    def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self.ports[name]}"
+    def url(self, name: str, client: str = "") -> str:
+        return f"http://{self._host(name, client)}:{self.ports[name]}"
+
+    def _host(self, name: str, client: str) -> str:
+        return self.shape.hosts.get((client, name), "127.0.0.1")
 
     def of(self, name: str) -> list[str]:
         python = [sys.executable, "-m"]
@@ -110,7 +115,7 @@ class Commands:
 
     def _run_api(self) -> list[str]:
         soon = {} if self.as_shipped else {"redis-deadline-s": 3}
-        return _flags({"port": self.ports[RUN_API], **soon, **self._of_the_run()})
+        return _flags({"port": self.ports[RUN_API], **soon, **self._of_the_run(RUN_API)})
 
     def variables(self) -> dict[str, str]:
         found = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -129,7 +134,7 @@ class Commands:
             "health-port": self.ports[health_of(name)],
             "server-name": name,
             "dtype": "float32",
-            **self._of_the_run(),
+            **self._of_the_run(SERVER),
         }
         if self.mode == SHARED:
             config = self.directory / "vllm_bridge_config.json"
@@ -150,12 +155,12 @@ class Commands:
         never = {} if self.as_shipped else {"run-api-deadline-s": LONGER_THAN_ANY_WAIT_S}
         return _flags(
             {
-                "run-api-url": self.url(RUN_API),
+                "run-api-url": self.url(RUN_API, ENVIRONMENT),
                 "group-size": 4,
                 "max-completion-tokens": 8,
                 "max-batches-offpolicy": 2,
                 "drop-equal-scores": "false",
-                "inference-url": self.url(SERVER),
+                "inference-url": self.url(SERVER, ENVIRONMENT),
                 "model": self.model,
                 **never,
             }
@@ -172,8 +177,8 @@ class Commands:
         flags = {
             "model": self.model,
             "mode": self.mode,
-            "run-api-url": self.url(RUN_API),
-            "inference-url": self.url(SERVER),
+            "run-api-url": self.url(RUN_API, TRAINER),
+            "inference-url": self.url(SERVER, TRAINER),
             "steps": 100_000,  # more than any test needs
             "batch-size": BATCH_SIZE // 2,
             "gradient-accumulation-steps": 2,
@@ -191,10 +196,11 @@ class Commands:
             flags["vllm-restart-interval"] = RESTART_EVERY_STEPS
         if (servers := self.shape.servers) > 1:
             flags |= {"num-inference-nodes": servers, "master-port": self.ports[TRAINER]}
-        return _flags(flags | self._of_the_run())
+        return _flags(flags | self._of_the_run(TRAINER))
 
-    def _of_the_run(self) -> dict[str, object]:
-        return {"redis-url": f"redis://127.0.0.1:{self.ports[REDIS]}/0", "run-id": "faults"}
+    def _of_the_run(self, client: str) -> dict[str, object]:
+        url = f"redis://{self._host(REDIS, client)}:{self.ports[REDIS]}/0"
+        return {"redis-url": url, "run-id": "faults"}
 
 
 def _flags(options: dict[str, object]) -> list[str]:

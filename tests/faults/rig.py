@@ -223,6 +223,9 @@ class Rig:
     def release(self) -> None:
         (self._stages / WANTED).unlink()
 
+    def port(self, name: str) -> int:
+        return self._commands.ports[name]
+
     def process(self, name: str) -> ManagedProcess:
         return self._processes[name]
 
