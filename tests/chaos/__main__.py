@@ -35,6 +35,7 @@ QUEUE_SHAPES = {
     "lora_restart-3-servers": Shape(LORA_RESTART, servers=3, as_shipped=True),
     "none-3-servers": Shape("none", servers=3, as_shipped=True),
     "none-2-ranks": Shape("none", ranks=2, as_shipped=True),
+    "none-full-queue": Shape("none", queue_limit=5, as_shipped=True),
 }
 CONTAINER_SHAPES = {
     "compose-shared_vllm": Shape(SHARED),

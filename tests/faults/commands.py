@@ -45,6 +45,8 @@ class Shape:
     ranks: number of trainer processes, which torchrun starts
     as_shipped: with the deadlines that users get, an environment that journals what it sends,
         and rewards in worker processes
+    queue_limit: number of groups from which on run-api delays submissions; 0: its default. The
+        environment then fills the queue
     hosts: (client, server) → the host name by which this client reaches the server; else 127.0.0.1
     """
 
@@ -52,6 +54,7 @@ class Shape:
     servers: int = 1
     ranks: int = 1
     as_shipped: bool = False
+    queue_limit: int = 0
     hosts: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     @property
@@ -114,8 +117,10 @@ class Commands:
         return redis_command(self.ports[REDIS], directory, bundled_redis())
 
     def _run_api(self) -> list[str]:
-        soon = {} if self.as_shipped else {"redis-deadline-s": 3}
-        return _flags({"port": self.ports[RUN_API], **soon, **self._of_the_run(RUN_API)})
+        flags: dict[str, object] = {} if self.as_shipped else {"redis-deadline-s": 3}
+        if limit := self.shape.queue_limit:
+            flags["max-queued-groups"] = limit
+        return _flags({"port": self.ports[RUN_API], **flags, **self._of_the_run(RUN_API)})
 
     def variables(self) -> dict[str, str]:
         found = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -158,7 +163,7 @@ class Commands:
                 "run-api-url": self.url(RUN_API, ENVIRONMENT),
                 "group-size": 4,
                 "max-completion-tokens": 8,
-                "max-batches-offpolicy": 2,
+                "max-batches-offpolicy": 50 if self.shape.queue_limit else 2,
                 "drop-equal-scores": "false",
                 "inference-url": self.url(SERVER, ENVIRONMENT),
                 "model": self.model,
