@@ -18,7 +18,7 @@ from vllm import envs
 from vllm.platforms import current_platform as current_platform
 
 from grpo_core.cpu import SLOW, is_slow_in_bfloat16
-from grpo_core.errors import ModelNotFound
+from grpo_core.errors import GrpoError, ModelNotFound
 from grpo_vllm.engine.vllm_compat.layers import PARALLEL_SIZES
 from grpo_vllm.engine.vllm_compat.platform_plugin import CPU_ADAPTERS
 
@@ -36,6 +36,8 @@ FLOAT32_PRODUCTS = ("TRITON_F32_DEFAULT", "ieee")
 """Without it, Triton's kernels, attention among them, multiply float32 in TF32 (10 bits)."""
 _SMALL_BLOCKS = "grpo_vllm.engine.vllm_compat.cpu.SmallBlocks"
 _STAGED_MODULE = "grpo_vllm.engine.vllm_compat.staged_update"
+_FAILED = "Engine core initialization failed"
+"""What vLLM raises, whatever the cause, which the process of the engine has written."""
 SM100_MAJOR = 10
 """Major compute capability of B200 and B300."""
 
@@ -124,6 +126,10 @@ def adapt_to_cpu(arguments: argparse.Namespace) -> None:
         log.info("dtype.chosen", dtype="float32", reason=SLOW)
 
 
+class EngineNotStarted(GrpoError):
+    """vLLM did not start: too little memory, or a model or an option that it cannot serve."""
+
+
 @contextlib.asynccontextmanager
 async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
     """Start vLLM's processes; leaving the context ends them."""
@@ -146,12 +152,20 @@ async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
     if current_platform.is_cpu():
         refuse_head_size(config.model_config)
         os.environ.update([FORK])  # create_engine_config set "spawn"
-    engine = AsyncLLM.from_vllm_config(
-        config,
-        usage_context=usage,
-        enable_log_requests=given.enable_log_requests,
-        disable_log_stats=given.disable_log_stats,
-    )
+    try:
+        engine = AsyncLLM.from_vllm_config(
+            config,
+            usage_context=usage,
+            enable_log_requests=given.enable_log_requests,
+            disable_log_stats=given.disable_log_stats,
+        )
+    except RuntimeError as error:
+        if _FAILED not in str(error):
+            raise
+        raise EngineNotStarted(
+            "vLLM's engine ended while it started; the traceback before this line of the server's "
+            "log names the cause"
+        ) from error
     try:
         yield engine
     finally:
