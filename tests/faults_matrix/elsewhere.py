@@ -43,37 +43,59 @@ _KILLED: tuple[Row, ...] = tuple(
     )
 )
 _GONE: tuple[Row, ...] = tuple(
-    (Kind.PROCESS, f"{what} is not started again", "SIGKILL", happens, error, test)
+    (Kind.PROCESS, what, "SIGKILL", happens, error, test)
     for what, happens, error, test in (
         (
-            "run-api",
+            "run-api is not started again",
             "trainer and environment end",
             "`ServiceUnavailable`",
             f"{_NEVER_BACK}[run-api]",
         ),
-        ("redis", "the trainer ends", "`ServiceUnavailable`", f"{_NEVER_BACK}[redis]"),
-        ("environment", "the trainer ends", "`ServiceUnavailable`", f"{_NEVER_BACK}[environment]"),
         (
-            "vllm-server",
+            "redis is not started again",
+            "the trainer ends",
+            "`ServiceUnavailable`",
+            f"{_NEVER_BACK}[redis]",
+        ),
+        (
+            "environment is not started again",
+            "the trainer ends",
+            "`ServiceUnavailable`",
+            f"{_NEVER_BACK}[environment]",
+        ),
+        (
+            "vllm-server is not started again",
             "trainer and environment end",
             "`LostServer`, `ServiceUnavailable`",
             f"{_NEVER_BACK}[vllm-server]",
         ),
-        ("trainer", "the environment ends", "`NoTrainer`", f"{_NEVER_BACK}[trainer]"),
         (
-            "one of several ranks",
+            "trainer is not started again",
+            "the environment ends",
+            "`NoTrainer`",
+            f"{_NEVER_BACK}[trainer]",
+        ),
+        (
+            "one of several ranks is killed",
             "the others end",
             "`RankLost`",
             "tests/unit/trainer/ranks/test_heartbeat.py::test_a_rank_ends_if_another_one_is_lost[killed]",
         ),
         (
-            "a reward worker",
+            "a process of a local run is killed",
+            "all others end; the terminal shows the end of its log, errors first",
+            "`ProcessFailed`",
+            "tests/unit/runs/process/test_stack.py::"
+            "test_the_death_of_an_earlier_service_ends_the_wait_for_a_later_one",
+        ),
+        (
+            "a reward worker is killed",
             "that answer alone has failed",
             "`ProcessEnded`",
             f"{_WORKERS}::test_a_process_that_ends_between_two_calls_is_replaced",
         ),
         (
-            "an engine that fails again and again",
+            "an engine fails again and again",
             "the server answers 503 with the reason",
             "",
             f"{_SUPERVISOR}::test_engines_that_keep_failing_are_given_up_until_new_weights_are_announced",

@@ -41,7 +41,7 @@ PROOF_STEPS = 4
 DEADLINE_S = 180.0
 POLL_S = 0.1
 GOES_ON = "the run goes on"
-ERROR = re.compile(r"(?:\[error *\]|^[\w-]+:) ([A-Z]\w+)", re.MULTILINE)
+ERROR = re.compile(r"(?:\[error *\]|^[a-z-]+:) ([A-Z]\w+)", re.MULTILINE)
 """As it is logged, or as the last word of a command that has ended."""
 EVENT = re.compile(r"\[(?:warning|error) *\] (\S+)")
 PROCESSES = (REDIS, RUN_API, SERVER, TRAINER, ENVIRONMENT)
@@ -110,10 +110,9 @@ class WholeRun:
             return signal.Signals(-code).name
         if name == REDIS:
             return log.rstrip().splitlines()[-2].partition(" # ")[2]
-        assert "Traceback" not in log, f"{name} ended with a traceback:\n{log[-4000:]}"
-        found = ERROR.findall(log)
+        found = ERROR.findall(log.rpartition("Traceback")[2])
         if self.has_full_log:
-            return found[-1] if found else "nothing: its log has no room"
+            return found[-1] if found else "an error for which its log has no room"
         assert found, f"{name} ended without a named error:\n{log[-4000:]}"
         return str(found[-1])
 
