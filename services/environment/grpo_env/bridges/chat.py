@@ -230,6 +230,8 @@ def plain_message(message: ChatMessage) -> Message:
     """
     # The developer's messages are the system's, under the name that OpenAI's newer models have.
     role = "system" if message["role"] == "developer" else message["role"]
+    if not isinstance(role, str):
+        raise RequestUnusable(f"the role of a message is {role!r}; expected a text")
     plain: dict[str, Any] = {"role": role, "content": _text_of(message)}
     if name := message.get("name"):
         plain["name"] = name

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_env.bridges.chat import MODEL, Chat, ChatAnswer, RequestUnusable
+from grpo_env.bridges.chat import MODEL, Chat, ChatAnswer, RequestUnusable, reading
 
 READ = (
     *("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop"),
@@ -34,7 +34,13 @@ def whole(answer: ChatAnswer) -> dict[str, Any]:
     return {**_head("chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
 
-def events(answer: ChatAnswer, body: Mapping[str, Any]) -> bytes:
+def has_usage(body: Mapping[str, Any]) -> bool:
+    """Whether the last event of a stream tells the number of tokens. Raises `RequestUnusable`."""
+    with reading():
+        return bool((body.get("stream_options") or {}).get("include_usage"))
+
+
+def events(answer: ChatAnswer, has_usage: bool) -> bytes:
     """The answer as the events of a stream."""
     head = _head("chat.completion.chunk")
     chunks: list[dict[str, Any]] = [
@@ -43,7 +49,7 @@ def events(answer: ChatAnswer, body: Mapping[str, Any]) -> bytes:
     ]
     end = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason}
     chunks.append({**head, "choices": [end]})
-    if (body.get("stream_options") or {}).get("include_usage"):
+    if has_usage:
         chunks.append({**head, "choices": [], "usage": _usage(answer)})
     lines = (b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
     return b"".join(lines) + b"data: [DONE]\n\n"

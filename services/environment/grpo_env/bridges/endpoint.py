@@ -12,6 +12,8 @@ from typing import Any
 
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import PayloadEncodingError
+from pydantic_core import from_json
 
 from grpo_env.bridges import completions_api, responses_api
 from grpo_env.bridges.chat import MODEL, Chat, LimitReached, RequestUnusable
@@ -75,6 +77,8 @@ class ChatEndpoint:
                 )
             try:
                 body = await _body_of(request)
+            except web.HTTPRequestEntityTooLarge as error:
+                return _refusal(str(error.text), 413)
             except RequestUnusable as error:
                 return _refusal(str(error))
             self._warn_of_ignored(body, read)
@@ -106,8 +110,8 @@ class ChatEndpoint:
 async def _body_of(request: web.Request) -> dict[str, Any]:
     """Raises `RequestUnusable`."""
     try:
-        body = await request.json()
-    except ValueError as error:
+        body = from_json(await request.read())
+    except (ValueError, PayloadEncodingError, web.RequestPayloadError) as error:
         raise RequestUnusable(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestUnusable("expected a JSON object as the body")
@@ -137,9 +141,10 @@ async def _answer(answered: Answered, chat: Chat, body: Mapping[str, Any]) -> we
 
 
 async def _completion(chat: Chat, body: Mapping[str, Any]) -> web.Response:
+    has_usage = completions_api.has_usage(body)
     answer = await completions_api.complete(chat, body)
     if body.get("stream"):
-        return _stream(completions_api.events(answer, body))
+        return _stream(completions_api.events(answer, has_usage))
     return web.json_response(completions_api.whole(answer))
 
 

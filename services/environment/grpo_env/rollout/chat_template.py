@@ -201,7 +201,7 @@ class ChatTemplate:
                 add_generation_prompt=is_asked,
                 **self._arguments,
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise MessagesUnusable(
                 f"the chat template cannot render a conversation of the roles {roles}: {error}; "
