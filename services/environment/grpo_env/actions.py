@@ -216,7 +216,7 @@ def _answers(file: Path, rows: int) -> list[tuple[int, str]]:
 def _answer(line: str, place: str, rows: int) -> tuple[int, str]:
     try:
         content = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return 0, line
     if not isinstance(content, dict) or "answer" not in content:
         return 0, line

@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 import site
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,7 @@ def _text(path: Path) -> str:
         content = path.read_bytes()
         content = gzip.decompress(content) if path.suffix == _GZIP else content
         return content.decode("utf-8-sig")  # also without a byte-order mark
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataUnusable(f"cannot read {path}: {error}") from error
 
 

@@ -138,9 +138,10 @@ def _items(task: Task, rows: Iterable[Row], kind: str) -> list[Item]:
             wrong.append(f"row {number}: {error}")
     if wrong:
         listed = "\n".join(wrong[:_MAX_PROBLEMS_LISTED])
+        source = f" of {task.options.data}" if task.options.data else ""
         raise DataUnusable(
-            f"task {task.name}: {len(wrong)} of {len(wrong) + len(found)} {kind} rows cannot "
-            f"be used:\n{listed}"
+            f"task {task.name}: {len(wrong)} of {len(wrong) + len(found)} {kind} rows{source} "
+            f"cannot be used:\n{listed}"
         )
     if not found:
         raise DataUnusable(f"task {task.name}: the {kind} data has no rows")
