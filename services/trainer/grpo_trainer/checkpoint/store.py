@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from grpo_core.protocol import VERSION
+from grpo_core.provenance.records import PROVENANCE
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.weights import LoraOptions, ModeName
 from grpo_trainer.atomic_files import (
@@ -232,7 +233,7 @@ class SavedState:
         the policy's parameters.
 
         Raises:
-            DamagedState: a file has changed since it was written; nothing was loaded.
+            DamagedState: a file has changed since it was written.
         """
         record = self.record
         problems = [
@@ -249,7 +250,10 @@ class SavedState:
         optimizer.load_tensors(list(shapes_of(policy)), tensors)
         if optimizer.loss_scale is not None and record.loss_scale is not None:
             optimizer.loss_scale.record = record.loss_scale
-        record.rng.restore()
+        try:
+            record.rng.restore()
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+            raise _damaged(self.directory, f"{RECORD}: rng: {error}") from error
 
 
 class StateStore:
@@ -363,8 +367,16 @@ class OpenedEpochs:
         self._path = save_path / STATES / NEWEST_EPOCH
 
     def newest(self) -> int:
-        """The newest epoch, or 0."""
-        return int(self._path.read_text()) if self._path.exists() else 0
+        """The newest epoch, or 0. Raises `DamagedState`: the file has another content."""
+        try:
+            return int(self._path.read_text())
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError) as error:
+            raise DamagedState(
+                f"{self._path}: expected a whole number: {error}; write the highest epoch of the "
+                f"policy versions in {self._path.parents[1] / PROVENANCE} into it"
+            ) from error
 
     def open(self, epoch: int) -> None:
         """Record a new epoch durably, before its first publication.

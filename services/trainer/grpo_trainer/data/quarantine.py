@@ -12,7 +12,7 @@ import structlog
 from grpo_core.errors import GrpoError
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.atomic_files import write_whole
-from grpo_trainer.errors import NonFiniteStep, PolicyDiverged
+from grpo_trainer.errors import DamagedState, NonFiniteStep, PolicyDiverged
 
 log = structlog.get_logger()
 
@@ -37,11 +37,15 @@ class Quarantine:
 
     def holds(self, batch_id: int, groups: Sequence[ScoredGroup]) -> bool:
         """Whether this batch is in quarantine. The offline trainer gives the id to another batch if
-        it samples an iteration again."""
+        it samples an iteration again. Raises `DamagedState`."""
         path = self._file(batch_id)
         if not path.exists():
             return False
-        return json.dumps(json.loads(path.read_text())["groups"]) == json.dumps(_sent(groups))
+        try:
+            held = json.loads(path.read_text())["groups"]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise DamagedState(f"{path} cannot be read: {error}; remove this file") from error
+        return json.dumps(held) == json.dumps(_sent(groups))
 
     def add(
         self, batch_id: int, groups: Sequence[ScoredGroup], step: int, error: GrpoError

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from grpo_core.tree.weights import LoraOnlySettings
 from grpo_trainer import atomic_files
 from grpo_trainer.checkpoint.resume import require_fit
-from grpo_trainer.checkpoint.store import RECORD, TENSORS, StateStore, read_state
+from grpo_trainer.checkpoint.store import (
+    NEWEST_EPOCH,
+    RECORD,
+    TENSORS,
+    OpenedEpochs,
+    StateStore,
+    read_state,
+)
 from grpo_trainer.data.batches import Position
 from grpo_trainer.errors import CheckpointNotSaved, DamagedState, NewerState, StateMismatch
 from tests.support.directories import files_of_at_most, names
@@ -55,6 +62,18 @@ def test_the_two_states_that_were_saved_last_are_kept(steps: list[int]) -> None:
         newest = store.newest()
         assert newest is not None
         assert newest.record.position == Position(steps[-1], batch_id=steps[-1] + 4, epoch=2)
+
+
+def test_states_of_random_generators_and_epochs_that_are_none_are_named(store: StateStore) -> None:
+    path = Side().save(store) / RECORD
+    content = json.loads(path.read_text())
+    content["rng"]["torch"] = "AAAA"
+    path.write_text(json.dumps(content))
+    with pytest.raises(DamagedState, match=r"trainer_state.json: rng: "):
+        Side().resume(store.newest())
+    (store.directory / NEWEST_EPOCH).write_text("two")
+    with pytest.raises(DamagedState, match="newest_epoch: expected a whole number"):
+        OpenedEpochs(store.directory.parent).newest()
 
 
 def test_a_full_disk_is_named_and_leaves_the_previous_state(store: StateStore) -> None:
