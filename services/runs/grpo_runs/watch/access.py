@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hmac
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs, urlencode
+from urllib.parse import parse_qs, quote, urlencode
 
 from pydantic import SecretStr
 
@@ -61,8 +61,10 @@ class TokenCookie:
     async def _welcome(self, scope: Scope, query: dict[str, list[str]], send: Send) -> None:
         rest = urlencode(query, doseq=True)
         cookie = f"{_name_of_cookie(scope)}={self._token}; Path=/; HttpOnly; SameSite=Strict"
+        # The path as a browser sends it, and one slash at its beginning: two would be a host.
+        path = "/" + quote(scope["path"].lstrip("/"))
         headers = [
-            (b"location", (scope["path"] + (f"?{rest}" if rest else "")).encode()),
+            (b"location", (path + (f"?{rest}" if rest else "")).encode()),
             (b"set-cookie", cookie.encode()),
             (b"referrer-policy", b"no-referrer"),
         ]

@@ -171,6 +171,14 @@ def test_a_token_is_needed_and_kept_as_a_cookie(run: RunDirectory) -> None:
     assert client.get("/api/runs").status_code == 200  # the client has kept it
 
 
+def test_a_token_leads_to_no_other_host(run: RunDirectory) -> None:
+    client = client_of(run, token=SecretStr("secret"))
+    for path, place in (("//other.example", "/other.example"), ("/%0d%0aa: b", "/%0D%0Aa%3A%20b")):
+        client.cookies.clear()
+        welcome = client.get(f"http://127.0.0.1{path}?token=secret")
+        assert (welcome.status_code, welcome.headers["location"]) == (303, place)
+
+
 @contextmanager
 def events_of(page: PageServer) -> Iterator[Iterator[tuple[str, Any]]]:
     def read(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
