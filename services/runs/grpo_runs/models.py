@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic_core import from_json
+
 from grpo_core.settings.machine import MADE_HERE, SMOLLM2, TINY, unusable_model
 from grpo_core.weights.directory_checks import (
     ADAPTER_CONFIG,
@@ -134,7 +136,7 @@ def adapter_flags(models: Sequence[EvaluatedModel]) -> list[str]:
 def _base_model_of(adapter: Path) -> str:
     file = adapter / ADAPTER_CONFIG
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get(_BASE_MODEL)
+        found = from_json(file.read_bytes()).get(_BASE_MODEL)
     except (OSError, ValueError, AttributeError) as error:
         raise UnusableWeights(f"{file} is not a LoRA configuration: {error}") from error
     if not isinstance(found, str) or not found:

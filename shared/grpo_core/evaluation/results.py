@@ -278,10 +278,12 @@ def read_results(output: Path) -> list[EvalResult]:
 def read_summaries(path: Path) -> list[EvalSummary]:
     """The complete lines of `eval.jsonl`. Raises `ResultsUnusable`, which names the line."""
     lines = _text(path).split("\n")[:-1]
-    return [
-        _parsed(EvalSummary, line, f"{path} line {number}")
-        for number, line in enumerate(lines, start=1)
-    ]
+    return [summary_of(line, f"{path} line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def summary_of(line: str, place: str) -> EvalSummary:
+    """Args: place: of the line, for the message. Raises `ResultsUnusable`."""
+    return _parsed(EvalSummary, line, place)
 
 
 def _text(path: Path) -> str:

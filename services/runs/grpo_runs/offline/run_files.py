@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
+from grpo_core.errors import problems_of
+from grpo_core.settings.sources import read_file
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_runs.offline.errors import RunUnusable
 from grpo_runs.offline.keys import OfflineKeys
@@ -71,8 +74,14 @@ class RunFiles(RunDirectory):
         if not path.is_file():
             return None
         # Not splitlines: a rollout may hold other characters that end a line.
-        lines = path.read_text(encoding="utf-8").split("\n")
-        return [ScoredGroup.model_validate_json(line) for line in lines if line]
+        lines = path.read_bytes().split(b"\n")
+        try:
+            return [ScoredGroup.model_validate_json(line) for line in lines if line]
+        except ValidationError as error:
+            raise RunUnusable(
+                f"{path}: {problems_of(error)}; remove this file, and the iteration is sampled "
+                "again"
+            ) from None
 
     def name_checkpoints(self, steps_per_iteration: int) -> None:
         """Let `checkpoints/iter_000` point at the model that the trainer saved after iteration
@@ -100,12 +109,9 @@ def resumed_keys(directory: Path) -> dict[str, Any]:
     """
     file = RunFiles(directory).keys
     try:
-        content = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError) as error:
+        return read_file(file)[0]
+    except ValueError as error:
         raise RunUnusable(
-            f"checkpoint.resume={directory}: cannot read {file.name} there ({error}); name the "
-            "directory of a run, for example outputs/2026-01-31/12-00-00"
+            f"checkpoint.resume={directory}: {error}; name the directory of a run, for example "
+            "outputs/2026-01-31/12-00-00"
         ) from error
-    if not isinstance(content, dict):
-        raise RunUnusable(f"checkpoint.resume={directory}: {file} is not a file of keys")
-    return content

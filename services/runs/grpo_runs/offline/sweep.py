@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from grpo_core.errors import GrpoError
+from grpo_core.errors import GrpoError, problems_of
 from grpo_runs.offline.errors import NoSweep
 
 JOB_FILE = "job.json"
@@ -36,6 +37,9 @@ class Job:
     error: str | None = None
 
 
+_JOB = TypeAdapter(Job)
+
+
 def write_job(directory: Path, job: Job) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / JOB_FILE).write_text(json.dumps(asdict(job), indent=2) + "\n")
@@ -47,13 +51,23 @@ def read_jobs(sweep: Path) -> list[Job]:
     Raises:
         NoSweep: there are none.
     """
-    jobs = [Job(**json.loads(path.read_text())) for path in sweep.glob(f"*/{JOB_FILE}")]
+    jobs = [_job(path) for path in sweep.glob(f"*/{JOB_FILE}")]
     if not jobs:
         raise NoSweep(
             f"{sweep} holds no jobs; name the directory of a sweep, for example "
             "multirun/2026-01-31/12-00-00"
         )
     return sorted(jobs, key=lambda job: (job.score is None, -(job.score or 0.0), job.directory))
+
+
+def _job(path: Path) -> Job:
+    """Raises `NoSweep`."""
+    try:
+        return _JOB.validate_json(path.read_bytes())
+    except OSError as error:
+        raise NoSweep(f"{path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        raise NoSweep(f"{path} is no result of a job: {problems_of(error)}; remove it") from None
 
 
 def report_sweep(sweep: Path) -> None:

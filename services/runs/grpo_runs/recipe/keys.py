@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from grpo_core.errors import problems_of
 from grpo_core.settings import Mistake
@@ -84,7 +84,7 @@ class Key:
         elif isinstance(value, str):
             if value[:1] in ("{", "[") and (self.is_list or "dict[" in self.kind_name):
                 try:
-                    value = json.loads(value)
+                    value = from_json(value)
                 except ValueError as error:
                     raise ValueError(f"not JSON: {error}") from error
             elif self.is_list:

@@ -12,6 +12,7 @@ from grpo_core.evaluation.results import (
     details_path,
     read_result,
     read_summaries,
+    summary_of,
 )
 from grpo_core.evaluation.tables import Lift, NotComparable, compare
 from grpo_core.rollouts.page.encode import Interval, Point
@@ -33,8 +34,9 @@ class EvaluationsFile(GrowingFile):
         self.found: list[EvalSummary] = []
 
     def read_new(self) -> list[EvalSummary]:
-        """Those since the last call."""
-        new = [EvalSummary.model_validate_json(line) for line in self.new_lines()]
+        """Those since the last call. Raises `ResultsUnusable`, which names the line."""
+        lines = enumerate(self.new_lines(), start=len(self.found) + 1)
+        new = [summary_of(line, f"{self.path} line {number}") for number, line in lines]
         self.found += new
         return new
 
