@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.support.redis_server import start_redis
 from tests.support.wait import DEADLINE_S
 from tests.upgrade.make_golden import GOLDEN, PART, QUEUED
 from tests.upgrade.run import (
+    DEMO,
     FACTS,
     REDIS,
     RUN_ID,
@@ -51,6 +54,13 @@ def http(golden: dict[str, Any], tmp_path: Path) -> Iterator[ApiClient]:  # noqa
         yield client
     api.process.stop()
     redis.stop()
+
+
+@pytest.mark.usefixtures("golden")
+def test_the_options_of_an_earlier_demo_are_read() -> None:
+    command = [sys.executable, "-m", "grpo_runs", "--config", DEMO, "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def trained_markers() -> list[set[int]]:

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 from pathlib import Path
@@ -26,7 +27,17 @@ from grpo_tiny_model.model import build_model, build_tokenizer
 from grpo_tiny_model.recipe import Recipe
 from tests.fixtures.run_api import start_run_api
 from tests.support.redis_server import start_redis
-from tests.upgrade.run import FACTS, MODEL, REDIS, RUN_ID, SAVED, group, train, trainer_settings
+from tests.upgrade.run import (
+    DEMO,
+    FACTS,
+    MODEL,
+    REDIS,
+    RUN_ID,
+    SAVED,
+    group,
+    train,
+    trainer_settings,
+)
 
 GOLDEN = Path(__file__).parent / "golden.tar.xz"
 STEPS = 3
@@ -74,6 +85,13 @@ def make_run(directory: Path) -> None:
         redis.kill()
         api.process.kill()
     (directory / FACTS).write_text(json.dumps(facts, indent=1))
+    (directory / DEMO).write_text(demo_options())
+
+
+def demo_options() -> str:
+    """As `config.yaml` of a run has them, which `--resume` reads."""
+    command = [sys.executable, "-m", "grpo_runs", "--dry-run"]
+    return subprocess.run(command, text=True, capture_output=True, check=True).stdout
 
 
 def _commit() -> str:
@@ -84,7 +102,7 @@ def _commit() -> str:
 
 def pack(directory: Path, target: Path) -> None:
     with tarfile.open(target, "w:xz", preset=9) as packed:
-        for source, name in ((MODEL, MODEL), ("kept", SAVED), (FACTS, FACTS)):
+        for source, name in ((MODEL, MODEL), ("kept", SAVED), (FACTS, FACTS), (DEMO, DEMO)):
             packed.add(directory / source, name)
         packed.add(directory / REDIS / "appendonly.aof", f"{REDIS}/appendonly.aof")
 

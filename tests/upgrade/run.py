@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from grpo_core.clients.run_api import TrainerClient
@@ -17,9 +16,9 @@ from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, training_steps
 
 RUN_ID = "golden"
-MODEL, SAVED, REDIS, FACTS = "model", "saved", "redis", "golden.json"
+MODEL, SAVED, REDIS, FACTS, DEMO = "model", "saved", "redis", "golden.json", "demo.yaml"
 """In the directory of the run, which must be the working directory: a checkpoint names its model.
-"""
+`DEMO`: all options of `grpo-demo`."""
 STATE_INTERVAL = 2
 
 
@@ -58,7 +57,3 @@ def train(url: str, steps: int) -> Iterator[Position]:
     with TrainerClient(url) as api, open_run(settings, api, weights) as opened:
         if opened is not None:
             yield from training_steps(*opened, Stop())
-
-
-def aof(directory: Path) -> Path:
-    return directory / REDIS / "appendonly.aof"

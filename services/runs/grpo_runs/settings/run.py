@@ -585,6 +585,12 @@ class LaunchOptions(ServerHere):
 _BRIEF = frozenset(fields_below(LaunchOptions)) - DEFAULTS.keys() - ALSO_SHOWN
 
 
+OF_FORMER_RELEASES = frozenset(
+    {"fused-step", "head-kernel", "redis-appendfsync", "queue.redis-appendfsync"}
+)
+"""Options that run files and the recorded configurations of runs may still have."""
+
+
 def _command(prog: str, env_prefix: str, *examples: str, defaults: Mapping[str, str]) -> Command:
     refusal = f"{prog} sets this option itself; omit it"
     names = ["vllm-url", *(name.replace("_", "-") for name in SET_BY_LAUNCHER)]
@@ -600,7 +606,7 @@ def _command(prog: str, env_prefix: str, *examples: str, defaults: Mapping[str, 
         aliases=ALIASES,
         refused={f"{prefix}{name}": refusal for prefix in prefixes for name in names}
         | {"memory-plan": "write grpo --memory-plan, which starts nothing"},
-        without_effect=frozenset({"fused-step", "head-kernel"}),  # of 0.1.0
+        without_effect=OF_FORMER_RELEASES,
         passes_on="server_options",
         passes_on_below=f"{SERVER}.",
     )
