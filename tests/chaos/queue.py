@@ -43,6 +43,11 @@ LONGEST_PAUSE_S = 3.0
 DRAIN_S = 300.0
 
 
+def _whole(name: str) -> str:
+    """What includes this process: a server its engine, for example."""
+    return {REWARD_WORKER: ENVIRONMENT, RANK: TRAINER}.get(name, server_of(name))
+
+
 class AnyRig(Protocol):
     """A run whose processes, or containers, can be hit. See `Rig`."""
 
@@ -116,8 +121,7 @@ class QueueRun:
         time.sleep(dice.uniform(0.0, LONGEST_PAUSE_S))
         stops = dice.random() < STOP_SHARE
         victims = sample(dice, self._stopped if stops else self._victims)
-        # A server includes its engine and its supervisor.
-        victims = [v for v in victims if server_of(v) == v or server_of(v) not in victims]
+        victims = [v for v in victims if _whole(v) == v or _whole(v) not in victims]
         hit = Hit(number, self._name, victims, "SIGSTOP" if stops else "SIGKILL")
         watch = Stopwatch()
         if stops:
