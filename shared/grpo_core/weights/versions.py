@@ -186,4 +186,7 @@ def file_below(root: Path, version: str, name: str) -> Path | None:
     if not (_VERSION_ID.fullmatch(version) and _FILE_NAME.fullmatch(name)):
         return None
     path = root / version / name
-    return path if path.is_file() else None
+    try:
+        return path if path.is_file() else None
+    except OSError:  # no file can have such a long name
+        return None

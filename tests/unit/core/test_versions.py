@@ -10,10 +10,26 @@ import pytest
 from grpo_core.errors import ProtocolViolation
 from grpo_core.weights import delta, versions
 from grpo_core.weights.delta import BadDelta, apply_delta, write_delta
-from grpo_core.weights.versions import FileParts, Manifest, WrongDigest, version_id, version_of
+from grpo_core.weights.versions import (
+    MANIFEST,
+    FileParts,
+    Manifest,
+    WrongDigest,
+    file_below,
+    version_id,
+    version_of,
+)
 from grpo_core.wire.policy_version import PolicyVersion
 
 WORDS = 5000
+
+
+def test_only_names_that_files_of_a_version_can_have_are_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "1-5").mkdir()
+    (tmp_path / "1-5" / MANIFEST).touch()
+    assert file_below(tmp_path, "1-5", MANIFEST) == tmp_path / "1-5" / MANIFEST
+    for version, name in (("1-5", "a" * 3000), ("1" * 3000 + "-5", "a"), ("1-5", "..")):
+        assert file_below(tmp_path, version, name) is None
 
 
 @pytest.fixture
