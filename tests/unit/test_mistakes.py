@@ -69,6 +69,7 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         "--config {tmp}/gone.yaml": "--config: cannot read {tmp}/gone.yaml",
         "--config {tmp}/broken.yaml": "broken.yaml is not YAML: line 2",
         "--config {tmp}/key.yaml": "key.yaml:1: traning-steps: no such option; did you mean",
+        "--config {tmp}/mode.yaml": "mode.yaml:2: mode: expected one of shared_vllm",
         "--config {tmp}/tag.yaml": "tag.yaml is not YAML: IndexError",
         "--config {tmp}/deep.yaml": "deep.yaml is not YAML: RecursionError",
         f"--model {300 * 'x'} --mode none": "--model: File name too long; name another path",
@@ -191,6 +192,7 @@ WITH_VARIABLES = {
 def places(tmp_path: Path) -> Iterator[dict[str, str]]:
     (tmp_path / "broken.yaml").write_text("model: m\nsteps: 3: 4\n")
     (tmp_path / "key.yaml").write_text("traning-steps: 3\n")
+    (tmp_path / "mode.yaml").write_text("model: m\nmode: []\n")
     (tmp_path / "tag.yaml").write_text("steps: !!int ''\n")
     (tmp_path / "deep.yaml").write_text(f"steps: {1000 * '['}\n")
     (tmp_path / "adapter").mkdir()

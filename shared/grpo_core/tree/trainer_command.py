@@ -204,7 +204,7 @@ class CommandLine(
     def drop_unused(cls, given: dict[str, Given], environment: Mapping[str, str]) -> Iterator[str]:
         """Options of other modes, as command lines for the archived trainer may have them."""
         del environment
-        mode = given["mode"].value if "mode" in given else DEFAULT_MODE
+        mode = str(given["mode"].value) if "mode" in given else DEFAULT_MODE
         if mode not in MODES:
             return
         unused = []

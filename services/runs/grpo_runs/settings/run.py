@@ -277,7 +277,7 @@ class LaunchOptions(ServerHere):
                 if name in given and given[name].name in environment:
                     del given[name]
         mode = given.setdefault("mode", Given("shared_vllm", "--mode"))
-        if mode.value in MODES:
+        if str(mode.value) in MODES:
             yield from CommandLine.drop_unused(given, environment)
 
     @property
