@@ -110,7 +110,7 @@ ON_THE_HEAD = '{"r": 8, "target_modules": ["q_proj", "lm_head"]}'
     ("text", "problem"),
     [
         (ON_THE_HEAD, r"no adapter on lm_head .*; name other modules"),
-        *((text, "is not a LoRA configuration") for text in ("{", "[]", '{"r": null}')),
+        *((text, "is not a LoRA configuration") for text in ("{", "[]", '{"r": Infinity}')),
     ],
 )
 def test_a_configuration_that_is_none_and_an_adapter_on_the_head_are_refused(

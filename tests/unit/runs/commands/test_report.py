@@ -75,6 +75,11 @@ BROKEN = {"rollouts/step-000001.jsonl.gz": "?"}
             BROKEN | {"rollouts/tokenizer.json": "{}"},
             "BrokenRollouts): {run}/rollouts/tokenizer.json cannot be read as a tokenizer",
         ),
+        (RUN | {"run-id": " "}, "RunDirectoryUnusable): {run}/run-id cannot be read: it is empty"),
+        (
+            {"rollouts/step-000001.jsonl.gz": ""},
+            "BrokenRollouts): {run}/rollouts/step-000001.jsonl.gz, line 1: the file is empty",
+        ),
         (RUN | {"config.yaml": "a: ["}, "ProtocolViolation): {run}/config.yaml is not YAML"),
         (
             RUN | {"summary.json": "{}"},
