@@ -60,7 +60,7 @@ def test_a_command_names_the_file(run: WrittenRun, files: list[Path], name: str)
     check()
 
 
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES // 2)
 @given(data=st.data())
 def test_the_live_page_and_the_terminal_show_what_is_whole(
     run: WrittenRun, files: list[Path], data: st.DataObject
