@@ -43,7 +43,7 @@ _KILLED: tuple[Row, ...] = tuple(
     )
 )
 _GONE: tuple[Row, ...] = tuple(
-    (Kind.PROCESS, what, "SIGKILL", happens, error, test)
+    (Kind.PROCESS, what, "its end", happens, error, test)
     for what, happens, error, test in (
         (
             "run-api is not started again",
@@ -78,7 +78,7 @@ _GONE: tuple[Row, ...] = tuple(
         (
             "one of several ranks is killed",
             "the others end",
-            "`RankLost`",
+            "`LostRank`",
             "tests/unit/trainer/ranks/test_heartbeat.py::test_a_rank_ends_if_another_one_is_lost[killed]",
         ),
         (
@@ -89,10 +89,11 @@ _GONE: tuple[Row, ...] = tuple(
             "test_the_death_of_an_earlier_service_ends_the_wait_for_a_later_one",
         ),
         (
-            "a reward worker is killed",
+            "a reward ends its process",
             "that answer alone has failed",
             "`ProcessEnded`",
-            f"{_WORKERS}::test_a_process_that_ends_between_two_calls_is_replaced",
+            f"{_WORKERS}::test_an_error_is_that_of_its_answer_alone[crash-ProcessEnded-the reward "
+            "ended its process with status 4]",
         ),
         (
             "an engine fails again and again",
@@ -197,7 +198,7 @@ _OTHERS: tuple[Row, ...] = (
         "the server loaded another data type",
         "--dtype",
         "the trainer ends at its start",
-        "`ServerMismatch`",
+        "`PolicyMismatch`",
         "tests/unit/trainer/weight_sync/test_file_sync.py::"
         "test_a_server_of_another_data_type_is_refused_at_the_start",
     ),

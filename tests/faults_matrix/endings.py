@@ -16,7 +16,7 @@ from pathlib import Path
 from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_runs.process.ports import free_port
 from grpo_tiny_model.model import ensure_tiny_model
-from tests.faults.commands import REDIS, RUN_API, SERVER, SHARED
+from tests.faults.commands import ENVIRONMENT, REDIS, RUN_API, SERVER, SHARED, TRAINER
 from tests.faults_matrix.certificates import Certificate, tls_context
 from tests.faults_matrix.declared import LIMIT_S, Fault, Kind, Outcome, Site
 from tests.faults_matrix.relay import Damage, relay
@@ -24,6 +24,13 @@ from tests.faults_matrix.whole_run import ERROR
 from tests.fixtures.run_api import start_run_api
 
 WHEN_WRONG = {"RUN_API_TOKEN": "wrong"}
+NAMES = {
+    "grpo_env": ENVIRONMENT,
+    "grpo_trainer": TRAINER,
+    "grpo_api": RUN_API,
+    "grpo_vllm": SERVER,
+}
+"""Of packages."""
 _PASSWORD = "invalid username-password pair"
 START_S = 300.0
 """Of vLLM, which first loads its code."""
@@ -76,7 +83,7 @@ def ends_with(
     named = ERROR.findall(log.rpartition("Traceback")[2])
     assert named, f"{name} ended without a named error:\n{log[-4000:]}"
     error = named[-1]
-    return Outcome(f"{name.replace('grpo_', '')} ends", f"`{error}`", seconds)
+    return Outcome(f"{NAMES[name]} ends", f"`{error}`", seconds)
 
 
 def says_so(words: list[str], place: Path, says: str, variables: dict[str, str]) -> Outcome:

@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 
-from tests.faults.commands import LORA_ONLY, REDIS, SERVER, SHARED, TRAINER
+from tests.faults.commands import (
+    ENVIRONMENT,
+    LORA_ONLY,
+    REDIS,
+    RUN_API,
+    SERVER,
+    SHARED,
+    TRAINER,
+)
 from tests.faults_matrix.declared import LIMIT_S, Fault, Kind, Outcome, Site
 from tests.faults_matrix.network import DROP, RESET, Link
 from tests.faults_matrix.relay import Damage
@@ -71,7 +79,16 @@ PASSING: dict[str, tuple[Kind, str, float, Callable[[Link], AbstractContextManag
 HALF_OPEN = "`iptables` drops all packets of the connections that are open, for ever; new ones work"
 
 
+STAYS = {(TRAINER, RUN_API): 60.0, (ENVIRONMENT, RUN_API): 240.0}
+"""The deadline that users get, in seconds."""
+
+
 def faults() -> Iterator[Fault]:
+    for link, deadline_s in STAYS.items():
+        inject = partial(staying, link=link, deadline_s=deadline_s)
+        injected = f"`iptables` drops all packets; the deadline is {deadline_s:g} s"
+        name = f"{' to '.join(link)}: a partition that stays"
+        yield Fault(Kind.NETWORK, name, injected, inject, mode=SHARED)
     for mode, links in ((SHARED, LINKS), (LORA_ONLY, OF_FILES)):
         for link in links:
             if mode == SHARED and link == (TRAINER, REDIS):
@@ -84,6 +101,18 @@ def faults() -> Iterator[Fault]:
                 yield Fault(kind, f"{where}: {name}", injected, inject, mode=mode)
 
 
+def staying(site: Site, link: tuple[str, str], deadline_s: float) -> Outcome:
+    """The client ends; started again, it goes on."""
+    run = site.run(SHARED)
+    run.note_logs()
+    began = time.monotonic()
+    with run.links[link].all_packets(*DROP):
+        run.rig.process(link[0]).wait(deadline_s + LIMIT_S)
+        seconds = time.monotonic() - began
+    happened, error, _ = run.goes_on()
+    return Outcome(happened, error, seconds)
+
+
 def half_open(site: Site, mode: str, link: tuple[str, str]) -> Outcome:
     run = site.run(mode)
     run.note_logs()
@@ -94,7 +123,7 @@ def half_open(site: Site, mode: str, link: tuple[str, str]) -> Outcome:
         wait_for(lambda: dead & set(wire.connections()), lambda left: not left, LIMIT_S)
         seconds = time.monotonic() - began
         happened, error, _ = run.goes_on()
-    return Outcome(f"{number} connections are closed; {happened}", error, seconds)
+    return Outcome(f"closed connections: {number}; {happened}", error, seconds)
 
 
 def passing(site: Site, mode: str, link: tuple[str, str], name: str, seconds: float) -> Outcome:

@@ -49,15 +49,21 @@ def run_tests(pattern: str, directory: Path) -> dict[str, dict[str, Any]]:
     wanted = [test for fault in faults for test in fault.tests]
     command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *wanted]
     subprocess.run([*command, f"--basetemp={directory / 'tests'}"], check=False)
-    cases = {case.get("name"): case for case in ElementTree.parse(report).iter("testcase")}
+    cases = list(ElementTree.parse(report).iter("testcase"))
     found: dict[str, dict[str, Any]] = {}
     for fault in faults:
-        case = cases[fault.tests[0].partition("::")[2]]
-        problems = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
-        result = {"happened": fault.happens, "error": fault.error}
-        seconds = round(float(case.get("time", 0.0)), 1)
-        found[fault.name] = {"failed": True} if problems else {**result, "seconds": seconds}
+        names = [test.partition("::")[2] for test in fault.tests]
+        own = [case for case in cases if _is_of(str(case.get("name")), names)]
+        problems = {child.tag for case in own for child in case} & {"failure", "error", "skipped"}
+        seconds = round(max(float(case.get("time", 0.0)) for case in own), 1)
+        result = {"happened": fault.happens, "error": fault.error, "seconds": seconds}
+        found[fault.name] = {"failed": True} if problems else result
     return found
+
+
+def _is_of(case: str, tests: list[str]) -> bool:
+    """Whether it is one of these tests, or of their parameters."""
+    return case in tests or case.partition("[")[0] in tests
 
 
 def recorded() -> dict[str, dict[str, Any]]:

@@ -41,8 +41,8 @@ PROOF_STEPS = 4
 DEADLINE_S = 180.0
 POLL_S = 0.1
 GOES_ON = "the run goes on"
-ERROR = re.compile(r"(?:\[error *\]|^[a-z-]+:) ([A-Z]\w+)", re.MULTILINE)
-"""As it is logged, or as the last word of a command that has ended."""
+ERROR = re.compile(r"(?:\[error *\]|^[a-z-]+:) ([A-Z]\w+|--[a-z-]+)", re.MULTILINE)
+"""As it is logged, or as the last word of a command that has ended: the error or the option."""
 EVENT = re.compile(r"\[(?:warning|error) *\] (\S+)")
 PROCESSES = (REDIS, RUN_API, SERVER, TRAINER, ENVIRONMENT)
 
