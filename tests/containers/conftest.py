@@ -23,7 +23,7 @@ import pytest
 
 from tests.containers.stack import ROOT, docker
 
-BASE_IMAGE = "grpo-test-base:bookworm"
+BASE_IMAGE = "grpo-test-base:bookworm-fixed"
 CA_IN_BUILD = "/run/secrets/ca_bundle"
 
 
