@@ -7,6 +7,7 @@ they do harm: `kill_parent` ends every process of the user.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import uuid
 from collections.abc import Callable, Iterator
@@ -118,6 +119,7 @@ def many_files(run: Run, _directory: Path) -> None:
     process that has ended."""
     code = """
 import os
+import signal
 if os.fork() == 0:
     os._exit(0)
 number = 0
@@ -133,6 +135,7 @@ def disk(run: Run, _directory: Path) -> None:
     """Write wherever a file can be made, without end."""
     code = """
 import os
+import signal
 filled = 0
 places = ["/", "/dev", "/dev/shm", "/etc", "/proc", "/run", "/tmp", "/usr/bin", "/var/tmp"]
 for place in places:
@@ -241,7 +244,9 @@ for number in [os.getppid(), *{of_host}, 1, -1]:
 print("still here")
 """
     ended = run(code, limits=Limits(seconds=60))
-    assert ended.output == "still here\n", ended
+    # In Docker, a program that kills its parent ends its own container, at once or a little later.
+    is_its_container = ended.reason == "finished" and ended.status == 128 + signal.SIGKILL
+    assert is_its_container or ended.output == "still here\n", ended
 
 
 def links(run: Run, directory: Path) -> None:
