@@ -119,7 +119,6 @@ def many_files(run: Run, _directory: Path) -> None:
     process that has ended."""
     code = """
 import os
-import signal
 if os.fork() == 0:
     os._exit(0)
 number = 0
@@ -135,7 +134,6 @@ def disk(run: Run, _directory: Path) -> None:
     """Write wherever a file can be made, without end."""
     code = """
 import os
-import signal
 filled = 0
 places = ["/", "/dev", "/dev/shm", "/etc", "/proc", "/run", "/tmp", "/usr/bin", "/var/tmp"]
 for place in places:
