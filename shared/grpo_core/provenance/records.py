@@ -71,7 +71,7 @@ class Start(_Line):
     checkpoint: str | None
     code: Code
     machine: Machine
-    dtype: str
+    dtype: Literal["float32", "bfloat16", "float16"]
     tensors: tuple[Facts, ...]
     parts: int = Field(1, ge=1)
     config: str

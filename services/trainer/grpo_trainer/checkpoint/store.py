@@ -24,7 +24,7 @@ from typing import Literal, Self
 
 import numpy
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -33,6 +33,7 @@ from grpo_core.protocol import VERSION
 from grpo_core.provenance.records import PROVENANCE
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.weights import LoraOptions, ModeName
+from grpo_core.wire.fields import Step
 from grpo_trainer.atomic_files import (
     make_directory,
     remove_directory,
@@ -73,9 +74,9 @@ class StateRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     format: Literal[1] = 1
-    step: int = Field(ge=0)
+    step: Step
     batch_id: int = Field(ge=0)
-    epoch: int = Field(ge=0)
+    epoch: Step
     run_uuid: str | None = None
     model_name: str
     mode: ModeName = "shared_vllm"
@@ -354,6 +355,9 @@ def _damaged(directory: Path, what: str) -> DamagedState:
     )
 
 
+_EPOCH: TypeAdapter[int] = TypeAdapter(Step)
+
+
 class OpenedEpochs:
     """The newest epoch that trainers of one save path have started.
 
@@ -369,7 +373,7 @@ class OpenedEpochs:
     def newest(self) -> int:
         """The newest epoch, or 0. Raises `DamagedState`: the file has another content."""
         try:
-            return int(self._path.read_text())
+            return _EPOCH.validate_python(int(self._path.read_text()))
         except FileNotFoundError:
             return 0
         except (OSError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from grpo_core.provenance.records import Code, Machine, Publication, Start
 from grpo_trainer.replay.steps import ReplayedStep
@@ -91,8 +92,9 @@ def begin_problem(
 
 def first_difference(start: Start, recorded: Publication, digests: Sequence[str]) -> str | None:
     """The name of the first tensor whose digest differs."""
-    rows = zip(start.tensors, recorded.digests, digests, strict=True)
-    return next((facts[0] for facts, then, now in rows if then != now), None)
+    names = (facts[0] for facts in start.tensors)
+    rows = zip_longest(names, recorded.digests, digests, fillvalue="one without a record")
+    return next((name for name, then, now in rows if then != now), None)
 
 
 def verdict_of(step: ReplayedStep, start: Start, differences: Differences) -> Verdict:

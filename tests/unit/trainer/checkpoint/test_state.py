@@ -71,9 +71,10 @@ def test_states_of_random_generators_and_epochs_that_are_none_are_named(store: S
     path.write_text(json.dumps(content))
     with pytest.raises(DamagedState, match=r"trainer_state.json: rng: "):
         Side().resume(store.newest())
-    (store.directory / NEWEST_EPOCH).write_text("two")
-    with pytest.raises(DamagedState, match="newest_epoch: expected a whole number"):
-        OpenedEpochs(store.directory.parent).newest()
+    for text in ("two", f"{2**63}"):
+        (store.directory / NEWEST_EPOCH).write_text(text)
+        with pytest.raises(DamagedState, match="newest_epoch: expected a whole number"):
+            OpenedEpochs(store.directory.parent).newest()
 
 
 def test_a_full_disk_is_named_and_leaves_the_previous_state(store: StateStore) -> None:
