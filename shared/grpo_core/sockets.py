@@ -4,6 +4,7 @@ A firewall, a NAT or a host that vanishes may drop the packets of an open connec
 A request then waits for its whole deadline, and a repeat on another connection of the same pool
 waits as long. The kernel notices it sooner: it closes a connection whose packets the other host
 does not acknowledge. A process that is busy or stopped is no such host, because its kernel answers.
+But a request that is larger than that kernel's buffer breaks, too, if the process reads none of it.
 """
 
 from __future__ import annotations
@@ -14,21 +15,28 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 SILENT_S = 30
-"""A connection on which the other host has acknowledged nothing for so long is closed."""
+"""A connection is closed if the other host has acknowledged nothing, or taken nothing of what waits
+to be sent, for so long."""
 _IDLE_S, _INTERVAL_S = 10, 5
 
-TCP_OPTIONS = {
+_TCP_OPTIONS = {
     socket.TCP_KEEPIDLE: _IDLE_S,
     socket.TCP_KEEPINTVL: _INTERVAL_S,
     socket.TCP_KEEPCNT: (SILENT_S - _IDLE_S) // _INTERVAL_S,
     # Of sent data: the kernel does not probe while it waits for an acknowledgement.
     socket.TCP_USER_TIMEOUT: SILENT_S * 1000,
 }
-"""As redis-py takes them, which turns keep-alive probes on by itself."""
 SOCKET_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    *((socket.IPPROTO_TCP, option, value) for option, value in TCP_OPTIONS.items()),
+    *((socket.IPPROTO_TCP, option, value) for option, value in _TCP_OPTIONS.items()),
 ]
+
+
+def redis_options(url: str) -> dict[str, Any]:
+    """Arguments of redis-py, which turns keep-alive probes on by itself. It refuses them for a Unix
+    socket."""
+    is_local = urlsplit(url).scheme == "unix"
+    return {} if is_local else {"socket_keepalive_options": _TCP_OPTIONS}
 
 
 def make_socket(address: tuple[int, int, int, str, tuple[Any, ...]]) -> socket.socket:

@@ -22,7 +22,7 @@ from grpo_core.closing import ClosesOnAsyncExit, ClosesOnExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.redis.url import without_password
-from grpo_core.sockets import TCP_OPTIONS
+from grpo_core.sockets import redis_options
 
 log = structlog.get_logger()
 
@@ -46,7 +46,9 @@ class RedisConnection(ClosesOnExit):
     def __init__(self, url: str, attempt_s: float, deadline_s: float) -> None:
         self.deadline_s = deadline_s
         self._where = without_password(url)
-        self._redis: Redis = Redis.from_url(url, **_options(attempt_s), retry=Retry(NoBackoff(), 0))
+        self._redis: Redis = Redis.from_url(
+            url, **_options(url, attempt_s), retry=Retry(NoBackoff(), 0)
+        )
 
     def close(self) -> None:
         self._redis.close()
@@ -89,7 +91,7 @@ class AsyncRedisConnection(ClosesOnAsyncExit):
         self._attempt_s = attempt_s
         self._is_away = False
         self._redis: AsyncRedis = AsyncRedis.from_url(
-            url, **_options(attempt_s), retry=AsyncRetry(NoBackoff(), 0)
+            url, **_options(url, attempt_s), retry=AsyncRetry(NoBackoff(), 0)
         )
 
     async def close(self) -> None:
@@ -136,11 +138,10 @@ class AsyncRedisConnection(ClosesOnAsyncExit):
             )
 
 
-def _options(attempt_s: float) -> dict[str, Any]:
-    return {
+def _options(url: str, attempt_s: float) -> dict[str, Any]:
+    return redis_options(url) | {
         "socket_connect_timeout": attempt_s,
         "socket_timeout": attempt_s,
-        "socket_keepalive_options": TCP_OPTIONS,
         "protocol": 2,
         "decode_responses": True,
         "encoding_errors": "replace",  # bytes that are not UTF-8 must not raise here

@@ -37,14 +37,21 @@ def with_aiohttp(port: int) -> None:
 
 
 def with_redis(port: int) -> None:
-    url = f"redis://127.0.0.1:{port}"
+    call_redis(f"redis://127.0.0.1:{port}")
+
+
+def call_redis(url: str) -> None:
     with RedisConnection(url, 60.0, 0.0) as client, suppress(ServiceUnavailable):
         client.call("PING")
 
 
 def with_async_redis(port: int) -> None:
+    call_redis_async(f"redis://127.0.0.1:{port}")
+
+
+def call_redis_async(url: str) -> None:
     async def ask() -> None:
-        async with AsyncRedisConnection(f"redis://127.0.0.1:{port}", 60.0) as client:
+        async with AsyncRedisConnection(url, 60.0) as client:
             with suppress(*FAILURES):
                 await client.attempt("PING")
 
@@ -82,6 +89,25 @@ def test_the_kernel_probes_the_connection(
     port, timers = seen
     connect(port)
     assert timers[0] == KEEPALIVE
+
+
+@pytest.mark.parametrize("call", [call_redis, call_redis_async])
+def test_a_unix_socket_of_redis_is_not_probed(call: Callable[[str], None], tmp_path: Path) -> None:
+    asked: list[bytes] = []
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "redis"))
+        listening.listen()
+        server = threading.Thread(target=lambda: asked.append(first_bytes(listening)), daemon=True)
+        server.start()
+        call(f"unix://{tmp_path}/redis")
+        server.join()
+    assert asked[0].startswith(b"*")
+
+
+def first_bytes(listening: socket.socket) -> bytes:
+    """Of the next connection, which is then closed."""
+    with listening.accept()[0] as connection:
+        return connection.recv(1)
 
 
 def test_a_proxy_without_a_scheme_is_http(monkeypatch: pytest.MonkeyPatch) -> None:
