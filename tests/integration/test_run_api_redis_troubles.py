@@ -271,6 +271,34 @@ async def test_bytes_that_are_no_answer_of_redis_are_503() -> None:
         await link.close()
 
 
+async def test_a_redis_that_loads_is_asked_again_on_another_connection() -> None:
+    loading, scripts = [b"-LOADING Redis is loading the dataset in memory"] * 3, 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal scripts
+        async for line in reader:
+            if line.rstrip() == b"EVAL":
+                scripts += not loading
+                writer.write((loading.pop() if loading else b"*2\r\n$1\r\na\r\n:0") + b"\r\n")
+            elif line.rstrip() in (b"CLIENT", b"PING"):
+                writer.write(b"+OK\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as redis_process:
+        port = redis_process.sockets[0].getsockname()[1]
+        link = RedisLink(f"redis://127.0.0.1:{port}/0", RUN_ID, DEADLINE_S)
+        await link.call("PING")
+        await link.close()
+    assert (loading, scripts) == ([], 1)
+
+
+async def test_run_api_takes_a_unix_socket_of_redis(tmp_path: Path) -> None:
+    link = RedisLink(f"unix://{tmp_path}/redis", RUN_ID, SHORT_S)
+    with pytest.raises(StoreUnavailable, match="No such file"):
+        await link.call("PING")
+    await link.close()
+
+
 async def test_the_log_names_how_often_redis_writes_or_warns_that_it_forgets(
     server: OwnRedis,
 ) -> None:

@@ -7,18 +7,15 @@ at its start. The trainer finds batches that were lost: it remembers the newest 
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections import deque
 from typing import Any
 
 import structlog
 from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import BusyLoadingError
 
 _REMEMBERED = 100_000
 """Groups. More than a Redis without persistence, which loses all, is likely to hold."""
-_LOADING_RETRY_S = 0.1
 
 _log = structlog.get_logger()
 
@@ -65,9 +62,5 @@ class ConfirmedGroups:
             self._unstored = 0
 
     async def _send(self, connection: AbstractConnection) -> Any:
-        while True:
-            await connection.send_command(*self._command, self._unstored)
-            try:
-                return await connection.read_response()
-            except BusyLoadingError:  # it reads its append-only file
-                await asyncio.sleep(_LOADING_RETRY_S)
+        await connection.send_command(*self._command, self._unstored)
+        return await connection.read_response()
