@@ -8,7 +8,7 @@ GrpoError                     base of all errors of this system
 │   ├── LeasesFull            batches must be acknowledged before run-api leases another one
 │   └── UnknownBatch          the run at run-api never handed out this batch
 ├── ProtocolViolation         the answer of a service breaks the protocol
-│   └── OtherProtocol         the service is of a release that does not work with this one
+├── OtherProtocol             the service is of a release that does not work with this one
 ├── ModelNotFound             a model does not exist or cannot be downloaded
 ├── BrokenRollouts            recorded rollouts cannot be read
 ├── BrokenProvenance          the record of where weights come from cannot be read
@@ -63,7 +63,7 @@ class ProtocolViolation(GrpoError):
     """A service sent an answer that its HTTP API does not allow."""
 
 
-class OtherProtocol(ProtocolViolation):
+class OtherProtocol(GrpoError):
     """The service is of a release that does not work with this program's."""
 
 

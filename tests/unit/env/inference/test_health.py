@@ -7,14 +7,17 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.clients.service import TransientAnswer
-from grpo_core.errors import ServiceUnavailable
+from grpo_core.errors import OtherProtocol, ServiceUnavailable
+from grpo_core.protocol import PROTOCOL_HEADER
 from grpo_env.inference import health
 from grpo_env.inference.health import (
+    HealthClient,
     NotAnInferenceServer,
     ServerStanding,
     SharedWeightsHaveOneServer,
     Standing,
 )
+from grpo_env.inference.places import Place
 from grpo_env.inference.waiting import wait_for_servers
 from tests.support.http_stub import Route, stub_server
 from tests.unit.env.inference.engine import engines
@@ -55,6 +58,14 @@ async def test_something_else_at_a_url_is_not_waited_for() -> None:
             pytest.raises(NotAnInferenceServer, match=f"{other.url} is not vllm-api-server"),
         ):
             await wait_for_servers([good.url, other.url], GENEROUS_S)
+
+
+async def test_a_server_of_another_release_is_not_taken_for_one_without_a_version() -> None:
+    header = {PROTOCOL_HEADER[0]: "999, grpo 7.8.9"}
+    with stub_server({"GET /bridge/info": lambda _: (200, {}, header)}) as other:
+        async with HealthClient(Place(other.url)) as client:
+            with pytest.raises(OtherProtocol):
+                await client.served_version()
 
 
 async def test_weights_that_are_written_in_place_have_one_server() -> None:
