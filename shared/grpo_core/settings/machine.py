@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from pydantic_core import from_json
 
 _CONNECT_S = 0.5
 _PATH_STARTS = (".", "/", "~")
@@ -73,18 +74,24 @@ def _incomplete_weights(model: Path) -> str | None:
     """The problem of a copy or a download that was cut off: the head of each safetensors file says
     how long the file is."""
     for path in sorted(model.glob("*.safetensors")):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head_bytes = int.from_bytes(file.read(8), "little")
-            try:
-                head = json.loads(file.read(min(head_bytes, _MAX_HEAD_BYTES)))
-                head.pop("__metadata__", None)
-                ends = [tensor["data_offsets"][1] for tensor in head.values()]
-            except (ValueError, TypeError, LookupError, AttributeError):
-                return f"{path} is damaged: it does not begin as a safetensors file; copy it again"
-        if size < (whole := 8 + head_bytes + max(ends, default=0)):
+        try:
+            size, whole = path.stat().st_size, _whole_size(path)
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}; copy it again"
+        except (ValueError, TypeError, LookupError, AttributeError):
+            return f"{path} is damaged: it does not begin as a safetensors file; copy it again"
+        if size < whole:
             return f"{path} is incomplete: it has {size:,} of {whole:,} bytes; copy it again"
     return None
+
+
+def _whole_size(path: Path) -> int:
+    with path.open("rb") as file:
+        head_bytes = int.from_bytes(file.read(8), "little")
+        head = from_json(file.read(min(head_bytes, _MAX_HEAD_BYTES)))
+    head.pop("__metadata__", None)
+    ends = (int(tensor["data_offsets"][1]) for tensor in head.values())
+    return 8 + head_bytes + max(ends, default=0)
 
 
 def not_writable(path: Path) -> str | None:

@@ -24,3 +24,20 @@ def test_a_model_of_which_bytes_are_missing_is_named(
     weights.write_bytes(weights.read_bytes()[:kept])
     found = missing_model(str(tmp_path))
     assert found is None if problem is None else found is not None and problem in found
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"[" * 20_000, b'{"a": {"data_offsets": [0, null]}}', b'{"a": {"data_offsets": [0, "x"]}}'],
+)
+def test_a_head_of_another_form_is_damage(head: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+    assert "a.safetensors is damaged" in (missing_model(str(tmp_path)) or "")
+
+
+def test_a_file_that_a_download_has_not_brought_yet_is_named(tmp_path: Path) -> None:
+    """The hub's cache has links to files that come later."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.safetensors").symlink_to("nowhere")
+    assert "a.safetensors cannot be read: No such file" in (missing_model(str(tmp_path)) or "")
