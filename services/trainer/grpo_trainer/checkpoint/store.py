@@ -319,12 +319,14 @@ def read_state(directory: Path) -> SavedState:
 
 
 def _of_newer_release(error: ValidationError) -> list[str]:
-    """The fields that only a newer release writes."""
-    return [
-        ".".join(map(str, found["loc"]))
-        for found in error.errors()
-        if found["type"] == "extra_forbidden" or found["loc"] == ("format",)
-    ]
+    """The fields that only a newer release writes. Of the same format it writes the others, too: a
+    key that is damaged is missing."""
+    found = {".".join(map(str, problem["loc"])): problem["type"] for problem in error.errors()}
+    if found.get("format") == "literal_error":
+        return ["format"]
+    if "missing" in found.values():
+        return []
+    return [name for name, problem in found.items() if problem == "extra_forbidden"]
 
 
 def _write_record(record: StateRecord, directory: Path) -> None:

@@ -136,9 +136,14 @@ def test_a_state_of_a_newer_release_is_not_called_damaged(
         read_state(directory)
 
 
+def change_a_key(path: Path) -> None:
+    path.write_text(path.read_text().replace('"optimizer"', '"optimixer"', 1))
+
+
 @pytest.mark.parametrize(
     ("file", "harm", "told"),
     [
+        (RECORD, change_a_key, "optimizer: Field required; optimixer: Extra inputs"),
         (TENSORS, flip_a_bit, f"the content of {TENSORS} has changed"),
         (RECORD, cut_off, RECORD),
     ],
