@@ -72,7 +72,7 @@ def main(words: list[str] | None = None) -> None:
     given: Any = parser.parse_args(words)
     shapes = given.shapes.split(",")
     if given.minutes:
-        shapes = random.Random(given.seed).sample(shapes, 2)
+        shapes = random.Random(given.seed).sample(shapes, min(2, len(shapes)))
     journal = Journal(given.directory)
     for index, name in enumerate(shapes):
         hits = given.kills // len(shapes) + (index < given.kills % len(shapes))

@@ -69,17 +69,19 @@ def seen() -> Iterator[tuple[int, list[str]]]:
                 connection, (_, port) = listening.accept()
                 with connection:
                     connection.recv(1)
-                    timers.append(timer_of(port))
+                    timers.append(timer_of(port, listening.getsockname()[1]))
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=serve, args=(listening,), daemon=True).start()
         yield listening.getsockname()[1], timers
 
 
-def timer_of(port: int) -> str:
-    """Of the connection whose local end has this port."""
+def timer_of(port: int, server: int) -> str:
+    """Of the connection whose local end has this port. Another one, to another server, may have the
+    same."""
+    ends = [f"0100007F:{number:04X}" for number in (port, server)]
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return next(row[5][:2] for row in rows if row[1] == f"0100007F:{port:04X}")
+    return next(row[5][:2] for row in rows if row[1:3] == ends)
 
 
 @pytest.mark.parametrize("connect", [with_http, with_aiohttp, with_redis, with_async_redis])
