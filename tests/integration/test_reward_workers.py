@@ -158,6 +158,7 @@ async def test_a_process_that_ends_between_two_calls_is_replaced(
     code: TaskCode, task: Task
 ) -> None:
     """For example one that the kernel ends for its memory; the restart is logged."""
+    assert await code.reward(task, answer_of("coroutine"), {}) == TWO  # the first call starts them
     workers: Any = code._rewards
     for child in psutil.Process().children(recursive=True):
         if child.pid == os.getsid(child.pid) and child.ppid() != os.getpid():
