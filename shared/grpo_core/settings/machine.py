@@ -72,8 +72,8 @@ def missing_model(model: str) -> str | None:
 
 def _incomplete_weights(model: Path) -> str | None:
     """The problem of a copy or a download that was cut off: the head of each safetensors file says
-    how long the file is."""
-    for path in sorted(model.glob("*.safetensors")):
+    how long the file is. Only the model's own files are loaded."""
+    for path in sorted(model.glob("model*.safetensors")):
         try:
             size, whole = path.stat().st_size, _whole_size(path)
         except OSError as error:

@@ -32,12 +32,20 @@ def test_a_model_of_which_bytes_are_missing_is_named(
 )
 def test_a_head_of_another_form_is_damage(head: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "a.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
-    assert "a.safetensors is damaged" in (missing_model(str(tmp_path)) or "")
+    (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+    assert "model.safetensors is damaged" in (missing_model(str(tmp_path)) or "")
 
 
 def test_a_file_that_a_download_has_not_brought_yet_is_named(tmp_path: Path) -> None:
     """The hub's cache has links to files that come later."""
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "a.safetensors").symlink_to("nowhere")
-    assert "a.safetensors cannot be read: No such file" in (missing_model(str(tmp_path)) or "")
+    (tmp_path / "model.safetensors").symlink_to("nowhere")
+    assert "model.safetensors cannot be read: No such file" in (missing_model(str(tmp_path)) or "")
+
+
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "._model.safetensors"])
+def test_files_that_are_not_loaded_may_be_anything(name: str, tmp_path: Path) -> None:
+    """A pointer of Git LFS that was not fetched, and the attributes of a file on macOS."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1")
+    assert missing_model(str(tmp_path)) is None
