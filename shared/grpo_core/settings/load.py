@@ -137,7 +137,8 @@ def settings_of(
     try:
         return _checked(settings_type, given, environment, at_start, problems)
     except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "home directory" not in str(error):
+        # Other errors, such as a shared library that is missing, have no file's name.
+        if not getattr(error, "filename", None) and "home directory" not in str(error):
             raise
         raise OptionsInvalid([*problems, _no_path(error, given)]) from None
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from grpo_core.security import plain
 from grpo_core.settings import (
     Command,
     CommandSettings,
+    Mistake,
     load_settings,
     resolved_yaml,
     without_secrets,
@@ -21,6 +23,11 @@ from grpo_core.tree.server import ServerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_runs.settings import CompareSettings, RunSettings
 from tests.unit.conftest import Refused
+
+
+class Unlucky(RunApiSettings):
+    def start_mistakes(self) -> Iterator[Mistake]:
+        raise OSError("libcudart.so.12: cannot open shared object file")
 
 
 class Example(CommandSettings):
@@ -178,3 +185,8 @@ def test_a_secret_may_be_in_a_file_that_a_variable_names(tmp_path: Path, refused
     gone = {"RUN_API_TOKEN_FILE": str(tmp_path / "gone")}
     told = refused(lambda: load_settings(RunApiSettings, [], gone))
     assert f"RUN_API_TOKEN_FILE={tmp_path / 'gone'}: No such file or directory; name a file" in told
+
+
+def test_an_error_that_no_path_causes_is_no_mistake_of_the_user() -> None:
+    with pytest.raises(OSError, match="libcudart"):
+        load_settings(Unlucky, ["--redis-url", "redis://~"], {}, at_start=True)
