@@ -12,6 +12,7 @@ manifest, and the announcement has the manifest's digest, so a server trusts no 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
@@ -188,5 +189,7 @@ def file_below(root: Path, version: str, name: str) -> Path | None:
     path = root / version / name
     try:
         return path if path.is_file() else None
-    except OSError:  # no file can have such a long name
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
         return None
