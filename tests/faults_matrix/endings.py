@@ -13,14 +13,19 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
+import httpx
+
 from grpo_core.process import ManagedProcess, ProcessFailed
+from grpo_core.redis.server import answers_ping, bundled_redis, redis_command
 from grpo_runs.process.ports import free_port
 from grpo_tiny_model.model import ensure_tiny_model
 from tests.faults.commands import ENVIRONMENT, REDIS, RUN_API, SERVER, SHARED, TRAINER
+from tests.faults_matrix import host
 from tests.faults_matrix.certificates import Certificate, tls_context
 from tests.faults_matrix.declared import LIMIT_S, Fault, Kind, Outcome, Site
 from tests.faults_matrix.relay import Damage, relay
 from tests.faults_matrix.whole_run import ERROR
+from tests.fixtures.health import is_healthy
 from tests.fixtures.run_api import start_run_api
 
 WHEN_WRONG = {"RUN_API_TOKEN": "wrong"}
@@ -130,8 +135,6 @@ def plain_for_tls(site: Site) -> Outcome:
 
 def wrong_password(site: Site, who: str) -> Outcome:
     place = site.place()
-    from grpo_core.redis.server import answers_ping, bundled_redis, redis_command
-
     port = free_port()
     command = redis_command(port, place, bundled_redis(), password="right")
     redis = ManagedProcess("redis", command, place / "redis.log")
@@ -211,11 +214,6 @@ def little_memory(site: Site) -> Outcome:
 
 def full_log(site: Site) -> Outcome:
     """run-api answers although it cannot write its log."""
-    import httpx
-
-    from tests.faults_matrix import host
-    from tests.fixtures.health import is_healthy
-
     run, place = site.run(SHARED), site.place()
     disk = place / "logs"
     with ExitStack() as stack:

@@ -130,7 +130,7 @@ def passing(site: Site, mode: str, link: tuple[str, str], name: str, seconds: fl
     run = site.run(mode)
     run.note_logs()
     with PASSING[name][3](run.links[link]):
-        run.during(seconds)
+        time.sleep(seconds)
     happened, error, took = run.goes_on()
     assert took < LIMIT_S, f"the next steps took {took:.0f} s"
     return Outcome(happened, error, took)

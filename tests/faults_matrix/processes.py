@@ -10,13 +10,12 @@ from tests.faults.commands import ENVIRONMENT, REDIS, RUN_API, SERVER, SHARED, T
 from tests.faults.rig import ENGINE
 from tests.faults_matrix import host
 from tests.faults_matrix.declared import LIMIT_S, Fault, Kind, Outcome, Site
+from tests.faults_matrix.network import RESET
 from tests.faults_matrix.whole_run import CLOCKS, LINKS, STATES
 
 STOP_S = 45.0
 """Longer than a trainer's pause lease, run-api's wait for Redis, and a silent connection."""
 HOUR_S = 3600
-
-
 DISKS = {REDIS: "redis", STATES: "checkpoints", ".": "logs and metrics"}
 
 
@@ -62,8 +61,6 @@ def stopped(site: Site, name: str) -> Outcome:
 
 
 def nameless(site: Site, link: tuple[str, str]) -> Outcome:
-    from tests.faults_matrix.network import RESET
-
     run = site.run(SHARED)
     run.note_logs()
     with run.without_name(link), run.links[link].open_ones(*RESET):

@@ -70,10 +70,6 @@ class WholeRun:
             found += [f"{name}: {event}" for event in dict.fromkeys(new)]
         return ", ".join(found)
 
-    def during(self, seconds: float) -> None:
-        """Let the fault last; a process that ends is started again when it has passed."""
-        time.sleep(seconds)
-
     def goes_on(self) -> tuple[str, str, float]:
         """Wait until the run has trained further steps, which need every link. Processes that have
         ended with a named error are started again.
