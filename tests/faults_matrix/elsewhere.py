@@ -59,7 +59,7 @@ _GONE: tuple[Row, ...] = tuple(
         ),
         (
             "environment is not started again",
-            "the trainer ends",
+            "the trainer ends, if `--batch-deadline-s` is the shortest deadline",
             "`ServiceUnavailable`",
             f"{_NEVER_BACK}[environment]",
         ),
