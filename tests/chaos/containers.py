@@ -24,6 +24,7 @@ from tests.support.wait import wait_for
 T = TypeVar("T")
 
 _POLL_S = 0.5
+_PROBE = ("python3", "-m", "grpo_core.clients.health_probe", "http://127.0.0.1:10001/readyz")
 _STOP_S = 120
 _PORTS = 32
 """Of a range on the host, for several servers."""
@@ -115,6 +116,9 @@ class ContainerRig:
             return state == "healthy"
 
         self.wait_for(state, is_ready)
+        if name.startswith(SERVER):  # Docker asks too seldom to see an engine that restarts
+            probe = ["docker", "exec", container, *_PROBE]
+            self.wait_for(lambda: run(probe).returncode == 0)
 
     def wait_for(self, read: Callable[[], T], accept: Callable[[T], bool] = bool) -> T:
         def slowly() -> T:
