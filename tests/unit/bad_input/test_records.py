@@ -172,7 +172,8 @@ OPTIONS: Mapping[str, tuple[Callable[[], None], Mapping[str, Any], str]] = {
 def test_a_damaged_file_of_options_ends_a_command_in_words(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # Not its variable, which the library reads when it is loaded.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     main, content, words = OPTIONS[name]
     path = tmp_path / "options.yaml"
     path.write_text(yaml.safe_dump(content))
