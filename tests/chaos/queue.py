@@ -141,7 +141,7 @@ class QueueRun:
     def _drain(self, rig: AnyRig) -> None:
         """End the environment in order. What it sent is then trained, or queued."""
         if len(self._servers) > 1:  # those that came back serve what is trained
-            rig.wait_for(lambda: rig.records()[-1]["publication/servers"] == len(self._servers))
+            rig.wait_for(lambda: rig.records()[-1].get("publication/servers") == len(self._servers))
         rig.end_environment(DRAIN_S)
         words = [line.split() for line in rig.submissions().splitlines()]
         acknowledged = {name for word, name in words if word == ACKNOWLEDGED}
