@@ -86,6 +86,7 @@ def resumed(model: Path, checkpoint: Path) -> str | None:
             with open_run(CommandLine.model_validate(given).settings(), queue, weights):
                 return None
         except GrpoError as error:
+            assert not queue.given, "the run at run-api was changed"
             return str(error)
 
 

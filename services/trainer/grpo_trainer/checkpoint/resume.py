@@ -70,9 +70,9 @@ def restore(
     """
     require_fit(saved.record, policy, settings, str(saved.directory))
     saved.load(policy, optimizer)
-    at = rejoin(api, settings, saved)
     # --resume may name a checkpoint of another --save-path.
     started = OpenedEpochs(saved.directory.parents[1]).newest()
+    at = rejoin(api, settings, saved)
     at = replace(at, epoch=max(at.epoch, started))
     log.info("run.resumed", checkpoint=str(saved.directory), step=at.step, batch_id=at.batch_id)
     return at
