@@ -25,6 +25,7 @@ LORA_MODES = ("lora_only", "lora_restart")
 _MOST = 1_000_000
 """Models to keep, and training seeds: all."""
 _EVAL_STEPS = 10
+_COUNTS = ("num_train_epochs", "warmup_ratio", "warmup_steps", "eval_steps", "save_steps")
 _SHARDED = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_FSDP": "accelerate's FSDP; write `fsdp: full_shard` in the recipe",
@@ -57,6 +58,8 @@ def translate(
     """
     content: dict[str, Any] = {}
     mistakes: list[Mistake] = []
+    if endless := [name for name in _COUNTS if not math.isfinite(recipe[name] or 0)]:
+        recipe.require_valid([Mistake(name, "expected a finite number") for name in endless])
 
     @cache
     def rows() -> int:

@@ -397,3 +397,10 @@ def test_help_and_mistakes_need_no_torch() -> None:
     assert done.returncode == 0, done.stderr
     for key in KEYS:
         assert f"--{key.name} " in done.stdout
+
+
+@pytest.mark.parametrize("name", ["num_train_epochs", "warmup_steps", "eval_steps", "save_steps"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_length_that_is_no_number_is_a_mistake(recipe_of: Recipes, name: str, value: str) -> None:
+    with pytest.raises(RecipeInvalid, match=f"{name}: expected a finite number"):
+        translated(recipe_of(**BASE | {name: float(value)}))
