@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, TypeVar
 
-from grpo_core.wire.fields import MASKED
+from grpo_core.wire.fields import MASKED, TokenId
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class RolloutRecord:
     task: str | None
     item: str | None
     messages: list[Message]
-    tokens: list[int]
+    tokens: list[TokenId]
     mask: list[int]
     behaviour_logprobs: list[float]
     logprobs: list[float] | None

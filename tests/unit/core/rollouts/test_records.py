@@ -159,8 +159,14 @@ def test_a_failed_write_leaves_the_earlier_file_whole(tmp_path: Path) -> None:
         (lambda whole: whole[:30] + b"\xff\xff" + whole[32:], "line 1: "),
         (lambda whole: gzip.compress(gzip.decompress(whole) + b"{}\n"), "line 2: step: Field req"),
         (lambda whole: gzip.compress(gzip.decompress(whole) + b"{"), "line 2: value: Invalid JSON"),
+        (
+            lambda whole: gzip.compress(
+                gzip.decompress(whole).replace(b'"tokens":[', b'"tokens":[-1,')
+            ),
+            "line 1: tokens.0: Input should be greater than or equal to 0",
+        ),
     ],
-    ids=["cut off", "no gzip", "changed bytes", "no record", "no JSON"],
+    ids=["cut off", "no gzip", "changed bytes", "no record", "no JSON", "no token"],
 )
 def test_damage_is_named_with_file_and_line(
     damage: Callable[[bytes], bytes], told: str, tmp_path: Path
