@@ -1,4 +1,4 @@
-"""Injects every fault of the matrix, each by the real thing, and records what happens:
+"""Injects every fault of the matrix into real processes, and records what happens:
 `python -m tests.faults_matrix`.
 
 Runs as root, or as a user who may make namespaces, in a network and a mount namespace of its own.
