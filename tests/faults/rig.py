@@ -101,7 +101,7 @@ class Rig:
         self.start(*(name for row in self._start_order for name in row if name not in living))
 
     def kill(self, *names: str) -> None:
-        """Kill a process and its children with SIGKILL."""
+        """Kill a process with SIGKILL; those below it must end by themselves."""
         for name in names:
             if name.startswith(ENGINE):
                 self._kill_engine(server_of(name))
@@ -110,8 +110,10 @@ class Rig:
             elif name in (RANK, REWARD_WORKER):
                 self.tree(name)[0].kill()
             else:
-                self._processes[name].kill()
-
+                root, *below = self.tree(name)
+                root.kill()
+                _wait_for_end(below)
+                self._processes[name].kill()  # collects its exit status
         if RANK in names:  # torchrun ends the others
             wait_for(lambda: self._processes[TRAINER].exit_code is not None)
 
