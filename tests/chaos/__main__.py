@@ -37,13 +37,17 @@ QUEUE_SHAPES = {
     "none-2-ranks": Shape("none", ranks=2, as_shipped=True),
     "none-full-queue": Shape("none", queue_limit=5, as_shipped=True),
 }
+PRETRAINED_SHAPES = {
+    f"smollm2-{mode}": Shape(mode, is_pretrained=True, as_shipped=True)
+    for mode in (SHARED, LORA_ONLY, "none")
+}
 CONTAINER_SHAPES = {
     "compose-shared_vllm": Shape(SHARED),
     "compose-lora_only": Shape(LORA_ONLY),
     "compose-lora_restart": Shape(LORA_RESTART),
     "compose-none-3-servers": Shape("none", servers=3),
 }
-"""Not among those of `make chaos` alone: they need Docker."""
+"""Only if they are named, as the pretrained ones: they need Docker."""
 
 
 def run_shape(name: str, numbers: Iterable[int], seed: int, journal: Journal) -> None:
@@ -54,7 +58,8 @@ def run_shape(name: str, numbers: Iterable[int], seed: int, journal: Journal) ->
     elif name in CONTAINER_SHAPES:
         QueueRun(name, CONTAINER_SHAPES[name], dice, journal, in_containers=True).run(numbers)
     else:
-        QueueRun(name, QUEUE_SHAPES[name], dice, journal).run(numbers)
+        shape = (QUEUE_SHAPES | PRETRAINED_SHAPES)[name]
+        QueueRun(name, shape, dice, journal).run(numbers)
 
 
 def until(moment: float) -> Iterator[int]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import psutil
 
 from grpo_tiny_model.model import ensure_tiny_model
+from grpo_tiny_model.smollm2 import ensure_smollm2
 from tests.chaos.containers import ContainerRig
 from tests.chaos.environment import ACKNOWLEDGED, SENT
 from tests.chaos.hits import Hit, Journal, Stopwatch, resources, sample, say
@@ -114,7 +115,8 @@ class QueueRun:
     def _rig(self, sockets: Path) -> AnyRig:
         if self._in_containers:
             return ContainerRig(self._place, self._shape)
-        return Rig(self._place, sockets, ensure_tiny_model(), self._shape)
+        model = ensure_smollm2() if self._shape.is_pretrained else ensure_tiny_model()
+        return Rig(self._place, sockets, model, self._shape)
 
     def _hit(self, rig: AnyRig, number: int) -> None:
         dice = self._dice

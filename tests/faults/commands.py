@@ -45,6 +45,7 @@ class Shape:
     ranks: number of trainer processes, which torchrun starts
     as_shipped: with the deadlines that users get, an environment that journals what it sends,
         and rewards in worker processes
+    is_pretrained: SmolLM2 in place of the tiny model
     queue_limit: number of groups from which on run-api delays submissions; 0: its default. The
         environment then fills the queue
     hosts: (client, server) → the host name by which this client reaches the server; else 127.0.0.1
@@ -54,6 +55,7 @@ class Shape:
     servers: int = 1
     ranks: int = 1
     as_shipped: bool = False
+    is_pretrained: bool = False
     queue_limit: int = 0
     hosts: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
@@ -178,6 +180,12 @@ class Commands:
         ranks = ["--standalone", "--nproc-per-node", str(self.shape.ranks)]
         return ["torch.distributed.run", *ranks, "-m", *module]
 
+    def _lr(self) -> float:
+        """With which a publication moves the logprobs, and no model is lost."""
+        if self.shape.is_pretrained:
+            return 1e-5
+        return 2e-3 if self.mode in (LORA_ONLY, LORA_RESTART) else 3e-4
+
     def _trainer(self) -> list[str]:
         flags = {
             "model": self.model,
@@ -187,7 +195,7 @@ class Commands:
             "steps": 100_000,  # more than any test needs
             "batch-size": BATCH_SIZE // 2,
             "gradient-accumulation-steps": 2,
-            "lr": 2e-3 if self.mode in (LORA_ONLY, LORA_RESTART) else 3e-4,
+            "lr": self._lr(),
             "seq-len": 128,
             "metrics-file": self.directory / "metrics.jsonl",
             "save-path": self.checkpoints,
