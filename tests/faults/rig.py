@@ -110,9 +110,10 @@ class Rig:
             elif name in (RANK, REWARD_WORKER):
                 self.tree(name)[0].kill()
             else:
-                root, *below = self.tree(name)
-                root.kill()
-                _wait_for_end(below)
+                with contextlib.suppress(psutil.NoSuchProcess):  # it was killed before
+                    root, *below = self.tree(name)
+                    root.kill()
+                    _wait_for_end(below)
                 self._processes[name].kill()  # collects its exit status
         if RANK in names:  # torchrun ends the others
             wait_for(lambda: self._processes[TRAINER].exit_code is not None)
