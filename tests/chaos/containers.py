@@ -130,10 +130,6 @@ class ContainerRig:
         except AssertionError as late:
             raise AssertionError(f"{late}\n{self._stack.logs()}") from None
 
-    def wait_for_steps(self, more: int) -> None:
-        before = len(self.records())
-        self.wait_for(lambda: len(self.records()) >= before + more)
-
     def end_environment(self, _within_s: float) -> None:
         container = self._id(ENVIRONMENT)
         docker("stop", "--time", str(_STOP_S), container)

@@ -114,17 +114,6 @@ def _size(path: Path) -> int:
         return 0
 
 
-def stopped(processes: Iterable[psutil.Process], seconds: float) -> None:
-    """Stop them with SIGSTOP, and let them go on."""
-    found = [*processes]
-    for process in found:
-        process.suspend()
-    time.sleep(seconds)
-    for process in found:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it was replaced
-            process.resume()
-
-
 class Stopwatch:
     def __init__(self) -> None:
         self._began = time.monotonic()

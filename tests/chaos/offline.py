@@ -12,9 +12,9 @@ from pathlib import Path
 
 from grpo_core.process import ManagedProcess
 from grpo_tiny_model.model import ensure_tiny_model
-from tests.chaos.hits import Hit, Journal, Stopwatch, resources, say, stopped
+from tests.chaos.hits import Hit, Journal, Stopwatch, resources, say
 from tests.faults.commands import SUMS
-from tests.support.process_table import processes_with
+from tests.support.process_table import processes_with, stop_for
 from tests.support.wait import wait_for
 
 OFFLINE = "offline"
@@ -85,7 +85,7 @@ class OfflineRun:
             time.sleep(dice.uniform(0.0, LONGEST_PAUSE_S))
         if dice.random() < STOP_SHARE:
             hit.signal = "SIGSTOP"
-            stopped(processes_with(VARIABLE, str(self._place)), dice.uniform(0.5, LONGEST_PAUSE_S))
+            stop_for(dice.uniform(0.5, LONGEST_PAUSE_S), processes_with(VARIABLE, str(self._place)))
         hit.resources = resources(processes_with(VARIABLE, str(self._place)), self._place)
         has_ended = process.exit_code is not None
         process.kill()

@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +32,7 @@ from tests.faults.commands import (
     health_of,
 )
 from tests.faults.stages import HELD, JOURNAL, VARIABLE, WANTED, read
-from tests.support.process_table import is_alive, processes_with
+from tests.support.process_table import is_alive, processes_with, stop_for
 from tests.support.wait import wait_for
 
 T = TypeVar("T")
@@ -134,13 +133,7 @@ class Rig:
 
     def stop_for(self, seconds: float, *names: str) -> None:
         """Stop processes with SIGSTOP, with their children, and let them go on."""
-        stopped = [each for name in names for each in self.tree(name)]
-        for process in stopped:
-            process.suspend()
-        time.sleep(seconds)
-        for process in stopped:
-            with contextlib.suppress(psutil.NoSuchProcess):  # the supervisor replaced it
-                process.resume()
+        stop_for(seconds, [each for name in names for each in self.tree(name)])
 
     def tree(self, name: str) -> list[psutil.Process]:
         """A process and all below it."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,6 +32,16 @@ def processes_with(variable: str, value: str) -> list[psutil.Process]:
             if process.environ().get(variable) == value:
                 found.append(process)
     return found
+
+
+def stop_for(seconds: float, processes: Sequence[psutil.Process]) -> None:
+    """Stop them with SIGSTOP, and let them go on."""
+    for process in processes:
+        process.suspend()
+    time.sleep(seconds)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it was replaced
+            process.resume()
 
 
 @contextmanager

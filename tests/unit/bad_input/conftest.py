@@ -6,20 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from grpo_core.curriculum import POOLS_FILE
 from tests.support.conversations import group
+from tests.support.threads import one_thread
 from tests.unit.runs.commands.test_compare_modes import facts
 from tests.unit.runs.watch.written_runs import WrittenRun
 
 
 @pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="package")

@@ -7,17 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.threads import one_thread
+
 
 @pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    torch = sys.modules.get("torch")
-    if torch is None:  # none of the selected tests computes anything
+def _one_thread() -> Iterator[None]:
+    if "torch" not in sys.modules:  # none of the selected tests computes anything
         yield
         return
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="package")

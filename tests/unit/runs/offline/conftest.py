@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from grpo_runs.offline import screen
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.recipe.keys import TrainingRecipe, read_recipe
+from tests.support.threads import one_thread
 from tests.unit.trainer.tiny_policy import model_directory
 
 MakeKeys = Callable[..., OfflineKeys]
@@ -22,11 +22,8 @@ Recipes = Callable[..., TrainingRecipe]
 
 @pytest.fixture(scope="package", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """A second one makes a model this small slower, and many times so beside another process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="session")
