@@ -12,7 +12,9 @@ from tests.faults_matrix.whole_run import WholeRun, whole_run
 
 LIMIT_S = 60.0
 """From the end of a fault that passes, or from its start if it stays, to recovery or a named error;
-the load of a model not counted."""
+the load of a model not counted. Only `make faults-matrix` as a whole requires it."""
+WAITED_S = 300.0
+"""For recovery or a named error, on a machine that has other work."""
 
 
 class Kind(StrEnum):
@@ -49,6 +51,7 @@ class Fault:
     tests: ids of pytest that inject it
     happens: the consequence that these tests show, and `error` its name
     mode: of the whole run that it needs; "" if it needs none
+    limit_s: on the outcome's `seconds`
     """
 
     kind: Kind
@@ -59,6 +62,7 @@ class Fault:
     happens: str = ""
     error: str = ""
     mode: str = ""
+    limit_s: float = LIMIT_S
 
 
 @dataclass

@@ -22,7 +22,7 @@ from grpo_tiny_model.model import ensure_tiny_model
 from tests.faults.commands import ENVIRONMENT, REDIS, RUN_API, SERVER, SHARED, TRAINER
 from tests.faults_matrix import host
 from tests.faults_matrix.certificates import Certificate, tls_context
-from tests.faults_matrix.declared import LIMIT_S, Fault, Kind, Outcome, Site
+from tests.faults_matrix.declared import WAITED_S, Fault, Kind, Outcome, Site
 from tests.faults_matrix.relay import Damage, relay
 from tests.faults_matrix.whole_run import ERROR
 from tests.fixtures.health import is_healthy
@@ -37,8 +37,6 @@ NAMES = {
 }
 """Of packages."""
 _PASSWORD = "invalid username-password pair"
-START_S = 300.0
-"""Of vLLM, which first loads its code."""
 SOON = ("--run-api-deadline-s", "5", "--start-deadline-s", "5")
 
 
@@ -79,7 +77,7 @@ def ends_with(
     began = time.monotonic()
     process = ManagedProcess(name, command, place / "log", settings)
     with suppress(ProcessFailed):
-        process.wait(LIMIT_S if name != "grpo_vllm" else START_S)
+        process.wait(WAITED_S)
     code, seconds = process.exit_code, time.monotonic() - began
     process.kill()
     log = process.log_path.read_text()
@@ -97,7 +95,7 @@ def says_so(words: list[str], place: Path, says: str, variables: dict[str, str])
     command = [sys.executable, "-m", *words]
     process = ManagedProcess(words[0], command, place / "log", variables)
     try:
-        process.wait_until(lambda: bool(re.search(says, process.log_path.read_text())), LIMIT_S)
+        process.wait_until(lambda: bool(re.search(says, process.log_path.read_text())), WAITED_S)
         seconds = time.monotonic() - began
     finally:
         process.kill()
@@ -139,7 +137,7 @@ def wrong_password(site: Site, who: str) -> Outcome:
     command = redis_command(port, place, bundled_redis(), password="right")
     redis = ManagedProcess("redis", command, place / "redis.log")
     try:
-        redis.wait_until(lambda: answers_ping(port, "right"), LIMIT_S)
+        redis.wait_until(lambda: answers_ping(port, "right"), WAITED_S)
         url = {"REDIS_URL": f"redis://:wrong@127.0.0.1:{port}/0"}
         if who == "run-api":
             return says_so(["grpo_api", "--port", str(free_port())], place, _PASSWORD, url)
@@ -157,7 +155,7 @@ def another_server(site: Site, who: str) -> Outcome:
     command = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)]
     other = ManagedProcess("other", command, place / "other.log")
     try:
-        other.wait_until(lambda: answers(port), LIMIT_S)
+        other.wait_until(lambda: answers(port), WAITED_S)
         server, api = local(run.rig.port(SERVER)), local(run.rig.port(RUN_API))
         if who == "trainer":
             with run.without_trainer():
@@ -182,7 +180,7 @@ def damaged_append_only_file(site: Site) -> Outcome:
     state = {"XDG_STATE_HOME": str(place)}
     words = ["grpo_api", "--port", str(free_port())]
     first = ManagedProcess("run-api", [sys.executable, "-m", *words], place / "first.log", state)
-    first.wait_until(lambda: "run_api.listening" in first.log_path.read_text(), LIMIT_S)
+    first.wait_until(lambda: "run_api.listening" in first.log_path.read_text(), WAITED_S)
     first.stop()
     file = next(place.rglob("appendonly*"))
     file.write_bytes(b"*2\r\n$6\r\nSELECT\r\n$1\r\n0\r\n\x00damaged*3\r\n$3\r\nSET\r\n$1\r\n")

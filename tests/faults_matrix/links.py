@@ -17,7 +17,7 @@ from tests.faults.commands import (
     SHARED,
     TRAINER,
 )
-from tests.faults_matrix.declared import LIMIT_S, Fault, Kind, Outcome, Site
+from tests.faults_matrix.declared import LIMIT_S, WAITED_S, Fault, Kind, Outcome, Site
 from tests.faults_matrix.network import DROP, RESET, Link
 from tests.faults_matrix.relay import Damage
 from tests.faults_matrix.whole_run import LINKS
@@ -88,7 +88,8 @@ def faults() -> Iterator[Fault]:
         inject = partial(staying, link=link, deadline_s=deadline_s)
         injected = f"`iptables` drops all packets; the deadline is {deadline_s:g} s"
         name = f"{' to '.join(link)}: a partition that stays"
-        yield Fault(Kind.NETWORK, name, injected, inject, mode=SHARED)
+        limit_s = deadline_s + LIMIT_S
+        yield Fault(Kind.NETWORK, name, injected, inject, mode=SHARED, limit_s=limit_s)
     for mode, links in ((SHARED, LINKS), (LORA_ONLY, OF_FILES)):
         for link in links:
             if mode == SHARED and link == (TRAINER, REDIS):
@@ -107,7 +108,7 @@ def staying(site: Site, link: tuple[str, str], deadline_s: float) -> Outcome:
     run.note_logs()
     began = time.monotonic()
     with run.links[link].all_packets(*DROP):
-        run.rig.process(link[0]).wait(deadline_s + LIMIT_S)
+        run.rig.process(link[0]).wait(deadline_s + WAITED_S)
         seconds = time.monotonic() - began
     happened, error, _ = run.goes_on()
     return Outcome(happened, error, seconds)
@@ -120,7 +121,7 @@ def half_open(site: Site, mode: str, link: tuple[str, str]) -> Outcome:
     began = time.monotonic()
     dead = set(wire.connections())
     with wire.open_ones(*DROP) as number:
-        wait_for(lambda: dead & set(wire.connections()), lambda left: not left, LIMIT_S)
+        wait_for(lambda: dead & set(wire.connections()), lambda left: not left, WAITED_S)
         seconds = time.monotonic() - began
         happened, error, _ = run.goes_on()
     return Outcome(f"closed connections: {number}; {happened}", error, seconds)
@@ -132,5 +133,4 @@ def passing(site: Site, mode: str, link: tuple[str, str], name: str, seconds: fl
     with PASSING[name][3](run.links[link]):
         time.sleep(seconds)
     happened, error, took = run.goes_on()
-    assert took < LIMIT_S, f"the next steps took {took:.0f} s"
     return Outcome(happened, error, took)
