@@ -48,6 +48,9 @@ CONTAINER_SHAPES = {
     "compose-none-3-servers": Shape("none", servers=3),
 }
 """Only if they are named, as the pretrained ones: they need Docker."""
+UNDISTURBED = "undisturbed"
+"""Only if it is named: no hits, for a run of many hours, of which libfaketime makes minutes."""
+OTHERS = {UNDISTURBED: Shape(SHARED, queue_limit=5, as_shipped=True)}
 
 
 def run_shape(name: str, numbers: Iterable[int], seed: int, journal: Journal) -> None:
@@ -58,8 +61,9 @@ def run_shape(name: str, numbers: Iterable[int], seed: int, journal: Journal) ->
     elif name in CONTAINER_SHAPES:
         QueueRun(name, CONTAINER_SHAPES[name], dice, journal, in_containers=True).run(numbers)
     else:
-        shape = (QUEUE_SHAPES | PRETRAINED_SHAPES)[name]
-        QueueRun(name, shape, dice, journal).run(numbers)
+        shape = (QUEUE_SHAPES | PRETRAINED_SHAPES | OTHERS)[name]
+        is_undisturbed = name == UNDISTURBED
+        QueueRun(name, shape, dice, journal, is_undisturbed=is_undisturbed).run(numbers)
 
 
 def until(moment: float) -> Iterator[int]:

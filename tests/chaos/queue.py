@@ -41,6 +41,7 @@ from tests.support.wait import wait_for
 STOP_SHARE = 0.3
 LONGEST_STOP_S = 8.0
 LONGEST_PAUSE_S = 3.0
+LOOKS_EVERY_S = 60.0
 DRAIN_S = 300.0
 
 
@@ -71,6 +72,7 @@ class QueueRun:
     """Args:
     name: of the shape, and of its directory below the journal's
     in_containers: by Compose, which restarts what is killed
+    is_undisturbed: without hits; resources are read once a minute
     """
 
     def __init__(
@@ -80,9 +82,10 @@ class QueueRun:
         dice: random.Random,
         journal: Journal,
         in_containers: bool = False,
+        is_undisturbed: bool = False,
     ) -> None:
         self._name, self._shape, self._dice, self._journal = name, shape, dice, journal
-        self._in_containers = in_containers
+        self._in_containers, self._is_undisturbed = in_containers, is_undisturbed
         self._place = journal.directory / name
         self._servers = server_names(shape.servers)
         engines = [name.replace(SERVER, ENGINE) for name in self._servers]
@@ -104,8 +107,9 @@ class QueueRun:
             try:
                 rig.start(REDIS, RUN_API, *self._servers, TRAINER, ENVIRONMENT)
                 rig.wait_for(rig.records)
+                hit = self._look if self._is_undisturbed else self._hit
                 for number in numbers:
-                    self._hit(rig, number)
+                    self._journal.add(hit(rig, number))
                 self._drain(rig)
             finally:
                 rig.close()
@@ -118,7 +122,11 @@ class QueueRun:
         model = ensure_smollm2() if self._shape.is_pretrained else ensure_tiny_model()
         return Rig(self._place, sockets, model, self._shape)
 
-    def _hit(self, rig: AnyRig, number: int) -> None:
+    def _look(self, rig: AnyRig, number: int) -> Hit:
+        time.sleep(LOOKS_EVERY_S)
+        return self._after(rig, Hit(number, self._name, [], "none"), Stopwatch())
+
+    def _hit(self, rig: AnyRig, number: int) -> Hit:
         dice = self._dice
         time.sleep(dice.uniform(0.0, LONGEST_PAUSE_S))
         stops = dice.random() < STOP_SHARE
@@ -134,11 +142,15 @@ class QueueRun:
             rig.start_what_is_dead()
             for server in {server_of(name) for name in victims} & {*self._servers}:
                 rig.wait_until_ready(server)
+        return self._after(rig, hit, watch)
+
+    def _after(self, rig: AnyRig, hit: Hit, watch: Stopwatch) -> Hit:
+        """Wait for the next step."""
         seen, hit.ready_s = len(rig.records()), watch.lap()
         rig.wait_for(lambda: len(rig.records()) > seen)
         hit.recovered_s = watch.lap()
         hit.step, hit.resources = rig.records()[-1]["step"], resources(rig.processes(), self._place)
-        self._journal.add(hit)
+        return hit
 
     def _drain(self, rig: AnyRig) -> None:
         """End the environment in order. What it sent is then trained, or queued."""

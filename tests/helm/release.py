@@ -71,6 +71,16 @@ class Release:
         items: list[dict[str, Any]] = json.loads(found)["items"]
         return items
 
+    def hit(self, component: str) -> None:
+        """Send SIGKILL to a component's container, which comes back, and wait for the next step."""
+        labels = {"pod.namespace": self.namespace, "container.name": component}
+        filters = [f"label=io.kubernetes.{name}={value}" for name, value in labels.items()]
+        found = command("docker", "ps", "--quiet", *(f"--filter={each}" for each in filters))
+        done = command("docker", "kill", found.stdout.split()[0])
+        assert done.returncode == 0, done.stderr
+        seen = len(self.records())
+        self.wait_until(lambda: len(self.records()) > seen)
+
     def trainer_pod(self) -> str:
         """Name of the newest one."""
         name: str = self.items("pods", "trainer")[-1]["metadata"]["name"]

@@ -8,14 +8,15 @@ from tests.chart.rendering import HELM, ROOT
 from tests.containers.stack import NOISE, TEST_WITHIN_S
 from tests.helm.release import Release, command
 
-STEPS = 40
+STEPS = 120
+HIT = ("redis", "run-api", "vllm-server", "environment", "trainer")
 GROUPS_PER_STEP = 128 // 8
 SAVED = {"lora_only": "final_adapter", "lora_restart": "final_adapter"}
 
 pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 
 
-def test_a_run_survives_a_deleted_pod_and_an_upgrade(release: Release) -> None:
+def test_a_run_survives_kills_a_deleted_pod_and_an_upgrade(release: Release) -> None:
     servers = 1 if release.mode == "shared_vllm" else 2
     settings = (
         *(f"run.steps={STEPS}", "trainer.extraArgs={--state-interval,2}"),
@@ -25,6 +26,9 @@ def test_a_run_survives_a_deleted_pod_and_an_upgrade(release: Release) -> None:
     assert "logs --follow" in notes
     assert "Succeeded" in release.helm("test", "run", "--timeout", "5m")
     release.wait_until(lambda: len(release.records()) >= 5)
+
+    for component in HIT:
+        release.hit(component)
 
     first = release.trainer_pod()
     if servers > 1:  # its successor joins at the newest weights
