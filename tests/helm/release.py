@@ -121,12 +121,12 @@ class Release:
         return float(found[1])
 
     def groups_sent(self) -> int:
-        """Number of groups that run-api confirmed to the environment, which ends with the run. Its
-        pod then waits in a new container for the next run."""
+        """Number of groups that run-api confirmed to the environment since it was hit. It ends with
+        the run, and its pod then waits in a new container for the next run."""
 
-        def restarts() -> int:
+        def restarts() -> bool:
             (pod,) = self.items("pods", "environment")
-            return int(pod["status"]["containerStatuses"][0]["restartCount"])
+            return int(pod["status"]["containerStatuses"][0]["restartCount"]) >= 2
 
         self.wait_until(restarts)
         log = self.kubectl("logs", f"deployment/{NAME}-grpo-environment", "--previous")
