@@ -56,9 +56,18 @@ class Rig:
     """Args:
     directory: logs, metrics, checkpoints and Redis' files
     sockets: a short path for the weight socket
+    deadline_s: of waits for processes that start, and for steps
     """
 
-    def __init__(self, directory: Path, sockets: Path, model: Path, shape: Shape) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        sockets: Path,
+        model: Path,
+        shape: Shape,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self._deadline_s = deadline_s
         self.mode = mode = shape.mode
         self._start_order = shape.start_order
         self.steps_until_proof = 3 if mode == SHARED else RESTART_EVERY_STEPS + 1
@@ -93,7 +102,7 @@ class Rig:
         return self._processes[name]
 
     def wait_until_ready(self, name: str) -> None:
-        self._processes[name].wait_until(lambda: self._ready(name), DEADLINE_S)
+        self._processes[name].wait_until(lambda: self._ready(name), self._deadline_s)
 
     def start_what_is_dead(self) -> None:
         living = [p.name for p in self._processes.values() if p.exit_code is None]
@@ -168,7 +177,7 @@ class Rig:
             return read()
 
         try:
-            return wait_for(read_of_the_living, accept, DEADLINE_S)
+            return wait_for(read_of_the_living, accept, self._deadline_s)
         except AssertionError as late:
             tails = [f"== {p.name}\n{p.log_tail(15)}" for p in self._processes.values()]
             raise AssertionError("\n".join([str(late), *tails])) from None
