@@ -54,9 +54,10 @@ class Journal:
         self.hits.append(hit)
         with (self.directory / "journal.jsonl").open("a") as journal:
             journal.write(f"{json.dumps(asdict(hit))}\n")
+        victims = f"{hit.signal} {'+'.join(hit.victims)}, " if hit.victims else ""
         say(
-            f"{hit.shape} {hit.number + 1}: {hit.signal} {'+'.join(hit.victims)}, ready after "
-            f"{hit.ready_s:.1f} s, trained step {hit.step} {hit.recovered_s:.1f} s later"
+            f"{hit.shape} {hit.number + 1}: {victims}ready after {hit.ready_s:.1f} s, trained step "
+            f"{hit.step} {hit.recovered_s:.1f} s later"
         )
 
     def summary(self) -> list[str]:

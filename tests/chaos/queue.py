@@ -117,7 +117,7 @@ class QueueRun:
             finally:
                 rig.close()
         if not self._in_containers:  # Compose is asked when they are removed
-            wait_for(rig.processes, lambda left: not left)
+            wait_for(rig.processes, lambda left: not left, self._deadline_s)
 
     def _rig(self, sockets: Path) -> AnyRig:
         if self._in_containers:

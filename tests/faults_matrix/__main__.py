@@ -43,12 +43,12 @@ def inject(faults: list[Any], minutes: float | None, directory: Path) -> dict[st
     began, found = time.monotonic(), {}
     with site(directory) as place:
         for fault in faults:
-            if minutes and time.monotonic() > began + 60 * minutes:
+            if minutes is not None and time.monotonic() > began + 60 * minutes:
                 break
             try:
                 outcome = fault.inject(place)
                 is_late = outcome.seconds > fault.limit_s
-                assert minutes or not is_late, f"it took {outcome.seconds:.0f} s"
+                assert minutes is not None or not is_late, f"it took {outcome.seconds:.0f} s"
             except Exception:  # noqa: BLE001 - the others are injected all the same
                 place.end_run()
                 say(f"FAILED {fault.name}\n{traceback.format_exc()[-6000:]}")
@@ -70,7 +70,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make faults-matrix", description=__doc__)
     parser.add_argument("--only", default="", help="faults whose name matches this pattern")
-    parser.add_argument("--minutes", type=float, help="begin no fault later, and take any time")
+    parser.add_argument("--minutes", type=float, help="begin no fault later; each may take minutes")
     parser.add_argument("--seed", default="", help="decides the order; without: as declared")
     parser.add_argument(
         "--tests", action="store_true", help="run the tests of other suites instead"

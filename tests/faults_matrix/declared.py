@@ -12,9 +12,9 @@ from tests.faults_matrix.whole_run import WholeRun, whole_run
 
 LIMIT_S = 60.0
 """From the end of a fault that passes, or from its start if it stays, to recovery or a named error;
-the load of a model not counted. Only `make faults-matrix` as a whole requires it."""
-WAITED_S = 300.0
-"""For recovery or a named error, on a machine that has other work."""
+the load of a model not counted. With `--minutes`, `WAITED_S` is the only limit."""
+LOAD_S = 60.0
+"""Of the code and the model of an inference server."""
 
 
 class Kind(StrEnum):

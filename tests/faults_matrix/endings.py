@@ -22,9 +22,9 @@ from grpo_tiny_model.model import ensure_tiny_model
 from tests.faults.commands import ENVIRONMENT, REDIS, RUN_API, SERVER, SHARED, TRAINER
 from tests.faults_matrix import host
 from tests.faults_matrix.certificates import Certificate, tls_context
-from tests.faults_matrix.declared import WAITED_S, Fault, Kind, Outcome, Site
+from tests.faults_matrix.declared import LIMIT_S, LOAD_S, Fault, Kind, Outcome, Site
 from tests.faults_matrix.relay import Damage, relay
-from tests.faults_matrix.whole_run import ERROR
+from tests.faults_matrix.whole_run import ERROR, WAITED_S
 from tests.fixtures.health import is_healthy
 from tests.fixtures.run_api import start_run_api
 
@@ -232,7 +232,8 @@ Inject = Callable[[Site], Outcome]
 
 def faults() -> Iterator[Fault]:
     for kind, name, injected, inject in _rows():
-        yield Fault(kind, name, injected, inject, mode=SHARED)
+        limit_s = LIMIT_S + (LOAD_S if name.startswith(SERVER) else 0.0)
+        yield Fault(kind, name, injected, inject, mode=SHARED, limit_s=limit_s)
 
 
 def _rows() -> Iterator[tuple[Kind, str, str, Inject]]:

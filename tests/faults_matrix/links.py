@@ -17,10 +17,10 @@ from tests.faults.commands import (
     SHARED,
     TRAINER,
 )
-from tests.faults_matrix.declared import LIMIT_S, WAITED_S, Fault, Kind, Outcome, Site
+from tests.faults_matrix.declared import LIMIT_S, Fault, Kind, Outcome, Site
 from tests.faults_matrix.network import DROP, RESET, Link
 from tests.faults_matrix.relay import Damage
-from tests.faults_matrix.whole_run import LINKS
+from tests.faults_matrix.whole_run import LINKS, WAITED_S
 from tests.support.wait import wait_for
 
 LOSS = ("-m", "statistic", "--mode", "random", "--probability", "0.2")

@@ -9,9 +9,9 @@ from functools import partial
 from tests.faults.commands import ENVIRONMENT, REDIS, RUN_API, SERVER, SHARED, TRAINER
 from tests.faults.rig import ENGINE
 from tests.faults_matrix import host
-from tests.faults_matrix.declared import WAITED_S, Fault, Kind, Outcome, Site
+from tests.faults_matrix.declared import Fault, Kind, Outcome, Site
 from tests.faults_matrix.network import RESET
-from tests.faults_matrix.whole_run import CLOCKS, LINKS, STATES
+from tests.faults_matrix.whole_run import CLOCKS, LINKS, STATES, WAITED_S
 
 STOP_S = 45.0
 """Longer than a trainer's pause lease, run-api's wait for Redis, and a silent connection."""
@@ -102,10 +102,12 @@ def slow_disk(site: Site) -> Outcome:
 def out_of_memory(site: Site) -> Outcome:
     run = site.run(SHARED)
     run.note_logs()
-    process = run.rig.process(TRAINER)
+    process, began = run.rig.process(TRAINER), time.monotonic()
     with host.starved(process.pid):
         process.wait(WAITED_S)
-    return Outcome(*run.goes_on())
+    ended_s = time.monotonic() - began
+    happened, error, seconds = run.goes_on()
+    return Outcome(happened, error, ended_s + seconds)
 
 
 def clock_jumps(site: Site, name: str, seconds: int) -> Outcome:
