@@ -72,10 +72,11 @@ class Release:
         return items
 
     def hit(self, component: str) -> None:
-        """Send SIGKILL to a component's container, which comes back, and wait for the next step."""
+        """Send SIGKILL to a component's container, and wait for the next step."""
         labels = {"pod.namespace": self.namespace, "container.name": component}
         filters = [f"label=io.kubernetes.{name}={value}" for name, value in labels.items()]
         found = command("docker", "ps", "--quiet", *(f"--filter={each}" for each in filters))
+        assert found.stdout, f"no container {component} runs: {found.stderr}"
         done = command("docker", "kill", found.stdout.split()[0])
         assert done.returncode == 0, done.stderr
         seen = len(self.records())
@@ -124,15 +125,14 @@ class Release:
         """Number of groups that run-api confirmed to the environment since it was hit. It ends with
         the run, and its pod then waits in a new container for the next run."""
 
-        def restarts() -> bool:
-            (pod,) = self.items("pods", "environment")
-            return int(pod["status"]["containerStatuses"][0]["restartCount"]) >= 2
+        def sent() -> str:
+            previous = ("logs", f"deployment/{NAME}-grpo-environment", "--previous")
+            log = command("kubectl", "--namespace", self.namespace, *previous).stdout
+            found = re.search(r"run.completed .*groups_sent=(\d+)", log)
+            return found[1] if found else ""
 
-        self.wait_until(restarts)
-        log = self.kubectl("logs", f"deployment/{NAME}-grpo-environment", "--previous")
-        found = re.search(r"run.completed .*groups_sent=(\d+)", log)
-        assert found, log[-2000:]
-        return int(found[1])
+        self.wait_until(sent)
+        return int(sent())
 
     def logs(self) -> str:
         """Pods, events, and the last lines of every container."""

@@ -27,6 +27,7 @@ def test_a_run_survives_kills_a_deleted_pod_and_an_upgrade(release: Release) -> 
     assert "Succeeded" in release.helm("test", "run", "--timeout", "5m")
     release.wait_until(lambda: len(release.records()) >= 5)
 
+    before = groups_received(release)
     for component in HIT:
         if component != "vllm-server" or servers > 1:  # else it is in the trainer's container
             release.hit(component)
@@ -48,14 +49,21 @@ def test_a_run_survives_kills_a_deleted_pod_and_an_upgrade(release: Release) -> 
     assert f"step {STEPS}/{STEPS}  reward 0." in waited.stdout
     assert "the trainer has finished" in waited.stdout
 
-    every_group_is_trained_once(release)
+    every_group_is_trained_once(release, before)
     summary = release.files() / SAVED.get(release.mode, "final_model")
     release.helm("uninstall", "run", "--wait")
     assert [file.suffix for file in summary.iterdir() if file.suffix == ".safetensors"]
     assert "run-grpo-checkpoints" in release.kubectl("get", "pvc")
 
 
-def every_group_is_trained_once(release: Release) -> None:
+def groups_received(release: Release) -> float:
+    """By run-api: those in batches, and those in the queue."""
+    batches = release.run_api_metric("run_api_batches_delivered_total")
+    return batches * GROUPS_PER_STEP + release.run_api_metric("run_api_queued_groups")
+
+
+def every_group_is_trained_once(release: Release, before: float) -> None:
+    """Args: before: groups that run-api had received when the environment was hit"""
     records = release.records()
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     assert sum(record["data/repeated_groups"] for record in records) == 0
@@ -63,8 +71,7 @@ def every_group_is_trained_once(release: Release) -> None:
     delivered = release.run_api_metric("run_api_batches_delivered_total")
     assert delivered == release.run_api_metric("run_api_batches_acknowledged_total") == STEPS
     # No submission was lost: each is in a batch or in the queue.
-    queued = release.run_api_metric("run_api_queued_groups")
-    assert release.groups_sent() <= STEPS * GROUPS_PER_STEP + queued
+    assert before + release.groups_sent() <= groups_received(release)
 
 
 def test_a_secret_that_does_not_exist_is_refused(chart: object) -> None:
