@@ -29,6 +29,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
 from grpo_core.errors import GrpoError, message_of
+from grpo_core.wire.run_api import QUEUE_FULL
 
 REQUEST_ID_HEADER = "x-request-id"
 CLIENT_CLOSED_REQUEST = 499
@@ -169,8 +170,8 @@ class Unavailable(Answered):
 class QueueFull(Unavailable):
     def __init__(self, waited_s: float) -> None:
         super().__init__(
-            f"the queue has been full for {waited_s:.0f} s because the trainer is too slow or has "
-            "stopped; nothing was queued, send the same groups again later"
+            f"{QUEUE_FULL} for {waited_s:.0f} s because the trainer is too slow or has stopped; "
+            "nothing was queued, send the same groups again later"
         )
 
 

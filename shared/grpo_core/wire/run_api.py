@@ -21,6 +21,8 @@ from grpo_core.wire.policy_version import PolicyVersion
 
 RUN_UUID_HEADER = "run-uuid"
 """Header of a submission: the run for which it was sampled, as in `RunStatus`."""
+QUEUE_FULL = "the queue has been full"
+"""In the reason of a refused submission (503): run-api works, and the trainer is slow."""
 
 
 class Registration(WireModel):

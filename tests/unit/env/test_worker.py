@@ -324,6 +324,20 @@ async def test_a_queue_that_is_full_for_a_while_loses_no_group() -> None:
     assert len(inference.bodies("POST /generate")) <= len(api.groups) + 2
 
 
+async def test_a_queue_that_is_full_for_longer_than_the_deadline_does_not_end_the_environment() -> (
+    None
+):
+    api = RunApi(num_steps=2)
+    routes = api.routes()
+    full = iter([(503, {"detail": "the queue has been full for 20 s"})] * 40)
+    routes["POST /scored_data"] = lambda body: next(full, None) or api.submit(body)
+
+    await feed(routes, inference_routes(right_and_wrong), "--env.run-api-deadline-s=0.2")
+
+    assert next(full, None) is None
+    assert len(api.groups) >= 4
+
+
 async def test_groups_that_a_reset_made_homeless_are_no_reason_to_give_up() -> None:
     api = RunApi(num_steps=10)
     routes = api.routes()

@@ -12,6 +12,7 @@ import structlog
 
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
+from grpo_core.wire.run_api import QUEUE_FULL
 from grpo_core.wire.scored_group import RewardSample, RolloutFacts, ScoredGroup
 from grpo_env.inference.teacher import TeacherUnavailable
 from grpo_env.pacing import FailureBudget, FlatRewards, RefusalLimit, RewardFailures
@@ -264,7 +265,10 @@ class GroupProducer:
             # The client repeated the submission for as long as run-api keeps idempotency keys. It
             # may have arrived, so neither the group nor its rewards are sent again: a gap is
             # harmless, but a duplicate is not.
-            self._submissions.failed(error)
+            if QUEUE_FULL in str(error):
+                self._submissions.succeeded()
+            else:
+                self._submissions.failed(error)
             self._lose(SampledGroup(lost=GroupLost(FailureReason.UNDELIVERED, str(error))))
         else:
             self._submissions.succeeded()
