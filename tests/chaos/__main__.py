@@ -48,9 +48,8 @@ CONTAINER_SHAPES = {
     "compose-none-3-servers": Shape("none", servers=3),
 }
 """Only if they are named, as the pretrained ones: they need Docker."""
-UNDISTURBED = "undisturbed"
+UNDISTURBED_SHAPES = {"undisturbed": Shape(SHARED, queue_limit=5, as_shipped=True)}
 """Only if it is named: no hits, for a run of many hours, which libfaketime shortens to minutes."""
-OTHERS = {UNDISTURBED: Shape(SHARED, queue_limit=5, as_shipped=True)}
 
 
 def run_shape(name: str, numbers: Iterable[int], seed: int, journal: Journal) -> None:
@@ -61,9 +60,8 @@ def run_shape(name: str, numbers: Iterable[int], seed: int, journal: Journal) ->
     elif name in CONTAINER_SHAPES:
         QueueRun(name, CONTAINER_SHAPES[name], dice, journal, in_containers=True).run(numbers)
     else:
-        shape = (QUEUE_SHAPES | PRETRAINED_SHAPES | OTHERS)[name]
-        is_undisturbed = name == UNDISTURBED
-        QueueRun(name, shape, dice, journal, is_undisturbed=is_undisturbed).run(numbers)
+        shape = (QUEUE_SHAPES | PRETRAINED_SHAPES | UNDISTURBED_SHAPES)[name]
+        QueueRun(name, shape, dice, journal, is_undisturbed=name in UNDISTURBED_SHAPES).run(numbers)
 
 
 def until(moment: float) -> Iterator[int]:
