@@ -208,7 +208,8 @@ def _gathered(
     """Some sequences at a time: [1, A, N, D] → [1, N, A, D]."""
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [N, A, D]
     results = []
-    for call, mask in zip(calls.calls, calls.masks(sliding_window), strict=True):
+    masks = calls.masks(sliding_window, query.dtype)
+    for call, mask in zip(calls.calls, masks, strict=True):
         found = functional.scaled_dot_product_attention(
             _gather(q, call.queries),
             _gather(k, call.keys),

@@ -119,8 +119,9 @@ class AttentionCall:
     first: Tensor  # [S, 1, 1, 1] int64, position of the first own token
     is_whole: bool  # no sequence shares a beginning, so queries and keys are the same tokens
 
-    def mask(self, sliding_window: int | None) -> Tensor | None:
-        """[S, 1, Q, K] whether a query attends to a key; None for plain causal attention."""
+    def mask(self, sliding_window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """[S, 1, Q, K] 0 where a query attends to a key, else -inf; None for plain causal
+        attention."""
         longest = self.keys.shape[1]
         window = longest if sliding_window is None else sliding_window
         if self.is_whole and longest <= window:
@@ -128,7 +129,10 @@ class AttentionCall:
         device = self.keys.device
         query = self.first + torch.arange(self.queries.shape[1], device=device).view(1, 1, -1, 1)
         key = torch.arange(longest, device=device).view(1, 1, 1, -1)
-        return (key <= query) & (key > query - window)
+        attends = (key <= query) & (key > query - window)
+        return torch.zeros(attends.shape, dtype=dtype, device=device).masked_fill_(
+            attends.logical_not_(), -torch.inf
+        )
 
 
 class AttentionCalls:
@@ -164,10 +168,11 @@ class AttentionCalls:
             calls.append(call)
         return cls(calls, results.to(device))
 
-    def masks(self, sliding_window: int | None) -> list[Tensor | None]:
-        """The mask of each call; all layers with the same window share it."""
+    def masks(self, sliding_window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
+        """The mask of each call; all layers with the same window share it. Not booleans, which
+        every layer would convert and keep for its backward pass."""
         if sliding_window not in self._masks:
-            self._masks[sliding_window] = [call.mask(sliding_window) for call in self.calls]
+            self._masks[sliding_window] = [call.mask(sliding_window, dtype) for call in self.calls]
         return self._masks[sliding_window]
 
 

@@ -79,3 +79,25 @@ def test_flash_attention_gets_bounds_windows_and_heads_that_give_the_same_number
     monkeypatch.setattr(Flash, "computes", lambda *_: True)
     packed_attention.enable(policy)
     require_equal(outcome(policy, FastForward(layout=PACKED), micro), expected)
+
+
+def test_layers_share_the_mask_of_common_beginnings() -> None:
+    """Kept by each layer for its backward pass, it takes as much memory as long activations."""
+    policy, micro = qwen(num_hidden_layers=3), ragged()
+    packed_attention.enable(policy)
+    arguments = PACKED.inputs(micro).arguments
+    shapes = {
+        mask.shape
+        for mask in arguments["attention_calls"].masks(None, torch.float32)
+        if mask is not None
+    }
+    kept: set[int] = set()
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.shape in shapes:
+            kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.get_decoder()(**arguments)
+    assert len(kept) == len(shapes) > 0
