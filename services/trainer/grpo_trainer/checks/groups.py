@@ -23,6 +23,9 @@ MIN_UNFINISHED = 16
 UNFINISHED_SHARE = 0.05
 """Share of the unfinished completions with the best score of their batch, at least."""
 MIN_EQUAL_GROUPS = 32
+MIN_COMPARED, SEVERAL_SCORES = 112, 3
+"""Fewer groups prove as much if they have several scores and many completions (16 groups of 8): a
+grader that tells so many answers apart would do so within some group."""
 FIRST_BATCHES = 3
 """In so many batches, at least two completions should have different scores."""
 
@@ -33,11 +36,20 @@ Counts = Counter[str]
 repeating: groups in which a completion occurs twice
 inconsistent: those of them in which equal completions have different scores
 varied: groups with different completions
-varied_equal: those of them in which all completions have one score
+compared: their completions, less one for each group
 unfinished: completions that reached the token limit without an end token
 unfinished_best: those of them with the best score of the batch
 finished: completions that end with an end token
 """
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a batch shows. `equal`: the score of each varied group in which all completions have
+    the same one."""
+
+    counts: Counts
+    equal: list[float]
 
 
 @dataclass
@@ -67,7 +79,7 @@ class GroupCheck:
     def __init__(self, end_tokens: frozenset[int], uses_scores: bool = True) -> None:
         self._end_tokens = end_tokens
         self._uses_scores = uses_scores
-        self._recent: defaultdict[int | None, deque[Counts]] = defaultdict(
+        self._recent: defaultdict[int | None, deque[_Seen]] = defaultdict(
             lambda: deque(maxlen=WINDOW_BATCHES)
         )
         self._beginnings: defaultdict[int | None, _Beginning] = defaultdict(_Beginning)
@@ -88,8 +100,8 @@ class GroupCheck:
             scores = [score for usable in scored for score in usable.group.scores]
             best = max(scores, default=0.0) if len(set(scores)) > 1 else None
             recent = self._recent[env_id]
-            recent.append(sum((self._counts(usable, best) for usable in scored), Counts()))
-            yield from _of_scores(env_id, sum(recent, Counts()))
+            recent.append(self._seen(scored, best))
+            yield from _of_scores(env_id, sum((seen.counts for seen in recent), Counts()))
             yield from _of_equal_scores(env_id, recent)
             if self._beginnings[env_id].has_ended(scores):
                 yield _of_beginning(env_id, self._beginnings[env_id])
@@ -111,6 +123,17 @@ class GroupCheck:
                 "in the environment, set the mask of a sampled end token to the token itself",
             )
 
+    def _seen(self, groups: Iterable[UsableGroup], best: float | None) -> _Seen:
+        """Args: best: the best score of their batch; None if all are equal"""
+        counts, equal = Counts(), list[float]()
+        for usable in groups:
+            found = self._counts(usable, best)
+            counts += found
+            scores = set(usable.group.scores)
+            if found["varied"] and len(scores) == 1:
+                equal += scores
+        return _Seen(counts, equal)
+
     def _counts(self, usable: UsableGroup, best: float | None) -> Counts:
         group = usable.group
         # A score is that of a whole rollout: one of its sequences may be that of another rollout.
@@ -123,12 +146,11 @@ class GroupCheck:
             scores[tokens].update(group.scores[sequence] for sequence in sequences)
         limit = (group.generation_params or {}).get("max_tokens")
         ends = [self._ending(*rows, limit) for rows in zip(group.tokens, group.masks, strict=True)]
-        is_equal = len(set(group.scores)) == 1
         return Counter(
             repeating=len(scores) < len(rollouts),
             inconsistent=any(len(found) > 1 for found in scores.values()),
             varied=len(scores) > 1,
-            varied_equal=len(scores) > 1 and is_equal,
+            compared=(len(group.scores) - 1) * (len(scores) > 1),
             unfinished=ends.count(False),
             unfinished_best=sum(
                 end is False and score == best
@@ -198,23 +220,29 @@ def _of_scores(env_id: int | None, seen: Counts) -> Iterator[Finding]:
         )
 
 
-def _of_equal_scores(env_id: int | None, recent: Sequence[Counts]) -> Iterator[Finding]:
+def _of_equal_scores(env_id: int | None, recent: Sequence[_Seen]) -> Iterator[Finding]:
     """Judges the newest groups alone: a fault may follow many honest ones."""
-    varied = varied_equal = 0
-    for counts in reversed(recent):
-        varied += counts["varied"]
-        varied_equal += counts["varied_equal"]
-        if varied >= MIN_EQUAL_GROUPS:
+    varied, compared, equal = 0, 0, list[float]()
+    for seen in reversed(recent):
+        varied += seen.counts["varied"]
+        compared += seen.counts["compared"]
+        equal += seen.equal
+        if len(equal) < varied:
+            return
+        has_several = len(set(equal)) >= SEVERAL_SCORES
+        if varied >= MIN_EQUAL_GROUPS or (has_several and compared >= MIN_COMPARED):
             break
-    if varied >= MIN_EQUAL_GROUPS and varied_equal == varied:
-        yield Finding(
-            CheckName.EQUAL_SCORES,
-            env_id,
-            f"in each of the last {varied} groups with different completions, all completions "
-            "have one score, so the advantages are 0",
-            "check whether the environment gives a group's score to each of its completions. If "
-            "the scores are right, the prompts are too easy or too hard",
-        )
+    else:
+        return
+    yield Finding(
+        CheckName.EQUAL_SCORES,
+        env_id,
+        f"in each of the last {varied} groups with different completions, all completions have one "
+        "score, so the advantages are 0",
+        "check whether the environment gives a group's score to each of its completions. If the "
+        "scores are right, the prompts are too easy or too hard, or the reward does not tell these "
+        "completions apart",
+    )
 
 
 def _of_beginning(env_id: int | None, seen: _Beginning) -> Finding:

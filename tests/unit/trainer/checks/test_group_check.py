@@ -94,6 +94,21 @@ def test_a_reward_that_is_the_same_for_all_completions_is_named_after_three_batc
     assert found(flat, other, flat) == []
 
 
+def test_equal_scores_of_several_values_are_named_early() -> None:
+    """As the mean of each group's scores in place of the scores."""
+    answers = [[7 + i, END] for i in range(8)]
+    several = [
+        group(answers, scores=[score] * 8, group_overrides=None) for score in (0.0, 0.25, 0.75, 1.0)
+    ]
+    assert found([group()], *[several] * 3) == []
+    assert found([group()], *[several] * 4) == [CheckName.EQUAL_SCORES]
+    assert found([group()], *[several] * 3, [*several[:3], group()]) == []
+    hard_and_easy = [several[0], several[3]] * 2
+    assert found([group()], *[hard_and_easy] * 4) == []
+    of_two = [group(answers[:2], scores=[s] * 2, group_overrides=None) for s in (0, 0.25, 1)] * 2
+    assert found([group()], *[of_two] * 5) == []
+
+
 HONEST = {
     "all scores are equal": group(scores=[0.0] * 4, generation_params={"max_tokens": 1}),
     "process rewards": group(scores=[0.0] * 4, advantages=[[0.5]] * 4),
