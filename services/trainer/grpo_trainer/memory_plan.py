@@ -26,7 +26,7 @@ from grpo_core.tree.optim import OptimizerName
 from grpo_core.tree.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
-from grpo_trainer.model.fused_head import CHUNK_LOGITS
+from grpo_trainer.model.fused_head import CHUNK_LOGITS, CHUNK_LOGITS_ON_CPU
 from grpo_trainer.model.policy import CausalLM, train_only
 from grpo_trainer.optim.rules import Adafactor, AdamW32, State, empty_8bit_state
 
@@ -42,6 +42,9 @@ SERVER_ON_CPU = 1200 * MIB
 """Python, torch, vLLM, and the workspaces of an engine."""
 ASSUMED_GPU_BYTES = 80 * GIB
 """Used for --device cuda if this machine has no GPU."""
+GAPS = 0.6
+"""Estimate, on a CPU: memory that glibc keeps between freed tensors, as a part of what a step
+without --gradient-checkpointing needs for a short time. Seen: 0.2 to 0.8."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 INITIAL_STATE: dict[OptimizerName, Callable[[Tensor], State]] = {
     "adamw": AdamW32().initial_state,
@@ -50,6 +53,10 @@ INITIAL_STATE: dict[OptimizerName, Callable[[Tensor], State]] = {
 }
 MASTER_BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT32_BYTES = 4
+GATHERED_KEYS = 16 / 9
+"""Keys per token of a micro-batch, because each completion's attention has a copy of its prompt's:
+8 (P + C) of P + 8 C tokens, in groups of 8 whose prompts are as long as their completions. Longer
+prompts need more, up to 8."""
 FUSED_COPIES, PLAIN_COPIES = 2, 3
 """Copies of the logits in float32 beside those in the model's type: scaled by the temperature and
 normalised; in the plain head also their gradient."""
@@ -119,7 +126,9 @@ def kept_bytes(settings: TrainerSettings, policy: CausalLM, optimizer: Optimizer
     )
 
 
-def working_bytes(settings: TrainerSettings, policy: CausalLM, config: Any) -> tuple[int, int]:
+def working_bytes(
+    settings: TrainerSettings, policy: CausalLM, config: Any, is_gpu: bool
+) -> tuple[int, int]:
     """Highest memory of a step beside the kept bytes, without and with --gradient-checkpointing.
 
     Args:
@@ -131,13 +140,15 @@ def working_bytes(settings: TrainerSettings, policy: CausalLM, config: Any) -> t
     tokens, (queries, keys) = settings.micro_batch_tokens, _head_widths(config)
     mlp = getattr(config, "intermediate_size", None) or 4 * hidden
     # Each norm stores its input in float32, and its result before and after the weight. Attention
-    # stores queries, keys, values and its result. The MLP stores the gate, the gate's activation,
-    # the other half, and their product.
+    # stores queries, keys, values and its result, without flash attention also in the order of the
+    # row. The MLP stores the gate, the gate's activation, the other half, and their product.
     norms = 2 * hidden * (FLOAT32_BYTES + 2 * element)
-    layer = tokens * (norms + element * (2 * queries + 2 * keys + 4 * mlp))
+    results = 1 if is_gpu and element < FLOAT32_BYTES else 2
+    attention = (1 + results) * queries + 2 * GATHERED_KEYS * keys
+    layer = int(tokens * (norms + element * (attention + 4 * mlp)))
     # Layers below the lowest trained one store nothing.
     layers = config.num_hidden_layers - _first_trained_layer(settings)
-    head = _output_bytes(settings, policy, config, element)
+    head = _output_bytes(settings, policy, config, CHUNK_LOGITS if is_gpu else CHUNK_LOGITS_ON_CPU)
     # The head's backward pass comes first; then one layer at a time is computed again.
     recomputed = layers * tokens * element * hidden + max(head, layer)
     # The update takes one parameter at a time: float32 copies of the largest.
@@ -148,11 +159,15 @@ def working_bytes(settings: TrainerSettings, policy: CausalLM, config: Any) -> t
     return max(layers * layer + head, update), max(recomputed, update)
 
 
-def _output_bytes(settings: TrainerSettings, policy: CausalLM, config: Any, element: int) -> int:
-    """Bytes that the output layer needs for the logits, and for the gradient of its weights."""
+def _output_bytes(settings: TrainerSettings, policy: CausalLM, config: Any, chunk: int) -> int:
+    """Bytes that the output layer needs for the logits, and for the gradient of its weights.
+
+    Args: chunk: logits that the fused head computes at a time
+    """
+    element = next(policy.parameters()).element_size()
     is_fused = settings.fused_head != "off"
     logits = settings.micro_batch_tokens * config.vocab_size
-    at_once: int = min(logits, CHUNK_LOGITS) if is_fused else logits
+    at_once: int = min(logits, chunk) if is_fused else logits
     is_trained = bool(policy.get_output_embeddings().weight.requires_grad)
     copies = FUSED_COPIES if is_fused else PLAIN_COPIES
     per_weight = element + FLOAT32_BYTES * is_fused  # the fused head sums in float32
@@ -205,8 +220,12 @@ class MemoryPlan:
 
     def trainer_bytes(self, is_recomputed: bool) -> int:
         """Highest memory of the trainer. Args: is_recomputed: with --gradient-checkpointing"""
-        working = self.working_bytes[is_recomputed]
+        working = self.working_bytes[is_recomputed] + self.gap_bytes
         return self.kept.total + working + self.machine.trainer_reserve
+
+    @property
+    def gap_bytes(self) -> int:
+        return 0 if self.machine.is_gpu else int(GAPS * self.working_bytes[False])
 
     def usable_utilization(self, is_recomputed: bool) -> float | None:
         """The given --gpu-memory-utilization if server and trainer fit with it; otherwise the
@@ -247,7 +266,7 @@ def memory_plan(settings: TrainerSettings) -> MemoryPlan:
         kv_bytes=2 * layers * _head_widths(config)[1] * dtype.itemsize * longest,
         optimizer=optimizer,
         kept=kept_bytes(settings, policy, optimizer),
-        working_bytes=working_bytes(settings, policy, config),
+        working_bytes=working_bytes(settings, policy, config, machine.is_gpu),
     )
 
 
@@ -344,6 +363,7 @@ def _trainer(plan: MemoryPlan) -> str:
         **{f"{name}, {n / trained:.2f} bytes per weight": n for name, n in per_weight.items()},
         "copies of the model and of a reference model": kept.weights,
         f"{activations} (estimated)": plan.working_bytes[is_recomputed],
+        **({"gaps between freed buffers (estimated)": plan.gap_bytes} if plan.gap_bytes else {}),
         rest: plan.machine.trainer_reserve,
     }
     return (

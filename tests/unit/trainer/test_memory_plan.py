@@ -43,7 +43,7 @@ SMALL = {"optimizer": "adafactor", "master_dtype": "bfloat16"}
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({}, "trainer 104.7 GiB + server 36.0 GiB of 80.0 GiB\nThey do not fit. Smaller: "),
+        ({}, "trainer 105.1 GiB + server 36.0 GiB of 80.0 GiB\nThey do not fit. Smaller: "),
         (SMALL, "They fit with --gradient-checkpointing --gpu-memory-utilization 0.35\n"),
         ({"mode": "lora_only"}, "They fit\n"),
     ],

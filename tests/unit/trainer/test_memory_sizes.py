@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpo_core.tree.objectives import GRPO
+from grpo_core.tree.trainer import ForwardOptions
 from grpo_core.tree.trainer_command import CommandLine
+from grpo_core.wire.fields import MASKED
 from grpo_tiny_model.model import build_model
 from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.memory_plan import KeptBytes, memory_plan
-from grpo_trainer.model.forward import FastForward
+from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.policy import train_only
 from grpo_trainer.model.reference import build_reference
@@ -67,6 +70,69 @@ def test_a_step_of_the_tiny_model_keeps_what_the_plan_says(tiny: Path, mode: str
 @pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
 def test_only_a_whole_model_needs_memory_for_a_reference_model(tiny: Path, mode: str) -> None:
     require_as_planned(tiny, mode, micro_batches=1, kl_coef=0.1, combinations=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_take_what_the_plan_says(dtype: str, tmp_path: Path) -> None:
+    """Those of twice as many tokens, less those of once as many: the rest is the output layer's,
+    which computes some logits at a time."""
+    torch.manual_seed(0)
+    policy: Any = LlamaForCausalLM(LlamaConfig(**LLAMA)).to(getattr(torch, dtype)).eval()
+    policy.save_pretrained(tmp_path)
+    sizes = {"planned": [0, 0], "measured": [0, 0]}
+    for times in (0, 1):
+        tokens = 9 * LENGTH << times
+        options = {"model": str(tmp_path), "mode": "none", "device": "cpu", "dtype": dtype}
+        line = CommandLine.model_validate({**options, "tokens_per_micro_batch": tokens})
+        sizes["planned"][times] = memory_plan(line.settings()).working_bytes[0]
+        sizes["measured"][times] = stored_bytes(policy, tokens)
+    planned, measured = (twice - once for once, twice in sizes.values())
+    assert planned == pytest.approx(measured, rel=0.06)
+
+
+LLAMA: Changes = {
+    "vocab_size": 49152,
+    "hidden_size": 72,
+    "intermediate_size": 192,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+"""Of SmolLM2-135M's proportions."""
+LENGTH = 48
+"""Of prompts, and of completions in groups of 8."""
+
+
+def stored_bytes(policy: Any, tokens: int) -> int:
+    """What a forward pass keeps for the backward pass, beside the weights."""
+    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    stored: dict[int, int] = {}
+    sent = []
+    for number in range(tokens // (9 * LENGTH)):
+        prompt = [number, *range(1, LENGTH)]
+        rows = [[*prompt, first, *range(1, LENGTH + 1)] for first in range(10, 18)]
+        sent.append(
+            group(
+                tokens=rows,
+                masks=[[MASKED] * LENGTH + row[LENGTH:] for row in rows],
+                scores=[float(i % 2) for i in range(len(rows))],
+                inference_logprobs=[[-0.1] * len(row) for row in rows],
+            )
+        )
+    forward = build_forward_pass(policy, ForwardOptions())
+    (micro,) = collated(*sent, micro_batch_size=8 * len(sent)).micro_batches
+
+    def store(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            stored[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(store, lambda tensor: tensor):
+        values = forward(policy, micro)
+    assert values.logp.requires_grad  # the pass is still stored
+    return sum(stored.values())
 
 
 def require_as_planned(
