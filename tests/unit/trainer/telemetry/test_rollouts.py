@@ -24,7 +24,7 @@ from grpo_trainer.telemetry.rollouts import (
 )
 from tests.support.conversations import record
 from tests.support.directories import files_of_at_most, names
-from tests.support.wait import DEADLINE_S
+from tests.support.wait import DEADLINE_S, wait_for
 from tests.unit.trainer.groups import good, group
 from tests.unit.trainer.telemetry.step_rollouts import rollouts_of, usable_of
 from tests.unit.trainer.tiny_policy import model_directory
@@ -108,6 +108,7 @@ def test_at_most_two_steps_wait_for_the_disk_and_one_that_hangs_is_given_up(
     assert [entry["event"] for entry in logs] == ["rollouts.stopped"]
     assert "took no rollouts for 0.2 s" in logs[0]["reason"]
     goes_on.set()
+    wait_for(lambda: len(begun) == 2)  # else the thread would write the second one for real
 
 
 def test_a_full_disk_warns_once_and_the_writer_tries_again(tmp_path: Path) -> None:
