@@ -78,9 +78,12 @@ class Journal:
                     for part in (found[:quarter], found[-quarter:])
                 )
                 lines.append(f"{shape}, {name}: {first:,.0f} at first, {last:,.0f} at last")
-        late = [hit for hit in self.hits if hit.recovered_s > PROMISED_S]
-        lines += [f"later than {PROMISED_S:g} s: {hit}" for hit in late]
+        lines += [f"later than {PROMISED_S:g} s: {hit}" for hit in self.late()]
         return lines
+
+    def late(self) -> list[Hit]:
+        """Without a victim there is nothing to recover from."""
+        return [hit for hit in self.hits if hit.victims and hit.recovered_s > PROMISED_S]
 
 
 _TWO_SHARE = 0.2

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ def main(options: dict[str, Any]) -> None:
         learner.optimizer.step(step)
         learner.optimizer.write_into_parameters()
     plan = memory_plan(settings).trainer_bytes(settings.gradient_checkpointing)
-    sys.stdout.write(json.dumps({"peak_bytes": peak_bytes(), "planned_bytes": plan}) + "\n")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sys.stdout.write(json.dumps({"peak_bytes": peak, "planned_bytes": plan}) + "\n")
 
 
 def full(tokens: int, vocabulary: int) -> dict[str, Any]:
@@ -59,12 +60,6 @@ def full(tokens: int, vocabulary: int) -> dict[str, Any]:
         "logprobs": [[-1.0] * (LENGTH // 2) for _ in range(count)],
         "scores": [float(i % 2) for i in range(count)],
     }
-
-
-def peak_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (peak,) = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
-    return 1024 * int(peak)
 
 
 if __name__ == "__main__":

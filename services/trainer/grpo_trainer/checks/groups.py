@@ -231,18 +231,16 @@ def _of_equal_scores(env_id: int | None, recent: Sequence[_Seen]) -> Iterator[Fi
             return
         has_several = len(set(equal)) >= SEVERAL_SCORES
         if varied >= MIN_EQUAL_GROUPS or (has_several and compared >= MIN_COMPARED):
-            break
-    else:
-        return
-    yield Finding(
-        CheckName.EQUAL_SCORES,
-        env_id,
-        f"in each of the last {varied} groups with different completions, all completions have one "
-        "score, so the advantages are 0",
-        "check whether the environment gives a group's score to each of its completions. If the "
-        "scores are right, the prompts are too easy or too hard, or the reward does not tell these "
-        "completions apart",
-    )
+            yield Finding(
+                CheckName.EQUAL_SCORES,
+                env_id,
+                f"in each of the last {varied} groups with different completions, all completions "
+                "have one score, so the advantages are 0",
+                "check whether the environment gives a group's score to each of its completions. "
+                "If the scores are right, the prompts are too easy or too hard, or the reward does "
+                "not tell these completions apart",
+            )
+            return
 
 
 def _of_beginning(env_id: int | None, seen: _Beginning) -> Finding:
