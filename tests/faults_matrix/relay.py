@@ -38,7 +38,7 @@ def relay(port: int, damage: Damage, tls: ssl.SSLContext | None = None) -> Itera
     open_now: set[asyncio.StreamWriter] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
+        with suppress(OSError, asyncio.CancelledError):
             back, forth = await asyncio.open_connection("127.0.0.1", port)
             open_now.update((writer, forth))
             await asyncio.gather(
@@ -54,7 +54,10 @@ def relay(port: int, damage: Damage, tls: ssl.SSLContext | None = None) -> Itera
         server.close()
         for writer in open_now:
             writer.transport.abort()
-        await asyncio.sleep(0.1)
+        serving = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
         loop.stop()
 
     try:
