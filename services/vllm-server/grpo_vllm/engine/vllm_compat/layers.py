@@ -2,16 +2,17 @@
 
 vLLM's CPU build packs linear weights for its kernels and serves from the packed copies, so writing
 to the originals has no effect. The plain methods here do not pack: they multiply with the original
-tensor by `torch.nn.functional.linear`.
+tensor.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from vllm.config.load import LoadConfig as LoadConfig
 from vllm.config.utils import replace as replace
@@ -20,6 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader import register_model_loader as register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader as DefaultModelLoader
 from vllm.platforms import current_platform as current_platform
+from vllm.utils.torch_utils import direct_register_custom_op
 
 PARALLEL_SIZES = (
     "tensor_parallel_size",
@@ -32,16 +34,41 @@ OTHER_MODES = "use --mode lora_only or none"
 NAMED_LAYERS = 3
 _METHOD = "quant_method"
 _CPU_KERNEL = "cpu_linear"
+_IS_X86 = platform.machine() == "x86_64"
+"""Other processors were not measured."""
+
+
+def plain_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `torch.nn.functional.linear`, which computes float32 with MKL: without the AVX-512 of
+    AMD's processors, so it takes twice as long there as oneDNN."""
+    if inputs.dtype != torch.float32 or not _IS_X86:
+        return functional.linear(inputs, weight, bias)
+    found: Tensor = torch.ops.vllm.grpo_float32_linear(inputs, weight, bias)
+    return found
+
+
+def _onednn_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
+    return found
+
+
+# An operator of its own, because torch.compile takes the weights of oneDNN's for constants.
+direct_register_custom_op(
+    "grpo_float32_linear",
+    _onednn_linear,
+    fake_impl=lambda inputs, weight, _: inputs.new_empty(*inputs.shape[:-1], len(weight)),
+    dispatch_key="CPU",
+)
 
 
 class PlainLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        setattr(layer, _CPU_KERNEL, functional.linear)
+        setattr(layer, _CPU_KERNEL, plain_linear)
 
 
 class PlainEmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        setattr(layer, _CPU_KERNEL, functional.linear)
+        setattr(layer, _CPU_KERNEL, plain_linear)
 
 
 def use_plain_layout(model: nn.Module) -> None:
@@ -62,7 +89,7 @@ def packed_layers(model: nn.Module) -> list[str]:
         name
         for name, module in model.named_modules()
         if isinstance(getattr(module, "weight", None), torch.Tensor)
-        and getattr(module, _CPU_KERNEL, functional.linear) is not functional.linear
+        and getattr(module, _CPU_KERNEL, plain_linear) is not plain_linear
     ]
 
 
