@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
@@ -64,8 +65,9 @@ def measure(work: dict[str, Any]) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began)
         losses.append(stats.loss)
     peak = memory.bytes()
-    in_place = {torch.ops.aten.addmm_: addmm_flops}  # which torch does not count
-    with FlopCounterMode(display=False, custom_mapping=in_place) as flops:
+    # torch does not count these
+    products = (torch.ops.grpo.linear, torch.ops.mkldnn._linear_pointwise)
+    with FlopCounterMode(display=False, custom_mapping=dict.fromkeys(products, flops_of)) as flops:
         accumulate_gradients(model, batch, GRPO, 0, forward)
     return {
         "loss": losses[0],
@@ -77,9 +79,9 @@ def measure(work: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def addmm_flops(_: Any, left: tuple[int, int], right: tuple[int, int], **__: Any) -> int:
-    """Args: left, right: the factors' shapes"""
-    return 2 * left[0] * left[1] * right[1]
+def flops_of(inputs: tuple[int, ...], weight: tuple[int, int], *_: Any, **__: Any) -> int:
+    """Args: shapes"""
+    return 2 * math.prod(inputs) * weight[0]
 
 
 def distinct_tokens(work: dict[str, Any]) -> int:

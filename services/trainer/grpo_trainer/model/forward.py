@@ -29,6 +29,7 @@ from grpo_trainer.model.logprobs import (
     tolerance_of,
     values_of,
 )
+from grpo_trainer.model.onednn import use_onednn
 from grpo_trainer.model.packing import PACKED, PADDED, Layout
 from grpo_trainer.model.policy import (
     CausalLM,
@@ -144,6 +145,7 @@ def build_forward_pass(
     if options.compile:
         require_compiler(device_of(policy))
     probe = _Probe(policy)
+    use_onednn(base_model(policy))
     is_packed = is_enabled("packing", options.packing, lambda: _enable_packing(policy, probe))
     is_fused = is_enabled(
         "fused-head", options.fused_head, lambda: _probe_fused_head(policy, probe)

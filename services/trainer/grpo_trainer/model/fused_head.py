@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
+from grpo_trainer.model.onednn import OneDnnLinear, linear, uses_onednn
 from grpo_trainer.model.policy import CausalLM
 
 CHUNK_LOGITS = 2**27
@@ -26,6 +26,9 @@ CHUNK_LOGITS = 2**27
 efficient matrix product on a GPU."""
 CHUNK_LOGITS_ON_CPU = 2**24
 """64 MiB. More logits at a time are hardly faster, and fewer are slower."""
+
+SUMMED_ROWS = 1 << 14
+"""Rows of the head's gradient that oneDNN computes at a time. It cannot add to them in place."""
 
 _CHANGES_LOGITS = (
     "final_logit_softcapping",
@@ -52,7 +55,7 @@ def obstacles(model: CausalLM) -> list[str]:
     ]
     head = model.get_output_embeddings()
     kind = type(head)
-    if kind is not nn.Linear:
+    if kind not in (nn.Linear, OneDnnLinear):
         found.append(
             f"the model's head is a {kind.__module__}.{kind.__name__} instead of one matrix"
         )
@@ -161,7 +164,7 @@ class _LinearLogprobs(torch.autograd.Function):
         logp = torch.empty(len(hidden), device=hidden.device)
         entropy, logsumexp = torch.empty_like(logp), torch.empty_like(logp)
         for part in _parts(len(hidden), rows):
-            logits = functional.linear(hidden[part], weight, bias)
+            logits = linear(hidden[part], weight, bias)
             logp[part], entropy[part], logsumexp[part] = arithmetic.logprobs(
                 logits, targets[part], temperature[part]
             )
@@ -183,16 +186,16 @@ class _LinearLogprobs(torch.autograd.Function):
         of_bias = _zeros_like(bias) if ctx.needs_input_grad[2] else None
         for part in _parts(len(hidden), ctx.rows):
             of_logits = ctx.arithmetic.gradient(
-                functional.linear(hidden[part], weight, bias),
+                linear(hidden[part], weight, bias),
                 targets[part],
                 temperature[part],
                 logsumexp[part],
                 gradient[part],
                 None if of_entropy is None else of_entropy[part],
             )
-            of_hidden[part] = of_logits @ weight
+            of_hidden[part] = linear(of_logits, weight.T)
             if of_weight is not None:
-                _add_product(of_weight, of_logits.T, hidden[part])
+                _add_product(of_weight, of_logits, hidden[part])
             if of_bias is not None:
                 of_bias += of_logits.sum(0, dtype=torch.float32)
         return (
@@ -208,10 +211,14 @@ def _parts(length: int, rows: int) -> Iterator[slice]:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)  # without a copy of the size of `total`
+    """total += leftᵀ right: [V, H], [K, V], [K, H]."""
+    if uses_onednn(left):
+        for rows in _parts(len(total), SUMMED_ROWS):
+            total[rows] += linear(left[:, rows].T.contiguous(), right.T)
+    elif left.dtype == total.dtype:
+        total.addmm_(left.T, right)  # without a copy of the size of `total`
     else:
-        total += left @ right
+        total += left.T @ right
 
 
 def _zeros_like(parameter: Tensor) -> Tensor:
