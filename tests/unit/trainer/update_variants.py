@@ -21,7 +21,6 @@ def stochastic() -> StochasticRounding:
 
 VARIANTS: dict[str, Callable[[], MasterUpdate]] = {
     "adamw": lambda: MasterUpdate(AdamW32()),
-    "adamw, torch's fused": lambda: MasterUpdate(AdamW32(fused=True)),
     "adamw_8bit": lambda: MasterUpdate(AdamW8bit(CPU)),
     "adamw, bf16 stochastic": lambda: MasterUpdate(AdamW32(), BF16, stochastic()),
     "adamw, bf16 nearest": lambda: MasterUpdate(AdamW32(), BF16),

@@ -152,7 +152,7 @@ def _rule(name: OptimizerName, device: torch.device) -> UpdateRule:
     if name == "adafactor":
         return Adafactor()
     if name == "adamw":
-        return AdamW32(fused=device.type == "cuda")
+        return AdamW32()
     if find_spec(BITSANDBYTES) is None:
         raise MissingPackage(
             f"--optimizer adamw_8bit, the default on a GPU, needs the package {BITSANDBYTES}: "

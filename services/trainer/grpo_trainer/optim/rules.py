@@ -106,13 +106,7 @@ class AdamW32(UpdateRule):
 
     In bf16 the second moment would stop following its gradients: a step changes it by one part in a
     thousand, and bf16 resolves four.
-
-    Args:
-        fused: use torch's single kernel, which is made for GPUs
     """
-
-    def __init__(self, fused: bool = False) -> None:
-        self._fused = fused
 
     def initial_state(self, weights: Tensor) -> State:
         return {
@@ -125,7 +119,7 @@ class AdamW32(UpdateRule):
         self, weights: Tensor, gradient: Tensor, state: State
     ) -> Iterator[tuple[Tensor, Tensor, State]]:
         gradient = gradient.contiguous()
-        if self._fused:  # makes no copies
+        if weights.is_cuda:
             yield weights, gradient, state
             return
         names = (EXP_AVG, EXP_AVG_SQ)
@@ -145,7 +139,7 @@ class AdamW32(UpdateRule):
             [],
             [state[STEP]],
             foreach=False,
-            fused=self._fused,
+            fused=True,
             amsgrad=False,
             beta1=options.adam.beta1,
             beta2=options.adam.beta2,
@@ -157,7 +151,7 @@ class AdamW32(UpdateRule):
 
     def place_of_step(self, weights: Tensor) -> torch.device:
         """The fused kernel reads the counter on the weights' device."""
-        return weights.device if self._fused else super().place_of_step(weights)
+        return weights.device
 
 
 def scaled(gradient: Tensor, scale: float) -> Tensor:

@@ -50,14 +50,14 @@ class Reference:
         return {path: torch.as_tensor(value) for path, value in found.items()}
 
 
-@pytest.mark.parametrize("part", [5, 2**22])
+@pytest.mark.parametrize("part", [1024, 2**22])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_adamw_is_torchs_to_the_last_bit(
     dtype: torch.dtype, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo_trainer.optim.rules.PART_ELEMENTS", part)
     model = Model(dtype=dtype, weight_decay=0.0, adam=OTHER)
-    reference = Reference(model, torch.optim.AdamW, 0.0, foreach=False, **OTHERS_NAMES)
+    reference = Reference(model, torch.optim.AdamW, 0.0, fused=True, **OTHERS_NAMES)
     for step in range(5):
         model.gather(step, micro_batches=1 + step % 2)
         norm = reference.step(model.optimizer.gradients.tensors)
@@ -99,7 +99,7 @@ def test_adafactor_is_that_of_transformers_with_the_learning_rate_as_its_step_si
     assert held["col_var/large"].shape == (1, 71)
 
 
-@pytest.mark.parametrize("variant", ["adamw", "adamw, torch's fused", "adamw_8bit", "adafactor"])
+@pytest.mark.parametrize("variant", ["adamw", "adamw_8bit", "adafactor"])
 def test_weight_decay_counts_where_one_step_of_it_is_less_than_float32_resolves(
     variant: str,
 ) -> None:
