@@ -32,7 +32,7 @@ from benchmarks.same_run import (
     submit,
 )
 from grpo_core.clients.run_api import TrainerClient
-from grpo_core.cpu import share_cores
+from grpo_core.cpu import prepare_cpu
 from grpo_core.logs import configure_logging
 from grpo_core.tree.trainer_command import parse_command
 from grpo_runs.process.ports import free_port
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--lr", default="1e-6")
     args = parser.parse_args()
     configure_logging("trainer", "WARNING")
-    share_cores()
+    prepare_cpu()
     model = ensure_smollm2() if args.smollm2 else ensure_tiny_model()
     with tempfile.TemporaryDirectory(prefix="record-cost-") as directory:
         measure(model, args.blocks, args.steps, ["--lr", args.lr], Path(directory))

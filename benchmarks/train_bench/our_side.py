@@ -65,9 +65,9 @@ def measure(work: dict[str, Any]) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began)
         losses.append(stats.loss)
     peak = memory.bytes()
-    # torch does not count these
-    products = (torch.ops.grpo.linear, torch.ops.mkldnn._linear_pointwise)
-    with FlopCounterMode(display=False, custom_mapping=dict.fromkeys(products, flops_of)) as flops:
+    by_onednn = (torch.ops.grpo.linear, torch.ops.mkldnn._linear_pointwise)
+    uncounted = {torch.ops.aten.addmm_: addmm_flops, **dict.fromkeys(by_onednn, linear_flops)}
+    with FlopCounterMode(display=False, custom_mapping=uncounted) as flops:
         accumulate_gradients(model, batch, GRPO, 0, forward)
     return {
         "loss": losses[0],
@@ -79,8 +79,13 @@ def measure(work: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def flops_of(inputs: tuple[int, ...], weight: tuple[int, int], *_: Any, **__: Any) -> int:
-    """Args: shapes"""
+def addmm_flops(_: Any, left: tuple[int, int], right: tuple[int, int], **__: Any) -> int:
+    """Args: left, right: the factors' shapes"""
+    return 2 * left[0] * left[1] * right[1]
+
+
+def linear_flops(inputs: tuple[int, ...], weight: tuple[int, int], *_: Any, **__: Any) -> int:
+    """Args: inputs, weight: the factors' shapes; the weight is transposed"""
     return 2 * math.prod(inputs) * weight[0]
 
 

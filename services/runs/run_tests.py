@@ -19,7 +19,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from grpo_core.cpu import share_cores
+from grpo_core.cpu import prepare_cpu
 from grpo_core.evaluation.statistics import mean_at_k, pass_at_k
 from grpo_core.tree.objectives import Objective
 from grpo_runs.offline.command_line import words_for_hydra
@@ -148,7 +148,7 @@ def run_tests(names: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def main() -> None:
-    share_cores()  # before torch is imported
+    prepare_cpu()  # before torch is imported
     passed, count = run_tests(globals())
     sys.stdout.write(f"{passed}/{count} tests passed\n")
     raise SystemExit(passed < count)

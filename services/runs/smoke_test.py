@@ -11,14 +11,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from grpo_core.cpu import share_cores
+from grpo_core.cpu import prepare_cpu
 from run_tests import run_small
 
 SHOWN = 4
 
 
 def main() -> None:
-    share_cores()  # before torch is imported
+    prepare_cpu()  # before torch is imported
     with tempfile.TemporaryDirectory() as directory:
         files = run_small(Path(directory), iterations=1, evaluated=8)
         train = json.loads(files.train(0).read_text())

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from grpo_core.cpu import share_cores
+from grpo_core.cpu import prepare_cpu
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.offline.run_files import RunFiles
 from grpo_runs.offline.screen import OfflineScreen
@@ -103,7 +103,7 @@ def device() -> str:
 
 
 def main() -> None:
-    share_cores()  # before torch is imported
+    prepare_cpu()  # before torch is imported
     passed, count = run_tests(globals())
     sys.stdout.write(f"trained on: {device()}\n{passed}/{count} passed\n")
     raise SystemExit(passed < count)

@@ -150,7 +150,9 @@ _ON_CPU = {
         "add_lora_linear(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices)",
     ],
     "vllm.lora.model_manager": [" ~ lora_config=self.lora_config,"],
-    "vllm.utils.torch_utils": ["direct_register_custom_op(op_name, op_func, mutates_args)"],
+    "vllm.utils.torch_utils": [
+        "direct_register_custom_op(op_name, op_func, mutates_args, fake_impl, dispatch_key)"
+    ],
     # small blocks of the KV cache
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": [
         *("get_supported_head_sizes", "get_supported_kernel_block_sizes")

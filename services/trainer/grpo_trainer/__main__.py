@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import structlog
 
-from grpo_core.cpu import share_cores
+from grpo_core.cpu import prepare_cpu
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_core.settings.machine import does_not_answer
@@ -43,7 +43,7 @@ def _train(settings: TrainerSettings, processes: ProcessOptions) -> None:
         _warn_without_run_api(settings.run_api_url)
     for number in STOP_SIGNALS:
         signal.signal(number, _stop)
-    share_cores()
+    prepare_cpu()
 
     from grpo_trainer.ranks.group import process_group, settings_of_rank
     from grpo_trainer.train import train

@@ -42,7 +42,7 @@ def test_a_command_names_what_does_not_fit(
     trained: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo_trainer.replay.__main__.configure_logging", lambda *_: None)
-    monkeypatch.setattr("grpo_trainer.replay.__main__.share_cores", lambda: None)
+    monkeypatch.setattr("grpo_trainer.replay.__main__.prepare_cpu", lambda: None)
     main, options = COMMANDS[name]
     words = [trained, *options]
     assert told(main, words).status == 0

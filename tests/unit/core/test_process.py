@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.cpu import SPIN_COUNT, WAIT_POLICY, share_cores
+from grpo_core import cpu
+from grpo_core.cpu import SPIN_COUNT, WAIT_POLICY, is_faster_with_onednn, prepare_cpu
 from grpo_core.process import ManagedProcess
 
 DEADLINE_S = 60.0
@@ -37,5 +38,22 @@ def test_what_the_user_has_set_wins(
     given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(given))
-    share_cores()
+    prepare_cpu()
     assert os.environ.get(NAME) == expected
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "is_faster"),
+    [
+        ("AuthenticAMD", "fpu avx512f", True),
+        ("AuthenticAMD", "fpu avx2", False),
+        ("GenuineIntel", "fpu avx512f", False),
+    ],
+)
+def test_onednn_multiplies_where_mkl_does_not_use_the_cpu(
+    vendor: str, flags: str, is_faster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"vendor_id\t: {vendor}\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(cpu, "CPUINFO", cpuinfo)
+    assert is_faster_with_onednn() == is_faster

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from grpo_core.cpu import share_cores
+from grpo_core.cpu import prepare_cpu
 from grpo_core.evaluation.results import EvalResult
 from grpo_core.logs import configure_logging
 from grpo_runs.offline.key_names import renamed
@@ -55,7 +55,7 @@ def open_screen(keys: OfflineKeys, names: Mapping[str, str] | None = None) -> Of
     Args: names: of a recipe's keys, by those of Hydra
     """
     configure_logging("offline", keys.logging.level, [renamed(names or {})])
-    share_cores()
+    prepare_cpu()
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from grpo_core.cpu import share_cores
+from grpo_core.cpu import prepare_cpu
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_env.loading import problem_of
@@ -61,7 +61,7 @@ def main(script: Script, argv: Sequence[str] | None = None) -> None:
 def _follow(keys: OfflineKeys, directory: Path) -> None:
     """Take part as a rank above 0. Rank 0 samples, publishes and writes the files of the run."""
     configure_logging("offline", keys.logging.level)
-    share_cores()
+    prepare_cpu()
     from grpo_runs.offline.loop import follow_offline
 
     follow_offline(keys, directory.absolute())

@@ -19,7 +19,7 @@ from grpo_core.tree.trainer import Choice, ForwardOptions
 from grpo_core.wire.fields import PROMPT_LOGPROB
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import FastPathRefused
-from grpo_trainer.model import fused_head, packed_attention
+from grpo_trainer.model import fused_head, onednn, packed_attention
 from grpo_trainer.model.fused_head import EAGER, HeadArithmetic, linear_logprobs
 from grpo_trainer.model.logprobs import (
     TokenValues,
@@ -29,7 +29,6 @@ from grpo_trainer.model.logprobs import (
     tolerance_of,
     values_of,
 )
-from grpo_trainer.model.onednn import use_onednn
 from grpo_trainer.model.packing import PACKED, PADDED, Layout
 from grpo_trainer.model.policy import (
     CausalLM,
@@ -134,7 +133,8 @@ def build_forward_pass(
 ) -> FastForward:
     """Choose the fastest way that the options and the model allow; the log names it.
 
-    The policy's attention and layers change only if an option needs it.
+    The policy's attention and layers change only if an option needs it; its linear layers, if
+    oneDNN computes them faster.
 
     Args: differentiates_entropy: the loss depends on the entropies
 
@@ -145,7 +145,7 @@ def build_forward_pass(
     if options.compile:
         require_compiler(device_of(policy))
     probe = _Probe(policy)
-    use_onednn(base_model(policy))
+    _try_onednn(base_model(policy), probe)
     is_packed = is_enabled("packing", options.packing, lambda: _enable_packing(policy, probe))
     is_fused = is_enabled(
         "fused-head", options.fused_head, lambda: _probe_fused_head(policy, probe)
@@ -205,6 +205,15 @@ def is_enabled(option: str, choice: Choice, enable: Callable[[], None]) -> bool:
         log.info("fast_path.refused", option=f"--{option}", reason=str(refusal))
         return False
     return True
+
+
+def _try_onednn(model: CausalLM, probe: _Probe) -> None:
+    onednn.enable(model)
+    try:
+        probe.require_equal(plain_forward, "oneDNN")
+    except FastPathRefused as refusal:
+        onednn.disable(model)
+        log.warning("fast_path.refused", reason=str(refusal))
 
 
 def _enable_packing(policy: CausalLM, probe: _Probe) -> None:

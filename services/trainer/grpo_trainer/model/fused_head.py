@@ -3,7 +3,7 @@ at once.
 
 With a vocabulary of 150,000 tokens the logits take 600 kB per position in float32, and the plain
 way holds several copies of them for the backward pass. Here they exist for some rows at a time:
-once for the logprobs, and again for the gradient. Values and rounding equal those of the plain way.
+once for the logprobs, and again for the gradient. Values equal those of the plain way.
 
 Legend: K rows, H hidden size, V vocabulary.
 """
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from grpo_trainer.model.onednn import OneDnnLinear, linear, uses_onednn
+from grpo_trainer.model import onednn
+from grpo_trainer.model.onednn import OneDnnLinear, linear
 from grpo_trainer.model.policy import CausalLM
 
 CHUNK_LOGITS = 2**27
@@ -26,9 +27,9 @@ CHUNK_LOGITS = 2**27
 efficient matrix product on a GPU."""
 CHUNK_LOGITS_ON_CPU = 2**24
 """64 MiB. More logits at a time are hardly faster, and fewer are slower."""
+SUMMED_ELEMENTS = 2**23
+"""Elements of the head's gradient that oneDNN computes at a time: 32 MiB."""
 
-SUMMED_ROWS = 1 << 14
-"""Rows of the head's gradient that oneDNN computes at a time. It cannot add to them in place."""
 
 _CHANGES_LOGITS = (
     "final_logit_softcapping",
@@ -212,9 +213,9 @@ def _parts(length: int, rows: int) -> Iterator[slice]:
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += leftᵀ right: [V, H], [K, V], [K, H]."""
-    if uses_onednn(left):
-        for rows in _parts(len(total), SUMMED_ROWS):
-            total[rows] += linear(left[:, rows].T.contiguous(), right.T)
+    if onednn.computes(left):  # which cannot add in place
+        for rows in _parts(len(total), max(1, SUMMED_ELEMENTS // total.shape[1])):
+            total[rows] += linear(left[:, rows].T, right.T)
     elif left.dtype == total.dtype:
         total.addmm_(left.T, right)  # without a copy of the size of `total`
     else:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from grpo_core.cpu import share_cores
+from grpo_core.cpu import prepare_cpu
 from grpo_core.logs import configure_logging
 from grpo_core.provenance.chain import Provenance
 from grpo_core.settings import load_settings
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with errors_told("grpo-replay"):
         provenance = Provenance.of(settings.run)
         configure_logging("replay", "WARNING")
-        share_cores()
+        prepare_cpu()
 
         from grpo_trainer.replay.command import replay_run
 

@@ -10,7 +10,7 @@ import sys
 
 import structlog
 
-from grpo_core.cpu import share_cores
+from grpo_core.cpu import prepare_cpu
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_core.tree.server import SHARE_WEIGHTS_VARIABLE, load_server_settings
@@ -30,7 +30,7 @@ def preload(options: list[str]) -> str | None:
     configure_logging("vllm-server", settings.log_level)
     # NumPy's OpenBLAS would start threads on import, and a process with threads cannot be forked.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    share_cores()
+    prepare_cpu()
     # vLLM's processes inherit this; our plugin reads it there.
     os.environ[SHARE_WEIGHTS_VARIABLE] = "1" if settings.share_weights else "0"
     os.environ[SERVER_VARIABLE] = "1"

@@ -62,7 +62,7 @@ def make_keys(model: str) -> MakeKeys:
 def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands leave logging, threads and signal handlers of this process as they are."""
     monkeypatch.setattr(screen, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(screen, "share_cores", lambda: None)
+    monkeypatch.setattr(screen, "prepare_cpu", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 

@@ -366,7 +366,7 @@ def test_a_rank_above_0_follows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     followed: list[Path] = []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(main, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(main, "share_cores", lambda: None)
+    monkeypatch.setattr(main, "prepare_cpu", lambda: None)
     monkeypatch.setattr(loop, "follow_offline", lambda _, directory: followed.append(directory))
 
     main.main("grpo", ["--config", str(TINY), "--output_dir", str(tmp_path / "run")])

@@ -7,7 +7,6 @@ tensor.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,6 +22,8 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader a
 from vllm.platforms import current_platform as current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from grpo_core.cpu import is_faster_with_onednn
+
 PARALLEL_SIZES = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -34,14 +35,12 @@ OTHER_MODES = "use --mode lora_only or none"
 NAMED_LAYERS = 3
 _METHOD = "quant_method"
 _CPU_KERNEL = "cpu_linear"
-_IS_X86 = platform.machine() == "x86_64"
-"""Other processors were not measured."""
+_IS_FASTER_WITH_ONEDNN = is_faster_with_onednn()
 
 
 def plain_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `torch.nn.functional.linear`, which computes float32 with MKL: without the AVX-512 of
-    AMD's processors, so it takes twice as long there as oneDNN."""
-    if inputs.dtype != torch.float32 or not _IS_X86:
+    """As `torch.nn.functional.linear`; in float32 by oneDNN, where it is faster."""
+    if inputs.dtype != torch.float32 or not _IS_FASTER_WITH_ONEDNN:
         return functional.linear(inputs, weight, bias)
     found: Tensor = torch.ops.vllm.grpo_float32_linear(inputs, weight, bias)
     return found
@@ -52,7 +51,7 @@ def _onednn_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     return found
 
 
-# An operator of its own, because torch.compile takes the weights of oneDNN's for constants.
+# An operator of its own, because torch.compile treats the weight of oneDNN's as a constant.
 direct_register_custom_op(
     "grpo_float32_linear",
     _onednn_linear,
@@ -89,7 +88,7 @@ def packed_layers(model: nn.Module) -> list[str]:
         name
         for name, module in model.named_modules()
         if isinstance(getattr(module, "weight", None), torch.Tensor)
-        and getattr(module, _CPU_KERNEL, plain_linear) is not plain_linear
+        and getattr(module, _CPU_KERNEL, plain_linear) not in (plain_linear, functional.linear)
     ]
 
 
