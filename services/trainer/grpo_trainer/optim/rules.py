@@ -25,7 +25,8 @@ STEP = "step"
 
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 PART_ELEMENTS = 2**22
-"""Number of weights updated at a time: their copies take 16 MiB each."""
+"""Number of weights updated at a time: their copies take 16 MiB each. A multiple of 16, because
+torch's kernel rounds the last few of a part otherwise."""
 BLOCK = 256
 """Number of neighbouring moments that share a scale, fixed by bitsandbytes' kernels."""
 MIN_8BIT_ELEMENTS = 4096
@@ -119,7 +120,7 @@ class AdamW32(UpdateRule):
         self, weights: Tensor, gradient: Tensor, state: State
     ) -> Iterator[tuple[Tensor, Tensor, State]]:
         gradient = gradient.contiguous()
-        if weights.is_cuda:
+        if weights.is_cuda:  # as many calls as there are weight tensors
             yield weights, gradient, state
             return
         names = (EXP_AVG, EXP_AVG_SQ)

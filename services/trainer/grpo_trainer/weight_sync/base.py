@@ -115,7 +115,7 @@ class WeightSync(Protocol):
 
 
 PROBE_DEADLINE_S = 30.0
-POLL_S = 0.02
+POLL_S = 0.1
 TOLERATED_CRASHES = 1
 """Anything may end an engine once. If it crashes again, the request is the likely cause."""
 
