@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
 @pytest.fixture(scope="module")
 def stacks(stack_settings: dict[str, str], own_model: Path) -> Iterator[dict[str, Stack]]:
     """After their trainers have ended well."""
-    settings = {"STEPS": str(STEPS), "RESTART_INTERVAL": str(STEPS), "LR": "1e-3"}
+    settings = {"STEPS": str(STEPS), "RESTART_INTERVAL": str(STEPS), "LR": "3e-3"}
     stacks = {}
     for mode in (*RESTARTS, SINGLE):
         stacks[mode] = Stack(mode, f"grpo-test-{mode}", stack_settings | settings | own_ports())
@@ -55,7 +55,7 @@ def test_a_mode_publishes_its_weights_saves_them_and_drops_nothing(
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     # The served log-probabilities are those of the new weights, and not those of the old.
     assert records[-1]["alignment/probe_max"] < NOISE
-    assert records[-1]["alignment/probe_moved"] > 10 * NOISE
+    assert records[-1]["alignment/probe_moved"] > 100 * NOISE
     assert (tmp_path / mode / SAVED[mode]).is_dir()
     summary = json.loads((tmp_path / mode / "benchmark.json").read_text())
     assert (summary["restarts"], summary["dropped_requests"]) == (RESTARTS[mode], 0)

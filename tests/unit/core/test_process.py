@@ -14,6 +14,7 @@ from grpo_core.process import ManagedProcess
 
 DEADLINE_S = 60.0
 NAME, OURS = SPIN_COUNT
+CACHE = "LRU_CACHE_CAPACITY"
 
 
 def test_a_child_is_no_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -31,15 +32,21 @@ def test_a_child_is_no_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, OURS), ({NAME: "infinity"}, "infinity"), ({WAIT_POLICY: "PASSIVE"}, None)],
+    ("given", "name", "expected"),
+    [
+        ({}, NAME, OURS),
+        ({NAME: "infinity"}, NAME, "infinity"),
+        ({WAIT_POLICY: "PASSIVE"}, NAME, None),
+        ({}, CACHE, "64"),
+        ({CACHE: "1024"}, CACHE, "1024"),
+    ],
 )
 def test_what_the_user_has_set_wins(
-    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, str], name: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(given))
     prepare_cpu()
-    assert os.environ.get(NAME) == expected
+    assert os.environ.get(name) == expected
 
 
 @pytest.mark.parametrize(

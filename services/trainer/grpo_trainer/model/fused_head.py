@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from grpo_trainer.model import onednn
-from grpo_trainer.model.onednn import OneDnnLinear, linear
 from grpo_trainer.model.policy import CausalLM
 
 CHUNK_LOGITS = 2**27
@@ -29,7 +28,6 @@ CHUNK_LOGITS_ON_CPU = 2**24
 """64 MiB. More logits at a time are hardly faster, and fewer are slower."""
 SUMMED_ELEMENTS = 2**23
 """Elements of the head's gradient that oneDNN computes at a time: 32 MiB."""
-
 
 _CHANGES_LOGITS = (
     "final_logit_softcapping",
@@ -56,7 +54,7 @@ def obstacles(model: CausalLM) -> list[str]:
     ]
     head = model.get_output_embeddings()
     kind = type(head)
-    if kind not in (nn.Linear, OneDnnLinear):
+    if kind not in (nn.Linear, onednn.OneDnnLinear):
         found.append(
             f"the model's head is a {kind.__module__}.{kind.__name__} instead of one matrix"
         )
@@ -165,7 +163,7 @@ class _LinearLogprobs(torch.autograd.Function):
         logp = torch.empty(len(hidden), device=hidden.device)
         entropy, logsumexp = torch.empty_like(logp), torch.empty_like(logp)
         for part in _parts(len(hidden), rows):
-            logits = linear(hidden[part], weight, bias)
+            logits = onednn.linear(hidden[part], weight, bias)
             logp[part], entropy[part], logsumexp[part] = arithmetic.logprobs(
                 logits, targets[part], temperature[part]
             )
@@ -187,14 +185,14 @@ class _LinearLogprobs(torch.autograd.Function):
         of_bias = _zeros_like(bias) if ctx.needs_input_grad[2] else None
         for part in _parts(len(hidden), ctx.rows):
             of_logits = ctx.arithmetic.gradient(
-                linear(hidden[part], weight, bias),
+                onednn.linear(hidden[part], weight, bias),
                 targets[part],
                 temperature[part],
                 logsumexp[part],
                 gradient[part],
                 None if of_entropy is None else of_entropy[part],
             )
-            of_hidden[part] = linear(of_logits, weight.T)
+            of_hidden[part] = onednn.linear(of_logits, weight.T)
             if of_weight is not None:
                 _add_product(of_weight, of_logits, hidden[part])
             if of_bias is not None:
@@ -215,7 +213,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += leftᵀ right: [V, H], [K, V], [K, H]."""
     if onednn.computes(left):  # which cannot add in place
         for rows in _parts(len(total), max(1, SUMMED_ELEMENTS // total.shape[1])):
-            total[rows] += linear(left[:, rows].T, right.T)
+            total[rows] += onednn.linear(left[:, rows].T, right.T)
     elif left.dtype == total.dtype:
         total.addmm_(left.T, right)  # without a copy of the size of `total`
     else:

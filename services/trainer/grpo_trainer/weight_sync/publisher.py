@@ -10,12 +10,10 @@ from grpo_core.deadline import Deadline
 from grpo_core.weights.servers import in_use_of
 from grpo_core.weights.versions import Announcement
 from grpo_trainer.errors import NotPublished, WeightsRefused
-from grpo_trainer.weight_sync.base import Reach
+from grpo_trainer.weight_sync.base import POLL_S, Reach
 from grpo_trainer.weight_sync.servers import Servers, ServerWatch, described, serves_now
 
 log = structlog.get_logger()
-
-POLL_S = 0.02
 
 
 @dataclass(frozen=True)
