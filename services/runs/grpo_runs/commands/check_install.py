@@ -39,11 +39,6 @@ def problems(device: str) -> list[str]:
         for name in CUDA_ONLY
         if name in installed
     ]
-    if any(name.startswith("nvidia-") for name in installed):
-        found.append(
-            "torch is a CUDA build (nvidia-* packages are installed); remove .venv and install "
-            "again with TORCH_INDEX_URL set to PyTorch's index of CPU wheels"
-        )
     return found
 
 
