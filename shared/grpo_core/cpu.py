@@ -1,9 +1,11 @@
-"""How processes share this machine's cores, and what its CPU computes slowly."""
+"""How processes share this machine's cores, and every choice that depends on its CPU: `CPU`."""
 
 from __future__ import annotations
 
+import math
 import os
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 
 SPIN_COUNT = ("GOMP_SPINCOUNT", "2000")
@@ -36,26 +38,73 @@ def prepare_cpu() -> None:
 
 
 CPUINFO = Path("/proc/cpuinfo")
-INSTRUCTIONS = {"avx512_bf16", "amx_bf16"}
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+BFLOAT16 = {"avx512_bf16", "amx_bf16"}
 SLOW = (
     "this CPU has no instructions for bfloat16, so it computes bfloat16 several times as slowly as "
     "float32"
 )
+ISA_LIMIT = "ONEDNN_MAX_CPU_ISA"
+"""oneDNN's own variable: the newest instructions that it may use, for example AVX512_CORE."""
+PRODUCTS = "GRPO_FLOAT32_PRODUCTS"
+"""onednn or mkl: the library that multiplies float32 matrices, for comparisons and tests."""
 
 
-def is_slow_in_bfloat16() -> bool:
-    """Whether this is an x86 CPU without such instructions. Others were not measured."""
-    if platform.machine() != "x86_64" or not CPUINFO.exists():
-        return False
-    return not INSTRUCTIONS & _flags()
+@dataclass(frozen=True)
+class Cpu:
+    """What depends on the CPU, apart from vLLM's choice of its own kernels.
+
+    Args:
+        cores: that this process may use
+        is_slow_in_bfloat16: an x86 CPU without instructions for it. Others were not measured
+        is_faster_with_onednn: oneDNN, a part of torch, multiplies float32 matrices faster than MKL,
+            which torch uses for them: on an AMD EPYC with AVX-512 more than twice as fast, on an
+            Intel Xeon with AVX-512 equally fast. Others were not measured
+    """
+
+    cores: int
+    is_slow_in_bfloat16: bool
+    is_faster_with_onednn: bool
+
+    @classmethod
+    def find(cls) -> Cpu:
+        vendor, flags = _described()
+        products = os.environ.get(PRODUCTS)
+        return cls(
+            cores=_cores(),
+            is_slow_in_bfloat16=platform.machine() == "x86_64"
+            and bool(flags)
+            and not flags & BFLOAT16,
+            is_faster_with_onednn=products == "onednn"
+            if products
+            else vendor == "AuthenticAMD" and "avx512f" in flags,
+        )
 
 
-def is_faster_with_onednn() -> bool:
-    """Whether oneDNN, a part of torch, multiplies float32 matrices faster than MKL, which torch
-    uses for them: on an AMD EPYC with AVX-512 more than twice as fast. Others were not measured."""
-    return CPUINFO.exists() and "AuthenticAMD" in CPUINFO.read_text() and "avx512f" in _flags()
+def _described() -> tuple[str, set[str]]:
+    """Vendor and flags of the first core, less the instructions that oneDNN may not use. Both are
+    empty if the system does not describe the CPU."""
+    found: dict[str, str] = {}
+    if CPUINFO.exists():
+        first, _, _ = CPUINFO.read_text().partition("\n\n")
+        for line in first.splitlines():
+            name, _, value = line.partition(":")
+            found[name.strip()] = value.strip()
+    flags = set(found.get("flags", "").split())
+    limit = os.environ.get(ISA_LIMIT, "all").lower()
+    if not any(word in limit for word in ("bf16", "fp16", "amx", "avx10", "all", "default")):
+        flags -= BFLOAT16
+    if not any(word in limit for word in ("avx512", "avx10", "all", "default")):
+        flags -= {"avx512f"}
+    return found.get("vendor_id", ""), flags
 
 
-def _flags() -> set[str]:
-    fields = (line.partition(":") for line in CPUINFO.read_text().splitlines())
-    return set(next((value for name, _, value in fields if name.strip() == "flags"), "").split())
+def _cores() -> int:
+    """Cores that this process may use: of the machine, less those that `taskset`, a batch system or
+    a container's limit take away."""
+    allowed = len(os.sched_getaffinity(0))
+    quota, _, period = (QUOTA.read_text() if QUOTA.exists() else "max").partition(" ")
+    return min(allowed, math.ceil(int(quota) / int(period))) if quota.isdecimal() else allowed
+
+
+CPU = Cpu.find()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
+import dataclasses
 from types import ModuleType
 
 import pytest
@@ -12,8 +11,6 @@ from grpo_core import cpu
 
 # vLLM's modules warn when they are first imported, which may be here.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-OLD = "fpu sse2 avx2 avx512f"
 
 
 @pytest.fixture
@@ -41,28 +38,13 @@ def test_options_without_effect_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("machine", "flags", "asked", "found"),
-    [
-        ("x86_64", OLD, "auto", "float32"),
-        ("x86_64", OLD, "bfloat16", "bfloat16"),
-        ("x86_64", f"{OLD} avx512_bf16", "auto", "auto"),
-        ("x86_64", f"{OLD} amx_bf16", "auto", "auto"),
-        ("aarch64", "fp asimd", "auto", "auto"),
-    ],
+    ("is_slow", "asked", "found"),
+    [(True, "auto", "float32"), (True, "bfloat16", "bfloat16"), (False, "auto", "auto")],
 )
 def test_float32_is_the_default_where_bfloat16_is_slow(
-    args: ModuleType,
-    machine: str,
-    flags: str,
-    asked: str,
-    found: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    args: ModuleType, is_slow: bool, asked: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(f"model name\t: a CPU\nflags\t\t: {flags}\n\nflags\t\t: {flags}\n")
-    monkeypatch.setattr(cpu, "CPUINFO", cpuinfo)
-    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(cpu, "CPU", dataclasses.replace(cpu.CPU, is_slow_in_bfloat16=is_slow))
     arguments = args.parse_engine_arguments(["--model", "m", "--dtype", asked])
     args.adapt_to_cpu(arguments)
     assert arguments.dtype == found

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from grpo_core.cpu import CPU
 from grpo_core.errors import GrpoError
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, disk_bytes, redis_command
 from grpo_core.redis.url import WITHOUT_REDIS, redis_password
@@ -249,7 +250,7 @@ def make_model(stack: Stack, screen: Screen, model: str, deadline_s: float) -> s
     """
     with tempfile.TemporaryDirectory(prefix="grpo-") as temporary:
         path_file = Path(temporary) / MODEL_PATH_FILE
-        job = model_job(model, path_file, os.cpu_count() or 1, deadline_s)
+        job = model_job(model, path_file, CPU.cores, deadline_s)
         start_on_screen(stack, [job], screen)
         return path_file.read_text().strip()
 

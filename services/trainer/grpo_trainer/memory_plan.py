@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_core.cpu import is_slow_in_bfloat16
+from grpo_core import cpu
 from grpo_core.errors import ModelNotFound
 from grpo_core.tree.optim import OptimizerName
 from grpo_core.tree.trainer import AUTO_DEVICE, TrainerSettings
@@ -289,7 +289,7 @@ def _dtype(settings: TrainerSettings, config: Any, machine: Machine) -> torch.dt
     if settings.dtype != "auto":
         found: torch.dtype = getattr(torch, settings.dtype)
         return found
-    if not machine.is_gpu and is_slow_in_bfloat16():
+    if not machine.is_gpu and cpu.CPU.is_slow_in_bfloat16:
         return torch.float32
     return config.dtype or torch.float32
 

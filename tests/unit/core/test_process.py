@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from pathlib import Path
 
 import pytest
 
 from grpo_core import cpu
-from grpo_core.cpu import SPIN_COUNT, WAIT_POLICY, is_faster_with_onednn, prepare_cpu
+from grpo_core.cpu import SPIN_COUNT, WAIT_POLICY, Cpu, prepare_cpu
 from grpo_core.process import ManagedProcess
 
 DEADLINE_S = 60.0
@@ -49,18 +50,63 @@ def test_what_the_user_has_set_wins(
     assert os.environ.get(name) == expected
 
 
+AMD, INTEL = "AuthenticAMD", "GenuineIntel"
+
+
 @pytest.mark.parametrize(
-    ("vendor", "flags", "is_faster"),
+    ("vendor", "flags", "variables", "is_slow", "by_onednn"),
     [
-        ("AuthenticAMD", "fpu avx512f", True),
-        ("AuthenticAMD", "fpu avx2", False),
-        ("GenuineIntel", "fpu avx512f", False),
+        (AMD, "avx2 avx512f avx512_bf16", {}, False, True),
+        (AMD, "avx2", {}, True, False),
+        (INTEL, "avx2 avx512f", {}, True, False),
+        (INTEL, "avx2 avx512f amx_bf16", {}, False, False),
+        # what a user, or `make test-cpus`, takes away
+        (AMD, "avx2 avx512f avx512_bf16", {cpu.ISA_LIMIT: "AVX512_CORE"}, True, True),
+        (AMD, "avx2 avx512f avx512_bf16", {cpu.ISA_LIMIT: "AVX512_CORE_BF16"}, False, True),
+        (AMD, "avx2 avx512f avx512_bf16", {cpu.ISA_LIMIT: "AVX2"}, True, False),
+        (AMD, "avx2 avx512f avx512_bf16", {cpu.PRODUCTS: "mkl"}, False, False),
+        (INTEL, "avx2", {cpu.PRODUCTS: "onednn"}, True, True),
     ],
 )
-def test_onednn_multiplies_where_mkl_does_not_use_the_cpu(
-    vendor: str, flags: str, is_faster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_a_cpu_computes_slowly(
+    vendor: str,
+    flags: str,
+    variables: dict[str, str],
+    is_slow: bool,
+    by_onednn: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(f"vendor_id\t: {vendor}\nflags\t\t: {flags}\n")
+    core = f"vendor_id\t: {vendor}\nflags\t\t: fpu {flags}\n\n"
+    cpuinfo.write_text(2 * core)
     monkeypatch.setattr(cpu, "CPUINFO", cpuinfo)
-    assert is_faster_with_onednn() == is_faster
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    for name in (cpu.ISA_LIMIT, cpu.PRODUCTS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = Cpu.find()
+    assert (found.is_slow_in_bfloat16, found.is_faster_with_onednn) == (is_slow, by_onednn)
+
+
+def test_a_cpu_that_nobody_describes_is_taken_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "nothing")
+    found = Cpu.find()
+    assert not found.is_slow_in_bfloat16
+    assert found.is_faster_with_onednn == (os.environ.get(cpu.PRODUCTS) == "onednn")
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("max 100000", 6), ("150000 100000", 2), ("900000 100000", 6)]
+)
+def test_cores_are_those_that_this_process_may_use(
+    quota: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cpu.max"
+    file.write_text(f"{quota}\n")
+    monkeypatch.setattr(cpu, "QUOTA", file)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    assert Cpu.find().cores == expected

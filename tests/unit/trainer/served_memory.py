@@ -12,9 +12,12 @@ from grpo_core.weights.shared_memory import ParameterMapping, WeightManifest
 from grpo_trainer.weight_sync.shared_memory import MappedWeights
 
 
-def served(model: Path) -> MappedWeights:
-    """Args: model: a directory with one file of weights."""
-    tensors = load_file(model / "model.safetensors")
+def served(model: Path, dtype: torch.dtype | None = None) -> MappedWeights:
+    """Args:
+    model: a directory with one file of weights
+    dtype: in which they are served, if it is not that of the file
+    """
+    tensors = {name: t.to(dtype) for name, t in load_file(model / "model.safetensors").items()}
     whole = torch.cat([t.flatten().view(torch.uint8) for t in tensors.values()])
     offsets = itertools.accumulate((t.nbytes for t in tensors.values()), initial=0)
     regions = {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from grpo_core.cpu import CPU
 from grpo_core.errors import GrpoError, ProtocolViolation
 from grpo_core.process import describe_exit
 from grpo_core.settings import without_secrets
@@ -57,7 +57,7 @@ def compare_modes(settings: CompareSettings, screen: Screen) -> int:
             comparison = ModeComparison(
                 steps=settings.steps,
                 seed=settings.seed,
-                cores=os.cpu_count() or 1,
+                cores=CPU.cores,
                 side_by_side=settings.side_by_side,
                 passed_on=without_secrets(settings.passed_on)[0],
                 results=results,

@@ -1,7 +1,7 @@
 """`python install_torch.py DEVICE`: installs the pinned torch into this Python environment.
 
-DEVICE is cpu or cuda, as in `make install DEVICE=cuda`. Runs before anything else is installed. Most
-package indexes offer a CUDA build of torch only. It also works on a CPU, but is larger.
+DEVICE is cpu or cuda, as in `make install DEVICE=cuda`. Runs before anything else is installed.
+Most package indexes offer a CUDA build of torch only. It also works on a CPU, but is larger.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ def install(device: str, pytorch_index: str, given_index: str = "") -> None:
         SystemExit: there is no build for the device, or pip failed.
     """
     version = pinned("torch")
-    places = [[given_index]] if given_index else [[], [pytorch_index]]
-    for place in places:
-        index = [argument for url in place for argument in ("--index-url", url)]
+    for index in [given_index] if given_index else ["", pytorch_index]:
         if (build := offered(version, device, index)) is not None:
-            print(f"torch {build}: from {place[0] if place else 'the package index'}")
+            say(f"torch {build}: from {index or 'the package index'}")
             # The lock has what a CPU build needs.
-            return run_pip(*["--no-deps"] * (device == "cpu"), *index, exactly(build))
+            return run_pip(*["--no-deps"] * (device == "cpu"), *at(index), exactly(build))
     if device == "cuda" or given_index:
-        where = f"TORCH_INDEX_URL={given_index}" if given_index else "the package index"
         raise SystemExit(
-            f"{where} has no build of torch {version} for DEVICE={device}; set TORCH_INDEX_URL to "
-            "an index that has one"
+            f"{given_index or 'the package index'} has no build of torch {version} for "
+            f"DEVICE={device}; set TORCH_INDEX_URL to an index that has one"
         )
-    print(
-        f"torch {version}: no index with a CPU build answers, so pip takes the build of the package "
-        "index; a CUDA build also works on a CPU, and is about 4 GB larger"
+    say(
+        f"torch {version}: no index with a CPU build answers, so pip takes the build of the "
+        "package index; a CUDA build also works on a CPU, and is about 4 GB larger"
     )
     run_pip(f"torch=={version}")
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def pinned(name: str) -> str:
@@ -58,16 +60,26 @@ def pinned(name: str) -> str:
     return found[1]
 
 
-def offered(version: str, device: str, index: list[str]) -> str | None:
+def at(index: str) -> list[str]:
+    return ["--index-url", index] if index else []
+
+
+def offered(version: str, device: str, index: str) -> str | None:
     """The version, with its local part, of a build for the device: 2.13.0+cpu, 2.13.0+cu130, or
     2.13.0, the name of the CUDA build on the public index."""
     asked = ["--timeout", str(SECONDS_TO_ANSWER), "--retries", "0"] if index else []
-    command = [*PIP, "index", "versions", *asked, *index, "torch"]
+    command = [*PIP, "index", "versions", *asked, *at(index), "torch"]
     # A failure is said again by `pip install`.
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    builds = re.findall(rf"(?<![\w.]){re.escape(version)}(?:\+\w+)?(?![\w.])", listed)
-    fitting = [build for build in builds if build.endswith("+cpu") == (device == "cpu")]
-    return next(iter(fitting), None)
+    _, _, line = listed.partition("Available versions: ")  # below it, what is installed
+    return next(
+        (
+            build
+            for build in line.partition("\n")[0].split(", ")
+            if build.partition("+")[0] == version and build.endswith("+cpu") == (device == "cpu")
+        ),
+        None,
+    )
 
 
 def exactly(build: str) -> str:

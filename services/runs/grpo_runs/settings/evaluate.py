@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, SecretStr, create_model, field_validator
 
+from grpo_core.cpu import CPU
 from grpo_core.settings import (
     Command,
     CommandSettings,
@@ -52,7 +52,7 @@ def option_of(view: type[BaseModel], option: str, **changes: Any) -> Any:
 
 
 def all_cores() -> int:
-    return os.cpu_count() or 1
+    return CPU.cores
 
 
 class EvalOptions(ServerHere):

@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, SecretStr, create_model, field_validator
 
+from grpo_core.cpu import CPU
 from grpo_core.redis.keys import is_run_id
 from grpo_core.security import plain, usable_token
 from grpo_core.settings import (
@@ -81,7 +81,7 @@ def each_once(values: tuple[str, ...]) -> tuple[str, ...]:
 
 def half_the_cores() -> int:
     """Server and trainer compute at the same time, so each gets half."""
-    return max(1, (os.cpu_count() or 1) // 2)
+    return max(1, CPU.cores // 2)
 
 
 class ServerHere(CommandSettings):

@@ -15,7 +15,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from grpo_core.cpu import SLOW, is_slow_in_bfloat16
+from grpo_core import cpu
 from grpo_core.tree.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_core.tree.weights import LoraOptions
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG
@@ -210,10 +210,11 @@ def broadcast_policy(
 def warn_of_slow_type(policy: CausalLM) -> None:
     """Log if the policy is in bfloat16 on a CPU without instructions for it."""
     weights = next(policy.parameters())
-    if weights.dtype == torch.bfloat16 and weights.device.type == "cpu" and is_slow_in_bfloat16():
+    is_slow = cpu.CPU.is_slow_in_bfloat16 and weights.device.type == "cpu"
+    if is_slow and weights.dtype == torch.bfloat16:
         log.warning(
             "dtype.slow",
-            reason=SLOW,
+            reason=cpu.SLOW,
             hint="start the server and the trainer without --dtype, or with --dtype float32",
         )
 

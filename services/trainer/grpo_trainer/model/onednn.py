@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from grpo_core.cpu import is_faster_with_onednn
+from grpo_core import cpu
 from grpo_trainer.model.policy import CausalLM
 
-_IS_FASTER = is_faster_with_onednn()
 SMALLEST = 1 << 16
 """Elements of a weight. With smaller ones the call takes longer than the product."""
 
 
 def computes(tensor: Tensor) -> bool:
     """Whether oneDNN computes products with this tensor."""
-    return _IS_FASTER and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+    is_float32 = tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+    return is_float32 and cpu.CPU.is_faster_with_onednn
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

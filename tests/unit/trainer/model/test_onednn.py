@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from grpo_core import cpu
 from grpo_trainer.model import onednn
 from grpo_trainer.model.onednn import OneDnnLinear
 
@@ -12,7 +15,7 @@ INPUTS, OUTPUTS = 24, 40
 
 @pytest.fixture(autouse=True)
 def on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn, "_IS_FASTER", True)
+    monkeypatch.setattr(cpu, "CPU", dataclasses.replace(cpu.CPU, is_faster_with_onednn=True))
 
 
 def layer(has_bias: bool = False) -> nn.Linear:

@@ -17,7 +17,7 @@ import torch
 from vllm import envs
 from vllm.platforms import current_platform as current_platform
 
-from grpo_core.cpu import SLOW, is_slow_in_bfloat16
+from grpo_core import cpu
 from grpo_core.errors import GrpoError, ModelNotFound
 from grpo_vllm.engine.vllm_compat.layers import PARALLEL_SIZES
 from grpo_vllm.engine.vllm_compat.platform_plugin import CPU_ADAPTERS
@@ -121,9 +121,9 @@ def adapt_to_cpu(arguments: argparse.Namespace) -> None:
     if arguments.block_size is None:
         arguments.block_size = smallest_block()
     # vLLM would take bfloat16, also on a CPU without instructions for it.
-    if arguments.dtype == "auto" and is_slow_in_bfloat16():
+    if arguments.dtype == "auto" and cpu.CPU.is_slow_in_bfloat16:
         arguments.dtype = "float32"
-        log.info("dtype.chosen", dtype="float32", reason=SLOW)
+        log.info("dtype.chosen", dtype="float32", reason=cpu.SLOW)
 
 
 class EngineNotStarted(GrpoError):

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader a
 from vllm.platforms import current_platform as current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from grpo_core.cpu import is_faster_with_onednn
+from grpo_core import cpu
 
 PARALLEL_SIZES = (
     "tensor_parallel_size",
@@ -35,12 +35,11 @@ OTHER_MODES = "use --mode lora_only or none"
 NAMED_LAYERS = 3
 _METHOD = "quant_method"
 _CPU_KERNEL = "cpu_linear"
-_IS_FASTER_WITH_ONEDNN = is_faster_with_onednn()
 
 
 def plain_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `torch.nn.functional.linear`; in float32 by oneDNN, where it is faster."""
-    if inputs.dtype != torch.float32 or not _IS_FASTER_WITH_ONEDNN:
+    if inputs.dtype != torch.float32 or not cpu.CPU.is_faster_with_onednn:
         return functional.linear(inputs, weight, bias)
     found: Tensor = torch.ops.vllm.grpo_float32_linear(inputs, weight, bias)
     return found

@@ -1,0 +1,94 @@
+"""`make install` takes torch from the first index with a build for the device.
+
+The indexes are directories with small packages called torch, and pip is the real one.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from grpo_runs.commands import install_torch
+from grpo_runs.commands.install_torch import install, pinned
+
+VERSION = pinned("torch")
+CPU, CUDA, NAMED_CUDA = f"{VERSION}+cpu", VERSION, f"{VERSION}+cu130"
+
+
+def index(directory: Path, *builds: str) -> str:
+    """The URL of an index with these builds of torch, and with what its CUDA build needs."""
+    for name, version in [("nvidia-cublas", "13.1"), *(("torch", build) for build in builds)]:
+        place = directory / name
+        place.mkdir(parents=True, exist_ok=True)
+        stem = f"{name.replace('-', '_')}-{version}"
+        needs = "Requires-Dist: nvidia-cublas\n" if version == CUDA else ""
+        with zipfile.ZipFile(place / f"{stem}-py3-none-any.whl", "w") as wheel:
+            info = f"{stem}.dist-info"
+            wheel.writestr(
+                f"{info}/METADATA",
+                f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
+            )
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
+            wheel.writestr(f"{info}/RECORD", "")
+        links = (f'<a href="{file.name}">{file.name}</a>' for file in place.iterdir())
+        (place / "index.html").write_text("\n".join(links))
+    return directory.as_uri()
+
+
+@pytest.mark.parametrize(
+    ("device", "configured", "pytorchs", "expected"),
+    [
+        ("cpu", (CUDA, CPU), (), {CPU}),
+        pytest.param("cpu", (CUDA,), (CPU,), {CPU}, marks=pytest.mark.full),
+        ("cpu", (CUDA,), None, {CUDA, "nvidia"}),
+        ("cuda", (CUDA, CPU), (), {CUDA, "nvidia"}),
+        pytest.param("cuda", (NAMED_CUDA, CPU), (), {NAMED_CUDA}, marks=pytest.mark.full),
+        pytest.param("cuda", (CPU,), (NAMED_CUDA,), {NAMED_CUDA}, marks=pytest.mark.full),
+    ],
+)
+def test_the_first_index_with_a_build_for_the_device_is_taken(
+    device: str,
+    configured: tuple[str, ...],
+    pytorchs: tuple[str, ...] | None,
+    expected: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    installed = tmp_path / "installed"
+    only_from(monkeypatch, index(tmp_path / "configured", *configured), installed)
+    # Nothing listens on port 1.
+    others = index(tmp_path / "other", *pytorchs) if pytorchs is not None else "http://127.0.0.1:1"
+    install(device, others)
+    found = {path.name.partition(".dist-info")[0] for path in installed.glob("*.dist-info")}
+    assert {name.removeprefix("torch-").partition("_")[0] for name in found} == expected
+    said = capfd.readouterr().out
+    assert said.count("\n") == 1
+    assert ("no index with a CPU build answers" in said) == (pytorchs is None)
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "named"),
+    [
+        ("cuda", "", "the package index"),
+        pytest.param("cpu", "asked", "asked", marks=pytest.mark.full),
+    ],
+)
+def test_a_build_that_is_nowhere_is_named(
+    device: str, given: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_from(monkeypatch, index(tmp_path / "configured", CPU), tmp_path / "installed")
+    asked = given and index(tmp_path / given, CUDA)
+    with pytest.raises(SystemExit, match=f"{named} has no build of torch .* DEVICE={device}"):
+        install(device, index(tmp_path / "other"), asked)
+
+
+def only_from(monkeypatch: pytest.MonkeyPatch, url: str, target: Path) -> None:
+    """Let pip look into this index alone, and install into a directory."""
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    monkeypatch.setenv("PIP_INDEX_URL", url)
+    monkeypatch.setenv("PIP_TARGET", str(target))
+    monkeypatch.setattr(install_torch, "SECONDS_TO_ANSWER", 1)
