@@ -67,6 +67,9 @@ export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/grpo/mypy
 PART ?= proof modes swaps memory precision
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 
+# CPUs of `make test-cpus`: see tests/cpus/as.sh.
+CPUS ?= avx2 avx512 mkl onednn
+
 # Options of `make soak`.
 SOAK_SECONDS ?= 1200
 SOAK_SEED ?= 0
@@ -194,6 +197,11 @@ test-real: $(VENV)/.installed-dev ## Run the tests that train SmolLM2-135M, a pr
 .PHONY: real-short
 real-short: $(VENV)/.installed-dev # The tests of test-real that are short enough for CI.
 	@$(BIN)/python -m pytest -m "real and short" $(PYTEST_FLAGS) tests/real
+
+.PHONY: test-cpus
+test-cpus: $(VENV)/.installed-dev ## Test trainer and server, and a run in every mode, as on each of CPUS="avx2 avx512 mkl onednn"
+	@for cpu in $(CPUS); do echo "as on $$cpu"; bash tests/cpus/as.sh $$cpu $(PYTEST) tests/unit/trainer tests/unit/vllm; \
+	  bash tests/cpus/as.sh $$cpu $(BIN)/python -m pytest -m full -k seed0 $(PYTEST_FLAGS) tests/e2e/test_demo.py; done
 
 .PHONY: test-offline
 test-offline: $(VENV)/.installed-dev ## Run long tests of the offline trainer; those of training.sh need Slurm's packages too
