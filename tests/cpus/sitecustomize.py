@@ -1,6 +1,7 @@
-"""Every Python process of `as.sh` imports this at its start: torch then reports fewer instructions.
+"""Imported by every Python process of `as.sh` at its start: torch then reports fewer instructions.
 
-vLLM chooses its kernels by `torch.cpu._is_avx512_supported` and its like, which no variable changes.
+vLLM chooses its kernels by functions such as `torch.cpu._is_avx512_supported`, which no variable
+changes.
 """
 
 from __future__ import annotations
