@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def inside(path: str, below: Path) -> Path:
     """Resolve all links of `path`. Raises `UnusableWeights` if the result is not in `below`."""
     with _readable(path):
         directory, root = Path(path).resolve(), below.resolve()
-        is_there = directory.is_dir()
+        is_there = _is_directory(directory)
     if directory == root or not directory.is_relative_to(root):
         raise UnusableWeights(
             f"{path} is not in {root}, the only directory from which the server loads weights; "
@@ -85,6 +86,15 @@ def inside(path: str, below: Path) -> Path:
             "weights under the same path"
         )
     return directory
+
+
+def _is_directory(path: Path) -> bool:
+    """Unlike `Path.is_dir`, raises `OSError` for links that form a loop. `Path.resolve` raises
+    RuntimeError for them before Python 3.13, and nothing since."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def require_complete(kind: WeightKind, directory: Path) -> None:
