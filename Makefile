@@ -116,6 +116,9 @@ install: $(VENV)/.installed ## Install everything into .venv (first use: a few m
 # requirements/lock-cpu.txt: every package with its hashes. For CUDA there is no such file.
 $(VENV)/.installed: requirements/constraints.txt requirements/services.txt \
   requirements/$(if $(filter cuda,$(DEVICE)),vllm-cuda,lock-cpu).txt $(addsuffix /pyproject.toml,$(PACKAGES))
+ifneq ($(shell uname -s),Linux)
+	$(error this needs Linux: WSL2 on Windows, Docker on macOS; see docs/how-to/install.md)
+endif
 	@echo "installing into $(VENV): a few minutes"
 	@test -x $(BIN)/pip || $(if $(PYTHON),$(PYTHON) -m venv,$(UV_VENV)) $(VENV)
 	@$(BIN)/python services/runs/grpo_runs/commands/install_torch.py $(DEVICE)
