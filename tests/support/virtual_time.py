@@ -39,3 +39,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def stands_still_for(self, seconds: float) -> None:
         """Let time pass without running anything, as if the process was stopped."""
         self._clock.now += seconds
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Wait for real threads without a deadline: virtual time would reach it at once."""
+        del timeout
+        await super().shutdown_default_executor()
