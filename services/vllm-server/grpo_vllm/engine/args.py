@@ -41,6 +41,13 @@ def parsed_engine_arguments(settings: ServerSettings, weights: WeightRef) -> arg
     arguments.served_model_name = list(names)
     if settings.enable_lora:
         arguments.served_model_name.append(names[0] + BASE_SUFFIX)
+    if settings.follows and settings.loads_in_place and not can_update_weights():
+        log.warning(
+            "weights.not_in_place",
+            reason="vLLM 0.24 cannot load weights into a running engine on a CPU",
+            effect="each publication restarts the engine",
+            hint="install vLLM 0.25 or newer",
+        )
     if settings.share_weights:
         refuse_parallel_engines(arguments)
     if arguments.enable_lora and current_platform.is_cuda():

@@ -34,10 +34,18 @@ class EngineControl:
         shares_weights: True if the worker has the methods of `weights.loader.WeightExport`
         finished_first_tokens: a pause waits for the requests in flight if none of them can sample
             more tokens than this
+        stamps_versions: finished outputs name the weights that sampled each token
+        loads_weights: `update_weights` is possible
     """
 
     def __init__(
-        self, engine: Any, shares_weights: bool = False, finished_first_tokens: int = 0
+        self,
+        engine: Any,
+        shares_weights: bool = False,
+        finished_first_tokens: int = 0,
+        *,
+        stamps_versions: bool = True,
+        loads_weights: bool = True,
     ) -> None:
         self.sleeping = False
         self.broken = False
@@ -45,6 +53,8 @@ class EngineControl:
         self._engine = engine
         self._shares_weights = shares_weights
         self._finished_first_tokens = finished_first_tokens
+        self._stamps_versions = stamps_versions
+        self.loads_weights = loads_weights
 
     async def pause(self) -> None:
         """Stop sampling, keep requests in flight and clear the KV cache. If all requests in flight
@@ -58,11 +68,6 @@ class EngineControl:
     async def resume(self) -> None:
         await self._or_broken("resume", self._engine.resume_generation())
 
-    @property
-    def loads_weights(self) -> bool:
-        """Whether `update_weights` is possible: not before vLLM 0.24."""
-        return hasattr(self._engine, "start_weight_update")
-
     async def update_weights(self, directory: Path, version: PolicyVersion) -> None:
         """Load the weights of the directory under a pause. The KV cache is cleared. If loading
         fails, the engine holds weights of two versions, so it is broken."""
@@ -73,8 +78,8 @@ class EngineControl:
         await self.resume()
 
     async def name_weights(self, version: PolicyVersion) -> None:
-        """Let the engine stamp tokens that it samples from now on, if it can (vLLM 0.32)."""
-        if stamps_versions(self._engine):
+        """Let the engine stamp tokens that it samples from now on, if it can."""
+        if self._stamps_versions:
             label = str(version)
             await self._or_broken(
                 "set its policy version", self._engine.update_weight_version(label)
@@ -94,7 +99,7 @@ class EngineControl:
         self.sleeping = False
 
     async def _pause(self) -> None:
-        if not stamps_versions(self._engine):
+        if not self._stamps_versions:
             await self._engine.pause_generation(mode="keep", clear_cache=True)
         else:
             # As `pause_generation`, which then sleeps for 20 ms to let outputs arrive. Those are
@@ -137,11 +142,6 @@ class EngineControl:
         except Exception:  # the engine raises its internal errors unchanged
             self.broken = True
             raise
-
-
-def stamps_versions(engine: Any) -> bool:
-    """True if finished outputs name the weights that sampled each token."""
-    return hasattr(engine, "update_weight_version")
 
 
 async def _in_time(what: str, call: Awaitable[T], within_s: float = ENGINE_CALL_TIMEOUT_S) -> T:

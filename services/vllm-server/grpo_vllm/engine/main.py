@@ -26,11 +26,13 @@ from grpo_vllm.engine.args import parsed_engine_arguments
 from grpo_vllm.engine.control import FINISHED_FIRST_TOKENS, EngineControl
 from grpo_vllm.engine.vllm_compat.launch import (
     build_openai_app,
+    can_update_weights,
     device_type,
     open_engine,
     resolve_adapters_with,
     why_no_sleep,
 )
+from grpo_vllm.engine.vllm_compat.requests import STAMPS_VERSIONS
 from grpo_vllm.engine_protocol import EngineEnd, EnginePlan
 from grpo_vllm.http.middleware import InFlight, ReadinessGate
 from grpo_vllm.http.server import DrainingServer, require_api_key, serve_until
@@ -79,7 +81,13 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         engine = await stack.enter_async_context(open_engine(arguments))
         short = FINISHED_FIRST_TOKENS if device_type(engine) == "cpu" else 0
         bridge = await bridge_at_start(
-            EngineControl(engine, settings.share_weights, short),
+            EngineControl(
+                engine,
+                settings.share_weights,
+                short,
+                stamps_versions=STAMPS_VERSIONS,
+                loads_weights=can_update_weights(),
+            ),
             settings,
             served.weights if served is not None else plan.weights,
             store,

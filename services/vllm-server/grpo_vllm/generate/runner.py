@@ -11,8 +11,8 @@ from typing import Any
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.engine.control import stamps_versions
 from grpo_vllm.engine.vllm_compat.requests import (
+    STAMPS_VERSIONS,
     EngineDeadError,
     EngineGenerateError,
     EngineRefusal,
@@ -112,7 +112,7 @@ class RunningRequest:
         prompt = TokensPrompt(prompt_token_ids=self.request.prompt_token_ids)
         sampling = self.request.sampling
         # Pieces are needed for a stream, and if the time of their arrival determines the version.
-        in_pieces = self.request.stream or not stamps_versions(self._engine)
+        in_pieces = self.request.stream or not STAMPS_VERSIONS
         sampling.output_kind = (
             RequestOutputKind.DELTA if in_pieces else RequestOutputKind.FINAL_ONLY
         )

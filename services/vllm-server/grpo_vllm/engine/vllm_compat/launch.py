@@ -96,18 +96,18 @@ def offer_small_blocks() -> None:
 def offer_staged_update(name: str) -> None:
     """Register the backend that loads weights from a directory. Each of vLLM's processes needs
     this. Its module is imported when an engine uses it."""
-    # Older versions of vLLM have none; a second call finds the backend registered.
-    with contextlib.suppress(ImportError, ValueError):
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    with contextlib.suppress(ValueError):  # a second call finds the backend registered
         WeightTransferEngineFactory.register_engine(name, _STAGED_MODULE, "StagedUpdate")
 
 
 def can_update_weights() -> bool:
-    """Whether a running engine can load weights: not before vLLM 0.24."""
-    from vllm.v1.engine.async_llm import AsyncLLM
+    """Whether a running engine can load weights: not on a CPU with vLLM 0.24, whose worker then
+    waits for an accelerator."""
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-    return hasattr(AsyncLLM, "start_weight_update")
+    return not current_platform.is_cpu() or hasattr(WeightTransferEngine, "update_weights")
 
 
 def adapt_to_cpu(arguments: argparse.Namespace) -> None:

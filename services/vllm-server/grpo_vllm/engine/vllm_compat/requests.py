@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from vllm.inputs import TokensPrompt as TokensPrompt
 from vllm.lora.request import LoRARequest as LoRARequest
+from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind as RequestOutputKind
 from vllm.sampling_params import SamplingParams as SamplingParams
@@ -24,11 +25,14 @@ from grpo_core.wire.policy_version import PolicyVersion
 
 try:
     from vllm.exceptions import VLLMClientError
-except ImportError:  # vLLM 0.24
+except ImportError:  # vLLM before 0.27
     VLLMClientError = ValueError
 EngineRefusal = VLLMClientError
 
 PROCESSOR = "grpo_vllm.engine.vllm_compat.requests:Admission"
+STAMPS_VERSIONS = "weight_versions" in CompletionOutput.__dataclass_fields__
+"""Finished outputs name the weights that sampled each token (vLLM 0.32). From 0.27 on the engine
+takes a version, but its outputs do not carry it."""
 
 
 def stamped_versions(output: Any) -> list[PolicyVersion]:
