@@ -7,7 +7,7 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -44,14 +44,9 @@ SM100_MAJOR = 10
 
 def parse_engine_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse vLLM's options with vLLM's parser. A wrong option ends the process with status 2."""
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    try:
-        from vllm.entrypoints.launchers import cli_args
-    except ImportError:  # vLLM before 0.30
-        from vllm.entrypoints.openai import cli_args
-
+    cli_args, cli_env_setup = _command_line()
     if current_platform.is_cpu():
         os.environ.setdefault(*ONE_PROCESS)
     os.environ.setdefault(*FORK)
@@ -295,6 +290,21 @@ def refuse_head_size(model_config: Any) -> None:
             f"vllm-api-server: the model's attention heads have size {size}, and vLLM's CPU build "
             f"computes only {', '.join(map(str, sizes))}; choose another model, or use a GPU"
         )
+
+
+def _command_line() -> tuple[Any, Callable[[], None]]:
+    """vLLM's module that makes its parser, and its function that prepares the environment."""
+    try:
+        from vllm.entrypoints.common import cli_args, startup
+    except ImportError:  # vLLM before 0.33
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    else:
+        return cli_args, startup.cli_env_setup
+    try:
+        from vllm.entrypoints.launchers import cli_args
+    except ImportError:  # vLLM before 0.30
+        from vllm.entrypoints.openai import cli_args
+    return cli_args, cli_env_setup
 
 
 def _server() -> Any:
