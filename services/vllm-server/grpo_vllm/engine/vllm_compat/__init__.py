@@ -18,3 +18,9 @@ use, and `test_vllm_internals.py` checks that it still exists. We also rely on t
 
 Written for 0.24 (CUDA, from its source) and 0.32 (CPU, tested).
 """
+
+import os
+
+# vLLM before 0.31 imports pandas if it is installed, which imports pyarrow. The memory allocator of
+# pyarrow starts a thread, and a process with threads cannot be forked.
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
