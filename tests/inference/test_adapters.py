@@ -96,6 +96,7 @@ SLOTS = torch.tensor([1, -1, 0, 1, -1, 0, 1])
 """By row; -1: no adapter. Every slot is in use."""
 
 
+@pytest.mark.filterwarnings("ignore")  # of vLLM's imports
 @pytest.mark.parametrize("slots", [SLOTS, torch.full((ROWS,), 1), torch.full((ROWS,), -1)])
 def test_rows_of_any_mixture_get_their_own_adapter(slots: torch.Tensor) -> None:
     from grpo_vllm.engine.vllm_compat import cpu

@@ -6,10 +6,11 @@ import importlib
 import inspect
 import re
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from importlib import metadata
+from typing import Any, Protocol
 
-_NEW_SERVER, _OLD_SERVER = "vllm.entrypoints.launchers", "vllm.entrypoints.openai"
+_NEWEST_SERVER, _OLDEST_SERVER = "vllm.entrypoints.common", "vllm.entrypoints.openai"
+_NEW_SERVER = "vllm.entrypoints.launchers"
 _LAYERS = "vllm.model_executor.layers"
 
 # Owner (a module, or module:class) → attributes. "name(a, b)": it takes these parameters;
@@ -30,7 +31,7 @@ _EVERYWHERE: dict[str, list[str]] = {
         "LinearBase ~ self.quant_method",
     ],
     f"{_LAYERS}.vocab_parallel_embedding": [
-        "UnquantizedEmbeddingMethod.process_weights_after_loading"
+        *("UnquantizedEmbeddingMethod.process_weights_after_loading", "ParallelLMHead")
     ],
     f"{_LAYERS}.utils": ["cpu_unquantized_gemm ~ cpu_linear"],
     # refusing layers and options that cannot be shared
@@ -62,12 +63,14 @@ _EVERYWHERE: dict[str, list[str]] = {
     ],
     # vLLM's own routes
     "vllm.utils.argparse_utils": ["FlexibleArgumentParser"],
-    "vllm.entrypoints.serve.utils.api_utils": ["cli_env_setup"],
     "vllm.entrypoints.openai.models.serving:OpenAIServingModels": ["__init__ ~ self.lora_requests"],
     # a fork server that has imported everything
     "vllm.v1.engine.core": [""],
     "vllm.v1.executor.uniproc_executor": [""],
-    "vllm.v1.worker.gpu_worker": ["Worker.get_model"],
+    "vllm.v1.worker.gpu_worker": [
+        *("Worker.get_model", "Worker.start_weight_update"),
+        *("Worker.update_weights(update_info)", "Worker.finish_weight_update"),
+    ],
     # the engine
     "vllm.usage.usage_lib:UsageContext": ["OPENAI_API_SERVER"],
     "vllm.engine.arg_utils:AsyncEngineArgs": [
@@ -100,14 +103,7 @@ _EVERYWHERE: dict[str, list[str]] = {
     ],
     "vllm.v1.engine.exceptions": ["EngineDeadError", "EngineGenerateError"],
     "vllm.lora.request": ["LoRARequest(lora_name, lora_int_id, lora_path)"],
-    # switches and counters
-    "vllm.envs": [
-        *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD"),
-        "VLLM_LORA_DISABLE_PDL",
-    ],
-    "vllm.v1.metrics.loggers": [' ~ "vllm:generation_tokens"'],
-}
-_SINCE_0_32 = {
+    "vllm.outputs": ["CompletionOutput"],
     # loading weights into the running engine
     "vllm.distributed.weight_transfer.factory": [
         "WeightTransferEngineFactory.register_engine(name, module_path_or_cls, class_name)"
@@ -119,22 +115,26 @@ _SINCE_0_32 = {
     "vllm.model_executor.model_loader.reload": [
         *("initialize_layerwise_reload(model)", "finalize_layerwise_reload"),
     ],
-    f"{_LAYERS}.vocab_parallel_embedding": ["ParallelLMHead"],
-    "vllm.v1.worker.gpu_worker": [
-        *("Worker.start_weight_update", "Worker.update_weights(update_info)"),
-        "Worker.finish_weight_update",
+    # switches and counters
+    "vllm.envs": [
+        *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD"),
+        "VLLM_LORA_DISABLE_PDL",
     ],
-    "vllm.v1.engine.async_llm:AsyncLLM": [
-        *("update_weight_version", "start_weight_update"),
-        "pause_generation ~ self.renderer.clear_mm_cache_async()",
-        "pause_generation ~ self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear",
-    ],
-    "vllm.v1.engine.output_processor": [
-        "OutputProcessor ~ self.request_states",
-        "RequestState ~ self.max_tokens_param",
-    ],
-    "vllm.outputs:CompletionOutput": ["weight_versions"],
-    "vllm.exceptions": ["VLLMClientError"],
+    "vllm.v1.metrics.loggers": [' ~ "vllm:generation_tokens"'],
+}
+_SINCE = {
+    (0, 27): {"vllm.exceptions": ["VLLMClientError"]},
+    (0, 32): {
+        "vllm.outputs:CompletionOutput": ["weight_versions"],
+        "vllm.v1.engine.async_llm:AsyncLLM": [
+            *("update_weight_version", "pause_generation ~ self.renderer.clear_mm_cache_async()")
+        ],
+        "vllm.v1.engine.core_client": ["AsyncMPClient.pause_scheduler_async(mode, clear_cache)"],
+        "vllm.v1.engine.output_processor": [
+            "OutputProcessor ~ self.request_states",
+            "RequestState ~ self.max_tokens_param",
+        ],
+    },
 }
 _ON_CPU = {
     "vllm.v1.worker.cpu_worker": [""],
@@ -167,22 +167,54 @@ _ON_CUDA = {"vllm.platforms.cuda:NvmlCudaPlatform": ["get_device_capability ~ py
 # Places that moved between versions: one of them must exist.
 _MOVED = [
     *(
-        [f"{_NEW_SERVER}.cli_args:{name}", f"{_OLD_SERVER}.cli_args:{name}"]
+        [f"{place}.cli_args:{name}" for place in (_NEWEST_SERVER, _NEW_SERVER, _OLDEST_SERVER)]
         for name in ("make_arg_parser", "validate_parsed_serve_args")
     ),
     [
+        f"{place}:cli_env_setup"
+        for place in (f"{_NEWEST_SERVER}.startup", "vllm.entrypoints.serve.utils.api_utils")
+    ],
+    # A pause by the scheduler alone queues new requests; in 0.33 the engine's pause rejects them.
+    [
+        "vllm.v1.engine.core:EngineCoreProc.pause_generation ~ self.reject_new_requests = mode !=",
+        "vllm.v1.engine.async_llm:AsyncLLM.pause_generation ~ self.engine_core.pause_scheduler_asy",
+    ],
+    [
         f"{place}:build_app(args, supported_tasks, model_config)"
-        for place in (f"{_NEW_SERVER}.app", f"{_OLD_SERVER}.api_server")
+        for place in (f"{_NEW_SERVER}.app", f"{_OLDEST_SERVER}.api_server")
     ],
     [
         f"{place}:init_app_state(engine_client, state, args, supported_tasks)"
-        for place in (f"{_NEW_SERVER}.api_server.app_state", f"{_OLD_SERVER}.api_server")
+        for place in (f"{_NEW_SERVER}.api_server.app_state", f"{_OLDEST_SERVER}.api_server")
     ],
     [
         "vllm.entrypoints.serve.exception_handling.handlers.vllm_error ~ app.state.server",
         "vllm.entrypoints.serve.utils.server_utils ~ app.state.server",
     ],
 ]
+
+
+_REVIEWED = """
+allowed_token_ids bad_words detokenize extra_args flat_logprobs frequency_penalty ignore_eos
+include_stop_str_in_output logit_bias logprob_token_ids logprobs max_tokens min_p min_tokens n
+output_kind output_text_buffer_length presence_penalty prompt_logprob_start
+prompt_logprob_token_ids prompt_logprobs repetition_detection repetition_penalty
+routed_experts_prompt_start seed skip_clone skip_reading_prefix_cache skip_special_tokens
+spaces_between_special_tokens stop stop_token_ids stream_interval structured_outputs temperature
+thinking_token_budget top_k top_p trace_decode_token_ids watermarking
+"""
+SAMPLING_PARAMETERS = frozenset(_REVIEWED.split())
+"""`POST /generate` passes every parameter on that it does not refuse. Before you add a new one,
+check that it neither changes the logprobs nor harms other requests."""
+
+
+class Vllm(Protocol):
+    """vLLM, imported, or parsed (`vllm_wheel`). What it finds is passed back to it."""
+
+    def module(self, name: str) -> Any | None: ...
+    def attribute(self, owner: Any, name: str) -> Any | None: ...
+    def parameters(self, function: Any) -> set[str]: ...
+    def source(self, found: Any) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -193,9 +225,9 @@ class Hook:
     since: tuple[int, int] = (0, 24)
     device: str | None = None
 
-    def problem(self) -> str | None:
+    def problem(self, vllm: Vllm) -> str | None:
         """The name of the missing part; None if nothing is missing."""
-        problems = [_problem_at(place) for place in self.places]
+        problems = [_problem_at(place, vllm) for place in self.places]
         return None if None in problems else " and ".join(map(str, problems))
 
 
@@ -209,7 +241,7 @@ def _hooks(table: dict[str, list[str]], **conditions: Any) -> list[Hook]:
 
 HOOKS = [
     *_hooks(_EVERYWHERE),
-    *_hooks(_SINCE_0_32, since=(0, 32)),
+    *(hook for since, table in _SINCE.items() for hook in _hooks(table, since=since)),
     *_hooks(_ON_CPU, device="cpu"),
     *_hooks(_ON_CUDA, device="cuda"),
     *(Hook(tuple(places)) for places in _MOVED),
@@ -230,36 +262,57 @@ def _parsed(place: str) -> tuple[str, str, str, str]:
     return module, path, parameters, words
 
 
-def _problem_at(place: str) -> str | None:
+def _problem_at(place: str, vllm: Vllm) -> str | None:
     module_name, path, parameters, words = _parsed(place)
-    found: Any = _imported(module_name)
+    found = vllm.module(module_name)
     if found is None:
         return f"there is no module {module_name}"
     for attribute in filter(None, path.split(".")):
-        if not _has(found, attribute):
-            return f"{module_name}: {found} has no {attribute}"
-        found = getattr(found, attribute, None)
+        found = vllm.attribute(found, attribute)
+        if found is None:
+            return f"{module_name}: there is no {attribute} ({path})"
     if parameters:
-        missing = {*parameters.split(", ")} - {*inspect.signature(found).parameters}
+        missing = {*parameters.split(", ")} - vllm.parameters(found)
         if missing:
             return f"{module_name}:{path} takes no {', '.join(sorted(missing))}"
-    if words and words not in inspect.getsource(found):
+    if words and words not in vllm.source(found):
         return f"{module_name}:{path} does not say {words}"
     return None
 
 
-def _imported(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # a dependency of vLLM is missing, not a part of vLLM
-        return None
+def installed_vllm() -> tuple[int, int]:
+    """Its version, without importing it."""
+    names = metadata.packages_distributions()["vllm"]
+    major, minor = metadata.version(names[0]).split(".")[:2]
+    return int(major), int(minor)
 
 
-def _has(owner: Any, attribute: str) -> bool:
-    """An inherited abstract attribute does not count. A dataclass field without a default counts,
-    although the class has no such attribute."""
-    if getattr(getattr(owner, attribute, None), "__isabstractmethod__", False):
-        return False
-    return hasattr(owner, attribute) or attribute in getattr(owner, "__dataclass_fields__", ())
+class ImportedVllm:
+    """The installed vLLM."""
+
+    def module(self, name: str) -> Any | None:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # a dependency of vLLM is missing, not a part of vLLM
+            return None
+
+    def attribute(self, owner: Any, name: str) -> Any | None:
+        """An inherited abstract attribute does not count. A dataclass field without a default
+        counts, although the class has no such attribute."""
+        found = getattr(owner, name, None)
+        if getattr(found, "__isabstractmethod__", False):
+            return None
+        is_there = hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", ())
+        return (_ANY_VALUE if found is None else found) if is_there else None
+
+    def parameters(self, function: Any) -> set[str]:
+        return {*inspect.signature(function).parameters}
+
+    def source(self, found: Any) -> str:
+        return inspect.getsource(found)
+
+
+_ANY_VALUE = object()
+"""Of an attribute that is None, or that only instances have."""
