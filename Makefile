@@ -189,6 +189,20 @@ unit integration faults e2e: $(VENV)/.installed-dev
 inference: $(VENV)/.installed-dev # One session: compatibility is tested on the servers of tests/inference.
 	@$(PYTEST) tests/inference tests/silent_faults tests/compat
 
+.PHONY: test-vllm
+test-vllm: $(VENV)/.installed-dev ## Test another vLLM: VERSION=0.28 runs it on this CPU, WHEEL=<file> only reads it
+	$(if $(VERSION)$(WHEEL),,$(error make test-vllm needs VERSION=<for example 0.28> or WHEEL=<file>))
+ifdef WHEEL
+	@$(BIN)/python -m tests.inference.vllm_wheel $(WHEEL)
+else
+	@$(BIN)/python -m tests.inference.other_vllm $(VERSION)
+	@$(MAKE) --no-print-directory inference one-run-per-mode BIN=.venv-vllm-$(VERSION)/bin
+endif
+
+.PHONY: one-run-per-mode
+one-run-per-mode: $(VENV)/.installed-dev
+	@$(BIN)/python -m pytest -m full -k seed0 $(PYTEST_FLAGS) tests/e2e/test_demo.py
+
 .PHONY: test-containers
 test-containers: $(VENV)/.installed-dev ## Test the images and a run in containers in every mode
 	@bash tests/containers/with_engine.sh $(PYTEST) tests/containers
@@ -290,4 +304,4 @@ include helm/helm.mk
 
 .PHONY: clean
 clean: ## Remove .venv, caches and runs
-	rm -rf $(VENV) runs site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-vllm-* runs site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

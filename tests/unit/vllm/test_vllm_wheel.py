@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.inference import vllm_wheel
+from tests.inference.other_vllm import required
 from tests.inference.vllm_hooks import Hook
 from tests.inference.vllm_wheel import WheelVllm, gaps
 
@@ -109,3 +110,10 @@ def test_gaps_are_those_of_this_version_and_new_sampling_parameters(
     assert gaps(wheel) == ["there is no module vllm.old"]
     monkeypatch.setattr(vllm_wheel, "SAMPLING_PARAMETERS", frozenset())
     assert gaps(wheel)[1:] == ["SamplingParams.top_p is not reviewed"]
+
+
+def test_another_vllm_gets_what_it_requires_and_no_cuda_builds() -> None:
+    lines = ["torch==2.11.0+cpu; os_name == 'posix'", "torchaudio", "mcp[cli]<3; extra == 'x'"]
+    assert required([*lines, "setuptools==77.0.3", "mistral_common[image]>=1.11"]) == [
+        *("torch==2.11.0", "setuptools==77.0.3", "mistral_common[image]>=1.11")
+    ]
