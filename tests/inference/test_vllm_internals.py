@@ -9,7 +9,7 @@ import ast
 import inspect
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -217,6 +217,23 @@ def test_adapters_in_float32_are_refused_by_name() -> None:
         with pytest.raises(SystemExit, match="pass --dtype bfloat16"):
             refuse_float32_adapters(dtype)
     refuse_float32_adapters("bfloat16")
+
+
+async def test_an_engine_that_fails_is_no_fault_of_the_request(internals: ModuleType) -> None:
+    """vLLM 0.33 raises its errors of the server unwrapped, for example while it is paused."""
+    from grpo_core.wire.policy_version import PolicyVersion
+    from grpo_vllm.generate.request import GenerateRequest
+    from grpo_vllm.generate.runner import GenerationFailed, RunningRequest
+
+    async def generate(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        raise internals.requests.VLLMServerError("Generation is paused")
+        yield
+
+    sampling = internals.requests.SamplingParams()
+    request = GenerateRequest([1], None, sampling, stream=False)
+    running = RunningRequest(SimpleNamespace(generate=generate), request, PolicyVersion)
+    with pytest.raises(GenerationFailed, match="Generation is paused"):
+        await anext(running.advance())
 
 
 def test_the_backend_that_loads_weights_lacks_no_method(internals: ModuleType) -> None:

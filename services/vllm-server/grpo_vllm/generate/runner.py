@@ -12,9 +12,8 @@ from typing import Any
 from grpo_core.errors import GrpoError
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.vllm_compat.requests import (
+    ENGINE_FAILURES,
     STAMPS_VERSIONS,
-    EngineDeadError,
-    EngineGenerateError,
     EngineRefusal,
     RequestOutputKind,
     TokensPrompt,
@@ -133,7 +132,7 @@ class RunningRequest:
                 parameter = "structured_outputs"
             what = parameter or "sampling parameters"
             raise BadGenerateRequest(f"{what}: {error}") from error
-        except (EngineDeadError, EngineGenerateError) as error:
+        except ENGINE_FAILURES as error:
             raise GenerationFailed(f"the engine failed: {error.__cause__ or error}") from error
         self._check_complete()
 

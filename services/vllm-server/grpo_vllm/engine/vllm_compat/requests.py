@@ -18,16 +18,18 @@ from vllm.sampling_params import RequestOutputKind as RequestOutputKind
 from vllm.sampling_params import SamplingParams as SamplingParams
 from vllm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
-from vllm.v1.engine.exceptions import EngineGenerateError as EngineGenerateError
+from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from grpo_core.wire.policy_version import PolicyVersion
 
 try:
-    from vllm.exceptions import VLLMClientError
+    from vllm.exceptions import VLLMClientError, VLLMServerError
 except ImportError:  # vLLM before 0.27
-    VLLMClientError = ValueError
+    VLLMClientError, VLLMServerError = ValueError, EngineGenerateError
 EngineRefusal = VLLMClientError
+ENGINE_FAILURES = (EngineDeadError, EngineGenerateError, VLLMServerError)
+"""What `generate` raises if the engine failed; 0.33 no longer wraps its errors of the server."""
 
 PROCESSOR = "grpo_vllm.engine.vllm_compat.requests:Admission"
 STAMPS_VERSIONS = "weight_versions" in CompletionOutput.__dataclass_fields__
