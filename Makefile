@@ -217,8 +217,9 @@ real-short: $(VENV)/.installed-dev # The tests of test-real that are short enoug
 
 .PHONY: test-cpus
 test-cpus: $(VENV)/.installed-dev ## Test trainer and server, and a run in every mode, as on each of CPUS="avx2 avx512 mkl onednn"
-	@for cpu in $(CPUS); do echo "as on $$cpu"; bash tests/cpus/as.sh $$cpu $(PYTEST) tests/unit/trainer tests/unit/vllm; \
-	  bash tests/cpus/as.sh $$cpu $(BIN)/python -m pytest -m full -k seed0 $(PYTEST_FLAGS) tests/e2e/test_demo.py; done
+	@for cpu in $(CPUS); do echo "as on $$cpu"; \
+	  bash tests/cpus/as.sh $$cpu $(PYTEST) tests/unit/trainer tests/unit/vllm; \
+	  bash tests/cpus/as.sh $$cpu $(MAKE) --no-print-directory one-run-per-mode; done
 
 .PHONY: test-offline
 test-offline: $(VENV)/.installed-dev ## Run long tests of the offline trainer; those of training.sh need Slurm's packages too
