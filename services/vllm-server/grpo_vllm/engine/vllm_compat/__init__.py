@@ -9,6 +9,7 @@ use, and `test_vllm_internals.py` checks that it still exists. We also rely on t
   nothing), and no CUDA graph holds them as constants
 - `current_platform.get_device_capability()` does not initialise CUDA
 - a pause waits for the device in 0.32, but not in 0.24
+- a pause of the scheduler alone queues new requests; `pause_generation` rejects them in 0.33
 - a worker may answer only with None, bool, int, float, str, bytes, list and dict: any other type
   ends the thread that sends all answers
 - a logits processor's `validate_params` is called for every request on every route
@@ -16,7 +17,7 @@ use, and `test_vllm_internals.py` checks that it still exists. We also rely on t
 - every route looks a model name up in `lora_requests` before it uses the base model
 - vLLM's processes inherit the environment and read its switches once
 
-Written for 0.24 (CUDA, from its source) and 0.32 (CPU, tested).
+docs/how-to/gpu.md has a table of the versions, and of what each was seen to do.
 """
 
 import os
