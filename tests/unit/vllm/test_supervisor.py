@@ -354,12 +354,12 @@ def test_a_first_engine_that_does_not_start_ends_the_server_with_its_status(tmp_
 def test_a_late_server_of_another_data_type_ends_with_the_option(
     tmp_path: Path, redis_url: str
 ) -> None:
+    run_id = uuid.uuid4().hex
     other = ServerStatus(name="b", state=ServerState.SERVING, epoch=1, step=5, dtype="bfloat16")
-    with supervised(tmp_path, redis_url, waits=False) as server:
-        run_id = server.announcer.run_id
-        with Redis.from_url(redis_url) as redis:
-            redis.sadd(servers_key(run_id), "b")
-            redis.hset(server_key(run_id, "b"), mapping=other.on_the_wire())
+    with Redis.from_url(redis_url) as redis:
+        redis.sadd(servers_key(run_id), "b")
+        redis.hset(server_key(run_id, "b"), mapping=other.on_the_wire())
+    with supervised(tmp_path, redis_url, run_id=run_id, waits=False) as server:
         assert server.process.wait(START_S) == 1
         told = f"in {DTYPE}, but b of run '{run_id}' serves them in bfloat16; start this server"
         assert f"{told} with --dtype bfloat16" in log_of(server)
