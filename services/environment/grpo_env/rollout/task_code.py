@@ -202,6 +202,8 @@ class TaskCode(ClosesOnExit):
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._threads.close()  # type: ignore[no-untyped-call]
+        # Its threads end without a wait for them here: a call may never end.
+        threading.Thread(target=self._threads.join, daemon=True).start()
         for processes in (self._rewards, self._tools):
             if processes is not None:
                 processes.close()

@@ -30,7 +30,7 @@ from grpo_env.rollout.task_code import TaskCode
 from grpo_env.tasks import Answer, Graded, Task
 from grpo_env.tasks.tools import CodeStopped
 from tests.support.canned import generate_answer
-from tests.support.wait import DEADLINE_S
+from tests.support.wait import DEADLINE_S, wait_for_async
 from tests.unit.env.feeding import Rewarded
 from tests.unit.env.rollout.rig import lost, sample
 
@@ -260,6 +260,15 @@ async def test_what_no_future_holds_and_what_ends_a_process_is_an_error_of_the_c
             await code.call("reward", function, "7")
         assert await code.call("reward", str, 7) == "7"
         assert await code.call("reward", asyncio.sleep, 0, "7") == "7"
+
+
+async def test_its_threads_end_with_it() -> None:
+    before = set(threading.enumerate())
+    with TaskCode(DEADLINE_S) as code:
+        assert await code.call("reward", str, 7) == "7"
+        assert await code.call("reward", asyncio.sleep, 0, "7") == "7"
+        assert len(set(threading.enumerate()) - before) > 2
+    await wait_for_async(lambda: set(threading.enumerate()) <= before)
 
 
 def said(tokens: int, max_tokens: int = 100, text: str = "", finished: bool = True) -> Answer:
