@@ -54,6 +54,8 @@ LANES ?= "unit integration" "lint chart inference faults e2e soak"
 
 # Which tests a suite runs: `make test` all but those marked `full`.
 TIER ?= not full and not gpu and not offline and not real
+# Hundreds of processes start in `make test`: none compiles again what another has compiled.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(BIN)/python -m pytest -m "$(TIER)" $(PYTEST_FLAGS)
 
 CHECKED = $(PACKAGES) src scripts/compat containers examples scripts/gpu tests benchmarks docs/generate
