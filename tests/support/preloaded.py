@@ -59,6 +59,8 @@ def main() -> None:
         return
     from grpo_vllm.__main__ import main as serve
 
+    # env finds this interpreter, no script that looks for one.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     sys.executable = str(_CLIENT)  # the supervisor starts its fork server with this command
     serve(arguments)
 
@@ -75,6 +77,9 @@ def _fork_on_request(path: str) -> None:
 
     obstacle = launch.preload()
     assert obstacle is None, obstacle
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+    valid_vec_isa_list()  # remembered: each engine would run three processes to find it
     watched = selectors.DefaultSelector()
     watched.register(listener, selectors.EVENT_READ)
     while True:
