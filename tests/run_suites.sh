@@ -43,12 +43,13 @@ show() {
 }
 
 run_lane() {
-  local suite started verdict
+  local suite started verdict TIMEFORMAT='%0U %0S'
   for suite in $1; do
     started=$SECONDS
     verdict=''
-    make --no-print-directory "$suite" >"$logs/$suite.log" 2>&1 || verdict=FAILED
-    printf '  %-12s %4d  %s\n' "$suite" $((SECONDS - started)) "$verdict" >>"$logs/times"
+    { time make --no-print-directory "$suite" >"$logs/$suite.log" 2>&1; } 2>"$logs/$suite.cpu" || verdict=FAILED
+    printf '  %-12s %4d %5d  %s\n' "$suite" $((SECONDS - started)) \
+      $(($(tr ' ' '+' <"$logs/$suite.cpu"))) "$verdict" >>"$logs/times"
     show "$suite"
     if [ -n "$verdict" ]; then
       return 1
@@ -68,7 +69,7 @@ for lane in "${lanes[@]}"; do
 done
 lanes=()
 
-printf '\nseconds per suite, %d lanes side by side:\n' $#
+printf '\nseconds per suite, and of CPU time, %d lanes side by side:\n' $#
 cat "$logs/times"
 printf 'skipped:\n'
 grep -h '^SKIPPED' "$logs"/*.log || printf '  nothing\n'
