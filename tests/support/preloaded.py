@@ -80,6 +80,10 @@ def _fork_on_request(path: str) -> None:
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
     valid_vec_isa_list()  # remembered: each engine would run three processes to find it
+    from vllm.model_executor.models import registry
+
+    # On a machine without vLLM's cache of models, each looks at its class in a process of its own.
+    registry._run_in_subprocess = lambda look: look()
     watched = selectors.DefaultSelector()
     watched.register(listener, selectors.EVENT_READ)
     while True:
