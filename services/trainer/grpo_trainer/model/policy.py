@@ -217,7 +217,9 @@ def recomputing(model: CausalLM) -> Iterator[None]:
 
 def _checkpointed(run: partial[Tensor], *inputs: Tensor) -> Tensor:
     """Args: run: the call of a layer, as transformers' `GradientCheckpointingLayer` passes it"""
-    run.func.__self__.training = False  # type: ignore[attr-defined]
+    # transformers 5.24 passes the function of the class, and the layer as its first argument.
+    layer = getattr(run.func, "__self__", None) or run.args[0]
+    layer.training = False
     return checkpoint(run, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
 
 
