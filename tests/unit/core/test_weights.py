@@ -77,7 +77,7 @@ def test_what_cannot_be_read_is_refused(adapter: Path) -> None:
     root = adapter.parent
     (root / "circle").symlink_to(root / "circle")
     for name in ("x" * 300, "circle"):
-        with pytest.raises(UnusableWeights, match=rf"{name}.*(too long|loop|levels of symbolic links)"):
+        with pytest.raises(UnusableWeights, match=rf"{name}.*(too long|loop|levels)"):
             check_weights(WeightRef(kind=WeightKind.ADAPTER, path=root / name), root)
     with pytest.raises(FileNotFoundError):
         directory_digest(root / "gone")
