@@ -5,8 +5,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 # The newest Python that runs and can make environments: a shim of pyenv may do neither.
-PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do $$python -c \
-  'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null \
+SUITABLE = -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null
+PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do $$python $(SUITABLE) \
   && command -v $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,9 +25,6 @@ $(error DEVICE=$(DEVICE), but $(VENV) is installed for DEVICE=$(INSTALLED_FOR); 
   or omit DEVICE)
 endif
 endif
-
-# Where to find torch, instead of the configured package index and PyTorch's.
-export TORCH_INDEX_URL ?=
 
 # Options of `make demo`; empty: the default of grpo-demo.
 TASK ?= arithmetic
@@ -107,10 +104,12 @@ help: ## List the targets
 	@echo "           DEVICE=$(DEVICE) (or cuda: a host with an NVIDIA GPU)"
 	@echo "           TORCH_INDEX_URL=<index with torch>  DEMO_FLAGS=<any option of grpo-demo>"
 
+CHECKED_PYTHON = { $(PYTHON) $(SUITABLE) || \
+  { echo "PYTHON=$(PYTHON) is not Python 3.11, 3.12 or 3.13 with venv" >&2; exit 1; }; }
 # Without a Python, uv finds or downloads one.
 UV_VENV = $(if $(shell command -v uv),uv venv --quiet --clear --seed --python '>=3.11,<3.14',$(error \
-  no Python 3.11, 3.12 or 3.13 with venv was found: install one, for example with "apt install python3-venv", or \
-  install uv, which downloads one; or set PYTHON=<path>))
+  no Python 3.11, 3.12 or 3.13 with venv was found: install uv, which downloads one, or one of your system, for example \
+  with "apt install python3-venv" on Debian 12 or 13; or set PYTHON=<path>))
 
 .PHONY: install
 install: $(VENV)/.installed ## Install everything into .venv (first use: a few minutes)
@@ -122,7 +121,7 @@ ifneq ($(shell uname -s),Linux)
 	$(error this needs Linux: WSL2 on Windows, Docker on macOS; see docs/how-to/install.md)
 endif
 	@echo "installing into $(VENV): a few minutes"
-	@test -x $(BIN)/pip || $(if $(PYTHON),$(PYTHON) -m venv,$(UV_VENV)) $(VENV)
+	$(if $(wildcard $(BIN)/pip),,@$(if $(PYTHON),$(CHECKED_PYTHON) && $(PYTHON) -m venv,$(UV_VENV)) $(VENV))
 	@$(BIN)/python services/runs/grpo_runs/commands/install_torch.py $(DEVICE)
 ifeq ($(DEVICE),cuda)
 	@$(PIP) -r requirements/services.txt -r requirements/vllm-cuda.txt
@@ -236,7 +235,7 @@ silent-faults: $(VENV)/.installed-dev ## Inject every silent fault into a run, t
 	@$(BIN)/python -m tests.silent_faults --results docs/reference/silent-faults.md $(BENCH_FLAGS)
 
 $(VENV)/supply-chain/.installed: requirements/supply-chain.txt
-	@$(PYTHON) -m venv $(@D)
+	@$(BIN)/python -m venv $(@D)
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements/supply-chain.txt
 	@touch $@
 

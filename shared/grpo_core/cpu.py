@@ -69,15 +69,16 @@ class Cpu:
     @classmethod
     def find(cls) -> Cpu:
         vendor, flags = _described()
-        products = os.environ.get(PRODUCTS)
+        is_x86 = platform.machine() == "x86_64"
+        by_onednn = vendor == "AuthenticAMD" and "avx512f" in flags
+        if chosen := os.environ.get(PRODUCTS):
+            if chosen not in ("onednn", "mkl"):
+                raise ValueError(f"{PRODUCTS}={chosen}: choose onednn or mkl")
+            by_onednn = chosen == "onednn"
         return cls(
             cores=_cores(),
-            is_slow_in_bfloat16=platform.machine() == "x86_64"
-            and bool(flags)
-            and not flags & BFLOAT16,
-            is_faster_with_onednn=products == "onednn"
-            if products
-            else vendor == "AuthenticAMD" and "avx512f" in flags,
+            is_slow_in_bfloat16=is_x86 and bool(flags) and not flags & BFLOAT16,
+            is_faster_with_onednn=by_onednn,
         )
 
 
@@ -91,7 +92,7 @@ def _described() -> tuple[str, set[str]]:
             name, _, value = line.partition(":")
             found[name.strip()] = value.strip()
     flags = set(found.get("flags", "").split())
-    limit = os.environ.get(ISA_LIMIT, "all").lower()
+    limit = (os.environ.get(ISA_LIMIT) or "all").lower()
     if not any(word in limit for word in ("bf16", "fp16", "amx", "avx10", "all", "default")):
         flags -= BFLOAT16
     if not any(word in limit for word in ("avx512", "avx10", "all", "default")):

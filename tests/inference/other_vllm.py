@@ -1,8 +1,7 @@
 """Makes an environment with another version of vLLM, for `make test-vllm VERSION=0.28`.
 
 The environment lies over that of this interpreter, which has everything else. It has vLLM's CPU
-build, our own packages, and what vLLM requires in a version that is not there. The last line of the
-output is its interpreter.
+build, our own packages, and what vLLM requires in a version that is not there.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def made_environment(version: str) -> Path:
     """The interpreter of the environment with vLLM `version`, for example 0.28 or 0.28.0."""
     place = ROOT / f".venv-vllm-{version}"
     python = place / "bin" / "python"
-    if not python.exists():
+    if not python.with_name("pip").exists():
         venv.create(place, with_pip=True, symlinks=True)
     (library,) = place.glob("lib/python*/site-packages")
     (library / "below.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
@@ -58,4 +57,4 @@ def _pip(python: Path, *words: str) -> None:
 
 
 if __name__ == "__main__":
-    print(made_environment(sys.argv[1]))  # noqa: T201
+    made_environment(sys.argv[1])

@@ -123,6 +123,7 @@ _EVERYWHERE: dict[str, list[str]] = {
     "vllm.v1.metrics.loggers": [' ~ "vllm:generation_tokens"'],
 }
 _SINCE = {
+    (0, 25): {"vllm.distributed.weight_transfer.base": ["WeightTransferEngine.update_weights"]},
     (0, 27): {"vllm.exceptions": ["VLLMClientError", "VLLMServerError"]},
     (0, 32): {
         "vllm.outputs:CompletionOutput": ["weight_versions"],

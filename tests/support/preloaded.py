@@ -59,7 +59,7 @@ def main() -> None:
         return
     from grpo_vllm.__main__ import main as serve
 
-    # env finds this interpreter, no script that looks for one.
+    # `env python3` finds this interpreter, and not a shim.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     sys.executable = str(_CLIENT)  # the supervisor starts its fork server with this command
     serve(arguments)

@@ -42,7 +42,7 @@ def planned(directory: Path, **programs: str) -> subprocess.CompletedProcess[str
 @pytest.mark.parametrize(
     ("programs", "made_by"),
     [
-        ({"python3_13": RUNS, "python3_11": RUNS}, "python3.13 -m venv"),
+        ({"python3_13": RUNS, "python3_11": RUNS}, "/python3.13 -m venv"),
         ({"python3_13": FAILS, "python3_12": RUNS, "python3_11": RUNS}, "python3.12 -m venv"),
         ({"python3": RUNS}, "python3 -m venv"),
         ({"python3": FAILS, "uv": RUNS}, "uv venv --quiet --clear --seed"),
@@ -69,3 +69,12 @@ def test_without_one_and_elsewhere_a_line_names_what_to_do(
     done = planned(tmp_path, **programs)
     assert words in done.stderr
     assert done.returncode != 0
+
+
+def test_an_environment_that_is_there_needs_no_other_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "pip").touch()
+    done = planned(tmp_path, python3=FAILS)
+    assert " -m venv" not in done.stdout
+    assert "install_torch.py cpu" in done.stdout
+    assert done.returncode == 0

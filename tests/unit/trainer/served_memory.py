@@ -13,10 +13,7 @@ from grpo_trainer.weight_sync.shared_memory import MappedWeights
 
 
 def served(model: Path, dtype: torch.dtype | None = None) -> MappedWeights:
-    """Args:
-    model: a directory with one file of weights
-    dtype: in which they are served, if it is not that of the file
-    """
+    """The weights of a directory with one file of them, served in `dtype` or that of the file."""
     tensors = {name: t.to(dtype) for name, t in load_file(model / "model.safetensors").items()}
     whole = torch.cat([t.flatten().view(torch.uint8) for t in tensors.values()])
     offsets = itertools.accumulate((t.nbytes for t in tensors.values()), initial=0)

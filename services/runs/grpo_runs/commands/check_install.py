@@ -29,8 +29,8 @@ def problems(device: str) -> list[str]:
     if device == "cuda":
         if "torch" in installed and version("torch").endswith("+cpu"):
             found.append(
-                f"torch {version('torch')} is a CPU build; remove .venv and install again from a "
-                "package index that offers torch's CUDA build"
+                f"torch {version('torch')} is a CPU build; remove .venv, and install again with "
+                "TORCH_INDEX_URL set to an index that has a CUDA build"
             )
         return found
     found += [

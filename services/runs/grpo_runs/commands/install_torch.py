@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 CONSTRAINTS = Path(__file__).parents[4] / "requirements" / "constraints.txt"
@@ -18,12 +19,14 @@ PYTORCH_INDEX = {
     "cuda": "https://download.pytorch.org/whl/cu130",
 }
 SECONDS_TO_ANSWER = 5
+"""Of PyTorch's index, which many networks do not reach."""
+LONGEST_LOOK_S = 30
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 def install(device: str, pytorch_index: str, given_index: str = "") -> None:
     """Take the build for the device from the configured index, else from PyTorch's; for a CPU, else
-    what the configured index has.
+    what the configured index has. A build that is there and works on the device stays.
 
     Args:
         given_index: the only index to look into
@@ -31,55 +34,76 @@ def install(device: str, pytorch_index: str, given_index: str = "") -> None:
     Raises:
         SystemExit: there is no build for the device, or pip failed.
     """
-    version = pinned("torch")
+    pinned = pinned_version()
+    if is_usable(installed_version(), pinned, device):
+        return
     for index in [given_index] if given_index else ["", pytorch_index]:
-        if (build := offered(version, device, index)) is not None:
-            say(f"torch {build}: from {index or 'the package index'}")
-            # The lock has what a CPU build needs.
-            return run_pip(*["--no-deps"] * (device == "cpu"), *at(index), exactly(build))
+        found = offered(index, SECONDS_TO_ANSWER if index == pytorch_index else None)
+        builds = [one for one in found if fits(one, pinned, device)]
+        if builds:
+            say(f"torch {builds[0]}: from {index or 'the package index'}")
+            # The next installation brings what torch needs, in the versions of the constraints.
+            return run_pip("--no-deps", *at(index), exactly(builds[0]))
     if device == "cuda" or given_index:
         raise SystemExit(
-            f"{given_index or 'the package index'} has no build of torch {version} for "
-            f"DEVICE={device}; set TORCH_INDEX_URL to an index that has one"
+            f"{given_index or 'the package index'} has no build of torch {pinned} for "
+            f"DEVICE={device}, or does not answer; set TORCH_INDEX_URL to an index that has one"
         )
     say(
-        f"torch {version}: no index with a CPU build answers, so pip takes the build of the "
-        "package index; a CUDA build also works on a CPU, and is about 4 GB larger"
+        f"torch {pinned}: a CUDA build from the package index, because no index with a CPU build "
+        "answers. It works on a CPU too, and is about 4 GB larger"
     )
-    run_pip(f"torch=={version}")
+    run_pip(f"torch=={pinned}")
 
 
-def say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-def pinned(name: str) -> str:
-    found = re.search(rf"^{name}==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE)
-    assert found, f"{CONSTRAINTS} has no line {name}=="
+def pinned_version() -> str:
+    found = re.search(r"^torch==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE)
+    assert found, f"{CONSTRAINTS} has no line torch=="
     return found[1]
+
+
+def installed_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
+
+
+def is_usable(build: str, pinned: str, device: str) -> bool:
+    base, _, local = build.partition("+")
+    return base == pinned and (device == "cpu" or local != "cpu")
+
+
+def fits(build: str, pinned: str, device: str) -> bool:
+    """Whether the build is made for the device: 2.13.0+cpu, or 2.13.0+cu130 and 2.13.0, the name of
+    the CUDA build on the public index."""
+    base, _, local = build.partition("+")
+    is_made = local == "cpu" if device == "cpu" else local == "" or local.startswith("cu")
+    return base == pinned and is_made
+
+
+def offered(index: str, seconds: int | None) -> list[str]:
+    """The versions of torch in an index, newest first; none if it does not answer."""
+    asked = ["--timeout", str(seconds), "--retries", "0"] if seconds is not None else []
+    command = [*PIP, "index", "versions", *asked, *at(index), "torch"]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=None if seconds is None else LONGEST_LOOK_S,
+        )
+    except subprocess.TimeoutExpired:  # pip's timeout is that of each address and answer
+        return []
+    if done.returncode and seconds is None:
+        sys.stderr.write(done.stderr)
+    _, _, line = done.stdout.partition("Available versions: ")  # below it, what is installed
+    return line.partition("\n")[0].split(", ")
 
 
 def at(index: str) -> list[str]:
     return ["--index-url", index] if index else []
-
-
-def offered(version: str, device: str, index: str) -> str | None:
-    """The version, with its local part, of a build for the device: 2.13.0+cpu, 2.13.0+cu130, or
-    2.13.0, the name of the CUDA build on the public index."""
-    asked = ["--timeout", str(SECONDS_TO_ANSWER), "--retries", "0"] if index else []
-    command = [*PIP, "index", "versions", *asked, *at(index), "torch"]
-    # A failure is said again by `pip install`.
-    listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    _, _, line = listed.partition("Available versions: ")  # below it, what is installed
-    return next(
-        (
-            build
-            for build in line.partition("\n")[0].split(", ")
-            if build.partition("+")[0] == version and build.endswith("+cpu") == (device == "cpu")
-        ),
-        None,
-    )
 
 
 def exactly(build: str) -> str:
@@ -91,6 +115,11 @@ def run_pip(*arguments: str) -> None:
     command = [*PIP, "install", "--quiet", "--constraint", os.fspath(CONSTRAINTS), *arguments]
     if code := subprocess.run(command, check=False).returncode:
         raise SystemExit(code)
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def main() -> None:

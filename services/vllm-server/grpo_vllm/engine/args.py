@@ -12,6 +12,7 @@ from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.ref import WeightRef
 from grpo_vllm.engine.plugin import LOAD_FORMAT, STAGED_UPDATE, WORKER_EXTENSION
 from grpo_vllm.engine.vllm_compat.launch import (
+    WHY_NO_UPDATE,
     adapt_to_cpu,
     can_update_weights,
     current_platform,
@@ -42,12 +43,7 @@ def parsed_engine_arguments(settings: ServerSettings, weights: WeightRef) -> arg
     if settings.enable_lora:
         arguments.served_model_name.append(names[0] + BASE_SUFFIX)
     if settings.follows and settings.loads_in_place and not can_update_weights():
-        log.warning(
-            "weights.not_in_place",
-            reason="vLLM 0.24 cannot load weights into a running engine on a CPU",
-            effect="each publication restarts the engine",
-            hint="install vLLM 0.25 or newer",
-        )
+        log.warning("engine.restarts", reason=WHY_NO_UPDATE, effect="at each publication")
     if settings.share_weights:
         refuse_parallel_engines(arguments)
     if arguments.enable_lora and current_platform.is_cuda():

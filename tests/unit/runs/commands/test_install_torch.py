@@ -5,16 +5,17 @@ The indexes are directories with small packages called torch, and pip is the rea
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from grpo_runs.commands import install_torch
-from grpo_runs.commands.install_torch import install, pinned
+from grpo_runs.commands.install_torch import install, is_usable, pinned_version
 
-VERSION = pinned("torch")
-CPU, CUDA, NAMED_CUDA = f"{VERSION}+cpu", VERSION, f"{VERSION}+cu130"
+VERSION = pinned_version()
+CPU, CUDA, NAMED_CUDA, XPU = f"{VERSION}+cpu", VERSION, f"{VERSION}+cu130", f"{VERSION}+xpu"
 
 
 def index(directory: Path, *builds: str) -> str:
@@ -23,7 +24,7 @@ def index(directory: Path, *builds: str) -> str:
         place = directory / name
         place.mkdir(parents=True, exist_ok=True)
         stem = f"{name.replace('-', '_')}-{version}"
-        needs = "Requires-Dist: nvidia-cublas\n" if version == CUDA else ""
+        needs = "Requires-Dist: nvidia-cublas\n" if version in (CUDA, NAMED_CUDA) else ""
         with zipfile.ZipFile(place / f"{stem}-py3-none-any.whl", "w") as wheel:
             info = f"{stem}.dist-info"
             wheel.writestr(
@@ -43,8 +44,9 @@ def index(directory: Path, *builds: str) -> str:
         ("cpu", (CUDA, CPU), (), {CPU}),
         pytest.param("cpu", (CUDA,), (CPU,), {CPU}, marks=pytest.mark.full),
         ("cpu", (CUDA,), None, {CUDA, "nvidia"}),
-        ("cuda", (CUDA, CPU), (), {CUDA, "nvidia"}),
-        pytest.param("cuda", (NAMED_CUDA, CPU), (), {NAMED_CUDA}, marks=pytest.mark.full),
+        # The next command installs what torch needs.
+        ("cuda", (CUDA, CPU), (), {CUDA}),
+        pytest.param("cuda", (XPU, NAMED_CUDA, CPU), (), {NAMED_CUDA}, marks=pytest.mark.full),
         pytest.param("cuda", (CPU,), (NAMED_CUDA,), {NAMED_CUDA}, marks=pytest.mark.full),
     ],
 )
@@ -85,10 +87,27 @@ def test_a_build_that_is_nowhere_is_named(
         install(device, index(tmp_path / "other"), asked)
 
 
+@pytest.mark.parametrize(
+    ("build", "device", "stays"),
+    [
+        (CPU, "cpu", True),
+        (CUDA, "cpu", True),
+        (NAMED_CUDA, "cuda", True),
+        (CPU, "cuda", False),
+        ("1.0+cpu", "cpu", False),
+        ("", "cpu", False),
+    ],
+)
+def test_a_build_that_works_stays(build: str, device: str, stays: bool) -> None:
+    assert is_usable(build, VERSION, device) == stays
+
+
 def only_from(monkeypatch: pytest.MonkeyPatch, url: str, target: Path) -> None:
     """Let pip look into this index alone, and install into a directory."""
+    monkeypatch.setattr(install_torch, "installed_version", lambda: "")
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.setenv("PIP_INDEX_URL", url)
     monkeypatch.setenv("PIP_TARGET", str(target))
     monkeypatch.setattr(install_torch, "SECONDS_TO_ANSWER", 1)

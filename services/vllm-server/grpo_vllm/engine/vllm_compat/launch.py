@@ -97,6 +97,11 @@ def offer_staged_update(name: str) -> None:
         WeightTransferEngineFactory.register_engine(name, _STAGED_MODULE, "StagedUpdate")
 
 
+WHY_NO_UPDATE = (
+    "vLLM 0.24 cannot load weights into a running engine on a CPU; install vLLM 0.25 or newer"
+)
+
+
 def can_update_weights() -> bool:
     """Whether a running engine can load weights: not on a CPU with vLLM 0.24, whose worker then
     waits for an accelerator."""
