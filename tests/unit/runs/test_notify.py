@@ -71,14 +71,14 @@ def test_no_secret_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(name, value)
     text = (
         "401 for t0ken; redis://:pa55@db is away, http://me:pw1@host too; grpo --hf-token hf_1 "
-        "--run-api-token=x2 --lr 1; tkey; password redis-pass"
+        "--run-api-token=other2 --lr 1; tkey; password redis-pass"
     )
     told = Notification("end", "r", "failed", text, "/d")
     file = tmp_path / "told"
     secrets = secrets_of(ours, "redis-pass", None)
     assert notified(f"sh -c 'cat > {file}; env >> {file}'", told, secrets=secrets) == []
     written = file.read_text()
-    for secret in ("t0ken", "pa55", "wkey", "tkey", "vkey", "pw1", "hf_1", "x2", "redis-pass"):
+    for secret in ("t0ken", "pa55", "wkey", "tkey", "vkey", "pw1", "hf_1", "other2", "redis-pass"):
         assert secret not in written
     assert "SLACK_TOKEN=theirs" in written, "the user's own variables are the user's"
     assert "--lr 1; ***; password ***" in written
