@@ -115,6 +115,9 @@ _EVERYWHERE: dict[str, list[str]] = {
     "vllm.model_executor.model_loader.reload": [
         *("initialize_layerwise_reload(model)", "finalize_layerwise_reload"),
     ],
+    "vllm.model_executor.model_loader.reload.layerwise": [
+        "get_layerwise_info ~ restore_metadata",
+    ],
     # switches and counters
     "vllm.envs": [
         *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD"),

@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 _CPU_KERNEL = "cpu_linear"
 _RELOAD_LOG = "vllm.model_executor.model_loader.reload.layerwise"
@@ -81,6 +82,7 @@ class StagedUpdate(WeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         self._repack_head()
+        round_biases(self.model)
         self._unfinished = False
 
     def trainer_send_weights(self, *_given: Any) -> None:
@@ -95,6 +97,16 @@ class StagedUpdate(WeightTransferEngine):  # type: ignore[misc]
         for layer in self.model.modules():
             if isinstance(layer, ParallelLMHead) and hasattr(layer, _CPU_KERNEL):
                 layer.quant_method.process_weights_after_loading(layer)
+
+
+def round_biases(model: torch.nn.Module) -> None:
+    """On a CPU with AMX, vLLM adds the bias of a small layer in float32. A new engine rounded it to
+    the layer's data type before; an update loads it into float32 at once."""
+    for layer in model.modules():
+        bias = getattr(layer, "bias", None)
+        parameters, _ = get_layerwise_info(layer).restore_metadata
+        if hasattr(layer, _CPU_KERNEL) and bias is not None and "weight" in parameters:
+            bias.data.copy_(bias.to(parameters["weight"].dtype))
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
