@@ -4,10 +4,10 @@ as a cookie."""
 from __future__ import annotations
 
 import hmac
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, quote, urlencode
 
 from pydantic import SecretStr
+from starlette.requests import HTTPConnection
 
 from grpo_core.security import App, Receive, Scope, Send, refuse
 
@@ -43,16 +43,11 @@ class TokenCookie:
         )
 
     def _is_known(self, scope: Scope) -> bool:
-        headers = dict(scope["headers"])
-        scheme, _, given = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        request = HTTPConnection(scope)
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_token(given.strip()):
             return True
-        try:
-            cookies = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1"))
-        except CookieError:
-            return False
-        cookie = cookies.get(_name_of_cookie(scope))
-        return cookie is not None and self._is_token(cookie.value)
+        return self._is_token(request.cookies.get(_name_of_cookie(scope), ""))
 
     def _is_token(self, given: str) -> bool:
         assert self._token is not None

@@ -19,6 +19,7 @@ from grpo_core.settings import load_settings
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.settings.watch import WatchSettings
+from grpo_runs.watch.access import COOKIE
 from grpo_runs.watch.api import Follower, watch_app
 from grpo_runs.watch.live_run import LiveRun
 from grpo_runs.watch.serve import PageNotServed, PageServer, live_runs
@@ -169,6 +170,15 @@ def test_a_token_is_needed_and_kept_as_a_cookie(run: RunDirectory) -> None:
     cookie = welcome.headers["set-cookie"]
     assert {"HttpOnly", "SameSite=Strict"} <= {one.strip() for one in cookie.split(";")}
     assert client.get("/api/runs").status_code == 200  # the client has kept it
+
+
+@pytest.mark.parametrize(
+    "other", ['prefs={"a":"b"}', "cart[]=1", "a=b c", "name=J\xfcrgen", "alone"]
+)
+def test_cookies_of_other_ports_do_not_hide_the_token(run: RunDirectory, other: str) -> None:
+    client = client_of(run, token=SecretStr("secret"))
+    cookies = f"{other}; {COOKIE.format(port=80)}=secret".encode("latin-1")
+    assert client.get("/api/runs", headers={b"cookie": cookies}).status_code == 200
 
 
 def test_a_token_leads_to_no_other_host(run: RunDirectory) -> None:
