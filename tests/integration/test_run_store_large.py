@@ -139,3 +139,17 @@ async def test_a_submission_that_waits_for_room_and_its_repeat_are_queued_once(
         assert await run.poll() == [0, 1]
         assert await asyncio.gather(*held) == [[[None]]] * 2
         assert await run.status() == (1, 3)
+
+
+@pytest.mark.parametrize("sent", [{}, LARGE], ids=["small", "large"])
+async def test_a_repeat_gets_its_answer_whether_the_queue_is_full_or_others_wait(
+    redis_url: str, sent: dict[str, str]
+) -> None:
+    async with open_run(redis_url, "full-repeat", FOUR_GROUPS, full_s=DEADLINE_S) as run:
+        await run.submit(0, key="k", **sent)
+        await run.submit(1, 2, 3)
+        assert await run.submit(0, key="k", **sent) == [[None]]
+        waiting = await run.submit_to_the_line(9)
+        assert await run.submit(0, key="k", **sent) == [[None]]
+        waiting.cancel()
+        assert await run.status() == (0, 4)

@@ -59,12 +59,15 @@ class Intake:
         """
         if not submission.groups:
             return []
-        if not self._line:
-            outcomes = await self._store.queue.add(submission, self._limits)
-            if outcomes is not None:
-                return outcomes
+        queue = self._store.queue
+        if self._line:
+            outcomes = await queue.earlier(submission)
+        else:
+            outcomes = await queue.add(submission, self._limits)
+        if outcomes is not None:
+            return outcomes
         # while it waits, the server may switch to a version that did not sample these groups
-        served = await self._store.queue.served()
+        served = await queue.served()
         submission = replace(submission, received_under=served)
         # Checked before joining the line: the answer must not depend on other submissions.
         if _is_waited_for(submission, await self._store.view()):
@@ -84,6 +87,10 @@ class Intake:
                     if _is_waited_for(submission, await self._recent_view()):
                         return await self._queue_over_limit(submission)
                     checked = time.monotonic()
+        # the submission that this one repeats may have been ahead in the line
+        outcomes = await self._store.queue.earlier(submission)
+        if outcomes is not None:
+            return outcomes
         raise QueueFull(time.monotonic() - began)
 
     @contextmanager

@@ -103,7 +103,7 @@ class IncomingBody:
         if self._reader.held_bytes - self._bytes + body_bytes > room:
             raise Unavailable(
                 f"request bodies already hold {self._reader.held_bytes} bytes of memory, and this "
-                "body does not fit; nothing was queued, send the request again in a moment"
+                "body does not fit; send the request again in a moment"
             )
 
 

@@ -93,9 +93,22 @@ class GroupQueue:
         # A large payload is staged in pieces first, because queueing it in one command would block
         # Redis. It is staged only if there is room.
         if await self._is_full(limits):
-            return None
+            return await self.earlier(submission)
         async with self._payloads.staged(payloads) as names:
             return await self._add(submission, limits, names)
+
+    async def earlier(self, submission: Submission) -> Outcomes | None:
+        """The answer to an earlier submission with the same key; None if there is none.
+
+        Raises:
+            Refused: 422, the key was used for other groups.
+        """
+        if submission.key is None:
+            return None
+        resets, receipt = self._link.keys("resets", receipt_key(submission.key))
+        run, written = await self._link.call("MGET", resets, receipt)
+        of_run, _, answer = (written or b"").partition(b" ")
+        return _repeated(submission, answer) if of_run == (run or b"0") else None
 
     async def _is_full(self, limits: Limits) -> bool:
         (totals,) = self._link.keys("totals")
@@ -238,16 +251,21 @@ class GroupQueue:
                 raise _other_run()
             case [b"unstaged"]:
                 raise StoreUnavailable("storing the groups took too long; send the groups again")
-        fingerprint, written = answer[1].decode().split(" ", 1)
-        if fingerprint != submission.fingerprint:
-            raise Refused(
-                422,
-                f"Idempotency-Key {submission.key!r} was used for other groups within the last "
-                f"{RECEIPT_S} s; use a new idempotency key for every submission that is not a "
-                "repeat",
-            )
-        answered: Outcomes = json.loads(written)
-        return answered
+        return _repeated(submission, answer[1])
+
+
+def _repeated(submission: Submission, answer: bytes) -> Outcomes:
+    """The outcomes in a receipt. Raises `Refused` if the groups were others."""
+    fingerprint, written = answer.decode().split(" ", 1)
+    if fingerprint != submission.fingerprint:
+        raise Refused(
+            422,
+            f"Idempotency-Key {submission.key!r} was used for other groups within the last "
+            f"{RECEIPT_S} s; use a new idempotency key for every submission that is not a "
+            "repeat",
+        )
+    answered: Outcomes = json.loads(written)
+    return answered
 
 
 def _plan(placement: Placement, buffers: Mapping[int, Groups]) -> str:
