@@ -143,15 +143,12 @@ class Follower:
         """Events since the last call: name and data. The first call gives the state alone, because
         the page has just asked for the curves."""
         state, before = self._live.state(), self._state
-        rows, restarts = self._live.log.since(self._serial), self._live.log.restarts
+        rows, restarts = self._live.rows_since(self._serial)
         has_jumped = restarts != self._restarts or len(rows) > MOST_ROWS
-        self._restarts = restarts
+        self._restarts, self._state = restarts, state
         if rows:
             self._serial = rows[-1].serial
-        if state == before:
-            return []
-        self._state = state
-        events: list[tuple[str, Any]] = [("state", state)]
+        events: list[tuple[str, Any]] = [] if state == before else [("state", state)]
         if before is None:
             return events
         if has_jumped or state["last_evaluation"] != before["last_evaluation"]:

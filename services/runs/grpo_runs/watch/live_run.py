@@ -24,7 +24,7 @@ from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.followed_file import FollowedFile
 from grpo_runs.watch.logs import ServiceLogs, Warned
-from grpo_runs.watch.metrics_log import PARTS, MetricsLog
+from grpo_runs.watch.metrics_log import PARTS, MetricsLog, Row
 from grpo_runs.watch.run_api import RunApi
 from grpo_runs.watch.services import (
     MemorySample,
@@ -116,6 +116,11 @@ class LiveRun:
         with self._files_lock:
             self.log.read_new()
         return self.log
+
+    def rows_since(self, serial: int) -> tuple[list[Row], int]:
+        """The newer rows, also if another page has read them, and the restarts of the log."""
+        with self._files_lock:
+            return self.log.since(serial), self.log.restarts
 
     def evaluations(self) -> Evaluations:
         """Those in the file now; the earlier ones while it is broken."""

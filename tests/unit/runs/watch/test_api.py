@@ -231,6 +231,20 @@ def test_after_a_resume_the_page_asks_for_the_curves_again(run: RunDirectory) ->
     assert [name for name, _ in follower.news()] == ["state", "points"]
 
 
+def test_each_open_page_gets_every_point(run: RunDirectory) -> None:
+    """Also if another page has read it, or has asked for the state meanwhile."""
+    live = LiveRun("mine", run, clock=lambda: 100.0)
+    first, second = Follower(live), Follower(live)
+    for page in (first, second):
+        assert [name for name, _ in page.news()] == ["state"]
+    take_steps(run, 3)
+    live.read_files()  # a page asks for the curves
+    for page in (first, second):
+        ((name, told),) = page.news()
+        assert (name, told["points"]["reward/mean"][0][0]) == ("points", 3)
+        assert page.news() == []
+
+
 def test_a_port_that_is_taken() -> None:
     taken = PageServer([], "127.0.0.1", 0)
     port = int(taken.url.rsplit(":", 1)[1].strip("/"))
