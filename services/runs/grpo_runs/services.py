@@ -21,7 +21,15 @@ from grpo_core.redis.url import WITHOUT_REDIS, redis_password
 from grpo_core.security import plain
 from grpo_core.settings import Given, without_secrets
 from grpo_core.settings.machine import SMOLLM2, does_not_answer
-from grpo_core.tree.sections import ENVIRONMENT, RUN_API, SERVER, TRAINER, VIEWS, given_words
+from grpo_core.tree.sections import (
+    ENVIRONMENT,
+    RUN_API,
+    SERVER,
+    TRAINER,
+    VIEWS,
+    given_words,
+    url_variables,
+)
 from grpo_runs.defaults import name_of_task
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
@@ -142,15 +150,17 @@ class ServiceFactory:
 
     def trainer(self, places: Places, api_port: int) -> Service:
         settings = self.settings
+        values = trainer_values(settings, places)
         return Service(
             name="trainer",
             role=TRAINS,
-            command=module(MODULES[TRAINER], *words_of(TRAINER, trainer_values(settings, places))),
+            command=module(MODULES[TRAINER], *words_of(TRAINER, values)),
             healthy=lambda: self.probe.trainer_is_registered(url(api_port)),
             deadline_s=settings.sizes.start_deadline_s,
             environment=child_environment(settings.compute_threads, places.model)
             | places.environment
             | _weights_address(settings, places)
+            | url_variables(VIEWS[TRAINER], values)
             | token_variables(settings),
             may_finish=True,
             # In some modes grpo starts a server itself if nothing listens yet.
@@ -168,6 +178,7 @@ class ServiceFactory:
             healthy=lambda: self.probe.has_environment(url(api_port), name),
             deadline_s=settings.sizes.start_deadline_s,
             environment=child_environment(1, places.model, offline=is_offline)
+            | url_variables(VIEWS[ENVIRONMENT], values)
             | token_variables(settings)
             | _teacher_key(values.get("teacher_api_key")),
             may_finish=True,  # after the last batch
@@ -293,15 +304,17 @@ def servers_of(settings: LaunchOptions, places: Places, probe: HealthProbe) -> l
 
 def trainer_of(settings: LaunchOptions, places: Places) -> Service:
     """The trainer of a run whose run-api and environments run already."""
+    values = trainer_values(settings, places)
     return Service(
         name=TRAINER,
         role=TRAINS,
-        command=module(MODULES[TRAINER], *words_of(TRAINER, trainer_values(settings, places))),
+        command=module(MODULES[TRAINER], *words_of(TRAINER, values)),
         healthy=lambda: True,
         deadline_s=settings.server_deadline_s or PAIR_DEADLINE_S,
         environment=UNBUFFERED
         | places.environment
         | _weights_address(settings, places)
+        | url_variables(VIEWS[TRAINER], values)
         | _keys(settings, "vllm_api_key"),
         may_finish=True,
     )

@@ -44,7 +44,7 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
                 async with asyncio.timeout(limits["connect"] + limits["write"] + limits["read"]):
                     answer = await self._open_session().request(
                         request.method,
-                        _without_credentials(request.url),
+                        str(request.url),
                         headers=request.headers.multi_items(),
                         data=io.BytesIO(request.content) if request.content else None,
                         allow_redirects=False,
@@ -104,11 +104,6 @@ class _Fixed(AbstractResolver):
 def _tls() -> ssl.SSLContext:
     """As httpx makes it, but one for all clients: it takes 50 ms, and each server has two."""
     return httpx.create_ssl_context()
-
-
-def _without_credentials(url: httpx.URL) -> str:
-    """The URL for aiohttp: a header already has the credentials."""
-    return str(url.copy_with(userinfo=b"") if url.userinfo else url)
 
 
 @contextmanager

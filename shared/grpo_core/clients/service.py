@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from grpo_core.closing import ClosesOnAsyncExit, ClosesOnExit
 from grpo_core.errors import AnswerLost, RequestRefused, ServiceUnavailable
 from grpo_core.protocol import PROTOCOL_HEADER, require_same_protocol
 from grpo_core.security import authorization
+from grpo_core.service_url import ServiceUrl
 from grpo_core.sockets import SOCKET_OPTIONS, proxy_for
 
 log = structlog.get_logger()
@@ -43,7 +43,9 @@ class _Client:
     """
 
     def __init__(self, service: str, base_url: str, deadline_s: float, hint: str | None) -> None:
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        url = ServiceUrl(base_url).root
+        self.base_url: str = url
+        self._credentials = url.authorization()
         self._service, self._deadline_s, self._hint = service, deadline_s, hint
         self._is_away = False
         self.has_ended: Callable[[], bool] = lambda: False
@@ -113,7 +115,7 @@ class ServiceClient(_Client, ClosesOnExit):
         self._http = httpx.Client(
             base_url=self.base_url,
             timeout=_timeout(timeout_s),
-            headers=authorization(token),
+            headers=authorization(token) | self._credentials,
             transport=httpx.HTTPTransport(
                 proxy=proxy_for(self.base_url), socket_options=SOCKET_OPTIONS
             ),
@@ -173,7 +175,7 @@ class AsyncServiceClient(_Client, ClosesOnAsyncExit):
         super().__init__(service, base_url, deadline_s, hint)
         self._transport = AiohttpTransport(self.base_url, max_connections, address)
         self._http = httpx.AsyncClient(
-            headers=authorization(token) | _basic_authorization(self.base_url),
+            headers=authorization(token) | self._credentials,
             timeout=_timeout(timeout_s),
             transport=self._transport,
         )
@@ -223,15 +225,6 @@ class AsyncServiceClient(_Client, ClosesOnAsyncExit):
             self._http.cookies.extract_cookies(response)
         check_answer(response, self._service)
         return response
-
-
-def _basic_authorization(base_url: str) -> dict[str, str]:
-    """The header for credentials in the URL; empty if it has none."""
-    url = httpx.URL(base_url)
-    if not url.userinfo:
-        return {}
-    credentials = f"{url.username}:{url.password}".encode()
-    return {"authorization": f"Basic {b64encode(credentials).decode()}"}
 
 
 def _timeout(seconds: float) -> httpx.Timeout:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, WrapValidator
+
+from grpo_core.service_url import ServiceUrl
 
 if TYPE_CHECKING:
     from grpo_core.settings.sources import Given
@@ -20,8 +23,21 @@ SHARED_VARIABLES: Mapping[str, str] = {
     "teacher_api_key": "TEACHER_API_KEY",
 }
 """Fields that every command which has them also reads from these variables."""
-SECRET_VARIABLES = frozenset(SHARED_VARIABLES.values()) - {"RUN_ID"}
-"""Those that hold secrets."""
+URL_VARIABLES: Mapping[str, str] = {
+    name: f"GRPO_{name.upper()}" for name in ("run_api_url", "inference_url", "teacher_url")
+}
+"""Those of a URL with a password, which other users could read on a command line."""
+_SECRET_VARIABLES = frozenset(
+    {*SHARED_VARIABLES.values(), *URL_VARIABLES.values()} - {"RUN_ID"}
+    | {"WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
+)
+_OF_SERVICES = re.compile(r"(GRPO|RUN_API)_.*(TOKEN|KEY|PASSWORD|SECRET|REDIS_URL)")
+
+
+def holds_secret(variable: str) -> bool:
+    """Whether a variable that this project's commands read may hold a secret, or name its file."""
+    name = variable.removesuffix("_FILE")
+    return name in _SECRET_VARIABLES or _OF_SERVICES.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
@@ -185,30 +201,29 @@ def _split(value: Any) -> Any:
     if value is None:
         return None
     words = [value] if isinstance(value, str | int | float) else value
-    return [part for word in words for part in str(word).replace(",", " ").split()]
+    return [part for word in words for part in _parts(word)]
+
+
+def _parts(word: Any) -> list[str]:
+    return [word] if isinstance(word, ServiceUrl) else str(word).replace(",", " ").split()
 
 
 CommaSeparated = Annotated[tuple[T, ...], BeforeValidator(_split)]
 """`a,b`, `a b` or a YAML list."""
 
 
-def _http_url(value: str) -> str:
+def _http_url(value: Any, as_text: Callable[[Any], str]) -> ServiceUrl:
     try:
-        parts = urlsplit(value)
+        parts = urlsplit(as_text(value))
         is_usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         is_usable = False
     if not is_usable:
         raise ValueError("expected a URL such as http://localhost:8000")
-    return value
+    return ServiceUrl(value)
 
 
-HttpUrl = Annotated[str, AfterValidator(_http_url)]
-
-
-def _without_v1(value: str) -> str:
-    return value.rstrip("/").removesuffix("/v1")
-
-
-InferenceUrl = Annotated[HttpUrl, AfterValidator(_without_v1)]
+HttpUrl = Annotated[str, WrapValidator(_http_url)]
+"""Its values are of the type `ServiceUrl`."""
+InferenceUrl = Annotated[HttpUrl, AfterValidator(lambda value: value.root)]
 """URL of an inference server. OpenAI clients write it with /v1 at its end."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, SecretStr, ValidationError
 
+from grpo_core.service_url import ServiceUrl, hide_passwords
 from grpo_core.settings.command import Command, CommandSettings, Mistake
 from grpo_core.settings.options import Option
 from grpo_core.settings.sources import Given
@@ -136,7 +137,6 @@ def _epilog(settings_type: type[CommandSettings]) -> str:
 
 _SECRET_NAME = re.compile(r"(token|key|password|secret)$", re.IGNORECASE)
 _SECRET_IN_TEXT = re.compile(r"(--[\w.-]*(?:token|key|password|secret)(?:=|\s+))\S+", re.IGNORECASE)
-_PASSWORD_IN_URL = re.compile(r"(\w+://)[^\s/@]+@")
 
 
 def resolved_yaml(command: Command, values: Mapping[str, Any]) -> str:
@@ -157,7 +157,7 @@ def resolved_yaml(command: Command, values: Mapping[str, Any]) -> str:
 def without_secrets(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split words of a command line: those to show, and the names of options with a secret.
 
-    `--hf-token X --seed 3` → `--seed 3` and `--hf-token`.
+    `--hf-token X --seed 3` → `--seed 3` and `--hf-token`. Passwords in URLs become `***`.
     """
     shown: list[str] = []
     secret: list[str] = []
@@ -169,7 +169,7 @@ def without_secrets(words: Sequence[str]) -> tuple[list[str], list[str]]:
             if follows_secret:
                 secret.append(name)
         if not follows_secret:
-            shown.append(word)
+            shown.append(hide_passwords(word))
         elif separator:
             follows_secret = False
     return shown, secret
@@ -177,7 +177,7 @@ def without_secrets(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def hide_secrets(text: str) -> str:
     """`--hf-token X` → `--hf-token ***`, and `redis://user:X@host` → `redis://***@host`."""
-    return _PASSWORD_IN_URL.sub(r"\1***@", _SECRET_IN_TEXT.sub(r"\1***", text))
+    return hide_passwords(_SECRET_IN_TEXT.sub(r"\1***", text))
 
 
 def _lines(name: str, value: Any) -> Iterator[str]:
@@ -192,10 +192,10 @@ def _lines(name: str, value: Any) -> Iterator[str]:
         value = text
     value, secrets = _split_secrets(value)
     yield from (f"# {key}: {secret} ***" for secret in secrets)
-    if isinstance(value, Path):
+    if isinstance(value, Path | ServiceUrl):
         value = str(value)
     elif isinstance(value, list):
-        value = [str(one) if isinstance(one, Path) else one for one in value]
+        value = [str(one) if isinstance(one, Path | ServiceUrl) else one for one in value]
     text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
     yield f"{key}: {text}"
 
@@ -271,7 +271,7 @@ def _got(option: Option, value: Any) -> str:
         return "; the value is not shown"
     if value is None:
         return ""
-    return f"; got {str(value)!r}"
+    return f"; got {hide_passwords(str(value))!r}"
 
 
 def _first_sentence(option: Option) -> str:

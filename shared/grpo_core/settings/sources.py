@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from grpo_core.service_url import hide_passwords
 from grpo_core.settings.command import Alias, Command, CommandSettings
 from grpo_core.settings.options import COMMON, Names, Option, negated, options_of
 
@@ -247,7 +248,8 @@ class Variables(_Source):
         first = self.values[option.field] = found[0]
         for other in found[1:]:
             if other.value != first.value:
-                values = "" if option.is_secret else f" ({first.value!r}, {other.value!r})"
+                shown = hide_passwords(f" ({first.value!r}, {other.value!r})")
+                values = "" if option.is_secret else shown
                 yield (
                     f"{first.name} and {other.name} name the same option, but their values "
                     f"differ{values}; unset one of them"

@@ -19,6 +19,7 @@ from grpo_core.settings import (
     Mistake,
     Shown,
 )
+from grpo_core.settings.command import URL_VARIABLES
 from grpo_core.settings.machine import missing_data, missing_directory, not_writable
 from grpo_core.tree.common import ClientOptions, MetricsOptions
 from grpo_core.tree.environment_values import (
@@ -78,6 +79,7 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
     command: ClassVar[Command] = Command(
         prog=PROG,
         positional=("task", "action"),
+        variables=URL_VARIABLES,
         groups={
             "Model": ("model", "tokenizer", "inference_url", "vllm_api_key", "server_type"),
             "Sampling": (

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
+from grpo_core.service_url import ServiceUrl
 from grpo_core.settings import CommandSettings
 from grpo_core.settings.command import Alias
 from grpo_core.settings.options import options_of
@@ -134,11 +135,13 @@ def service_of(field: str) -> str | None:
 
 def given_words(view: type[CommandSettings], values: Mapping[str, Any]) -> list[str]:
     """The words that give a service's command these values, by field. Secrets are left out, as
-    other users can read command lines."""
+    other users can read command lines; so are URLs with a password, see `url_variables`."""
     words: list[str] = []
     for option in options_of(view).values():
         value = values.get(option.field)
         if value is None or isinstance(value, SecretStr) or option.field in view.command.positional:
+            continue
+        if isinstance(value, ServiceUrl) and value.userinfo:
             continue
         if isinstance(value, bool):
             words.append(f"--{option.name}" if value else f"--no-{option.name}")
@@ -147,6 +150,20 @@ def given_words(view: type[CommandSettings], values: Mapping[str, Any]) -> list[
         else:
             words += [f"--{option.name}", text]
     return words
+
+
+def url_variables(view: type[CommandSettings], values: Mapping[str, Any]) -> dict[str, str]:
+    """The variables that give a service's command its URLs with a password."""
+    secret = {
+        field: url.with_userinfo
+        for field, url in values.items()
+        if isinstance(url, ServiceUrl) and url.userinfo
+    }
+    prefix = view.command.env_prefix
+    return {
+        view.command.variable(field) or f"{prefix}{field.upper()}": text
+        for field, text in secret.items()
+    }
 
 
 def _text(value: Any) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_core.clients.aiohttp_transport import AiohttpTransport
 from grpo_core.clients.inference import BridgeClient, GenerationClient
-from grpo_core.clients.service import AsyncServiceClient
+from grpo_core.clients.service import AsyncServiceClient, ServiceClient
 from grpo_core.errors import OtherProtocol
 from grpo_core.protocol import VERSION
 from grpo_core.wire.policy_version import PolicyVersion
@@ -173,7 +173,10 @@ async def test_requests_have_the_url_the_credentials_and_the_cookies(
         await client.send("GET", "/status", json={"env_id": 3})
         await client.send("GET", "/status")
 
-    assert {str(request.url) for request in seen} == {url + "/base/status"}
+    assert {str(request.url) for request in seen} == {"http://run-api:8000/base/status"}
+    with ServiceClient("run-api", url, 1.0, 1.0, token="secret") as blocking:
+        assert blocking._http.headers["authorization"] == authorization
+        assert blocking.base_url == "http://run-api:8000"
     assert {request.headers["authorization"] for request in seen} == {authorization}
     assert seen[0].content == b'{"env_id":3}'
     assert [request.headers.get("cookie") for request in seen] == [None, "replica=2"]

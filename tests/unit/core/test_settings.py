@@ -17,8 +17,11 @@ from grpo_core.settings import (
     resolved_yaml,
     without_secrets,
 )
+from grpo_core.settings.command import URL_VARIABLES
 from grpo_core.settings.machine import SMOLLM2, unusable_model
+from grpo_core.tree.environment import EnvironmentOptions
 from grpo_core.tree.run_api import RunApiSettings
+from grpo_core.tree.sections import given_words, url_variables
 from grpo_core.tree.server import ServerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_runs.settings import CompareSettings, RunSettings
@@ -112,10 +115,40 @@ def test_a_resolved_configuration_shows_no_secret(
     assert "hunter" not in shown
 
 
+@pytest.mark.parametrize(
+    ("settings_type", "words"),
+    [
+        (CommandLine, ["--model=m", "--mode=none", "--redis-url=redis://h", "--run-api-url"]),
+        (EnvironmentOptions, ["arithmetic", "serve", "--model=m", "--inference-url"]),
+        (EnvironmentOptions, ["arithmetic", "serve", "--model=m", "--teacher-url"]),
+    ],
+)
+def test_a_url_is_shown_without_its_password_and_given_on_with_it(
+    settings_type: type[CommandSettings], words: list[str]
+) -> None:
+    settings = load_settings(settings_type, [*words, "http://me:hunter2@h:1"], {})
+    values = settings.resolved()
+    shown = [
+        resolved_yaml(settings_type.command, values),
+        *(settings.model_dump_json(), repr(settings), str(settings.model_dump())),
+        *(" ".join(given_words(settings_type, values)), " ".join(without_secrets(words)[0])),
+    ]
+    assert not [text for text in shown if "hunter2" in text]
+    again = settings_type.model_validate(settings.model_dump(exclude_unset=True))
+    name = words[-1].removeprefix("--").replace("-", "_")
+    url = getattr(again, name)
+    url = url[0] if isinstance(url, tuple) else url
+    assert (url, url.with_userinfo) == ("http://h:1", "http://me:hunter2@h:1")
+    assert url_variables(settings_type, {name: url}) == {URL_VARIABLES[name]: url.with_userinfo}
+    variable = {URL_VARIABLES[name]: url.with_userinfo}
+    from_variable = getattr(load_settings(settings_type, words[:-1], variable), name)
+    assert from_variable in (url, (url,))
+
+
 def test_only_values_of_secret_options_are_left_out() -> None:
-    words = ["--hf-token", "x", "--tokenizer", "t", "--api_key=y", "--seed", "3"]
+    words = ["--hf-token", "x", "--tokenizer", "t", "--api_key=y", "--to=http://me:x@h/a@b"]
     assert without_secrets(words) == (
-        ["--tokenizer", "t", "--seed", "3"],
+        ["--tokenizer", "t", "--to=http://***@h/a@b"],
         ["--hf-token", "--api_key"],
     )
 

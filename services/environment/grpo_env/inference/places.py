@@ -11,6 +11,8 @@ from functools import cached_property, lru_cache
 
 import httpx
 
+from grpo_core.service_url import ServiceUrl
+
 _PORTS = {"http": 80, "https": 443}
 _LOOPBACK = "127.0.0.1"
 
@@ -67,9 +69,10 @@ class NamedServers:
     """
 
     def __init__(self, urls: Sequence[str], lookup: Lookup = addresses_of) -> None:
-        self._places = {url: [Place(url)] for url in urls}
+        shown = [ServiceUrl(url) for url in urls]
+        self._places = {url: [Place(url)] for url in shown}
         self._lookup = lookup
-        self._names = [url for url in urls if _has_a_name(httpx.URL(url))]
+        self._names = [url for url in shown if _has_a_name(httpx.URL(url))]
 
     @property
     def places(self) -> list[Place]:

@@ -22,6 +22,7 @@ from grpo_core.clients.service import TransientAnswer, unavailable
 from grpo_core.closing import ClosesOnAsyncExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
+from grpo_core.service_url import ServiceUrl
 from grpo_core.wire.run_api import ListedServer
 from grpo_env.inference.health import HealthClient, Standing
 from grpo_env.inference.places import Lookup, NamedServers, Place, addresses_of, place_key
@@ -140,7 +141,7 @@ class InferencePool(ClosesOnAsyncExit):
         for server in unknown:
             server.ask_name()
         if not unknown:
-            entries |= {self._add(Place(entry.url)): entry for entry in missing}
+            entries |= {self._add(Place(ServiceUrl(entry.url))): entry for entry in missing}
         changes = [server.take(server.is_named, entries.get(server)) for server in self.servers]
         if any(changes):
             self._standing_changed()

@@ -16,7 +16,7 @@ from grpo_core.evaluation.tables import compare, comparison_lines, table_lines
 from grpo_core.process import describe_exit
 from grpo_core.security import plain
 from grpo_core.settings.machine import MADE_HERE
-from grpo_core.tree.sections import ENVIRONMENT, SERVER
+from grpo_core.tree.sections import ENVIRONMENT, SERVER, VIEWS, url_variables
 from grpo_runs.models import EvaluatedModel, adapter_flags, by_server
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
@@ -213,18 +213,18 @@ def evaluation_job(
     task: str, model: EvaluatedModel, server_url: str, output: Path, settings: EvalOptions
 ) -> Service:
     """`env-server TASK evaluate`, which ends by itself."""
-    words = words_of(ENVIRONMENT, settings.environment(task, model.served))
+    values = settings.environment(task, model.served) | {"inference_url": server_url}
     return Service(
         name="evaluate",
         command=module(
             *(MODULES[ENVIRONMENT], task, "evaluate"),
-            *words,
-            *("--inference-url", server_url),
+            *words_of(ENVIRONMENT, values),
             *("--eval-output", output),
         ),
         healthy=lambda: True,
         deadline_s=0.0,
         environment=child_environment(1, model.served, offline=_needs_no_hub(task, settings.data))
+        | url_variables(VIEWS[ENVIRONMENT], values)
         | _variables(settings),
         may_finish=True,
     )

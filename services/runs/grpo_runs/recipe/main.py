@@ -12,6 +12,8 @@ from pathlib import Path
 from grpo_core.cpu import prepare_cpu
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
+from grpo_core.service_url import ServiceUrl
+from grpo_core.settings.command import URL_VARIABLES
 from grpo_env.loading import problem_of
 from grpo_runs.offline.command_line import EXIT_FAILED, EXIT_USAGE, end, exit_on_signals
 from grpo_runs.offline.errors import BenchmarkFailed, HubRefused, KeysInvalid, RecipeInvalid
@@ -164,7 +166,6 @@ def evaluate(word: str, keys: OfflineKeys, directory: Path) -> None:
         *(sys.executable, "-m", "grpo_env", task, "evaluate"),
         *("--model", keys.model.train_id),
         *("--tokenizer", keys.env_server.get("tokenizer", keys.model.train_id)),
-        *("--inference-url", keys.generation.base_url),
         *("--eval-output", str(directory / FILE)),
         *("--eval-items", str(keys.eval.num_ids)),
         *("--eval-samples", str(keys.eval.replicates)),
@@ -172,11 +173,13 @@ def evaluate(word: str, keys: OfflineKeys, directory: Path) -> None:
         *("--log-level", keys.logging.level),
         *(("--data", data) if data else ()),
     ]
-    done = subprocess.run(command)
+    url = ServiceUrl(keys.generation.base_url)
+    variable = {URL_VARIABLES["inference_url"]: url.with_userinfo}
+    done = subprocess.run(command, env=os.environ | variable)
     if done.returncode != 0:
         raise BenchmarkFailed(
             f"{task}: the evaluation ended with status {done.returncode}; run it again: "
-            f"{' '.join(command[2:])}"
+            f"{' '.join([*command[2:], '--inference-url', url])}"
         )
 
 
