@@ -21,7 +21,7 @@ from grpo_core.redis.url import (
     local_redis,
     url_or_none,
 )
-from grpo_core.security import is_loopback, usable_token
+from grpo_core.security import is_loopback, listed, usable_token
 from grpo_core.settings import (
     Command,
     CommandSettings,
@@ -295,6 +295,11 @@ class ServerSettings(CommandSettings, ListenOptions):
         """The server's own directory, which it may delete."""
         name = f"grpo-{os.getuid()}-{self.run_id}-{self.server_name}"
         return (self.staging_dir or SHARED_MEMORY) / name
+
+    @property
+    def own_hosts(self) -> list[str]:
+        """Names by which others reach this server."""
+        return [*listed(self.allowed_hosts), urlsplit(self.advertise_url).hostname or ""]
 
     @property
     def weights_url(self) -> str:

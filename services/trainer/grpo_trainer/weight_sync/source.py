@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse
 from starlette.routing import Route
 
-from grpo_core.security import BearerTokenGuard, is_loopback
+from grpo_core.security import BearerTokenGuard, SameSiteOnly, is_loopback
 from grpo_core.weights.versions import file_below
 from grpo_trainer.errors import SourcePortTaken
 
@@ -73,7 +73,10 @@ class WeightSource:
                 f"cannot be opened: {error}; choose another one with --master-port or MASTER_PORT"
             ) from error
         app = Starlette(routes=[Route(f"{PREFIX}/{{version}}/{{name}}", self._file)])
-        guarded = BearerTokenGuard(app, self._api_key, open_paths=(), credential="VLLM_API_KEY")
+        guarded = SameSiteOnly(
+            BearerTokenGuard(app, self._api_key, open_paths=(), credential="VLLM_API_KEY"),
+            hosts=[self._address or LOOPBACK_ADDRESS],
+        )
         self._server = _ThreadServer(
             uvicorn.Config(
                 guarded,

@@ -19,7 +19,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.types import ASGIApp
 
 from grpo_core.errors import GrpoError
-from grpo_core.security import SameSiteOnly, listed
+from grpo_core.security import SameSiteOnly
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.bridge_config import BridgeConfig
 from grpo_vllm.engine.args import parsed_engine_arguments
@@ -79,18 +79,9 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
             )
         served = await store.read(settings.redis_deadline_s)
         engine = await stack.enter_async_context(open_engine(arguments))
-        short = FINISHED_FIRST_TOKENS if device_type(engine) == "cpu" else 0
+        weights = served.weights if served is not None else plan.weights
         bridge = await bridge_at_start(
-            EngineControl(
-                engine,
-                settings.share_weights,
-                short,
-                stamps_versions=STAMPS_VERSIONS,
-                loads_weights=can_update_weights(),
-            ),
-            settings,
-            served.weights if served is not None else plan.weights,
-            store,
+            _engine_control(engine, settings.share_weights), settings, weights, store
         )
         in_flight = InFlight(on_dropped=channel.dropped)
         adapters = None
@@ -133,13 +124,26 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         arrival = asyncio.create_task(_arrive(public, plan.parked, channel))
         await serve_until(lambda: engine.errored or bridge.engine.broken, servers)
         await arrival
-        if engine.errored:
-            raise EngineDied("a process of vLLM ended; its last lines in this log give the cause")
-        if bridge.engine.broken:
-            raise EngineDied(
-                "the engine failed in a pause or while it loaded weights; the supervisor restarts "
-                "it"
-            )
+        _raise_if_dead(engine, bridge)
+
+
+def _engine_control(engine: Any, shares_weights: bool) -> EngineControl:
+    return EngineControl(
+        engine,
+        shares_weights,
+        FINISHED_FIRST_TOKENS if device_type(engine) == "cpu" else 0,
+        stamps_versions=STAMPS_VERSIONS,
+        loads_weights=can_update_weights(),
+    )
+
+
+def _raise_if_dead(engine: Any, bridge: WeightBridge) -> None:
+    if engine.errored:
+        raise EngineDied("a process of vLLM ended; its last lines in this log give the cause")
+    if bridge.engine.broken:
+        raise EngineDied(
+            "the engine failed in a pause or while it loaded weights; the supervisor restarts it"
+        )
 
 
 async def _public_app(
@@ -174,7 +178,7 @@ def _guarded(
 ) -> ASGIApp:
     """`app` that requires the API key, and refuses browser pages of sites not in `pages`."""
     guarded = require_api_key(app, settings.api_key)
-    return SameSiteOnly(guarded, pages, listed(settings.allowed_hosts))
+    return SameSiteOnly(guarded, pages, settings.own_hosts)
 
 
 @contextlib.asynccontextmanager

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from grpo_core.process import adopt_orphans, children
+from grpo_core.security import SameSiteOnly
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.servers import ServerState, ServerStatus
@@ -170,5 +171,5 @@ def health_app(
     routes = [Route(path, handler) for path, handler in handlers.items()]
     if settings.follows:
         routes.append(Route("/weights/{version}/{file}", weights))
-    app = Starlette(routes=routes)
-    return require_api_key(app, settings.api_key)
+    guarded = require_api_key(Starlette(routes=routes), settings.api_key)
+    return SameSiteOnly(guarded, hosts=settings.own_hosts)
