@@ -146,12 +146,12 @@ class TimedOptimizer(MasterOptimizer):
         synchronize(self._device)  # else a publication would wait for the rest of the step
         return norm
 
-    def write_into_parameters(self) -> None:
+    def write_into_parameters(self, *may_write: Any) -> None:
         if not self.writes:
             return
         self.written = Stopwatch(self._device)
         with self.written:
-            super().write_into_parameters()
+            super().write_into_parameters(*may_write)
 
 
 @dataclass

@@ -207,9 +207,9 @@ def write_only_once(patch: pytest.MonkeyPatch) -> None:
     """Write only the first update. Server and trainer read the same memory, so they agree."""
     write, written = MasterOptimizer.write_into_parameters, []
 
-    def forgetful(optimizer: MasterOptimizer) -> None:
+    def forgetful(optimizer: MasterOptimizer, *may_write: Any) -> None:
         if not written:
-            write(optimizer)
+            write(optimizer, *may_write)
         written.append(None)
 
     patch.setattr(MasterOptimizer, "write_into_parameters", forgetful)

@@ -151,14 +151,44 @@ async def test_a_lease_that_runs_out_frees_the_place_and_taints_the_weights() ->
     assert not bridge.paused
     assert not bridge.weights_intact
     assert bridge.version == PolicyVersion(1, 0), "the epoch after (0, 0)"
-    with pytest.raises(BridgeConflict, match="does not hold the pause"):
-        await bridge.resume(session, written=True)
     second = await bridge.open_session()
     await bridge.pause(second, LEASE_S, LATER)
     await bridge.close_session(session)  # the hung trainer's connection closes late
     assert bridge.paused
     await bridge.resume(second, written=True)
     assert bridge.weights_intact
+
+
+@pytest.mark.parametrize("call", ["pause", "resume"])
+async def test_weights_that_a_late_trainer_may_have_written_into_are_torn(call: str) -> None:
+    """One that was stopped in the middle of a write, and asks again after others have written."""
+    bridge, late = await paused(FakeEngine())
+
+    async def ask(session: str) -> None:
+        asking = (
+            bridge.pause(session, LEASE_S, LATER)
+            if call == "pause"
+            else bridge.resume(session, written=True)
+        )
+        with pytest.raises(BridgeConflict, match="does not hold the pause"):
+            await asking
+
+    await asyncio.sleep(LEASE_S + 1.0)
+    second = await bridge.open_session()
+    await bridge.pause(second, LEASE_S, LATER)
+    await ask(late)  # while the second one writes
+    await ask(second)
+    assert not bridge.weights_intact
+
+    await bridge.pause(await bridge.open_session(), LEASE_S, PolicyVersion(8, 0))
+    await asyncio.sleep(LEASE_S + 1.0)
+    third = await bridge.open_session()
+    await bridge.pause(third, LEASE_S, PolicyVersion(10, 0))
+    await bridge.resume(third, written=True)
+    assert bridge.weights_intact
+    await ask(next(iter(bridge._late)))  # after the third one has written
+    assert (bridge.weights_intact, bridge.version) == (False, PolicyVersion(11, 0))
+    assert not bridge.paused
 
 
 async def test_a_pause_that_ended_in_time_leaves_no_lease_behind() -> None:

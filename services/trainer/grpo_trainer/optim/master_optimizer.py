@@ -27,6 +27,7 @@ from grpo_trainer.optim.rules import ADAM, Adam, AdamW32, State, StepOptions
 
 MASTER = "master"
 WATCHED_TENSORS, WATCHED_WEIGHTS = 8, 256
+_WRITTEN_AT_ONCE = 16
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
@@ -155,15 +156,20 @@ class MasterOptimizer:
         self._staged[index] = None
 
     @torch.no_grad()
-    def write_into_parameters(self) -> None:
+    def write_into_parameters(self, may_write: Callable[[], None] = lambda: None) -> None:
         """Round the master weights into the policy's parameters, in place: their addresses stay.
 
         Writes the staging copy if there is one, then frees it. A repeated write rounds the master
         weights again, with the same result: both round to the nearest.
+
+        Args: may_write: called before every few tensors; what it raises ends the write
         """
         pairs = zip(self._staged, self.masters, strict=True)
         newest = [master if staged is None else staged for staged, master in pairs]
-        torch._foreach_copy_(self._parameters, newest)
+        for start in range(0, len(newest), _WRITTEN_AT_ONCE):
+            part = slice(start, start + _WRITTEN_AT_ONCE)
+            may_write()
+            torch._foreach_copy_(self._parameters[part], newest[part])
         self._staged = [None for _ in self.masters]
 
     @torch.no_grad()

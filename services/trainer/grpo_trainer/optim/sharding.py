@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -141,9 +141,11 @@ class RankOptimizer(MasterOptimizer):
     def parts(self) -> int:
         return 1 if self._sharded is None else self._ranks.count
 
-    def write_into_parameters(self) -> None:
-        super().write_into_parameters()
-        if self._sharded is not None:
+    def write_into_parameters(self, may_write: Callable[[], None] = lambda: None) -> None:
+        if self._sharded is None:
+            super().write_into_parameters(may_write)
+        else:
+            super().write_into_parameters()
             with self._ranks.exchange("collecting the weights"):
                 self._sharded.write_into_whole()
 

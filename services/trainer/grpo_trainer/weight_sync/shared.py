@@ -207,11 +207,24 @@ class SharedVllm(CheckedServer):
                 return version
 
     def _write(self, version: PolicyVersion) -> None:
-        """pause → write → name the version → resume."""
+        """pause → write → name the version → resume.
+
+        The lease is renewed when half of it is over. A process that was stopped while it wrote, and
+        that another trainer has replaced, is refused then: it writes nothing more, and the server
+        knows that the weights may be torn.
+        """
         session = self._server.attachment.session
+        lease = Deadline(0.0)
+
+        def hold_lease() -> None:
+            nonlocal lease
+            if lease.has_passed:
+                lease = Deadline(self._lease_s / 2)
+                self.bridge.pause(session, self._lease_s, version)
+
         try:
-            self.bridge.pause(session, self._lease_s, version)
-            self._optimizer.write_into_parameters()
+            hold_lease()
+            self._optimizer.write_into_parameters(hold_lease)
             self.weights.wait_until_written()
             self.bridge.resume(session, written=True)
         except BaseException:

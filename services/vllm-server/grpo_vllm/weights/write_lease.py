@@ -115,6 +115,13 @@ class BridgeConflict(GrpoError):
     """The session may not do this: it is unknown, does not hold the pause, or its lease expired."""
 
 
+_LATE = "a trainer went on writing after its lease had expired"
+_NO_PAUSE = (
+    "session {session} does not hold the pause: its lease expired, and the server resumed; attach "
+    "again and write all weights under a new pause"
+)
+
+
 @dataclass
 class _Pause:
     """The current lease. `version`: names the weights that its session writes."""
@@ -146,6 +153,8 @@ class WeightBridge:
         self.notice_count = 0
         self._store = store or ServedStore()
         self._session: str | None = None
+        self._late: set[str] = set()
+        """Sessions whose lease ran out, and which may not know it yet."""
         self._session_ended = asyncio.Event()
         self._session_ended.set()
         self._pause: _Pause | None = None
@@ -192,6 +201,7 @@ class WeightBridge:
 
     async def close_session(self, session: str) -> None:
         """Detach the trainer whose connection closed."""
+        self._late.discard(session)
         if self._session != session:
             return
         log.info("trainer.detached", session=session)
@@ -208,6 +218,7 @@ class WeightBridge:
             EngineTimeout: the engine did not pause in time.
         """
         async with self._lock:
+            await self._refuse_late_writer(session)
             self._check_is_attached(session)
             # A write-back may reuse the version: no request was answered with other weights.
             is_free = version > self.version or (
@@ -228,7 +239,7 @@ class WeightBridge:
             else:
                 self._pause.timer.cancel()
             loop = asyncio.get_running_loop()
-            timer = loop.call_later(lease_s, self._lease_ran_out, session)
+            timer = loop.call_later(lease_s, self._end_lease, session, "the lease expired")
             self._pause = _Pause(session, version, timer)
 
     async def resume(self, session: str, written: bool) -> None:
@@ -240,11 +251,9 @@ class WeightBridge:
             EngineTimeout: the engine did not resume in time; it then ends.
         """
         async with self._lock:
+            await self._refuse_late_writer(session)
             if self._pause is None or self._pause.session != session:
-                raise BridgeConflict(
-                    f"session {session} does not hold the pause: its lease expired, and the "
-                    "server resumed; attach again and write all weights under a new pause"
-                )
+                raise BridgeConflict(_NO_PAUSE.format(session=session))
             if written:
                 await self._name(self._pause.version, intact=True)
             await self._end_pause(self._pause)
@@ -279,6 +288,19 @@ class WeightBridge:
         )
         return reset
 
+    async def _refuse_late_writer(self, session: str) -> None:
+        """A trainer that was stopped for longer than its lease may have written until now, into
+        weights that another one writes or has written. Raises `BridgeConflict`."""
+        if session not in self._late:
+            return
+        self._late.discard(session)
+        if self._pause is None and self.weights_intact:
+            await self._name_torn()
+            log.warning("weights.torn", reason=_LATE, policy_version=tuple(self.version))
+        elif self._pause is not None and self._pause.session != session:
+            self._end_lease(self._pause.session, _LATE)
+        raise BridgeConflict(_NO_PAUSE.format(session=session))
+
     def _check_is_attached(self, session: str) -> None:
         if session != self._session:
             raise BridgeConflict(
@@ -298,11 +320,12 @@ class WeightBridge:
         self.update_count += 1
         self.last_update_time = time.time()
 
-    def _lease_ran_out(self, session: str) -> None:
+    def _end_lease(self, session: str, why: str) -> None:
         # The session ends too: a trainer that only hung must attach again.
         if self._session == session:
             self._session = None
-        task = asyncio.create_task(self._detach(self._pause, "the lease expired"))
+            self._late.add(session)
+        task = asyncio.create_task(self._detach(self._pause, why))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -322,13 +345,15 @@ class WeightBridge:
         if self.write_back.missing:
             self.weights_intact = False  # no new version: requests are not answered anyway
         else:
-            # The weights may be torn. They need a version that differs from the previous one and
-            # from every version that the trainer will use.
-            torn = PolicyVersion(self.version.epoch + 1, self.version.step)
-            await self._name(torn, intact=False)
+            await self._name_torn()
         now = {"state": self.state.value, "policy_version": tuple(self.version)}
         log.warning("pause.abandoned", reason=why, **now)
         await self._end_pause(pause)
+
+    async def _name_torn(self) -> None:
+        """The weights may be torn. They need a version that differs from the previous one and from
+        every version that the trainer will use."""
+        await self._name(PolicyVersion(self.version.epoch + 1, self.version.step), intact=False)
 
     async def _end_pause(self, pause: _Pause) -> None:
         pause.timer.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from torch import nn
 
 from grpo_core.clients.inference import BridgeClient, BridgeInfo
-from grpo_core.errors import ServiceUnavailable
+from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
@@ -100,8 +101,10 @@ class LostAttachment:
     def wait_until_written(self) -> None:
         """There is nothing to wait for."""
 
-    def write_into_parameters(self) -> None:
-        """Stands for the optimizer's method."""
+    def write_into_parameters(self, may_write: Callable[[], None]) -> None:
+        """Stands for the optimizer's method, with a model of three parts."""
+        for _ in range(3):
+            may_write()
 
     def close(self) -> None:
         """Nothing to close."""
@@ -125,6 +128,17 @@ def test_no_request_is_repeated_to_a_server_whose_weight_socket_has_closed() -> 
         with pytest.raises(ServiceUnavailable, match="has ended"):
             sync._write(OURS)
         assert [name for name, _ in server.seen] == ["POST /bridge/pause", "POST /bridge/resume"]
+
+
+def test_a_trainer_whose_lease_is_over_asks_before_it_writes_on() -> None:
+    answers = iter([(200, {}), (409, {"detail": "its lease expired"})])
+    routes: dict[str, Route] = {"POST /bridge/pause": lambda _body: next(answers)}
+    with stub_server(routes) as server, BridgeClient(server.url, deadline_s=1.0) as bridge:
+        sync = SharedVllm(ServerConnection(bridge), "model", lease_s=0.0)
+        held: Any = LostAttachment()
+        sync._server._attachment = sync._optimizer = held
+        with pytest.raises(RequestRefused, match="its lease expired"):
+            sync._write(OURS)
 
 
 @pytest.mark.parametrize("crashes", [1, 2])
