@@ -59,14 +59,16 @@ class HarborTask(EpisodeTask):
         "command_s": 60.0,
         "containers": 8,
         "network": "none",
+        "variables": (),
     }
 
     def __init__(self, directory: str, options: TaskOptions) -> None:
         refuse_options(directory, options, "data", "data_config", "eval_data", "columns")
         super().__init__(environment_name(directory), options)
         root, network = Path(directory), str(self.arguments["network"])
+        variables = self.arguments["variables"]
         self._tasks = {
-            path.relative_to(root.expanduser()).as_posix(): read_task(path, network)
+            path.relative_to(root.expanduser()).as_posix(): read_task(path, network, variables)
             for path in task_directories(root)
         }
         self._images: dict[str, str] = {}
@@ -175,11 +177,11 @@ def rewards_from(text: str) -> dict[str, float]:
         RolloutFailed: it holds something else.
     """
     try:
-        value = json.loads(text)
-        values = value if isinstance(value, dict) else {"reward": value}
+        values = json.loads(text) if text.lstrip().startswith("{") else {"reward": text}
         found = {str(name): float(number) for name, number in values.items()}
     except (ValueError, TypeError) as error:
         raise RolloutFailed(f"tests/test.sh wrote the reward {text.strip()!r}: {error}") from error
-    if not found or not all(map(math.isfinite, found.values())):
+    has_words = any(isinstance(value, bool) for value in values.values())
+    if not found or has_words or not all(map(math.isfinite, found.values())):
         raise RolloutFailed(f"tests/test.sh wrote the reward {text.strip()!r}; expected numbers")
     return found

@@ -52,7 +52,9 @@ def test_what_a_task_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     plain = read_task(write_task(tmp_path / "plain", "\nDo it.\n"), "none")
     assert (plain.instruction, plain.resources, plain.image) == ("Do it.", Resources(), None)
     assert (plain.tests_s, plain.build_s, plain.user) == (600.0, 600.0, None)
-    full = read_task(write_task(tmp_path / "full", "Do it.", config=FULL), "bridge")
+    full = read_task(
+        write_task(tmp_path / "full", "Do it.", config=FULL), "bridge", ["HARBOR_PLACE"]
+    )
     environment = {"HOME": "/root/here"}
     assert full.resources == Resources(512, 2.0, 512, "bridge", "/work", environment)
     assert (full.image, full.user, full.tests_s) == ("somewhere/made:1", "worker", 90.0)
@@ -75,6 +77,28 @@ def test_a_task_that_needs_more_is_refused(tmp_path: Path, config: str, problem:
     write_task(tmp_path / "task", "Do it.", config=config)
     with pytest.raises(EnvironmentUnusable, match=problem):
         HarborTask(str(tmp_path), TaskOptions())
+
+
+def test_a_task_reads_variables_that_the_user_allows_and_never_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("RUN_API_TOKEN", "HF_TOKEN", "REDIS_URL", "GRPO_TEACHER_API_KEY_FILE", "JUDGE_KEY")
+    for name in names:
+        monkeypatch.setenv(name, "hush")
+    first, *rest = (f'{name} = "${{{name}:-none}}"' for name in names)
+    config = f"[verifier.env]\n{first}\n[environment.env]\n" + "\n".join(rest)
+    write_task(tmp_path / "task", "Do it.", config=config)
+    with pytest.raises(EnvironmentUnusable) as refused:
+        HarborTask(str(tmp_path), TaskOptions(args={"variables": names[:-1]}))
+    for name in names[:-1]:
+        assert f"{name}, which may hold a secret" in str(refused.value)
+    assert """JUDGE_KEY, which --task-args '{"variables": ["JUDGE_KEY"]}' allows""" in str(
+        refused.value
+    )
+    assert "hush" not in str(refused.value)
+    write_task(tmp_path / "task", "Do it.", config=f"[environment.env]\n{rest[-1]}")
+    allowed = HarborTask(str(tmp_path), TaskOptions(args={"variables": ["JUDGE_KEY"]}))
+    assert allowed._tasks["task"].resources.environment == {"JUDGE_KEY": "hush"}
 
 
 def test_memory_as_older_tasks_write_it_and_keys_without_a_meaning(tmp_path: Path) -> None:
@@ -113,6 +137,7 @@ def test_missing_files_are_listed(tmp_path: Path) -> None:
     [
         ("1\n", {"reward": 1.0}),
         ("0.25", {"reward": 0.25}),
+        *((text, {"reward": 0.5}) for text in (".5\n", "+0.5", "00.5", "5e-1")),
         ('{"reward": 1, "style": 0.5}', {"reward": 1.0, "style": 0.5}),
     ],
 )
@@ -120,7 +145,9 @@ def test_rewards(text: str, rewards: dict[str, float]) -> None:
     assert rewards_from(text) == rewards
 
 
-@pytest.mark.parametrize("text", ["", "good", "nan", "{}", '{"a": "b"}', "[1]"])
+@pytest.mark.parametrize(
+    "text", ["", "good", "nan", "true", "{}", '{"a": "b"}', '{"a": true}', "[1]"]
+)
 def test_what_is_no_reward_fails_the_rollout(text: str) -> None:
     with pytest.raises(RolloutFailed, match=r"tests/test\.sh wrote the reward"):
         rewards_from(text)
