@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -21,14 +20,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from grpo_core.settings import hide_secrets
-from grpo_core.settings.command import SECRET_VARIABLES
+from grpo_core.settings.command import holds_secret
 
 DEADLINE_S = 10.0
 _SHOWN_CHARACTERS = 200
 _URL_VARIABLE = "GRPO_NOTIFY_URL"
 _WEBHOOK = (sys.executable, "-m", "grpo_runs.notify")
-_SECRETS = SECRET_VARIABLES | {"WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
-_OURS = re.compile(r"^(GRPO|RUN_API)_.*(TOKEN|KEY|PASSWORD|SECRET|REDIS_URL)$")
 
 
 @dataclass(frozen=True)
@@ -161,16 +158,12 @@ class Notifier:
 
 def _without_secret_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Those that this project's commands read may contain secrets; the user's others stay."""
-    return {
-        name: value
-        for name, value in variables.items()
-        if name not in _SECRETS and not _OURS.match(name)
-    }
+    return {name: value for name, value in variables.items() if not holds_secret(name)}
 
 
 def secrets_of(variables: Mapping[str, str], *others: str | None) -> list[str]:
     """Texts to keep out of notifications."""
-    held = [variables[n] for n in variables if n in _SECRETS or _OURS.match(n)]
+    held = [value for name, value in variables.items() if holds_secret(name)]
     return [text for text in (*held, *others) if text]
 
 

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Protocol
 from pebble import ThreadPool
 
 from grpo_core.process import killed_with_parent
-from grpo_core.settings.command import SECRET_VARIABLES
+from grpo_core.settings.command import holds_secret
 from grpo_env.bridges.chat import MODEL
 from grpo_env.sandbox import SERVICE_URL, Ended, Limits, chosen_sandbox
 from grpo_env.sandbox.bubblewrap import SYSTEM
@@ -40,8 +40,6 @@ _LARGEST_VARIABLE_BYTES = 100_000
 """Linux refuses a variable of 128 KiB."""
 _KEPT_OUTPUT_BYTES = 1 << 20
 _LAST_LINES = 15
-_SECRETS = SECRET_VARIABLES | {f"{name}_FILE" for name in SECRET_VARIABLES}
-"""Variables of this process that would let an agent change the run."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ class AgentProgram:
     async def _ended(self, text: str, client: Client, deadline_s: float) -> Ended:
         row = {ROW: text} if len(text) < _LARGEST_VARIABLE_BYTES else {}
         if self._sandbox.kind == ON_HOST:
-            environment = {k: v for k, v in os.environ.items() if k not in _SECRETS}
+            environment = {k: v for k, v in os.environ.items() if not holds_secret(k)}
             environment |= client.variables(client.base_url) | _direct(environment) | row
             return await run_program(self._words, text.encode(), environment, deadline_s)
         return await self._sandbox.run(

@@ -8,10 +8,11 @@ tests/test.sh               writes the reward
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ from pydantic import (
 )
 
 from grpo_core.errors import problems_of
+from grpo_core.settings.command import holds_secret
 from grpo_env.bridges.errors import EnvironmentUnusable
 from grpo_env.sandbox.container import Resources
 
@@ -130,8 +132,8 @@ def task_directories(directory: Path) -> list[Path]:
     return found
 
 
-def read_task(path: Path, network: str) -> HarborDirectory:
-    """Read one task. network: of its container
+def read_task(path: Path, network: str, variables: Collection[str] = ()) -> HarborDirectory:
+    """Read one task. network: of its container; variables: of this process that it may read
 
     Raises:
         EnvironmentUnusable: a file is missing or invalid, or the task needs what is not supported.
@@ -146,6 +148,7 @@ def read_task(path: Path, network: str) -> HarborDirectory:
     environment, verifier = config.environment, config.verifier
     if problems := [
         *_problems(path, config),
+        *_refused_variables([*environment.env.values(), *verifier.env.values()], variables),
         *([] if instruction else ["an empty instruction.md"]),
     ]:
         raise EnvironmentUnusable(f"the task {path} cannot be used here: {', '.join(problems)}")
@@ -154,13 +157,13 @@ def read_task(path: Path, network: str) -> HarborDirectory:
     return HarborDirectory(
         path,
         instruction,
-        _resources(path, environment, network),
+        _resources(environment, network),
         environment.docker_image,
         environment.build_timeout_sec,
         verifier.timeout_sec,
         _text(config.agent.user),
         _text(verifier.user),
-        _resolved(path, verifier.env),
+        _resolved(verifier.env),
     )
 
 
@@ -183,25 +186,34 @@ def _problems(path: Path, config: _Config) -> Iterator[str]:
             yield f"{name} of [environment]"
 
 
-def _resources(path: Path, environment: _Environment, network: str) -> Resources:
+def _resources(environment: _Environment, network: str) -> Resources:
     return Resources(
         memory_mb=environment.memory_mb,
         cpus=environment.cpus,
         network=network,
         workdir=environment.workdir,
-        environment=_resolved(path, environment.env),
+        environment=_resolved(environment.env),
     )
 
 
-def _resolved(path: Path, variables: Mapping[str, Any]) -> dict[str, str]:
+def _refused_variables(texts: Iterable[Any], allowed: Collection[str]) -> Iterator[str]:
+    """Somebody else wrote the task, so it reads only variables that the user names."""
+    for match in _VARIABLE.finditer("\n".join(map(str, texts))):
+        name, default = match.groups()
+        if holds_secret(name):
+            yield f"the environment variable {name}, which may hold a secret of the run"
+        elif name not in allowed and (name in os.environ or default is None):
+            allow = json.dumps({"variables": [name]})
+            yield f"the environment variable {name}, which --task-args '{allow}' allows"
+        elif name not in os.environ and default is None:
+            yield f"the environment variable {name}, which is not set"
+
+
+def _resolved(variables: Mapping[str, Any]) -> dict[str, str]:
     """`${NAME}` and `${NAME:-default}` are variables of this process."""
 
     def value(match: re.Match[str]) -> str:
-        name, default = match.groups()
-        found = os.environ.get(name, default)
-        if found is None:
-            raise EnvironmentUnusable(f"the task {path} needs the environment variable {name}")
-        return found
+        return os.environ.get(*match.groups())
 
     return {name: _VARIABLE.sub(value, str(text)) for name, text in variables.items()}
 

@@ -44,7 +44,7 @@ def ask(*messages):
 
 row = json.load(sys.stdin)
 assert row == json.loads(os.environ["GRPO_ROW"])
-assert not {"RUN_API_TOKEN", "TEACHER_API_KEY"} & {*os.environ}
+assert not {"RUN_API_TOKEN", "HF_TOKEN", "GRPO_VLLM_API_KEY"} & {*os.environ}
 """
 TWICE = """
 first = ask(("user", row["prompt"]))
@@ -94,7 +94,7 @@ def agent(tmp_path: Path) -> Callable[..., Task]:
 async def test_a_program_is_trained_on_the_very_tokens_that_were_sampled(
     agent: Any, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RUN_API_TOKEN", "TEACHER_API_KEY"):
+    for name in ("RUN_API_TOKEN", "HF_TOKEN", "GRPO_VLLM_API_KEY"):
         monkeypatch.setenv(name, "secret")
     task = agent(PROGRAM + TWICE, REWARD)
     outcome, server = await sample(scripted("7", "8"), task, PLAN, template=template)
