@@ -177,7 +177,11 @@ def test_bodies_are_read_in_any_encoding_and_content_type(
 
 
 @pytest.mark.parametrize(
-    ("accepted", "encoding"), [("deflate, gzip;q=0.1", "gzip"), ("deflate, br", None)]
+    ("accepted", "encoding"),
+    [
+        ("deflate, GZIP; q=0.1", "gzip"),
+        *[("deflate, br", None), ("gzip;q=0", None), ("gzip; Q=0.000, br", None)],
+    ],
 )
 def test_long_answers_are_gzip_for_who_accepts_it(
     http: ApiClient, accepted: str, encoding: str | None

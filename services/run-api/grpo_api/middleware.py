@@ -24,6 +24,7 @@ from grpo_api.errors import (
 )
 from grpo_api.lifetime import Lifetime, was_held
 from grpo_api.metrics import Metrics
+from grpo_core.security import listed
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _HEADER = REQUEST_ID_HEADER.encode()
@@ -142,6 +143,8 @@ def template_of(path: str, routes: Iterable[BaseRoute]) -> str:
 
 
 _OVER_BYTES = 1000
+_GZIP = re.compile(r"(?:x-)?gzip(?!\s*;\s*q\s*=\s*0(?:\.0*)?$)(?:\s*;.*)?", re.IGNORECASE)
+"""One coding of `Accept-Encoding`; the weight 0 refuses it (RFC 9110, 12.5.3)."""
 # Level 1 compresses digits almost as well as higher levels, in a tenth of the time.
 _LEVEL = 1
 _GZIP_WINDOW_BITS = 31
@@ -161,7 +164,8 @@ class CompressionMiddleware:
         if scope["type"] != "http" or scope["method"] != "GET":
             await self._app(scope, receive, send)
             return
-        is_accepted = "gzip" in Headers(scope=scope).get("accept-encoding", "")
+        accepted = listed(",".join(Headers(scope=scope).getlist("accept-encoding")))
+        is_accepted = any(map(_GZIP.fullmatch, accepted))
         start: Message | None = None
         compressor: Any = None
 

@@ -20,6 +20,7 @@ from grpo_api.lifetime import Lifetime
 from grpo_api.metrics import Metrics
 from grpo_api.planning.run_view import Limits
 from grpo_api.store.run import RunStore
+from grpo_core.security import listed
 from grpo_core.wire.run_api import (
     RUN_UUID_HEADER,
     EnvironmentId,
@@ -89,7 +90,7 @@ class IncomingBody:
                         chunks.append(chunk)
         except TimeoutError as error:
             raise BodyTooSlow(self._bytes, self._reader.deadline_s) from error
-        is_gzip = "gzip" in headers.get("content-encoding", "").lower()
+        is_gzip = "gzip" in listed(headers.get("content-encoding", "").lower())
         return RawBody(b"".join(chunks), is_gzip)
 
     def _check(self, body_bytes: int, max_bytes: int) -> None:
