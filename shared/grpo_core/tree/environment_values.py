@@ -37,8 +37,12 @@ def _pairs(value: Any) -> Any:
 def _numbers(value: Any) -> Any:
     found = _pairs(value)
     for name, number in found.items():
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise ValueError(f"{name}: expected a number; got {number!r}")
+        try:
+            if isinstance(number, bool):
+                raise ValueError
+            found[name] = float(number)  # YAML reads 1e-3 as a text
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: expected a number; got {number!r}") from error
     return found
 
 

@@ -105,7 +105,7 @@ def test_every_key_of_the_archived_math_configurations_works(tmp_path: Path) -> 
 SECTIONS = """
 model: m
 columns: {prompt: q}
-env: {reward_weights: {accuracy: 2, overlong: 0.5}}
+env: {reward_weights: {accuracy: 2, overlong: 5e-1}}
 mixture:
   - {task: gsm8k, weight: 0.7, data: there}
   - {task: arithmetic, weight: 0.3, task_args: {level: 2}}

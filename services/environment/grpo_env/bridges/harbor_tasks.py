@@ -143,7 +143,7 @@ def read_task(path: Path, network: str, variables: Collection[str] = ()) -> Harb
         instruction = (path / "instruction.md").read_text().strip()
     except ValidationError as error:
         raise EnvironmentUnusable(f"{path / CONFIG}: {problems_of(error)}") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
         raise EnvironmentUnusable(f"{path}: {error}") from error
     environment, verifier = config.environment, config.verifier
     if problems := [

@@ -69,6 +69,7 @@ def test_what_a_task_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("[environment]\ngpus = 1\nos = 'windows'\n", "os = 'windows', gpus of"),
         ("[environment]\nenv = { A = '${HARBOR_MISSING}' }\n", "variable HARBOR_MISSING"),
         ("[environment\n", "Expected ']'"),
+        ("[environment]\nmemory = 'infG'\n", "cannot convert float infinity"),
         ("[environment]\nmemory = 'much'\ncpus = 0\n", r"task\.toml: environment\.cpus: .*0; env"),
         ("environment = 3\n", r"task/task\.toml: environment: Input should be a valid"),
     ],
