@@ -14,7 +14,6 @@ from grpo_core.provenance.records import (
     Line,
     Publication,
     Start,
-    newest,
     read_lines,
 )
 from grpo_core.rollouts.record import RolloutRecord
@@ -38,14 +37,8 @@ class Provenance:
         Raises:
             BrokenProvenance: there is no record, or it cannot be read.
         """
-        places = (run, run / _CHECKPOINTS)
-        save_path = next((at for at in places if (at / PROVENANCE).is_file()), None)
-        if save_path is None:
-            raise BrokenProvenance(
-                f"{run} contains no {PROVENANCE}; name the directory of a run, or the --save-path "
-                "of a trainer"
-            )
-        return cls(save_path, read_lines(save_path / PROVENANCE))
+        file = provenance_file(run)
+        return cls(file.parent, read_lines(file))
 
     @property
     def publications(self) -> Iterator[Publication]:
@@ -61,17 +54,22 @@ class Provenance:
 
     def of_step(self, step: int) -> Publication | None:
         """The newest publication of the weights after `step` steps; None if it is not recorded."""
-        return newest(self.lines, step)
+        return self._newest.get(step)
+
+    @cached_property
+    def _newest(self) -> dict[int, Publication]:
+        return {line.version.step: line for line in self.publications if not line.lost}
 
     def taken_step(self, step: int) -> Publication | None:
         """The publication that training step `step`, counted from 1, led to; None if it is not
         recorded."""
-        found = (
-            line
-            for line in self.publications
-            if line.version.step == step and line.batch_id is not None and not line.lost
-        )
-        return next(found, None)
+        return self._taken.get(step)
+
+    @cached_property
+    def _taken(self) -> dict[int, Publication]:
+        """By step; of several, the first one."""
+        taken = [line for line in self.publications if line.batch_id is not None and not line.lost]
+        return {line.version.step: line for line in reversed(taken)}
 
     def start_of(self, published: Publication) -> Start:
         """The start of the trainer that published it.
@@ -98,12 +96,24 @@ class Provenance:
     def ancestors(self, version: PolicyVersion) -> list[Publication]:
         """The publications from a version back to the first one that is known; empty if the version
         was not published by this run."""
-        found: list[Publication] = []
+        found: dict[PolicyVersion, Publication] = {}
         line = self.by_version.get(version)
-        while line is not None and line not in found:
-            found.append(line)
+        while line is not None and line.version not in found:
+            found[line.version] = line
             line = None if line.parent is None else self.by_version.get(line.parent.version)
-        return found
+        return [*found.values()]
+
+
+def provenance_file(run: Path) -> Path:
+    """Args and errors as of `Provenance.of`."""
+    places = (run / PROVENANCE, run / _CHECKPOINTS / PROVENANCE)
+    found = next((file for file in places if file.is_file()), None)
+    if found is None:
+        raise BrokenProvenance(
+            f"{run} contains no {PROVENANCE}; name the directory of a run, or the --save-path of a "
+            "trainer"
+        )
+    return found
 
 
 def chain_of(provenance: Provenance, record: RolloutRecord) -> list[str]:

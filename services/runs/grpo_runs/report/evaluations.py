@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from grpo_core.evaluation.results import (
@@ -100,8 +100,12 @@ class Evaluations:
     def __init__(self, summaries: Iterable[EvalSummary]) -> None:
         self._series: dict[str, dict[int, EvalSummary]] = {}
         found = [one for one in summaries if one.step is not None]
+        temperatures: dict[str, set[float]] = {}
         for one in found:
-            self._series.setdefault(_name(one, found), {})[one.step or 0] = one
+            temperatures.setdefault(one.task, set()).add(one.temperature)
+        for one in found:
+            name = _name(one, has_several=len(temperatures[one.task]) > 1)
+            self._series.setdefault(name, {})[one.step or 0] = one
 
     @classmethod
     def read(cls, path: Path) -> Evaluations:
@@ -142,9 +146,9 @@ class Evaluations:
         return found
 
 
-def _name(one: EvalSummary, others: Sequence[EvalSummary]) -> str:
+def _name(one: EvalSummary, has_several: bool) -> str:
     """The task, with the temperature if the task is evaluated at several ones."""
-    if len({other.temperature for other in others if other.task == one.task}) == 1:
+    if not has_several:
         return one.task
     return f"{one.task} " + (f"at {one.temperature:g}" if one.temperature else "greedy")
 

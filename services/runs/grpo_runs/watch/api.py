@@ -29,7 +29,7 @@ from sse_starlette import EventSourceResponse
 from starlette.middleware.gzip import GZipMiddleware
 
 from grpo_core.errors import BrokenProvenance, BrokenRollouts, GrpoError
-from grpo_core.provenance.chain import Provenance, chain_of
+from grpo_core.provenance.chain import chain_of
 from grpo_core.rollouts.files import read_step
 from grpo_core.rollouts.page import encode
 from grpo_core.rollouts.page.encode import REWARD, GroupEncoder
@@ -245,7 +245,7 @@ def _origin(live: LiveRun, step: int, group: int, index: int) -> list[str]:
         found = None if directory is None else _completion(directory, step, group, index)
         if found is None:
             raise HTTPException(404, f"step {step} has no completion {group}/{index}")
-        lines = chain_of(Provenance.of(live.run.path), found)
+        lines = chain_of(live.provenance(), found)
     except (BrokenProvenance, BrokenRollouts) as error:
         raise HTTPException(404, str(error)) from None
     left = len(lines) - NEWEST_ORIGINS - OLDEST_ORIGINS

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -15,6 +16,8 @@ from pydantic import BaseModel, ValidationError
 from grpo_core.alerts import AlertWatch, Measures
 from grpo_core.errors import GrpoError
 from grpo_core.evaluation.results import ResultsUnusable
+from grpo_core.provenance.chain import Provenance, provenance_file
+from grpo_core.provenance.records import Publication
 from grpo_core.rollouts.files import steps_in
 from grpo_core.rollouts.page.encode import Point
 from grpo_core.rollouts.record import printable
@@ -82,6 +85,7 @@ class LiveRun:
         self._state: dict[str, Any] = {}
         self._evaluated: tuple[int, int] = (0, 0)
         self._evaluations = Evaluations(())
+        self._provenance: tuple[tuple[int, int], Provenance] | None = None
 
     @property
     def name(self) -> str:
@@ -132,6 +136,24 @@ class LiveRun:
         except (OSError, ResultsUnusable):
             pass
         return self._evaluations
+
+    def provenance(self) -> Provenance:
+        """Without the digests of tensors, which are most of it. Read again only if the file has
+        changed.
+
+        Raises:
+            BrokenProvenance: there is no record, or it cannot be read.
+        """
+        facts = provenance_file(self.run.path).stat()
+        state = facts.st_size, facts.st_mtime_ns
+        if self._provenance is None or self._provenance[0] != state:
+            read = Provenance.of(self.run.path)
+            lines = [
+                line.model_copy(update={"digests": ()}) if isinstance(line, Publication) else line
+                for line in read.lines
+            ]
+            self._provenance = state, replace(read, lines=lines)
+        return self._provenance[1]
 
     def pools(self) -> Mapping[str, list[Point]]:
         """The curves of the curricula; empty while a file is broken."""

@@ -14,6 +14,7 @@ import uvicorn
 from pydantic import SecretStr
 
 from grpo_core.errors import GrpoError
+from grpo_core.http_connections import LimitedProtocol
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.access import PARAMETER
 from grpo_runs.watch.api import watch_app
@@ -57,6 +58,7 @@ class PageServer:
             self.url += f"?{PARAMETER}={token.get_secret_value()}"
         config = uvicorn.Config(
             watch_app(runs, token, hosts),
+            http=LimitedProtocol,
             log_level="error",
             timeout_graceful_shutdown=1,
             lifespan="off",

@@ -13,7 +13,15 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import SecretStr
 
-from grpo_core.provenance.records import PROVENANCE, Line, Publication, Start, text_of
+from grpo_core.provenance import chain
+from grpo_core.provenance.records import (
+    PROVENANCE,
+    Line,
+    Publication,
+    Start,
+    read_lines,
+    text_of,
+)
 from grpo_core.rollouts.files import ROLLOUTS, write_step
 from grpo_core.settings import load_settings
 from grpo_core.wire.policy_version import PolicyVersion
@@ -100,6 +108,31 @@ def test_the_origin_of_a_completion(run: RunDirectory) -> None:
     assert "grpo-provenance" in lines[8]
     assert "base model tiny" in lines[-2]
     assert client.get(f"{at}=7").status_code == 404
+
+
+def test_a_click_compares_no_lines_and_reads_a_file_once(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long run, both take seconds of the process that trains it."""
+    client, reads = client_of(run), list[Path]()
+    monkeypatch.setattr(Publication, "__eq__", lambda *_: pytest.fail("lines are compared"))
+    monkeypatch.setattr(chain, "read_lines", lambda path: reads.append(path) or read_lines(path))
+    write_step(run.path / ROLLOUTS, 2, [record(step=2, versions=[[1, 20], [1, 20]])])
+    *lines, last = map(text_of, published(up_to=21))
+
+    def click() -> list[str]:
+        found: list[str] = client.get("/api/runs/mine/steps/2/origin?group=0&index=0").json()[
+            "lines"
+        ]
+        return found
+
+    (run.path / PROVENANCE).write_text("".join(lines))
+    assert click() == click()
+    assert len(reads) == 1
+    with (run.path / PROVENANCE).open("a") as more:
+        more.write(last)
+    assert "base model tiny" in click()[-2]
+    assert len(reads) == 2
 
 
 def published(up_to: int) -> Iterator[Line]:
