@@ -116,7 +116,12 @@ def test_a_click_compares_no_lines_and_reads_a_file_once(
     """Of a long run, both take seconds of the process that trains it."""
     client, reads = client_of(run), list[Path]()
     monkeypatch.setattr(Publication, "__eq__", lambda *_: pytest.fail("lines are compared"))
-    monkeypatch.setattr(chain, "read_lines", lambda path: reads.append(path) or read_lines(path))
+
+    def read(path: Path) -> list[Line]:
+        reads.append(path)
+        return read_lines(path)
+
+    monkeypatch.setattr(chain, "read_lines", read)
     write_step(run.path / ROLLOUTS, 2, [record(step=2, versions=[[1, 20], [1, 20]])])
     *lines, last = map(text_of, published(up_to=21))
 
