@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
-import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, FiniteFloat, TypeAdapter
 
 from grpo_core.tree.environment_values import environment_name
 from grpo_env.bridges.episodes import EpisodeTask, Result, Shown
@@ -42,6 +42,9 @@ _IMAGE = "grpo-harbor"
 _LOGS = "/logs/verifier"
 _TASK = "task"
 _PROBE_S = 30.0
+_REWARDS = TypeAdapter(
+    Annotated[dict[str, FiniteFloat], Field(min_length=1)], config={"strict": True}
+)
 _LARGEST_ARGUMENT_BYTES = 128 * 1024  # MAX_ARG_STRLEN of Linux
 
 
@@ -177,11 +180,10 @@ def rewards_from(text: str) -> dict[str, float]:
         RolloutFailed: it holds something else.
     """
     try:
-        values = json.loads(text) if text.lstrip().startswith("{") else {"reward": text}
-        found = {str(name): float(number) for name, number in values.items()}
-    except (ValueError, TypeError) as error:
-        raise RolloutFailed(f"tests/test.sh wrote the reward {text.strip()!r}: {error}") from error
-    has_words = any(isinstance(value, bool) for value in values.values())
-    if not found or has_words or not all(map(math.isfinite, found.values())):
-        raise RolloutFailed(f"tests/test.sh wrote the reward {text.strip()!r}; expected numbers")
-    return found
+        if text.lstrip().startswith("{"):
+            return _REWARDS.validate_json(text)
+        return _REWARDS.validate_python({"reward": float(text)})
+    except ValueError as error:
+        raise RolloutFailed(
+            f"tests/test.sh wrote the reward {text.strip()!r}; expected numbers"
+        ) from error

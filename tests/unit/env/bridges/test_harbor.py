@@ -147,7 +147,18 @@ def test_rewards(text: str, rewards: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "good", "nan", "true", "{}", '{"a": "b"}', '{"a": true}', "[1]"]
+    "text",
+    [
+        "",
+        "good",
+        "nan",
+        "true",
+        "{}",
+        '{"a": "b"}',
+        '{"a": true}',
+        "[1]",
+        '{"a": ' + "9" * 400 + "}",
+    ],
 )
 def test_what_is_no_reward_fails_the_rollout(text: str) -> None:
     with pytest.raises(RolloutFailed, match=r"tests/test\.sh wrote the reward"):
