@@ -13,6 +13,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import from_json
+
 from grpo_env.tasks import Answer, ContextFull, Dialogue, Message
 from grpo_env.tasks.tool_calls import IsText, divided_by_calls, text_parameters
 
@@ -178,12 +180,12 @@ class Chat:
         """The arguments of `Dialogue.say`."""
         if not messages:
             raise RequestUnusable("expected at least one message")
-        stop = sampling.get("stop")
+        _require_names(tools)
         return {
             "messages": [self._as_said(message) for message in messages],
             "tools": tools,
             "max_tokens": _tokens_of(sampling),
-            "stop": (stop,) if isinstance(stop, str) else tuple(stop or ()),
+            "stop": _stop_of(sampling),
         }
 
     def _allowed(self, asked: int | None) -> int | None:
@@ -261,14 +263,33 @@ def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
     form of a call has name and arguments at the top."""
     function = call.get("function") or call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = from_json(function["arguments"])
     except ValueError:
         arguments = function["arguments"]
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _tokens_of(sampling: Mapping[str, Any]) -> int | None:
-    asked = sampling.get("max_completion_tokens") or sampling.get("max_tokens")
-    if asked is None or (isinstance(asked, int) and asked > 0):
+    given = (sampling.get(name) for name in ("max_completion_tokens", "max_tokens"))
+    asked = next((value for value in given if value is not None), None)
+    if asked is None or (isinstance(asked, int) and asked > 0 and asked is not True):
         return asked
     raise RequestUnusable(f"max_tokens: expected a number of tokens, at least 1; got {asked!r}")
+
+
+def _stop_of(sampling: Mapping[str, Any]) -> tuple[str, ...]:
+    stop = sampling.get("stop") or ()
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    if isinstance(stop, Mapping) or not all(isinstance(text, str) and text for text in texts):
+        raise RequestUnusable(f"stop: expected texts that are not empty; got {stop!r}")
+    return texts
+
+
+def _require_names(tools: Sequence[Mapping[str, Any]]) -> None:
+    for tool in tools:
+        name, description = tool["function"]["name"], tool["function"].get("description") or ""
+        if not (name and isinstance(name, str) and isinstance(description, str)):
+            raise RequestUnusable(
+                "tools: expected functions with a name, and texts as name and description; got "
+                f"{name!r} and {description!r}"
+            )

@@ -6,6 +6,7 @@ It has `POST /v1/chat/completions`, `POST /v1/responses` and `GET /v1/models`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ class ChatEndpoint:
             )
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+        model = {"id": MODEL, "object": "model", "created": int(time.time()), "owned_by": "grpo"}
+        return web.json_response({"object": "list", "data": [model]})
 
     async def _unknown(self, request: web.Request) -> web.Response:
         return _refusal(

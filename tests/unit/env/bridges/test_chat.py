@@ -102,9 +102,18 @@ async def test_a_prompt_that_is_too_long_is_told_from_a_conversation_that_became
         silent.raise_failure()
 
 
+def calling(arguments: str) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": arguments}}],
+    }
+
+
 @pytest.mark.parametrize(
     ("message", "plain"),
     [
+        *((calling(text), calling(text)) for text in ("{bad", "[" * 5000)),
         ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
         (
             {"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]},

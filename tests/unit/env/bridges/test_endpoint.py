@@ -200,6 +200,20 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
         ("chat/completions", [], "expected a JSON object"),
         ("responses", {}, "KeyError: 'input'"),
         ("chat/completions", {"messages": [QUESTION], "n": 2}, "expected n=1"),
+        *(
+            ("chat/completions", {"messages": [QUESTION], **wrong}, problem)
+            for wrong, problem in (
+                ({"max_completion_tokens": 0, "max_tokens": 5}, "at least 1; got 0"),
+                ({"max_tokens": True}, "max_tokens: expected a number of tokens"),
+                ({"stop": [1]}, r"stop: expected texts that are not empty; got \[1\]"),
+                ({"stop": [""]}, "stop: expected texts"),
+                ({"stop": {"a": 1}}, "stop: expected texts"),
+                ({"tools": [{"type": "function"}]}, "KeyError: 'function'"),
+                ({"tools": [{"function": {"name": 5}}]}, "tools: expected functions with a name"),
+                ({"tools": [{"function": {"name": "f", "description": 5}}]}, "got 'f' and 5"),
+            )
+        ),
+        ("responses", {"input": "a", "tools": [{"type": "function"}]}, "KeyError: 'name'"),
         ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools of .* web_search"),
         ("responses", {"input": "a", "conversation": "conv_1"}, "conversation: not supported"),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
@@ -215,6 +229,14 @@ async def test_what_cannot_be_trained_on_is_refused_by_name(
         await client.post(f"/{path}", body=body, cast_to=object)
     assert refused.value.status_code in (400, 404)
     assert (chat.failed, chat.last) == (None, None)
+
+
+async def test_the_models_are_those_of_the_api(
+    endpoint: ChatEndpoint, http: httpx.AsyncClient
+) -> None:
+    how: Any = {"http_client": http, "_strict_response_validation": True}
+    async with AsyncOpenAI(base_url=endpoint.url, api_key="any", **how) as client:
+        assert [model.id async for model in client.models.list()] == [MODEL]
 
 
 async def test_a_body_that_is_not_json_is_refused_as_no_client_repeats_it(
