@@ -62,8 +62,8 @@ class Docker:
     ) -> Ended:
         """See `Sandbox.run`."""
         directory = directory.resolve(strict=True) if directory else None
-        if is_root():
-            await asyncio.to_thread(give, NOBODY, directory, service)
+        # Rootless Docker also has users of its own, so every user may connect to the socket.
+        await asyncio.to_thread(give, NOBODY, directory if is_root() else None, service)
         name = f"sandbox-{uuid.uuid4().hex}"
         given = program_environment(_PATH, "/tmp", environment, relay.URL)
         inside = ["python3", _RELAY, _SOCKET, *argv] if service else argv
@@ -130,7 +130,8 @@ def _limited(limits: Limits) -> Iterator[str]:
 def _mounts(
     directory: Path | None, readable: Sequence[Path], service: Path | None, limits: Limits
 ) -> Iterator[str]:
-    is_own = directory is not None and not is_root()
+    # Others than this user may not read what is mounted.
+    is_own = not is_root() and bool(directory or readable or service)
     user = f"{os.geteuid()}:{os.getegid()}" if is_own else f"{NOBODY}:{NOBODY}"
     yield from ("--user", user)
     yield from ("--tmpfs", f"/tmp:rw,exec,nosuid,nodev,size={limits.file_bytes},mode=1777")

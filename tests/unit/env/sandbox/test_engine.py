@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import stat
+from pathlib import Path
+
 import pytest
 
+from grpo_env.sandbox import docker
 from grpo_env.sandbox.engine import variables
+
+COMMAND = """#!/bin/sh
+echo "$@" >>"$0.words"
+[ "$1" != inspect ] || echo 2026-01-01 false
+"""
+"""Docker, as far as a run asks for it."""
 
 
 @pytest.mark.parametrize("name", ["API_KEY", "GOOGLE_API_KEY", "PATHS", "PYTHONPATH"])
@@ -15,3 +27,19 @@ def test_a_command_line_shows_no_value(name: str) -> None:
 @pytest.mark.parametrize("name", ["PATH", "HOME", "DOCKER_HOST", "LD_PRELOAD", "https_proxy"])
 def test_a_variable_that_would_change_docker_itself_is_no_variable_of_it(name: str) -> None:
     assert variables({name: "/x"}) == ["--env", f"{name}=/x"]
+
+
+async def test_a_container_of_an_ordinary_user_may_open_the_socket_of_a_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, service = tmp_path / "docker", tmp_path / "service.sock"
+    command.write_text(COMMAND)
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(docker, "is_root", lambda: False)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(service))
+        assert (await docker.Docker().run(["agent"], service=service)).ok
+        assert stat.S_IMODE(service.stat().st_mode) == 0o666
+    created = (tmp_path / "docker.words").read_text().splitlines()[0]
+    assert f" --user {os.geteuid()}:{os.getegid()} " in created
