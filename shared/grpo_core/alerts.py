@@ -7,7 +7,7 @@ are generated from this table.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -48,6 +48,7 @@ class Measures:
     """Inference servers of the run that ended or failed, and were not stopped."""
     engine_crashes: float | None = None
     """Total of `crashes` of all servers."""
+    run_api_answers: bool | None = None
     redis_answers: bool | None = None
     redis_disk_share: float | None = None
     """Size of Redis' append-only file, divided by the disk space that it may take."""
@@ -91,8 +92,8 @@ class Alert:
 
 RUN = "run"
 """The label that every scrape configuration of this project gives to a run's metrics."""
-EXPECTED_END = f"max by ({RUN}) (run_api_step) < max by ({RUN}) (run_api_num_steps)"
 TEN_MINUTES_S = 600.0
+_STEP_ENDED = "grpo_trainer_last_step_timestamp_seconds"
 REDIS_DISK_SHARE = 0.75
 """Above this share, the file that replaces the append-only file may not fit beside it."""
 
@@ -101,9 +102,24 @@ def _largest(metric: str) -> str:
     return f"max by ({RUN}) ({metric})"
 
 
-def _until_the_end(promql: str) -> str:
-    """No value once run-api has handed out the last batch."""
-    return f"{promql} and on ({RUN}) ({EXPECTED_END})"
+def _earlier(metric: str) -> str:
+    """Of the last day, also if its source is gone now."""
+    return _largest(f"last_over_time({metric}[1d])")
+
+
+def _known(metric: str) -> str:
+    """The value of now before all earlier ones: a new run may have the name of an older one."""
+    return f"({_largest(metric)} or {_earlier(metric)})"
+
+
+def _until_the_end(promql: str, value: Callable[[str], str] = _largest) -> str:
+    """No value before a trainer has registered, and once run-api has handed out the last batch. A
+    run without a last batch has 0 steps.
+
+    Args: value: `_known` if the rule also counts while run-api is gone
+    """
+    step, steps = value("run_api_step"), value("run_api_num_steps")
+    return f"{promql} and on ({RUN}) ({step} < {steps} or {step} > 0 and on ({RUN}) {steps} == 0)"
 
 
 def _increase(metric: str) -> str:
@@ -118,12 +134,28 @@ ALERTS: tuple[Alert, ...] = (
         "for a batch gets no groups, so see why environments send none",
         Severity.CRITICAL,
         "since_step_s",
-        # Also of a trainer that has ended.
+        # Also of a trainer that has ended, but not of one that has not begun its first step.
         _until_the_end(
-            f"time() - {_largest('last_over_time(grpo_trainer_last_step_timestamp_seconds[1d])')}"
+            f"time() - ({_largest(_STEP_ENDED)} or {_earlier(_STEP_ENDED)} "
+            f"unless on ({RUN}) grpo_trainer_steps_taken_total)",
+            _known,
         ),
         900,
         unit="s",
+    ),
+    Alert(
+        "run-api-gone",
+        "run-api does not answer, so trainer and environments wait.",
+        "look at the end of run-api's log, and start run-api again: its state is in Redis",
+        Severity.CRITICAL,
+        "run_api_answers",
+        _until_the_end(
+            f"(count by ({RUN}) (run_api_redis_up) or 0 * {_earlier('run_api_redis_up')})",
+            _known,
+        ),
+        1,
+        above=False,
+        hold_s=60,
     ),
     Alert(
         "queue-stuck",

@@ -24,6 +24,7 @@ CASES: dict[str, tuple[dict[str, str], str, str]] = {
         "17m",
         "17m30s",
     ),
+    "run-api-gone": (RUNS | {"run_api_redis_up": "1x9 stale"}, "10m30s", "12m"),
     "queue-stuck": (
         RUNS | {"run_api_oldest_queued_group_age_seconds": "0+60x200"},
         "30m",
@@ -56,13 +57,68 @@ CASES: dict[str, tuple[dict[str, str], str, str]] = {
 }
 """Series by name, a sample for each minute; a time at which the alert is quiet; one at which it
 fires."""
-ENDED = RUNS | {
-    "run_api_step": "10x200",
-    "grpo_trainer_last_step_timestamp_seconds": "0x200",
+API = RUNS | {
+    "run_api_redis_up": "1x200",
+    "run_api_oldest_queued_group_age_seconds": "0x200",
+    "run_api_environments_alive": "1x200",
+    "run_api_servers": "2x200",
+    'run_api_server_crashes_total{server="a"}': "3x200",
+    'run_api_server_crashes_total{server="b"}': "3x9 stale _x5 3x180",  # it left, and is back
+}
+IDLE = API | {
     "run_api_oldest_queued_group_age_seconds": "9999x200",
     "run_api_environments_alive": "0x200",
-    "run_api_servers": "1x9 0x190",
+    "run_api_servers": "2x30 1x170",
 }
+TRAINER = {
+    "grpo_trainer_last_step_timestamp_seconds": "0+60x200",
+    "grpo_trainer_steps_taken_total": "0+1x200",
+}
+WAITS = TRAINER | {"grpo_trainer_last_step_timestamp_seconds": "60x200"}
+NO_TRAINER = {"run_api_step": "0x200", "run_api_num_steps": "0x200"}
+NO_LAST_STEP = {"run_api_num_steps": "0x200"}
+ENDED = {"run_api_step": "10x200"}
+
+
+def gone(series: dict[str, str]) -> dict[str, str]:
+    """Scrapes fail from minute 10 on."""
+    return {name: values.split("x")[0] + "x9 stale" for name, values in series.items()}
+
+
+STANDS_STILL = {"no-training-step", "queue-stuck", "no-environment", "server-gone"}
+SITUATIONS: dict[str, tuple[dict[str, str], set[str]]] = {
+    "healthy": (API | TRAINER, set()),
+    "healthy, without a last step": (API | TRAINER | NO_LAST_STEP, set()),
+    "stands still": (IDLE | WAITS, STANDS_STILL),
+    "stands still, without a last step": (IDLE | WAITS | NO_LAST_STEP, STANDS_STILL),
+    "run-api is gone": (gone(API) | WAITS, {"run-api-gone", "no-training-step"}),
+    "run-api and the trainer are gone": (
+        gone(API | TRAINER),
+        {"run-api-gone", "no-training-step"},
+    ),
+    "Redis is gone": (
+        gone(API) | WAITS | {"run_api_redis_up": "1x9 0x190"},
+        {"redis-gone", "no-training-step"},
+    ),
+    "the trainer is gone": (API | gone(TRAINER), {"no-training-step"}),
+    "the trainer of a resumed run starts": (
+        API | gone(TRAINER) | {"grpo_trainer_steps_taken_total": "0x200"},
+        set(),
+    ),
+    "no trainer yet, after a run of the same name": (IDLE | gone(TRAINER) | NO_TRAINER, set()),
+    "stands still, after a longer run of the same name": (
+        IDLE
+        | WAITS
+        | {
+            'run_api_step{instance="old"}': "20x9 stale",
+            'run_api_num_steps{instance="old"}': "20x9 stale",
+        },
+        STANDS_STILL,
+    ),
+    "has ended": (IDLE | WAITS | ENDED, set()),
+    "has ended, and is taken down": (gone(IDLE | WAITS | ENDED), set()),
+}
+"""Series by name as above, and the alerts that fire at minute 40."""
 
 
 def promtool(*words: str) -> str:
@@ -93,13 +149,17 @@ def expected(name: str, at: str, fires: bool) -> dict[str, Any]:
     return {"eval_time": at, "alertname": f"grpo-{name}", "exp_alerts": firing}
 
 
-def test_each_rule_fires_when_its_condition_has_held(tmp_path: Path) -> None:
+def test_each_rule_fires_when_its_condition_has_held_and_only_then(tmp_path: Path) -> None:
     assert set(CASES) == {alert.name for alert in ALERTS}
     tests = [
         case(series, [expected(name, quiet, False), expected(name, fires, True)])
         for name, (series, quiet, fires) in CASES.items()
     ]
-    tests.append(case(ENDED, [expected(alert.name, "180m", False) for alert in ALERTS]))
+    tests += [
+        case(series, [expected(alert.name, "40m", alert.name in firing) for alert in ALERTS])
+        | {"name": name}
+        for name, (series, firing) in SITUATIONS.items()
+    ]
     file = tmp_path / "tests.yml"
     content = {"rule_files": [str(RULES)], "evaluation_interval": "30s", "tests": tests}
     file.write_text(yaml.safe_dump(content))

@@ -17,6 +17,7 @@ def test_nothing_fires_without_measures_or_with_healthy_ones() -> None:
         "staleness_mean": 4.0,
         "environments_alive": 1.0,
         "servers_gone": 0.0,
+        "run_api_answers": True,
         "redis_answers": True,
         "redis_disk_share": 0.75,
         "disk_free_bytes": 2e9,
