@@ -26,6 +26,7 @@ from grpo_api.routes.requests import MAX_RECORD_BYTES, AppServices, BodyReader
 from grpo_api.server import HttpServer, forward_library_logs, keep_freed_memory
 from grpo_api.store.redis import RedisLink, check_redis, watch_disk
 from grpo_api.store.run import RunStore
+from grpo_core.http_connections import raise_open_files
 from grpo_core.logs import configure_logging
 from grpo_core.redis.server import LocalRedis, disk_bytes
 from grpo_core.redis.url import local_redis_directory
@@ -115,6 +116,7 @@ def serve(settings: RunApiSettings) -> None:
         access_token_required=settings.token is not None,
     )
     keep_freed_memory()
+    raise_open_files()
     # Objects made so far live as long as the process, so the garbage collector can skip them.
     gc.freeze()
     directory = local_redis_directory()

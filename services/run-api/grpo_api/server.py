@@ -14,9 +14,10 @@ from typing import Any
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from grpo_api.lifetime import Lifetime
+from grpo_core.http_connections import LimitedProtocol
 from grpo_core.protocol import PROTOCOL_HEADER
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -92,7 +93,7 @@ class HttpServer(uvicorn.Server):
             signal.signal(number, signal.SIG_DFL)
 
 
-class BoundedHeadProtocol(HttpToolsProtocol):
+class BoundedHeadProtocol(LimitedProtocol):
     """Limits the size of a request line and its headers, which uvicorn and httptools do not.
 
     If a request is followed by bytes that are not HTTP, uvicorn answers 400, closes the connection

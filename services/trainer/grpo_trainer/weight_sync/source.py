@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse
 from starlette.routing import Route
 
+from grpo_core.http_connections import LimitedProtocol
 from grpo_core.security import BearerTokenGuard, SameSiteOnly, is_loopback
 from grpo_core.weights.versions import file_below
 from grpo_trainer.errors import SourcePortTaken
@@ -80,6 +81,7 @@ class WeightSource:
         self._server = _ThreadServer(
             uvicorn.Config(
                 guarded,
+                http=LimitedProtocol,
                 lifespan="off",
                 ws="none",
                 timeout_keep_alive=_KEEP_ALIVE_S,

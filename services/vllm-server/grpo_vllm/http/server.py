@@ -22,8 +22,8 @@ import structlog
 import uvicorn
 from pydantic import SecretStr
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from grpo_core.http_connections import LimitedProtocol
 from grpo_core.protocol import PROTOCOL_HEADER
 from grpo_core.security import App, BearerTokenGuard
 from grpo_vllm.http.middleware import InFlight
@@ -50,11 +50,11 @@ Park = Callable[[int], None]
 """Takes the descriptor of an open connection. The caller closes its own copy afterwards."""
 
 
-def handover_protocol(server: DrainingServer) -> type[HttpToolsProtocol]:
+def handover_protocol(server: DrainingServer) -> type[LimitedProtocol]:
     """A protocol class for `uvicorn.Config(http=...)` whose idle connections are parked when
     `server` drains."""
 
-    class HandoverProtocol(HttpToolsProtocol):
+    class HandoverProtocol(LimitedProtocol):
         in_request = False
         """True if a part of a request has been read."""
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import resource
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -17,6 +16,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from grpo_core.http_connections import raise_open_files
 from grpo_core.process import adopt_orphans, children
 from grpo_core.security import SameSiteOnly
 from grpo_core.tree.server import ServerSettings
@@ -61,8 +61,7 @@ def supervise(
         with contextlib.nullcontext() if settings.weights_dir else contextlib.suppress(OSError):
             settings.loads_from.mkdir(parents=True, exist_ok=True)
     adopt_orphans()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor per parked connection
+    raise_open_files()  # a descriptor per parked connection
     with Sockets.open(settings) as sockets:
         return asyncio.run(_run(settings, arguments, sockets, engine_module))
 
