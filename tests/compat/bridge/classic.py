@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -33,9 +33,19 @@ def task_of(load: Callable[..., Any], **arguments: Any) -> VerifiersTask:
     return verifiers_task("made", TaskOptions(args=arguments))
 
 
+class Holding(vf.Rubric):  # type: ignore[misc]
+    """released: one for each rollout whose resources it released."""
+
+    released: ClassVar[list[Any]] = []
+
+    @vf.cleanup
+    async def release(self, state: Any) -> None:
+        self.released.append(state)
+
+
 def single_turn(*functions: Any, **how: Any) -> Callable[..., Any]:
     return lambda: vf.SingleTurnEnv(
-        dataset=Dataset.from_list(ROWS), rubric=vf.Rubric(funcs=[*functions]), **how
+        dataset=Dataset.from_list(ROWS), rubric=Holding(funcs=[*functions]), **how
     )
 
 
@@ -106,8 +116,10 @@ async def test_a_reward_that_fails_is_an_error_and_no_reward_of_0(
     function: Any, error: type[Exception]
 ) -> None:
     task = task_of(single_turn(function))
+    Holding.released.clear()
     with pytest.raises(error):
         await task.run(row_of(task), ScriptedDialogue("7"))
+    assert len(Holding.released) == 1
 
     children = [single_turn(function)(), single_turn(function)()]
     group = task_of(lambda: vf.EnvGroup(children))
@@ -121,10 +133,12 @@ async def test_an_error_of_the_environment_ends_the_rollout_by_name() -> None:
             raise vf.InfraError("the sandbox is gone")
 
     task = task_of(
-        lambda: Unreachable(dataset=Dataset.from_list(ROWS), rubric=vf.Rubric(funcs=[lambda: 1.0]))
+        lambda: Unreachable(dataset=Dataset.from_list(ROWS), rubric=Holding(funcs=[lambda: 1.0]))
     )
+    Holding.released.clear()
     with pytest.raises(RolloutFailed, match="InfraError: the sandbox is gone"):
         await task.run(row_of(task), ScriptedDialogue("7"))
+    assert len(Holding.released) == 1
 
 
 def ranks(completions: Any) -> list[float]:

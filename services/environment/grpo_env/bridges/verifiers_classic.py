@@ -11,8 +11,8 @@ import asyncio
 import functools
 import inspect
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from importlib.metadata import version
 from typing import Any
@@ -150,30 +150,42 @@ class ClassicEnvironment(VerifiersTask):
             RolloutFailed: the environment ended the rollout with an error.
             Exception: of the environment's code, its reward functions included.
         """
-        state = await self._rollout(row, dialogue)
-        with raised_reward_errors():
-            await self._env.rubric.score_rollout(state)
-        await self._env.rubric.cleanup(state)
-        return _graded(state)
+        async with self._released() as begun:
+            state = await self._rollout(row, dialogue, begun)
+            with raised_reward_errors():
+                await self._env.rubric.score_rollout(state)
+            return _graded(state)
 
     async def run_group(self, row: Row, dialogues: Sequence[Dialogue]) -> list[Graded]:
         """As `run`, for all rollouts of a group."""
-        rollouts = [asyncio.ensure_future(self._rollout(row, dialogue)) for dialogue in dialogues]
-        try:
-            states = await asyncio.gather(*rollouts)
-        finally:
-            for rollout in rollouts:
-                rollout.cancel()
-        with raised_reward_errors():
-            await self._env.rubric.score_group(states)
-        for state in states:
-            await self._env.rubric.cleanup(state)
-        return [_graded(state) for state in states]
+        async with self._released() as begun:
+            rollouts = [
+                asyncio.ensure_future(self._rollout(row, dialogue, begun)) for dialogue in dialogues
+            ]
+            try:
+                states = await asyncio.gather(*rollouts)
+            finally:
+                for rollout in rollouts:
+                    rollout.cancel()
+            with raised_reward_errors():
+                await self._env.rubric.score_group(states)
+            return [_graded(state) for state in states]
 
-    async def _rollout(self, row: Row, dialogue: Dialogue) -> Any:
+    @asynccontextmanager
+    async def _released(self) -> AsyncIterator[list[Any]]:
+        """A list of states: the rubric releases what it holds for them, whatever fails inside."""
+        states: list[Any] = []
+        try:
+            yield states
+        finally:
+            for state in states:
+                await self._env.rubric.cleanup(state)
+
+    async def _rollout(self, row: Row, dialogue: Dialogue, begun: list[Any]) -> Any:
         chat = Chat(dialogue)
         client = _DialogueClient(chat)
         state = await self._env.rollout(dict(row), client, MODEL, self._sampling)
+        begun.append(state)
         chat.raise_failure()
         if chat.is_cut_off:
             dialogue.cut_off()
