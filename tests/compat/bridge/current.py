@@ -71,7 +71,7 @@ async def test_rollouts_side_by_side_are_answered_by_their_own_dialogues() -> No
 
 async def test_mistakes_in_calls_are_results_of_the_tool() -> None:
     task = task_of("calculator")
-    unknown = CALL.replace("calculator_add", "divide")
+    unknown = "context_length_exceeded? " + CALL.replace("calculator_add", "divide")
     listed = CALL.replace('{"a": 1, "b": 1}', "[1, 1]")
     mistaken = ScriptedDialogue(unknown, listed, "2")
     assert (await task.run(row_of(task, SUM), mistaken)).parts["results"] == 2.0

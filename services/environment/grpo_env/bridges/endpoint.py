@@ -22,6 +22,8 @@ from grpo_env.tasks import ContextFull, MessagesUnusable
 
 log = structlog.get_logger()
 
+CONTEXT_FULL = "context_length_exceeded"
+"""OpenAI's code of an error."""
 _LARGEST_REQUEST_BYTES = 64 * 2**20
 _LOOPBACK = "127.0.0.1"
 Answered = Callable[[Chat, Mapping[str, Any]], Awaitable[web.Response]]
@@ -132,7 +134,7 @@ async def _answer(answered: Answered, chat: Chat, body: Mapping[str, Any]) -> we
     try:
         return await answered(chat, body)
     except ContextFull as error:
-        return _refusal(str(error), code="context_length_exceeded")
+        return _refusal(str(error), code=CONTEXT_FULL)
     except LimitReached as error:
         return _refusal(str(error), code="rollout_limit_reached")
     except (RequestUnusable, MessagesUnusable) as error:

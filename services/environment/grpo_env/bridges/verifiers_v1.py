@@ -27,7 +27,7 @@ from verifiers.v1.harnesses.utils.compaction import bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 from grpo_env.bridges.chat import MODEL, Chat, plain_message
-from grpo_env.bridges.endpoint import ChatEndpoint
+from grpo_env.bridges.endpoint import CONTEXT_FULL, ChatEndpoint
 from grpo_env.bridges.errors import EnvironmentUnusable
 from grpo_env.bridges.verifiers import VerifiersTask
 from grpo_env.tasks import Dialogue, Graded, Message, RolloutFailed, Row, Split, TaskOptions
@@ -290,9 +290,9 @@ async def _converse(
     messages: list[dict[str, Any]] = body["messages"]
     while True:
         response = await client.post(url, json=body)
-        if "context_length_exceeded" in response.text:
-            return _DONE  # the conversation ends with what was said so far
         if response.is_error:
+            if _code_of(response) == CONTEXT_FULL:
+                return _DONE  # the conversation ends with what was said so far
             return vf.ProgramResult(exit_code=1, stdout="", stderr=response.text)
         message = response.json()["choices"][0]["message"]
         messages.append(message)
@@ -302,6 +302,14 @@ async def _converse(
             content = await _result(call["function"], call_tool)
             answer = {"role": "tool", "tool_call_id": call["id"], "content": content}
             messages.append(bound_tool_message(answer))
+
+
+def _code_of(refusal: httpx.Response) -> Any:
+    """verifiers passes the endpoint's refusal on as a text: `upstream 400: {"error": ...}`."""
+    try:
+        return json.loads(refusal.json()["error"]["message"].partition(": ")[2])["error"]["code"]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None  # a refusal of verifiers itself
 
 
 async def _result(function: Mapping[str, str], call_tool: Any) -> Any:
