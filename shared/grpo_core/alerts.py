@@ -45,9 +45,9 @@ class Measures:
     environments_alive: float | None = None
     """Environments that polled run-api lately and have not left."""
     servers_gone: float | None = None
-    """Inference servers of the run that ended or failed, and were not stopped."""
+    """How many inference servers fewer run than within the last hour."""
     engine_crashes: float | None = None
-    """Total of `crashes` of all servers."""
+    """Total of `crashes` of all servers, counted for each of them."""
     run_api_answers: bool | None = None
     redis_answers: bool | None = None
     redis_disk_share: float | None = None

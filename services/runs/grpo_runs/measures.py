@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import Counter, defaultdict
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,15 +15,18 @@ from grpo_core.alerts import Measures
 from grpo_core.security import authorization
 from grpo_runs.report.steps import GrowingFile, numbers_of
 from grpo_runs.run_directory import RunDirectory
+from grpo_runs.watch.services import ProcessesFile, is_stage_of, read_file, stage_of
 
 READ_TIMEOUT_S = 5.0
+SERVERS_S = 3600.0
+"""Servers that ran within this time are missed, as in Prometheus' rule."""
 _TOTALS = {
     "unusable_groups": "data/unusable_groups",
     "stale_groups": "data/stale_groups",
     "quarantined_batches": "data/quarantined_batches",
     "failed_checks": "checks/failed",
 }
-"""Fields of `Measures`, and the metrics that are added up."""
+"""Fields of `Measures`, and the metrics of steps that are added up."""
 
 
 class MeasuresReader:
@@ -48,8 +51,10 @@ class MeasuresReader:
         self._records = GrowingFile(run.metrics, size)
         self._totals: Counter[str] = Counter()
         self._newest: Mapping[str, float] = {}
-        self._last_step_at = clock()
-        self._most_servers = 0.0
+        self._last_step_at: float | None = None
+        self._is_under_way = True
+        self._crashes: dict[str, float] = {}
+        self._servers: deque[tuple[float, float]] = deque()
 
     @property
     def step(self) -> int:
@@ -59,13 +64,15 @@ class MeasuresReader:
     def read(self) -> Measures:
         """Never raises: what cannot be read is unknown."""
         self._read_records()
-        found: dict[str, Any] = {
-            "since_step_s": self._clock() - self._last_step_at,
-            "staleness_mean": self._newest.get("staleness/mean"),
-            "disk_free_bytes": shutil.disk_usage(self._run.path).free,
-            **{field: self._totals[field] for field in _TOTALS},
-        }
-        return Measures(**found, **self._of_run_api())
+        found = self._of_run_api()
+        if self._last_step_at is None and self._has_begun():
+            self._last_step_at = self._clock()
+        if self._is_under_way and self._last_step_at is not None:
+            found["since_step_s"] = self._clock() - self._last_step_at
+        found["staleness_mean"] = self._newest.get("staleness/mean")
+        found["disk_free_bytes"] = shutil.disk_usage(self._run.path).free
+        found |= {field: self._totals[field] for field in (*_TOTALS, "engine_crashes")}
+        return Measures(**found)
 
     def _read_records(self) -> None:
         for line in self._records.new_lines():
@@ -76,30 +83,59 @@ class MeasuresReader:
             for field, metric in _TOTALS.items():
                 self._totals[field] += int(self._newest.get(metric, 0))
 
+    def _has_begun(self) -> bool:
+        """Whether the trainer of this run, and not of one before a resume, takes its first step."""
+        processes, stage = read_file(ProcessesFile, self._run.services), stage_of(self._run)
+        return bool(processes and stage and is_stage_of(stage, processes.services))
+
     def _of_run_api(self) -> dict[str, Any]:
         try:
             answer = httpx.get(
                 self._url, headers=self._headers, timeout=READ_TIMEOUT_S, trust_env=False
             ).raise_for_status()
         except (httpx.HTTPError, httpx.InvalidURL):
-            return {}
-        series: defaultdict[str, float] = defaultdict(float)  # summed over the labels
+            return {"run_api_answers": False} if self._is_under_way else {}
+        series: dict[str, float] = {}
         for family in text_string_to_metric_families(answer.text):
             for sample in family.samples:
-                series[sample.name.removeprefix("run_api_")] += sample.value
+                name = sample.name.removeprefix("run_api_")
+                if name == "server_crashes_total":
+                    self._count_crashes(sample.labels["server"], sample.value)
+                elif not sample.labels:
+                    series[name] = sample.value
         found: dict[str, Any] = {
-            "redis_answers": bool(series["redis_up"]),
+            "run_api_answers": True,
+            "redis_answers": bool(series.get("redis_up")),
             "oldest_lease_s": series.get("oldest_lease_age_seconds"),
             "refused_groups": series.get("refused_groups_total"),
-            "engine_crashes": series.get("server_crashes_total"),
         }
         if "redis_disk_bytes" in series:
             used = series["redis_append_only_file_bytes"]
             found["redis_disk_share"] = used / series["redis_disk_bytes"]
-        if series.get("step", 0) < series.get("num_steps", 0):
-            found["oldest_queued_group_s"] = series["oldest_queued_group_age_seconds"]
-            found["environments_alive"] = series["environments_alive"]
+        step, steps = series.get("step"), series.get("num_steps")
+        if step is None or steps is None:  # Redis does not answer
+            return found
+        # A run without a last batch has 0 steps. So has one whose trainer has not registered.
+        self._is_under_way = step < steps or step > 0 == steps
+        if self._is_under_way:
+            found["oldest_queued_group_s"] = series.get("oldest_queued_group_age_seconds")
+            found["environments_alive"] = series.get("environments_alive")
             if "servers" in series:
-                self._most_servers = max(self._most_servers, series["servers"])
-                found["servers_gone"] = self._most_servers - series["servers"]
+                found["servers_gone"] = self._most_servers(series["servers"]) - series["servers"]
         return found
+
+    def _count_crashes(self, server: str, count: float) -> None:
+        """A server may leave and come back. Its count begins at 0 if it was started again."""
+        before = self._crashes.get(server, count)
+        self._totals["engine_crashes"] += int(count - before if count >= before else count)
+        self._crashes[server] = count
+
+    def _most_servers(self, servers: float) -> float:
+        """Within the last `SERVERS_S`. Keeps falling numbers alone."""
+        now = self._clock()
+        while self._servers and self._servers[-1][1] <= servers:
+            self._servers.pop()
+        self._servers.append((now, servers))
+        while self._servers[0][0] <= now - SERVERS_S:
+            self._servers.popleft()
+        return self._servers[0][1]

@@ -15,6 +15,7 @@ from grpo_api.store.run import RunStats
 from grpo_api.store.servers import ServerCounts
 from grpo_runs.measures import MeasuresReader
 from grpo_runs.process.ports import free_port
+from grpo_runs.process.records import ProcessRecords
 from grpo_runs.run_directory import RunDirectory
 
 STATS = RunStats._make([0] * len(RunStats._fields))
@@ -64,7 +65,7 @@ def test_measures_of_run_api(tmp_path: Path) -> None:
         api.run(two, **RUNNING, refused_groups=4, oldest_queued_group_age_seconds=7.5)
         found = reader.read()
         assert (found.redis_answers, found.redis_disk_share) == (True, 0.25)
-        assert (found.environments_alive, found.servers_gone, found.engine_crashes) == (2, 0, 3)
+        assert (found.environments_alive, found.servers_gone, found.engine_crashes) == (2, 0, 0)
         assert (found.refused_groups, found.oldest_queued_group_s) == (4, 7.5)
         api.run(two[:1], **RUNNING)
         assert reader.read().servers_gone == 1
@@ -73,7 +74,60 @@ def test_measures_of_run_api(tmp_path: Path) -> None:
         assert (found.environments_alive, found.servers_gone) == (None, None)
         assert found.oldest_queued_group_s is None
         other = MeasuresReader(RunDirectory(tmp_path), url, "wrong")
-        assert other.read().redis_answers is None
+        found = other.read()
+        assert (found.run_api_answers, found.redis_answers) == (False, None)
+    assert reader.read().run_api_answers is None, "nobody needs it after the last batch"
+
+
+def test_servers_that_leave_and_come_back(tmp_path: Path) -> None:
+    """Their crashes are those of each, and one that was removed is missed for an hour."""
+    now = [0.0]
+
+    def counts(**crashes: int) -> list[ServerCounts]:
+        return [ServerCounts(name, True, 5, 0, count) for name, count in crashes.items()]
+
+    with run_api() as (url, api):
+        reader = MeasuresReader(RunDirectory(tmp_path), url, "t", clock=lambda: now[0])
+        looks = (
+            (0, counts(a=1, b=2), 0, 0),
+            (10, counts(b=2), 1, 0),
+            (20, counts(a=1, b=2), 0, 0),
+            (30, counts(a=2, b=2), 0, 1),
+            (40, counts(a=2, b=0), 0, 1),  # b was started again
+            (50, counts(b=1), 1, 2),
+            (3639, counts(b=1), 1, 2),
+            (3640, counts(b=1), 0, 2),
+        )
+        for at, servers, gone, crashes in looks:
+            now[0] = at
+            api.run(servers, **RUNNING)
+            found = reader.read()
+            assert (found.servers_gone, found.engine_crashes) == (gone, crashes), at
+
+
+def test_steps_are_waited_for_from_the_first_one_to_the_last_batch(tmp_path: Path) -> None:
+    run, now = RunDirectory(tmp_path), [0.0]
+    processes = ProcessRecords(run)
+    processes.watch({"trainer": 7})
+    run.checkpoints.mkdir()
+    with run_api() as (url, api):
+        reader = MeasuresReader(run, url, "t", clock=lambda: now[0])
+
+        def since(at: float, pid: int, **counts: Any) -> float | None:
+            now[0] = at
+            stage = {"stage": "data_fetch", "since": 0, "pid": pid}
+            (run.checkpoints / "stage.json").write_text(json.dumps(stage))
+            api.run(**counts)
+            return reader.read().since_step_s
+
+        assert since(1000, pid=6, step=0) is None  # of the trainer before a resume
+        assert since(2000, pid=7, **RUNNING) == 0
+        assert since(2030, pid=7, **RUNNING) == 30
+        assert since(2040, pid=7, step=3, num_steps=0) == 40  # a run without a last batch
+        api.shows = None  # Redis is away
+        now[0] = 2050
+        assert reader.read().since_step_s == 50
+        assert since(2060, pid=7, step=10, num_steps=10) is None
 
 
 def test_measures_of_the_metrics_file(tmp_path: Path) -> None:
@@ -81,9 +135,8 @@ def test_measures_of_the_metrics_file(tmp_path: Path) -> None:
     old = {"step": 1, "checks/failed": 5}
     run.metrics.write_text(json.dumps(old) + "\n")
     reader = MeasuresReader(run, f"http://127.0.0.1:{free_port()}", clock=lambda: now[0])
-    now[0] = 130.0
     found = reader.read()
-    assert (found.since_step_s, found.failed_checks, found.staleness_mean) == (30, 0, None)
+    assert (found.since_step_s, found.failed_checks, found.staleness_mean) == (None, 0, None)
     assert found.redis_answers is None
     with run.metrics.open("a") as file:
         for step in (2, 3):

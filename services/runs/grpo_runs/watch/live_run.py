@@ -33,9 +33,8 @@ from grpo_runs.watch.services import (
     MemorySample,
     Runner,
     ServiceFacts,
-    TrainerStage,
     is_stage_of,
-    read_file,
+    stage_of,
 )
 
 REFRESH_EVERY_S = 0.5
@@ -213,7 +212,7 @@ class LiveRun:
 
     def _has_begun(self, runner: Runner) -> bool:
         """Whether the trainer takes steps, and not yet loads what it resumes from."""
-        stage = self._trainer_stage()
+        stage = stage_of(self.run)
         return stage is None or is_stage_of(stage, runner.services)
 
     def _services(self, runner: Runner | None, api: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -223,17 +222,12 @@ class LiveRun:
             began=0.0 if runner is None else runner.created,
             left_over=frozenset() if runner is None else runner.left_over,
             memory=self._newest_memory(),
-            trainer=self._trainer_stage(),
+            trainer=stage_of(self.run),
             environments=self._logs.sampling,
             servers=api["servers"],
             api_away_since=self._api_away_since,
         )
         return facts.shown()
-
-    def _trainer_stage(self) -> TrainerStage | None:
-        """Of the run's trainer, or of the one whose --save-path the directory is."""
-        places = (path / "stage.json" for path in (self.run.checkpoints, self.run.path))
-        return next(filter(None, (read_file(TrainerStage, place) for place in places)), None)
 
     def _newest_memory(self) -> Mapping[str, int]:
         lines = [*self._memory_file.read()]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import psutil
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
-from grpo_runs.run_directory import ONE_OF_SERVERS, ONE_SERVER
+from grpo_runs.run_directory import ONE_OF_SERVERS, ONE_SERVER, RunDirectory
 from grpo_runs.watch.logs import Sampling
 
 STAGES = {
@@ -117,6 +117,12 @@ def read_file(kind: type[Model], path: Path) -> Model | None:
         return kind.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
+
+
+def stage_of(run: RunDirectory) -> TrainerStage | None:
+    """Of the run's trainer, or of the one whose --save-path the directory is."""
+    places = (path / "stage.json" for path in (run.checkpoints, run.path))
+    return next(filter(None, (read_file(TrainerStage, place) for place in places)), None)
 
 
 def is_stage_of(record: TrainerStage, pids: Mapping[str, int]) -> bool:

@@ -119,7 +119,7 @@ def test_what_a_run_does_is_told_in_words(browser: Browser, tmp_path: Path) -> N
         alert = re.compile(
             "Alert: The trainer has finished no step for 15 minutes. since .*look at"
         )
-        expect(panel.locator(".alerts li")).to_have_text(alert)
+        expect(panel.locator(".alerts li").first).to_have_text(alert)
         warnings = panel.locator(".warnings li")
         expect(warnings).to_have_text(
             [

@@ -211,10 +211,13 @@ def test_a_broken_metrics_file_is_told(run: RunDirectory, live: LiveRun) -> None
 def test_alerts_that_fire(run: RunDirectory) -> None:
     now = iter(range(1000, 10_000_000, 3600))  # an hour passes from look to look
     live = LiveRun("mine", run, clock=lambda: float(next(now)))
-    ProcessRecords(run).found_run_api("http://127.0.0.1:9")
+    processes = ProcessRecords(run)
+    processes.found_run_api("http://127.0.0.1:9")
+    processes.watch({"trainer": 7})
+    (run.checkpoints / "stage.json").write_text('{"stage": "sync", "since": 990.5, "pid": 7}')
     live.state()
     live.state()
     alerts = live.state()["alerts"]
-    assert [one["name"] for one in alerts] == ["no-training-step"]
+    assert [one["name"] for one in alerts] == ["no-training-step", "run-api-gone"]
     advice = next(one.advice for one in ALERTS if one.name == "no-training-step")
     assert alerts[0]["advice"] == advice
