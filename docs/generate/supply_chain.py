@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import ssl
 import subprocess
@@ -30,7 +31,6 @@ from docs.generate.markdown import table
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "contributing" / "supply-chain.md"
 LOCK = ROOT / "requirements" / "lock-cpu.txt"
-NEWEST = "https://pypi.org/pypi/{name}/json"
 SPDX = {
     "MIT License": "MIT",
     "Apache Software License": "Apache-2.0",
@@ -122,9 +122,10 @@ def audited(tools: Path, output: Path, versions: Mapping[str, str]) -> Audit:
 
 def newest_records(versions: Mapping[str, str]) -> dict[str, list[Any]]:
     """Vulnerabilities, as of pip-audit, of packages that are used in their newest version."""
+    index = package_index()
 
     def ask(name: str) -> tuple[str, list[Any] | None]:
-        answer = client.get(NEWEST.format(name=name))
+        answer = client.get(f"{index}/pypi/{name}/json")
         if answer.is_error:
             return name, None
         told = answer.json()
@@ -140,6 +141,17 @@ def newest_records(versions: Mapping[str, str]) -> dict[str, list[Any]]:
         ThreadPoolExecutor(4) as pool,
     ):
         return {name: known for name, known in pool.map(ask, versions) if known is not None}
+
+
+def package_index() -> str:
+    """The root of the index that pip asks, by its configuration or by default. `pip config` does
+    not show the default, but each command's help does."""
+    command = [sys.executable, "-m", "pip", "download", "--help"]
+    unwrapped = os.environ | {"COLUMNS": "10000"}
+    said = subprocess.run(command, env=unwrapped, stdout=subprocess.PIPE, text=True, check=True)
+    found = re.search(r"--index-url .*\(default (\S+)\)", said.stdout)
+    assert found, "pip tells the default of --index-url"
+    return found[1].rstrip("/").removesuffix("/simple")
 
 
 def licences(tools: Path, versions: Mapping[str, str]) -> dict[str, list[str]]:

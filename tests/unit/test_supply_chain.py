@@ -17,17 +17,17 @@ def record(version: str, *, withdrawn: str | None = None) -> Any:
     return lambda _: (200, {"info": {"version": version}, "vulnerabilities": [known]})
 
 
-def test_only_the_record_of_the_version_that_is_used_counts(
+def test_the_configured_index_is_asked_and_only_the_record_of_the_used_version_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     routes = {
-        "GET /used/json": record("2"),
-        "GET /withdrawn/json": record("2", withdrawn="2026-01-01"),
-        "GET /older/json": record("3"),
-        "GET /unknown/json": lambda _: (404, {}),
+        "GET /pypi/used/json": record("2"),
+        "GET /pypi/withdrawn/json": record("2", withdrawn="2026-01-01"),
+        "GET /pypi/older/json": record("3"),
+        "GET /pypi/unknown/json": lambda _: (404, {}),
     }
     with stub_server(routes) as server:
-        monkeypatch.setattr(supply_chain, "NEWEST", f"{server.url}/{{name}}/json")
+        monkeypatch.setenv("PIP_INDEX_URL", f"{server.url}/simple")
         found = newest_records(dict.fromkeys(("used", "withdrawn", "older", "unknown"), "2"))
     assert found == {"used": [{"id": "PYSEC-1", "fix_versions": ["3"]}], "withdrawn": []}
 
