@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -41,7 +41,8 @@ REFRESH_EVERY_S = 0.5
 TAIL_BYTES = 2**16
 """Of a file of which the last line is enough."""
 ETA_STEPS = 20
-"""Of so many of the newest steps the median time counts."""
+"""Of so many of the newest steps the median time counts, and the mean time of saving: few steps are
+followed by a checkpoint."""
 
 
 class Progress(BaseModel):
@@ -300,8 +301,9 @@ class LiveRun:
         rows = self.log.rows[-ETA_STEPS - 1 :]
         if steps is None or len(rows) < 2 or step >= steps:
             return None
-        took = [later.time - earlier.time for earlier, later in pairwise(rows)]
-        return median(took) * (steps - step)
+        saved = [row.parts[-1] for row in rows[1:]]
+        took = [b.time - a.time - save for (a, b), save in zip(pairwise(rows), saved, strict=True)]
+        return (median(took) + fmean(saved)) * (steps - step)
 
 
 def _error_of(runner: Runner | None) -> list[dict[str, Any]]:

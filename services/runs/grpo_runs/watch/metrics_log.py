@@ -31,7 +31,8 @@ class Row:
 
     Args:
         serial: counts up over all rows that were ever read, so that a repeated step is a new row
-        time: seconds of all steps up to this one, those before a resume included
+        time: seconds of all steps up to this one and of saving between them, those before a resume
+            included
         tokens: prompt and completion tokens of all steps up to this one
         values: the metrics that have a curve, by name
         parts: seconds of the parts of the step, as in `PARTS`
@@ -116,7 +117,7 @@ class MetricsLog:
             Row(
                 self._serial,
                 step,
-                (last.time if last else 0.0) + seconds,
+                (last.time if last else 0.0) + seconds + numbers.get(PARTS["save"], 0.0),
                 (last.tokens if last else 0.0) + tokens,
                 {name: value for name, value in numbers.items() if _is_shown(name)},
                 tuple(numbers.get(name, 0.0) for name in PARTS.values()),

@@ -174,6 +174,18 @@ def test_times_and_the_rest_of_the_run(run: RunDirectory, live: LiveRun) -> None
     assert [duration(s) for s in (45, 720, 12000)] == ["45 s", "12 min", "3 h 20 min"]
 
 
+def test_the_rest_of_a_run_includes_saving(run: RunDirectory, live: LiveRun) -> None:
+    """The time of a step does not."""
+    ProcessRecords(run)
+    with run.metrics.open("a") as file:
+        for step in range(1, 12):  # steps 5 and 10 are followed by a checkpoint
+            saved = {"train/save_time": 9.0} if step in (6, 11) else {}
+            file.write(json.dumps(metrics_object(step) | saved) + "\n")
+    step_s = metrics_object(1)["train/step_time"]
+    assert live.state()["eta_s"] == pytest.approx(29 * (step_s + 9 * 2 / 10))
+    assert live.log.rows[-1].time == pytest.approx(11 * step_s + 2 * 9)
+
+
 def test_warnings_and_errors_of_all_services(run: RunDirectory, live: LiveRun) -> None:
     log(
         run,
