@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from grpo_core.clients.inference import BridgeClient
-from grpo_vllm.engine.vllm_compat.staged_update import round_biases
 from tests.fixtures.file_sync import serve_by_hand
 from tests.fixtures.inference import (
     FILE_MOVED,
@@ -73,14 +71,3 @@ def test_served_logprobs_equal_those_of_a_new_server(
     finally:
         stop_inference(anew)
     assert (updated - before).abs().max() > FILE_MOVED
-
-
-def test_a_bias_that_the_kernel_keeps_in_float32_is_rounded_as_in_a_new_engine() -> None:
-    """Only CPUs with AMX have such a kernel."""
-    layer = torch.nn.Linear(4, 3, dtype=torch.bfloat16)
-    record_metadata_for_reloading(layer)
-    loaded = torch.tensor([0.1, 0.2, 0.3])
-    layer.bias.data = loaded.clone()
-    layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
-    round_biases(layer)
-    assert torch.equal(layer.bias.data, loaded.bfloat16().float())

@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from tests.inference.vllm_hooks import (
@@ -239,3 +240,18 @@ async def test_an_engine_that_fails_is_no_fault_of_the_request(internals: Module
 def test_the_backend_that_loads_weights_lacks_no_method(internals: ModuleType) -> None:
     """vLLM 0.24 requires other methods than vLLM 0.32."""
     assert internals.staged_update.StagedUpdate.__abstractmethods__ == frozenset()
+
+
+def test_a_bias_that_the_kernel_keeps_in_float32_is_rounded_as_in_a_new_engine(
+    internals: ModuleType,
+) -> None:
+    """Only CPUs with AMX have such a kernel."""
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    layer = torch.nn.Linear(4, 3, dtype=torch.bfloat16)
+    record_metadata_for_reloading(layer)
+    loaded = torch.tensor([0.1, 0.2, 0.3])
+    layer.bias.data = loaded.clone()
+    layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
+    internals.staged_update.round_biases(layer)
+    assert torch.equal(layer.bias.data, loaded.bfloat16().float())
