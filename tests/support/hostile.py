@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_env.sandbox import Ended, Limits
+from tests.support.wait import wait_for
 
 Run = Callable[..., Ended]
 """`run(code, directory=, limits=)` runs a Python program."""
@@ -278,11 +279,15 @@ ATTACKS: tuple[Attack, ...] = (
 
 
 def leaving_nothing(run: Run, code: str, **options: object) -> Ended:
-    """Run a program, and assert that no process of it is left."""
+    """Run a program, and assert that no process of it is left. The kernel may still be ending one."""
     mark = uuid.uuid4().hex
     ended = run(f"mark = '{mark}'\n{code}", **options)
-    lines = [path / "cmdline" for path in Path("/proc").iterdir() if path.name.isdigit()]
-    assert not [line for line in lines if mark in _text(line)], ended
+
+    def left() -> list[Path]:
+        lines = [path / "cmdline" for path in Path("/proc").iterdir() if path.name.isdigit()]
+        return [line for line in lines if mark in _text(line)]
+
+    wait_for(left, lambda lines: not lines)
     return ended
 
 
