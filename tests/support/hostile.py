@@ -279,7 +279,7 @@ ATTACKS: tuple[Attack, ...] = (
 
 
 def leaving_nothing(run: Run, code: str, **options: object) -> Ended:
-    """Run a program, and assert that no process of it is left. The kernel may still be ending one."""
+    """Run a program, and wait until no process of it is left: the kernel may be ending one."""
     mark = uuid.uuid4().hex
     ended = run(f"mark = '{mark}'\n{code}", **options)
 
