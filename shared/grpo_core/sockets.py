@@ -10,9 +10,12 @@ But a request that is larger than that kernel's buffer breaks, too, if the proce
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
+
+from grpo_core.security import is_loopback
 
 SILENT_S = 30
 """A connection is closed if the other host has acknowledged nothing, or taken nothing of what waits
@@ -73,10 +76,18 @@ def in_url(host: str) -> str:
 
 def proxy_for(url: str) -> str | None:
     """As httpx reads it from the environment, which it does not with a transport of the caller;
-    aiohttp would read it for each request, in a thread."""
+    aiohttp would read it for each request, in a thread. None for loopback, also without NO_PROXY:
+    a proxy on another host has a loopback of its own."""
     parts = urlsplit(url)
-    if proxy_bypass(parts.hostname or ""):
+    if is_loopback(parts.hostname or "") or proxy_bypass(parts.hostname or ""):
         return None
     proxies = getproxies()
     proxy = proxies.get(parts.scheme, proxies.get("all"))
     return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
+
+
+def no_proxy(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which no library uses a proxy for loopback. `no_proxy` hides `NO_PROXY`."""
+    known = environment.get("no_proxy") or environment.get("NO_PROXY")
+    value = ",".join(filter(None, [known, "127.0.0.1", "localhost"]))
+    return {"NO_PROXY": value, "no_proxy": value}

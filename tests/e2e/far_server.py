@@ -26,6 +26,17 @@ from tests.support.wait import wait_for
 
 _PIECE_BYTES = 1 << 16
 _LOOK_AGAIN_S = 0.001
+_BEHIND_LINK = """
+import runpy, httpx
+from grpo_vllm.weights.transport import HttpTransport
+init = HttpTransport.__init__
+def behind_link(self, key):
+    init(self, key)
+    self._http = httpx.AsyncClient(headers=self._http.headers, timeout=None, proxy={link!r})
+HttpTransport.__init__ = behind_link
+runpy.run_module("grpo_vllm", run_name="__main__")
+"""
+"""The server, but with the link: weights never go through a proxy of the environment."""
 
 
 class SlowLink:
@@ -144,14 +155,14 @@ class FarServer(ClosesOnExit):
         }.items():
             command[command.index(option) + 1] = value
         command += ["--staging-dir", str(self._directory), *flags]
-        for name in ("NO_PROXY", "no_proxy"):
-            environment.pop(name, None)
+        at = command.index("-m")
+        command[at : at + 2] = ["-c", _BEHIND_LINK.format(link=self._link.url)]
         self._starts += 1
         with (self._directory / f"{self.name}-{self._starts}.log").open("wb") as output:
             return subprocess.Popen(
                 command,
                 cwd=like.cwd(),
-                env=environment | {"HTTP_PROXY": self._link.url},
+                env=environment,
                 stdout=output,
                 stderr=output,
             )

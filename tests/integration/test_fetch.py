@@ -89,6 +89,8 @@ async def rig(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Rig]:
     monkeypatch.setattr(core_versions, "CHUNK_BYTES", 1000)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which nobody chose for the weights
+    monkeypatch.delenv("no_proxy", raising=False)
     run_id = uuid.uuid4().hex
     async with AsyncExitStack() as stack:
         log = stack.enter_context(VersionLog(redis_url, run_id, DEADLINE_S))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
@@ -13,6 +14,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
+from grpo_core.sockets import no_proxy
 from grpo_core.tree.environment import PROG
 from grpo_env.settings import EnvServerSettings, load_env_settings
 
@@ -45,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(settings: EnvServerSettings) -> None:
     from grpo_env.assembly import open_tasks, open_template
 
+    # Libraries of environments and agents reach servers on this machine.
+    os.environ.update(no_proxy(os.environ))
     with open_tasks(settings) as tasks:
         if settings.action == "check":
             from grpo_env.actions import check

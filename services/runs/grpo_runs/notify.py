@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 
 from grpo_core.settings import hide_secrets
 from grpo_core.settings.command import holds_secret
+from grpo_core.sockets import no_proxy
 
 DEADLINE_S = 10.0
 _SHOWN_CHARACTERS = 200
@@ -105,6 +106,7 @@ class Notifier:
 
     def _deliver(self, target: str, told: Notification) -> None:
         environment = _without_secret_variables(os.environ) | told.variables()
+        environment |= no_proxy(os.environ)
         words: Sequence[str] = _WEBHOOK
         if is_webhook(target):
             environment[_URL_VARIABLE] = target  # other users can read command lines

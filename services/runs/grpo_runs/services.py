@@ -21,6 +21,7 @@ from grpo_core.redis.url import WITHOUT_REDIS, redis_password
 from grpo_core.security import plain
 from grpo_core.settings import Given, without_secrets
 from grpo_core.settings.machine import SMOLLM2, does_not_answer
+from grpo_core.sockets import no_proxy
 from grpo_core.tree.sections import (
     ENVIRONMENT,
     RUN_API,
@@ -356,8 +357,7 @@ def child_environment(
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",  # the last lines of a process that dies must reach its log
     }
-    for name in ("NO_PROXY", "no_proxy"):
-        environment[name] = ",".join(filter(None, [os.environ.get(name), HOST, "localhost"]))
+    environment |= no_proxy(os.environ)
     if offline and model is not None and Path(model).is_dir():
         # Otherwise each start asks the hub about a model that the hub does not have.
         environment["HF_HUB_OFFLINE"] = "1"

@@ -16,7 +16,7 @@ from grpo_core.clients.inference import GenerationClient
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, RedisConnection
-from grpo_core.sockets import proxy_for
+from grpo_core.sockets import no_proxy, proxy_for
 
 KEEPALIVE = "02"
 """The timer in /proc/net/tcp of a connection that the kernel probes."""
@@ -117,3 +117,17 @@ def test_a_proxy_without_a_scheme_is_http(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     assert proxy_for("http://run-api:8000") == "http://proxy:3128"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+def test_loopback_is_reached_without_a_proxy(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "run-api")
+    assert proxy_for(f"http://{host}:8000") is None
+
+
+def test_hosts_that_need_no_proxy_stay_so_beside_loopback() -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        found = no_proxy({name: "run-api"})
+        assert {*found.values()} == {"run-api,127.0.0.1,localhost"}
+        assert {*found} == {"NO_PROXY", "no_proxy"}

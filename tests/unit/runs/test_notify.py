@@ -56,7 +56,7 @@ def test_a_command_gets_the_facts_as_json_and_as_variables(tmp_path: Path) -> No
 
 
 def test_a_webhook_gets_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     alert = Notification("alert", "r", "critical", "t", "/d", 1, 2, "no-environment")
     with stub_server(webhook(204)) as server:
         assert notified(f"{server.url}/hook/s3cret", END, alert) == []

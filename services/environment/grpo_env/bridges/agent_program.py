@@ -120,7 +120,7 @@ class AgentProgram:
         row = {ROW: text} if len(text) < _LARGEST_VARIABLE_BYTES else {}
         if self._sandbox.kind == ON_HOST:
             environment = {k: v for k, v in os.environ.items() if not holds_secret(k)}
-            environment |= client.variables(client.base_url) | _direct(environment) | row
+            environment |= client.variables(client.base_url) | row
             return await run_program(self._words, text.encode(), environment, deadline_s)
         return await self._sandbox.run(
             program_words(self._words, self._sandbox.kind),
@@ -175,15 +175,6 @@ def _limits(deadline_s: float) -> Limits:
         open_files=1024,
         output_bytes=16 * MIB,
     )
-
-
-def _direct(environment: Mapping[str, str]) -> dict[str, str]:
-    """The endpoint is on this host, so no proxy may stand before it."""
-    host = "127.0.0.1"
-    return {
-        name: ",".join(filter(None, [environment.get(name), host]))
-        for name in ("NO_PROXY", "no_proxy")
-    }
 
 
 async def run_program(

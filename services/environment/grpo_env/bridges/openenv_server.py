@@ -20,6 +20,7 @@ import aiohttp
 import httpx
 
 from grpo_core.process import ManagedProcess, describe_exit
+from grpo_core.sockets import proxy_for
 from grpo_env.bridges.errors import EnvironmentLost, EnvironmentUnusable
 from grpo_env.tasks import RolloutFailed
 
@@ -179,7 +180,9 @@ class Server:
         deadline = time.monotonic() + _START_S
         while True:
             try:
-                answer = httpx.get(f"{self.url}/schema", timeout=30.0)
+                way = httpx.HTTPTransport(proxy=proxy_for(self.url))
+                with httpx.Client(transport=way, timeout=30.0) as http:
+                    answer = http.get(f"{self.url}/schema")
                 break
             except httpx.TransportError as error:
                 if time.monotonic() > deadline:
@@ -209,7 +212,7 @@ class Server:
             RolloutFailed: see `Session.ask`.
         """
         deadline = time.monotonic() + _START_S
-        async with aiohttp.ClientSession(trust_env=self._local is None) as http:
+        async with aiohttp.ClientSession() as http:
             while True:
                 async with self._slot():
                     socket = await self._connect(http)
@@ -248,7 +251,11 @@ class Server:
 
     async def _connect(self, http: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse:
         try:
-            return await http.ws_connect(f"{self.url}/ws", max_msg_size=_LARGEST_MESSAGE_BYTES)
+            return await http.ws_connect(
+                f"{self.url}/ws",
+                max_msg_size=_LARGEST_MESSAGE_BYTES,
+                proxy=proxy_for(self.url),
+            )
         except aiohttp.WSServerHandshakeError as error:
             raise EnvironmentUnusable(
                 f"{self.url}/ws takes no WebSocket ({error.status}); the environment needs "

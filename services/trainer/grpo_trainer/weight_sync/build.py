@@ -20,6 +20,7 @@ from grpo_core.clients.inference import BridgeClient
 from grpo_core.deadline import Deadline
 from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_core.security import plain
+from grpo_core.sockets import proxy_for
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.weights import (
     RestartSettings,
@@ -252,7 +253,9 @@ def _listens(host: str, port: int) -> bool:
 
 def _serves(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", timeout=_CONNECT_S).is_success
+        way = httpx.HTTPTransport(proxy=proxy_for(url))
+        with httpx.Client(transport=way, timeout=_CONNECT_S) as http:
+            return http.get(f"{url}/health").is_success
     except httpx.TransportError:
         return False
 

@@ -152,10 +152,31 @@ async def served(serve: Serve, autoping: bool = True) -> AsyncIterator[str]:
         await serve(socket)
         return socket
 
+    async def schema(_: web.Request) -> web.Response:
+        return web.json_response({"action": {}, "observation": {}})
+
     app = web.Application()
     app.router.add_get("/ws", handle)
+    app.router.add_get("/schema", schema)
     async with test_utils.TestServer(app) as server:
         yield str(server.make_url("/"))
+
+
+async def test_a_server_on_this_machine_is_reached_without_a_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+
+    async def serve(socket: web.WebSocketResponse) -> None:
+        await socket.receive()
+        await socket.send_json({"data": {"first": 1}})
+
+    async with served(serve) as url:
+        server = Server(url, DEADLINE_S)
+        assert (await asyncio.to_thread(server.schema))["action"] == {}
+        async with server.session({}) as (_, first):
+            assert first == {"first": 1}
 
 
 async def test_pings_of_the_server_are_answered_while_the_policy_thinks() -> None:
