@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollecto
 from prometheus_client.registry import Collector
 
 from grpo_core.errors import GrpoError
-from grpo_core.sockets import in_url, listen
+from grpo_core.listening import in_url, listen
 
 log = structlog.get_logger()
 

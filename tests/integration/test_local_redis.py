@@ -13,12 +13,13 @@ import pytest
 import redis
 from structlog.testing import capture_logs
 
-from grpo_core.redis import server
+from grpo_core.redis import options, server
+from grpo_core.redis.connection import RedisConnection
 from grpo_core.redis.server import LocalRedis, RedisNotStarted
 from grpo_core.redis.url import redis_password, with_password
 from grpo_runs.process.ports import free_port
 from tests.support.redis_server import start_redis
-from tests.support.wait import wait_for
+from tests.support.wait import DEADLINE_S, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -105,8 +106,53 @@ def test_another_user_can_neither_use_it_nor_read_its_files(directory: Path) -> 
 
 def test_a_redis_of_another_user_is_named(directory: Path, tmp_path: Path) -> None:
     port = free_port()
-    with LocalRedis(directory, port), pytest.raises(RedisNotStarted, match="another password"):
+    with (
+        LocalRedis(directory, port),
+        pytest.raises(RedisNotStarted, match="with a password"),
+    ):
         LocalRedis(tmp_path / "mine", port)
+
+
+SQUATTER = """
+import os, socketserver, sys
+os.setuid(65534)
+class Handler(socketserver.StreamRequestHandler):
+    def handle(self):
+        for line in self.rfile:
+            print(line, flush=True)
+            if line.startswith(b"*"):
+                self.wfile.write(b"+PONG\\r\\n")
+server = socketserver.ThreadingTCPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+print("listens", flush=True)
+server.serve_forever()
+"""
+
+
+def test_another_user_who_takes_the_port_first_does_not_get_the_password(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.getuid():
+        pytest.skip("not root, who alone can start a process of another user")
+    port = free_port()
+    monkeypatch.setattr(options, "LOCAL_REDIS", f"redis://127.0.0.1:{port}/0")
+    monkeypatch.setattr(options, "local_redis_directory", lambda: directory)
+    url, password = f"redis://127.0.0.1:{port}", redis_password(directory)
+    with LocalRedis(directory, port), RedisConnection(url, DEADLINE_S, 0.0) as connection:
+        assert connection.call("PING")
+    command = [sys.executable, "-c", SQUATTER, str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as squatter:
+        try:
+            assert squatter.stdout is not None
+            assert squatter.stdout.readline() == "listens\n"
+            LocalRedis(directory, port).close()
+            assert not server.answers_ping(port, password)
+            with RedisConnection(url, DEADLINE_S, 0.0) as connection:
+                connection.call("PING")
+        finally:
+            squatter.kill()
+        received = squatter.stdout.read()
+    assert "PING" in received
+    assert password not in received
 
 
 def test_the_password_suits_a_redis_without_one(redis_url: str, directory: Path) -> None:

@@ -33,7 +33,7 @@ LISTENERS = {
     "services/runs/grpo_runs/watch/serve.py": "the live page",
     "services/environment/grpo_env/bridges/endpoint.py": "agents: each request needs its key",
     "shared/grpo_core/metrics_port.py": "metrics, for any name, as on every port",
-    "shared/grpo_core/sockets.py": "opens the sockets of those above",
+    "shared/grpo_core/listening.py": "opens the sockets of those above",
     # Not HTTP, or the endpoint of agents once more.
     "services/environment/grpo_env/sandbox/host.py": "passes the endpoint on, on loopback",
     "services/environment/grpo_env/sandbox/relay.py": "the same, inside a sandbox",

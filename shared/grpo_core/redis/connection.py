@@ -21,8 +21,8 @@ from redis.retry import Retry
 from grpo_core.closing import ClosesOnAsyncExit, ClosesOnExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
+from grpo_core.redis.options import client_options
 from grpo_core.redis.url import without_password
-from grpo_core.sockets import redis_options
 
 log = structlog.get_logger()
 
@@ -139,7 +139,7 @@ class AsyncRedisConnection(ClosesOnAsyncExit):
 
 
 def _options(url: str, attempt_s: float) -> dict[str, Any]:
-    return redis_options(url) | {
+    return client_options(url) | {
         "socket_connect_timeout": attempt_s,
         "socket_timeout": attempt_s,
         "protocol": 2,

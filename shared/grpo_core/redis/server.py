@@ -20,8 +20,9 @@ import structlog
 from grpo_core.closing import ClosesOnExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
+from grpo_core.listening import is_own_listener
 from grpo_core.process import ManagedProcess, ProcessFailed
-from grpo_core.redis.url import known_password, redis_password
+from grpo_core.redis.url import redis_password
 
 log = structlog.get_logger()
 
@@ -124,6 +125,9 @@ def disk_bytes(directory: Path) -> int:
 
 
 def answers_ping(port: int, password: str | None = None) -> bool:
+    """The password is sent to a process of this user only."""
+    if password is not None and not is_own_listener(port):
+        return False
     with _client(port, password) as client:
         try:
             return bool(client.ping())
@@ -134,7 +138,12 @@ def answers_ping(port: int, password: str | None = None) -> bool:
 def _client(port: int, password: str | None) -> redis.Redis:
     user = None if password is None else "default"  # accepted by a Redis without a password
     return redis.Redis(
-        host="127.0.0.1", port=port, username=user, password=password, socket_timeout=1.0
+        host="127.0.0.1",
+        port=port,
+        username=user,
+        password=password,
+        socket_timeout=1.0,
+        protocol=2,
     )
 
 
@@ -153,7 +162,7 @@ class LocalRedis(ClosesOnExit):
     Raises:
         NoRedisServer: this host has no `redis-server`.
         RedisNotStarted: Redis did not start; the message names its log. Or the port belongs to a
-            Redis with another password.
+            Redis with a password that no command of this user started.
         OSError: the directory cannot be written.
     """
 
@@ -212,12 +221,13 @@ class LocalRedis(ClosesOnExit):
             time.sleep(_LOCK_POLL_S)
 
     def _require_access(self) -> None:
-        with _client(self._port, known_password(self._directory)) as client:
+        # No process holds the lock, so this Redis is not ours, and does not get our password.
+        with _client(self._port, password=None) as client:
             try:
                 client.ping()
             except redis.AuthenticationError as error:
                 raise RedisNotStarted(
-                    f"a Redis with another password listens on 127.0.0.1:{self._port}, perhaps of "
+                    f"a Redis with a password listens on 127.0.0.1:{self._port}, perhaps of "
                     "another user; pass --redis-url (in REDIS_URL, if it has a password)"
                 ) from error
             except redis.RedisError as error:

@@ -54,7 +54,8 @@ def _make(path: Path) -> None:
 
 
 LOCAL_REDIS = "redis://127.0.0.1:6379/0"
-"""The default of every command, without its password."""
+"""The default of every command. Clients add the password of a Redis that a command of this user
+starts (`grpo_core.redis.options`)."""
 WITHOUT_REDIS = "none"
 _SCHEMES = ("redis", "rediss", "unix")
 
@@ -65,12 +66,7 @@ def local_redis_directory() -> Path:
 
 
 def local_redis() -> SecretStr:
-    """`LOCAL_REDIS` with the password of a Redis that a command of this user starts. A Redis
-    without a password accepts it, too."""
-    try:
-        return SecretStr(with_password(LOCAL_REDIS, redis_password(local_redis_directory())))
-    except OSError:
-        return SecretStr(LOCAL_REDIS)  # a user who can write no file starts no Redis
+    return SecretStr(LOCAL_REDIS)
 
 
 def with_password(url: str, password: str) -> str:

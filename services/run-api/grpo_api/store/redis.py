@@ -36,9 +36,9 @@ from grpo_api.store.keys import RUN_KEYS
 from grpo_api.store.losses import ConfirmedGroups
 from grpo_core.alerts import REDIS_DISK_SHARE
 from grpo_core.redis.keys import run_prefix, served_weights_key
+from grpo_core.redis.options import client_options
 from grpo_core.redis.server import APPENDFSYNC
 from grpo_core.redis.url import without_password
-from grpo_core.sockets import redis_options
 
 _LAYOUT = 4
 """Increases when the keys or their format change, so that versions never share keys."""
@@ -238,7 +238,7 @@ def _client(url: str, deadline_s: float, **options: Any) -> Redis:
             ExponentialBackoff(cap=_MAX_BACKOFF_S, base=_FIRST_BACKOFF_S), _UNTIL_THE_DEADLINE
         ),
         protocol=2,
-        **redis_options(url),
+        **client_options(url),
         **options,
     )
     client: Redis = Redis.from_pool(pool)

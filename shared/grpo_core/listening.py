@@ -1,0 +1,40 @@
+"""Listening sockets of this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+EVERY_ADDRESS = "::"
+_TCP_LISTEN = "0A"
+
+
+def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:
+    """Listen on an address. `::` is every address of both families, or of IPv4 if the kernel has no
+    IPv6.
+
+    Raises:
+        OSError: another process listens there, or this machine has no such address.
+    """
+    if host == EVERY_ADDRESS and not socket.has_dualstack_ipv6():
+        host = "0.0.0.0"  # noqa: S104 - as the caller wants
+    return socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+        backlog=backlog,
+        dualstack_ipv6=host == EVERY_ADDRESS,
+    )
+
+
+def in_url(host: str) -> str:
+    """`::1` → `[::1]`"""
+    return f"[{host}]" if ":" in host else host
+
+
+def is_own_listener(port: int) -> bool:
+    """Whether a process of this user listens at 127.0.0.1 on the port; see /proc/net/tcp in
+    proc(5)."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ours = [f"0100007F:{port:04X}", _TCP_LISTEN, str(os.getuid())]
+    return any([row[1], row[3], row[7]] == ours for row in rows)
