@@ -46,6 +46,21 @@ def test_every_pod_is_hardened_to_the_restricted_profile_and_beyond(shape: str) 
             assert all("hostPort" not in port for port in container.get("ports", []))
 
 
+def test_only_the_environment_gets_the_profiles_that_its_sandbox_needs() -> None:
+    chosen = [f"environment.{name}Profile.type=Unconfined" for name in ("seccomp", "appArmor")]
+    profiles = {
+        component(pod): {
+            name: profile["type"]
+            for name, profile in pod["spec"]["securityContext"].items()
+            if name.endswith("Profile")
+        }
+        for pod in pod_templates(objects("minimal", NEWEST, "--set", ",".join(chosen)))
+    }
+    unconfined = {"seccompProfile": "Unconfined", "appArmorProfile": "Unconfined"}
+    assert profiles.pop("environment") == unconfined
+    assert [*profiles.values()] == [{"seccompProfile": "RuntimeDefault"}] * len(profiles)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_whoever_is_told_an_address_may_connect_to_it_and_nobody_else(shape: str) -> None:
     policies = {component(o): o["spec"] for o in objects(shape) if o["kind"] == "NetworkPolicy"}
@@ -223,7 +238,10 @@ def test_every_value_is_documented_and_known_to_the_schema() -> None:
     require_same_keys(schema, values)
 
 
-FREE = ("resources", "nodeSelector", "tolerations", "labels", "metricLabels")
+FREE = (
+    *("resources", "nodeSelector", "tolerations", "labels", "metricLabels"),
+    *("seccompProfile", "appArmorProfile"),
+)
 
 
 def require_same_keys(schema: Object, values: Object, path: str = "") -> None:

@@ -20,7 +20,14 @@ securityContext:
   runAsGroup: 1000
   fsGroup: 1000
   fsGroupChangePolicy: OnRootMismatch
+  {{- with $component.seccompProfile }}
+  seccompProfile: {{- toYaml . | nindent 4 }}
+  {{- else }}
   seccompProfile: {type: RuntimeDefault}
+  {{- end }}
+  {{- with $component.appArmorProfile }}
+  appArmorProfile: {{- toYaml . | nindent 4 }}
+  {{- end }}
 {{- with $component.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
