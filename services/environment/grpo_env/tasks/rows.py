@@ -28,7 +28,7 @@ from grpo_env.tasks.task import (
 )
 from grpo_env.tasks.tool_calls import Message
 
-ANSWER = "answer"
+ANSWER, COMPLETION, TOOLS = "answer", "completion", "tools"
 _RIGHT = "ground_truth"
 
 
@@ -149,7 +149,7 @@ def checked_rows(
     columns: Mapping[str, str] | None = None,
     convert: Callable[[dict[str, Any]], Row] = dict,
 ) -> list[Row]:
-    """Records as rows, with the columns renamed.
+    """Records as rows, with the columns renamed. The same rows are equal in every format.
 
     Args: convert: raises `ValueError` with a mistake in a row
 
@@ -160,7 +160,7 @@ def checked_rows(
     wrong: list[str] = []
     for record in records:
         try:
-            found.append(convert(_renamed(_object(record.content), columns or {})))
+            found.append(convert(_as_written(_renamed(_object(record.content), columns or {}))))
         except ValueError as error:
             wrong.append(f"{record.place}: {error}")
     if wrong:
@@ -248,7 +248,9 @@ def _for_templates(message: dict[str, Any]) -> Message:
     """Templates expect a text, and arguments of calls as objects. OpenAI's API has null beside
     calls, and arguments as JSON. Raises `ValueError`: they are no JSON."""
     found: Any = message
-    if calls := message.get("tool_calls"):
+    if calls := _listed(message.get("tool_calls")):
+        if not all(isinstance(call, dict) for call in calls):
+            raise ValueError("tool_calls of a message hold no list of objects")
         plain = [_with_object(call) for call in calls]
         found = {**message, "content": message.get("content") or "", "tool_calls": plain}
     return found  # type: ignore[no-any-return]
@@ -296,6 +298,39 @@ def _renamed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
         if isinstance(holder, Mapping) and not is_missing(holder.get(key)):
             return {**found, ANSWER: holder[key]}
     return found
+
+
+def _as_written(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with its conversations and tools as lists, also if they are a text of JSON, and
+    without nulls in them: Parquet and Arrow have a null wherever another row has a key."""
+    found = dict(row)
+    for column in row.keys() & {*PROMPT_COLUMNS, COMPLETION, TOOLS}:
+        found[column] = _without_nulls(_listed(row[column], is_talk=column != TOOLS))
+    return found
+
+
+def _listed(value: Any, is_talk: bool = False) -> Any:
+    """The objects that a text of JSON lists; any other value as it is. Args: is_talk: whether all
+    objects must be messages"""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    are_objects = all(isinstance(one, dict) for one in found)
+    is_wanted = are_objects and (not is_talk or (found and all(map(_is_message, found))))
+    return found if is_wanted else value
+
+
+def _is_message(value: Mapping[str, Any]) -> bool:
+    return "role" in value and ("content" in value or "tool_calls" in value)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _object(content: Any) -> dict[str, Any]:

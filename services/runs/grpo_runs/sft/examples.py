@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,8 @@ from grpo_env.tasks import Message, Row, TaskOptions
 from grpo_env.tasks.data_files import DataUnusable
 from grpo_env.tasks.rows import (
     ANSWER,
+    COMPLETION,
+    TOOLS,
     answer_text,
     as_messages,
     conversation_of,
@@ -21,7 +22,6 @@ from grpo_env.tasks.rows import (
     with_system_prompt,
 )
 
-COMPLETION = "completion"
 NOT_LEARNED = -100
 """The label of a token without loss, as PyTorch's `cross_entropy` ignores it."""
 
@@ -89,10 +89,8 @@ def examples_of(row: Row, system_prompt: str | None = None) -> list[Example]:
 
 def _tools_of(row: Row) -> Sequence[Mapping[str, Any]]:
     """Raises `ValueError`."""
-    tools = row.get("tools") or ()
-    if isinstance(tools, str):
-        tools = json.loads(tools)
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+    tools = row.get(TOOLS) or ()
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError("the column 'tools' holds no list of JSON schemas")
     return tools
 

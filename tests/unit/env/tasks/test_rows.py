@@ -20,6 +20,7 @@ from grpo_env.tasks.rows import answer_text, rows_of
 from tests.unit.env.conftest import HUB_ROWS
 
 EGGS, COST = HUB_ROWS
+USER = {"role": "user", "content": "3+4="}
 
 
 def write(path: Path, *rows: Any) -> str:
@@ -68,6 +69,59 @@ def test_a_parquet_file_is_read_with_datasets(
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     parquet.write_table(Table.from_pylist(ROWS), tmp_path / "rows.parquet")
     assert rows_of(TaskOptions(data=str(tmp_path / "rows.parquet")), "train") == ROWS
+
+
+def calling(tool: str, **arguments: Any) -> dict[str, Any]:
+    """A row in which one tool was called, with the tool's schema."""
+    properties = {name: {"type": "string"} for name in arguments}
+    schema = {"name": tool, "parameters": {"type": "object", "properties": properties}}
+    calls = [{"function": {"name": tool, "arguments": arguments}}]
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    return {"messages": [USER, said], "tools": [{"type": "function", "function": schema}]}
+
+
+CALLS = [calling("find", day="2024-05-01"), calling("send", code="007", to="me")]
+
+
+def as_text(row: dict[str, Any]) -> dict[str, str]:
+    return {column: json.dumps(value) for column, value in row.items()}
+
+
+@pytest.mark.parametrize("form", ["lines", "parquet", "arrow", "hub", "text", "csv"])
+def test_the_same_rows_are_equal_in_every_format(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns of one type have a null in each row for the keys of the others; and where there is
+    no type for a conversation, it is a text of JSON."""
+    import csv
+
+    import datasets
+    from pyarrow import Table, parquet
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    source = directory = tmp_path / form
+    directory.mkdir()
+    if form == "parquet":
+        source = directory / "rows.parquet"
+        parquet.write_table(Table.from_pylist(CALLS), source)
+    elif form == "arrow":
+        datasets.Dataset.from_list(CALLS).save_to_disk(tmp_path / "saved")
+        (tmp_path / "saved" / "data-00000-of-00001.arrow").rename(directory / "train.arrow")
+    elif form == "csv":
+        with (source := directory / "rows.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, CALLS[0])
+            writer.writeheader()
+            writer.writerows(map(as_text, CALLS))
+    else:
+        source = directory if form == "hub" else directory / "rows.jsonl"
+        rows = [as_text(row) for row in CALLS] if form == "text" else CALLS
+        write(directory / ("train-1.json" if form == "hub" else "rows.jsonl"), *rows)
+    assert rows_of(TaskOptions(data=str(source)), "train") == CALLS
+
+
+@pytest.mark.parametrize("text", ["[1]: the sum?", "[1, 2]", '[{"role": "a"}]', "[{role", "[]"])
+def test_a_prompt_that_only_begins_like_json_stays_a_text(tmp_path: Path, text: str) -> None:
+    assert prompts(tmp_path, {"prompt": text}) == [[{"role": "user", "content": text}]]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +232,6 @@ def prompts(path: Path, *rows: Any) -> list[Any]:
     return [item.prompt for item in all_items(task)]
 
 
-USER = {"role": "user", "content": "3+4="}
 BEGUN = {"role": "assistant", "content": "<think>\n"}
 GOLD = {"role": "assistant", "content": "So \\boxed{7}"}
 REFUSED_PROMPTS = [

@@ -53,7 +53,7 @@ def test_each_answer_of_a_conversation_is_learned_after_what_was_said_before() -
     assert examples_of({"prompt": talk[:3], "completion": "d"}) == both[1:]
 
 
-def test_calls_of_tools_as_data_sets_keep_them() -> None:
+def test_calls_of_tools_as_data_sets_keep_them(tmp_path: Path) -> None:
     """An answer may be calls alone, and the schemas one text."""
     schema = {"type": "function", "function": {"name": "f", "parameters": {}}}
     call: dict[str, Any] = {
@@ -61,7 +61,9 @@ def test_calls_of_tools_as_data_sets_keep_them() -> None:
         "content": None,
         "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
     }
-    (found,) = examples_of({"messages": [user("a"), call], "tools": json.dumps([schema])})
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"messages": [user("a"), call], "tools": json.dumps([schema])}))
+    (found,) = read_examples(TaskOptions(data=str(data)))
     assert found.tools == [schema]
     as_object = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     assert found.answer == call | {"content": "", "tool_calls": [as_object]}
