@@ -17,14 +17,17 @@ def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:
     Raises:
         OSError: another process listens there, or this machine has no such address.
     """
+    family, host = family_and_host(host)
+    return socket.create_server(
+        (host, port), family=family, backlog=backlog, dualstack_ipv6=host == EVERY_ADDRESS
+    )
+
+
+def family_and_host(host: str) -> tuple[socket.AddressFamily, str]:
+    """What to bind a socket to."""
     if host == EVERY_ADDRESS and not socket.has_dualstack_ipv6():
         host = "0.0.0.0"  # noqa: S104 - as the caller wants
-    return socket.create_server(
-        (host, port),
-        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-        backlog=backlog,
-        dualstack_ipv6=host == EVERY_ADDRESS,
-    )
+    return socket.AF_INET6 if ":" in host else socket.AF_INET, host
 
 
 def in_url(host: str) -> str:

@@ -1,4 +1,4 @@
-"""Listening sockets, and options of clients' TCP connections: a silent network breaks them.
+"""Options of the TCP connections of all clients: a silent network breaks them.
 
 A firewall, a NAT or a host that vanishes may drop the packets of an open connection without a word.
 A request then waits for its whole deadline, and a repeat on another connection of the same pool
@@ -21,7 +21,6 @@ SILENT_S = 30
 """A connection is closed if the other host has acknowledged nothing, or taken nothing of what waits
 to be sent, for so long."""
 _IDLE_S, _INTERVAL_S = 10, 5
-EVERY_ADDRESS = "::"
 
 _TCP_OPTIONS = {
     socket.TCP_KEEPIDLE: _IDLE_S,
@@ -50,28 +49,6 @@ def make_socket(address: tuple[int, int, int, str, tuple[Any, ...]]) -> socket.s
     for option in SOCKET_OPTIONS:
         made.setsockopt(*option)
     return made
-
-
-def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:
-    """Listen on an address. `::` is every address of both families, or of IPv4 if the kernel has no
-    IPv6.
-
-    Raises:
-        OSError: another process listens there, or this machine has no such address.
-    """
-    if host == EVERY_ADDRESS and not socket.has_dualstack_ipv6():
-        host = "0.0.0.0"  # noqa: S104 - as the caller wants
-    return socket.create_server(
-        (host, port),
-        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-        backlog=backlog,
-        dualstack_ipv6=host == EVERY_ADDRESS,
-    )
-
-
-def in_url(host: str) -> str:
-    """`::1` → `[::1]`"""
-    return f"[{host}]" if ":" in host else host
 
 
 def proxy_for(url: str) -> str | None:

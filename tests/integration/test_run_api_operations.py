@@ -218,6 +218,10 @@ def refuses_connections(api: RunningApi) -> bool:
         return probe.connect_ex((address.host, address.port or 0)) != 0
 
 
+def test_every_address_answers_ipv4_too(own_api: StartApi) -> None:
+    own_api("every-address", further={"--host": "::"})  # waits until 127.0.0.1 answers
+
+
 def test_submissions_under_way_are_answered_and_polls_released(
     redis_url: str, tmp_path: Path
 ) -> None:

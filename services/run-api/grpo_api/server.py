@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from grpo_api.lifetime import Lifetime
 from grpo_core.http_connections import LimitedProtocol
+from grpo_core.listening import listen
 from grpo_core.protocol import PROTOCOL_HEADER
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -61,7 +62,9 @@ class HttpServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        # uvicorn would answer `::` for IPv6 alone
+        listening = sockets or [listen(self.config.host, self.config.port, _BACKLOG)]
+        await super().startup(listening)
         _log.info("run_api.listening", host=self.config.host, port=self.config.port)
 
     @contextlib.contextmanager

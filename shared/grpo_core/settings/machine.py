@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 from pydantic_core import from_json
 
+from grpo_core.listening import family_and_host
+
 _CONNECT_S = 0.5
 _PATH_STARTS = (".", "/", "~")
 DATA_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
@@ -120,12 +122,10 @@ def does_not_answer(url: str) -> str | None:
 def cannot_listen(host: str, port: int) -> str | None:
     """The problem of an address that another process listens on, or that is not this machine's."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
+        family, address = family_and_host(host)
+        with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+            probe.bind((address, port))
     except OSError as error:
         return (
             f"cannot listen on {host}:{port}: {error.strerror}; choose another port, or end the "

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
+from grpo_core.listening import in_url
 from grpo_core.redis.keys import run_id_or_default
 from grpo_core.redis.url import (
     LOCAL_REDIS,
@@ -309,7 +310,7 @@ class ServerSettings(CommandSettings, ListenOptions):
         if is_loopback(self.control_host) and not is_loopback(host):
             return ""
         reached = host if _is_wildcard(self.control_host) else self.control_host
-        return f"http://{_in_url(reached)}:{self.health_port}/weights"
+        return f"http://{in_url(reached)}:{self.health_port}/weights"
 
     @property
     def public_is_loopback(self) -> bool:
@@ -357,7 +358,7 @@ class ServerSettings(CommandSettings, ListenOptions):
     def _reached_where_it_listens(cls, value: str, info: ValidationInfo) -> str:
         host, port = info.data.get("host", ""), info.data.get("port", 0)
         reached = socket.gethostname() if _is_wildcard(host) else host
-        return value.rstrip("/") or f"http://{_in_url(reached)}:{port}"
+        return value.rstrip("/") or f"http://{in_url(reached)}:{port}"
 
     @field_validator("max_lora_rank")
     @classmethod
@@ -443,10 +444,6 @@ def _is_wildcard(host: str) -> bool:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _is_on(given: Given | None) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from grpo_core.errors import message_of
+from grpo_core.listening import in_url
 from grpo_core.settings import Mistake
 from grpo_runs.offline.errors import RecipeInvalid
 from grpo_runs.offline.key_names import in_recipe
@@ -194,7 +195,8 @@ def _base_url(recipe: TrainingRecipe) -> str:
     if given is not None:
         return str(given).rstrip("/").removesuffix("/generate")
     host = recipe["vllm_server_host"]
-    return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{recipe['vllm_server_port']}"
+    reached = "127.0.0.1" if host in ("0.0.0.0", "::") else in_url(host)
+    return f"http://{reached}:{recipe['vllm_server_port']}"
 
 
 def _model(recipe: TrainingRecipe) -> Found:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field, SecretStr, create_model, field_validator
 
 from grpo_core.cpu import CPU
+from grpo_core.listening import in_url
 from grpo_core.redis.keys import is_run_id
 from grpo_core.security import plain, usable_token
 from grpo_core.settings import (
@@ -333,7 +334,7 @@ class LaunchOptions(ServerHere):
 
     def url_of(self, port: int) -> str:
         host = LOOPBACK if self.host in EVERY_ADDRESS else self.host
-        return f"http://{host}:{port}"
+        return f"http://{in_url(host)}:{port}"
 
     @property
     def server_threads(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import webbrowser
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from pydantic import SecretStr
 
 from grpo_core.errors import GrpoError
 from grpo_core.http_connections import LimitedProtocol
+from grpo_core.listening import in_url, listen
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.access import PARAMETER
 from grpo_runs.watch.api import watch_app
@@ -44,16 +44,15 @@ class PageServer:
         token: SecretStr | None = None,
         hosts: Sequence[str] = (),
     ) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._socket = socket.create_server((host, port), family=family)
+            self._socket = listen(host, port)
         except OSError as error:
             raise PageNotServed(
                 f"the live page cannot listen on {host} port {port}: {error.strerror or error}; "
                 "choose another --port or --host"
             ) from error
         bound = self._socket.getsockname()[1]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{bound}/"
+        self.url = f"http://{in_url(host)}:{bound}/"
         if token is not None:
             self.url += f"?{PARAMETER}={token.get_secret_value()}"
         config = uvicorn.Config(

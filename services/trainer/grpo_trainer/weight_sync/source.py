@@ -6,7 +6,6 @@ GET /weights/<epoch>-<step>/<file>     with `Range`, and with the server's API k
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from collections.abc import Generator
 from pathlib import Path
@@ -21,6 +20,7 @@ from starlette.responses import FileResponse
 from starlette.routing import Route
 
 from grpo_core.http_connections import LimitedProtocol
+from grpo_core.listening import EVERY_ADDRESS, in_url, listen
 from grpo_core.security import BearerTokenGuard, SameSiteOnly, is_loopback
 from grpo_core.weights.versions import file_below
 from grpo_trainer.errors import SourcePortTaken
@@ -28,7 +28,7 @@ from grpo_trainer.errors import SourcePortTaken
 log = structlog.get_logger()
 
 PREFIX = "/weights"
-LOOPBACK_ADDRESS, EVERY_ADDRESS = "127.0.0.1", "0.0.0.0"
+LOOPBACK_ADDRESS = "127.0.0.1"
 _KEEP_ALIVE_S = 60
 _STOP_S = 5
 
@@ -67,7 +67,7 @@ class WeightSource:
                 hint="set VLLM_API_KEY for the trainer and the inference servers",
             )
         try:
-            listening = socket.create_server((host, self._port))
+            listening = listen(host, self._port)
         except OSError as error:
             raise SourcePortTaken(
                 f"port {self._port}, on which the trainer serves weights to the inference servers, "
@@ -98,7 +98,7 @@ class WeightSource:
         port = listening.getsockname()[1]
         return [
             self._root.absolute().as_uri(),
-            f"http://{self._address or LOOPBACK_ADDRESS}:{port}{PREFIX}",
+            f"http://{in_url(self._address or LOOPBACK_ADDRESS)}:{port}{PREFIX}",
         ]
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ import structlog
 from grpo_core.closing import ClosesOnExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
+from grpo_core.listening import listen
 from grpo_core.tree.server import ServerSettings
 from grpo_vllm.http.server import BACKLOG
 
@@ -111,13 +112,9 @@ class Sockets(ClosesOnExit):
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    is_v6 = ":" in host
-    family = socket.AF_INET6 if is_v6 else socket.AF_INET
     try:
         # From here on the kernel queues new connections instead of refusing them.
-        return socket.create_server(
-            (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_v6
-        )
+        return listen(host, port, BACKLOG)
     except OSError as error:
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
 

@@ -11,10 +11,12 @@ import pytest
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
+from grpo_core.listening import family_and_host
 from grpo_core.security import authorization
 from grpo_trainer.errors import SourcePortTaken
 from grpo_trainer.weight_sync.source import WeightSource
 
+EVERY_ADDRESS = family_and_host("::")[1]
 KEY = "secret"
 BYTES = bytes(range(256)) * 100
 
@@ -63,8 +65,9 @@ def test_a_port_in_use_is_named_with_the_option(url: str, tmp_path: Path) -> Non
     [
         (None, None, "http://127.0.0.1:", "127.0.0.1", False),
         ("localhost", None, "http://localhost:", "127.0.0.1", False),
-        ("trainer.example", KEY, "http://trainer.example:", "0.0.0.0", False),
-        ("trainer.example", None, "http://trainer.example:", "0.0.0.0", True),
+        ("trainer.example", KEY, "http://trainer.example:", EVERY_ADDRESS, False),
+        ("fd00::1", KEY, "http://[fd00::1]:", EVERY_ADDRESS, False),
+        ("trainer.example", None, "http://trainer.example:", EVERY_ADDRESS, True),
     ],
 )
 def test_other_hosts_reach_it_only_if_it_has_an_address(
