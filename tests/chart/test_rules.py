@@ -118,6 +118,20 @@ def test_only_the_trainer_reaches_the_control_routes(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_every_port_is_open_in_clusters_of_either_address_family(shape: str) -> None:
+    """The kubelet and other pods may have addresses of IPv4 alone, of IPv6 alone, or both."""
+    hosts = {
+        variable["value"]
+        for pod in pod_templates(objects(shape))
+        for container in containers(pod)
+        for variable in container.get("env", [])
+        if variable["name"].endswith("_HOST")
+    }
+    assert hosts == {"::"}
+    assert "0.0.0.0" not in json.dumps(objects(shape))  # also in arguments
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_secrets_are_never_values(shape: str) -> None:
     """Only names of Secrets are values of the chart, so no object contains a secret."""
     for pod in pod_templates(objects(shape)):

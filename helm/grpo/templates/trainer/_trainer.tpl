@@ -20,7 +20,7 @@
   "GRPO_RESUME" "auto"
   "GRPO_BENCHMARK" true
   "GRPO_LR" ($v.run.lr | default (eq (include "grpo.lora" .) "true" | ternary "2e-3" "3e-4"))
-  "GRPO_METRICS_HOST" "0.0.0.0"
+  "GRPO_METRICS_HOST" "::"
   "GRPO_METRICS_PORT" 9101
   "GRPO_METRICS_FILE" (printf "/checkpoints/%s/metrics.jsonl" $id)
   "GRPO_USE_WANDB" $v.wandb.enabled
@@ -54,7 +54,7 @@
   "GRPO_RUN_MODE" $v.mode
   "GRPO_RUN_MODEL" (include "grpo.model" .)
   "GRPO_RUN_ATROPOS_URL" $env.GRPO_RUN_API_URL
-  "GRPO_RUN_HOST" "0.0.0.0"
+  "GRPO_RUN_HOST" "::"
   "GRPO_RUN_SAVE_PATH" (printf "/checkpoints/%s" $id)
   "GRPO_RUN_LOG_DIR" (printf "/checkpoints/%s/logs" $id)
   "GRPO_VLLM_ALLOWED_HOSTS" (printf "%s-vllm-server.%s" (include "grpo.name" .) .Release.Namespace)

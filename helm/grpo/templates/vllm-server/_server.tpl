@@ -29,7 +29,7 @@
   "HF_HUB_OFFLINE" "1"
   "RUN_ID" (include "grpo.runId" .)
   "GRPO_VLLM_MODEL" (include "grpo.model" .)
-  "GRPO_VLLM_HOST" "0.0.0.0"
+  "GRPO_VLLM_HOST" "::"
   "GRPO_VLLM_RESTART_LIMIT" 3
   "GRPO_VLLM_REDIS_DEADLINE_S" 1800
   "GRPO_VLLM_ALLOWED_HOSTS" (printf "%s-vllm-server.%s" (include "grpo.name" .) .Release.Namespace)
@@ -47,7 +47,7 @@
 {{- $pod := printf "$(POD_NAME).%s-vllm-servers" (include "grpo.name" .) }}
 {{- $env = merge $env (dict
   "GRPO_VLLM_WEIGHTS_DIR" "/checkpoints"
-  "GRPO_VLLM_CONTROL_HOST" "0.0.0.0"
+  "GRPO_VLLM_CONTROL_HOST" "::"
   "GRPO_VLLM_ADVERTISE_URL" (printf "http://%s:9001" $pod)
 ) }}
 {{- $_ := set $env "GRPO_VLLM_ALLOWED_HOSTS" (printf "%s,%s" $env.GRPO_VLLM_ALLOWED_HOSTS $pod) }}
