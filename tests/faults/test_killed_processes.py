@@ -29,7 +29,6 @@ from tests.faults.rig import (
 )
 from tests.faults.stages import (
     HALF_WRITTEN,
-    PAUSED,
     SAVED,
     SAVING_STAGES,
     STAGES,
@@ -107,7 +106,7 @@ def test_the_run_goes_on_after_a_kill(rig: Rig, names: tuple[str, ...], stage: s
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [*STAGES, *SAVING_STAGES])
 def test_a_killed_trainer_leaves_the_server_serving(rig: Rig, stage: str) -> None:
-    """The server answers with whole weights, except if the trainer was killed while writing.
+    """Except if the trainer was killed while it wrote: then requests wait for a trainer.
     test_resumed_run.py shows how the run continues."""
     with rig.held_at(stage):
         seen, before = len(rig.records()), rig.records()[-1]["step"]
@@ -115,8 +114,10 @@ def test_a_killed_trainer_leaves_the_server_serving(rig: Rig, stage: str) -> Non
         rig.kill(TRAINER)
     # The end of the connection ends the pause, long before its lease of an hour.
     rig.wait_for(lambda: not rig.bridge_info()["paused"])
-    is_torn = stage in (PAUSED, HALF_WRITTEN)
-    assert rig.bridge_info()["weights_intact"] != is_torn
+    is_torn = stage == HALF_WRITTEN
+    info = rig.bridge_info()
+    assert info["weights_intact"] != is_torn
+    assert info["state"] == ("awaiting_weights" if is_torn else "serving")
     if is_torn:
         refused = rig.launch(TRAINER, "--resume", "never")
         assert refused.wait(ENDS_WITHIN_S) == 1

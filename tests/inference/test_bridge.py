@@ -39,15 +39,18 @@ from grpo_core.wire.policy_version import PolicyVersion
 connection = connect_weights(Path(sys.argv[2]))
 bridge = BridgeClient(sys.argv[1])
 epoch, step = bridge.info().policy_version
-bridge.pause(connection.grant.session, float(sys.argv[3]), PolicyVersion(epoch + 1, 0))
+version = PolicyVersion(epoch + 1, 0)
+bridge.pause(connection.grant.session, float(sys.argv[3]), version, writing=sys.argv[4] == "True")
 print("paused", flush=True)
 time.sleep(600)
 """
 
 
 @contextmanager
-def paused_by_another_process(server: InferenceServer) -> Iterator[subprocess.Popen[str]]:
-    arguments = [server.url, str(server.socket), str(LEASE_S)]
+def paused_by_another_process(
+    server: InferenceServer, writing: bool = True
+) -> Iterator[subprocess.Popen[str]]:
+    arguments = [server.url, str(server.socket), str(LEASE_S), str(writing)]
     process = subprocess.Popen(
         [sys.executable, "-c", PAUSE_AND_HANG, *arguments], stdout=subprocess.PIPE, text=True
     )
@@ -71,19 +74,30 @@ def bridge(shared_server: InferenceServer) -> Iterator[BridgeClient]:
             assert client.info().weights_intact
 
 
-def test_a_trainer_killed_during_its_pause_leaves_a_serving_server_with_torn_weights(
-    shared_server: InferenceServer, bridge: BridgeClient
+@pytest.mark.parametrize("writing", [False, True])
+def test_after_a_trainer_was_killed_nothing_is_sampled_from_half_written_weights(
+    writing: bool, shared_server: InferenceServer, bridge: BridgeClient
 ) -> None:
     """The closed connection ends the pause, long before the lease expires."""
     before = bridge.info().policy_version
-    with paused_by_another_process(shared_server) as trainer:
+    body: dict[str, object] = {"prompt": {"prompt_token_ids": [5, 6]}, "max_tokens": 2}
+    with paused_by_another_process(shared_server, writing) as trainer:
         assert bridge.info().paused
-        trainer.send_signal(signal.SIGKILL)
-        wait_for(lambda: not bridge.info().paused)
-    assert bridge.sample([1, 2, 3], max_tokens=2).token_ids
-    # The weights may be torn, so their version is one that no trainer has used.
-    assert bridge.info().policy_version == (before[0] + 1, before[1])
-    assert not bridge.info().weights_intact
+        with posted_in_background(shared_server.url, body) as request:
+            trainer.send_signal(signal.SIGKILL)
+            wait_for(lambda: not bridge.info().paused)
+            found = bridge.info()
+            assert found.weights_intact is not writing
+            assert found.policy_version == before
+            if writing:
+                with posted_in_background(shared_server.url, body) as later:
+                    assert found.state == "awaiting_weights"
+                    assert httpx.get(f"{shared_server.url}/health").status_code == 503
+                    written = next_epoch(shared_server)
+                    write_weights(shared_server, written)
+                    assert later.result()["policy_version"] == [[list(written), list(written)]]
+            expected = list(bridge.info().policy_version)
+            assert request.result()["policy_version"] == [[expected, expected]]
 
 
 def cut_connection(trainer: AttachedTrainer) -> None:
@@ -102,11 +116,10 @@ def test_a_trainer_that_lost_its_session_attaches_again_and_writes_everything(
     shared_server: InferenceServer, lose_session: Callable[[AttachedTrainer], None]
 ) -> None:
     with attached_trainer(shared_server) as trainer:
-        epoch, _ = trainer.step(0).version
+        first = trainer.step(0).version
         lose_session(trainer)
         version = trainer.step(1).version
-        assert version.epoch > epoch
-        assert version.step == 2
+        assert (version > first, version.step) == (True, 2)
         assert trainer.bridge.info().weights_intact
         alignment = trainer.alignment()
         assert alignment.max < FLOAT32_NOISE < alignment.moved

@@ -41,6 +41,7 @@ class UnusableReason(StrEnum):
     NOTHING_TRAINED = "nothing_trained_on"
     CUT_OFF = "cut_off_by_seq_len"
     NO_TEACHER = "no_teacher_logprobs"
+    UNPUBLISHED = "weights_of_no_trainer"
 
 
 class UnusableGroup(GrpoError):

@@ -338,7 +338,7 @@ def start_rank_0(
             release_batches=saver.release_batches,
             recover_server=sync.recover_server,
             limits=limits_of(policy, settings),
-            history=VersionHistory(served, sync.begun_as),
+            history=VersionHistory(served, sync.begun_as, sync.epochs),
             cut=learner.forward.layout.cut,
         ),
         checks=DataChecks(learner, sync.served_logprobs, bound.value),

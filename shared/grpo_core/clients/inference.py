@@ -196,18 +196,22 @@ class BridgeClient(ServiceClient):
         answer = self.send("GET", "/bridge/info", deadline_s=deadline_s)
         return BridgeInfo.model_validate_json(answer.content)
 
-    def pause(self, session: str, lease_s: float, version: PolicyVersion) -> None:
+    def pause(
+        self, session: str, lease_s: float, version: PolicyVersion, *, writing: bool = True
+    ) -> None:
         """Pause sampling, keep requests in flight (or finish short ones), drop the KV cache.
 
-        `version` names the weights that the trainer will write. The server resumes by itself after
-        `lease_s` seconds, or when the session's connection closes.
+        `version` names the weights that the trainer will write, and `writing` that it begins to
+        write them. The pause ends by itself after `lease_s` seconds, or when the session's
+        connection closes. If weights were written, the server then waits for all of them.
 
         Raises:
             RequestRefused: the session is not valid (the server restarted, or a lease expired), or
                 the version is not a new one.
         """
         body = {"session": session, "lease_s": lease_s, "policy_version": list(version)}
-        self._change("/bridge/pause", body)
+        # In the query, which servers of earlier releases ignore.
+        self._change("/bridge/pause" if writing else "/bridge/pause?writing=false", body)
 
     def resume(self, session: str, written: bool) -> None:
         """Resume sampling; with the new version if all weights were `written`.

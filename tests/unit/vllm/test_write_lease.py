@@ -150,7 +150,6 @@ async def test_a_lease_that_runs_out_frees_the_place_and_taints_the_weights() ->
     await asyncio.sleep(2.0)
     assert not bridge.paused
     assert not bridge.weights_intact
-    assert bridge.version == PolicyVersion(1, 0), "the epoch after (0, 0)"
     second = await bridge.open_session()
     await bridge.pause(second, LEASE_S, LATER)
     await bridge.close_session(session)  # the hung trainer's connection closes late
@@ -185,10 +184,52 @@ async def test_weights_that_a_late_trainer_may_have_written_into_are_torn(call: 
     third = await bridge.open_session()
     await bridge.pause(third, LEASE_S, PolicyVersion(10, 0))
     await bridge.resume(third, written=True)
-    assert bridge.weights_intact
+    assert bridge.state is ServingState.SERVING
     await ask(next(iter(bridge._late)))  # after the third one has written
-    assert (bridge.weights_intact, bridge.version) == (False, PolicyVersion(11, 0))
-    assert not bridge.paused
+    assert (bridge.weights_intact, bridge.version) == (False, PolicyVersion(10, 0))
+    assert bridge.state is ServingState.AWAITING_WEIGHTS
+
+
+@pytest.mark.parametrize("writing", [False, True])
+@pytest.mark.parametrize("ends", ["lease", "connection"])
+async def test_nothing_is_sampled_from_weights_that_were_half_written(
+    ends: str, writing: bool
+) -> None:
+    """A pause in which no write had begun is undone at once."""
+    engine, given_up = FakeEngine(), asyncio.Event()
+    bridge, session = await attached(engine)
+    bridge.write_back.on_overdue = given_up.set
+    await bridge.pause(session, LEASE_S, NEXT, writing=False)
+    if writing:
+        await bridge.pause(session, LEASE_S, NEXT)
+        await bridge.pause(session, LEASE_S, NEXT, writing=False)
+    if ends == "lease":
+        await asyncio.sleep(LEASE_S + 1.0)
+    else:
+        await bridge.close_session(session)
+    assert engine.calls == ["pause"] if writing else ["pause", "resume"]
+    assert bridge.weights_intact is not writing
+    assert bridge.version == PolicyVersion(0, 0)
+    refusal = bridge.refusal()
+    if not writing:
+        assert refusal is None
+        return
+    assert refusal is not None
+    assert refusal.hold
+    assert "of which a trainer may have written only a part" in refusal.reason
+    await given_up.wait()
+    assert bridge.state is ServingState.FAILED
+    await write_back(bridge, NEXT)
+    assert engine.calls[-2:] == ["name 1.0", "resume"]
+    assert (bridge.refusal(), bridge.weights_intact) == (None, True)
+
+
+async def test_a_server_that_awaits_no_weights_starts_again_with_its_model() -> None:
+    bridge = WeightBridge(EngineControl(FakeEngine()), write_back_deadline_s=None)
+    session = await bridge.open_session()
+    await bridge.pause(session, LEASE_S, NEXT)
+    await bridge.close_session(session)
+    assert bridge.engine.broken
 
 
 async def test_a_pause_that_ended_in_time_leaves_no_lease_behind() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -177,6 +177,7 @@ class WeightsInProcess:
     samples: bool
     version: PolicyVersion = field(init=False, default=PolicyVersion(0, 0))
     begun_as: PolicyVersion | None = field(init=False, default=None)
+    epochs: Container[int] | None = field(init=False, default=None)
     server_run_id: str | None = field(init=False, default=None)
     policy: CausalLM = field(init=False)
 

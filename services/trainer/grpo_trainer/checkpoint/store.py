@@ -361,10 +361,11 @@ _EPOCH: TypeAdapter[int] = TypeAdapter(Step)
 
 
 class OpenedEpochs:
-    """The newest epoch that trainers of one save path have started.
+    """The epochs that trainers of one save path have started.
 
     A checkpoint records the epoch at its time. A trainer may start another epoch and die before its
-    next checkpoint. If the server then restarts too, only this file records that epoch.
+    next checkpoint. If the server then restarts too, only this file records that epoch. A server
+    names epochs of its own, too: of an adapter that was loaded by hand, for example.
 
     Args: save_path: of the run
     """
@@ -374,13 +375,22 @@ class OpenedEpochs:
 
     def newest(self) -> int:
         """The newest epoch, or 0. Raises `DamagedState`: the file has another content."""
+        return max(self._all(), default=0)
+
+    def __contains__(self, epoch: object) -> bool:
+        """Whether a trainer started this epoch. Earlier releases recorded the newest one only, so
+        the epochs before the first one in the file count as started."""
+        opened = self._all()
+        return not opened or epoch in opened or (isinstance(epoch, int) and epoch < min(opened))
+
+    def _all(self) -> list[int]:
         try:
-            return _EPOCH.validate_python(int(self._path.read_text()))
+            return [_EPOCH.validate_python(int(word)) for word in self._path.read_text().split()]
         except FileNotFoundError:
-            return 0
+            return []
         except (OSError, ValueError) as error:
             raise DamagedState(
-                f"{self._path}: expected a whole number: {error}; write the highest epoch of the "
+                f"{self._path}: expected whole numbers: {error}; write the highest epoch of the "
                 f"policy versions in {self._path.parents[1] / PROVENANCE} into it"
             ) from error
 
@@ -390,5 +400,6 @@ class OpenedEpochs:
         Raises:
             CheckpointNotSaved: it could not be written.
         """
-        if epoch > self.newest():
-            write_whole(self._path, str(epoch))
+        opened = self._all()
+        if epoch not in opened:
+            write_whole(self._path, " ".join(map(str, [*opened, epoch])))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -18,7 +18,7 @@ from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
-from grpo_trainer.errors import DuplicatedBatch, UnusableGroup
+from grpo_trainer.errors import DuplicatedBatch, UnusableGroup, UnusableReason
 
 log = structlog.get_logger()
 
@@ -40,10 +40,12 @@ class VersionHistory:
     Args:
         first: the version of its starting weights; all later epochs are its own too
         begun_as: another version under which the server served the same weights, if any
+        epochs: that this trainer and earlier ones of the run have started; None if that is unknown
     """
 
     first: PolicyVersion
     begun_as: PolicyVersion | None = None
+    epochs: Container[int] | None = None
 
     def own(self, version: PolicyVersion) -> PolicyVersion:
         """This trainer's version of these weights, if the server used the other one."""
@@ -145,8 +147,16 @@ class GroupFilter:
             found = usable_group(index, group, self._limits)
         except UnusableGroup as problem:
             return problem
-        own, facts = self._history.own, found.facts
+        own, facts, epochs = self._history.own, found.facts, self._history.epochs
         versions = [(own(first), own(last)) for first, last in facts.policy_version]
+        used = {version for pair in versions for version in pair}
+        if epochs is not None and (of_others := [v for v in used if v.epoch not in epochs]):
+            return UnusableGroup(
+                UnusableReason.UNPUBLISHED,
+                f"group {index} was sampled from weights that no trainer of this run published: "
+                f"policy version {tuple(of_others[0])}. Was an adapter or a model loaded into the "
+                "server by hand?",
+            )
         under = None if received_under is None else own(received_under)
         return replace(
             found,

@@ -146,6 +146,7 @@ class RankOptimizer(MasterOptimizer):
             super().write_into_parameters(may_write)
         else:
             super().write_into_parameters()
+            may_write()
             with self._ranks.exchange("collecting the weights"):
                 self._sharded.write_into_whole()
 

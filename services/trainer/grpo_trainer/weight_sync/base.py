@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -68,6 +68,8 @@ class WeightSync(Protocol):
     begun_as: PolicyVersion | None
     """The policy version under which the server already served the weights of `start`. None if
     `start` published them."""
+    epochs: Container[int] | None
+    """The epochs that trainers of this run have started; None if that is not recorded."""
     server_run_id: str | None
     """The server's --run-id, known after `load_policy`; None if the server runs without Redis."""
 

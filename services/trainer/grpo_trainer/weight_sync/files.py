@@ -7,7 +7,7 @@ differ in what they train (`TrainedWeights`) and in whether the engine restarts 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -62,6 +62,7 @@ class DirectorySync(Server):
     every_steps: int
     last_step: int
     begun_as: PolicyVersion | None = field(init=False, default=None)
+    epochs: Container[int] | None = field(init=False, default=None)
     server_run_id: str | None = field(init=False, default=None)
     version: PolicyVersion = field(init=False, default=PolicyVersion(0, 0))
     _policy: CausalLM = field(init=False)

@@ -10,6 +10,8 @@ server answer requests.
 from __future__ import annotations
 
 import time
+from collections.abc import Container
+from functools import partial
 
 import structlog
 
@@ -67,6 +69,7 @@ class SharedVllm(CheckedServer):
         self._model_name = model_name
         self._lease_s = lease_s
         self._epochs = epochs
+        self.epochs: Container[int] | None = epochs
         self._verify_every_steps = verify_every_steps
         self._starts_from_model = starts_from_model
         self._check: PublicationCheck | None = None
@@ -209,22 +212,23 @@ class SharedVllm(CheckedServer):
     def _write(self, version: PolicyVersion) -> None:
         """pause → write → name the version → resume.
 
-        The lease is renewed when half of it is over. A process that was stopped while it wrote, and
-        that another trainer has replaced, is refused then: it writes nothing more, and the server
-        knows that the weights may be torn.
+        The lease is renewed when the write begins, and when half of it is over. A process that was
+        stopped while it wrote, and that another trainer has replaced, is refused then: it writes
+        nothing more, and the server knows that the weights may be torn.
         """
         session = self._server.attachment.session
+        pause = partial(self.bridge.pause, session, self._lease_s, version)
         lease = Deadline(0.0)
 
-        def hold_lease() -> None:
+        def may_write() -> None:
             nonlocal lease
             if lease.has_passed:
                 lease = Deadline(self._lease_s / 2)
-                self.bridge.pause(session, self._lease_s, version)
+                pause(writing=True)
 
         try:
-            hold_lease()
-            self._optimizer.write_into_parameters(hold_lease)
+            pause(writing=False)
+            self._optimizer.write_into_parameters(may_write)
             self.weights.wait_until_written()
             self.bridge.resume(session, written=True)
         except BaseException:

@@ -105,9 +105,9 @@ def bridge_router(
     router = APIRouter(prefix="/bridge", route_class=ErrorHandlingRoute, responses=refused)
 
     @router.post("/pause", summary=PAUSE_BODY)
-    async def post_pause(request: PauseRequest) -> dict[str, Any]:
+    async def post_pause(request: PauseRequest, writing: bool = True) -> dict[str, Any]:
         lease_s = min(request.lease_s, settings.max_pause_lease_s)
-        await bridge.pause(request.session, lease_s, request.policy_version)
+        await bridge.pause(request.session, lease_s, request.policy_version, writing)
         return {"status": "paused", "lease_s": lease_s}
 
     @router.post("/resume", summary=RESUME_BODY)

@@ -2,13 +2,13 @@
 
 `WeightBridge` owns pause, version and resume. One trainer at a time is attached; its session is its
 open connection to the weight socket. A pause has a lease. It ends when the trainer resumes, when
-the lease expires or when the connection closes. So a trainer that dies or hangs during a write
-cannot block the server. Its weights may then be torn: `weights_intact` is False until a trainer has
-written everything again.
+the lease expires or when the connection closes. If the trainer had not begun to write, nothing has
+changed. Otherwise the weights may be torn: `weights_intact` is False, and the engine samples
+nothing until a trainer has written everything again.
 
-An engine that starts during a run holds the checkpoint's weights and answers no request with them.
-First a trainer writes back the version that was served last, or a later one. After a deadline,
-requests are refused at once, but a trainer can still write the weights back.
+An engine that starts during a run holds the checkpoint's weights and answers no request with them
+either. First a trainer writes back the version that was served last, or a later one. After a
+deadline, requests are refused at once, but a trainer can still write the weights back.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -41,7 +42,8 @@ class ServingState(StrEnum):
     PAUSED = "paused"
     """A trainer writes weights. Requests in flight wait until its lease ends."""
     AWAITING_WEIGHTS = "awaiting_weights"
-    """The engine restarted during a run and does not hold the run's weights yet."""
+    """The engine does not hold the run's weights: it restarted during a run, or a trainer ended
+    while it wrote."""
     FAILED = "failed"
     """No trainer wrote the run's weights back before the deadline. One may still do so."""
     SLEEPING = "sleeping"
@@ -50,9 +52,9 @@ class ServingState(StrEnum):
 
 
 _CLOSED_BECAUSE = {
-    ServingState.AWAITING_WEIGHTS: "the engine restarted and holds the weights of --model; "
-    "waiting for a trainer to write policy version {version} back",
-    ServingState.FAILED: "the engine restarted, and no trainer wrote policy version {version} back "
+    ServingState.AWAITING_WEIGHTS: "the engine {cause}; waiting for a trainer to write policy "
+    "version {version} back",
+    ServingState.FAILED: "the engine {cause}, and no trainer wrote policy version {version} back "
     "in time. Start the trainer again; or restart this server with --no-await-weights or another "
     "--run-id to serve --model",
     ServingState.SLEEPING: "the engine is sleeping; end the sleep with POST /bridge/wake_up",
@@ -65,24 +67,31 @@ class WriteBack:
     def __init__(self) -> None:
         self.missing = False
         self.overdue = False
+        self.cause = ""
+        self.on_overdue: Callable[[], None] = lambda: None
         self._changed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, version: PolicyVersion, deadline_s: float) -> None:
+    def begin(self, version: PolicyVersion, deadline_s: float, cause: str) -> None:
         """Record that the weights of `version` are missing. A trainer has `deadline_s` seconds to
         write them back."""
-        self.missing = True
-        asyncio.get_running_loop().call_later(deadline_s, self._give_up, deadline_s)
+        self.missing, self.cause = True, cause
+        self._changed.clear()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(deadline_s, self._give_up, deadline_s)
         log.warning(
             "wait_for_write_back.started",
             policy_version=tuple(version),
             deadline_s=deadline_s,
-            reason="the engine holds the weights of --model, but the run last served newer weights",
+            reason=cause,
         )
 
     def done(self) -> None:
         """Record that a trainer has written all weights."""
         if not self.missing:
             return
+        assert self._timer is not None
+        self._timer.cancel()
         log.info("write_back.completed", deadline_exceeded=self.overdue)
         self.missing = self.overdue = False
         self._changed.set()
@@ -94,10 +103,9 @@ class WriteBack:
                 await self._changed.wait()
 
     def _give_up(self, deadline_s: float) -> None:
-        if not self.missing:
-            return
         self.overdue = True
         self._changed.set()
+        self.on_overdue()
         log.error(
             "write_back.overdue",
             deadline_s=deadline_s,
@@ -115,7 +123,9 @@ class BridgeConflict(GrpoError):
     """The session may not do this: it is unknown, does not hold the pause, or its lease expired."""
 
 
-_LATE = "a trainer went on writing after its lease had expired"
+_RESTARTED = "restarted and holds the weights of --model"
+_HALF_WRITTEN = "holds weights of which a trainer may have written only a part"
+_LATE = "an earlier trainer went on writing after its lease had expired"
 _NO_PAUSE = (
     "session {session} does not hold the pause: its lease expired, and the server resumed; attach "
     "again and write all weights under a new pause"
@@ -124,11 +134,13 @@ _NO_PAUSE = (
 
 @dataclass
 class _Pause:
-    """The current lease. `version`: names the weights that its session writes."""
+    """The current lease. `version`: names the weights that its session writes, and `writing`: has
+    begun to write."""
 
     session: str
     version: PolicyVersion
     timer: asyncio.TimerHandle
+    writing: bool
 
 
 class WeightBridge:
@@ -136,6 +148,8 @@ class WeightBridge:
     engine: the engine to pause and resume
     version: names the engine's first weights, or those that a trainer must write back
     store: records every version before requests are answered with it
+    write_back_deadline_s: for a trainer to write weights back; None: the server serves --model
+        again instead, with a new engine
     """
 
     def __init__(
@@ -143,8 +157,10 @@ class WeightBridge:
         engine: EngineControl,
         version: PolicyVersion = UNTRAINED,
         store: ServedStore | None = None,
+        write_back_deadline_s: float | None = 300.0,
     ) -> None:
         self.engine = engine
+        self._write_back_deadline_s = write_back_deadline_s
         self.write_back = WriteBack()
         self.version = version
         self.weights_intact = True
@@ -158,6 +174,8 @@ class WeightBridge:
         self._session_ended = asyncio.Event()
         self._session_ended.set()
         self._pause: _Pause | None = None
+        self._at_rest = False
+        """The engine is paused."""
         self._background: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
 
@@ -182,7 +200,8 @@ class WeightBridge:
         if reason is None:
             return None
         hold = state is ServingState.AWAITING_WEIGHTS
-        return GateRefusal(reason.format(version=list(self.version)), hold)
+        cause = self.write_back.cause
+        return GateRefusal(reason.format(version=list(self.version), cause=cause), hold)
 
     async def open_session(self) -> str:
         """Attach a trainer. Raises `BridgeConflict` if another trainer stays attached."""
@@ -208,10 +227,13 @@ class WeightBridge:
         self._session = None
         await self._detach(self._pause, "the trainer's connection closed")
 
-    async def pause(self, session: str, lease_s: float, version: PolicyVersion) -> None:
+    async def pause(
+        self, session: str, lease_s: float, version: PolicyVersion, writing: bool = True
+    ) -> None:
         """Stop sampling, as `EngineControl.pause` does.
 
-        `version` names the weights that the session will write. A second call extends the lease.
+        `version` names the weights that the session will write; `writing`: it begins to write them.
+        A second call extends the lease.
 
         Raises:
             BridgeConflict: the session is unknown, or the version is not new.
@@ -229,18 +251,20 @@ class WeightBridge:
                     f"policy version {tuple(version)} is not newer than the served version "
                     f"{tuple(self.version)}; give new weights a newer version"
                 )
-            if self._pause is None:
+            if not self._at_rest:
                 await self.engine.pause()
                 try:
                     self._check_is_attached(session)
                 except BridgeConflict:  # it detached meanwhile, when there was no pause to end
                     await self.engine.resume()
                     raise
-            else:
+                self._at_rest = True
+            elif self._pause is not None:
                 self._pause.timer.cancel()
+                writing |= self._pause.writing
             loop = asyncio.get_running_loop()
             timer = loop.call_later(lease_s, self._end_lease, session, "the lease expired")
-            self._pause = _Pause(session, version, timer)
+            self._pause = _Pause(session, version, timer, writing)
 
     async def resume(self, session: str, written: bool) -> None:
         """Sample again: with the version named at the pause or, if nothing was written, with the
@@ -295,8 +319,10 @@ class WeightBridge:
             return
         self._late.discard(session)
         if self._pause is None and self.weights_intact:
-            await self._name_torn()
-            log.warning("weights.torn", reason=_LATE, policy_version=tuple(self.version))
+            await self.engine.pause()
+            self._at_rest = True
+            log.warning("weights.torn", reason=_LATE)
+            await self._note_torn()
         elif self._pause is not None and self._pause.session != session:
             self._end_lease(self._pause.session, _LATE)
         raise BridgeConflict(_NO_PAUSE.format(session=session))
@@ -342,22 +368,31 @@ class WeightBridge:
                 self._session_ended.set()
 
     async def _abandon(self, pause: _Pause, why: str) -> None:
-        if self.write_back.missing:
-            self.weights_intact = False  # no new version: requests are not answered anyway
-        else:
-            await self._name_torn()
-        now = {"state": self.state.value, "policy_version": tuple(self.version)}
-        log.warning("pause.abandoned", reason=why, **now)
+        log.warning(
+            "pause.abandoned", reason=why, writing=pause.writing, policy_version=tuple(self.version)
+        )
+        if pause.writing:
+            await self._note_torn()
         await self._end_pause(pause)
 
-    async def _name_torn(self) -> None:
-        """The weights may be torn. They need a version that differs from the previous one and from
-        every version that the trainer will use."""
-        await self._name(PolicyVersion(self.version.epoch + 1, self.version.step), intact=False)
+    async def _note_torn(self) -> None:
+        """Let the engine sample nothing until a trainer has written all weights."""
+        self.weights_intact = False
+        if self.write_back.missing:
+            return  # it is waited for already
+        if self._write_back_deadline_s is None:
+            self.engine.broken = True  # the next engine loads --model
+            return
+        written = WeightRef(version=self.version, kind=WeightKind.MEMORY)
+        await self._store.save(ServedWeights(written, intact=False))
+        self.write_back.begin(self.version, self._write_back_deadline_s, _HALF_WRITTEN)
 
     async def _end_pause(self, pause: _Pause) -> None:
+        """The engine stays at rest while it does not hold the run's weights."""
         pause.timer.cancel()
-        await self.engine.resume()
+        if self.weights_intact:
+            await self.engine.resume()
+            self._at_rest = False
         self._pause = None
 
 
@@ -370,10 +405,11 @@ async def bridge_at_start(
     if is_lost and not settings.await_weights:
         # The run returns to the checkpoint, so the version must be one that no trainer has used.
         version = version.next_epoch()
-    bridge = WeightBridge(engine, version, store)
+    deadline_s = settings.write_back_deadline_s if settings.await_weights else None
+    bridge = WeightBridge(engine, version, store, deadline_s)
     await engine.name_weights(version)
-    if is_lost and settings.await_weights:
-        bridge.write_back.begin(version, settings.write_back_deadline_s)
+    if is_lost and deadline_s is not None:
+        bridge.write_back.begin(version, deadline_s, _RESTARTED)
     elif is_lost:
         await store.save(ServedWeights(WeightRef(version=version)))
     return bridge

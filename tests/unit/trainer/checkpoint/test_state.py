@@ -73,7 +73,7 @@ def test_states_of_random_generators_and_epochs_that_are_none_are_named(store: S
         Side().resume(store.newest())
     for text in ("two", f"{2**63}"):
         (store.directory / NEWEST_EPOCH).write_text(text)
-        with pytest.raises(DamagedState, match="newest_epoch: expected a whole number"):
+        with pytest.raises(DamagedState, match="newest_epoch: expected whole numbers"):
             OpenedEpochs(store.directory.parent).newest()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.fields import MASKED
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
+from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.data.collate import collate
 from grpo_trainer.data.filter import (
     REPEAT_EVERY_STEPS,
@@ -251,6 +254,21 @@ def test_a_group_is_as_old_as_its_oldest_completion(max_staleness: int | None, s
     ]
     usable, dropped = filtered(group_filter(max_staleness), groups, step=9)
     assert (len(usable), dropped["stale"]) == (4 - stale, stale)
+
+
+def test_a_group_of_weights_that_no_trainer_published_is_dropped(tmp_path: Path) -> None:
+    epochs = OpenedEpochs(tmp_path)
+    for epoch in (2, 4):
+        epochs.open(epoch)
+    chosen = GroupFilter(LIMITS, replace(RESUMED, epochs=OpenedEpochs(tmp_path)))
+    groups = [
+        sampled_by(1, (2, 9), (4, 9)),
+        sampled_by(2, (1, 9), (1, 9)),  # of an earlier release
+        sampled_by(3, (2, 9), (3, 9)),
+        good(4),  # unknown version
+    ]
+    usable, dropped = filtered(chosen, groups, step=9)
+    assert (len(usable), dropped["unusable"]) == (3, 1)
 
 
 def test_a_group_without_a_version_is_as_old_as_the_one_that_was_served_when_it_came() -> None:

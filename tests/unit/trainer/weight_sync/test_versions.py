@@ -24,6 +24,7 @@ from grpo_trainer.weight_sync.shared import SharedVllm, _usable_after
 from tests.support.http_stub import Answer, Route, stub_server
 
 OURS = PolicyVersion(3, 7)
+PAUSE = "POST /bridge/pause?writing=false"
 
 
 def info(version: tuple[int, int], state: str, intact: bool = True) -> BridgeInfo:
@@ -119,6 +120,7 @@ def test_no_request_is_repeated_to_a_server_whose_weight_socket_has_closed() -> 
         return 503, {}
 
     routes: dict[str, Route] = {
+        PAUSE: lambda _body: (200, {}),
         "POST /bridge/pause": lambda _body: (200, {}),
         "POST /bridge/resume": ends,
     }
@@ -127,12 +129,19 @@ def test_no_request_is_repeated_to_a_server_whose_weight_socket_has_closed() -> 
         sync._server._attachment = sync._optimizer = held
         with pytest.raises(ServiceUnavailable, match="has ended"):
             sync._write(OURS)
-        assert [name for name, _ in server.seen] == ["POST /bridge/pause", "POST /bridge/resume"]
+        assert [name for name, _ in server.seen] == [
+            PAUSE,
+            "POST /bridge/pause",
+            "POST /bridge/resume",
+        ]
 
 
 def test_a_trainer_whose_lease_is_over_asks_before_it_writes_on() -> None:
     answers = iter([(200, {}), (409, {"detail": "its lease expired"})])
-    routes: dict[str, Route] = {"POST /bridge/pause": lambda _body: next(answers)}
+    routes: dict[str, Route] = {
+        PAUSE: lambda _body: (200, {}),
+        "POST /bridge/pause": lambda _body: next(answers),
+    }
     with stub_server(routes) as server, BridgeClient(server.url, deadline_s=1.0) as bridge:
         sync = SharedVllm(ServerConnection(bridge), "model", lease_s=0.0)
         held: Any = LostAttachment()
