@@ -35,6 +35,7 @@ _UNIT = (
 _NUMBER = re.compile(
     r"(?P<sign>[-+]?) ?(?:\\?[$€£¥])?(?P<inner_sign>[-+]?)"
     r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?P<decimals>\.[0-9]+)?"
+    r"(?P<exponent>(?<=[0-9])[eE][-+]?[0-9]{1,3})?"
     rf"(?: ?\\?[$€£¥]| ?\\?(?P<percent>%)|(?P<unit>{_UNIT}))?[.,]?"
 )
 
@@ -69,14 +70,29 @@ def read_number(text: str) -> PlainNumber | None:
     minus = "-" * ("-" in (found["sign"], found["inner_sign"]))
     whole = found["whole"].replace(",", "") or "0"
     digits = minus + whole + (found["decimals"] or "")
+    if found["exponent"]:  # 1e-7, as programs write it
+        digits = f"{Decimal(digits + found['exponent']):f}"
     return PlainNumber(digits, bool(found["percent"]), bool(found["unit"]))
 
 
+_TRUTH = {"true": True, "yes": True, "false": False, "no": False}
+_DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}(?![0-9])")
+"""Of a date, which `math-verify` would read as a difference."""
+
+
 def exact_verdict(answer: str, gold: str) -> bool | None:
-    """Whether two plain numbers are equal; None if `math-verify` has to decide.
+    """Whether two plain numbers, truth values or dates are equal. True for equal texts. None if
+    `math-verify` has to decide.
 
     25% equals 25 and 0.25: problems ask for percentages in both ways. Units are ignored.
     """
+    said_text, right_text = _bare(answer), _bare(gold)
+    if said_text == right_text:
+        return True
+    if _DAY.match(right_text):
+        return False
+    if (truth := _TRUTH.get(right_text.lower())) is not None:
+        return _TRUTH.get(said_text.lower()) is truth
     pair = _number_pair(answer, gold)
     if pair is None:
         return None
@@ -117,6 +133,14 @@ def _unwrapped(text: str) -> str:
         if text.startswith(start) and text.endswith(end) and len(text) > len(start + end):
             return _unwrapped(text[len(start) : -len(end)].strip())
     return text
+
+
+def _bare(text: str) -> str:
+    """Without a box, and without a full stop."""
+    text = text.strip()
+    if len(text) > _LONGEST_CHARS:
+        return text
+    return _respelled(_unwrapped(text.removesuffix("."))).removesuffix(".")
 
 
 def _respelled(text: str) -> str:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import date, datetime, time
+from decimal import Decimal
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -41,27 +44,58 @@ def is_missing(value: Any) -> bool:
 def answer_text(value: Any) -> str:
     """The right answer as one text.
 
-    Args: value: a text, a number, a list of one of them, or a dict with the key `ground_truth`
+    Args: value: a text, a number, a truth value, a date, a list of one of them, or a dict with the
+        key `ground_truth`; also of numpy
 
     Raises:
         ValueError: it is none of them, or empty.
     """
+    if hasattr(value, "tolist"):  # of numpy
+        return answer_text(value.tolist())
     if isinstance(value, Mapping) and _RIGHT in value:
         return answer_text(value[_RIGHT])
     if isinstance(value, list | tuple) and len(value) == 1:
         return answer_text(value[0])
     if is_missing(value):
         raise ValueError("the right answer is missing: its column is null or empty")
-    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
-        return str(int(value))
-    if isinstance(value, str | Number):
-        return str(value)
+    if (text := _spelled(value)) is not None:
+        return text
     if isinstance(value, Sequence):
         raise ValueError(
             f"the right answer is a list of {len(value)}, and only one answer can be compared; "
             "leave one, or write a reward of your own"
         )
     raise ValueError(f"the right answer is a {type(value).__name__}; expected a text or a number")
+
+
+def _spelled(value: Any) -> str | None:
+    """As a person writes it: 7 for 7.0 and 7.00, 0.0000001 for 1e-07, a day without the time 0:00.
+    None if it is no text, number, truth value or date."""
+    if isinstance(value, datetime) and value.time() == time():
+        value = value.date()  # columns of one type make times of dates
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if not isinstance(value, float | Decimal) or not math.isfinite(value):
+        return str(value) if isinstance(value, str | Number) else None
+    text = f"{Decimal(_shortest(value)):f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+_LONGEST_WRITTEN_CHARS = 13
+
+
+def _shortest(value: float | Decimal) -> str:
+    """Of a float32 that became Python's float, the digits that float32 has: 0.1 for
+    0.10000000149011612."""
+    if isinstance(value, float) and len(text := repr(value)) > _LONGEST_WRITTEN_CHARS:
+        short = (f"{value:.{digits}g}" for digits in range(6, 10))
+        return next((one for one in short if _float32(one) == value), text)
+    return str(value)
+
+
+def _float32(text: str) -> float:
+    number: float = struct.unpack("f", struct.pack("f", float(text)))[0]
+    return number
 
 
 def question_text(value: Any) -> str:
@@ -270,7 +304,7 @@ def require_no_answer(column: str, messages: Sequence[Message], row: Row) -> Non
     if last["role"] != "assistant":
         return
     said = last["content"].strip()
-    shows_answer = row.get(ANSWER) in (said, stated_answer(said) or said)
+    shows_answer = _spelled(row.get(ANSWER)) in (said, stated_answer(said) or said)
     if column == _OF_SUPERVISED_TRAINING or shows_answer:
         raise ValueError(
             f"the column {column!r} ends with an answer of the assistant, as rows for supervised "

@@ -12,6 +12,7 @@ from typing import Any
 from grpo_env.loading import FunctionTask, find_task
 from grpo_env.maths.final_answer import require_short, stated_answer
 from grpo_env.maths.math_grader import MathGrader
+from grpo_env.maths.numbers import exact_verdict
 from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions, reward_functions
 from grpo_env.tasks.items import training_items
 from grpo_env.tasks.reward_functions import (
@@ -215,7 +216,7 @@ def _said(answer: Answer) -> str | None:
 def exact_answer(answer: Answer, row: Row) -> float:
     """1 if the last `<answer>…</answer>` holds the row's answer, apart from white space."""
     said = _said(answer)
-    return float(said is not None and canonical(said) == canonical(right_answer(row)))
+    return float(said is not None and _is_exact(said, right_answer(row), row))
 
 
 REWARDS["pure_accuracy_math"] = exact_answer
@@ -224,7 +225,15 @@ REWARDS["pure_accuracy_math"] = exact_answer
 @register("exact_completion")
 def exact_completion(answer: Answer, row: Row) -> float:
     """1 if the whole completion is the row's answer, apart from white space."""
-    return float(canonical(answer) == canonical(answer_text(row.get(ANSWER))))
+    return float(_is_exact(answer, answer_text(row.get(ANSWER)), row))
+
+
+def _is_exact(said: str, right: str, row: Row) -> bool:
+    """Whether both texts are equal; also as values, if the row has no text but a number, a truth
+    value or a date, which has no one spelling."""
+    is_value = not isinstance(row.get(ANSWER), str)
+    is_equal = is_value and exact_verdict(said, right)
+    return bool(is_equal) or canonical(said) == canonical(right)
 
 
 @register("equal_answer")

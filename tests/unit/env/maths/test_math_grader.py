@@ -161,7 +161,8 @@ SPELLINGS = {
 MISREAD = {
     "18": ["+18", "**18**", r"\$18", r"\boxed{18 km/h}", r"\boxed{18.}"],
     "-18": ["-$18", "- 18", "\N{MINUS SIGN}18"],
-    "1080": ["1{,}080"],
+    "1080": ["1{,}080", "1.08e3", "1.08E+03"],
+    "0.0000001": ["1e-7", "1e-07"],
     "-0.5": ["-.5"],
     "2.5": ["2.50%"],
 }
@@ -169,7 +170,7 @@ MISREAD = {
 
 NO_NUMBERS = [
     *("", "$", ".", "-", "%", "eighteen", "1/2", "17 or 18", "17, 18", "1 080", "12,34", "1,0800"),
-    *("--18", "-$-18", "1e3", "18 thousand", "18 pct", "2 pi", "2x", "18\n19"),
+    *("--18", "-$-18", "e3", "18 thousand", "18 pct", "2 pi", "2x", "18\n19"),
     "\N{SUPERSCRIPT TWO}",
     *(r"\boxed{17} \boxed{18}", r"\boxed{}", r"\frac{36}{2}", "9" * 200),
 ]
@@ -203,7 +204,22 @@ def test_everything_else_is_left_to_math_verify(text: str) -> None:
 
 
 def test_numbers_whose_unit_may_matter_are_left_to_math_verify() -> None:
-    assert exact_verdict("18 dollars", "18 euros") is exact_verdict("25%", "25%") is None
+    assert exact_verdict("18 dollars", "18 euros") is exact_verdict("25", "25%") is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "verdict"),
+    [
+        *(("true", "True", True), (r"\boxed{Yes}.", "True", True), ("no", "false", True)),
+        *(("no", "True", False), ("on", "no", False), ("maybe", "yes", False)),
+        *(("2024-05-01", "2024-05-01", True), (r"\boxed{2024-05-01}", "2024-05-01", True)),
+        *(("2018", "2024-05-01", False), ("2024-04-02", "2024-05-01", False)),
+        *(("p - q", r"\boxed{p - q}", True), ("(1,2)", "(1,2)", True), ("Ja", "$Ja$", True)),
+    ],
+)
+def test_equal_texts_truth_values_and_dates(answer: str, gold: str, verdict: bool) -> None:
+    """`math-verify` would read a date as a difference, and a word as a product of letters."""
+    assert exact_verdict(answer, gold) is verdict
 
 
 @pytest.mark.parametrize(

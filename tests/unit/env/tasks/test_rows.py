@@ -6,9 +6,12 @@ import gzip
 import json
 import sys
 from contextlib import closing
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from grpo_env.tasks import Answer, Task, TaskOptions
@@ -248,6 +251,7 @@ REFUSED_PROMPTS = [
     ({"prompt": [{"role": "system", "content": "Be brief."}]}, "holds nothing but a system"),
     ({"messages": [USER, GOLD]}, "ends with an answer of the assistant"),
     ({"prompt": [USER, GOLD], "answer": "7"}, "ends with an answer of the assistant"),
+    ({"prompt": [USER, GOLD], "answer": 7.0}, "ends with an answer of the assistant"),
 ]
 
 
@@ -275,6 +279,15 @@ def test_rows_of_verl_have_their_answer(tmp_path: Path) -> None:
     [
         *(("7", "7"), (7, "7"), (7.0, "7"), (0.5, "0.5"), (["7"], "7"), (True, "True")),
         ({"ground_truth": ["7"], "style": "rule"}, "7"),
+        *((Decimal("7.00"), "7"), (Decimal("0.5"), "0.5"), (1e-7, "0.0000001"), (10, "10")),
+        *((1e22, "1" + "0" * 22), (1048576.125, "1048576.125"), (1e300, "1" + "0" * 300)),
+        *((numpy.float32(0.1), "0.1"), (float(numpy.float32(0.1)), "0.1"), (1 / 3, str(1 / 3))),
+        *((numpy.int64(7), "7"), (numpy.bool_(True), "True"), (numpy.array(["7"]), "7")),
+        *((date(2024, 5, 1), "2024-05-01"), (datetime(2024, 5, 1), "2024-05-01")),
+        *(
+            (datetime(2024, 5, 1, 9, tzinfo=UTC), "2024-05-01T09:00:00+00:00"),
+            (time(9), "09:00:00"),
+        ),
     ],
 )
 def test_the_right_answer_is_one_text(value: Any, text: str) -> None:
