@@ -133,8 +133,9 @@ class ChatTemplate:
         )
         try:
             answers = self._render([_QUESTION, said, answer], ())
+            with_tool, without = (self._render([_QUESTION], tools) for tools in ([tool], ()))
             shows = {
-                "its tools": name in self._render([_QUESTION], [tool]),
+                "its tools": with_tool.count(name) > without.count(name),
                 "the answers of its tools": _TOOL_ANSWER in answers,
             }
         except MessagesUnusable as error:
@@ -169,7 +170,7 @@ class ChatTemplate:
         # again, and templates may show earlier turns in another way.
         before: list[Message] = [_QUESTION, {"role": "assistant", "content": _PLACEHOLDER}]
         rendered = self._render([*before, *messages], ())
-        _, found, behind = rendered.rpartition(_PLACEHOLDER)
+        _, found, behind = rendered.partition(_PLACEHOLDER)  # the messages may hold it too
         if not found:
             raise TokenizerUnusable(
                 "the chat template leaves answers of the model out, so a conversation cannot be "

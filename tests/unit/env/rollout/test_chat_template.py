@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from grpo_env.rollout.chat_template import ChatTemplate, TokenizerUnusable, answered, load_template
+from grpo_env.rollout.chat_template import (
+    _PLACEHOLDER,
+    ChatTemplate,
+    TokenizerUnusable,
+    answered,
+    load_template,
+)
 from grpo_env.tasks import Message
 
 QUESTION: list[Message] = [{"role": "user", "content": "3+4="}]
@@ -95,16 +101,24 @@ def test_a_last_message_of_the_assistant_is_continued(
         ("<arg_key>", "tools tool", "in a form that is not read here"),
     ],
 )
+@pytest.mark.parametrize("name", ["adds_two", "user"])
 def test_a_template_that_hides_tools_is_refused(
-    template: str, shows: str, problem: str | None
+    template: str, shows: str, problem: str | None, name: str
 ) -> None:
     checked = ChatTemplate(TextTokenizer(chat_template=template, shows=shows))
-    schema = {"type": "function", "function": {"name": "adds_two"}}
+    schema = {"type": "function", "function": {"name": name}}
     if problem is None:
         checked.require_tools("sums", schema)
         return
     with pytest.raises(TokenizerUnusable, match=rf"{problem}.*chat_template\.jinja"):
         checked.require_tools("sums", schema)
+
+
+def test_a_message_that_holds_the_placeholder_is_shown_whole() -> None:
+    template = ChatTemplate(TextTokenizer(shows="tool"))
+    message: Message = {"role": "tool", "content": f"4{_PLACEHOLDER}5"}
+    shown = bytes(template.turn_ids([message], last_id=-1)).decode()
+    assert shown == f"<end><tool>4{_PLACEHOLDER}5<end><assistant>"
 
 
 def test_arguments_of_the_template_reach_it() -> None:
