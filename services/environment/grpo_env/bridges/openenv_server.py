@@ -8,6 +8,7 @@ OpenEnv's own protocol, spoken without its package: JSON messages `reset`, `step
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import tempfile
 import time
@@ -20,6 +21,7 @@ import aiohttp
 import httpx
 
 from grpo_core.process import ManagedProcess, describe_exit
+from grpo_core.settings.command import holds_secret
 from grpo_core.sockets import proxy_for
 from grpo_env.bridges.errors import EnvironmentLost, EnvironmentUnusable
 from grpo_env.tasks import RolloutFailed
@@ -132,9 +134,10 @@ class LocalServer:
     def __init__(self, app: str, directory: Path, python: str) -> None:
         self._logs = tempfile.TemporaryDirectory(prefix="grpo-openenv-")
         command = [python, "-m", "uvicorn", app, "--host", "127.0.0.1", "--port", "0"]
+        hidden = [f"--unset={name}" for name in os.environ if holds_secret(name)]
         self.process = ManagedProcess(
             f"the environment's server ({app})",
-            ["env", f"--chdir={directory}", *command],
+            ["env", *hidden, f"--chdir={directory}", *command],
             Path(self._logs.name) / "server.log",
             {"PYTHONUNBUFFERED": "1"},
         )

@@ -4,6 +4,7 @@ bridge itself: tests/compat/test_openenv.py."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from grpo_env.bridges.openenv import (
     result_text,
     tool_schema,
 )
-from grpo_env.bridges.openenv_server import ActionInvalid, Server
+from grpo_env.bridges.openenv_server import ActionInvalid, LocalServer, Server
 from grpo_env.loading import TaskSpec, short_name
 from grpo_env.tasks import Graded, RolloutFailed, TaskOptions
 from tests.support.wait import DEADLINE_S
@@ -177,6 +178,22 @@ async def test_a_server_on_this_machine_is_reached_without_a_proxy(
         assert (await asyncio.to_thread(server.schema))["action"] == {}
         async with server.session({}) as (_, first):
             assert first == {"first": 1}
+
+
+def test_a_local_server_gets_no_secret_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\nenv; echo Uvicorn running on http://127.0.0.1:1; exec sleep 600\n"
+    )
+    python.chmod(0o755)
+    for name in ("RUN_API_TOKEN", "HF_TOKEN", "ITS_OWN"):
+        monkeypatch.setenv(name, f"value-of-{name}")
+    server = LocalServer("server.app:app", tmp_path, str(python))
+    shown = server.process.log_text()
+    server.close()
+    assert re.findall(r"value-of-\w+", shown) == ["value-of-ITS_OWN"]
 
 
 async def test_pings_of_the_server_are_answered_while_the_policy_thinks() -> None:
