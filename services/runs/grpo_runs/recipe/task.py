@@ -12,9 +12,10 @@ from typing import Any
 from grpo_env.loading import FunctionTask, find_task
 from grpo_env.maths.final_answer import require_short, stated_answer
 from grpo_env.maths.math_grader import MathGrader
-from grpo_env.maths.numbers import exact_verdict
+from grpo_env.maths.numbers import exact_verdict, read_number
 from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions, reward_functions
 from grpo_env.tasks.items import training_items
+from grpo_env.tasks.math import boxed
 from grpo_env.tasks.reward_functions import (
     SINGLE,
     RewardFunction,
@@ -238,10 +239,13 @@ def _is_exact(said: str, right: str, row: Row) -> bool:
 
 @register("equal_answer")
 def equal_answer(answer: Answer, row: Row) -> float:
-    """1 if the last `<answer>…</answer>` equals the row's answer as a number or as LaTeX.
+    """1 if the last `<answer>…</answer>` equals the row's answer as a text, a number or LaTeX.
 
     Raises `NotGraded`: it could not be compared in time."""
-    return _grader().accuracy(_said(answer), right_answer(row))
+    right = right_answer(row)
+    # Prose around a number does not matter. All else is LaTeX, as in the task `math`.
+    gold = right if read_number(right) else boxed(right)
+    return exact_answer(answer, row) or _grader().accuracy(_said(answer), gold)
 
 
 @register("answer_format")

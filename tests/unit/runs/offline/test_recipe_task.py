@@ -74,6 +74,18 @@ EMPTY = "<think>\n\n</think>\n\n"
         ),
         ("equal_answer", "<answer>0.5</answer>", "\\frac{1}{2}", 1.0),
         ("equal_answer", "<answer>0.6</answer>", "\\frac{1}{2}", 0.0),
+        *(
+            ("equal_answer", f"<answer>{said}</answer>", right, score)
+            for right, other in (
+                ("p - q", "q - p"),
+                ("(1,2)", "(2,1)"),
+                ("C", "B"),
+                ("no one", "A"),
+            )
+            for said, score in ((right, 1.0), (f"\\boxed{{{right}}}", 1.0), (other, 0.0))
+        ),
+        ("equal_answer", "<answer>It is 7</answer>", "7", 1.0),
+        ("equal_answer", "<answer>q + p</answer>", "p + q", 1.0),
         ("exact_answer", "<answer>.50</answer>", 0.5, 1.0),
         ("exact_answer", "<answer>yes</answer>", True, 1.0),
         ("exact_answer", "<answer>no</answer>", True, 0.0),
