@@ -31,8 +31,9 @@ _MOST_CALLS = 64
 """Of one message. An error of JSON counts lines from the beginning of the text."""
 _DECODER = json.JSONDecoder(strict=False)  # a model writes line breaks into strings
 
-IsText = Callable[[str, str], bool]
-"""Whether the parameter of a tool, by both names, is a text. Other ones are JSON."""
+IsText = Callable[[str, str, str], bool]
+"""Whether what is written for the parameter of a tool, by both names, is a text. All else is
+JSON."""
 
 
 class Message(TypedDict):
@@ -82,7 +83,7 @@ def format_of(template: str) -> CallFormat | None:
     return CallFormat.TAGS
 
 
-def tool_calls(text: str, is_text: IsText = lambda _tool, _name: False) -> list[ToolCall]:
+def tool_calls(text: str, is_text: IsText = lambda *_: False) -> list[ToolCall]:
     """The calls in a message, in their order. An invalid one has an error.
 
     Args: text: an `Answer` names the family; in any other text, every form counts
@@ -90,9 +91,7 @@ def tool_calls(text: str, is_text: IsText = lambda _tool, _name: False) -> list[
     return divided_by_calls(text, is_text)[1]
 
 
-def divided_by_calls(
-    text: str, is_text: IsText = lambda _tool, _name: False
-) -> tuple[str, list[ToolCall]]:
+def divided_by_calls(text: str, is_text: IsText = lambda *_: False) -> tuple[str, list[ToolCall]]:
     """What stands before the first call, and the calls. Calls in a thought are drafts."""
     whole = getattr(text, "opening", "") + text
     if whole.rfind(THINK_TAG) > whole.rfind(END_OF_THINKING):  # it ends in a thought
@@ -176,7 +175,7 @@ def _of_xml(name: str, body: str, is_text: IsText) -> ToolCall:
         if not closed:
             return ToolCall(name, error="a parameter has no name")
         value = rest.partition("</parameter>")[0].removeprefix("\n").removesuffix("\n")
-        arguments[key.strip()] = value if is_text(name, key.strip()) else _of_text(value)
+        arguments[key.strip()] = value if is_text(name, key.strip(), value) else _of_text(value)
     return ToolCall(name, arguments)
 
 
@@ -232,14 +231,44 @@ _READERS: Mapping[CallFormat, Callable[[str, IsText], Found | None]] = {
 
 
 def text_parameters(schemas: Sequence[Mapping[str, Any]]) -> IsText:
-    """Which parameters of these tools are texts, by their JSON schemas."""
-    texts = set()
+    """Which parameters of these tools are texts: wherever their JSON schemas allow a text, except
+    for a `null` that they allow too."""
+    types: dict[tuple[Any, str], set[str]] = {}
     for schema in schemas:
         function = schema.get("function") or schema
-        properties = (function.get("parameters") or {}).get("properties") or {}
-        texts |= {
-            (function.get("name"), name)
-            for name, kind in properties.items()
-            if isinstance(kind, Mapping) and kind.get("type") == "string"
+        root = function.get("parameters") or {}
+        properties = _target(root, root).get("properties") or {}
+        types |= {
+            (function.get("name"), name): _types(properties[name], root) for name in properties
         }
-    return lambda tool, name: (tool, name) in texts
+
+    def is_text(tool: str, name: str, written: str) -> bool:
+        allowed = types.get((tool, name), set())
+        return "string" in allowed and not (written == "null" and "null" in allowed)
+
+    return is_text
+
+
+def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """The types that a JSON schema names for its values."""
+    if not isinstance(schema, Mapping):
+        return set()
+    schema = _target(schema, root)
+    named = schema.get("type") or []
+    found = {named} if isinstance(named, str) else {*named}
+    values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
+    found |= {"string" for value in values if isinstance(value, str)}
+    found |= {"null"} if None in values or schema.get("nullable") else set()
+    for combined in ("anyOf", "oneOf", "allOf"):
+        found = found.union(*(_types(part, root) for part in schema.get(combined) or ()))
+    return found
+
+
+def _target(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema itself, or the one that its `$ref` names, as in `#/$defs/Hash`."""
+    if not isinstance(path := schema.get("$ref"), str):
+        return schema
+    found: Any = root
+    for key in path.split("/")[1:]:
+        found = found.get(key.replace("~1", "/").replace("~0", "~"), {})
+    return found  # type: ignore[no-any-return]

@@ -134,7 +134,7 @@ def _is_text(tools: Sequence[Tool]) -> IsText:
     def of_schemas() -> IsText:
         return text_parameters(tool_schemas(tools))
 
-    return lambda tool, name: of_schemas()(tool, name)
+    return lambda *call: of_schemas()(*call)
 
 
 def _is_stateless(tool: Callable[..., Any]) -> bool:

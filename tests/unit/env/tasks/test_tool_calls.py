@@ -93,6 +93,34 @@ def test_parameters_in_xml_are_texts_as_the_schema_says() -> None:
         assert tool_calls(text, text_parameters([given])) == [ToolCall("f", {"x": "1", "y": 1})]
 
 
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        *(
+            (OPTIONAL, "1.50", "1.50"),
+            (OPTIONAL, "null", None),
+            ({"type": "string"}, "null", "null"),
+        ),
+        *(({"type": ["string", "null"]}, "true", "true"), ({"type": ["integer", "null"]}, "1", 1)),
+        *(({"$ref": "#/$defs/Hash"}, "1e5", "1e5"), ({"$ref": "#/$defs/Size"}, "1", 1)),
+        *(({"oneOf": [{"type": "integer"}, {"$ref": "#/$defs/Hash"}]}, "7", "7"), ({}, "7", 7)),
+        *(({"enum": ["1", "2"]}, "1", "1"), ({"enum": [1, 2]}, "1", 1), ({"const": "1"}, "1", "1")),
+        *(({"enum": ["1", None]}, "null", None), ({"allOf": [OPTIONAL]}, "7", "7")),
+        *(({"type": "string", "nullable": True}, "null", None), ({"$ref": "x#/y"}, "1", 1)),
+    ],
+)
+def test_a_text_stays_a_text_wherever_the_schema_allows_one(
+    schema: dict[str, Any], written: str, value: Any
+) -> None:
+    parameters = {"properties": {"x": schema}, "$defs": {"Hash": OPTIONAL, "Size": {"minimum": 0}}}
+    is_text = text_parameters([{"name": "f", "parameters": parameters}])
+    text = f"<tool_call><function=f><parameter=x>\n{written}\n</parameter></function></tool_call>"
+    assert tool_calls(text, is_text) == [ToolCall("f", {"x": value})]
+
+
 def test_a_message_full_of_broken_calls_ends() -> None:
     assert len(tool_calls("<tool_call>[</tool_call>" * 10_000)) == 64
 
