@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from grpo_core import cpu
+from grpo_core.weights.directory_checks import UnusableWeights
+from tests.unit.trainer.tiny_policy import model_directory
 
 # vLLM's modules warn when they are first imported, which may be here.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -48,3 +51,15 @@ def test_float32_is_the_default_where_bfloat16_is_slow(
     arguments = args.parse_engine_arguments(["--model", "m", "--dtype", asked])
     args.adapt_to_cpu(arguments)
     assert arguments.dtype == found
+
+
+async def test_a_model_with_random_weights_is_not_served(args: ModuleType, tmp_path: Path) -> None:
+    from grpo_vllm.engine.vllm_compat.launch import open_engine
+
+    model = model_directory(tmp_path)
+    file = model / "config.json"
+    file.write_text(file.read_text().replace('embeddings": true', 'embeddings": false'))
+    arguments = args.parse_engine_arguments(["--model", str(model)])
+    with pytest.raises(UnusableWeights, match=r"lack .*: lm_head\.weight"):
+        async with open_engine(arguments):
+            pass

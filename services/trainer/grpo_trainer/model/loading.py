@@ -19,6 +19,7 @@ from grpo_core import cpu
 from grpo_core.tree.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_core.tree.weights import LoraOptions
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG
+from grpo_core.weights.model_files import require_whole_model
 from grpo_core.weights.ref import WeightKind
 from grpo_trainer.atomic_files import remove_directory, whole_directory
 from grpo_trainer.errors import (
@@ -37,10 +38,12 @@ HOST = torch.device("cpu")
 
 
 def import_architecture(model_name: str) -> None:
-    """Import the classes of a model, which takes seconds, before the server has started.
+    """Import the classes of a model, which takes seconds, before the server has started. Then
+    compare its files with its configuration.
 
     Raises:
         UnsupportedModel: an adapter, a model with code of its own, or no model of text.
+        UnusableWeights: see `require_whole_model`.
     """
     import transformers
 
@@ -64,6 +67,7 @@ def import_architecture(model_name: str) -> None:
         )
     for name in (*(config.architectures or ()), "AutoModelForCausalLM"):
         getattr(transformers, name, None)  # an attribute is imported when it is read
+    require_whole_model(model_name, transformers.AutoModelForCausalLM)
 
 
 def device_to_load_on(wanted: str) -> torch.device:

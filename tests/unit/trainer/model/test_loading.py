@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import T5Config
 
+from grpo_core.weights.directory_checks import UnusableWeights
 from grpo_core.weights.shared_memory import CudaMemory, CudaPlace
 from grpo_trainer.errors import NoSuchDevice, PolicyMismatch, UnreachableWeights, UnsupportedModel
 from grpo_trainer.model.adapter import with_adapter
@@ -102,6 +106,50 @@ def test_a_model_that_does_not_continue_text_is_named(tmp_path: Path) -> None:
     T5Config().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="a t5 is no causal language model"):
         import_architecture(str(tmp_path))
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "named"),
+    [
+        ({"tie_word_embeddings": False}, dict, r"lack .*: lm_head\.weight; set tie_word_emb"),
+        (
+            {},
+            lambda found: {f"_orig_mod.{name}": tensor for name, tensor in found.items()},
+            r"lack .* and \d+ more; the files name .*: _orig_mod\.model\..* without what wraps it",
+        ),
+        (
+            {},
+            lambda found: {name: tensor for name, tensor in found.items() if "1.mlp" not in name},
+            r"lack .*: model\.layers\.1\.mlp\.down_proj\.weight, .*; download or copy",
+        ),
+        ({"vocab_size": 300}, dict, r"embed_tokens\.weight \[259, 32\] instead of \[300, 32\]"),
+        ({"vocab_size": 200}, dict, "pad_token_id of config.json must be below its vocab_size"),
+        ({}, lambda found: found | {HEAD: found[EMBEDDING] * 2}, "a head with other values"),
+    ],
+)
+def test_a_model_that_its_files_do_not_hold_is_refused(
+    config: dict[str, Any], change: Callable[[Tensors], Tensors], named: str, tmp_path: Path
+) -> None:
+    model = model_directory(tmp_path)
+    settings, weights = model / "config.json", model / "model.safetensors"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | config))
+    save_file(change(load_file(weights)), weights)
+    with pytest.raises(UnusableWeights, match=named):
+        import_architecture(str(model))
+    weights.unlink()
+    with pytest.raises(UnusableWeights, match=r"no file named model\.safetensors"):
+        import_architecture(str(model))
+
+
+def test_a_head_that_equals_the_tied_embedding_may_be_in_the_files(tmp_path: Path) -> None:
+    model = model_directory(tmp_path)
+    found = load_file(weights := model / "model.safetensors")
+    save_file(found | {HEAD: found[EMBEDDING].clone()}, weights)
+    import_architecture(str(model))
 
 
 def test_end_tokens_of_the_generation_configuration_count_in_shared_memory_too(

@@ -19,6 +19,8 @@ from vllm.platforms import current_platform as current_platform
 
 from grpo_core import cpu
 from grpo_core.errors import GrpoError, ModelNotFound
+from grpo_core.weights.model_files import require_whole_model
+from grpo_vllm.engine.plugin import LOAD_FORMAT
 from grpo_vllm.engine.vllm_compat.layers import PARALLEL_SIZES
 from grpo_vllm.engine.vllm_compat.platform_plugin import CPU_ADAPTERS
 
@@ -38,6 +40,8 @@ _SMALL_BLOCKS = "grpo_vllm.engine.vllm_compat.cpu.SmallBlocks"
 _STAGED_MODULE = "grpo_vllm.engine.vllm_compat.staged_update"
 _FAILED = "Engine core initialization failed"
 """What vLLM raises, whatever the cause, which the process of the engine has written."""
+READ_FORMATS = ("auto", LOAD_FORMAT)
+"""Values of --load-format that read the model's own files."""
 SM100_MAJOR = 10
 """Major compute capability of B200 and B300."""
 
@@ -146,6 +150,7 @@ async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
             f"--model {given.model}: {' '.join(str(error).split())} Name a directory, or download "
             "the model first"
         ) from error
+    refuse_partial_model(config)
     if config.lora_config is not None:
         refuse_adapters(config.model_config)
         warn_of_stock_adapters()
@@ -248,6 +253,17 @@ def refuse_parallel_engines(arguments: argparse.Namespace) -> None:
         raise SystemExit(
             f"vllm-api-server: --share-weights supports one worker; remove {', '.join(several)}"
         )
+
+
+def refuse_partial_model(config: Any) -> None:
+    """Raises `UnusableWeights` where vLLM itself would serve random numbers: it exempts all layers
+    that can be quantised from its check of missing tensors."""
+    from transformers import AutoModelForCausalLM
+
+    model = config.model_config
+    is_plain = model.quantization is None and config.load_config.load_format in READ_FORMATS
+    if is_plain and type(model.hf_config) in AutoModelForCausalLM._model_mapping:
+        require_whole_model(model.model, AutoModelForCausalLM)
 
 
 def refuse_adapters(model_config: Any) -> None:

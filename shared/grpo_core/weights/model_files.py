@@ -1,0 +1,75 @@
+"""Compares a model's files with its configuration, before they are trained or served.
+
+transformers and vLLM fill tensors that they do not find with random numbers, and go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_core.weights.directory_checks import HEAD, UnusableWeights
+
+_LISTED = 3
+
+
+def require_whole_model(model: str, loader: Any) -> None:
+    """Reads the names and shapes of the tensors only.
+
+    Args: loader: transformers' `AutoModelForCausalLM`, since this package imports no transformers
+
+    Raises:
+        UnusableWeights: tensors are missing, or config.json gives them other shapes or ties.
+    """
+    try:
+        found, loaded = loader.from_pretrained(
+            model, device_map="meta", ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    except AssertionError as error:  # of torch's embedding
+        raise UnusableWeights(
+            f"--model {model}: {error}: pad_token_id of config.json must be below its vocab_size"
+        ) from error
+    except OSError as error:
+        raise UnusableWeights(f"--model {model}: {error}; copy the model again") from error
+    missing, shapes = sorted(loaded["missing_keys"]), sorted(loaded["mismatched_keys"])
+    if shapes:
+        listed = _listed([f"{name} {[*own]} instead of {[*asked]}" for name, own, asked in shapes])
+        raise UnusableWeights(
+            f"--model {model}: its files hold tensors of other shapes than config.json asks for: "
+            f"{listed}; restore the config.json that belongs to these files (vocab_size is the "
+            "number of rows of the embedding)"
+        )
+    if missing:
+        raise UnusableWeights(
+            f"--model {model}: its files lack tensors that config.json asks for: "
+            f"{_listed(missing)}; " + _why(missing, sorted(loaded["unexpected_keys"]))
+        )
+    if _unties(found) and _unties(loader.from_pretrained(model)):  # equal tensors are tied
+        raise UnusableWeights(
+            f"--model {model}: config.json ties {HEAD} to the embedding (tie_word_embeddings), but "
+            "the files hold a head with other values; set tie_word_embeddings to false"
+        )
+
+
+def _unties(model: Any) -> bool:
+    """Whether the head has weights of its own against the configuration."""
+    is_tied: bool = model.config.get_text_config().tie_word_embeddings
+    return is_tied and (
+        model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    )
+
+
+def _why(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    if unexpected:
+        return (
+            f"the files name tensors that the model does not have: {_listed(unexpected)}; save the "
+            "model itself, without what wraps it (torch.compile, an adapter, a trainer)"
+        )
+    if missing == [f"{HEAD}.weight"]:
+        return "set tie_word_embeddings to true if the embedding is the head, or save the head too"
+    return "download or copy the files again, with the config.json that belongs to these files"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
