@@ -31,6 +31,7 @@ from grpo_core.tree.environment_values import (
 from grpo_env.tasks import Answer, Reward, Row, Task, TaskOptions
 from grpo_env.tasks.curriculum import CurriculumUnusable, Rule, learnable
 from grpo_env.tasks.reward_functions import as_reward
+from grpo_env.tasks.tools import is_coroutine
 
 BUILT_IN: Mapping[str, str] = {
     "arithmetic": "grpo_env.tasks.arithmetic:Arithmetic",
@@ -129,6 +130,10 @@ class FunctionTask(Task):
     def reward(self, answer: Answer, row: Row) -> Reward:
         reward: Reward = self._reward(answer, row)
         return reward
+
+    @property
+    def has_async_reward(self) -> bool:
+        return is_coroutine(self._reward)
 
 
 def find_rule(curriculum: str) -> Rule | None:

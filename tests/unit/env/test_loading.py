@@ -116,10 +116,51 @@ def test_names_that_cannot_be_tasks_are_known_without_running_code() -> None:
     assert problem_of("gsm8k") is problem_of("any.module:Task") is problem_of("mine.py") is None
 
 
-def run_check(*words: str) -> None:
-    settings = load_env_settings(["check", *words, "--reward-workers=0"])
+def run_check(*words: str, workers: int = 0) -> None:
+    settings = load_env_settings(["check", *words, f"--reward-workers={workers}"])
     with open_tasks(settings) as tasks:
         check(settings, tasks)
+
+
+ASYNC = """
+import asyncio
+
+loops = set()
+
+async def own(answer, row):
+    loops.add(asyncio.get_running_loop())
+    return float(len(loops) == 1)
+
+async def trl(completions, **columns):
+    return [await own(text, columns) for text in completions]
+
+def later(answer, row):
+    return own(answer, row)
+
+class Judge:
+    async def __call__(self, answer, row):
+        return await own(answer, row)
+
+judge = Judge()
+"""
+
+
+@pytest.mark.parametrize("reward", ["own", "trl", "later", "judge"])
+def test_all_calls_of_an_async_reward_share_an_event_loop(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    reward: str,
+) -> None:
+    """So that a file may have one client for a judge."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    Path("judge.py").write_text(ASYNC)
+    Path("rows.jsonl").write_text('{"prompt": "3+4="}')
+    Path("answers.txt").write_text("7\n8\n9\n")
+    words = [f"judge.py:{reward}", "--data", "rows.jsonl", "--answers", "answers.txt"]
+    run_check(*words, workers=1)
+    assert capsys.readouterr().out.count("score  1.000") == 3
 
 
 def test_check_grades_answers_of_a_file(

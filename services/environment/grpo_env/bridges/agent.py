@@ -88,6 +88,10 @@ class AgentTask(Task):
     def reward(self, answer: Answer, row: Row) -> Any:
         return self._rewards.reward(answer, row)
 
+    @property
+    def has_async_reward(self) -> bool:
+        return self._rewards.has_async_reward
+
     async def run(self, row: Row, dialogue: Dialogue) -> Reward | None:
         chat = Chat(dialogue, Limits(self._how.calls, self._how.tokens))
         async with self._places:

@@ -30,7 +30,7 @@ from grpo_env.sandbox import SERVICE_URL, Ended, Limits, chosen_sandbox
 from grpo_env.sandbox.bubblewrap import SYSTEM
 from grpo_env.sandbox.interface import MIB, Reason
 from grpo_env.tasks import Row
-from grpo_env.tasks.tools import contained
+from grpo_env.tasks.tools import contained, user_loop
 
 ROW = "GRPO_ROW"
 _ROOT = Path("/")  # all of the host
@@ -270,7 +270,7 @@ def _called(function: Callable[..., Any], row: Row, client: Client, deadline_s: 
         async with asyncio.timeout(deadline_s):
             return await value
 
-    return _as_json(asyncio.run(in_time()))
+    return _as_json(asyncio.run_coroutine_threadsafe(in_time(), user_loop()).result())
 
 
 def _as_json(value: Any) -> Any:

@@ -7,7 +7,6 @@ so that a positive weight is the strength of the penalty.
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +118,7 @@ class Grader:
             UnknownRewardPart: a weight names a part that no reward has returned so far.
         """
         graded = (self._call(task, answer, row) for answer in answers)
-        if task.blocks or inspect.iscoroutinefunction(task.reward):
+        if task.blocks or task.has_async_reward:
             found = [*await asyncio.gather(*graded)]
         else:  # nothing to wait for, so tasks of asyncio would only cost time
             found = [await grade for grade in graded]

@@ -22,7 +22,9 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as DeadlinePassed
+from functools import cache
 from multiprocessing import forkserver
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
@@ -36,7 +38,7 @@ from grpo_core.process import end_with_parent
 from grpo_env.loading import specs_from
 from grpo_env.tasks import Answer, Message, Row, State, Task
 from grpo_env.tasks.reward_functions import graded_of
-from grpo_env.tasks.tools import CALL_IN_PROCESS, contained, contained_await
+from grpo_env.tasks.tools import CALL_IN_PROCESS, contained, contained_await, user_loop
 
 log = structlog.get_logger()
 
@@ -86,8 +88,8 @@ class TooSlow(ValueError):
 
 class TaskCode(ClosesOnExit):
     """Rewards and tools run in worker processes. What needs the state of this process, such as a
-    step of a conversation, runs here: functions in threads, coroutines in an event loop of their
-    own. Rewards and tools have processes of their own, because a step must not wait for rewards.
+    step of a conversation, runs here: functions in threads, coroutines in `user_loop`. Rewards and
+    tools have processes of their own, because a step must not wait for rewards.
 
     The threads are daemons: a call that never ends does not keep the process alive.
 
@@ -105,14 +107,13 @@ class TaskCode(ClosesOnExit):
             self._rewards = WorkerProcesses(tasks, workers, deadline_s)
             self._tools = WorkerProcesses(tasks, workers, deadline_s)
         self._threads = ThreadPool(max_workers=_THREADS)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._awaited: set[Future[Any]] = set()
 
     async def reward(self, task: Task, answer: Answer, row: Row) -> Any:
         """What the task's reward returns. Raises as `call`, and as `WorkerProcesses.call`."""
         if not task.blocks:
             return await self.call_here("the reward", task.reward, answer, row)
-        is_async = inspect.iscoroutinefunction(task.reward)
-        is_here = is_async or task.has_steps or task.has_process
+        is_here = task.has_async_reward or task.has_steps or task.has_process
         if self._rewards is None or is_here:
             return await self.call("the reward", task.reward, answer, row)
         arguments = (task.name, answer, row)
@@ -186,45 +187,25 @@ class TaskCode(ClosesOnExit):
             raise RuntimeError(f"{name} cancelled itself") from error  # code of a user
 
     async def _in_loop(self, work: Awaitable[Any]) -> Any:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run, args=(self._loop,), daemon=True).start()
-
         async def run() -> Any:
             return await work
 
         # A coroutine is scheduled as it is: one that is cancelled before it begins is then closed.
         begun = work if inspect.iscoroutine(work) else run()
-        done = asyncio.run_coroutine_threadsafe(begun, self._loop)
+        done = asyncio.run_coroutine_threadsafe(begun, user_loop())
+        self._awaited.add(done)
+        done.add_done_callback(self._awaited.discard)
         return await contained_await(asyncio.wrap_future(done))
 
     def close(self) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        for awaited in [*self._awaited]:
+            awaited.cancel()
         self._threads.close()  # type: ignore[no-untyped-call]
         # Its threads end without a wait for them here: a call may never end.
         threading.Thread(target=self._threads.join, daemon=True).start()
         for processes in (self._rewards, self._tools):
             if processes is not None:
                 processes.close()
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    while True:
-        try:
-            loop.run_forever()
-            break
-        except (SystemExit, KeyboardInterrupt):  # of one coroutine; its caller gets it too
-            continue
-    loop.run_until_complete(_cancel_others())
-    loop.close()
-
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
 
 
 class WorkerProcesses:
@@ -365,7 +346,7 @@ def _outcome(text: str, call: Callable[[], Any], read: Callable[[Any], Any]) -> 
         contained(load, text)
         value = contained(call)
         if inspect.isawaitable(value):
-            value = contained(asyncio.run, contained_await(value))
+            value = contained(_loop().run_until_complete, contained_await(value))
         return _portable(read(value))
     except GrpoError as error:
         raise _portable(error) from None
@@ -373,6 +354,12 @@ def _outcome(text: str, call: Callable[[], Any], read: Callable[[Any], Any]) -> 
         return UserCodeFailed.of(error)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # it would end this process later
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Of the coroutines that functions return here; in the main thread, as all code."""
+    return asyncio.new_event_loop()
 
 
 def _portable(value: T) -> T:

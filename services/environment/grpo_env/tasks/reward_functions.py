@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_core.wire.fields import FLOAT32_MAX
 from grpo_env.tasks.task import PROMPT_COLUMNS, Answer, Graded, Row
+from grpo_env.tasks.tools import is_coroutine
 
 RewardFunction = Callable[[Answer, Row], Any]
 
@@ -55,7 +56,7 @@ def from_trl(function: Callable[..., Any], is_chat: Callable[[Row], bool]) -> Re
         columns |= {"completions": [said], "completion_ids": [list(answer.token_ids)]}
         return _then(function(**_known(function, columns)), _only)
 
-    return reward
+    return _like(function, reward)
 
 
 def from_verl(function: Callable[..., Any]) -> RewardFunction:
@@ -71,7 +72,18 @@ def from_verl(function: Callable[..., Any]) -> RewardFunction:
         }
         return _then(function(**_known(function, values)), _scored)
 
-    return reward
+    return _like(function, reward)
+
+
+def _like(function: Callable[..., Any], reward: RewardFunction) -> RewardFunction:
+    """The reward; a coroutine function if the function is one."""
+    if not is_coroutine(function):
+        return reward
+
+    async def awaited(answer: Answer, row: Row) -> Any:
+        return await reward(answer, row)
+
+    return awaited
 
 
 def _known(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 from grpo_core.errors import GrpoError
 from grpo_env.tasks.tool_calls import CallFormat
 from grpo_env.tasks.tool_calls import Message as Message
-from grpo_env.tasks.tools import answer_calls
+from grpo_env.tasks.tools import answer_calls, is_coroutine
 
 Row = Mapping[str, Any]
 """One record of a data set: column name → value."""
@@ -262,6 +262,11 @@ class Task:
                 f"{', '.join(defaults)}"
             )
         return {**defaults, **self.options.args}
+
+    @property
+    def has_async_reward(self) -> bool:
+        """Whether `reward` gives a coroutine, of its own or of a function that it calls."""
+        return is_coroutine(self.reward)
 
     @property
     def has_steps(self) -> bool:

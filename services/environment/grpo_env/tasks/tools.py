@@ -10,8 +10,9 @@ import asyncio
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
@@ -67,6 +68,26 @@ async def contained_await(work: Awaitable[Any]) -> Any:
         raise CodeStopped(error) from error
 
 
+@cache
+def user_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of all coroutines of the user's code, in a daemon thread: a client that a file
+    opens once belongs to one loop."""
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        while True:
+            with suppress(SystemExit, KeyboardInterrupt):  # of a coroutine; its caller gets it too
+                loop.run_forever()
+
+    threading.Thread(target=run, name="user_loop", daemon=True).start()
+    return loop
+
+
+def is_coroutine(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine: also an object with such a `__call__`."""
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
 Tool = Callable[..., Any] | Mapping[str, Any]
 
 _THREADS = 32
@@ -117,7 +138,7 @@ async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -
         call_in_process = CALL_IN_PROCESS.get()
         if call_in_process is not None and _is_stateless(tool):
             return str(await call_in_process(call.name, call.arguments))
-        if _is_coroutine(tool):
+        if is_coroutine(tool):
             return str(await contained_await(tool(**call.arguments)))
         # Daemon threads: a tool that never ends does not keep the process alive.
         # A partial: an argument of the tool may have the name of one of pebble's.
@@ -139,10 +160,7 @@ def _is_text(tools: Sequence[Tool]) -> IsText:
 
 def _is_stateless(tool: Callable[..., Any]) -> bool:
     """False for a coroutine, a method or a closure, which need the state of this process."""
-    return inspect.isfunction(tool) and not _is_coroutine(tool) and tool.__closure__ is None
-
-
-_is_coroutine = inspect.iscoroutinefunction
+    return inspect.isfunction(tool) and not is_coroutine(tool) and tool.__closure__ is None
 
 
 @cache

@@ -24,6 +24,7 @@ from grpo_env.tasks.reward_functions import (
     graded_of,
 )
 from grpo_env.tasks.rows import ANSWER, answer_text, is_missing, messages_of
+from grpo_env.tasks.tools import is_coroutine
 from grpo_runs.offline.errors import RecipeInvalid
 from grpo_runs.recipe.data import RecipeData
 
@@ -68,6 +69,10 @@ class RecipeTask(Task):
         if any(inspect.isawaitable(value) for value in values.values()):
             return _awaited(values, row)
         return _graded(values, row)
+
+    @property
+    def has_async_reward(self) -> bool:
+        return any(map(is_coroutine, self._rewards.values()))
 
     def _with_end(self, answer: Answer) -> Answer:
         """The server leaves out the text that ended a completion."""

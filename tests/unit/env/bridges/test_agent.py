@@ -158,6 +158,26 @@ import os
     assert submitted(outcome).scores == [1.0]
 
 
+async def test_rollouts_of_an_async_function_share_an_event_loop(
+    agent: Any, template: ChatTemplate
+) -> None:
+    text = """
+import asyncio
+loops = set()
+async def agent(row, client):
+    loops.add(asyncio.get_running_loop())
+    os.environ.update(OPENAI_BASE_URL=client.base_url, OPENAI_API_KEY=client.api_key)
+    await asyncio.to_thread(ask, ("user", row["prompt"]))
+    return len(loops)
+"""
+    text = PROGRAM.partition("row =")[0] + text
+    task = agent(text, 'def reward(answer, row): return float(answer.state["output"])')
+    for _ in range(2):
+        outcome, _ = await sample(scripted("7"), task, PLAN, template=template)
+        assert submitted(outcome).scores == [1.0]
+    task.close()
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -28,7 +28,7 @@ from grpo_env.rollout.grader import (
 from grpo_env.rollout.groups import FailureReason
 from grpo_env.rollout.task_code import TaskCode
 from grpo_env.tasks import Answer, Graded, Task
-from grpo_env.tasks.tools import CodeStopped
+from grpo_env.tasks.tools import CodeStopped, user_loop
 from tests.support.canned import generate_answer
 from tests.support.wait import DEADLINE_S, wait_for_async
 from tests.unit.env.feeding import Rewarded
@@ -263,6 +263,7 @@ async def test_what_no_future_holds_and_what_ends_a_process_is_an_error_of_the_c
 
 
 async def test_its_threads_end_with_it() -> None:
+    user_loop()  # whose thread stays for the next one
     before = set(threading.enumerate())
     with TaskCode(DEADLINE_S) as code:
         assert await code.call("reward", str, 7) == "7"

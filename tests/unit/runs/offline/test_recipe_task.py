@@ -159,6 +159,8 @@ async def test_rewards_of_a_file_may_have_every_form(tmp_path: Path, recipe_of: 
         for name in ("later", "parts", "reasoned", "skips", "trl", "slow_trl", "verl")
     ]
     task = task_of(recipe_of(dataset_name="x.jsonl", reward_funcs=names))
+    assert task.has_async_reward
+    assert not task_of(recipe_of(dataset_name="x.jsonl")).has_async_reward
     answer = Answer("7", messages=[{"role": "user", "content": "3+4="}])
     graded = await task.reward(answer, ROW)  # type: ignore[misc]
 
