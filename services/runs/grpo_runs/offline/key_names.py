@@ -26,6 +26,9 @@ _KEY = re.compile(
     r"\.[a-z_]+(?:\.[a-z_]+)*(?![\w(])"
 )
 
+_REPEATED = re.compile(r"(?<![\w.])([\w.]+)(?:(?:,| or| and) \1(?!\w|\.\w))+")
+"""One name of a recipe that several options have, as in `--model or --tokenizer`."""
+
 
 def in_keys(text: str, section: str | None = None) -> str:
     """`raise --steps` → `raise train.iterations`. Options of other commands stay.
@@ -51,7 +54,8 @@ def _keys_of(option: str, section: str | None) -> Iterator[str]:
 
 def in_recipe(text: str, names: Mapping[str, str]) -> str:
     """`raise --steps` → `raise max_steps`. Args: names: of a recipe's keys, by those of Hydra"""
-    return _KEY.sub(lambda found: names.get(found[0], found[0]), in_keys(text))
+    said = _KEY.sub(lambda found: names.get(found[0], found[0]), in_keys(text))
+    return _REPEATED.sub(lambda found: found[found[1] in names.values()], said)
 
 
 def renamed(names: Mapping[str, str]) -> Callable[..., MutableMapping[str, Any]]:

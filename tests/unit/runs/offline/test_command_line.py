@@ -121,6 +121,16 @@ def test_the_name_of_a_run_reaches_wandb(tmp_path: Path, monkeypatch: pytest.Mon
         ("--lora-r 7: no", "grpo.lora_r 7: no", "lora_r 7: no"),
         ("--clip-eps", "grpo.clip_eps", "epsilon"),
         ("set sync.mode=none", "set sync.mode=none", "set sync_mode=none"),
+        (
+            "in --model or --tokenizer.",
+            "in model.train_id or env_server.tokenizer.",
+            "in model_name_or_path.",
+        ),
+        (
+            "--model, --tokenizer and --data",
+            "model.train_id, env_server.tokenizer and env_server.data",
+            "model_name_or_path and dataset_name",
+        ),
         ("vllm-api-server --enable-lora", "vllm-api-server --enable-lora", None),
         (
             "read /a/model.bin, grpo_trainer.model.x",
