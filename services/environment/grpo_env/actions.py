@@ -163,7 +163,9 @@ async def _sampled(
     settings = settings.model_copy(update={"start_deadline_s": deadline_s})
     template = open_template(settings, tasks)
     plan = replace(
-        sampling_plan(settings, tasks), group_size=ANSWERS // len(items), drop_equal_scores=False
+        sampling_plan(settings, tasks, step=0),
+        group_size=ANSWERS // len(items),
+        drop_equal_scores=False,
     )
     checked: list[Checked] = []
     async with open_engine(settings, tasks, template) as engine:

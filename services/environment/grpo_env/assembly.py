@@ -195,13 +195,14 @@ def sampling_plan(
     settings: EnvServerSettings,
     tasks: TaskSet,
     trainer_limit: int = -1,
-    progress: float = 1.0,
+    step: int = 1,
+    steps: int = 1,
 ) -> SamplingPlan:
     """How to sample groups for training.
 
     Args:
         trainer_limit: the trainer's limit for a sequence, in tokens; below 1 if it is not known
-        progress: share (0 to 1) of the training steps that are done
+        step, steps: as `SamplingPlan`
     """
     limit = settings.seq_len
     neutral = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
@@ -213,7 +214,8 @@ def sampling_plan(
         max_token_length=min(limit, trainer_limit) if trainer_limit > 0 else limit,
         max_completion_tokens=settings.max_completion_tokens,
         start_completion_tokens=settings.start_completion_tokens,
-        progress=progress,
+        step=step,
+        steps=steps,
         drop_equal_scores=settings.drops_equal_scores,
         max_sequences=tasks.max_sequences,
         mask_cut_off=settings.mask_too_long_completions,

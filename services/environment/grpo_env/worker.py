@@ -132,7 +132,7 @@ class Worker:
         self._stream = stream
         self._curriculum = files_of(settings.curriculum_dir, stream)
         self._producer = GroupProducer(settings, stream, engine, api)
-        self._progress, self._step = 0.0, 0  # share of the training steps, and the newest
+        self._step, self._steps = 0, 1  # training steps that are done, and of the run
         self._evaluation = TrainingEvaluation(
             settings, tasks.tasks, engine, pool, lambda step, found: self._log_to_wandb(step, found)
         )
@@ -170,7 +170,7 @@ class Worker:
                 continue
             self._pool.follow(status.servers)
             total_steps = membership.total_steps(self._settings.steps, status.num_steps)
-            self._progress, self._step = status.current_step / total_steps, status.current_step
+            self._step, self._steps = status.current_step, total_steps
             # Enough groups in the queue do not complete a run: the trainer may still refuse some.
             if status.current_step >= total_steps:
                 if self._waits_for_the_next_run():
@@ -332,4 +332,4 @@ class Worker:
 
     def _sampling(self) -> SamplingPlan:
         limit = self._trainer.max_token_len
-        return sampling_plan(self._settings, self._tasks, limit, self._progress)
+        return sampling_plan(self._settings, self._tasks, limit, self._step, self._steps)

@@ -205,6 +205,26 @@ def test_a_reward_for_trl_gets_texts_or_messages_as_the_prompt_is() -> None:
     ]
 
 
+async def test_a_reward_for_trl_knows_the_step_and_may_log() -> None:
+    def reward(
+        completions: Any, answer: Any, trainer_state: Any, log_extra: Any, log_metric: Any
+    ) -> list[float]:
+        log_extra("expected", answer)
+        log_metric("exact", float(completions == answer))
+        log_metric("exact", 0.0)
+        return [trainer_state.global_step / trainer_state.max_steps]
+
+    async def from_columns(completions: Any, **columns: Any) -> list[Any]:
+        columns["log_extra"]("expected", columns["answer"])
+        return [None if completions == ["?"] else columns["trainer_state"].global_step]
+
+    said, row = Answer("7", step=2, steps=8), {"prompt": "3+4=", "answer": "7"}
+    graded = Graded({"reward": 0.25}, "expected 7", metrics={"exact": 0.5})
+    assert as_reward(reward)(said, row) == graded
+    assert await as_reward(from_columns)(said, row) == Graded({"reward": 2}, "expected 7")
+    assert await as_reward(from_columns)(Answer("?"), row) is None
+
+
 def test_a_reward_for_trl_may_look_at_the_tokens_only() -> None:
     class Shorter:
         def __call__(self, completion_ids: list[list[int]], **_columns: Any) -> list[float]:

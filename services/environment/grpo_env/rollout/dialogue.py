@@ -164,6 +164,8 @@ class RecordedDialogue:
             context_tokens=context_tokens,
             new_tokens=len(completion.token_ids),
             max_tokens=self._allowed,
+            step=self._plan.step,
+            steps=self._plan.steps,
             opening=self._template.opening(begun if sequence.is_chat else ""),
             # Where nothing answers calls, a reward reads those in every form.
             call_format=self._template.call_format if has_turns else None,

@@ -182,4 +182,4 @@ class Grader:
             raise RewardInvalid(
                 f"the score is {score:g}, which float32 cannot hold; lower the weights"
             )
-        return Grade(score, parts, graded.reason)
+        return Grade(score, {**graded.metrics, **parts}, graded.reason)

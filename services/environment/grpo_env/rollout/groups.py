@@ -67,7 +67,7 @@ class SamplingPlan:
     reshaping: parameters that make tokens more or less likely than at `temperature`, by their names
         at the server.
     start_completion_tokens: the limit at the first training step, from which it grows linearly.
-    progress: share of the training steps that are done, in [0, 1].
+    step, steps: training steps that are done, and of the whole run. Without a run: as at its end.
     max_sequences: largest number of sequences of one rollout. A group has this number of sequences
         for each of its rollouts.
     mask_cut_off: give sequences that the token limit cut off an advantage of zero.
@@ -83,7 +83,8 @@ class SamplingPlan:
     reshaping: Mapping[str, float] = field(default_factory=dict)
     mask_cut_off: bool = False
     start_completion_tokens: int | None = None
-    progress: float = 1.0
+    step: int = 1
+    steps: int = 1
     asks_teacher: bool = True
 
     def sampling(self, max_tokens: int, stop: Sequence[str]) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class SamplingPlan:
         start = self.start_completion_tokens
         if start is None or start >= most:
             return most
-        return round(start + (most - start) * min(self.progress, 1.0))
+        return round(start + (most - start) * min(self.step / self.steps, 1.0))
 
     def longest_prompt(self, task: Task) -> int:
         """Tokens of a prompt that leave room for a whole completion."""

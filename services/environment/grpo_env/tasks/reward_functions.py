@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
+from statistics import fmean
 from typing import Any
 
 from grpo_core.wire.fields import FLOAT32_MAX
@@ -39,9 +41,40 @@ def as_reward(
     return function
 
 
+@dataclass(frozen=True)
+class TrainerState:
+    """What a reward of TRL reads of it: steps that are done, and of the whole run."""
+
+    global_step: int
+    max_steps: int
+
+
+@dataclass(frozen=True)
+class _Logs:
+    """What a reward of TRL logs in one call, beside its scores."""
+
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics.setdefault(name, []).append(value)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        self.extra.setdefault(column, []).extend(values)
+
+    def graded(self, scores: Sequence[Any]) -> Any:
+        """The only score, with the means of metrics, and extra columns as the reason."""
+        [score] = scores
+        if score is None or not (self.metrics or self.extra):
+            return score
+        reasons = (f"{name} {', '.join(map(str, values))}" for name, values in self.extra.items())
+        metrics = {name: fmean(values) for name, values in self.metrics.items()}
+        return Graded({SINGLE: score}, "; ".join(reasons), metrics=metrics)
+
+
 def from_trl(function: Callable[..., Any], is_chat: Callable[[Row], bool]) -> RewardFunction:
     """A reward in TRL's form, `(completions, **columns) -> list[float]`. It is called with one
-    completion at a time, and the columns of its row.
+    completion at a time, the columns of its row, `trainer_state`, `log_extra` and `log_metric`.
 
     Args:
         is_chat: whether completions are messages, as they are in TRL if the prompt is
@@ -53,8 +86,15 @@ def from_trl(function: Callable[..., Any], is_chat: Callable[[Row], bool]) -> Re
         if answer.messages:
             columns["prompts"] = [list(answer.messages[:-1]) if chat else _prompt(row)]
         said = [{"role": "assistant", "content": str(answer)}] if chat else str(answer)
-        columns |= {"completions": [said], "completion_ids": [list(answer.token_ids)]}
-        return _then(function(**_known(function, columns)), _only)
+        logs = _Logs()
+        columns |= {
+            "completions": [said],
+            "completion_ids": [list(answer.token_ids)],
+            "trainer_state": TrainerState(answer.step, answer.steps),
+            "log_extra": logs.log_extra,
+            "log_metric": logs.log_metric,
+        }
+        return _then(function(**_known(function, columns)), logs.graded)
 
     return _like(function, reward)
 
@@ -91,11 +131,6 @@ def _known(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str,
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(values)
     return {name: value for name, value in values.items() if name in parameters}
-
-
-def _only(scores: Any) -> Any:
-    [score] = scores
-    return score
 
 
 def _then(value: Any, convert: Callable[[Any], Any]) -> Any:
@@ -144,7 +179,8 @@ def graded_of(value: Any) -> Graded:
     """
     if isinstance(value, Graded):
         score = None if value.score is None else _number(SINGLE, value.score)
-        return Graded(_numbers(value.parts, score is not None), str(value.reason), score)
+        metrics = {name: _number(name, number) for name, number in value.metrics.items()}
+        return Graded(_numbers(value.parts, score is not None), str(value.reason), score, metrics)
     if isinstance(value, Mapping):
         return Graded(_numbers(value))
     return Graded(_numbers({SINGLE: value}))

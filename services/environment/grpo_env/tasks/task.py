@@ -41,6 +41,7 @@ class Answer(str):
     token_ids: all tokens that the model sampled, in all its turns.
     context_tokens, new_tokens: number of tokens before this answer, and of this answer alone.
     max_tokens: the largest number of tokens that `token_ids` might have had.
+    step, steps: training steps that are done, and of the whole run.
     opening: what the prompt already holds of this answer: the `<think>` of the chat template, and
         the text of a last message of the assistant, which the model continues.
     call_format: how the model's chat template asks for calls of tools. None: not known.
@@ -60,6 +61,8 @@ class Answer(str):
         context_tokens: int = 0,
         new_tokens: int = 0,
         max_tokens: int = 0,
+        step: int = 0,
+        steps: int = 1,
         opening: str = "",
         call_format: CallFormat | None = None,
     ) -> None:
@@ -70,6 +73,8 @@ class Answer(str):
         self.context_tokens = context_tokens
         self.new_tokens = new_tokens
         self.max_tokens = max_tokens
+        self.step = step
+        self.steps = steps
         self.opening = opening
         self.call_format = call_format
 
@@ -80,11 +85,13 @@ class Graded:
 
     parts: None: this part does not apply to this answer, and is left out.
     score: if the task computes it itself. None: the weighted sum of the parts.
+    metrics: numbers that are logged with the parts, and never count.
     """
 
     parts: Mapping[str, float | None]
     reason: str = ""
     score: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 Reward = float | Mapping[str, float | None] | Graded

@@ -193,9 +193,10 @@ class Evaluator:
             NothingEvaluated, ServiceUnavailable, ProtocolViolation: see `evaluate`.
         """
         step = self.version().step
+        plan = replace(self.plan, step=step)
         results = [
             self.runner.run(
-                evaluate(self.engine, one.task, one.items, self.evaluation, self.plan)
+                evaluate(self.engine, one.task, one.items, self.evaluation, plan)
             ).model_copy(update={"step": step})
             for one in self.chosen
         ]

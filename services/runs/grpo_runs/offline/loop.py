@@ -148,7 +148,7 @@ class OfflineRun:
             version = TrainedVersion(position, lead.sync.begun_as)
             with _entered(self.runner, engines.opened(learner.policy, version)) as opened_engines:
                 training, evaluating = opened_engines
-                plan = sampling_plan(environment, tasks)
+                plan = sampling_plan(environment, tasks, steps=self.settings.steps)
                 evaluator = Evaluator(
                     self.runner,
                     evaluating,
@@ -218,7 +218,8 @@ class OfflineRun:
         is_frozen = self.engines.sampling.is_frozen
         if sampler.has_logprobs and not is_frozen:
             self.runner.run(require_own_policy(sampler.engine, policy))
-        groups = self.runner.run(sampler.groups(items, spare))
+        plan = replace(sampler.plan, step=version.position.step)
+        groups = self.runner.run(replace(sampler, plan=plan).groups(items, spare))
         if not is_frozen:
             require_fresh(versions_of(groups), version.accepted)
         return groups

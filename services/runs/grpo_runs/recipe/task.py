@@ -116,12 +116,14 @@ def _graded(values: Mapping[str, Any], row: Row) -> Graded:
     """Each reward as one part, and each of its own parts as `<reward>.<part>`, which counts only in
     its sum. None: the reward does not apply to this row."""
     parts: dict[str, float | None] = {}
+    metrics: dict[str, float] = {}
     reasons = [f"expected {row[ANSWER]}"] if ANSWER in row else []
     for name, value in values.items():
         parts[name] = None
         if value is None:
             continue
         graded = graded_of(value)
+        metrics |= graded.metrics
         own = {part: number for part, number in graded.parts.items() if number is not None}
         parts[name] = sum(own.values()) if graded.score is None else graded.score
         if own.keys() - {SINGLE}:
@@ -129,7 +131,7 @@ def _graded(values: Mapping[str, Any], row: Row) -> Graded:
         reasons += [graded.reason] if graded.reason else []
     if all(number is None for number in parts.values()):
         raise RewardInvalid("every reward of reward_funcs returned None for this row")
-    return Graded(parts, "; ".join(reasons), score=0.0)
+    return Graded(parts, "; ".join(reasons), score=0.0, metrics=metrics)
 
 
 REWARDS: dict[str, RewardFunction] = {}

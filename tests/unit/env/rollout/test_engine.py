@@ -133,8 +133,7 @@ async def test_options_that_reshape_the_distribution_are_sent_and_stated_unless_
 def test_the_completion_limit_grows_with_the_run() -> None:
     plan = replace(PLAN, max_completion_tokens=100, start_completion_tokens=20)
     limits = [
-        replace(plan, progress=share).completion_limit(Rewarded(sum), 500)
-        for share in (0.0, 0.25, 1.0)
+        replace(plan, step=step, steps=8).completion_limit(Rewarded(sum), 500) for step in (0, 2, 8)
     ]
     assert limits == [20, 40, 100]
     assert plan.completion_limit(Rewarded(sum), 60) == 60

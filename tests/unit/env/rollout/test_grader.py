@@ -71,6 +71,11 @@ async def test_the_score_is_the_weighted_sum_of_the_parts() -> None:
     assert await grade(1.0, {"length": 0.1}, answer) == Grade(0.95, {"reward": 1.0, "length": -0.5})
 
 
+async def test_a_metric_is_logged_and_never_counts() -> None:
+    graded = Graded({"a": 0.5}, metrics={"exact": 7.0})
+    assert await grade(graded) == Grade(0.5, {"exact": 7.0, "a": 0.5})
+
+
 async def test_numbers_of_numpy_and_torch_are_numbers() -> None:
     for value in (np.float32(1), np.int64(1), np.True_, np.array(1.0), torch.tensor(1)):
         assert await grade(value) == Grade(1.0, {"reward": 1.0})

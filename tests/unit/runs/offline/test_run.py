@@ -80,6 +80,15 @@ def test_losses_add_up_and_the_penalty_is_its_coefficient_times_the_divergence(
     assert records[-1]["kl_coef"] != records[0]["kl_coef"]
 
 
+def test_rewards_are_told_the_step(make_keys: MakeKeys, tmp_path: Path) -> None:
+    task = {"task": "tests/unit/runs/offline/rewards.py:by_step"}
+    files, _ = run(make_keys(data=task, eval={"interval": 2}), tmp_path / "run")
+    for iteration in range(2):
+        groups = files.read_groups(iteration) or ()
+        parts = [one["reward_parts"] for group in groups for one in group.overrides or ()]
+        assert {(part["step"], part["steps"]) for part in parts} == {(2 * iteration, 4)}
+
+
 def test_a_run_leaves_the_files_that_the_guide_names(whole: RunFiles) -> None:
     names = {str(path.relative_to(whole.path)) for path in whole.path.rglob("*")}
     assert {f"metrics/train_iter_{i:03}.json" for i in range(3)} <= names
