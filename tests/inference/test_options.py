@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -63,3 +64,22 @@ async def test_a_model_with_random_weights_is_not_served(args: ModuleType, tmp_p
     with pytest.raises(UnusableWeights, match=r"lack .*: lm_head\.weight"):
         async with open_engine(arguments):
             pass
+
+
+def test_the_server_keeps_to_the_rules_of_tokenizer_json(
+    args: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert args
+    from vllm.tokenizers import get_tokenizer, registry
+
+    from grpo_vllm.engine.vllm_compat.launch import use_file_tokenizer
+
+    model, found = model_directory(tmp_path), dict(registry.TokenizerRegistry.tokenizers)
+    file = model / "tokenizer_config.json"
+    words = json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}
+    file.write_text(json.dumps(words))
+    (model / "config.json").unlink()  # so that the class is the one of that file
+    monkeypatch.setattr(registry.TokenizerRegistry, "tokenizers", found)
+    use_file_tokenizer()
+    tokenizer = get_tokenizer(str(model))
+    assert tokenizer.decode(tokenizer.encode("3 + 4 =\n what")) == "3 + 4 =\n what"

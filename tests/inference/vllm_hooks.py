@@ -97,6 +97,11 @@ _EVERYWHERE: dict[str, list[str]] = {
     ],
     "vllm.inputs": ["TokensPrompt"],
     "vllm.tokenizers.protocol:TokenizerLike": ["max_chars_per_token"],
+    "vllm.tokenizers.registry:TokenizerRegistry": ["tokenizers"],
+    "vllm.tokenizers.hf": [
+        "CachedHfTokenizer.from_pretrained(path_or_repo_id)",
+        "get_cached_tokenizer(tokenizer)",
+    ],
     "vllm.v1.sample.logits_processor": [
         "LogitsProcessor.validate_params(sampling_params)",
         "validate_logits_processors_parameters",

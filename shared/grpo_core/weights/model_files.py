@@ -1,6 +1,7 @@
-"""Compares a model's files with its configuration, before they are trained or served.
+"""Compares a model's files with its configuration, and loads its tokenizer from its own file.
 
-transformers and vLLM fill tensors that they do not find with random numbers, and go on.
+transformers and vLLM fill tensors that they do not find with random numbers, and go on. This
+package imports no transformers, so functions take it, or its classes, as an argument.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from typing import Any
 
 from grpo_core.weights.directory_checks import HEAD, UnusableWeights
 
+TOKENIZER = "tokenizer.json"
 _LISTED = 3
 
 
 def require_whole_model(model: str, loader: Any) -> None:
     """Reads the names and shapes of the tensors only.
 
-    Args: loader: transformers' `AutoModelForCausalLM`, since this package imports no transformers
+    Args: loader: transformers' `AutoModelForCausalLM`
 
     Raises:
         UnusableWeights: tensors are missing, or config.json gives them other shapes or ties.
@@ -49,6 +51,22 @@ def require_whole_model(model: str, loader: Any) -> None:
             f"--model {model}: config.json ties {HEAD} to the embedding (tie_word_embeddings), but "
             "the files hold a head with other values; set tie_word_embeddings to false"
         )
+
+
+def load_tokenizer(name: str, transformers: Any, **options: Any) -> Any:
+    """The tokenizer that tokenizer.json describes.
+
+    `AutoTokenizer` may choose a class, by tokenizer_config.json or by the type of the model, that
+    takes only the vocabulary from the file. With rules of its own for blanks and numbers, prompts
+    and answers become others.
+
+    Args: options: of `from_pretrained`
+    """
+    file = transformers.utils.cached_file(
+        name, TOKENIZER, _raise_exceptions_for_missing_entries=False
+    )
+    loader = transformers.AutoTokenizer if file is None else transformers.PreTrainedTokenizerFast
+    return loader.from_pretrained(name, **options)
 
 
 def _unties(model: Any) -> bool:

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from grpo_core.errors import GrpoError
+from grpo_core.weights.model_files import load_tokenizer
 from grpo_env.maths.final_answer import THINK_TAG
 from grpo_env.tasks import Message, MessagesUnusable
 from grpo_env.tasks.tool_calls import CallFormat, format_of
@@ -224,11 +225,12 @@ def load_template(tokenizer_name: str, arguments: Mapping[str, Any] | None = Non
     Raises:
         TokenizerUnusable: the tokenizer is missing or has no chat template.
     """
-    with hidden_torch():
-        from transformers import AutoTokenizer
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_name)
-    except (OSError, ValueError) as error:
+        with hidden_torch():
+            import transformers
+
+            tokenizer = load_tokenizer(tokenizer_name, transformers)
+    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing more specific
         raise TokenizerUnusable(
             f"no tokenizer at {tokenizer_name!r} ({error}); name a Hugging Face id "
             "or a directory with a tokenizer, in --model or --tokenizer"

@@ -14,6 +14,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_core.service_url import ServiceUrl
 from grpo_core.settings.command import URL_VARIABLES
+from grpo_core.weights.model_files import load_tokenizer
 from grpo_env.loading import problem_of
 from grpo_runs.offline.command_line import EXIT_FAILED, EXIT_USAGE, end, exit_on_signals
 from grpo_runs.offline.errors import BenchmarkFailed, HubRefused, KeysInvalid, RecipeInvalid
@@ -141,9 +142,9 @@ def template_text(value: str) -> str:
 
 def save_tokenizer(source: str | Path, template: str, directory: Path) -> None:
     """Write a model's tokenizer with this template. Args: source: the model"""
-    from transformers import AutoTokenizer
+    import transformers
 
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = load_tokenizer(str(source), transformers)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(directory)
 

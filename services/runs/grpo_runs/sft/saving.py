@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+import transformers
+from transformers import AutoConfig
 
+from grpo_core.weights.model_files import load_tokenizer
 from grpo_trainer.model.loading import write_model
 from grpo_trainer.optim.master_update import StochasticRounding
 
@@ -31,7 +33,7 @@ def save_like(base: str, policy: Any, target: Path, seed: int) -> None:
         policy.to(policy.config.dtype or torch.float32)
     staging = target.with_name(f".{target.name}")
     write_model(policy, base, staging)
-    AutoTokenizer.from_pretrained(base).save_pretrained(staging)
+    load_tokenizer(base, transformers).save_pretrained(staging)
     staging.rename(target)
 
 

@@ -15,10 +15,11 @@ import datasets
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from grpo_core.tree.weights import LoraOptions
+from grpo_core.weights.model_files import load_tokenizer
 from grpo_runs.settings.sft import SftSettings
 from grpo_runs.sft.examples import NOT_LEARNED, TokenisedExample
 from grpo_runs.sft.saving import save_like
@@ -146,7 +147,7 @@ def _trained(
         model=with_adapter(policy, _adapter(settings.lora_r)) if settings.lora_r else policy,
         args=config,
         train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(model),
+        processing_class=load_tokenizer(model, transformers),
         callbacks=[recorder],
     )
     trainer.remove_callback(transformers.PrinterCallback)

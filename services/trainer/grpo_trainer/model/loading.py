@@ -19,7 +19,7 @@ from grpo_core import cpu
 from grpo_core.tree.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_core.tree.weights import LoraOptions
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG
-from grpo_core.weights.model_files import require_whole_model
+from grpo_core.weights.model_files import load_tokenizer, require_whole_model
 from grpo_core.weights.ref import WeightKind
 from grpo_trainer.atomic_files import remove_directory, whole_directory
 from grpo_trainer.errors import (
@@ -163,12 +163,12 @@ class TrainedWeights:
         Raises:
             CheckpointNotSaved: a file could not be written, e.g. the disk is full.
         """
-        from transformers import AutoTokenizer
+        import transformers
 
         with whole_directory(target) as directory:
             self.write_into(policy, directory)
             if with_tokenizer:
-                AutoTokenizer.from_pretrained(self.model_name).save_pretrained(directory)
+                load_tokenizer(self.model_name, transformers).save_pretrained(directory)
 
     def write_into(self, policy: CausalLM, directory: Path) -> None:
         """Write the files of the model or adapter. Raises `OSError`, `SafetensorError`."""

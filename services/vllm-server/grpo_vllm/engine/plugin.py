@@ -28,13 +28,19 @@ VARIABLE = "GRPO_VLLM_ENGINE_PROCESS"
 
 def register() -> None:
     """Called by vLLM in each of its processes. Registers small KV blocks for a CPU, the backend
-    that loads weights while the engine runs, and the shared load format only if the server shares
-    weights."""
+    that loads weights while the engine runs, in our server how it loads its tokenizer, and the
+    shared load format only if the server shares weights."""
     end_with_the_engine_process()
-    from grpo_vllm.engine.vllm_compat.launch import offer_small_blocks, offer_staged_update
+    from grpo_vllm.engine.vllm_compat.launch import (
+        offer_small_blocks,
+        offer_staged_update,
+        use_file_tokenizer,
+    )
 
     offer_small_blocks()
     offer_staged_update(STAGED_UPDATE)
+    if SERVER_VARIABLE in os.environ:
+        use_file_tokenizer()
     if os.environ.get(SHARE_WEIGHTS_VARIABLE) == "1":
         import grpo_vllm.weights.loader  # noqa: F401  (importing registers the load format)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,22 @@ def test_a_tokenizer_without_a_chat_template_is_refused(
 
     with pytest.raises(TokenizerUnusable, match="no chat template"):
         load_template(str(bare))
+
+
+def test_the_rules_of_tokenizer_json_hold_whatever_class_its_model_names(
+    tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    named = tmp_path / "named"
+    shutil.copytree(tokenizer_dir, named)
+    file = named / "tokenizer_config.json"
+    words = json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}
+    file.write_text(json.dumps(words))
+    text = "3 + 4 =\n\n what"
+    template = load_template(str(named))
+    assert template.tokenizer.decode(template.prompt_ids(text)) == text
+    (named / "tokenizer.json").write_text("{")
+    with pytest.raises(TokenizerUnusable, match="no tokenizer at"):
+        load_template(str(named))
 
 
 def test_an_answer_to_learn_follows_the_prompt_and_ends_as_the_template_ends_it() -> None:

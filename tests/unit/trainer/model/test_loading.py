@@ -152,6 +152,17 @@ def test_a_head_that_equals_the_tied_embedding_may_be_in_the_files(tmp_path: Pat
     import_architecture(str(model))
 
 
+def test_an_export_has_the_rules_of_the_models_tokenizer_json(tmp_path: Path) -> None:
+    model, target = model_directory(tmp_path / "model"), tmp_path / "export"
+    file = model / "tokenizer_config.json"
+    words = json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}
+    file.write_text(json.dumps(words))
+    weights = TrainedWeights(str(model))
+    weights.write(weights.load(torch.float32), target, with_tokenizer=True)
+    rules = [json.loads((place / "tokenizer.json").read_text()) for place in (model, target)]
+    assert rules[0] == rules[1]
+
+
 def test_end_tokens_of_the_generation_configuration_count_in_shared_memory_too(
     tmp_path: Path,
 ) -> None:

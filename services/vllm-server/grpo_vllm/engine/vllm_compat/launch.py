@@ -38,6 +38,8 @@ FLOAT32_PRODUCTS = ("TRITON_F32_DEFAULT", "ieee")
 """Without it, Triton's kernels, attention among them, multiply float32 in TF32 (10 bits)."""
 _SMALL_BLOCKS = "grpo_vllm.engine.vllm_compat.cpu.SmallBlocks"
 _STAGED_MODULE = "grpo_vllm.engine.vllm_compat.staged_update"
+_TOKENIZER_MODULE = "grpo_vllm.engine.vllm_compat.file_tokenizer"
+_HF_TOKENIZERS = "hf"
 _FAILED = "Engine core initialization failed"
 """What vLLM raises, whatever the cause, which the process of the engine has written."""
 READ_FORMATS = ("auto", LOAD_FORMAT)
@@ -99,6 +101,14 @@ def offer_staged_update(name: str) -> None:
 
     with contextlib.suppress(ValueError):  # a second call finds the backend registered
         WeightTransferEngineFactory.register_engine(name, _STAGED_MODULE, "StagedUpdate")
+
+
+def use_file_tokenizer() -> None:
+    """Load tokenizers as the environments and the trainer load them. Each of vLLM's processes needs
+    this."""
+    from vllm.tokenizers.registry import TokenizerRegistry
+
+    TokenizerRegistry.tokenizers[_HF_TOKENIZERS] = (_TOKENIZER_MODULE, "FileTokenizer")
 
 
 WHY_NO_UPDATE = (
