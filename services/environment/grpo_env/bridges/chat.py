@@ -16,7 +16,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from grpo_env.tasks import Answer, ContextFull, Dialogue, Message
-from grpo_env.tasks.tool_calls import IsText, divided_by_calls, text_parameters
+from grpo_env.tasks.tool_calls import THOUGHTS, IsText, divided_by_calls, text_parameters
 
 MODEL = "policy"
 ChatMessage = Mapping[str, Any]
@@ -235,8 +235,7 @@ def plain_message(message: ChatMessage) -> Message:
     if not isinstance(role, str):
         raise RequestUnusable(f"the role of a message is {role!r}; expected a text")
     plain: dict[str, Any] = {"role": role, "content": _text_of(message)}
-    if name := message.get("name"):
-        plain["name"] = name
+    plain |= {key: message[key] for key in ("name", *THOUGHTS) if message.get(key)}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [_template_call(call) for call in calls]
     return plain  # type: ignore[return-value]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -10,7 +11,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.weights.model_files import load_tokenizer
 from grpo_env.maths.final_answer import THINK_TAG
 from grpo_env.tasks import Message, MessagesUnusable
-from grpo_env.tasks.tool_calls import CallFormat, format_of
+from grpo_env.tasks.tool_calls import THOUGHTS, CallFormat, format_of
 from grpo_env.tasks.tools import hidden_torch
 
 _KEPT_PROMPTS = 256
@@ -153,6 +154,26 @@ class ChatTemplate:
             )
         self._shown_tools.add(name)
 
+    def shows_thought(self, prompt: Sequence[Message], answer: Message) -> bool:
+        """Whether the template shows the thought that the answer has in a field of its own."""
+        without: Any = {key: value for key, value in answer.items() if key not in THOUGHTS}
+        return self._render([*prompt, answer], (), is_asked=False) != self._render(
+            [*prompt, without], (), is_asked=False
+        )
+
+    @cached_property
+    def _thought_field(self) -> str | None:
+        """The field that the template reads as the thought of an answer, or of a call as Gemma 4;
+        None if there is none."""
+        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+        for rest in {"content": "!"}, {"content": "", "tool_calls": [call]}:
+            for name in THOUGHTS:
+                said: Any = {"role": "assistant", name: _PLACEHOLDER, **rest}
+                with suppress(MessagesUnusable):
+                    if _PLACEHOLDER in self._applied([_QUESTION, said], (), is_asked=False):
+                        return name
+        return None
+
     @cached_property
     def _thinking(self) -> str:
         """What the template itself writes of an answer, from `<think>` on."""
@@ -191,6 +212,21 @@ class ChatTemplate:
         is_asked: bool = True,
     ) -> str:
         """Args: is_asked: whether the beginning of an answer follows"""
+        return self._applied([self._with_thought(one) for one in messages], tools, is_asked)
+
+    def _with_thought(self, message: Message) -> Message:
+        """The message with its thought under the name that the template reads."""
+        fields: Any = message
+        thoughts = [fields[name] for name in THOUGHTS if fields.get(name)]
+        if not thoughts or self._thought_field is None:
+            return message
+        renamed: Any = {key: value for key, value in fields.items() if key not in THOUGHTS}
+        renamed[self._thought_field] = thoughts[0]
+        return renamed  # type: ignore[no-any-return]
+
+    def _applied(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], is_asked: bool
+    ) -> str:
         from jinja2 import TemplateError
 
         # Mistral's templates require an id, of this length.
@@ -230,7 +266,7 @@ def load_template(tokenizer_name: str, arguments: Mapping[str, Any] | None = Non
             import transformers
 
             tokenizer = load_tokenizer(tokenizer_name, transformers)
-    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing more specific
+    except Exception as error:  # tokenizers raises nothing more specific
         raise TokenizerUnusable(
             f"no tokenizer at {tokenizer_name!r} ({error}); name a Hugging Face id "
             "or a directory with a tokenizer, in --model or --tokenizer"

@@ -45,6 +45,11 @@ class Message(TypedDict):
     tool_calls: NotRequired[list[dict[str, Any]]]
 
 
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message of the assistant, of which one may hold its thought (Qwen and DeepSeek,
+gpt-oss, vLLM). A chat template reads one of them, or none."""
+
+
 class CallFormat(StrEnum):
     """How a family of models writes calls."""
 

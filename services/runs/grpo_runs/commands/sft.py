@@ -17,6 +17,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.settings.machine import MADE_HERE
 from grpo_env.rollout.chat_template import load_template
 from grpo_env.tasks import TaskOptions
+from grpo_env.tasks.tool_calls import THOUGHTS
 from grpo_runs.commands.evaluate import visible_gpu
 from grpo_runs.models import longest_sequence
 from grpo_runs.process.records import ProcessRecords
@@ -90,6 +91,12 @@ def _train(
         usable = tokenised(examples, load_template(model), limit)
     if left_out := len(examples) - len(usable):
         screen.warning(f"{left_out} of {len(examples)} examples exceed {limit} tokens, left out")
+    if lacking := sum(one.lacks_thought for one in usable):
+        screen.warning(
+            f"{lacking} of {len(usable)} answers have a thought ({', '.join(THOUGHTS)}) that the "
+            "chat template does not show, so only the rest of them is learned; use a template that "
+            "reads it, or write it into the content"
+        )
     show = partial(_show, screen)
     try:
         result = train_and_save(settings, model, usable, run.metrics, run.path / MODEL, show)

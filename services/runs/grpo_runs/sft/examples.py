@@ -21,6 +21,7 @@ from grpo_env.tasks.rows import (
     rows_of,
     with_system_prompt,
 )
+from grpo_env.tasks.tool_calls import THOUGHTS
 
 NOT_LEARNED = -100
 """The label of a token without loss, as PyTorch's `cross_entropy` ignores it."""
@@ -37,10 +38,12 @@ class Example:
 
 @dataclass(frozen=True)
 class TokenisedExample:
-    """`labels`: the token ids of the answer, and `NOT_LEARNED` in the prompt. [T] each."""
+    """`labels`: the token ids of the answer, and `NOT_LEARNED` in the prompt. [T] each.
+    `lacks_thought`: the template does not show the answer's thought."""
 
     token_ids: list[int]
     labels: list[int]
+    lacks_thought: bool = False
 
 
 def read_examples(options: TaskOptions) -> list[Example]:
@@ -140,4 +143,9 @@ def _tokenised(example: Example, template: ChatTemplate) -> TokenisedExample:
                 "the chat template of the model leaves out calls of tools, so they cannot be "
                 "learned; use another model, or write the calls into the content"
             )
-    return TokenisedExample(prompt + answer, [NOT_LEARNED] * len(prompt) + answer)
+    has_thought = any(example.answer.get(field) for field in THOUGHTS)
+    return TokenisedExample(
+        prompt + answer,
+        [NOT_LEARNED] * len(prompt) + answer,
+        has_thought and not template.shows_thought(example.prompt, example.answer),
+    )

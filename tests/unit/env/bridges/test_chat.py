@@ -116,6 +116,10 @@ def calling(arguments: str) -> dict[str, Any]:
         *((calling(text), calling(text)) for text in ("{bad", "[" * 5000)),
         ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
         (
+            {"role": "assistant", "content": "7", "reasoning": "3, 4", "thinking": None},
+            {"role": "assistant", "content": "7", "reasoning": "3, 4"},
+        ),
+        (
             {"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]},
             {"role": "user", "content": "a\nb"},
         ),

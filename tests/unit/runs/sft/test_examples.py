@@ -71,6 +71,36 @@ def test_calls_of_tools_as_data_sets_keep_them(tmp_path: Path) -> None:
         tokenised([found], ChatTemplate(TextTokenizer()), 100)
 
 
+class ThinkingTokenizer(TextTokenizer):
+    """Args: field: the one whose thoughts the template shows"""
+
+    def __init__(self, field: str) -> None:
+        super().__init__()
+        self._field = field
+
+    def apply_chat_template(self, messages: Any, *arguments: Any, **options: Any) -> str:
+        shown = [
+            {**m, "content": f"<think>{m[self._field]}</think>{m['content']}"}
+            if m.get(self._field)
+            else m
+            for m in messages
+        ]
+        return super().apply_chat_template(shown, *arguments, **options)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning", "none"])
+def test_a_thought_is_learned_under_the_name_that_the_template_reads(field: str, read: str) -> None:
+    talk: list[Any] = [user("3+4="), {**says("7"), field: "3, 4"}, user("?"), says("8")]
+    first, second = tokenised(
+        examples_of({"messages": talk}), ChatTemplate(ThinkingTokenizer(read)), 100
+    )
+    thought = b"" if read == "none" else b"<think>3, 4</think>"
+    assert bytes(label for label in first.labels if label >= 0) == thought + b"7<end>"
+    assert bytes(second.token_ids).startswith(b"<user>3+4=<end><assistant>" + thought + b"7<end>")
+    assert [first.lacks_thought, second.lacks_thought] == [read == "none", False]
+
+
 def test_a_system_message_is_added_and_an_empty_one_removes_it() -> None:
     system: Message = {"role": "system", "content": "be short"}
     (with_it,) = examples_of({"prompt": "a", "completion": "b"}, "be short")
