@@ -19,7 +19,7 @@ from grpo_env.bridges.errors import EnvironmentUnusable, refuse_options
 from grpo_env.bridges.openenv_server import ActionInvalid, LocalServer, Server, Session
 from grpo_env.tasks import Answer, Message, RolloutFailed, Row, Split, TaskOptions
 from grpo_env.tasks.rows import rows_of
-from grpo_env.tasks.tool_calls import ToolCall, text_parameters, tool_calls
+from grpo_env.tasks.tool_calls import ToolCall, text_parameters, tool_calls, types_of
 
 PROMPT = "prompt"
 _METADATA = "metadata"
@@ -237,11 +237,12 @@ def action_from(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
         value = _json_in(text, "{", f"a JSON object with the fields {', '.join(fields)}")
         return dict(value)
     (field,) = needed
-    kind = fields[field].get("type")
-    if kind == "string":
+    kinds = types_of(fields[field], schema)
+    if "string" in kinds:
         return {field: text}
-    opening = {"object": "{", "array": "["}.get(kind or "", '-0123456789tfn"{[')
-    return {field: _json_in(text, opening, f"a value for {field} ({kind or 'JSON'})")}
+    kind = " or ".join(sorted(kinds)) or "JSON"
+    opening = {"object": "{", "array": "["}.get(kind, '-0123456789tfn"{[')
+    return {field: _json_in(text, opening, f"a value for {field} ({kind})")}
 
 
 def _json_in(text: str, opening: str, expected: str) -> Any:

@@ -244,7 +244,7 @@ def text_parameters(schemas: Sequence[Mapping[str, Any]]) -> IsText:
         root = function.get("parameters") or {}
         properties = _target(root, root).get("properties") or {}
         types |= {
-            (function.get("name"), name): _types(properties[name], root) for name in properties
+            (function.get("name"), name): types_of(properties[name], root) for name in properties
         }
 
     def is_text(tool: str, name: str, written: str) -> bool:
@@ -254,8 +254,8 @@ def text_parameters(schemas: Sequence[Mapping[str, Any]]) -> IsText:
     return is_text
 
 
-def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """The types that a JSON schema names for its values."""
+def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """The types that a JSON schema names for its values. Args: root: of its references"""
     if not isinstance(schema, Mapping):
         return set()
     schema = _target(schema, root)
@@ -265,7 +265,7 @@ def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
     found |= {"string" for value in values if isinstance(value, str)}
     found |= {"null"} if None in values or schema.get("nullable") else set()
     for combined in ("anyOf", "oneOf", "allOf"):
-        found = found.union(*(_types(part, root) for part in schema.get(combined) or ()))
+        found = found.union(*(types_of(part, root) for part in schema.get(combined) or ()))
     return found
 
 

@@ -37,6 +37,7 @@ def schema(required: list[str], **kinds: str) -> dict[str, Any]:
 
 MESSAGE = schema(["message"], message="string", timeout="number")
 MOVE = schema(["row", "column"], row="integer", column="integer")
+OPTIONAL = {"properties": {"say": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,7 @@ MOVE = schema(["row", "column"], row="integer", column="integer")
         ('{no} {"row": 1, "column": 2} .', MOVE, {"row": 1, "column": 2}),
         ('{"word": "a"}', schema([], word="string", size="integer"), {"word": "a"}),
         ("a", schema([], word="string"), {"word": "a"}),
+        ("1.50", OPTIONAL, {"say": "1.50"}),
     ],
 )
 def test_an_answer_becomes_an_action(text: str, of: dict[str, Any], action: Any) -> None:
