@@ -55,7 +55,8 @@ def _keys_of(option: str, section: str | None) -> Iterator[str]:
 def in_recipe(text: str, names: Mapping[str, str]) -> str:
     """`raise --steps` → `raise max_steps`. Args: names: of a recipe's keys, by those of Hydra"""
     said = _KEY.sub(lambda found: names.get(found[0], found[0]), in_keys(text))
-    return _REPEATED.sub(lambda found: found[found[1] in names.values()], said)
+    known = {*names.values()}
+    return _REPEATED.sub(lambda found: found[1] if found[1] in known else found[0], said)
 
 
 def renamed(names: Mapping[str, str]) -> Callable[..., MutableMapping[str, Any]]:
