@@ -259,6 +259,11 @@ def as_messages(column: str, value: Any, role: str = "user") -> list[Message]:
                 f"the column {column!r} already has a chat template's marks, and the model's "
                 "template would be added; give the text alone, or a list of messages"
             )
+        if value.lstrip().startswith("[{'role'"):
+            raise ValueError(
+                f"the column {column!r} holds messages as Python prints them, which is no JSON; "
+                "write them with json.dumps"
+            )
         return [{"role": role, "content": value}]
     if not isinstance(value, Sequence) or not value:
         raise ValueError(f"the column {column!r} holds neither a text nor a list of messages")

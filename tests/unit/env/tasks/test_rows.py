@@ -247,6 +247,7 @@ REFUSED_PROMPTS = [
         "message 0 holds parts such as images; only text",
     ),
     ({"prompt": "<|im_start|>user\n3+4=<|im_end|>\n"}, "already has a chat template's marks"),
+    ({"prompt": str([USER])}, "holds messages as Python prints them"),
     ({"prompt": " [INST] 3+4= [/INST]"}, "already has a chat template's marks"),
     ({"prompt": [{"role": "system", "content": "Be brief."}]}, "holds nothing but a system"),
     ({"messages": [USER, GOLD]}, "ends with an answer of the assistant"),
