@@ -43,6 +43,10 @@ class LoraEngine:
             raise self.add
         return True
 
+    async def collective_rpc(self, method: str, kwargs: dict[str, int]) -> list[dict[str, Any]]:
+        assert (method, kwargs["number"] in self.there) == ("adapter_modules", True)
+        return [{"held": ["qkv_proj"], "computed": ["qkv_proj"]}]
+
     async def remove_lora(self, number: int) -> bool:
         if self.remove is not None:
             raise self.remove

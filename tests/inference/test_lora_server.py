@@ -16,6 +16,7 @@ import httpx
 import pytest
 import torch
 import uvicorn
+from safetensors.torch import load_file, save_file
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
@@ -190,6 +191,25 @@ def test_loading_by_hand_names_a_new_epoch_and_the_supervisor_learns_it(
     assert unloaded.json()["policy_version"] == [epoch + 2, 0]
     assert lora.difference(load(lora.server.model, None), SHORT) < FILE_NOISE
     wait_for(lambda: lora.server.status()["kind"] == "base")
+
+
+def test_an_adapter_of_another_layout_is_refused_and_the_served_one_stays(
+    lora: HandedOffServer,
+) -> None:
+    lora.publish(lora.weights[1])
+    place = lora.weights[0].with_name("foreign")
+    shutil.copytree(lora.weights[0], place)
+    file = place / "adapter_model.safetensors"
+    renamed = {n.replace("layers.0.", "layer_0."): t for n, t in load_file(file).items()}
+    save_file(renamed, file)
+    refused = httpx.post(f"{lora.server.url}/lora/load", json={"adapter_path": str(place)})
+    assert refused.status_code == 409
+    assert "2 of its 5 modules are not in the model, for example model.layer_0." in refused.text
+    config = place / "adapter_config.json"
+    config.write_text(config.read_text().replace('"r": 16', '"r": 8'))
+    refused = httpx.post(f"{lora.server.url}/lora/load", json={"adapter_path": str(place)})
+    assert (refused.status_code, "gives rank 8" in refused.text) == (422, True)
+    assert lora.difference(load(lora.server.model, lora.weights[1]), SHORT) < FILE_NOISE
 
 
 @dataclass

@@ -107,6 +107,10 @@ _EVERYWHERE: dict[str, list[str]] = {
         "validate_logits_processors_parameters",
     ],
     "vllm.v1.engine.exceptions": ["EngineDeadError", "EngineGenerateError"],
+    "vllm.lora.worker_manager:WorkerLoRAManager": ["__init__ ~ _adapter_manager"],
+    "vllm.lora.model_manager:LoRAModelManager": [
+        *("get_adapter(adapter_id)", "__init__ ~ self.modules"),
+    ],
     "vllm.lora.request": ["LoRARequest(lora_name, lora_int_id, lora_path)"],
     "vllm.outputs": ["CompletionOutput"],
     # loading weights into the running engine

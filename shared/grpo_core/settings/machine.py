@@ -7,6 +7,7 @@ import socket
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic_core import from_json
@@ -88,12 +89,19 @@ def _incomplete_weights(model: Path) -> str | None:
 
 
 def _whole_size(path: Path) -> int:
+    head, head_bytes = head_of(path)
+    ends = (int(tensor["data_offsets"][1]) for tensor in head.values())
+    return 8 + head_bytes + max(ends, default=0)
+
+
+def head_of(path: Path) -> tuple[dict[str, Any], int]:
+    """The tensors of a safetensors file by name, and the bytes of this head. Raises `OSError`;
+    `ValueError`, `AttributeError` or `TypeError` if the file is damaged."""
     with path.open("rb") as file:
         head_bytes = int.from_bytes(file.read(8), "little")
         head = from_json(file.read(min(head_bytes, _MAX_HEAD_BYTES)))
     head.pop("__metadata__", None)
-    ends = (int(tensor["data_offsets"][1]) for tensor in head.values())
-    return 8 + head_bytes + max(ends, default=0)
+    return head, head_bytes
 
 
 def not_writable(path: Path) -> str | None:

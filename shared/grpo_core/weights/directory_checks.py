@@ -10,13 +10,16 @@ import hashlib
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ValidationError
 
 from grpo_core.errors import GrpoError, problems_of
+from grpo_core.settings.machine import head_of
 from grpo_core.weights.ref import WeightKind, WeightRef
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_LORA_A, _LORA_B = ".lora_A.weight", ".lora_B.weight"
 SERVED_WEIGHTS = "served_weights"
 """Name of the directory of weights that a server loads."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -137,7 +140,8 @@ def without_head(modules: tuple[str, ...] | None) -> tuple[str, ...] | None:
 def require_servable_adapter(directory: Path, max_rank: int) -> None:
     """Raises `UnusableWeights` if the adapter's rank is higher than the engine accepts, or if the
     adapter changes the head."""
-    rank, targets = _rank_and_targets(directory)
+    config = _lora_config(directory)
+    rank, targets = config.rank, config.target_modules
     if rank > max_rank:
         raise UnusableWeights(
             f"{directory}: the adapter has rank {rank}, but the server accepts at most "
@@ -156,24 +160,53 @@ def adapter_rank(directory: Path) -> int:
     Raises:
         UnusableWeights: its configuration is invalid.
     """
-    return _rank_and_targets(directory)[0]
+    return _lora_config(directory).rank
+
+
+def require_lora_tensors(directory: Path) -> None:
+    """Raises `UnusableWeights` if the tensors do not have the ranks of the adapter's configuration,
+    or one of a pair is missing."""
+    file, ranks = directory / ADAPTER_WEIGHTS, _lora_config(directory).ranks
+    try:
+        shapes = {name: tensor["shape"] for name, tensor in head_of(file)[0].items()}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise UnusableWeights(f"{file} cannot be read: {error}") from error
+    if not shapes:
+        raise UnusableWeights(f"{file} has no tensors; save the adapter again")
+    pairs = {name.replace(_LORA_B, _LORA_A) for name in shapes if ".experts" not in name}
+    for name in sorted(name for name in pairs if name.endswith(_LORA_A)):
+        a, b = shapes.get(name), shapes.get(name.replace(_LORA_A, _LORA_B))
+        if not a or not b or a[0] != b[-1] or a[0] not in ranks:
+            raise UnusableWeights(
+                f"{file}: {name} and its lora_B have the shapes {a} and {b}, but {ADAPTER_CONFIG} "
+                f"gives rank {' or '.join(map(str, sorted(ranks)))}; save the adapter again, from "
+                "all shards"
+            )
 
 
 class _LoraConfig(BaseModel):
     """The part of PEFT's configuration that is checked."""
 
+    peft_type: Literal["LORA"] = "LORA"
     r: int
     rank_pattern: dict[str, int] | None = None
     target_modules: list[str] | str | None = None
 
+    @property
+    def ranks(self) -> set[int]:
+        return {self.r, *(self.rank_pattern or {}).values()}
 
-def _rank_and_targets(directory: Path) -> tuple[int, list[str] | str | None]:
-    """From the adapter's configuration. Raises `UnusableWeights` if it is invalid."""
+    @property
+    def rank(self) -> int:
+        return max(self.ranks)
+
+
+def _lora_config(directory: Path) -> _LoraConfig:
+    """Raises `UnusableWeights` if it is invalid."""
     file = directory / ADAPTER_CONFIG
     try:
-        config = _LoraConfig.model_validate_json(file.read_bytes())
+        return _LoraConfig.model_validate_json(file.read_bytes())
     except OSError as error:
         raise UnusableWeights(f"{file} cannot be read: {error}") from error
     except ValidationError as error:
         raise UnusableWeights(f"{file} is not a LoRA configuration: {problems_of(error)}") from None
-    return max([config.r, *(config.rank_pattern or {}).values()]), config.target_modules

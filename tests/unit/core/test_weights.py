@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from grpo_core.errors import GrpoError, ProtocolViolation, ServiceUnavailable
 from grpo_core.weights.directory_checks import (
@@ -23,6 +25,7 @@ from grpo_core.weights.directory_checks import (
     adapter_rank,
     check_weights,
     directory_digest,
+    require_lora_tensors,
     require_servable_adapter,
 )
 from grpo_core.weights.ref import WeightKind, WeightRef
@@ -119,6 +122,29 @@ def test_a_configuration_that_is_none_and_an_adapter_on_the_head_are_refused(
     (adapter / ADAPTER_CONFIG).write_text(text)
     with pytest.raises(UnusableWeights, match=problem):
         require_servable_adapter(adapter, 8)
+
+
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "problem"),
+    [
+        ({}, "has no tensors"),
+        ({"A": (24, 4), "B": (4, 24)}, None),
+        ({"A": (16, 4), "B": (4, 16)}, r"\[16, 4\] and \[4, 16\], .* gives rank 8 or 24"),
+        ({"A": (8, 4)}, r"\[8, 4\] and None"),
+        ({"B": (4, 8)}, r"None and \[4, 8\]"),
+        ({"A": (0,), "B": (0,)}, r"\[0\] and \[0\]"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_rank_are_refused(
+    adapter: Path, shapes: dict[str, tuple[int, ...]], problem: str | None
+) -> None:
+    tensors = {f"{Q_PROJ}{side}.weight": np.zeros(shape) for side, shape in shapes.items()}
+    save_file(tensors, adapter / ADAPTER_WEIGHTS)
+    with pytest.raises(UnusableWeights, match=problem) if problem else contextlib.nullcontext():
+        require_lora_tensors(adapter)
 
 
 @contextmanager

@@ -10,7 +10,12 @@ import structlog
 from grpo_core.security import plain
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.ref import WeightRef
-from grpo_vllm.engine.plugin import LOAD_FORMAT, STAGED_UPDATE, WORKER_EXTENSION
+from grpo_vllm.engine.plugin import (
+    ADAPTER_EXTENSION,
+    LOAD_FORMAT,
+    STAGED_UPDATE,
+    WORKER_EXTENSION,
+)
 from grpo_vllm.engine.vllm_compat.launch import (
     WHY_NO_UPDATE,
     adapt_to_cpu,
@@ -96,12 +101,13 @@ def refuse_reserved_options(arguments: argparse.Namespace, share_weights: bool) 
     """Refuse options that the server sets itself. They can still reach vLLM abbreviated, or in
     vLLM's own configuration file, which our parser does not read. Raises `SystemExit` with the
     names of the options."""
+    extension = WORKER_EXTENSION if share_weights else ADAPTER_EXTENSION
     taken = {
         "--api-key (give it once, unabbreviated, or set VLLM_API_KEY)": arguments.api_key
         is not None,
         "--logprobs-mode": arguments.logprobs_mode != LOGPROBS_MODE,
-        "--worker-extension-cls": share_weights
-        and arguments.worker_extension_cls != WORKER_EXTENSION,
+        "--worker-extension-cls": (share_weights or arguments.enable_lora)
+        and arguments.worker_extension_cls != extension,
         "--load-format": share_weights and arguments.load_format != LOAD_FORMAT,
         f"{arguments.model_tag} (a word without an option)": arguments.model_tag is not None,
     }
@@ -139,6 +145,7 @@ def engine_arguments(settings: ServerSettings, weights: WeightRef) -> list[str]:
     if settings.enable_lora:
         ours += ["--enable-lora", "--max-lora-rank", str(settings.max_lora_rank)]
         ours += ["--max-loras", str(settings.max_loras)]
+        ours += ["--worker-extension-cls", ADAPTER_EXTENSION]
     if settings.loads_in_place and can_update_weights():
         ours += ["--weight-transfer-config", json.dumps({"backend": STAGED_UPDATE})]
     return [*ours, *settings.engine_arguments]

@@ -15,7 +15,12 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.bridge_config import BridgeConfig
-from grpo_core.weights.directory_checks import inside, require_complete, require_servable_adapter
+from grpo_core.weights.directory_checks import (
+    inside,
+    require_complete,
+    require_lora_tensors,
+    require_servable_adapter,
+)
 from grpo_core.weights.ref import WeightKind
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.vllm_compat.launch import device_type, generation_tokens
@@ -177,6 +182,7 @@ def lora_router(
         directory = inside(request.adapter_path, settings.loads_from)
         require_complete(WeightKind.ADAPTER, directory)
         require_servable_adapter(directory, settings.max_lora_rank)
+        require_lora_tensors(directory)
         version = request.policy_version or served.next_epoch()
         if version < served:
             raise BridgeConflict(

@@ -8,7 +8,7 @@ adapter that they started with. An adapter is unloaded when no request can use i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, MutableMapping
+from collections.abc import Coroutine, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,13 @@ class AdapterSwitch:
     async def _add(self, request: Any) -> None:
         try:
             async with asyncio.timeout(LOAD_DEADLINE_S):
-                await self._engine.add_lora(request)
+                workers: list[Any] = [None]
+                while None in workers:  # requests for other adapters may evict it meanwhile
+                    await self._engine.add_lora(request)
+                    workers = await self._engine.collective_rpc(
+                        "adapter_modules", kwargs={"number": request.lora_int_id}
+                    )
+            _require_all_used(workers)
         except EngineDeadError:
             raise
         except TimeoutError:
@@ -163,6 +169,20 @@ class AdapterSwitch:
         task = asyncio.create_task(work)
         self._unloading.add(task)
         task.add_done_callback(self._unloading.discard)
+
+
+def _require_all_used(workers: Sequence[Mapping[str, list[str]]]) -> None:
+    """Args: workers: the `adapter_modules` of each
+
+    Raises `ValueError`: vLLM has left modules of the adapter out."""
+    held, computed = (sorted({n for w in workers for n in w[key]}) for key in ("held", "computed"))
+    unused = [name for name in held if name not in computed]
+    if unused:
+        raise ValueError(
+            f"{len(unused)} of its {len(held)} modules are not in the model, for example "
+            f"{unused[0]}; the model has, for example, {computed[0]}. Load an adapter of this "
+            "model, or rename the tensors in its file"
+        )
 
 
 class AdapterNames(MutableMapping[str | None, Any]):
