@@ -198,8 +198,9 @@ class BridgeClient(ServiceClient):
 
     def pause(
         self, session: str, lease_s: float, version: PolicyVersion, *, writing: bool = True
-    ) -> None:
+    ) -> float:
         """Pause sampling, keep requests in flight (or finish short ones), drop the KV cache.
+        Returns the seconds that the server grants.
 
         `version` names the weights that the trainer will write, and `writing` that it begins to
         write them. The pause ends by itself after `lease_s` seconds, or when the session's
@@ -211,7 +212,8 @@ class BridgeClient(ServiceClient):
         """
         body = {"session": session, "lease_s": lease_s, "policy_version": list(version)}
         # In the query, which servers of earlier releases ignore.
-        self._change("/bridge/pause" if writing else "/bridge/pause?writing=false", body)
+        path = "/bridge/pause" if writing else "/bridge/pause?writing=false"
+        return float(self._change(path, body).json()["lease_s"])
 
     def resume(self, session: str, written: bool) -> None:
         """Resume sampling; with the new version if all weights were `written`.
@@ -221,10 +223,10 @@ class BridgeClient(ServiceClient):
         """
         self._change("/bridge/resume", {"session": session, "written": written})
 
-    def _change(self, path: str, body: dict[str, Any]) -> None:
+    def _change(self, path: str, body: dict[str, Any]) -> httpx.Response:
         # A pause or resume must not be repeated after it was carried out: the server would check
         # the repeat against the state that the first one changed.
-        self._control.send("POST", path, repeat_lost_answers=False, json=body)
+        return self._control.send("POST", path, repeat_lost_answers=False, json=body)
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """The server's logprobs of token_ids[1:] at temperature 1, each given the previous tokens.

@@ -162,21 +162,21 @@ class ServerSettings(CommandSettings, ListenOptions):
     )
     await_weights: bool = Field(
         True,
-        description="After a restart, hold requests until a trainer has written the last served "
-        "weights back. With --no-await-weights, the server serves --model under a new policy "
-        "version instead",
+        description="After a restart, or if a trainer ended while it wrote the weights, hold "
+        "requests until a trainer has written all weights. With --no-await-weights, the server "
+        "serves --model under a new policy version instead",
     )
     write_back_hold_s: float = Field(
         20.0,
         gt=0,
-        description="Seconds that a request waits, after a restart of the engine, for a trainer to "
-        "write the weights back. After this time the request is answered with status 503",
+        description="Seconds that a request waits for a trainer to write the weights back, see "
+        "--await-weights. After this time the request is answered with status 503",
     )
     write_back_deadline_s: float = Field(
         300.0,
         gt=0,
-        description="Seconds that a trainer has, after a restart of the engine, to write the "
-        "weights back. After this time the server answers every request at once with status 503",
+        description="Seconds that a trainer has to write the weights back, see --await-weights. "
+        "After this time the server answers every request at once with status 503",
     )
     enable_lora: bool = Field(
         False,

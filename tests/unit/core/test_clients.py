@@ -125,7 +125,13 @@ def test_a_proxy_of_the_environment_is_used(
     assert AiohttpTransport("http://run-api:8000", 1)._proxy == expected
 
 
-INFO = {"policy_version": [0, 0], "paused": False, "weights_intact": True, "weights_socket": None}
+INFO = {
+    "lease_s": 1,
+    "policy_version": [0, 0],
+    "paused": False,
+    "weights_intact": True,
+    "weights_socket": None,
+}
 
 
 @pytest.fixture
@@ -149,7 +155,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[httpx.Request]:
 async def test_every_request_carries_the_key(seen: list[httpx.Request]) -> None:
     with BridgeClient("http://server", control_url="http://control", api_key="a-key") as bridge:
         bridge.info()
-        bridge.pause("session", 1.0, PolicyVersion(1, 1))
+        assert bridge.pause("session", 1.0, PolicyVersion(1, 1)) == 1.0
         bridge.resume("session", written=True)
         bridge.sample(PROMPT)
     async with GenerationClient("http://server", 1.0, 1, api_key="a-key") as client:

@@ -152,42 +152,71 @@ async def test_a_lease_that_runs_out_frees_the_place_and_taints_the_weights() ->
     assert not bridge.weights_intact
     second = await bridge.open_session()
     await bridge.pause(second, LEASE_S, LATER)
-    await bridge.close_session(session)  # the hung trainer's connection closes late
-    assert bridge.paused
     await bridge.resume(second, written=True)
     assert bridge.weights_intact
 
 
-@pytest.mark.parametrize("call", ["pause", "resume"])
-async def test_weights_that_a_late_trainer_may_have_written_into_are_torn(call: str) -> None:
-    """One that was stopped in the middle of a write, and asks again after others have written."""
+@pytest.mark.parametrize("stage", ["idle", "asking", "writing"])
+@pytest.mark.parametrize("call", ["pause", "resume", "close"])
+async def test_after_a_late_write_the_other_trainer_writes_everything_again(
+    call: str, stage: str
+) -> None:
+    """The first trainer was stopped in the middle of a write, for longer than its lease. When it
+    goes on, a second one has written all weights; it is idle, or publishes the next ones."""
     bridge, late = await paused(FakeEngine())
+    await asyncio.sleep(LEASE_S + 1.0)
+    hung_up = asyncio.Event()
+    second = await bridge.open_session(hung_up.set)
+    await bridge.pause(second, LEASE_S, LATER)
+    await bridge.resume(second, written=True)
+    assert bridge.state is ServingState.SERVING
+    if stage != "idle":
+        await bridge.pause(second, LEASE_S, PolicyVersion(3, 0), writing=stage == "writing")
 
-    async def ask(session: str) -> None:
+    if call == "close":
+        await bridge.close_session(late)
+    else:
         asking = (
-            bridge.pause(session, LEASE_S, LATER)
+            bridge.pause(late, LEASE_S, PolicyVersion(4, 0))
             if call == "pause"
-            else bridge.resume(session, written=True)
+            else bridge.resume(late, written=True)
         )
         with pytest.raises(BridgeConflict, match="does not hold the pause"):
             await asking
 
-    await asyncio.sleep(LEASE_S + 1.0)
-    second = await bridge.open_session()
-    await bridge.pause(second, LEASE_S, LATER)
-    await ask(late)  # while the second one writes
-    await ask(second)
-    assert not bridge.weights_intact
-
-    await bridge.pause(await bridge.open_session(), LEASE_S, PolicyVersion(8, 0))
-    await asyncio.sleep(LEASE_S + 1.0)
-    third = await bridge.open_session()
-    await bridge.pause(third, LEASE_S, PolicyVersion(10, 0))
-    await bridge.resume(third, written=True)
+    if stage == "idle":
+        assert hung_up.is_set()
+    else:
+        with pytest.raises(BridgeConflict, match="does not hold the pause"):
+            await bridge.resume(second, written=True)
+    await bridge.close_session(second)
+    await asyncio.sleep(1.0)  # virtual time: until its pause has ended
+    assert (bridge.state, bridge.weights_intact) == (ServingState.AWAITING_WEIGHTS, False)
+    await write_back(bridge, PolicyVersion(5, 0))
     assert bridge.state is ServingState.SERVING
-    await ask(next(iter(bridge._late)))  # after the third one has written
-    assert (bridge.weights_intact, bridge.version) == (False, PolicyVersion(10, 0))
-    assert bridge.state is ServingState.AWAITING_WEIGHTS
+
+
+async def test_a_lease_that_runs_out_while_the_version_is_named_leaves_no_doubt_behind() -> None:
+    named = asyncio.Event()
+    bridge, session = await attached(FakeEngine(held={"name 1.0": named}))
+    await bridge.pause(session, LEASE_S, NEXT)
+    await asyncio.sleep(LEASE_S - 1.0)
+    resuming = asyncio.create_task(bridge.resume(session, written=True))
+    await asyncio.sleep(2.0)
+    named.set()
+    await resuming
+    await bridge.pause(session, LEASE_S, LATER)
+    await bridge.resume(session, written=True)
+    assert (bridge.state, bridge.version) == (ServingState.SERVING, LATER)
+
+
+async def test_a_pause_without_a_write_leaves_no_doubt_behind() -> None:
+    bridge, session = await attached(FakeEngine())
+    await bridge.pause(session, LEASE_S, NEXT, writing=False)
+    await asyncio.sleep(LEASE_S + 1.0)
+    with pytest.raises(BridgeConflict, match="is not attached"):
+        await bridge.pause(session, LEASE_S, NEXT)
+    assert (bridge.state, bridge.weights_intact) == (ServingState.SERVING, True)
 
 
 @pytest.mark.parametrize("writing", [False, True])
@@ -219,6 +248,10 @@ async def test_nothing_is_sampled_from_weights_that_were_half_written(
     assert "of which a trainer may have written only a part" in refusal.reason
     await given_up.wait()
     assert bridge.state is ServingState.FAILED
+    given_up.clear()
+    await bridge.pause(another := await bridge.open_session(), LEASE_S, NEXT)
+    await bridge.close_session(another)
+    assert given_up.is_set(), "requests that were spared while it wrote"
     await write_back(bridge, NEXT)
     assert engine.calls[-2:] == ["name 1.0", "resume"]
     assert (bridge.refusal(), bridge.weights_intact) == (None, True)

@@ -223,8 +223,7 @@ class SharedVllm(CheckedServer):
         def may_write() -> None:
             nonlocal lease
             if lease.has_passed:
-                lease = Deadline(self._lease_s / 2)
-                pause(writing=True)
+                lease = Deadline(pause(writing=True) / 2)
 
         try:
             pause(writing=False)
@@ -232,8 +231,8 @@ class SharedVllm(CheckedServer):
             self.weights.wait_until_written()
             self.bridge.resume(session, written=True)
         except BaseException:
-            # The memory may hold part of the update. Once the connection closes, the server resumes
-            # and no longer reports a trainer's version for these weights.
+            # The memory may hold part of the update. Once the connection closes, the server samples
+            # nothing until all weights are written.
             self._server.close()
             raise
 

@@ -84,7 +84,8 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
             _engine_control(engine, settings.share_weights), settings, weights, store
         )
         in_flight = InFlight(on_dropped=channel.dropped)
-        bridge.write_back.on_overdue = in_flight.give_up_all
+        # Not while a trainer writes: they go on soon.
+        bridge.write_back.on_overdue = lambda: None if bridge.paused else in_flight.give_up_all()
         adapters = None
         if settings.enable_lora:
             adapters = AdapterSwitch(engine, arguments.served_model_name[0], in_flight)

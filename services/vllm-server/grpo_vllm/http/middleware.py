@@ -40,7 +40,8 @@ TRY_AGAIN_LATER = 1013
 LOOKAHEAD_BYTES = 64 * 1024
 """The server reads at most this much of a held request's body, to detect a disconnection."""
 GIVEN_UP = (
-    "the engine is restarting, and this request did not finish in time; send the request again"
+    "the engine could not finish this request in time, because it restarts or does not hold the "
+    "weights of the run; send the request again"
 )
 
 

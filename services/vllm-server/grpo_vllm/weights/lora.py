@@ -180,7 +180,7 @@ def _require_all_used(workers: Sequence[Mapping[str, list[str]]]) -> None:
     if unused:
         raise ValueError(
             f"{len(unused)} of its {len(held)} modules are not in the model, for example "
-            f"{unused[0]}; the model has, for example, {computed[0]}. Load an adapter of this "
+            f"{unused[0]}; the model has, for example, {computed[-1]}. Load an adapter of this "
             "model, or rename the tensors in its file"
         )
 

@@ -153,7 +153,7 @@ async def _serve_trainer(
     connection.settimeout(SEND_TIMEOUT_S)
     session = None
     try:
-        session = await bridge.open_session()
+        session = await bridge.open_session(lambda: _hang_up(connection))
         grant, fd = await weights.grant(session)
         await asyncio.to_thread(send_grant, connection, grant, fd)
         connection.setblocking(False)
@@ -169,6 +169,11 @@ async def _serve_trainer(
         connection.close()
         if session is not None:
             await bridge.close_session(session)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the other end has just closed
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def make_private_directory(directory: Path) -> None:

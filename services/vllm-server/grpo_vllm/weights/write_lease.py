@@ -127,8 +127,8 @@ _RESTARTED = "restarted and holds the weights of --model"
 _HALF_WRITTEN = "holds weights of which a trainer may have written only a part"
 _LATE = "an earlier trainer went on writing after its lease had expired"
 _NO_PAUSE = (
-    "session {session} does not hold the pause: its lease expired, and the server resumed; attach "
-    "again and write all weights under a new pause"
+    "session {session} does not hold the pause, because its lease expired; attach again and write "
+    "all weights under a new pause"
 )
 
 
@@ -170,7 +170,8 @@ class WeightBridge:
         self._store = store or ServedStore()
         self._session: str | None = None
         self._late: set[str] = set()
-        """Sessions whose lease ran out, and which may not know it yet."""
+        """Sessions whose lease ran out while they wrote, and which may not know it yet."""
+        self._hang_up: Callable[[], None] = lambda: None
         self._session_ended = asyncio.Event()
         self._session_ended.set()
         self._pause: _Pause | None = None
@@ -203,8 +204,11 @@ class WeightBridge:
         cause = self.write_back.cause
         return GateRefusal(reason.format(version=list(self.version), cause=cause), hold)
 
-    async def open_session(self) -> str:
-        """Attach a trainer. Raises `BridgeConflict` if another trainer stays attached."""
+    async def open_session(self, hang_up: Callable[[], None] = lambda: None) -> str:
+        """Attach a trainer. Raises `BridgeConflict` if another trainer stays attached.
+
+        Args: hang_up: ends its connection, so that it attaches again and writes all weights
+        """
         try:
             async with asyncio.timeout(HANDOVER_S):
                 while not self._session_ended.is_set():  # the event wakes all waiting trainers
@@ -214,13 +218,15 @@ class WeightBridge:
                 "another trainer is attached to this server; run one trainer per server"
             ) from None
         self._session_ended.clear()
-        self._session = uuid.uuid4().hex
+        self._session, self._hang_up = uuid.uuid4().hex, hang_up
         log.info("trainer.attached", session=self._session)
         return self._session
 
     async def close_session(self, session: str) -> None:
         """Detach the trainer whose connection closed."""
-        self._late.discard(session)
+        if session in self._late:
+            async with self._lock:
+                await self._note_late_writer(session)
         if self._session != session:
             return
         log.info("trainer.detached", session=session)
@@ -240,7 +246,8 @@ class WeightBridge:
             EngineTimeout: the engine did not pause in time.
         """
         async with self._lock:
-            await self._refuse_late_writer(session)
+            if await self._note_late_writer(session):
+                raise BridgeConflict(_NO_PAUSE.format(session=session))
             self._check_is_attached(session)
             # A write-back may reuse the version: no request was answered with other weights.
             is_free = version > self.version or (
@@ -275,9 +282,10 @@ class WeightBridge:
             EngineTimeout: the engine did not resume in time; it then ends.
         """
         async with self._lock:
-            await self._refuse_late_writer(session)
-            if self._pause is None or self._pause.session != session:
+            is_late = await self._note_late_writer(session)
+            if is_late or self._pause is None or self._pause.session != session:
                 raise BridgeConflict(_NO_PAUSE.format(session=session))
+            self._pause.timer.cancel()
             if written:
                 await self._name(self._pause.version, intact=True)
             await self._end_pause(self._pause)
@@ -312,20 +320,23 @@ class WeightBridge:
         )
         return reset
 
-    async def _refuse_late_writer(self, session: str) -> None:
-        """A trainer that was stopped for longer than its lease may have written until now, into
-        weights that another one writes or has written. Raises `BridgeConflict`."""
+    async def _note_late_writer(self, session: str) -> bool:
+        """True if the lease of the session ran out while it wrote. It may have written until now,
+        into weights that another one writes or has written: that one must write all again."""
         if session not in self._late:
-            return
+            return False
         self._late.discard(session)
         if self._pause is None and self.weights_intact:
             await self.engine.pause()
             self._at_rest = True
             log.warning("weights.torn", reason=_LATE)
             await self._note_torn()
+            if self._session is not None:
+                self._hang_up()
         elif self._pause is not None and self._pause.session != session:
+            self._pause.writing = True
             self._end_lease(self._pause.session, _LATE)
-        raise BridgeConflict(_NO_PAUSE.format(session=session))
+        return True
 
     def _check_is_attached(self, session: str) -> None:
         if session != self._session:
@@ -350,7 +361,8 @@ class WeightBridge:
         # The session ends too: a trainer that only hung must attach again.
         if self._session == session:
             self._session = None
-            self._late.add(session)
+            if self._pause is not None and self._pause.writing:
+                self._late.add(session)
         task = asyncio.create_task(self._detach(self._pause, why))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -378,8 +390,10 @@ class WeightBridge:
     async def _note_torn(self) -> None:
         """Let the engine sample nothing until a trainer has written all weights."""
         self.weights_intact = False
-        if self.write_back.missing:
-            return  # it is waited for already
+        if self.write_back.missing:  # it is waited for already
+            if self.write_back.overdue:
+                self.write_back.on_overdue()
+            return
         if self._write_back_deadline_s is None:
             self.engine.broken = True  # the next engine loads --model
             return

@@ -120,8 +120,8 @@ def test_no_request_is_repeated_to_a_server_whose_weight_socket_has_closed() -> 
         return 503, {}
 
     routes: dict[str, Route] = {
-        PAUSE: lambda _body: (200, {}),
-        "POST /bridge/pause": lambda _body: (200, {}),
+        PAUSE: lambda _body: (200, {"lease_s": 30}),
+        "POST /bridge/pause": lambda _body: (200, {"lease_s": 30}),
         "POST /bridge/resume": ends,
     }
     with stub_server(routes) as server, BridgeClient(server.url, deadline_s=1.0) as bridge:
@@ -137,13 +137,13 @@ def test_no_request_is_repeated_to_a_server_whose_weight_socket_has_closed() -> 
 
 
 def test_a_trainer_whose_lease_is_over_asks_before_it_writes_on() -> None:
-    answers = iter([(200, {}), (409, {"detail": "its lease expired"})])
+    answers = iter([(200, {"lease_s": 0}), (409, {"detail": "its lease expired"})])
     routes: dict[str, Route] = {
-        PAUSE: lambda _body: (200, {}),
+        PAUSE: lambda _body: (200, {"lease_s": 0}),
         "POST /bridge/pause": lambda _body: next(answers),
     }
     with stub_server(routes) as server, BridgeClient(server.url, deadline_s=1.0) as bridge:
-        sync = SharedVllm(ServerConnection(bridge), "model", lease_s=0.0)
+        sync = SharedVllm(ServerConnection(bridge), "model")
         held: Any = LostAttachment()
         sync._server._attachment = sync._optimizer = held
         with pytest.raises(RequestRefused, match="its lease expired"):
