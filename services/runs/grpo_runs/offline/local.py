@@ -17,7 +17,13 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
 from grpo_trainer.model.logprobs import logprobs_of
-from grpo_trainer.model.policy import CausalLM, device_of, end_tokens_of, vocabulary_of
+from grpo_trainer.model.policy import (
+    CausalLM,
+    device_of,
+    end_tokens_of,
+    require_known,
+    vocabulary_of,
+)
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.base import Published
 
@@ -59,7 +65,12 @@ class LocalGeneration:
         """Sample n completions in one pass; the parameters have vLLM's names.
 
         Their logprobs are those of softmax(logits / temperature), and those of the logits
-        themselves at temperature 0."""
+        themselves at temperature 0.
+
+        Raises:
+            PolicyMismatch: the model does not have a token of the prompt.
+        """
+        require_known(prompt_token_ids, self._policy)
         max_tokens, n = sampling.pop("max_tokens"), sampling.pop("n", 1)
         temperature, stop = sampling.pop("temperature", 1.0), sampling.pop("stop", None)
         chosen = {"do_sample": True, "temperature": temperature, "top_k": 0} | sampling

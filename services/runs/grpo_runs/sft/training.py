@@ -26,7 +26,7 @@ from grpo_runs.sft.saving import save_like
 from grpo_trainer.errors import NonFiniteLoss
 from grpo_trainer.model.adapter import ALL_LINEAR, with_adapter
 from grpo_trainer.model.loading import device_to_load_on, import_architecture
-from grpo_trainer.model.policy import CausalLM, device_of
+from grpo_trainer.model.policy import CausalLM, device_of, require_known
 
 MEASURED_EXAMPLES = 64
 """Their loss is measured before and after."""
@@ -67,7 +67,8 @@ def train_and_save(
 
     Raises:
         NonFiniteLoss: training diverges; nothing is saved.
-        NoSuchDevice, UnsupportedModel: `--device` or `--model` cannot be used.
+        NoSuchDevice, UnsupportedModel, UnusableWeights, PolicyMismatch: `--device` or `--model`
+            cannot be used.
         OSError: a file could not be written.
     """
     began = time.monotonic()
@@ -75,6 +76,7 @@ def train_and_save(
     transformers.utils.logging.disable_progress_bar()
     device = device_to_load_on(settings.device.partition(":")[0])  # of the one visible GPU
     policy = _loaded(model, device)
+    require_known((token for one in examples for token in one.token_ids), policy)
     count = min(MEASURED_EXAMPLES, len(examples))
     measured = random.Random(settings.seed).sample(examples, count)
     before = mean_loss(policy, measured)

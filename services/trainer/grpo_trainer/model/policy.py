@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
@@ -94,6 +94,17 @@ def text_config_of(policy: CausalLM) -> Any:
 def vocabulary_of(policy: CausalLM) -> int:
     """Number of token ids."""
     return int(text_config_of(policy).vocab_size)
+
+
+def require_known(token_ids: Iterable[int], policy: CausalLM) -> None:
+    """Raises `PolicyMismatch`: the embedding has no row for a token of the tokenizer."""
+    largest, size = max(token_ids, default=0), vocabulary_of(policy)
+    if largest >= size:
+        raise PolicyMismatch(
+            f"the tokenizer has token id {largest}, but the model's vocabulary (vocab_size, the "
+            f"embedding's rows) has {size} tokens; use the tokenizer that belongs to the model, or "
+            "enlarge the embedding (transformers' resize_token_embeddings)"
+        )
 
 
 def end_tokens_of(policy: CausalLM) -> frozenset[int]:

@@ -29,6 +29,7 @@ from grpo_runs.offline.sampling import Sampler, require_fresh, require_own_polic
 from grpo_runs.offline.servers import Sampling, StockVllm, choose
 from grpo_trainer.advantages import group_advantages
 from grpo_trainer.data.groups import GroupLimits, usable_group
+from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.forward import _probe_batch, build_forward_pass
 from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.model.policy import vocabulary_of
@@ -227,6 +228,13 @@ async def test_logprobs_are_those_of_the_policy(model: str, gradient_checkpointi
     for completion in await LocalEngine(model, policy).sample(PROMPT, max_tokens=16, n=4):
         ours = logprobs_of(policy, [*PROMPT, *completion.token_ids])[len(PROMPT) - 1 :]
         torch.testing.assert_close(torch.tensor(completion.logprobs), ours, atol=1e-4, rtol=0)
+
+
+async def test_a_token_that_the_model_does_not_have_is_named(model: str) -> None:
+    policy = policy_of(model)
+    size = policy.config.vocab_size
+    with pytest.raises(PolicyMismatch, match=rf"token id {size}, but .* has {size} tokens"):
+        await LocalEngine(model, policy).sample([*PROMPT, size], max_tokens=1)
 
 
 async def test_completions_beyond_the_limit_are_sampled_in_further_passes(
