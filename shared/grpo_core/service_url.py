@@ -6,7 +6,7 @@ import re
 from base64 import b64encode
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-_USERINFO = re.compile(r"(\w+://)[^\s/@]+@")
+_USERINFO = re.compile(r"(\w+://)\S+@")  # up to the last one: a password may hold / or @
 
 
 def hide_passwords(text: str) -> str:

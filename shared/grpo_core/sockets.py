@@ -66,5 +66,5 @@ def proxy_for(url: str) -> str | None:
 def no_proxy(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables with which no library uses a proxy for loopback. `no_proxy` hides `NO_PROXY`."""
     known = environment.get("no_proxy") or environment.get("NO_PROXY")
-    value = ",".join(filter(None, [known, "127.0.0.1", "localhost"]))
+    value = "*" if known == "*" else ",".join(filter(None, [known, "127.0.0.1", "localhost"]))
     return {"NO_PROXY": value, "no_proxy": value}

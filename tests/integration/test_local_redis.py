@@ -13,9 +13,16 @@ import pytest
 import redis
 from structlog.testing import capture_logs
 
+from grpo_core.process import ManagedProcess
 from grpo_core.redis import options, server
 from grpo_core.redis.connection import RedisConnection
-from grpo_core.redis.server import LocalRedis, RedisNotStarted
+from grpo_core.redis.server import (
+    LocalRedis,
+    RedisNotStarted,
+    answers_ping,
+    bundled_redis,
+    redis_command,
+)
 from grpo_core.redis.url import redis_password, with_password
 from grpo_runs.process.ports import free_port
 from tests.support.redis_server import start_redis
@@ -159,3 +166,21 @@ def test_the_password_suits_a_redis_without_one(redis_url: str, directory: Path)
     url = with_password(redis_url, redis_password(directory))
     with redis.Redis.from_url(url) as client:
         assert client.ping()
+
+
+def test_the_redis_of_a_killed_owner_is_waited_for(tmp_path: Path) -> None:
+    """It ends with its owner, but needs a moment."""
+    port, password = free_port(), redis_password(tmp_path)
+    command = redis_command(port, tmp_path, bundled_redis(), password=password)
+    orphan = ManagedProcess("redis", command, tmp_path / "orphan.log")
+    orphan.wait_until(lambda: answers_ping(port, password), DEADLINE_S)
+
+    class Waiting(LocalRedis):
+        def _is_open(self, wait: bool) -> bool:
+            is_open = super()._is_open(wait)
+            orphan.stop()
+            return is_open
+
+    with Waiting(tmp_path, port) as ours, client(port, tmp_path) as connection:
+        assert ours.is_ours
+        assert connection.ping()

@@ -82,10 +82,15 @@ async def test_a_port_refuses_pages_of_other_sites(name: str, headers: dict[str,
     assert (answer.status_code, "rejected" in answer.text) == (403, True)
 
 
-async def test_an_address_by_which_others_reach_the_server_is_its_own() -> None:
-    app = health_app(
-        lambda: _Serving(), lambda: True, server("--advertise-url", "http://a.example")
-    )
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--advertise-url", "http://a.example"),
+        ("--control-host", "a.example", "--control-port", "1"),
+    ],
+)
+async def test_a_name_by_which_others_reach_the_server_is_its_own(words: tuple[str, ...]) -> None:
+    app = health_app(lambda: _Serving(), lambda: True, server(*words))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://a.example") as client:
         assert (await client.get("/status")).status_code == 200

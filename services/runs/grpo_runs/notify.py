@@ -165,7 +165,11 @@ def _without_secret_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 def secrets_of(variables: Mapping[str, str], *others: str | None) -> list[str]:
     """Texts to keep out of notifications."""
-    held = [value for name, value in variables.items() if holds_secret(name)]
+    held = [
+        value
+        for name, value in variables.items()
+        if holds_secret(name) and ("@" in value or not name.endswith("_URL"))
+    ]
     return [text for text in (*held, *others) if text]
 
 

@@ -19,7 +19,9 @@ from grpo_core.errors import GrpoError
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, disk_bytes, redis_command
 from grpo_core.redis.url import WITHOUT_REDIS, redis_password
 from grpo_core.security import plain
+from grpo_core.service_url import hide_passwords
 from grpo_core.settings import Given, without_secrets
+from grpo_core.settings.command import URL_VARIABLES
 from grpo_core.settings.machine import SMOLLM2, does_not_answer
 from grpo_core.sockets import no_proxy
 from grpo_core.tree.sections import (
@@ -283,7 +285,16 @@ def command_lines(settings: LaunchOptions) -> list[str]:
                 run, settings.model, api_port, ports, redis, Path("weights.sock"), teacher_port
             )
             services = ServiceFactory(settings, run, probe).services(places, api_port)
-    return [shlex.join(without_secrets(service.command)[0]) for service in services]
+    return [_shown(service) for service in services]
+
+
+def _shown(service: Service) -> str:
+    urls = [
+        f"{name}={hide_passwords(service.environment[name])}"
+        for name in URL_VARIABLES.values()
+        if name in service.environment
+    ]
+    return shlex.join([*urls, *without_secrets(service.command)[0]])
 
 
 def servers_of(settings: LaunchOptions, places: Places, probe: HealthProbe) -> list[Service]:

@@ -22,7 +22,7 @@ from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
 from grpo_core.listening import is_own_listener
 from grpo_core.process import ManagedProcess, ProcessFailed
-from grpo_core.redis.url import redis_password
+from grpo_core.redis.url import known_password, redis_password
 
 log = structlog.get_logger()
 
@@ -171,10 +171,12 @@ class LocalRedis(ClosesOnExit):
         self._child: ManagedProcess | None = None
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
-        if _listens(port) and not _is_locked(directory / _LOCK):
-            self._require_access()
-            log.info("redis.found", port=port)
-            return
+        deadline = Deadline(REDIS_DEADLINE_S)
+        while _listens(port) and not _is_locked(directory / _LOCK):
+            if self._is_open(wait=not deadline.has_passed):
+                log.info("redis.found", port=port)
+                return
+            time.sleep(_LOCK_POLL_S)
         self._password = redis_password(directory)
         self._lock = (directory / _LOCK).open("w")
         try:
@@ -220,18 +222,22 @@ class LocalRedis(ClosesOnExit):
                 )
             time.sleep(_LOCK_POLL_S)
 
-    def _require_access(self) -> None:
-        # No process holds the lock, so this Redis is not ours, and does not get our password.
+    def _is_open(self, wait: bool) -> bool:
+        """False if it is the one of a process of ours that has ended: it ends, too."""
+        # No process holds the lock, so this Redis does not get our password unless it is ours.
         with _client(self._port, password=None) as client:
             try:
                 client.ping()
             except redis.AuthenticationError as error:
+                if wait and answers_ping(self._port, known_password(self._directory)):
+                    return False
                 raise RedisNotStarted(
                     f"a Redis with a password listens on 127.0.0.1:{self._port}, perhaps of "
                     "another user; pass --redis-url (in REDIS_URL, if it has a password)"
                 ) from error
             except redis.RedisError as error:
                 log.info("redis.not_ready", port=self._port, reason=str(error))
+        return True
 
     def _start(self) -> None:
         # Not the host's: another version might not read the append-only file of the one before.

@@ -31,7 +31,7 @@ _SECRET_VARIABLES = frozenset(
     {*SHARED_VARIABLES.values(), *URL_VARIABLES.values()} - {"RUN_ID"}
     | {"WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
 )
-_OF_SERVICES = re.compile(r"(GRPO|RUN_API)_.*(TOKEN|KEY|PASSWORD|SECRET|REDIS_URL)")
+_OF_SERVICES = re.compile(r"(GRPO|RUN_API)_.*(TOKEN|KEY|PASSWORD|SECRET|URL)")
 
 
 def holds_secret(variable: str) -> bool:

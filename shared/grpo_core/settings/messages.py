@@ -192,6 +192,8 @@ def _lines(name: str, value: Any) -> Iterator[str]:
         value = text
     value, secrets = _split_secrets(value)
     yield from (f"# {key}: {secret} ***" for secret in secrets)
+    if isinstance(value, ServiceUrl) and value.userinfo:
+        yield f"# {key}: user and password ***"
     if isinstance(value, Path | ServiceUrl):
         value = str(value)
     elif isinstance(value, list):

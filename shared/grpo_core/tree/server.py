@@ -300,7 +300,8 @@ class ServerSettings(CommandSettings, ListenOptions):
     @property
     def own_hosts(self) -> list[str]:
         """Names by which others reach this server."""
-        return [*listed(self.allowed_hosts), urlsplit(self.advertise_url).hostname or ""]
+        announced = (urlsplit(self.advertise_url).hostname, urlsplit(self.weights_url).hostname)
+        return [*listed(self.allowed_hosts), *filter(None, announced)]
 
     @property
     def weights_url(self) -> str:
@@ -356,6 +357,8 @@ class ServerSettings(CommandSettings, ListenOptions):
     @field_validator("advertise_url")
     @classmethod
     def _reached_where_it_listens(cls, value: str, info: ValidationInfo) -> str:
+        if "@" in urlsplit(value).netloc:
+            raise ValueError("expected a URL without user and password; others do not send them")
         host, port = info.data.get("host", ""), info.data.get("port", 0)
         reached = socket.gethostname() if _is_wildcard(host) else host
         return value.rstrip("/") or f"http://{in_url(reached)}:{port}"

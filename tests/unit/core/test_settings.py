@@ -146,9 +146,9 @@ def test_a_url_is_shown_without_its_password_and_given_on_with_it(
 
 
 def test_only_values_of_secret_options_are_left_out() -> None:
-    words = ["--hf-token", "x", "--tokenizer", "t", "--api_key=y", "--to=http://me:x@h/a@b"]
+    words = ["--hf-token", "x", "--tokenizer", "t", "--api_key=y", "--to=http://me:x/@y@h/a"]
     assert without_secrets(words) == (
-        ["--tokenizer", "t", "--to=http://***@h/a@b"],
+        ["--tokenizer", "t", "--to=http://***@h/a"],
         ["--hf-token", "--api_key"],
     )
 

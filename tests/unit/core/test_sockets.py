@@ -131,3 +131,4 @@ def test_hosts_that_need_no_proxy_stay_so_beside_loopback() -> None:
         found = no_proxy({name: "run-api"})
         assert {*found.values()} == {"run-api,127.0.0.1,localhost"}
         assert {*found} == {"NO_PROXY", "no_proxy"}
+        assert {*no_proxy({name: "*"}).values()} == {"*"}  # libraries know no list with it

@@ -73,6 +73,13 @@ def test_a_server_tells_others_where_it_is_reached(flags: str, url: str, weights
     assert found.server_name == f"{socket.gethostname()}-{found.port}"
 
 
+def test_no_password_is_told_to_others(refused: Refused) -> None:
+    words = ["--model", "m", "--advertise-url", "http://me:hunter2@gpu3"]
+    told = refused(load_settings, ServerSettings, words, {})
+    assert "--advertise-url: expected a URL without user and password" in told
+    assert "hunter2" not in told
+
+
 def test_servers_with_different_ports_have_different_runs_and_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -278,8 +278,8 @@ def _tokens_of(sampling: Mapping[str, Any]) -> int | None:
 
 def _stop_of(sampling: Mapping[str, Any]) -> tuple[str, ...]:
     stop = sampling.get("stop") or ()
-    texts = (stop,) if isinstance(stop, str) else tuple(stop)
-    if isinstance(stop, Mapping) or not all(isinstance(text, str) and text for text in texts):
+    texts = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
+    if not all(isinstance(text, str) and text for text in texts):
         raise RequestUnusable(f"stop: expected texts that are not empty; got {stop!r}")
     return texts
 

@@ -70,6 +70,8 @@ class HarborTask(EpisodeTask):
         super().__init__(environment_name(directory), options)
         root, network = Path(directory), str(self.arguments["network"])
         variables = self.arguments["variables"]
+        if isinstance(variables, str):
+            raise EnvironmentUnusable(f"variables: expected a list of names; got {variables!r}")
         self._tasks = {
             path.relative_to(root.expanduser()).as_posix(): read_task(path, network, variables)
             for path in task_directories(root)

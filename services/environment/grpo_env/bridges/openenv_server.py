@@ -21,6 +21,7 @@ import aiohttp
 import httpx
 
 from grpo_core.process import ManagedProcess, describe_exit
+from grpo_core.service_url import ServiceUrl
 from grpo_core.settings.command import holds_secret
 from grpo_core.sockets import proxy_for
 from grpo_env.bridges.errors import EnvironmentLost, EnvironmentUnusable
@@ -167,7 +168,7 @@ class Server:
     """
 
     def __init__(self, url: str, deadline_s: float, local: LocalServer | None = None) -> None:
-        self.url = url.rstrip("/")
+        self.url = ServiceUrl(url.rstrip("/"))
         self._deadline_s = deadline_s
         self._local = local
         self._open = 0
@@ -184,7 +185,8 @@ class Server:
         while True:
             try:
                 way = httpx.HTTPTransport(proxy=proxy_for(self.url))
-                with httpx.Client(transport=way, timeout=30.0) as http:
+                headers = self.url.authorization()
+                with httpx.Client(transport=way, timeout=30.0, headers=headers) as http:
                     answer = http.get(f"{self.url}/schema")
                 break
             except httpx.TransportError as error:
@@ -258,6 +260,7 @@ class Server:
                 f"{self.url}/ws",
                 max_msg_size=_LARGEST_MESSAGE_BYTES,
                 proxy=proxy_for(self.url),
+                headers=self.url.authorization(),
             )
         except aiohttp.WSServerHandshakeError as error:
             raise EnvironmentUnusable(

@@ -178,8 +178,11 @@ class ClassicEnvironment(VerifiersTask):
         try:
             yield states
         finally:
-            for state in states:
-                await self._env.rubric.cleanup(state)
+            releases = (self._env.rubric.cleanup(state) for state in states)
+            results = await asyncio.gather(*releases, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
 
     async def _rollout(self, row: Row, dialogue: Dialogue, begun: list[Any]) -> Any:
         chat = Chat(dialogue)

@@ -254,10 +254,16 @@ def text_parameters(schemas: Sequence[Mapping[str, Any]]) -> IsText:
     return is_text
 
 
-def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """The types that a JSON schema names for its values. Args: root: of its references"""
-    if not isinstance(schema, Mapping):
-        return set()
+def types_of(
+    schema: Any, root: Mapping[str, Any], followed: frozenset[str] = frozenset()
+) -> set[str]:
+    """The types that a JSON schema names for its values. Args: root: of its references; followed:
+    references on the way to it, as a schema may contain itself"""
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if isinstance(reference, str):
+        if reference in followed:
+            return set()
+        return types_of(_target(schema, root), root, followed | {reference})
     schema = _target(schema, root)
     named = schema.get("type") or []
     found = {named} if isinstance(named, str) else {*named}
@@ -265,15 +271,23 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
     found |= {"string" for value in values if isinstance(value, str)}
     found |= {"null"} if None in values or schema.get("nullable") else set()
     for combined in ("anyOf", "oneOf", "allOf"):
-        found = found.union(*(types_of(part, root) for part in schema.get(combined) or ()))
+        parts = schema.get(combined) or ()
+        found = found.union(*(types_of(part, root, followed) for part in parts))
     return found
 
 
-def _target(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema itself, or the one that its `$ref` names, as in `#/$defs/Hash`."""
+def _target(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema itself, or the one that its `$ref` names (a JSON pointer, RFC 6901), as in
+    `#/$defs/Hash`. Empty if there is none."""
+    if not isinstance(schema, Mapping):
+        return {}  # true and false are schemas, too
     if not isinstance(path := schema.get("$ref"), str):
         return schema
     found: Any = root
     for key in path.split("/")[1:]:
-        found = found.get(key.replace("~1", "/").replace("~0", "~"), {})
-    return found  # type: ignore[no-any-return]
+        key = key.replace("~1", "/").replace("~0", "~")
+        try:
+            found = found[int(key)] if isinstance(found, list) else found[key]
+        except (LookupError, TypeError, ValueError):
+            return {}
+    return found if isinstance(found, Mapping) else {}

@@ -208,6 +208,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
                 ({"stop": [1]}, r"stop: expected texts that are not empty; got \[1\]"),
                 ({"stop": [""]}, "stop: expected texts"),
                 ({"stop": {"a": 1}}, "stop: expected texts"),
+                ({"stop": 5}, "stop: expected texts"),
                 ({"tools": [{"type": "function"}]}, "KeyError: 'function'"),
                 ({"tools": [{"function": {"name": 5}}]}, "tools: expected functions with a name"),
                 ({"tools": [{"function": {"name": "f", "description": 5}}]}, "got 'f' and 5"),

@@ -110,12 +110,16 @@ OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
         *(({"enum": ["1", "2"]}, "1", "1"), ({"enum": [1, 2]}, "1", 1), ({"const": "1"}, "1", "1")),
         *(({"enum": ["1", None]}, "null", None), ({"allOf": [OPTIONAL]}, "7", "7")),
         *(({"type": "string", "nullable": True}, "null", None), ({"$ref": "x#/y"}, "1", 1)),
+        *(({"$ref": "#/properties/y/anyOf/0"}, "7", "7"), ({"$ref": "#/$defs/Any"}, "7", 7)),
+        *(({"$ref": "#/properties/y/anyOf/2"}, "7", 7), ({"$ref": "#/$defs/Tree"}, "7", "7")),
     ],
 )
 def test_a_text_stays_a_text_wherever_the_schema_allows_one(
     schema: dict[str, Any], written: str, value: Any
 ) -> None:
-    parameters = {"properties": {"x": schema}, "$defs": {"Hash": OPTIONAL, "Size": {"minimum": 0}}}
+    tree = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Tree"}]}
+    definitions = {"Hash": OPTIONAL, "Size": {"minimum": 0}, "Any": True, "Tree": tree}
+    parameters = {"properties": {"x": schema, "y": OPTIONAL}, "$defs": definitions}
     is_text = text_parameters([{"name": "f", "parameters": parameters}])
     text = f"<tool_call><function=f><parameter=x>\n{written}\n</parameter></function></tool_call>"
     assert tool_calls(text, is_text) == [ToolCall("f", {"x": value})]
