@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -103,8 +104,7 @@ def whole_directory(target: Path) -> Iterator[Path]:
         _sync_tree(staging)
         _replace(target, staging)
     except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            _remove(staging)
+        _remove(staging)
         raise CheckpointNotSaved(
             f"{target} could not be written: {error}; free disk space or choose another "
             "--save-path; if you then start the trainer again, it resumes from its newest "
@@ -137,18 +137,32 @@ def make_directory(path: Path) -> None:
     _sync_directory(path.parent)
 
 
-def remove_directory(target: Path) -> None:
-    """Remove a directory. It is renamed first, so its name never refers to a part of it."""
+def remove_directory(target: Path) -> bool:
+    """Remove a directory that is not needed any more. It is renamed first, so its name never refers
+    to a part of it. A failure is logged once. Returns whether the name is free."""
     old = _hidden(target, _OLD)
     _remove(old)
-    target.rename(old)
+    try:
+        target.rename(old)
+    except OSError as error:
+        _log_kept(target, str(error))
+        return False
     _remove(old)
+    return True
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file that is not needed any more. A failure is logged once."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _log_kept(path, str(error))
 
 
 def remove_unfinished(parent: Path) -> None:
     """Remove unfinished files and directories of a trainer that was killed."""
     for part in parent.glob(f".*{_PART}"):
-        part.unlink()
+        remove_file(part)
     for suffix in (_NEW, _OLD):
         for path in parent.glob(f".*{suffix}"):
             _remove(path)
@@ -176,8 +190,23 @@ def _hidden(target: Path, suffix: str) -> Path:
 
 
 def _remove(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
+    try:
         shutil.rmtree(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # e.g. NFS keeps a file that a process has open, as `.nfs...`
+        shutil.rmtree(path, ignore_errors=True)  # all that can be removed
+        _log_kept(path, str(error))
+
+
+@functools.cache
+def _log_kept(path: Path, reason: str) -> None:
+    log.warning(
+        "removal.failed",
+        path=str(path),
+        reason=reason,
+        hint="training continues; remove it by hand, it only takes disk space",
+    )
 
 
 def _sync_tree(directory: Path) -> None:

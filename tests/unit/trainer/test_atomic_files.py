@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from grpo_trainer import atomic_files
 from grpo_trainer.atomic_files import hold_save_path, remove_directory, whole_directory
@@ -94,6 +96,29 @@ def test_files_are_on_the_disk_before_their_name_is(tmp_path: Path) -> None:
     renamed = changes.index("rename")
     assert changes[:renamed].count("fsync") == 3  # both files and their directory
     assert changes[renamed + 1] == "fsync"
+
+
+def test_what_cannot_be_removed_stays_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory on NFS with a file that a process has open cannot be removed."""
+    target = tmp_path / "000001_step_1"
+    write(target, "old")
+    remove = os.rmdir
+
+    def refuse(path: Any, **options: Any) -> None:
+        if str(path).endswith(".old"):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        remove(path, **options)
+
+    with structlog.testing.capture_logs() as logs:
+        monkeypatch.setattr(os, "rmdir", refuse)
+        assert remove_directory(target)
+        with hold_save_path(tmp_path):
+            assert not target.exists()
+        assert [line["event"] for line in logs] == ["removal.failed"]
+    monkeypatch.undo()
+    assert found(target) == []
 
 
 def test_one_trainer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

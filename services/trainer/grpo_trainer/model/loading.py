@@ -281,9 +281,5 @@ def write_adapter(policy: CausalLM, directory: Path) -> None:
 
 def remove_checkpoint(directory: Path) -> None:
     """Remove an exported model. A failure is logged and training continues."""
-    try:
-        remove_directory(directory)
-    except OSError as error:
-        log.warning("export.removal_failed", directory=str(directory), reason=str(error))
-    else:
+    if remove_directory(directory):
         log.info("export.removed", directory=str(directory))

@@ -24,6 +24,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.atomic_files import (
     make_directory,
     remove_directory,
+    remove_file,
     remove_unfinished,
     whole_directory,
 )
@@ -107,9 +108,8 @@ class VersionDirectories:
                 continue
             if anchor is None or version > anchor:
                 for delta in _deltas(path):
-                    delta.with_suffix("").unlink(missing_ok=True)
-            else:
-                remove_directory(path)
+                    remove_file(delta.with_suffix(""))
+            elif remove_directory(path):
                 removed.append(version)
         return removed
 
