@@ -51,7 +51,7 @@ def result_of(files: RunFiles) -> RunResult:
 
 def train_records(files: RunFiles) -> list[Metrics]:
     """The record of each iteration, in order."""
-    paths = sorted(files.train(0).parent.glob("train_iter_*.json"))
+    paths = sorted(files.train(0).parent.glob("train_iter_*.json"), key=_number)
     return [json.loads(path.read_text()) for path in paths]
 
 
@@ -61,9 +61,14 @@ def evaluations(files: RunFiles) -> list[tuple[int, list[Metrics]]]:
     before = files.evaluation(BEFORE)
     if before.is_file():
         found.append((0, _by_task(before)))
-    for path in sorted(before.parent.glob("eval_iter_*.json")):
-        found.append((int(path.stem.rpartition("_")[2]) + 1, _by_task(path)))
+    for path in sorted(before.parent.glob("eval_iter_*.json"), key=_number):
+        found.append((_number(path) + 1, _by_task(path)))
     return found
+
+
+def _number(path: Path) -> int:
+    """Of the iteration. Names do not sort by it: they have three digits, from 1000 on four."""
+    return int(path.stem.rpartition("_")[2])
 
 
 def _by_task(path: Path) -> list[Metrics]:

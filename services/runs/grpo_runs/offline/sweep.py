@@ -57,7 +57,12 @@ def read_jobs(sweep: Path) -> list[Job]:
             f"{sweep} holds no jobs; name the directory of a sweep, for example "
             "multirun/2026-01-31/12-00-00"
         )
-    return sorted(jobs, key=lambda job: (job.score is None, -(job.score or 0.0), job.directory))
+    return sorted(jobs, key=_rank)
+
+
+def _rank(job: Job) -> tuple[bool, float, int, str]:
+    """Equal ones in order of their numbers, which Hydra names their directories by."""
+    return job.score is None, -(job.score or 0.0), len(job.directory), job.directory
 
 
 def _job(path: Path) -> Job:

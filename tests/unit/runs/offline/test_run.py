@@ -23,11 +23,12 @@ from grpo_runs.offline.data import InProcessQueue, optimizer_batches
 from grpo_runs.offline.errors import RolloutsFail, StaleServer
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.offline.loop import run_offline
-from grpo_runs.offline.results import evaluations, result_of, train_records
+from grpo_runs.offline.results import RunResult, evaluations, result_of, train_records
 from grpo_runs.offline.run_files import RunFiles
 from grpo_runs.offline.sampling import open_weights
 from grpo_runs.offline.screen import OfflineScreen
 from grpo_runs.offline.servers import Sampling
+from grpo_runs.offline.sweep import Job, read_jobs, write_job
 from grpo_runs.offline.translate import trainer_command
 from grpo_runs.recipe.main import main
 from grpo_trainer.learner import Learner
@@ -101,6 +102,17 @@ def test_a_run_leaves_the_files_that_the_guide_names(whole: RunFiles) -> None:
     assert saved.keys() == final.keys()
     assert all(torch.equal(saved[name], final[name]) for name in saved)
     assert {"report.html", "metrics.png", "keys.yaml"} <= names
+
+
+def test_records_and_jobs_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    for number in (2, 10, 999, 1000):
+        files.write_json(files.train(number), {"reward_mean": number})
+        files.write_json(files.evaluation(number), {"mean@1": number})
+        write_job(tmp_path / str(number), Job(str(number), {}))
+    assert [done for done, _ in evaluations(files)] == [3, 11, 1000, 1001]
+    assert result_of(files) == RunResult(1000, 998, 2, 1000)
+    assert [job.directory for job in read_jobs(tmp_path)] == ["2", "10", "999", "1000"]
 
 
 @pytest.mark.parametrize(
