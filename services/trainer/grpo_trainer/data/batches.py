@@ -22,7 +22,7 @@ from grpo_trainer.data.collate import Batch, Cut, collate
 from grpo_trainer.data.filter import GroupFilter, VersionHistory, digest
 from grpo_trainer.data.groups import GroupLimits, UsableGroup
 from grpo_trainer.data.quarantine import Quarantine
-from grpo_trainer.errors import NoEnvironmentLeft, StaleData, UnusableGroup
+from grpo_trainer.errors import DuplicatedBatch, NoEnvironmentLeft, StaleData, UnusableGroup
 
 log = structlog.get_logger()
 
@@ -118,7 +118,7 @@ class BatchSource:
         Raises:
             StaleData: only stale groups arrived until the deadline.
             UnusableGroup: see `GroupFilter`; the batch is in quarantine.
-            DuplicatedBatch: see `GroupFilter`.
+            DuplicatedBatch: see `GroupFilter`; the batch is in quarantine.
             NoEnvironmentLeft: and the other errors of `next_batch`.
         """
         settings, began, dropped = self.settings, time.monotonic(), Counter[str]()
@@ -231,7 +231,7 @@ class BatchSource:
             return [], Counter()
         try:
             return self._filter.filter(leased, prepared.checked, prepared.digests, step)
-        except UnusableGroup as error:
+        except (UnusableGroup, DuplicatedBatch) as error:
             self.quarantine.add(leased.id, leased.groups, step, error)
             raise
 

@@ -20,7 +20,7 @@ from grpo_core.wire.run_api import EnvironmentCount
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.batches import BatchSource, EnvironmentWatch, Position
 from grpo_trainer.data.filter import VersionHistory
-from grpo_trainer.errors import NoEnvironmentLeft, StaleData
+from grpo_trainer.errors import DuplicatedBatch, NoEnvironmentLeft, StaleData
 from tests.unit.trainer.groups import LIMITS, good, in_order, sampled_by
 
 NOBODY_YET = EnvironmentCount(registered=0, connected=0)
@@ -100,7 +100,10 @@ AT = Position(step=9, batch_id=4, epoch=2)
 
 
 def source_of(
-    batches: Sequence[list[ScoredGroup]], under: Any, batch_deadline_s: float = 60.0
+    batches: Sequence[list[ScoredGroup]],
+    under: Any,
+    batch_deadline_s: float = 60.0,
+    save_path: Path = Path("/nowhere"),
 ) -> BatchSource:
     """A `BatchSource` of these batches; ids continue that of `AT`.
 
@@ -117,7 +120,7 @@ def source_of(
         environment_return_deadline_s=60.0,
         max_staleness=2,
         steps=AT.step + 3,
-        save_path=Path("/nowhere"),
+        save_path=save_path,
         seq_len=100,
         micro_batch_tokens=2,
         resolved_objective=GRPO,
@@ -167,6 +170,15 @@ def test_a_run_that_gets_only_stale_groups_ends() -> None:
     source = source_of([[good(marker)] for marker in range(9)], under=[OLD], batch_deadline_s=0.0)
     with pytest.raises(StaleData, match=r"in 0 s .* staleness of 1 groups is above"):
         source.take(AT)
+
+
+def test_a_batch_that_arrives_twice_is_passed_over_by_the_next_start(tmp_path: Path) -> None:
+    batches = [[good(1), good(2)], [good(1), good(2)], [good(3), good(4)]]
+    source, again = (source_of(batches, under=[None] * 2, save_path=tmp_path) for _ in range(2))
+    assert source.take(AT).batch_id == 5
+    with pytest.raises(DuplicatedBatch):
+        source.take(AT)
+    assert [again.take(AT).batch_id for _ in range(2)] == [5, 7]
 
 
 def test_a_teachers_logprobs_which_are_not_used_are_named_once() -> None:
