@@ -104,8 +104,9 @@ def _test_items(task: Task) -> list[Item]:
         return []
 
 
-_OF_STEPS = ("maxent", "batch_std")
-"""Advantages that the trainer computes from all groups of a step."""
+_OF_GROUPS = ("group_std", "group_mean", "leave_one_out")
+"""Advantages that follow from a group alone. Others, and the user's own, see all groups of a step.
+"""
 
 
 def optimizer_batches(
@@ -127,7 +128,8 @@ def optimizer_batches(
         ends.append(ends[-1] + group.size)
     cuts = [round(number * ends[-1] / steps) for number in range(steps + 1)]
     if not {*cuts} <= {*ends}:
-        if objective.advantage in _OF_STEPS or (objective.kl_coef and objective.kl_in == "reward"):
+        is_of_groups = objective.advantage in _OF_GROUPS
+        if not is_of_groups or (objective.kl_coef and objective.kl_in == "reward"):
             raise KeysInvalid(
                 "this objective needs whole groups in each optimizer step: make train.batch_size "
                 "times train.grad_accum_steps a multiple of data.rollouts_per_problem"

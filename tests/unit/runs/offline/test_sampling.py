@@ -188,6 +188,7 @@ def advantages_of(part: ScoredGroup, objective: Objective) -> list[float]:
     [
         Objective(advantage="maxent"),
         Objective(advantage="batch_std"),
+        Objective(advantage="my.py:advantage"),
         Objective(kl_coef=0.1, kl_in="reward"),
     ],
 )
