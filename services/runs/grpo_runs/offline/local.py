@@ -15,6 +15,7 @@ from grpo_core.clients.inference import GenerateAnswer
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import Bound
+from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
 from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.model.policy import (
@@ -42,6 +43,9 @@ class LocalGeneration:
         version: returns the version of the policy's weights
         seed: of random numbers that are the same for a prompt whenever it is sampled; None: the
             random numbers of the process
+
+    Raises:
+        PolicyMismatch: the model names no token that ends a completion.
     """
 
     def __init__(
@@ -56,6 +60,11 @@ class LocalGeneration:
         self._version = version
         self._seed = seed
         self._ends = end_tokens_of(policy)
+        if not self._ends:
+            raise PolicyMismatch(
+                "--model names no end token, so no completion would end; add eos_token_id to its "
+                "generation_config.json, with the id of the tokenizer's eos_token"
+            )
         self._plain = GenerationConfig(eos_token_id=[*self._ends], pad_token_id=min(self._ends))
 
     def session(self) -> LocalGeneration:

@@ -238,6 +238,13 @@ async def test_a_token_that_the_model_does_not_have_is_named(model: str) -> None
         await LocalEngine(model, policy).sample([*PROMPT, size], max_tokens=1)
 
 
+def test_a_model_without_an_end_token_is_named(model: str) -> None:
+    policy = policy_of(model)
+    policy.config.eos_token_id = policy.generation_config.eos_token_id = None
+    with pytest.raises(PolicyMismatch, match="names no end token"):
+        LocalEngine(model, policy)
+
+
 async def test_completions_beyond_the_limit_are_sampled_in_further_passes(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
