@@ -96,8 +96,7 @@ class ProvenanceLog:
             before = newest(lines, resumed_step)
             if before is not None:
                 self._parent = Parent(version=before.version, root=before.root)
-        if self._keep:
-            prepare_steps(self._batches, resumed_step, "--save-path")
+        prepare_steps(self._batches, resumed_step, "--save-path")
         settings = self._learner.settings
         begun = Start(
             step=served.step,

@@ -164,12 +164,11 @@ def rollouts_directory(settings: TrainerSettings) -> Path:
 
 
 def prepare_rollouts(settings: TrainerSettings, steps_taken: int | None) -> None:
-    """As `prepare_steps`; then save the policy's tokenizer."""
-    if not settings.keep_rollouts:
-        return
+    """As `prepare_steps`; then save the policy's tokenizer, if rollouts are kept."""
     directory = rollouts_directory(settings)
     prepare_steps(directory, steps_taken, "--rollouts-dir")
-    _save_tokenizer(settings.model, directory)
+    if settings.keep_rollouts:
+        _save_tokenizer(settings.model, directory)
 
 
 def prepare_steps(directory: Path, steps_taken: int | None, option: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 from grpo_core.errors import BrokenProvenance
 from grpo_core.provenance.chain import Provenance
 from grpo_core.provenance.verify import verify
+from grpo_core.rollouts.files import steps_in, write_lines
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.replay.provenance import main as command
 from tests.unit.trainer.replay.recorded import KILLED_AFTER, STEPS, train
@@ -45,6 +46,16 @@ def test_the_chain_of_a_completion_ends_at_the_base_model(
     with pytest.raises(SystemExit, match="1"):
         command([str(run), "--completion", "1/0/7"])
     assert "its groups are 0 to 3, their completions 0 to 1" in capsys.readouterr().err
+
+
+def test_a_run_that_keeps_no_steps_moves_those_of_another_run_away(
+    model: str, tmp_path: Path
+) -> None:
+    for name in ("batches", "rollouts"):
+        write_lines(tmp_path / name, 1, b"")
+    train(model, tmp_path, keep_rollouts=0)
+    for name in ("batches", "rollouts"):
+        assert (steps_in(tmp_path / f"{name}.1"), (tmp_path / name).exists()) == ([1], False)
 
 
 def test_a_line_that_was_cut_off_is_left_out_and_a_broken_one_is_named(
