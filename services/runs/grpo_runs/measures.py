@@ -13,8 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from grpo_core.alerts import Measures
 from grpo_core.security import authorization
-from grpo_runs.report.steps import GrowingFile, numbers_of
+from grpo_runs.report.steps import numbers_of
 from grpo_runs.run_directory import RunDirectory
+from grpo_runs.watch.followed_file import FollowedFile
 from grpo_runs.watch.services import ProcessesFile, is_stage_of, read_file, stage_of
 
 READ_TIMEOUT_S = 5.0
@@ -31,7 +32,7 @@ _TOTALS = {
 
 class MeasuresReader:
     """Args:
-    run: whose metrics file is read from its end
+    run: steps that its metrics file already has are left out
     token: the access token of run-api
     clock: in seconds
     """
@@ -47,8 +48,8 @@ class MeasuresReader:
         self._url = f"{run_api_url}/metrics"
         self._headers = authorization(token)
         self._clock = clock
-        size = run.metrics.stat().st_size if run.metrics.is_file() else 0
-        self._records = GrowingFile(run.metrics, size)
+        self._records = FollowedFile(run.metrics)
+        self._seen = {hash(line) for line in self._records.read()}
         self._totals: Counter[str] = Counter()
         self._newest: Mapping[str, float] = {}
         self._last_step_at: float | None = None
@@ -75,7 +76,10 @@ class MeasuresReader:
         return Measures(**found)
 
     def _read_records(self) -> None:
-        for line in self._records.new_lines():
+        for line in self._records.read():
+            if hash(line) in self._seen:  # a resumed trainer has shortened the file
+                continue
+            self._seen.add(hash(line))
             try:
                 self._newest, self._last_step_at = numbers_of(line), self._clock()
             except ValueError:  # a full disk has cut it

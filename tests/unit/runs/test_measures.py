@@ -147,3 +147,9 @@ def test_measures_of_the_metrics_file(tmp_path: Path) -> None:
     assert (found.since_step_s, found.staleness_mean) == (0, 1.5)
     assert (found.failed_checks, found.stale_groups, found.unusable_groups) == (2, 4, 0)
     assert (found.disk_free_bytes or 0) > 0
+    kept = run.metrics.read_text().splitlines(keepends=True)[:2]
+    again = json.dumps({"step": 3, "checks/failed": 4}) + "\n"
+    now[0] += 50
+    run.metrics.write_text("".join(kept) + again)  # by a trainer that resumed after step 2
+    found = reader.read()
+    assert (found.since_step_s, found.failed_checks, reader.step) == (0, 6, 3)
