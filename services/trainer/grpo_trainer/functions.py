@@ -60,6 +60,12 @@ def own_function(path: str) -> Callable[..., Any]:
     return named
 
 
+def forget_own_functions() -> None:
+    """Files are loaded anew, without the state of an earlier run of this process."""
+    _loaded.cache_clear()
+    own_function.cache_clear()
+
+
 def function_of(chosen: str, table: Mapping[str, str]) -> Callable[..., Any]:
     """Args: chosen: a name of the table, or FILE.py:FUNCTION. Raises as `own_function`."""
     if chosen not in table:

@@ -24,7 +24,7 @@ from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.collate import Batch, broadcast_batch, collate
 from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
 from grpo_trainer.errors import FunctionUnusable, NonFiniteStep, SelfTestFailed
-from grpo_trainer.functions import own_function
+from grpo_trainer.functions import forget_own_functions, own_function
 from grpo_trainer.learner import GradientStats, Learner
 from grpo_trainer.losses import LossInputs
 from grpo_trainer.model.adapter import adapter_dropouts
@@ -203,10 +203,12 @@ def with_named_functions(objective: Objective) -> Objective:
 
 def require_own_functions(objective: Objective) -> None:
     """Load the user's own functions, if there are some, and call each with a small worked batch.
+    A job of a sweep must not start with the state that the previous one left in them.
 
     Raises:
         FunctionUnusable: names the option, and what is wrong with the result.
     """
+    forget_own_functions()
     if objective.advantage not in ADVANTAGES:
         _checked("--advantage", objective.advantage, _problem_of_advantages)
     if objective.loss not in LOSSES:

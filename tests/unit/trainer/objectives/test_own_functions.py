@@ -94,6 +94,15 @@ def test_functions_of_one_file_share_its_state(tmp_path: Path) -> None:
     require_own_functions(settings(**own).resolved_objective)  # a loss of 0 has no gradient
 
 
+def test_each_run_of_a_process_loads_them_anew(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(
+        "left = [1]\ndef own(groups):\n    left.pop()\n    return groups\n"
+    )
+    objective = settings(advantage=f"{tmp_path}/my.py:own").resolved_objective
+    require_own_functions(objective)
+    require_own_functions(objective)
+
+
 def test_a_loss_of_the_wrong_sign_is_warned_of(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text(
         LOSS + "(tokens.weight * tokens.ratio * tokens.advantages).sum()\n"
