@@ -40,7 +40,7 @@ def save(config: TrainerSettings, position: Position = STATE) -> Path:
     side = Side()
     with TrainerClient(config.run_api_url) as client:
         run_uuid = client.status().run_uuid or "lost"
-    record = capture(side.model, side.optimizer, config, position, run_uuid)
+    record = capture(side.model, side.optimizer, config, position, run_uuid, frozen=None)
     tensors = side.optimizer.tensors(list(record.parameters))
     return StateStore(config.save_path).save(record, tensors)
 

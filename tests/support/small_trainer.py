@@ -44,7 +44,7 @@ class Side:
 
     def save(self, store: StateStore, step: int = 3) -> Path:
         position = Position(step=step, batch_id=step + 4, epoch=2)
-        record = capture(self.model, self.optimizer, SETTINGS, position, "r")
+        record = capture(self.model, self.optimizer, SETTINGS, position, "r", frozen=None)
         return store.save(record, self.optimizer.tensors(list(record.parameters)))
 
     def resume(self, saved: SavedState | None) -> None:

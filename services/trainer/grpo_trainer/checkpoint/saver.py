@@ -12,7 +12,7 @@ import structlog
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.weights import SERVED_KEPT
 from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
-from grpo_trainer.checkpoint.store import StateStore, capture
+from grpo_trainer.checkpoint.store import StateStore, capture, checksum_of_untrained
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.coefficients import Coefficients
 from grpo_trainer.data.batches import BatchQueue, Position
@@ -84,6 +84,8 @@ class Saver:
             CheckpointNotSaved: the checkpoint could not be written.
         """
         self._position = self._saved = position
+        # While a restarting server is away, `shared_vllm` has no weights to read.
+        self._frozen = checksum_of_untrained(self.policy, self.settings)
         self._checkpoints = list(checkpoints)
         _log_disk_need(self.settings, self.policy, self.optimizer)
         if not is_saved:
@@ -152,6 +154,7 @@ class Saver:
             self.settings,
             position,
             run_uuid,
+            self._frozen,
             self._checkpoints,
             self.bound.noise,
             self.coefficients.kl.to_save,

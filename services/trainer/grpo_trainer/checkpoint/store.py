@@ -105,12 +105,16 @@ def capture(
     settings: TrainerSettings,
     position: Position,
     run_uuid: str,
+    frozen: int | None,
     checkpoints: Sequence[str] = (),
     noise: float | None = None,
     kl_coef: float | None = None,
     maxent: tuple[float, float] | None = None,
 ) -> StateRecord:
-    """The record of a checkpoint between two steps, without its files."""
+    """The record of a checkpoint between two steps, without its files.
+
+    Args: frozen: `checksum_of_untrained` at the start
+    """
     return StateRecord(
         step=position.step,
         batch_id=position.batch_id,
@@ -122,7 +126,7 @@ def capture(
         optimizer=settings.optimizer_on(device_of(policy).type),
         master_dtype=settings.master_dtype,
         parameters=shapes_of(policy),
-        frozen=checksum_of_untrained(policy, settings),
+        frozen=frozen,
         rng=RngState.capture(),
         loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.record,
         checkpoints=tuple(checkpoints),

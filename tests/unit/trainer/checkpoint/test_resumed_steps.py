@@ -14,7 +14,7 @@ from grpo_core.tree.objectives import GRPO
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.checkpoint.resume import require_fit
-from grpo_trainer.checkpoint.store import StateStore, capture
+from grpo_trainer.checkpoint.store import StateStore, capture, checksum_of_untrained
 from grpo_trainer.data.batches import Position
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.adapter import trained_parameters
@@ -58,7 +58,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(dtype: torch.dtype, tmp_path: Pa
     store = StateStore(tmp_path / "saved")
     alone.take(range(2))
     position = Position(step=2, batch_id=2, epoch=1)
-    record = capture(alone.policy, alone.optimizer, chosen, position, "r")
+    frozen = checksum_of_untrained(alone.policy, chosen)
+    record = capture(alone.policy, alone.optimizer, chosen, position, "r", frozen)
     store.save(record, alone.optimizer.tensors(list(record.parameters)))
     expected = alone.take(range(2, 4))
     scales = alone.optimizer.loss_scale

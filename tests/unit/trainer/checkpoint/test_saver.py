@@ -23,8 +23,11 @@ from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.coefficients import Coefficients, KlCoefficient, Tau
 from grpo_trainer.data.batches import Position
+from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import FINAL_MODEL
+from grpo_trainer.model.policy import train_only
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.weight_sync.shared_memory import release_views
 from tests.support.directories import names
 from tests.support.http_stub import Answer, Route, stub_server
 
@@ -75,7 +78,9 @@ def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
     tokenizer, model = build_tokenizer(), build_model(260, Recipe(layers=1, width=32))
     tokenizer.save_pretrained(directory / "model")
     chosen = settings(model=str(directory / "model"), save_path=save_path, **changes)
-    optimizer = MasterOptimizer(model.parameters(), lambda _: 0.1, 0.0, 1.0)
+    if chosen.trained_layers is not None:
+        train_only(model, chosen.trained_layers)
+    optimizer = MasterOptimizer(trained_parameters(model).values(), lambda _: 0.1, 0.0, 1.0)
     store = StateStore(save_path)
     routes: dict[str, Route] = {"POST /register": lambda _body: (200, {"uuid": 5, "run_uuid": "r"})}
     with stub_server(routes) as run_api, TrainerClient(run_api.url) as api:
@@ -103,6 +108,18 @@ def take_steps(saver: Saver, steps: int) -> list[bool]:
         saver.step_taken(Position(step=step, batch_id=step, epoch=1))
         saved.append(saver.seconds is not None)
     return saved
+
+
+def test_a_stop_while_the_server_is_away_saves_the_checksum_of_its_frozen_weights(
+    tmp_path: Path,
+) -> None:
+    with bench(tmp_path, train_layer_indices="0") as rig:
+        take_steps(rig.saver, 1)
+        release_views(rig.saver.policy)
+        rig.saver.stop()
+        began, stopped = (saved.record for saved in rig.saver.store.all())
+        assert (began.step, stopped.step) == (0, 1)
+        assert stopped.frozen == began.frozen != 0
 
 
 def test_batches_are_acknowledged_once_a_state_and_its_models_are_saved(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from grpo_core.clients.inference import BridgeClient
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.resume import require_fit
-from grpo_trainer.checkpoint.store import capture
+from grpo_trainer.checkpoint.store import capture, checksum_of_untrained
 from grpo_trainer.data.batches import Position
 from grpo_trainer.errors import PolicyMismatch, StateMismatch
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
@@ -48,7 +48,8 @@ def test_a_checkpoint_belongs_to_its_frozen_weights(mode: str, told: str) -> Non
 
     policy = policy_of(qwen())
     optimizer = build_optimizer(policy, settings)
-    record = capture(policy, optimizer, settings, Position(1, 1, 1), "r")
+    frozen = checksum_of_untrained(policy, settings)
+    record = capture(policy, optimizer, settings, Position(1, 1, 1), "r", frozen)
     with torch.no_grad():
         for parameter in trained_parameters(policy).values():
             parameter.add_(1.0)
