@@ -6,7 +6,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,6 +58,21 @@ def own_function(path: str) -> Callable[..., Any]:
             ) from error
 
     return named
+
+
+def files_of(path: str) -> Iterator[Path]:
+    """The file of the user's function, and the modules beside it that were imported.
+
+    Args: path: FILE.py:FUNCTION. Raises as `own_function`."""
+    own_function(path)
+    file = Path(path.rpartition(":")[0])
+    directory = file.resolve().parent
+    yield file
+    for name, module in [*sys.modules.items()]:
+        place = "/".join(name.split("."))
+        for beside in (f"{place}.py", f"{place}/__init__.py"):
+            if getattr(module, "__file__", None) == str(directory / beside):
+                yield file.parent / beside
 
 
 def forget_own_functions() -> None:

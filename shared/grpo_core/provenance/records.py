@@ -30,7 +30,7 @@ class _Line(BaseModel):
 
 class Code(_Line):
     """`trainer`, `core`: digests of the packages' sources. `own`: those of the files of the user's
-    loss and advantages, by path."""
+    loss and advantages and of the modules beside them that they import, by path."""
 
     version: str
     trainer: str

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 
+from grpo_core.provenance.digest import file_digest
 from grpo_core.provenance.records import Code, Machine, Publication, Start
 from grpo_trainer.replay.steps import ReplayedStep
 
@@ -62,7 +64,7 @@ def environment_differences(start: Start, code: Code, machine: Machine) -> Diffe
     of_code = [
         ("code of grpo_trainer", start.code.trainer, code.trainer),
         ("code of grpo_core", start.code.core, code.core),
-        *((path, digest, code.own.get(path, "missing")) for path, digest in own.items()),
+        *((path, digest, _digest_of(Path(path))) for path, digest in own.items()),
     ]
     return Differences(
         [f"{what}: {was} in the run, {now} here" for what, was, now in of_machine if was != now],
@@ -72,6 +74,10 @@ def environment_differences(start: Start, code: Code, machine: Machine) -> Diffe
             if was != now
         ],
     )
+
+
+def _digest_of(file: Path) -> str:
+    return file_digest(file) if file.is_file() else "missing"
 
 
 def begin_problem(

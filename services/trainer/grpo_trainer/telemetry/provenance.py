@@ -42,6 +42,7 @@ from grpo_trainer.atomic_files import write_whole
 from grpo_trainer.checkpoint.store import RngState, SavedState, shapes_of
 from grpo_trainer.data.batches import TakenBatch
 from grpo_trainer.errors import CheckpointNotSaved
+from grpo_trainer.functions import files_of
 from grpo_trainer.learner import GradientStats, Learner
 from grpo_trainer.model.adapter import adapter_dropouts
 from grpo_trainer.model.policy import device_of
@@ -76,27 +77,33 @@ class ProvenanceLog:
         """Wait for the thread."""
         self._thread.shutdown()
 
-    def start(self, served: PolicyVersion, saved: SavedState | None, run_uuid: str | None) -> None:
+    def start(
+        self,
+        served: PolicyVersion,
+        saved: SavedState | None,
+        recorded: int | None,
+        run_uuid: str | None,
+    ) -> None:
         """Record the start, and its weights, whose digests were begun.
 
         Args:
             served: the first version
             saved: the checkpoint from which the run resumes
+            recorded: see `recorded_steps`
 
         Raises:
             CheckpointNotSaved: the file could not be written.
             BrokenProvenance: the file of the resumed run cannot be read.
         """
         lines: list[Line] = []
-        resumed_step = None if saved is None else saved.record.step
-        if resumed_step is None:
+        if recorded is None:
             rotate_records(self._path)
         elif self._path.is_file():
-            lines = resumed(read_lines(self._path), resumed_step)
-            before = newest(lines, resumed_step)
+            lines = resumed(read_lines(self._path), recorded)
+            before = newest(lines, recorded)
             if before is not None:
                 self._parent = Parent(version=before.version, root=before.root)
-        prepare_steps(self._batches, resumed_step, "--save-path")
+        prepare_steps(self._batches, recorded, "--save-path")
         settings = self._learner.settings
         begun = Start(
             step=served.step,
@@ -219,6 +226,24 @@ class ProvenanceLog:
             ) from error
 
 
+def recorded_steps(save_path: Path, saved: SavedState | None) -> int | None:
+    """The steps of the checkpoint, which the records of the run have too. None for a new run, and
+    if the records in `save_path` are those of another run than the checkpoint's.
+
+    Raises:
+        BrokenProvenance: `provenance.jsonl` cannot be read.
+    """
+    if saved is None:
+        return None
+    path = save_path / PROVENANCE
+    runs = (
+        {line.run_uuid for line in read_lines(path) if isinstance(line, Start)}
+        if path.is_file()
+        else set()
+    )
+    return None if runs and saved.record.run_uuid not in runs else saved.record.step
+
+
 def weight_facts(learner: Learner) -> list[Facts]:
     """Of the whole master weights."""
     return facts_of(shapes_of(learner.policy), learner.optimizer.masters[0].dtype)
@@ -249,11 +274,11 @@ def code_of(settings: TrainerSettings) -> Code:
 
 
 def _own_files(objective: Objective) -> Iterator[Path]:
-    """Files of the user's loss and advantages."""
+    """Files of the user's loss and advantages. Raises `FunctionUnusable`."""
     pairs: Sequence[tuple[str, Any]] = ((objective.loss, LOSSES), (objective.advantage, ADVANTAGES))
     for chosen, table in pairs:
         if chosen not in table:
-            yield Path(chosen.rpartition(":")[0])
+            yield from files_of(chosen)
 
 
 def machine_of(learner: Learner) -> Machine:
