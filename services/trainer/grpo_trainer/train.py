@@ -39,7 +39,7 @@ from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE, BATCH_FOLLOWS, CHECKPOINT_FIRST, Ranks
 from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch
-from grpo_trainer.telemetry.provenance import ProvenanceLog, step_input
+from grpo_trainer.telemetry.provenance import ProvenanceLog, recorded_steps, step_input
 from grpo_trainer.telemetry.sinks import Recorder, Sinks, begin_records, open_sinks
 from grpo_trainer.token_table import Distance
 from grpo_trainer.weight_sync.base import Published, WeightSync
@@ -251,7 +251,7 @@ def open_run(
     torch.manual_seed(settings.seed)
     with contextlib.ExitStack() as stack:
         store, saved = StateStore(settings.save_path), None
-        sync, sinks, policy = None, None, None
+        sync, sinks, policy, recorded = None, None, None, None
         if ranks.leads:
             stack.enter_context(hold_save_path(settings.save_path))
             remove_unfinished(store.directory)
@@ -265,7 +265,8 @@ def open_run(
         if ranks.leads:
             settings = resume.continued_settings(settings, saved)
             write_whole(settings.save_path / CONFIG_FILE, config_yaml(settings))
-            sinks = stack.enter_context(open_sinks(settings, steps_taken or 0))
+            recorded = recorded_steps(settings.save_path, saved)
+            sinks = stack.enter_context(open_sinks(settings, recorded or 0))
             sync = stack.enter_context(weight_sync(settings))
             policy = sync.load_policy(steps_taken is not None)
             settings = settings.model_copy(update={"run_id": sync.server_run_id})
@@ -274,7 +275,9 @@ def open_run(
             position = start_other_rank(learner, steps_taken)
         else:
             provenance = stack.enter_context(contextlib.closing(ProvenanceLog(learner)))
-            lead, position = start_rank_0(learner, api, sync, store, saved, sinks, provenance)
+            lead, position = start_rank_0(
+                learner, api, sync, store, saved, recorded, sinks, provenance
+            )
         SelfTest(learner).require()
         yield learner, lead, position
 
@@ -297,6 +300,7 @@ def start_rank_0(
     sync: WeightSync,
     store: StateStore,
     saved: SavedState | None,
+    recorded: int | None,
     sinks: Sinks,
     provenance: ProvenanceLog,
 ) -> tuple[Lead, Position]:
@@ -309,7 +313,7 @@ def start_rank_0(
     else:
         coefficients.resume(saved.record.kl_coef, saved.record.maxent)
         position = resume.restore(saved, policy, optimizer, api, settings)
-    begin_records(settings, None if saved is None else saved.record.step)
+    begin_records(settings, recorded)
     bound = Bound(
         tolerance_of(policy),
         noise=None if saved is None else saved.record.noise,
@@ -318,7 +322,7 @@ def start_rank_0(
     served = sync.start(optimizer, position.step, position.epoch, bound)
     position = replace(position, epoch=served.epoch)
     learner.digests.begin()
-    provenance.start(served, saved, api.run_uuid)
+    provenance.start(served, saved, recorded, api.run_uuid)
     saver = Saver(
         *(settings, policy, optimizer, api, store, bound, coefficients, learner.ranks),
         before_save=provenance.finish,

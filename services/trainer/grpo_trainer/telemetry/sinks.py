@@ -290,7 +290,7 @@ def begin_records(settings: TrainerSettings, resumed_step: int | None) -> None:
     steps that a checkpoint lacks are removed.
 
     Args:
-        resumed_step: of the checkpoint that the run resumes from; None without one
+        resumed_step: see `recorded_steps`; None for a new run
     """
     if settings.metrics_file is not None:
         if resumed_step is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from grpo_core.provenance.chain import Provenance
 from grpo_core.provenance.verify import verify
 from grpo_core.rollouts.files import steps_in, write_lines
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.replay.provenance import main as command
 from tests.unit.trainer.replay.recorded import KILLED_AFTER, STEPS, train
 
@@ -56,6 +58,22 @@ def test_a_run_that_keeps_no_steps_moves_those_of_another_run_away(
     train(model, tmp_path, keep_rollouts=0)
     for name in ("batches", "rollouts"):
         assert (steps_in(tmp_path / f"{name}.1"), (tmp_path / name).exists()) == ([1], False)
+
+
+def test_records_of_another_run_are_not_those_of_the_checkpoint(
+    run: Path, model: str, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    records, metrics = other / "provenance.jsonl", other / "metrics.jsonl"
+    records.write_text(records.read_text().replace('"run_uuid":"run"', '"run_uuid":"other"'))
+    metrics.write_text('{"step": 1}\n')
+    checkpoint = StateStore(run).all()[0]
+    train(model, other, resume=str(checkpoint.directory), metrics_file=metrics)
+    steps = {line.version.step for line in Provenance.of(other).publications}
+    assert steps == set(range(checkpoint.record.step, STEPS + 1))
+    assert (other / "metrics.jsonl.1").read_text() == '{"step": 1}\n'
+    assert steps_in(other / "batches.1") == steps_in(run / "batches")
 
 
 def test_a_line_that_was_cut_off_is_left_out_and_a_broken_one_is_named(
