@@ -58,6 +58,7 @@ class MasterOptimizer:
     ) -> None:
         whole = list(parameters)
         self._parameters = [own_part(p) for p in whole]
+        self._shapes = [p.shape for p in whole]
         self._update = update or MasterUpdate(AdamW32())
         self.masters = [_contiguous_copy(p, self._update.dtype) for p in self._parameters]
         self.gradients = GatheredGradients(whole)
@@ -134,8 +135,10 @@ class MasterOptimizer:
 
     def state_bytes(self) -> int:
         """Size of what `tensors` returns once every parameter has taken a step."""
-        states = [self._update.initial_state(master.to("meta")) for master in self.masters]
-        kept = [*self.masters, *(tensor for state in states for tensor in state.values())]
+        pairs = zip(self.masters, self._shapes, strict=True)
+        masters = [master.new_empty(shape, device="meta") for master, shape in pairs]
+        states = [self._update.initial_state(master) for master in masters]
+        kept = [*masters, *(tensor for state in states for tensor in state.values())]
         return sum(tensor.nbytes for tensor in kept)
 
     @torch.no_grad()

@@ -89,6 +89,7 @@ def learn(case: Case, model: str, ranks: Ranks = ALONE) -> dict[str, Any]:
         "norm": norm,
         "weights": {name: p.detach() for name, p in trained_parameters(policy).items()},
         "state": dict(optimizer.tensors(names)),
+        "state_bytes": optimizer.state_bytes(),
         "overflowed": overflowed,
     }
 

@@ -48,6 +48,7 @@ def test_two_ranks_compute_the_step_of_one(name: str, model: str, results: Path)
         require_close(found["gradients"], alone["gradients"], 1e-6)
     require_close(found["weights"], alone["weights"], 1e-5)
     require_close(found["state"], alone["state"], 1e-5)
+    assert found["state_bytes"] == alone["state_bytes"]
     assert found["overflowed"]
 
 
