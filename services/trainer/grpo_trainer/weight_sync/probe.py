@@ -36,7 +36,7 @@ class ServerProbe(CheckedServer):
     """Args:
     name: of the server
     bridge: its client
-    patience_s: how long an answer may take if other servers serve
+    patience_s: how long an answer may take if other servers serve, restarts included
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class ServerProbe(CheckedServer):
         self.bridge = bridge
         self._watch = watch
         self._patience_s = patience_s
+        self._patience = Deadline(patience_s, watch.clock)
         self._crashes = 0
 
     def crashes(self) -> int:
@@ -58,25 +59,26 @@ class ServerProbe(CheckedServer):
         """Wait until this server serves.
 
         Raises:
-            ServerLeft: it is gone, or does not return, and another one serves.
+            ServerLeft: it is gone, or does not return soon, and another one serves.
             LostServer: no server returns in time.
         """
-        deadline = Deadline(self._watch.return_deadline_s, self._watch.clock)
         while self.name not in self._watch.await_serving():
-            if self.name not in self._watch.servers() or deadline.has_passed:
+            if self.name not in self._watch.servers():
                 raise ServerLeft(self.name)
+            if self._patience.has_passed:
+                raise self._silent(None)
             self._watch.sleep(POLL_S)
 
     def _while_serving(self, request: str, ask: Callable[[], T]) -> T:
-        patience = Deadline(self._patience_s, self._watch.clock)
+        self._patience = Deadline(self._patience_s, self._watch.clock)
         try:
-            return super()._while_serving(request, lambda: self._unless_gone(ask, patience))
+            return super()._while_serving(request, lambda: self._unless_gone(ask))
         except (ServiceUnavailable, EngineCrashed) as error:
             if not self._others_serve():
                 raise
             raise self._silent(error) from error
 
-    def _unless_gone(self, ask: Callable[[], T], patience: Deadline) -> T:
+    def _unless_gone(self, ask: Callable[[], T]) -> T:
         """The answer. A process that was stopped accepts requests and never answers, so they are
         sent in a thread. Raises `ServerLeft` if the server is gone meanwhile, or takes too long
         while others serve."""
@@ -97,7 +99,7 @@ class ServerProbe(CheckedServer):
                 return answer.result()
             if self.name not in self._watch.servers():
                 raise ServerLeft(self.name)
-            if patience.has_passed and self._others_serve():
+            if self._patience.has_passed and self._others_serve():
                 raise self._silent(error)
             if error is not None:
                 raise error

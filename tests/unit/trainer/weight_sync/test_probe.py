@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
 from grpo_trainer.weight_sync import probe
+from grpo_trainer.weight_sync.base import POLL_S
 from grpo_trainer.weight_sync.probe import ServerLeft, ServerProbe
 
 
@@ -42,7 +42,7 @@ def answer_late(watch: Watch, error: Exception | None = None) -> str:
             raise error
         return "answer"
 
-    return asked._unless_gone(ask, Deadline(9.0, watch.clock))
+    return asked._unless_gone(ask)
 
 
 @pytest.fixture(autouse=True)
@@ -63,3 +63,19 @@ def test_an_error_that_arrives_then_is_that_of_the_request() -> None:
 def test_a_server_that_left_is_not_waited_for() -> None:
     with pytest.raises(ServerLeft):
         answer_late(Watch("b"))
+
+
+def test_a_server_that_restarts_is_not_waited_for_while_others_serve() -> None:
+    now = [0.0]
+    watch: Any = SimpleNamespace(
+        clock=lambda: now[0],
+        sleep=lambda seconds: now.__setitem__(0, now[0] + seconds),
+        servers=lambda: {"a": SimpleNamespace(serves=False), "b": SimpleNamespace(serves=True)},
+        await_serving=lambda: {"b"},
+        return_deadline_s=300.0,
+        unanswered=0,
+    )
+    with pytest.raises(ServerLeft):
+        ServerProbe("a", None, watch, patience_s=9.0).sample([1], 1)  # type: ignore[arg-type]
+    assert 9.0 <= now[0] < 9.0 + 2 * POLL_S
+    assert watch.unanswered == 1
