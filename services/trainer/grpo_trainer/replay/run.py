@@ -50,7 +50,8 @@ class RecordedRun:
         return self.provenance.start_of(self.published(step))
 
     def batch(self, step: int) -> RecordedBatch:
-        """Raises `NotReplayable`: it is not there, or not the one that the step was taken on."""
+        """Raises `NotReplayable`: it is not there, or not the one that the step was taken on, or
+        lacks the random numbers of other ranks."""
         file, digest = file_of_step(self.batches, step), self.published(step).batch
         if file.is_file():
             if digest is not None and file_digest(file) != digest:
@@ -58,7 +59,14 @@ class RecordedRun:
                     f"{file} is not the batch of step {step}: its content has changed since the "
                     "step (data). Restore the file, or choose a step that does not need it"
                 )
-            return read_batch(self.batches, step)
+            found, ranks = read_batch(self.batches, step), self.start_of(step).machine.ranks
+            if found.step.random is not None and ranks > 1:
+                raise NotReplayable(
+                    f"{ranks} trainer processes took step {step} with --lora-dropout, and {file} "
+                    "has the random numbers of the first alone. Only such steps of one process can "
+                    "be replayed"
+                )
+            return found
         have = steps_in(self.batches) if self.batches.is_dir() else []
         if not have:
             raise NotReplayable(

@@ -56,6 +56,10 @@ def test_an_adapter_with_dropout_an_adaptive_penalty_and_a_teacher_is_replayed(
     shutil.rmtree(run / "trainer_state")
     passes, said = replay(run)
     assert passes, said
+    file = run / "provenance.jsonl"
+    file.write_text(file.read_text().replace('"ranks":1', '"ranks":2'))
+    with pytest.raises(NotReplayable, match="2 trainer processes took step 1 with --lora-dropout"):
+        replay(run)
 
 
 def test_a_changed_bit_in_a_batch_is_named(run: Path) -> None:
