@@ -21,6 +21,7 @@ from grpo_trainer.model.loading import (
     FINAL_ADAPTER,
     FINAL_MODEL,
     TrainedWeights,
+    model_tensors,
     remove_checkpoint,
 )
 from grpo_trainer.model.policy import CausalLM
@@ -184,7 +185,8 @@ def _log_disk_need(settings: TrainerSettings, policy: CausalLM, optimizer: Maste
         models += 1 + SERVED_KEPT
     if settings.sync.mode == "none":
         models += 2  # the newest version without deltas, and all deltas since
-    model_bytes = sum(p.nbytes for p in trained_parameters(policy).values())
+    exported = trained_parameters(policy) if settings.lora else model_tensors(policy)
+    model_bytes = sum(tensor.nbytes for tensor in exported.values())
     states, state_bytes = 1 + STATES_KEPT, optimizer.state_bytes()
     log.info(
         "disk_usage.planned",

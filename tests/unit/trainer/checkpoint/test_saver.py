@@ -180,6 +180,14 @@ def test_the_newest_two_models_are_kept_and_their_size_is_told_at_the_start(
     assert told["total_megabytes"] == pytest.approx((4 + 3 * 3) * model_bytes / 1e6, rel=0.1)
 
 
+def test_layers_that_are_not_trained_count_in_planned_models(tmp_path: Path) -> None:
+    with capture_logs() as logs, bench(tmp_path, train_layer_indices="0") as rig:
+        take_steps(rig.saver, 1)
+        model_bytes = sum(parameter.nbytes for parameter in rig.saver.policy.parameters())
+    (told,) = (event for event in logs if event["event"] == "disk_usage.planned")
+    assert told["megabytes_per_model"] == pytest.approx(model_bytes / 1e6, abs=1e-3)
+
+
 def test_models_that_the_run_did_not_write_are_no_business_of_it(tmp_path: Path) -> None:
     with bench(tmp_path, checkpoint_interval=1, keep_checkpoints=1) as rig:
         for own_or_not in ("step_0", "step_1", "step_30"):
