@@ -32,6 +32,9 @@ ROOM_FOR_PROMPTS = 1024
 SEQ_LEN = 2048
 _MOST_CONCURRENT_GROUPS = 64
 _KL_ESTIMATOR = "k2"
+_RANK_DEADLINE_S = 7 * 24 * 3600.0
+"""The others wait while rank 0 samples and evaluates, which may take hours. They notice by the
+heartbeat if it is lost."""
 _PUBLISH_EVERY = {"lora_only": "adapter_sync_interval"}
 _SIZES = "data.problems_per_iteration"
 _OPEN = {"seq_len", "kl_estimator", "recompute_logprobs", "log_level", "wandb_project"}
@@ -133,6 +136,8 @@ def trainer_command(
         own["reference_model"] = Given(keys.model.ref_id, "model.ref_id")
     if is_reshaped(keys) or sampling.server == "stock_vllm":
         own["recompute_logprobs"] = Given(True, "generation.top_p")
+    if _is_free("rank_deadline_s", keys):
+        own["rank_deadline_s"] = Given(_RANK_DEADLINE_S, _SIZES)
     if keys.logging.wandb.project:
         own["wandb_project"] = Given(keys.logging.wandb.project, "logging.wandb.project")
     every = _PUBLISH_EVERY.get(mode, "vllm_restart_interval")

@@ -189,6 +189,14 @@ def test_a_finished_run_that_gets_more_iterations_goes_on(
     assert [record["iteration"] for record in train_records(files)] == [0, 1, 2, 3]
 
 
+def test_other_ranks_wait_for_days_while_rank_0_samples(
+    make_keys: MakeKeys, tmp_path: Path
+) -> None:
+    for given, expected in (({}, 7 * 24 * 3600), ({"rank_deadline_s": 5000.0}, 5000)):
+        line = trainer_command(make_keys(grpo=given), LOCAL, tmp_path)
+        assert line.rank_deadline_s == expected
+
+
 @pytest.mark.parametrize("batch_size", [16, 6])
 def test_the_first_step_is_that_of_grpo_on_the_same_groups(
     make_keys: MakeKeys, tmp_path: Path, batch_size: int
