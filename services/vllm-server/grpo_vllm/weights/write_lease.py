@@ -287,7 +287,7 @@ class WeightBridge:
                 raise BridgeConflict(_NO_PAUSE.format(session=session))
             self._pause.timer.cancel()
             if written:
-                await self._name(self._pause.version, intact=True)
+                await self._name(self._pause.version)
             await self._end_pause(self._pause)
             if written:
                 self.write_back.done()
@@ -295,7 +295,7 @@ class WeightBridge:
     async def adopt(self, version: PolicyVersion) -> None:
         """Serve a new version that was not written in place, because an adapter was switched."""
         async with self._lock:
-            await self._name(version, intact=True)
+            await self._name(version)
 
     async def update(self, directory: Path, version: PolicyVersion) -> float:
         """Load all weights from the directory. Returns the seconds during which the engine was
@@ -304,7 +304,7 @@ class WeightBridge:
             began = time.monotonic()
             await self.engine.update_weights(directory, version)
             pause_s = time.monotonic() - began
-            self._note(version, intact=True)
+            self._note(version)
             return pause_s
 
     async def take_notice(self) -> bool:
@@ -345,15 +345,15 @@ class WeightBridge:
                 "lease expired); connect to the weight socket again"
             )
 
-    async def _name(self, version: PolicyVersion, intact: bool) -> None:
+    async def _name(self, version: PolicyVersion) -> None:
         await self.engine.name_weights(version)
-        self._note(version, intact)
+        self._note(version)
         written = WeightRef(version=version, kind=WeightKind.MEMORY)
-        await self._store.save(ServedWeights(written, intact))
+        await self._store.save(ServedWeights(written))
 
-    def _note(self, version: PolicyVersion, intact: bool) -> None:
+    def _note(self, version: PolicyVersion) -> None:
         self.version = version
-        self.weights_intact = intact
+        self.weights_intact = True
         self.update_count += 1
         self.last_update_time = time.time()
 
