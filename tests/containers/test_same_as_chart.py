@@ -24,7 +24,15 @@ TOKEN_FILES = (
     (TRAINER, "RUN_API_TOKEN_FILE"),
     (TRAINER, "VLLM_API_KEY_FILE"),
 )
+LISTENERS = (
+    (RUN_API, "RUN_API_HOST"),
+    (SERVER, "GRPO_VLLM_HOST"),
+    (TRAINER, "GRPO_METRICS_HOST"),
+    (TRAINER, "GRPO_RUN_HOST"),
+    (ENVIRONMENT, "--metrics-host"),
+)
 DIFFERENT: dict[tuple[str, str], str] = {
+    **dict.fromkeys(LISTENERS, "a cluster may have IPv6 only, and Docker's host may have none"),
     (SERVER, "GRPO_VLLM_ALLOWED_HOSTS"): "other namespaces use the name SERVICE.NAMESPACE",
     (RUN_API, "RUN_API_ALLOWED_HOSTS"): "other namespaces use the name SERVICE.NAMESPACE",
     (TRAINER, "GRPO_VLLM_ALLOWED_HOSTS"): "single: the trainer's container runs the server",
