@@ -57,6 +57,17 @@ def killed_at_the_end(redis_url: str, directory: Path, port: int) -> Iterator[No
         api.process.kill()
 
 
+def environment(url: str, engine: StubServer, tokenizer: Path, log: Path) -> ManagedProcess:
+    command = [
+        *(sys.executable, "-m", "grpo_env", "arithmetic", "serve", "--no-drop-equal-scores"),
+        *("--run-api-url", url, "--inference-url", engine.url),
+        *("--group-size", "2", "--model", str(tokenizer)),
+    ]
+    return ManagedProcess(
+        "environment", command, log, {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    )
+
+
 def take(trainer: TrainerClient, steps: int) -> set[int | None]:
     """The env_ids of the groups in the next batches."""
     batches = [trainer.next_batch(DEADLINE_S) for _ in range(steps)]
@@ -75,14 +86,7 @@ def test_an_environment_survives_a_run_api_that_is_late_killed_and_reset(
 ) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [
-        *(sys.executable, "-m", "grpo_env", "arithmetic", "serve", "--no-drop-equal-scores"),
-        *("--run-api-url", url, "--inference-url", engine.url),
-        *("--group-size", "2", "--model", str(tokenizer)),
-    ]
-    process = ManagedProcess(
-        "environment", command, tmp_path / "log", {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    )
+    process = environment(url, engine, tokenizer, tmp_path / "log")
     log = process.log_path
     try:
         process.wait_until(lambda: ("GET /health", {}) in engine.seen, DEADLINE_S)
@@ -102,3 +106,23 @@ def test_an_environment_survives_a_run_api_that_is_late_killed_and_reset(
     finally:
         process.kill()
     assert log.read_text().count("[info     ] environment.registered ") == 2
+
+
+def test_an_environment_that_is_killed_goes_on_behind_the_items_of_its_accepted_groups(
+    redis_url: str, engine: StubServer, tokenizer: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    items: list[str] = []
+    with killed_at_the_end(redis_url, tmp_path, port), TrainerClient(url) as trainer:
+        register_trainer(trainer, steps=1000)
+        for name in ("first", "second"):
+            process = environment(url, engine, tokenizer, tmp_path / name)
+            try:
+                for _ in range(9):
+                    batch = trainer.next_batch(DEADLINE_S)
+                    items += [(group.group_overrides or {})["item"] for group in batch.groups]
+            finally:
+                process.kill()
+        assert len(set(items)) == len(items) == 72
+    assert "items.continued" in (tmp_path / "second").read_text()

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import redis
 
 from grpo_api.store.redis import layout_prefix
@@ -12,7 +15,7 @@ from grpo_api.store.run import GONE_TIMEOUTS
 from grpo_core.weights.servers import ServerState, ServerStatus
 from grpo_core.weights.version_log import ServerVersionLog
 from tests.fixtures.run_api import ENVIRONMENT_TIMEOUT_S, RUN_ID
-from tests.integration.run_api_calls import WAITING, ApiClient
+from tests.integration.run_api_calls import WAITING, ApiClient, group
 from tests.support.wait import wait_for
 
 
@@ -31,10 +34,34 @@ def test_environments_wait_until_a_trainer_has_registered_and_polled(http: ApiCl
         "checkpoint_interval": 5,
         "num_steps": 100,
         "run_uuid": http.get("/status").json()["run_uuid"],
+        "item_positions": {},
     }
     http.submit(1, 2)
     assert http.next_batch() == [1, 2]
     assert http.register_environment()["starting_step"] == 4
+
+
+def test_used_items_add_up_with_the_groups_that_run_api_accepts(http: ApiClient) -> None:
+    """Submissions side by side arrive in any order. A part has its item too; a repetition and a
+    refused group change nothing, and a new run knows no items."""
+
+    def send(marker: int, positions: object, **changes: Any) -> int:
+        headers = {"item-positions": json.dumps(positions), "idempotency-key": str(marker)}
+        return http.post("/scored_data", json=group(marker, **changes), headers=headers).status_code
+
+    http.start()
+    assert send(1, {"gsm8k 0 \u00e9": "0-0,4-5"}) == 200
+    assert send(2, {"gsm8k 0 \u00e9": "0-2", "math 0 f": "0-6"}) == 200
+    assert send(2, {"gsm8k 0 \u00e9": "0-99"}) == 200
+    env_id = http.register_environment()["env_id"]
+    assert send(3, {"gsm8k 0 \u00e9": "3-3,7-7,10-20"}, size=1, env_id=env_id) == 200
+    assert send(4, {"gsm8k 0 \u00e9": "0-99"}, scores=[1.0]) == 422
+    assert send(5, {"gsm8k 0 \u00e9": "five"}) == send(6, ["0-1"]) == 422
+    known = http.register_environment()["item_positions"]
+    assert known == {"gsm8k 0 \u00e9": "0-5,7-7,10-20", "math 0 f": "0-6"}
+    http.get("/reset_data")
+    http.start()
+    assert http.register_environment()["item_positions"] == {}
 
 
 def test_disconnecting_twice_is_fine_and_nobody_is_named(http: ApiClient) -> None:

@@ -28,13 +28,15 @@ ENDLESS = sys.maxsize
 
 
 class Membership(WireModel):
-    """run-api's answer to a registered environment. `run_uuid`: "" if run-api names no run."""
+    """run-api's answer to a registered environment. `run_uuid`: "" if run-api names no run.
+    `item_positions`: as environments have sent them with their groups."""
 
     env_id: int
     wandb_name: str
     starting_step: int
     num_steps: int
     run_uuid: str = ""
+    item_positions: Mapping[str, str] = {}
 
     def total_steps(self, own: int, latest: int | None = None) -> int:
         """The step at which the run ends; `ENDLESS` if the trainer's number is below 1.

@@ -153,6 +153,9 @@ class Worker:
             # Closed last: W&B may need seconds to finish its run.
             try:
                 membership = await self._join()
+                await asyncio.to_thread(
+                    self._stream.go_on, membership.item_positions, membership.starting_step
+                )
                 self._log_to_wandb = await stack.enter_async_context(
                     wandb_log(self._settings, self._api, membership)
                 )

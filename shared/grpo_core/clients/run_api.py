@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import threading
 import time
 import uuid
@@ -28,6 +29,7 @@ from grpo_core.errors import (
 from grpo_core.wire.fields import WireModel
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import (
+    ITEM_POSITIONS_HEADER,
     RUN_UUID_HEADER,
     EnvironmentCount,
     EnvironmentRegistration,
@@ -290,11 +292,14 @@ class EnvironmentClient(AsyncServiceClient):
         answer = await self._request("GET", "/status-env", json={"env_id": env_id})
         return parse(EnvironmentStatus, answer)
 
-    async def submit(self, group: ScoredGroup, run_uuid: str) -> dict[str, Any]:
+    async def submit(
+        self, group: ScoredGroup, run_uuid: str, item_positions: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
         """Submit one scored group, gzip-encoded if it is large.
 
         Args:
             run_uuid: the run in which its sampling began; run-api refuses groups of another one
+            item_positions: which items the sender has used, as `ITEM_POSITIONS_HEADER`
 
         The request is retried if the queue is full or an answer is lost. With its idempotency key,
         run-api queues the group once.
@@ -309,6 +314,8 @@ class EnvironmentClient(AsyncServiceClient):
             "idempotency-key": str(uuid.uuid4()),
             RUN_UUID_HEADER: run_uuid,
         }
+        if item_positions:
+            headers[ITEM_POSITIONS_HEADER] = json.dumps(item_positions)
         if len(body) >= GZIP_FROM_BYTES:
             body = gzip.compress(body, compresslevel=1)
             headers["content-encoding"] = "gzip"

@@ -21,6 +21,10 @@ from grpo_core.wire.policy_version import PolicyVersion
 
 RUN_UUID_HEADER = "run-uuid"
 """Header of a submission: the run for which it was sampled, as in `RunStatus`."""
+ITEM_POSITIONS_HEADER = "item-positions"
+"""Header of a submission: which items its environment has used, in JSON, as ranges of numbers by
+names of the environment's choice: `{"gsm8k 0 5f0c1a2e": "0-41,43-45"}`. run-api adds them up as it
+stores the group, and tells each environment that registers."""
 QUEUE_FULL = "the queue has been full"
 """In the reason of a refused submission (503): run-api works, and the trainer is slow."""
 

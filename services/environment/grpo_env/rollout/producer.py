@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -204,17 +204,18 @@ class GroupProducer:
         """
         env_id, run_uuid = self._env_id, self._run_uuid  # of the run in which the sampling begins
         try:
-            item = self._items.next()
-            sampled = await self._engine.roll_out(item, plan)
+            draw = self._items.draw()
+            sampled = await self._engine.roll_out(draw.item, plan)
         except ServiceUnavailable as error:
             budget, reason = self._inference, FailureReason.UNAVAILABLE
             if isinstance(error, TeacherUnavailable):
                 budget, reason = self._teacher, FailureReason.TEACHER_UNAVAILABLE
             budget.failed(error)
+            self._items.put_back(draw)
             self._lose(SampledGroup(lost=GroupLost(reason, str(error))))
             return
         self._inference.succeeded()
-        self._note_grades(item, sampled, step)
+        self._note_grades(draw.item, sampled, step)
         lost = sampled.lost
         if lost is None:
             assert sampled.group is not None
@@ -222,8 +223,11 @@ class GroupProducer:
             self._teacher.succeeded()
             self._teacher_refusals.accepted()
             self.counts.record(sampled)
-            await self._send(sampled.group, env_id, run_uuid)
+            positions = self._items.positions(draw)
+            await self._send(sampled.group, env_id, run_uuid, positions)
+            self._items.used(draw)
             return
+        self._items.used(draw)
         self._lose(sampled)
         if lost.reason is FailureReason.REFUSED:
             self._generation_refusals.refused(lost.detail)
@@ -248,13 +252,15 @@ class GroupProducer:
         elif scores:
             self._reward_failures.graded()
 
-    async def _send(self, group: ScoredGroup, env_id: int, run_uuid: str) -> None:
+    async def _send(
+        self, group: ScoredGroup, env_id: int, run_uuid: str, positions: Mapping[str, str]
+    ) -> None:
         rewards = self._rewards.take()
         facts = RolloutFacts(reward_sample=rewards).on_the_wire()
         overrides = (group.group_overrides or {}) | facts
         group = group.model_copy(update={"env_id": env_id, "group_overrides": overrides})
         try:
-            await self._api.submit(group, run_uuid)
+            await self._api.submit(group, run_uuid, positions)
         except RequestRefused as error:
             self._rewards.give_back(rewards)
             self._lose(SampledGroup(lost=GroupLost(FailureReason.REFUSED, str(error))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +14,7 @@ import structlog
 
 from grpo_env.tasks.curriculum import Rule
 from grpo_env.tasks.data_files import DataUnusable
+from grpo_env.tasks.draws import DrawNumbers
 from grpo_env.tasks.task import Row, Task
 from grpo_env.tasks.tool_calls import Message
 from grpo_env.tasks.weighted_items import TaskState, WeightedItems
@@ -149,6 +151,15 @@ def _items(task: Task, rows: Iterable[Row], kind: str) -> list[Item]:
     return [replace(item, hides_its_row=True) for item in found] if hides else found
 
 
+@dataclass(frozen=True)
+class Draw:
+    """An item of the stream. `number`: of this draw among those of its task."""
+
+    item: Item
+    part: int
+    number: int
+
+
 class ItemStream:
     """The training items of one task or of a mixture, without end.
 
@@ -168,6 +179,7 @@ class ItemStream:
     def __init__(
         self, parts: Sequence[tuple[Sequence[Item], float]], seed: int, rule: Rule | None = None
     ) -> None:
+        self._seed = seed
         self._parts: list[_Shuffled | WeightedItems] = [
             _Shuffled(list(items), weight, seed + number)
             if rule is None
@@ -177,11 +189,63 @@ class ItemStream:
 
     def next(self) -> Item:
         """Raises `ValueError` if there are no items."""
+        return self.draw().item
+
+    def draw(self) -> Draw:
+        """The next item, of which `used` or `put_back` says what became of it. Raises `ValueError`
+        if there are no items."""
         part = min(
             (part for part in self._parts if part.items and part.weight),
             key=lambda part: (part.given + 1) / part.weight,  # the first one of several
         )
-        return part.next()
+        part.given += 1
+        item, number = part.draw()
+        return Draw(item, self._parts.index(part), number)
+
+    def used(self, draw: Draw) -> None:
+        """The item was sampled: its turn is over."""
+        self._parts[draw.part].used.add(draw.number)
+
+    def put_back(self, draw: Draw) -> None:
+        """The item was not sampled, so it is given again."""
+        self._parts[draw.part].put_back(draw.number)
+
+    def positions(self, draw: Draw) -> dict[str, str]:
+        """The numbers of the draws that are used with this one, by task, seed and mark of the
+        items, as `DrawNumbers`."""
+        used = [part.used for part in self._parts]
+        used[draw.part] = used[draw.part].with_number(draw.number)
+        return {
+            self._order_of(part) + part.mark: numbers.written()
+            for part, numbers in zip(self._parts, used, strict=True)
+            if numbers.end
+        }
+
+    def go_on(self, positions: Mapping[str, str], step: int) -> None:
+        """Go on behind the items that earlier processes used. Reads all items.
+
+        Args:
+            positions: as those of the earlier processes
+            step: training step now
+        """
+        for part in self._parts:
+            task, data, order = part.task.name, part.task.options.data, self._order_of(part)
+            if used := positions.get(order + part.mark):
+                part.go_on(DrawNumbers.parse(used))
+                log.info("items.continued", task=task, used=part.used.end)
+                continue
+            changed = any(name.startswith(order) for name in positions)
+            if changed or step:
+                reason = (
+                    f"{data or 'the rows'} or --curriculum changed"
+                    if changed
+                    else "run-api knows no items of this task and --seed that were used"
+                )
+                hint = "items that earlier steps trained on may come again"
+                log.warning("items.begun_again", task=task, step=step, reason=reason, hint=hint)
+
+    def _order_of(self, part: _Shuffled | WeightedItems) -> str:
+        return f"{part.task.name} {self._seed} "
 
     def __len__(self) -> int:
         """Number of items in one pass."""
@@ -233,20 +297,63 @@ class ItemStream:
 
 
 class _Shuffled:
-    """`items` in a new order in each pass; `given`: how many of them were given."""
+    """`items` in a new order in each pass; `given`: how many of them were given. The numbers of the
+    draws count all items of each pass, also those that `keep` removed."""
 
     def __init__(self, items: list[Item], weight: float, seed: int) -> None:
         self.items, self.weight, self.given = items, weight, 0
+        self.used = DrawNumbers()
+        self._all, self._fits = items, [True] * len(items)
         self._random = random.Random(seed)
-        self._left: list[Item] = []
+        self._orders: list[list[int] | None] = []  # of each pass; None: all of it is used
+        self._again: deque[int] = deque()
+        self._next = 0
 
-    def next(self) -> Item:
-        if not self._left:
-            self._left = self._random.sample(self.items, len(self.items))
-        self.given += 1
-        return self._left.pop()
+    @property
+    def task(self) -> Task:
+        return self._all[0].task
+
+    @cached_property
+    def mark(self) -> str:
+        """16 hexadecimal digits of the SHA-256 of all rows."""
+        digest = hashlib.sha256()
+        for item in self._all:
+            digest.update(json.dumps(item.row, skipkeys=True, default=_kind_of).encode())
+        return digest.hexdigest()[:16]
+
+    def draw(self) -> tuple[Item, int]:
+        while True:
+            number = self._again.popleft() if self._again else self._next
+            self._next = max(self._next, number + 1)
+            place = self._order(number // len(self._all))[-1 - number % len(self._all)]
+            if self._fits[place]:
+                return self._all[place], number
+            self.used.add(number)
+
+    def _order(self, of_pass: int) -> list[int]:
+        while len(self._orders) <= of_pass:
+            places = range(len(self._all))
+            self._orders.append(self._random.sample(places, len(places)))
+            ended = min(self.used.low // len(self._all), len(self._orders))
+            self._orders[:ended] = [None] * ended
+        order = self._orders[of_pass]
+        assert order is not None
+        return order
+
+    def put_back(self, number: int) -> None:
+        self._again.append(number)
+
+    def go_on(self, used: DrawNumbers) -> None:
+        self.used, self._next = used, used.end
+        self._again.extend(used.missing())
 
     def keep(self, fits: Callable[[Item], bool]) -> None:
-        self.items = [item for item in self.items if fits(item)]
-        kept = {id(item) for item in self.items}
-        self._left = [item for item in self._left if id(item) in kept]
+        self._fits = [
+            known and fits(item) for known, item in zip(self._fits, self._all, strict=True)
+        ]
+        self.items = [item for item, known in zip(self._all, self._fits, strict=True) if known]
+
+
+def _kind_of(value: object) -> str:
+    # the text of an object, such as an image, may name its address
+    return type(value).__name__

@@ -18,6 +18,7 @@ from grpo_env.tasks.curriculum import (
     checked_weights,
     require_usable,
 )
+from grpo_env.tasks.draws import DrawNumbers
 
 if TYPE_CHECKING:
     from grpo_env.tasks.items import Item
@@ -64,7 +65,8 @@ class WeightedItems:
     Args:
         weight: share of the task in a mixture
 
-    `given`: number of items since the start, from which the mixture balances its tasks.
+    `given`: number of items since the start, from which the mixture balances its tasks. `used`: of
+    the draws, which are counted from 0 on, and go on with those before the state was saved.
 
     Raises:
         CurriculumUnusable: the rule fails on a small example.
@@ -73,24 +75,34 @@ class WeightedItems:
     def __init__(self, items: Sequence[Item], weight: float, seed: int, rule: Rule) -> None:
         require_usable(rule, items)
         self.items, self.weight, self.given = [*items], weight, 0
+        self.task, self.used = items[0].task, DrawNumbers()
         self._seed, self._rule = seed, rule
         self._facts = {item.key: ItemFacts(item.row, item.task.name) for item in items}
         self._state = TaskState()
         self._step = 0
         self._cumulative: list[float] = []
         self._finished = 0  # groups since the rule was called
-        self._draws = 0  # with those before the state was saved
+        self._draws = 0
 
-    def next(self) -> Item:
+    mark = "curriculum"
+
+    def draw(self) -> tuple[Item, int]:
         """Raises `CurriculumUnusable` if the rule fails."""
         if not self._cumulative or self._finished >= REFRESH_EVERY_GROUPS:
             facts = [self._facts[item.key] for item in self.items]
             self._cumulative = [*accumulate(checked_weights(self._rule, facts, self._step))]
             self._finished = 0
-        self.given += 1
         self._draws += 1
         draw = random.Random(f"{self._seed} {self._draws}")
-        return draw.choices(self.items, cum_weights=self._cumulative)[0]
+        return draw.choices(self.items, cum_weights=self._cumulative)[0], self._draws - 1
+
+    def put_back(self, number: int) -> None:
+        """Nothing: an item that was not sampled has its chance in each draw."""
+
+    def go_on(self, used: DrawNumbers) -> None:
+        """Go on behind the draws of an earlier process, also if the saved state has fewer."""
+        self._draws = max(self._draws, used.end)
+        self.used = DrawNumbers(self._draws)
 
     def keep(self, fits: Callable[[Item], bool]) -> None:
         self.items = [item for item in self.items if fits(item)]

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Header, Request
-from pydantic import BaseModel, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from grpo_api.decode import INLINE_BYTES, RawBody, SubmissionDecoder, inflate
 from grpo_api.dispatcher import BatchDispatcher
@@ -20,8 +26,10 @@ from grpo_api.lifetime import Lifetime
 from grpo_api.metrics import Metrics
 from grpo_api.planning.run_view import Limits
 from grpo_api.store.run import RunStore
+from grpo_core.errors import problems_of
 from grpo_core.security import listed
 from grpo_core.wire.run_api import (
+    ITEM_POSITIONS_HEADER,
     RUN_UUID_HEADER,
     EnvironmentId,
     EnvironmentRegistration,
@@ -179,6 +187,31 @@ RunUuid = Annotated[
     ),
 ]
 
+ItemPositions = Annotated[
+    str,
+    Header(
+        alias=ITEM_POSITIONS_HEADER,
+        description="items that the environment has used, with those of these groups: JSON, ranges "
+        'of numbers by names of its choice, `{"gsm8k": "0-41,43-45"}`. run-api adds them up, and '
+        "answers POST /register-env with them. Without it, nothing is noted",
+    ),
+]
+_Ranges = Annotated[str, StringConstraints(pattern=r"^\d{1,15}-\d{1,15}(,\d{1,15}-\d{1,15})*$")]
+_POSITIONS = TypeAdapter(dict[str, _Ranges])
+
+
+def checked_positions(given: str) -> str:
+    """
+    Raises:
+        Refused: 422, the header is not a valid `ItemPositions`.
+    """
+    try:
+        if given:
+            _POSITIONS.validate_json(given)
+    except ValidationError as error:
+        raise _refused_header(ITEM_POSITIONS_HEADER, problems_of(error)) from error
+    return given
+
 
 def checked_key(key: str | None) -> str | None:
     """
@@ -188,6 +221,8 @@ def checked_key(key: str | None) -> str | None:
     if key is None or (len(key) <= _MAX_KEY_CHARS and _is_key(key)):
         return key
     problem = f"Idempotency-Key must be 1 to {_MAX_KEY_CHARS} visible ASCII characters"
-    raise Refused(
-        422, [{"loc": ["header", "idempotency-key"], "msg": problem, "type": "invalid_key"}]
-    )
+    raise _refused_header("idempotency-key", problem, "invalid_key")
+
+
+def _refused_header(name: str, problem: str, kind: str = "invalid_header") -> Refused:
+    return Refused(422, [{"loc": ["header", name], "msg": problem, "type": kind}])

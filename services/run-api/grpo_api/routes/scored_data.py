@@ -16,9 +16,11 @@ from grpo_api.errors import GroupRefused, Refused
 from grpo_api.routes.openapi import ServedGroup, json_body, refusals
 from grpo_api.routes.requests import (
     IdempotencyKey,
+    ItemPositions,
     RunUuid,
     Services,
     checked_key,
+    checked_positions,
     services_of,
 )
 from grpo_api.store.queue import Outcomes, Submission
@@ -76,10 +78,11 @@ async def scored_data(
     request: Request,
     idempotency_key: IdempotencyKey = None,
     run_uuid: RunUuid = "",
+    item_positions: ItemPositions = "",
 ) -> Response:
     """Submit one group or a partial group. If no trainer has registered, or if the group is of
     another run, run-api refuses the group with status 409."""
-    (buffered,) = await _submit(request, decode_group, idempotency_key, run_uuid)
+    (buffered,) = await _submit(request, decode_group, idempotency_key, run_uuid, item_positions)
     if buffered is None:
         return Response(b'{"status":"received"}', media_type="application/json")
     return JSONResponse({"status": "buffered", "buffer_size": buffered})
@@ -95,9 +98,10 @@ async def scored_data_list(
     request: Request,
     idempotency_key: IdempotencyKey = None,
     run_uuid: RunUuid = "",
+    item_positions: ItemPositions = "",
 ) -> Response:
     """Submit a list of up to 1024 groups. run-api accepts either all groups of the list or none."""
-    outcomes = await _submit(request, decode_groups, idempotency_key, run_uuid)
+    outcomes = await _submit(request, decode_groups, idempotency_key, run_uuid, item_positions)
     answer: GroupsReceived = {"status": "received", "groups_processed": len(outcomes)}
     buffered = [sequences for sequences in outcomes if sequences is not None]
     if buffered:
@@ -116,7 +120,7 @@ async def latest_example(services: Services) -> Any:
 
 
 async def _submit(
-    request: Request, decode: Decode, given_key: str | None, run_uuid: str
+    request: Request, decode: Decode, given_key: str | None, run_uuid: str, positions: str
 ) -> Outcomes:
     """Accept the groups of a request, or count and raise its refusal."""
     # not a dependency of the route: FastAPI would resolve it for each of the most frequent requests
@@ -129,7 +133,12 @@ async def _submit(
             key = checked_key(given_key)
             # no variable holds the body, so its memory is freed once it is decoded
             submission = await decoder.decode(decode, await incoming.read(decoder.max_bytes))
-            submission = replace(submission, key=key, run_uuid=run_uuid)
+            submission = replace(
+                submission,
+                key=key,
+                run_uuid=run_uuid,
+                item_positions=checked_positions(positions),
+            )
             incoming.keep(submission.stored_bytes)
             return await services.intake.submit(submission)
         except (Refused, GroupRefused) as error:

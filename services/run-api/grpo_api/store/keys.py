@@ -22,6 +22,8 @@
     answers            hash   batch id → claim of the plain poll whose answer sends the batch: a
                               channel with a listener while it is sent; " delivered" is appended
                               when all of it was sent
+    item_positions     hash   name of the environment's choice → ranges of the items that are used
+                              with groups that were accepted: "0-41,43-45"
     latest             hash   id of the last queued group; acknowledged: set if its batch is
     refusals           hash   groups: refused since the last trainer registered; last: reason for
                               the last refusal
@@ -65,7 +67,7 @@ RECEIPT_S = 600
 RUN_KEYS = (
     *("trainer", "environments", "environment_names", "group_sizes", "name_counts", "connected"),
     *("seen", "buffers", "queue", "payloads", "large", "queued_kinds", "queued_sizes", "totals"),
-    *("leases", "answers"),
+    *("leases", "answers", "item_positions"),
     *("latest", "refusals", "resets", "last_group_id", "last_env_id", "start", "losses"),
 )
 """The first KEYS of every script, each of which has a local of this name for it."""

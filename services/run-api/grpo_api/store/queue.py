@@ -49,6 +49,7 @@ class Submission:
         fingerprint: checksum of the JSON; distinguishes a repeat from other groups with that key.
         key: the sender's idempotency key, or None if it sent none.
         run_uuid: the run for which the groups were sampled; "" if the sender does not say.
+        item_positions: JSON, as `ITEM_POSITIONS_HEADER`; "" if the sender does not say.
         received_under: the version that was served when the groups arrived, if they had to wait;
             None stands for the version that is served now.
     """
@@ -57,6 +58,7 @@ class Submission:
     fingerprint: str
     key: str | None = None
     run_uuid: str = ""
+    item_positions: str = ""
     received_under: PolicyVersion | None = None
 
     @property
@@ -130,6 +132,7 @@ class GroupQueue:
                 contents,
                 write_version(submission.received_under),
                 submission.run_uuid,
+                submission.item_positions,
             )
         except _NotPlaced:
             pass
@@ -203,6 +206,7 @@ class GroupQueue:
             trainer_id,
             _plan(placement, parts_of),
             groups[0].id,
+            submission.item_positions,
         )
 
     def _reading_served(self) -> tuple[Any, ...]:

@@ -44,7 +44,8 @@ _log = structlog.get_logger()
 
 
 class EnvironmentEnrolled(TypedDict):
-    """The environment is registered."""
+    """The environment is registered. `item_positions`: items that environments of the run have
+    used, as they sent them with their groups."""
 
     status: Literal["success"]
     env_id: int
@@ -54,6 +55,7 @@ class EnvironmentEnrolled(TypedDict):
     checkpoint_interval: int
     num_steps: int
     run_uuid: str
+    item_positions: dict[str, str]
 
 
 class RunStats(NamedTuple):
@@ -206,7 +208,7 @@ class RunStore:
         if outcome == b"unservable":
             reason = why_unservable(registration.group_size, batch_size=rest[0])
             raise unprocessable(["group_size"], str(reason))
-        env_id, name, step, written, run_uuid = rest
+        env_id, name, step, written, run_uuid, positions = rest
         trainer = Registration.model_validate_json(written)
         return {
             "status": "success",
@@ -217,6 +219,9 @@ class RunStore:
             "checkpoint_interval": trainer.save_checkpoint_interval,
             "num_steps": trainer.num_steps,
             "run_uuid": run_uuid.decode(),
+            "item_positions": {
+                name.decode(): ranges.decode() for name, ranges in _pairs(positions).items()
+            },
         }
 
     async def disconnect(self, env_id: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,20 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from grpo_core.errors import ProtocolViolation
+from grpo_core.errors import ProtocolViolation, ServiceUnavailable
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.assembly import TaskSet, sampling_plan
 from grpo_env.evaluation import Evaluation
-from grpo_env.rollout.groups import FailureReason, GroupLost, MisalignedCompletion, SampledGroup
+from grpo_env.rollout.groups import (
+    FailureReason,
+    GroupLost,
+    MisalignedCompletion,
+    SampledGroup,
+    SamplingPlan,
+)
 from grpo_env.rollout.producer import GroupCounts, GroupProducer
 from grpo_env.settings import EnvServerSettings, load_env_settings
+from grpo_env.tasks.items import Draw, Item, ItemStream
 from tests.support.canned import PROMPT, generate_answer
 from tests.support.http_stub import Route
 from tests.unit.env.feeding import Rewarded, right_and_wrong, sevens
@@ -171,7 +179,7 @@ async def test_a_group_belongs_to_the_run_in_which_its_sampling_began() -> None:
     """run-api is reset, and the environment registers again, while the group is sampled."""
     settings, seen = EnvServerSettings(task="arithmetic", model="m"), []
 
-    async def submit(group: ScoredGroup, run_uuid: str) -> None:
+    async def submit(group: ScoredGroup, run_uuid: str, _positions: object) -> None:
         seen.append((group.env_id, run_uuid))
 
     def generate(_body: dict[str, Any]) -> Any:
@@ -179,8 +187,7 @@ async def test_a_group_belongs_to_the_run_in_which_its_sampling_began() -> None:
         return 200, generate_answer(["7", "8"])
 
     async with engine_on(generate) as (engine, _):
-        item = item_of(Rewarded(sevens))
-        items: Any = SimpleNamespace(next=lambda: item, graded=lambda *_: None)
+        items = ItemStream([([item_of(Rewarded(sevens))], 1.0)], seed=0)
         client: Any = SimpleNamespace(submit=submit)
         producer = GroupProducer(settings, items, engine, client)
         producer.join(0, "old run")
@@ -192,7 +199,7 @@ async def test_a_group_belongs_to_the_run_in_which_its_sampling_began() -> None:
 async def test_an_item_learns_of_its_graded_and_of_its_lost_groups() -> None:
     rewards = iter([1.0, 0.0, math.nan, 0.0])
     item = item_of(Rewarded(lambda *_: next(rewards)))
-    items, client = Mock(next=lambda: item), Mock(submit=AsyncMock())
+    items, client = Mock(draw=lambda: Draw(item, 0, 0)), Mock(submit=AsyncMock())
     async with engine_on(right_and_wrong) as (engine, _):
         settings = EnvServerSettings(task="arithmetic", model="m", max_failed_rewards=1.0)
         producer = GroupProducer(settings, items, engine, client)
@@ -202,6 +209,36 @@ async def test_an_item_learns_of_its_graded_and_of_its_lost_groups() -> None:
         items.lost.assert_not_called()
         await producer.produce(PLAN, 3)
         items.lost.assert_called_once_with(item)
+
+
+async def test_an_item_that_no_server_sampled_is_given_again() -> None:
+    """A dropped group used its item. run-api learns of both with the next group."""
+    item = item_of(Rewarded(sevens))
+    stream = ItemStream([([replace(item, row={"n": n}) for n in range(9)], 1.0)], seed=0)
+    answers = iter([SEVEN_OR_EIGHT, generate_answer(["7", "7"]), SEVEN_OR_EIGHT])
+    asked: list[int] = []
+    sent: list[Mapping[str, str]] = []
+
+    async def submit(_group: ScoredGroup, _run_uuid: str, positions: Mapping[str, str]) -> None:
+        sent.append(positions)
+
+    async with engine_on(lambda _body: (200, next(answers))) as (engine, _):
+
+        async def roll_out(item: Item, plan: SamplingPlan) -> SampledGroup:
+            asked.append(item.row["n"])
+            if len(asked) == 2:
+                raise ServiceUnavailable("no server")
+            return await engine.roll_out(item, plan)
+
+        settings = EnvServerSettings(task="arithmetic", model="m")
+        faulty: Any = SimpleNamespace(roll_out=roll_out)
+        client: Any = SimpleNamespace(submit=submit)
+        producer = GroupProducer(settings, stream, faulty, client)
+        for _ in range(4):
+            await producer.produce(PLAN, 0)
+    assert asked[1] == asked[2]
+    assert len({*asked}) == 3
+    assert [[*positions.values()] for positions in sent] == [["0-0"], ["0-2"]]
 
 
 def test_only_equal_scores_lower_the_share_of_kept_groups() -> None:

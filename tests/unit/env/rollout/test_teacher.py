@@ -27,6 +27,7 @@ from grpo_env.rollout.producer import GroupProducer
 from grpo_env.rollout.teacher import Teacher
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Dialogue, Message, Row
+from grpo_env.tasks.items import Draw
 from tests.support.http_stub import Answer, StubServer, stub_server
 from tests.support.wait import DEADLINE_S
 from tests.unit.env.feeding import Rewarded, right_and_wrong, sevens
@@ -261,7 +262,7 @@ async def test_a_teacher_that_refuses_every_group_ends_the_environment() -> None
         assert "maximum context length" in found.detail
         async with rig.engine_on(right_and_wrong, teacher=teacher) as (engine, _):
             settings = EnvServerSettings(task="arithmetic", model="m", teacher_url="http://t")
-            items: Any = Mock(next=lambda: item_of(Rewarded(sevens)))
+            items: Any = Mock(draw=lambda: Draw(item_of(Rewarded(sevens)), 0, 0))
             producer = GroupProducer(settings, items, engine, SimpleNamespace())  # type: ignore[arg-type]
             for _ in range(MAX_REFUSED_IN_A_ROW - 1):
                 await producer.produce(PLAN, 0)

@@ -81,3 +81,27 @@ local function forget_environment(env_id)
   redis.call('HDEL', buffers, env_id)
   return dropped
 end
+
+-- Adds ranges of used items to the stored ones. given: JSON, {name: 'first-last,first-last'}, or ''
+local function add_positions(given)
+  for name, added in pairs(given ~= '' and cjson.decode(given) or {}) do
+    local ranges, joined = {}, {}
+    local all = (redis.call('HGET', item_positions, name) or '') .. ',' .. added
+    for first, last in string.gmatch(all, '(%d+)-(%d+)') do
+      table.insert(ranges, {tonumber(first), tonumber(last)})
+    end
+    table.sort(ranges, function(a, b) return a[1] < b[1] end)
+    for _, range in ipairs(ranges) do
+      local before = joined[#joined]
+      if before and range[1] <= before[2] + 1 then
+        before[2] = math.max(before[2], range[2])
+      else
+        table.insert(joined, range)
+      end
+    end
+    for i, range in ipairs(joined) do
+      joined[i] = string.format('%d-%d', range[1], range[2])
+    end
+    redis.call('HSET', item_positions, name, table.concat(joined, ','))
+  end
+end

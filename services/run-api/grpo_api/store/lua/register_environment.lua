@@ -5,7 +5,8 @@
 --       5 milliseconds without a poll after which an environment is deleted
 -- Returns {'wait'}                    no trainer has registered and polled yet
 --         {'unservable', batch_size}  the group size does not divide the batch size
---         {'registered', env_id, name, step, trainer's registration (JSON), uuid of the run}
+--         {'registered', env_id, name, step, trainer's registration (JSON), uuid of the run,
+--                                  names and used items of all environments}
 --
 -- With the receipt, repeating a call whose answer was lost returns the same environment.
 
@@ -49,4 +50,5 @@ return {
   tonumber(redis.call('HGET', trainer, 'step')),
   redis.call('HGET', trainer, 'registration'),
   redis.call('HGET', trainer, 'run_uuid'),
+  redis.call('HGETALL', item_positions),
 }

@@ -7,6 +7,7 @@
 --       6 trainer id at planning
 --       7 plan (JSON): buffers [[env_id, before, after], ...], entries [entry, ...]
 --       8 id of the first payload; the others follow
+--       9 items that are used with these groups, as add_positions reads them
 --       then per group: env_id or '-', sequences, stored bytes, payload or name of a staged one
 -- Returns {'placed', id of the last group}
 --         {'repeated', receipt}  an earlier call was carried out under the same receipt
@@ -16,7 +17,7 @@
 
 local receipt = own_keys[1]
 local staged, trainer_id, plan = ARGV[5], ARGV[6], cjson.decode(ARGV[7])
-local first_id, first = tonumber(ARGV[8]), 9
+local first_id, first = tonumber(ARGV[8]), 10
 
 local function count(field, by)
   if by ~= 0 then
@@ -86,5 +87,6 @@ end
 if last_queued then
   set_latest(last_queued)
 end
+add_positions(ARGV[9])
 redis.call('SET', receipt, run .. ' ' .. ARGV[2], 'EX', ARGV[1])
 return {'placed', first_id + (#ARGV - first + 1) / 4 - 1}

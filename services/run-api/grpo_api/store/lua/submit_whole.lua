@@ -7,6 +7,7 @@
 --       5 prefix of staged payloads, '' if the payloads are in ARGV
 --       6 version under which the groups were received, as stored; '' for the one served now
 --       7 uuid of the run for which the groups were sampled, '' if unknown
+--       8 items that are used with these groups, as add_positions reads them
 --       then per group: env_id or '-', sequences, stored bytes, payload or name of a staged one
 -- Returns {'placed', id of the last group}
 --         {'repeated', receipt}  an earlier call was carried out under the same receipt
@@ -17,7 +18,7 @@
 --         {'unstaged'}           a staged payload has expired
 
 local receipt, served_weights = unpack(own_keys)
-local staged, first = ARGV[5], 8
+local staged, first = ARGV[5], 9
 
 local run, answer = find_receipt(receipt)
 if answer then
@@ -77,5 +78,6 @@ redis.call('HINCRBY', totals, 'queued_groups', groups)
 redis.call('HINCRBY', totals, 'queued_sequences', sequences)
 redis.call('HINCRBY', totals, 'queued_bytes', bytes)
 set_latest(id)
+add_positions(ARGV[8])
 redis.call('SET', receipt, run .. ' ' .. ARGV[2], 'EX', ARGV[1])
 return {'placed', id}
