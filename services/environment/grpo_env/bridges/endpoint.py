@@ -6,6 +6,7 @@ It has `POST /v1/chat/completions`, `POST /v1/responses` and `GET /v1/models`.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -24,6 +25,9 @@ log = structlog.get_logger()
 
 CONTEXT_FULL = "context_length_exceeded"
 """OpenAI's code of an error."""
+_MISREAD = re.compile(r"\d{3,}|rate[\s_-]*limit|too many requests", re.IGNORECASE)
+"""Agents look for them in the text of an error: in "1429 tokens", smolagents reads the status 429
+and waits for minutes."""
 _LARGEST_REQUEST_BYTES = 64 * 2**20
 _LOOPBACK = "127.0.0.1"
 Answered = Callable[[Chat, Mapping[str, Any]], Awaitable[web.Response]]
@@ -141,7 +145,7 @@ async def _answer(answered: Answered, chat: Chat, body: Mapping[str, Any]) -> we
         return _refusal(str(error))
     except Exception as error:  # noqa: BLE001 - the caller of the rollout raises it
         chat.fail(error)
-        return _refusal(f"{type(error).__name__}: {error}")
+        return _refusal("the rollout has failed; its environment reports why")
 
 
 async def _completion(chat: Chat, body: Mapping[str, Any]) -> web.Response:
@@ -165,5 +169,6 @@ def _stream(events: bytes) -> web.Response:
 
 def _refusal(message: str, status: int = 400, code: str | None = None) -> web.Response:
     """400 by default, because clients of OpenAI repeat requests that end with 5xx."""
-    error = {"message": message, "type": "invalid_request_error", "code": code}
+    said = _MISREAD.sub("...", message)
+    error = {"message": said, "type": "invalid_request_error", "code": code}
     return web.json_response({"error": error}, status=status)

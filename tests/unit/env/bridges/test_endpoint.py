@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from structlog.testing import capture_logs
 from grpo_core.errors import ServiceUnavailable
 from grpo_env.bridges.chat import MODEL, Chat
 from grpo_env.bridges.endpoint import ChatEndpoint
+from grpo_env.tasks import ContextFull, MessagesUnusable
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 
 QUESTION = {"role": "user", "content": "2+3="}
@@ -185,6 +187,25 @@ async def test_errors_are_refusals_and_the_first_one_is_kept(
         await client.responses.create(model=MODEL, input="a")
     assert full.value.code == "context_length_exceeded"
     assert endpoint.sessions["Bearer key-0"].failed is None
+
+
+async def test_no_agent_takes_a_refusal_for_a_busy_server(
+    endpoint: ChatEndpoint, http: httpx.AsyncClient
+) -> None:
+    """smolagents looks for these in the text of an error, and then waits for minutes."""
+
+    class Refuses(ScriptedDialogue):
+        async def say(self, *_: Any, **__: Any) -> Any:
+            raise errors.pop()
+
+    text = "1429 tokens are 503 more than 99: Too Many Requests, rate_limit"
+    errors = [kind(text) for kind in (ServiceUnavailable, MessagesUnusable, ContextFull)]
+    endpoint.sessions["Bearer key"] = Chat(Refuses())
+    client = AsyncOpenAI(base_url=endpoint.url, api_key="key", http_client=http)
+    for said in ("than 99", "than 99", "its environment reports why"):
+        with pytest.raises(openai.BadRequestError, match=said) as refused:
+            await client.responses.create(model=MODEL, input="a")
+        assert not re.search("429|503|rate.?limit|too many", str(refused.value), re.IGNORECASE)
 
 
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
