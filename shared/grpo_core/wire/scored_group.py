@@ -269,8 +269,7 @@ def _non_finite_paths(root: Any) -> Iterator[str]:
 class RewardSample(WireModel):
     """Sum and number of all rewards since the environment's previous group, with dropped groups.
 
-    The mean over submitted groups alone is biased, because environments drop groups whose scores
-    are all equal.
+    Submitted groups alone are biased, because environments drop groups whose scores are all equal.
     """
 
     sum: Float32
@@ -278,6 +277,10 @@ class RewardSample(WireModel):
     parts: dict[Name, Float32] = Field(default_factory=dict)
     """Sum of each part of the reward by name, over the same completions; empty if there are
     none."""
+    groups: Count | None = None
+    """Graded groups; None if the environment does not count them."""
+    equal_groups: Annotated[int, Field(ge=0)] = 0
+    """Those of them whose scores are all equal."""
 
 
 class RolloutFacts(WireModel):

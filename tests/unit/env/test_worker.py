@@ -159,8 +159,8 @@ async def test_the_reward_sample_counts_the_groups_that_were_dropped_or_refused(
 
     samples = [group["group_overrides"]["reward_sample"] for group in api.groups]
     assert samples[:2] == [
-        {"sum": 8.0, "count": 10, "parts": {"accuracy": 8.0}},
-        {"sum": 1.0, "count": 2, "parts": {"accuracy": 1.0}},
+        {"sum": 8.0, "count": 10, "parts": {"accuracy": 8.0}, "groups": 5, "equal_groups": 3},
+        {"sum": 1.0, "count": 2, "parts": {"accuracy": 1.0}, "groups": 1, "equal_groups": 0},
     ]
 
 

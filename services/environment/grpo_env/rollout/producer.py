@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +39,13 @@ class RewardTotals:
     total: float = 0.0
     count: int = 0
     parts: Counter[str] = field(default_factory=Counter)
+    groups: int = 0
+    equal_groups: int = 0
 
-    def add(self, grades: Iterable[Grade]) -> None:
+    def add(self, grades: Sequence[Grade]) -> None:
+        """Count the grades of one group."""
+        self.groups += bool(grades)
+        self.equal_groups += len({grade.score for grade in grades}) == 1
         for grade in grades:
             self.total += grade.score
             self.count += 1
@@ -48,14 +53,23 @@ class RewardTotals:
 
     def take(self) -> RewardSample:
         """Return the rewards so far and start again at zero."""
-        taken = RewardSample(sum=self.total, count=self.count, parts=dict(self.parts))
+        taken = RewardSample(
+            sum=self.total,
+            count=self.count,
+            parts=dict(self.parts),
+            groups=self.groups,
+            equal_groups=self.equal_groups,
+        )
         self.total, self.count, self.parts = 0.0, 0, Counter()
+        self.groups = self.equal_groups = 0
         return taken
 
     def give_back(self, taken: RewardSample) -> None:
         self.total += taken.sum
         self.count += taken.count
         self.parts.update(taken.parts)
+        self.groups += taken.groups or 0
+        self.equal_groups += taken.equal_groups
 
 
 class GroupCounts:

@@ -25,7 +25,8 @@ class BatchStats:
     reward_std_in_group: float
     """Mean over groups of the population standard deviation of their scores."""
     zero_variance_fraction: float
-    """Share of groups whose scores are all equal, so that they teach nothing."""
+    """Share of groups whose scores are all equal, so that they teach nothing: of all graded groups
+    if the environments count them, else of the batch."""
     truncated_fraction: float
     """Share of sequences that were cut to --seq-len."""
     completion_tokens_mean: float
@@ -54,7 +55,7 @@ def batch_stats(groups: Sequence[UsableGroup], seq_len: int) -> BatchStats:
         reward_mean=_reward_mean(groups),
         reward_parts=_reward_parts(groups),
         reward_std_in_group=fmean(pstdev(s) for s in scores),
-        zero_variance_fraction=fmean(len(set(s)) == 1 for s in scores),
+        zero_variance_fraction=_zero_variance_fraction(groups),
         truncated_fraction=fmean(length > seq_len for length in lengths),
         completion_tokens_mean=fmean(trained),
         first_versions=[first for usable in groups for first, _ in usable.facts.policy_version],
@@ -76,6 +77,14 @@ def _reward_mean(groups: Sequence[UsableGroup]) -> float:
     if len(samples) == len(groups):
         return sum(s.sum for s in samples) / sum(s.count for s in samples)
     return fmean(score for usable in groups for score in usable.group.scores)
+
+
+def _zero_variance_fraction(groups: Sequence[UsableGroup]) -> float:
+    samples = _reward_samples(groups)
+    graded = [s.groups for s in samples if s.groups is not None]
+    if len(graded) == len(groups):
+        return sum(s.equal_groups for s in samples) / sum(graded)
+    return fmean(len(set(usable.group.scores)) == 1 for usable in groups)
 
 
 def _reward_parts(groups: Sequence[UsableGroup]) -> dict[str, float]:

@@ -143,7 +143,8 @@ def test_facts_by_hand() -> None:
     }
     sample = {"sum": 5.0, "count": 6, "parts": {"format": 1.5, "length": -3.0}}
     equal = group(scores=[1.0, 1.0], group_overrides={"reward_sample": sample})
-    facts = collated(group(group_overrides=overrides), equal, seq_len=4).stats
+    both = group(group_overrides=overrides), equal
+    facts = collated(*both, seq_len=4).stats
     assert facts.tokens == 14
     assert facts.truncated_fraction == 0.5
     assert facts.first_versions == [(1, 4), (1, 3)]
@@ -153,6 +154,9 @@ def test_facts_by_hand() -> None:
     assert facts.reward_parts == pytest.approx({"format": 3.5 / 10, "length": -3 / 6})
     assert facts.reward_std_in_group == pytest.approx((0.5 + 0.0) / 2)
     assert facts.completion_tokens_mean == 2.0
+    for one, groups in zip(both, ({"groups": 9, "equal_groups": 8}, {"groups": 1}), strict=True):
+        one.group_overrides["reward_sample"] |= groups
+    assert collated(*both).stats.zero_variance_fraction == 8 / 10, "those that were dropped count"
 
 
 def test_keys_with_a_foreign_meaning_are_ignored() -> None:
