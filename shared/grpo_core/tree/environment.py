@@ -318,8 +318,9 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
         None,
         min_length=1,
         description="Task agent: the program of one rollout, for example 'python my_agent.py'. It "
-        "finds the policy through OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and its row as "
-        "JSON in GRPO_ROW and on its standard input. Other name: --command",
+        "finds the policy through OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, or the same of "
+        "ANTHROPIC, and its row as JSON in GRPO_ROW and on its standard input. Other name: "
+        "--command",
     )
     agent: Annotated[str | None, Shown(metavar="FILE:FUNCTION")] = Field(
         None,

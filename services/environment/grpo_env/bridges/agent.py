@@ -1,5 +1,5 @@
 """The task `agent`: rollouts are conducted by a program or a function of the user, which reaches
-the policy through OpenAI's API, and rated by any reward."""
+the policy through the API of OpenAI or Anthropic, and rated by any reward."""
 
 from __future__ import annotations
 

@@ -61,6 +61,9 @@ class Client:
             "OPENAI_API_BASE": base_url,
             "OPENAI_API_KEY": self.api_key,
             "OPENAI_MODEL": self.model,
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.api_key,
+            "ANTHROPIC_MODEL": self.model,
         }
 
 

@@ -1,4 +1,4 @@
-"""Lets a client of OpenAI's API talk with the policy in one rollout, and keeps its answers as they
+"""Lets a client of the endpoint talk with the policy in one rollout, and keeps its answers as they
 were sampled.
 
 Messages, tools and tool calls have the form of the chat completions API.
@@ -40,7 +40,7 @@ def reading() -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise RequestUnusable(
-            f"the request has not the form of OpenAI's API: {type(error).__name__}: {error}"
+            f"the request has not the form of the API: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Serves OpenAI's API to the programs of rollouts: each request reaches the policy through the
-rollout that it names.
+"""Serves the APIs of OpenAI and Anthropic to the programs of rollouts: each request reaches the
+policy through the rollout that it names.
 
-It has `POST /v1/chat/completions`, `POST /v1/responses` and `GET /v1/models`.
+It has `POST /v1/chat/completions`, `POST /v1/responses`, `POST /v1/messages` and `GET /v1/models`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import PayloadEncodingError
 from pydantic_core import from_json
 
-from grpo_env.bridges import completions_api, responses_api
+from grpo_env.bridges import completions_api, messages_api, responses_api
 from grpo_env.bridges.chat import MODEL, Chat, LimitReached, RequestUnusable
 from grpo_env.tasks import ContextFull, MessagesUnusable
 
@@ -54,6 +54,7 @@ class ChatEndpoint:
             "/v1/chat/completions", self._through(_completion, completions_api.READ)
         )
         app.router.add_post("/v1/responses", self._through(_response, responses_api.READ))
+        app.router.add_post("/v1/messages", self._through(_message, messages_api.READ))
         app.router.add_get("/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         # A rollout that is given up also ends its request to the inference server.
@@ -77,7 +78,7 @@ class ChatEndpoint:
         self, answered: Answered, read: Collection[str]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            chat = self.sessions.get(request.headers.get(self._header, ""))
+            chat = self._chat(request.headers)
             if chat is None:
                 return _refusal(
                     f"no rollout is open for the header {self._header}", 401, "invalid_api_key"
@@ -92,6 +93,11 @@ class ChatEndpoint:
             return await _answer(answered, chat, body)
 
         return handle
+
+    def _chat(self, headers: Mapping[str, str]) -> Chat | None:
+        """Clients of Anthropic's API send the key alone, in a header of their own."""
+        keys = (headers.get(self._header, ""), f"Bearer {headers.get('x-api-key')}")
+        return next((self.sessions[key] for key in keys if key in self.sessions), None)
 
     def _warn_of_ignored(self, body: Mapping[str, Any], read: Collection[str]) -> None:
         """Once for each option."""
@@ -109,8 +115,8 @@ class ChatEndpoint:
 
     async def _unknown(self, request: web.Request) -> web.Response:
         return _refusal(
-            f"no route {request.path}; only the APIs chat completions and responses can be trained "
-            "on",
+            f"no route {request.path}; only the APIs chat completions, responses and messages can "
+            "be trained on",
             404,
         )
 
@@ -130,7 +136,8 @@ def _ignored(body: Mapping[str, Any], read: Collection[str]) -> Iterable[str]:
     yield from (name for name, value in body.items() if name not in read and value is not None)
     # Its calls are the policy's own choice, so that every token has the logprob that it was
     # sampled with.
-    if body.get("tool_choice", "auto") not in (None, "auto", "none"):
+    choice = body.get("tool_choice")
+    if (choice.get("type") if isinstance(choice, dict) else choice) not in (None, "auto", "none"):
         yield "tool_choice"
 
 
@@ -163,12 +170,20 @@ async def _response(chat: Chat, body: Mapping[str, Any]) -> web.Response:
     return web.json_response(response)
 
 
+async def _message(chat: Chat, body: Mapping[str, Any]) -> web.Response:
+    message = await messages_api.reply(chat, body)
+    if body.get("stream"):
+        return _stream(messages_api.events(message))
+    return web.json_response(message)
+
+
 def _stream(events: bytes) -> web.Response:
     return web.Response(body=events, content_type="text/event-stream")
 
 
 def _refusal(message: str, status: int = 400, code: str | None = None) -> web.Response:
-    """400 by default, because clients of OpenAI repeat requests that end with 5xx."""
+    """The error of all APIs; the outer type is Anthropic's. 400 by default, because clients repeat
+    requests that end with 5xx."""
     said = _MISREAD.sub("...", message)
     error = {"message": said, "type": "invalid_request_error", "code": code}
-    return web.json_response({"error": error}, status=status)
+    return web.json_response({"type": "error", "error": error}, status=status)

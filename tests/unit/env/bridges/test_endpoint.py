@@ -239,8 +239,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
         ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools of .* web_search"),
         ("responses", {"input": "a", "conversation": "conv_1"}, "conversation: not supported"),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
-        ("messages", {}, "no route /v1/messages; only the APIs chat completions and responses"),
-        ("completions", {}, "no route /v1/completions"),
+        ("completions", {}, "no route /v1/completions; only the APIs chat completions, responses"),
     ],
 )
 async def test_what_cannot_be_trained_on_is_refused_by_name(

@@ -52,7 +52,30 @@ RESPONSES = {
     "metadata": {"a": "b"},
     "stream": False,
 }
-BODIES = {"chat/completions": CHAT, "responses": RESPONSES}
+MESSAGES = {
+    "model": "policy",
+    "system": [{"type": "text", "text": "Add."}],
+    "messages": [
+        QUESTION,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "a"},
+                {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 2}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "5"}],
+        },
+    ],
+    "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "auto"},
+    "max_tokens": 7,
+    "stop_sequences": ["."],
+    "stream": True,
+}
+BODIES = {"chat/completions": CHAT, "responses": RESPONSES, "messages": MESSAGES}
 HEADERS: list[Mapping[str, str]] = [
     {},
     {"Content-Type": "application/json; charset=none"},

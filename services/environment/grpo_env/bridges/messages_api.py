@@ -1,0 +1,125 @@
+"""Anthropic's messages API: from a request to `Chat.complete`, and from an answer to JSON or to the
+events of a stream.
+
+https://platform.claude.com/docs/en/api/messages
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from grpo_env.bridges.chat import MODEL, Chat, ChatAnswer, ChatMessage, RequestUnusable, reading
+
+_REFUSED = ("container", "mcp_servers")
+"""Options that let the provider run something."""
+READ = (
+    *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences"),
+    *("stream", "metadata", *_REFUSED),
+)
+"""As `completions_api.READ`."""
+_LEFT_OUT = ("thinking", "redacted_thinking")
+"""Blocks that only a hosted model understands."""
+_NOT_AN_OBJECT = "INVALID_JSON"
+"""The key of arguments that are no object, as the API's documentation advises."""
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+async def reply(chat: Chat, body: Mapping[str, Any]) -> dict[str, Any]:
+    """A `Message` of the API. Raises `RequestUnusable`, and as `Chat.complete`."""
+    if refused := [name for name in _REFUSED if body.get(name)]:
+        raise RequestUnusable(f"{', '.join(refused)}: not supported for a rollout; omit it")
+    with reading():
+        messages = [message for given in body["messages"] for message in _messages(given)]
+        tools = _tools(body)
+    if system := body.get("system"):
+        messages.insert(0, {"role": "system", "content": system})
+    sampling = {"max_tokens": body.get("max_tokens"), "stop": body.get("stop_sequences")}
+    answer = await chat.complete(messages, tools, sampling)
+    return {
+        "id": f"msg_{uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL,
+        "content": [*_content(answer)],
+        "stop_reason": _STOP_REASONS[answer.finish_reason],
+        "stop_sequence": None,
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
+    }
+
+
+def _messages(given: Mapping[str, Any]) -> Iterator[ChatMessage]:
+    """The results of calls are messages of their own, before the rest."""
+    content = given["content"]
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    rest, calls = [], []
+    for block in blocks:
+        kind = block["type"]
+        if kind == "tool_result":
+            result = {"content": block.get("content"), "tool_call_id": block["tool_use_id"]}
+            yield {"role": "tool", **result}
+        elif kind == "tool_use":
+            calls.append(_call(block))
+        elif kind not in _LEFT_OUT:
+            rest.append(block)
+    if rest or calls:
+        yield {"role": given["role"], "content": rest, "tool_calls": calls}
+
+
+def _call(block: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = block["input"].get(_NOT_AN_OBJECT, block["input"])
+    function = {"name": block["name"], "arguments": json.dumps(arguments)}
+    return {"id": block["id"], "type": "function", "function": function}
+
+
+def _tools(body: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    """In the form of the chat completions API."""
+    tools = body.get("tools") or ()
+    if hosted := sorted({tool.get("type") or "custom" for tool in tools} - {"custom"}):
+        raise RequestUnusable(
+            f"tools of the type {', '.join(hosted)}: only tools with an input_schema are supported"
+        )
+    if (body.get("tool_choice") or {}).get("type") == "none":
+        return ()
+    return [{"type": "function", "function": _function(tool)} for tool in tools]
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    described = {"description": tool["description"]} if tool.get("description") else {}
+    return {"name": tool["name"], **described, "parameters": tool["input_schema"]}
+
+
+def _content(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
+    if answer.content or not answer.tool_calls:
+        yield {"type": "text", "text": answer.content or ""}
+    for call in answer.tool_calls:
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+        given = arguments if isinstance(arguments, dict) else {_NOT_AN_OBJECT: arguments}
+        yield {"type": "tool_use", "id": call["id"], "name": name, "input": given}
+
+
+def events(message: Mapping[str, Any]) -> bytes:
+    """The message as the events of a stream."""
+    lines = (f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in _events(message))
+    return "".join(lines).encode()
+
+
+def _events(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    usage = {**message["usage"], "output_tokens": 0}
+    begun = {**message, "content": [], "stop_reason": None, "usage": usage}
+    yield {"type": "message_start", "message": begun}
+    for index, block in enumerate(message["content"]):
+        if block["type"] == "text":
+            empty = {**block, "text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
+        else:
+            empty = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield {"type": "content_block_start", "index": index, "content_block": empty}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    end = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+    yield {"type": "message_delta", "delta": end, "usage": message["usage"]}
+    yield {"type": "message_stop"}
