@@ -58,12 +58,25 @@ def end_orphans(spare: frozenset[int]) -> None:
             os.waitpid(pid, 0)
 
 
+def reap_orphans(spare: frozenset[int]) -> None:
+    """Reap the adopted processes that have ended, without waiting for others. This process's own
+    children are those in its session, every `ManagedProcess` and `spare`."""
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):  # its own code reaped it
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return
+        for pid in children() - spare - _managed:
+            if os.getsid(pid) != os.getsid(0):
+                os.waitpid(pid, os.WNOHANG)
+
+
 def children() -> frozenset[int]:
     """Process ids of this process's direct children, zombies included."""
     lists = Path("/proc/self/task").glob("*/children")  # one list per thread that forked
     return frozenset(int(pid) for task in lists for pid in task.read_text().split())
 
 
+_managed: set[int] = set()
+"""Process ids of every `ManagedProcess` that was not waited for yet."""
 _HEALTH_POLL_S = 0.1
 _EXIT_POLL_S = 0.02
 _SEARCHED_LINES = 400
@@ -111,6 +124,7 @@ class ManagedProcess:
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
+        _managed.add(self.pid)
 
     @property
     def pid(self) -> int:
@@ -184,6 +198,7 @@ class ManagedProcess:
         if self._child.returncode is None:
             os.killpg(self.pid, signal.SIGKILL)
             self._child.wait()
+            _managed.discard(self.pid)
 
     def log_text(self) -> str:
         """What this process logged."""

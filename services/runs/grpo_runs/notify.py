@@ -141,7 +141,7 @@ class Notifier:
                 stderr=subprocess.PIPE,
                 text=True,
                 env=environment,
-                start_new_session=True,
+                process_group=0,  # in this session, or it would look like an adopted process
             )
         except OSError as error:
             return f"{name}: {error.strerror}"

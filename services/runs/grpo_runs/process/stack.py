@@ -26,6 +26,7 @@ from grpo_core.process import (
     adopt_orphans,
     describe_exit,
     end_orphans,
+    reap_orphans,
     stop_adopting,
 )
 from grpo_runs.screen import Screen
@@ -247,6 +248,7 @@ class Stack:
 
     def _look_around(self) -> None:
         self._stop_request.check()
+        reap_orphans(self._not_ours)
         self._watch({service.name: process.pid for service, process in self._running})
 
     def _check_processes(self, running: Sequence[tuple[Service, ManagedProcess]]) -> None:

@@ -10,9 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from grpo_core.process import ManagedProcess, ProcessFailed
@@ -184,6 +186,40 @@ def test_leaving_ends_every_descendant_and_no_stranger(
             assert all(is_alive(pid) for pid in started)
         assert not any(is_alive(pid) for pid in started)
         assert is_alive(bystander.pid)
+
+
+LEAVES_AN_ORPHAN = """
+import os, pathlib, sys, time
+if not os.fork():
+    parent = os.getpid()
+    if not os.fork():
+        os.setsid()
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()}\\n")
+        while not os.path.exists(sys.argv[2]):
+            time.sleep(0.01)
+    os._exit(0)
+time.sleep(600)
+"""
+
+
+def test_orphans_that_have_ended_are_reaped_and_no_own_child(stack: Stack, tmp_path: Path) -> None:
+    told, go = tmp_path / "told", tmp_path / "go"
+
+    def orphan() -> int:
+        return int(told.read_text() or 0) if told.exists() else 0
+
+    leaves = script("leaves", LEAVES_AN_ORPHAN, told, go, healthy=lambda: orphan() > 0, group="it")
+    stack.start([leaves, script("ends", ENDS_ONCE_TOLD, go, group="it")])
+    own = subprocess.Popen([sys.executable, "-c", "raise SystemExit(4)"])
+    go.touch()
+    for pid in (orphan(), own.pid, stack.process("ends").pid):
+        while is_alive(pid):
+            time.sleep(0.01)
+    stack.check()
+    assert not psutil.pid_exists(orphan()), "a zombie exists"
+    assert (own.wait(), stack.lost()) == (4, {"ends": "status 2"})
 
 
 def on_sigterm(action: str) -> str:
