@@ -13,7 +13,7 @@ import pytest
 from grpo_core.wire.fields import FLOAT32_MAX
 from tests.integration.conftest import StartApi
 from tests.integration.run_api_calls import ApiClient, group
-from tests.support.wait import DEADLINE_S
+from tests.support.wait import DEADLINE_S, wait_for
 
 
 @pytest.fixture
@@ -85,6 +85,24 @@ def test_a_queue_that_stays_full_is_a_503_and_nothing_is_queued(own_api: StartAp
         limited.start(batch_size=16)
         limited.submit(*range(8))
         assert limited.next_batch() == list(range(8))
+
+
+def test_a_group_that_waits_in_line_is_not_queued_once_its_sender_is_gone(
+    own_api: StartApi,
+) -> None:
+    """An environment that is killed then samples the same prompt again once it is back."""
+    api = own_api("left", further={"--max-queued-groups": 4, "--full-queue-wait-s": 60})
+    with ApiClient(base_url=api.url, timeout=DEADLINE_S) as left:
+        left.start()
+        left.register_environment()
+        left.submit(*range(4), env_id=0)
+        with pytest.raises(httpx.ReadTimeout):
+            left.post("/scored_data", json=group(8, env_id=0), timeout=1.0)
+        ended = 'run_api_requests_total{method="POST",route="/scored_data",status="503"} 1'
+        metrics = wait_for(lambda: left.get("/metrics").text, lambda text: ended in text)
+        series = 'run_api_request_duration_seconds_sum{route="/scored_data"} '
+        assert float(metrics.split(series)[1].split()[0]) < 60
+        assert left.status() == (0, 4)
 
 
 SIZE = 2

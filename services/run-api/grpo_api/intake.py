@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -25,6 +25,10 @@ _FIRST_POLL_S = 0.05
 _OTHERS_POLL_S = 0.5
 _CHECK_EVERY_S = 1.0
 _UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53)
+
+
+async def _stays() -> bool:
+    return False
 
 
 class Intake:
@@ -48,12 +52,17 @@ class Intake:
         self._line: deque[asyncio.Event] = deque()
         self._room_bytes = held_bytes
 
-    async def submit(self, submission: Submission) -> Outcomes:
+    async def submit(
+        self, submission: Submission, sender_left: Callable[[], Awaitable[bool]] = _stays
+    ) -> Outcomes:
         """Accept all groups, or none of them. A repeated submission gets the first answer again.
 
+        Args:
+            sender_left: whether nobody waits for the answer any more
+
         Raises:
-            QueueFull: the queue stayed full for as long as a submission may wait, or the line has
-                reached its limit in requests or in bytes.
+            QueueFull: the queue stayed full for as long as a submission may wait, or until its
+                sender left, or the line has reached its limit in requests or in bytes.
             ShuttingDown: the server received a stop signal while the submission waited.
             GroupRefused, Refused, StoreUnavailable: as `GroupQueue.add`.
         """
@@ -72,12 +81,15 @@ class Intake:
         # Checked before joining the line: the answer must not depend on other submissions.
         if _is_waited_for(submission, await self._store.view()):
             return await self._queue_over_limit(submission)
-        return await self._queue_in_line(submission)
+        return await self._queue_in_line(submission, sender_left)
 
-    async def _queue_in_line(self, submission: Submission) -> Outcomes:
+    async def _queue_in_line(
+        self, submission: Submission, sender_left: Callable[[], Awaitable[bool]]
+    ) -> Outcomes:
         began = checked = time.monotonic()
         with self._place(submission.stored_bytes) as called:
-            while time.monotonic() - began <= self._full_s:
+            # An environment that was killed samples these items again once it is back.
+            while time.monotonic() - began <= self._full_s and not await sender_left():
                 if self._line[0] is called:
                     outcomes = await self._store.queue.add(submission, self._limits)
                     if outcomes is not None:

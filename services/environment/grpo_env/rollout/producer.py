@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grade
 from grpo_env.rollout.groups import FAILED, FailureReason, GroupLost, SampledGroup, SamplingPlan
 from grpo_env.settings import EnvServerSettings
-from grpo_env.tasks.items import Item, ItemStream
+from grpo_env.tasks.items import Draw, Item, ItemStream
 
 log = structlog.get_logger()
 
@@ -237,11 +237,12 @@ class GroupProducer:
             self._teacher.succeeded()
             self._teacher_refusals.accepted()
             self.counts.record(sampled)
-            positions = self._items.positions(draw)
-            await self._send(sampled.group, env_id, run_uuid, positions)
-            self._items.used(draw)
+            await self._send(sampled.group, env_id, run_uuid, draw)
             return
-        self._items.used(draw)
+        if lost.reason is FailureReason.ABORTED:
+            self._items.put_back(draw)
+        else:
+            self._items.used(draw)
         self._lose(sampled)
         if lost.reason is FailureReason.REFUSED:
             self._generation_refusals.refused(lost.detail)
@@ -266,31 +267,35 @@ class GroupProducer:
         elif scores:
             self._reward_failures.graded()
 
-    async def _send(
-        self, group: ScoredGroup, env_id: int, run_uuid: str, positions: Mapping[str, str]
-    ) -> None:
+    async def _send(self, group: ScoredGroup, env_id: int, run_uuid: str, draw: Draw) -> None:
         rewards = self._rewards.take()
         facts = RolloutFacts(reward_sample=rewards).on_the_wire()
         overrides = (group.group_overrides or {}) | facts
         group = group.model_copy(update={"env_id": env_id, "group_overrides": overrides})
         try:
-            await self._api.submit(group, run_uuid, positions)
+            await self._api.submit(group, run_uuid, self._items.positions(draw))
         except RequestRefused as error:
             self._rewards.give_back(rewards)
             self._lose(SampledGroup(lost=GroupLost(FailureReason.REFUSED, str(error))))
             # A conflict means that run-api was reset meanwhile. The next poll detects that.
-            if error.status != _CONFLICT:
+            if error.status == _CONFLICT:
+                self._items.put_back(draw)
+            else:
+                self._items.used(draw)
                 self._submission_refusals.refused(str(error))
         except ServiceUnavailable as error:
             # The client repeated the submission for as long as run-api keeps idempotency keys. It
             # may have arrived, so neither the group nor its rewards are sent again: a gap is
             # harmless, but a duplicate is not.
             if QUEUE_FULL in str(error):
+                self._items.put_back(draw)
                 self._submissions.succeeded()
             else:
+                self._items.used(draw)
                 self._submissions.failed(error)
             self._lose(SampledGroup(lost=GroupLost(FailureReason.UNDELIVERED, str(error))))
         else:
+            self._items.used(draw)
             self._submissions.succeeded()
             self._submission_refusals.accepted()
             self.counts.groups_sent += 1

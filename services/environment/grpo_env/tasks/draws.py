@@ -38,7 +38,8 @@ class DrawNumbers:
         return max(self._above, default=self.low - 1) + 1
 
     def add(self, number: int) -> None:
-        self._above.add(number)
+        if number >= self.low:
+            self._above.add(number)
         while self.low in self._above:
             self._above.remove(self.low)
             self.low += 1
@@ -58,4 +59,4 @@ class DrawNumbers:
         return ",".join(f"{first}-{last}" for first, last in ranges)
 
     def with_number(self, number: int) -> DrawNumbers:
-        return DrawNumbers(self.low, {*self._above, number})
+        return DrawNumbers(self.low, [*self._above, number])

@@ -179,7 +179,6 @@ class ItemStream:
     def __init__(
         self, parts: Sequence[tuple[Sequence[Item], float]], seed: int, rule: Rule | None = None
     ) -> None:
-        self._seed = seed
         self._parts: list[_Shuffled | WeightedItems] = [
             _Shuffled(list(items), weight, seed + number)
             if rule is None
@@ -189,7 +188,9 @@ class ItemStream:
 
     def next(self) -> Item:
         """Raises `ValueError` if there are no items."""
-        return self.draw().item
+        draw = self.draw()
+        self.used(draw)
+        return draw.item
 
     def draw(self) -> Draw:
         """The next item, of which `used` or `put_back` says what became of it. Raises `ValueError`
@@ -207,7 +208,7 @@ class ItemStream:
         self._parts[draw.part].used.add(draw.number)
 
     def put_back(self, draw: Draw) -> None:
-        """The item was not sampled, so it is given again."""
+        """The item was not sampled, so it is given again, but only once: it may be the cause."""
         self._parts[draw.part].put_back(draw.number)
 
     def positions(self, draw: Draw) -> dict[str, str]:
@@ -234,8 +235,8 @@ class ItemStream:
                 part.go_on(DrawNumbers.parse(used))
                 log.info("items.continued", task=task, used=part.used.end)
                 continue
-            changed = any(name.startswith(order) for name in positions)
-            if changed or step:
+            if step:
+                changed = any(name.startswith(order) for name in positions)
                 reason = (
                     f"{data or 'the rows'} or --curriculum changed"
                     if changed
@@ -245,7 +246,7 @@ class ItemStream:
                 log.warning("items.begun_again", task=task, step=step, reason=reason, hint=hint)
 
     def _order_of(self, part: _Shuffled | WeightedItems) -> str:
-        return f"{part.task.name} {self._seed} "
+        return f"{part.task.name} {part.seed} "
 
     def __len__(self) -> int:
         """Number of items in one pass."""
@@ -254,13 +255,9 @@ class ItemStream:
     def keep(self, fits: Callable[[Item], bool]) -> list[str]:
         """Remove all items for which `fits` returns False, also from the current pass. Returns the
         names of tasks without any item left."""
-        emptied = []
         for part in self._parts:
-            task = part.items[0].task
             part.keep(fits)
-            if not part.items:
-                emptied.append(task.name)
-        return emptied
+        return [part.task.name for part in self._parts if not part.items]
 
     def graded(self, item: Item, scores: Sequence[float], step: int) -> None:
         """Note the scores of a group. Args: step: training step in which it was sampled"""
@@ -290,7 +287,7 @@ class ItemStream:
     def _weighted(self) -> Iterator[tuple[str, WeightedItems]]:
         """By the name of the task."""
         return (
-            (part.items[0].task.name, part)
+            (part.task.name, part)
             for part in self._parts
             if isinstance(part, WeightedItems) and part.items
         )
@@ -304,9 +301,10 @@ class _Shuffled:
         self.items, self.weight, self.given = items, weight, 0
         self.used = DrawNumbers()
         self._all, self._fits = items, [True] * len(items)
-        self._random = random.Random(seed)
+        self.seed, self._random = seed, random.Random(seed)
         self._orders: list[list[int] | None] = []  # of each pass; None: all of it is used
         self._again: deque[int] = deque()
+        self._failed: set[int] = set()
         self._next = 0
 
     @property
@@ -318,7 +316,7 @@ class _Shuffled:
         """16 hexadecimal digits of the SHA-256 of all rows."""
         digest = hashlib.sha256()
         for item in self._all:
-            digest.update(json.dumps(item.row, skipkeys=True, default=_kind_of).encode())
+            digest.update(json.dumps(item.row, skipkeys=True, default=_content_of).encode())
         return digest.hexdigest()[:16]
 
     def draw(self) -> tuple[Item, int]:
@@ -341,11 +339,16 @@ class _Shuffled:
         return order
 
     def put_back(self, number: int) -> None:
+        if number in self._failed:
+            self.used.add(number)
+            return
+        self._failed.add(number)
         self._again.append(number)
 
     def go_on(self, used: DrawNumbers) -> None:
         self.used, self._next = used, used.end
         self._again.extend(used.missing())
+        self._order(used.end // len(self._all))  # sampled here, not while servers wait
 
     def keep(self, fits: Callable[[Item], bool]) -> None:
         self._fits = [
@@ -354,6 +357,6 @@ class _Shuffled:
         self.items = [item for item, known in zip(self._all, self._fits, strict=True) if known]
 
 
-def _kind_of(value: object) -> str:
+def _content_of(value: object) -> object:
     # the text of an object, such as an image, may name its address
-    return type(value).__name__
+    return dict(value) if isinstance(value, Mapping) else type(value).__name__

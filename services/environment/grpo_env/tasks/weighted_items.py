@@ -65,8 +65,7 @@ class WeightedItems:
     Args:
         weight: share of the task in a mixture
 
-    `given`: number of items since the start, from which the mixture balances its tasks. `used`: of
-    the draws, which are counted from 0 on, and go on with those before the state was saved.
+    `given`: number of items since the start, from which the mixture balances its tasks.
 
     Raises:
         CurriculumUnusable: the rule fails on a small example.
@@ -75,16 +74,21 @@ class WeightedItems:
     def __init__(self, items: Sequence[Item], weight: float, seed: int, rule: Rule) -> None:
         require_usable(rule, items)
         self.items, self.weight, self.given = [*items], weight, 0
-        self.task, self.used = items[0].task, DrawNumbers()
-        self._seed, self._rule = seed, rule
+        self.task, self.seed = items[0].task, seed
+        self._rule = rule
         self._facts = {item.key: ItemFacts(item.row, item.task.name) for item in items}
         self._state = TaskState()
         self._step = 0
         self._cumulative: list[float] = []
         self._finished = 0  # groups since the rule was called
-        self._draws = 0
+        self._draws = 0  # with those before the state was saved
 
     mark = "curriculum"
+
+    @property
+    def used(self) -> DrawNumbers:
+        """All draws: nothing comes in turn that could be missing."""
+        return DrawNumbers(self._draws)
 
     def draw(self) -> tuple[Item, int]:
         """Raises `CurriculumUnusable` if the rule fails."""
@@ -93,7 +97,7 @@ class WeightedItems:
             self._cumulative = [*accumulate(checked_weights(self._rule, facts, self._step))]
             self._finished = 0
         self._draws += 1
-        draw = random.Random(f"{self._seed} {self._draws}")
+        draw = random.Random(f"{self.seed} {self._draws}")
         return draw.choices(self.items, cum_weights=self._cumulative)[0], self._draws - 1
 
     def put_back(self, number: int) -> None:
@@ -102,7 +106,6 @@ class WeightedItems:
     def go_on(self, used: DrawNumbers) -> None:
         """Go on behind the draws of an earlier process, also if the saved state has fewer."""
         self._draws = max(self._draws, used.end)
-        self.used = DrawNumbers(self._draws)
 
     def keep(self, fits: Callable[[Item], bool]) -> None:
         self.items = [item for item in self.items if fits(item)]

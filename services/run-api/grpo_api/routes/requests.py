@@ -196,7 +196,9 @@ ItemPositions = Annotated[
         "answers POST /register-env with them. Without it, nothing is noted",
     ),
 ]
-_Ranges = Annotated[str, StringConstraints(pattern=r"^\d{1,15}-\d{1,15}(,\d{1,15}-\d{1,15})*$")]
+_Ranges = Annotated[
+    str, StringConstraints(pattern="^[0-9]{1,15}-[0-9]{1,15}(,[0-9]{1,15}-[0-9]{1,15})*$")
+]
 _POSITIONS = TypeAdapter(dict[str, _Ranges])
 
 

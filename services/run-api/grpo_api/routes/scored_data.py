@@ -140,7 +140,7 @@ async def _submit(
                 item_positions=checked_positions(positions),
             )
             incoming.keep(submission.stored_bytes)
-            return await services.intake.submit(submission)
+            return await services.intake.submit(submission, request.is_disconnected)
         except (Refused, GroupRefused) as error:
             reason = error.reason if isinstance(error, Refused) else str(error)
             groups = [] if submission is None else submission.groups

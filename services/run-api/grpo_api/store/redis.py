@@ -41,7 +41,8 @@ from grpo_core.redis.server import APPENDFSYNC
 from grpo_core.redis.url import without_password
 
 _LAYOUT = 4
-"""Increases when the keys or their format change, so that versions never share keys."""
+"""Increases when keys or formats change that an earlier version reads, so that these never share
+keys."""
 _LATER_LAYOUTS = 10
 """Layouts of later releases that this one looks for, so that it names a run that was begun with
 one of them."""

@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from grpo_core.errors import ProtocolViolation, ServiceUnavailable
+from grpo_core.errors import ProtocolViolation, RequestRefused, ServiceUnavailable
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.assembly import TaskSet, sampling_plan
 from grpo_env.evaluation import Evaluation
@@ -212,15 +212,19 @@ async def test_an_item_learns_of_its_graded_and_of_its_lost_groups() -> None:
 
 
 async def test_an_item_that_no_server_sampled_is_given_again() -> None:
-    """A dropped group used its item. run-api learns of both with the next group."""
+    """A dropped group used its item. run-api learns of both with the next group. A group that it
+    refuses as one of an earlier run has its item in the next one."""
     item = item_of(Rewarded(sevens))
     stream = ItemStream([([replace(item, row={"n": n}) for n in range(9)], 1.0)], seed=0)
-    answers = iter([SEVEN_OR_EIGHT, generate_answer(["7", "7"]), SEVEN_OR_EIGHT])
+    equal = generate_answer(["7", "7"])
+    answers = iter([SEVEN_OR_EIGHT, equal, SEVEN_OR_EIGHT, SEVEN_OR_EIGHT])
     asked: list[int] = []
     sent: list[Mapping[str, str]] = []
 
     async def submit(_group: ScoredGroup, _run_uuid: str, positions: Mapping[str, str]) -> None:
         sent.append(positions)
+        if len(sent) == 2:
+            raise RequestRefused("of another run", 409)
 
     async with engine_on(lambda _body: (200, next(answers))) as (engine, _):
 
@@ -234,11 +238,12 @@ async def test_an_item_that_no_server_sampled_is_given_again() -> None:
         faulty: Any = SimpleNamespace(roll_out=roll_out)
         client: Any = SimpleNamespace(submit=submit)
         producer = GroupProducer(settings, stream, faulty, client)
-        for _ in range(4):
+        for _ in range(5):
             await producer.produce(PLAN, 0)
     assert asked[1] == asked[2]
+    assert asked[3] == asked[4]
     assert len({*asked}) == 3
-    assert [[*positions.values()] for positions in sent] == [["0-0"], ["0-2"]]
+    assert [[*positions.values()] for positions in sent] == [["0-0"], ["0-2"], ["0-2"]]
 
 
 def test_only_equal_scores_lower_the_share_of_kept_groups() -> None:

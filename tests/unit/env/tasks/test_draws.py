@@ -105,12 +105,35 @@ def test_each_task_of_a_mixture_and_a_curriculum_go_on() -> None:
         assert of_b == [prompt for prompt in drawn if prompt.startswith("b")][10:30]
 
 
+def test_an_item_that_fails_twice_has_had_its_turn() -> None:
+    """Else one that no server can answer would be the only one that is asked for."""
+    stream = ItemStream([(items(3), 1.0)], 0)
+    drawn = []
+    for _ in range(4):
+        draw = stream.draw()
+        drawn.append(draw.number)
+        stream.put_back(draw)
+    assert drawn == [0, 0, 1, 1]
+    draw = stream.draw()
+    assert [*stream.positions(draw).values()] == ["0-2"]
+
+
+def test_a_curriculum_that_was_restored_leaves_no_gaps() -> None:
+    first, again = (ItemStream([(items(9), 1.0)], 0, learnable) for _ in range(2))
+    for _ in range(5):
+        first.put_back(first.draw())
+    again.restore(first.state())
+    assert [*again.positions(again.draw()).values()] == ["0-5"]
+
+
 def test_changed_data_and_items_that_nobody_knows_are_named() -> None:
     stream = ItemStream([(items(5, data="rows.jsonl"), 1.0)], 0)
     kept = stream.positions(stream.draw())
     with capture_logs() as logs:
         ItemStream([(items(5, data="rows.jsonl"), 1.0)], 0).go_on({}, step=0)
-        assert logs == []
+        ItemStream([(items(5, data="other.jsonl"), 1.0)], 0).go_on(kept, step=0)
+        assert {line["event"] for line in logs} == {"items.continued"}
+        logs.clear()
         ItemStream([(items(6, data="rows.jsonl"), 1.0)], 0).go_on(kept, step=3)
         ItemStream([(items(5), 1.0)], 1).go_on(kept, step=3)
     assert [(line["event"], line["log_level"]) for line in logs] == [
