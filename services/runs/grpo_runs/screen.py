@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +20,9 @@ from rich.progress import (
 from grpo_core.rollouts.record import printable
 
 EXIT_FAILED = 1
+SILENT_S = 20.0
+"""After so long without a line, one tells what is waited for."""
+LOOK_EVERY_S = 1.0
 
 
 class Screen:
@@ -27,6 +32,7 @@ class Screen:
     def __init__(self, out: Console | None = None, err: Console | None = None) -> None:
         self._out = out or Console()
         self._err = err or Console(stderr=True)
+        self._shown = 0  # number of lines
 
     @property
     def width(self) -> int:
@@ -34,6 +40,7 @@ class Screen:
         return self._out.width
 
     def line(self, text: str, style: str | None = None) -> None:
+        self._shown += 1
         _write(self._out, text, style)
 
     def lines(self, texts: Iterable[str], style: str | None = None) -> None:
@@ -42,7 +49,10 @@ class Screen:
 
     def warning(self, text: str) -> None:
         """One line about a fault that did not end the command."""
-        _write(self._err, f"warning: {text}", "bold yellow")
+        self._shown += 1
+        # On a terminal, the console that draws a spinner must write above it.
+        draws = self._out.is_terminal and self._err.is_terminal
+        _write(self._out if draws else self._err, f"warning: {text}", "bold yellow")
 
     def failure(self, text: str) -> None:
         """The first line tells what happened, the others give context."""
@@ -61,16 +71,54 @@ class Screen:
         return EXIT_FAILED
 
     @contextmanager
-    def activity(self, text: str) -> Iterator[None]:
-        """Show what is being done. A terminal also shows a spinner and the seconds."""
-        if not self._out.is_terminal:
-            self.line(text)
+    def activity(self, text: str, waited_for: Callable[[], str] | None = None) -> Iterator[None]:
+        """Show what is being done. A terminal also shows a spinner and the seconds.
+
+        Args: waited_for: as of `waiting`; by default the text
+        """
+        with self.waiting(waited_for or (lambda: text)):
+            if not self._out.is_terminal:
+                self.line(text)
+                yield
+                return
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            with Progress(*columns, console=self._out, transient=True) as progress:
+                progress.add_task(text, total=None)
+                yield
+
+    @contextmanager
+    def waiting(self, waited_for: Callable[[], str]) -> Iterator[None]:
+        """While the context is open, a line breaks each long silence.
+
+        Args: waited_for: in a few words; it is called in another thread
+        """
+        ended = threading.Event()
+        arguments = (waited_for, ended.wait)
+        thread = threading.Thread(target=self.break_silence, args=arguments, daemon=True)
+        thread.start()
+        try:
             yield
-            return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=self._out, transient=True) as progress:
-            progress.add_task(text, total=None)
-            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def break_silence(
+        self,
+        waited_for: Callable[[], str],
+        wait: Callable[[float], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """After `SILENT_S` without a line, and then each time after twice as long, tell what is
+        waited for, until `wait` returns True."""
+        shown, began, due_s = self._shown, clock(), SILENT_S
+        while not wait(LOOK_EVERY_S):
+            silent_s = clock() - began
+            if self._shown != shown:
+                shown, began, due_s = self._shown, clock(), SILENT_S
+            elif silent_s >= due_s:
+                due_s *= 2
+                text = f"  still waiting after {silent_s:.0f} s: {waited_for()}"
+                _write(self._out, text, "dim")
 
     @contextmanager
     def bar(self, text: str, done: int, total: int) -> Iterator[Callable[[], None]]:

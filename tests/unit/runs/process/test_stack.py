@@ -24,6 +24,7 @@ from grpo_runs.process.ports import free_port
 from grpo_runs.process.stack import Service, Stack, StopRequest, StopRequested
 from grpo_runs.views import url
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
+from tests.support.wait import wait_for
 from tests.unit.runs.stand_ins import FOREVER_S, script
 
 FAMILY = f"""
@@ -58,6 +59,23 @@ def test_services_start_side_by_side_and_are_ready_in_the_order_given(stack: Sta
     stack.start(services, lambda service, _seconds: ready.append(service.name))
     assert next(answers, None) is None, "it was asked until it was healthy"
     assert ready == ["first", "second"]
+
+
+def test_a_start_waits_for_the_first_service_that_is_not_ready(stack: Stack) -> None:
+    told, healthy = [], set[str]()
+
+    def look(_service: Service, _seconds: float) -> None:
+        wait_for(lambda: "layer 2" in stack.process("loads").log_text())
+        told.append(stack.waited_for())
+        healthy.add("loads")
+
+    code = "import time; print('layer 1\\rlayer 2', flush=True); time.sleep(600)"
+    loads = script("loads", code, healthy=lambda: "loads" in healthy)
+    stack.start([script("ready", SLEEP), loads], look)
+    assert told == [
+        "loads is not ready; its log ends with: layer 2",
+        "all services are ready",
+    ]
 
 
 def test_a_service_is_started_once_the_services_it_needs_accept_connections(stack: Stack) -> None:
