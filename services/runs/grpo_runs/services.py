@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from grpo_core.settings import Given, without_secrets
 from grpo_core.settings.command import URL_VARIABLES
 from grpo_core.settings.machine import SMOLLM2, does_not_answer
 from grpo_core.sockets import no_proxy
+from grpo_core.temporary import temporary_directory
 from grpo_core.tree.sections import (
     ENVIRONMENT,
     RUN_API,
@@ -262,8 +262,8 @@ def make_model(stack: Stack, screen: Screen, model: str, deadline_s: float) -> s
         ProcessFailed: the model could not be made, or not within the deadline.
         StopRequested: a stop signal arrived.
     """
-    with tempfile.TemporaryDirectory(prefix="grpo-") as temporary:
-        path_file = Path(temporary) / MODEL_PATH_FILE
+    with temporary_directory() as temporary:
+        path_file = temporary / MODEL_PATH_FILE
         job = model_job(model, path_file, CPU.cores, deadline_s)
         start_on_screen(stack, [job], screen)
         return path_file.read_text().strip()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from grpo_core.redis.url import redis_password, with_password
 from grpo_core.security import plain
 from grpo_core.settings import resolved_yaml
 from grpo_core.settings.machine import MADE_HERE, TINY
+from grpo_core.temporary import temporary_directory
 from grpo_core.weights.version_log import VersionLog
 from grpo_runs.commands.run_end import Trained, facts_of, report_run
 from grpo_runs.defaults import RunSizes
@@ -148,13 +148,13 @@ def _train(
     screen.lines(opening_lines(settings, run, len(records)))
     evaluations.read_new()  # those of the run that is resumed
     with (
-        tempfile.TemporaryDirectory(prefix="grpo-") as temporary,
+        temporary_directory() as temporary,
         HealthProbe(plain(settings.run_api_token)) as probe,
         Stack(run.logs, stop_request, processes.watch) as stack,
     ):
         factory = ServiceFactory(settings, run, probe)
         try:
-            places = start_services(factory, stack, screen, weights_socket_path(Path(temporary)))
+            places = start_services(factory, stack, screen, weights_socket_path(temporary))
             names = [factory.environment_name(task) for task in settings.task]
             notices.watch(places.run_api_url)
             processes.found_run_api(places.run_api_url)

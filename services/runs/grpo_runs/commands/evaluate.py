@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from grpo_core.evaluation.tables import compare, comparison_lines, table_lines
 from grpo_core.process import describe_exit
 from grpo_core.security import plain
 from grpo_core.settings.machine import MADE_HERE
+from grpo_core.temporary import temporary_directory
 from grpo_core.tree.sections import ENVIRONMENT, SERVER, VIEWS, url_variables
 from grpo_runs.models import EvaluatedModel, adapter_flags, by_server
 from grpo_runs.process.health import HealthProbe
@@ -181,8 +181,8 @@ def _results_of(
     screen: Screen,
 ) -> list[tuple[EvalResult, bytes]]:
     """One result and the page of its answers per task, since a task may be a mixture of several."""
-    with tempfile.TemporaryDirectory(prefix="grpo-eval-") as temporary:
-        output = Path(temporary) / "eval.jsonl"
+    with temporary_directory() as temporary:
+        output = temporary / "eval.jsonl"
         job = evaluation_job(task, model, server_url, output, settings)
         log = settings.logs / f"{job.name}.log"
         written = log.stat().st_size if log.exists() else 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from pathlib import Path
 
 from grpo_core.errors import GrpoError
 from grpo_core.process import ManagedProcess, ProcessFailed
@@ -12,6 +10,7 @@ from grpo_core.redis.keys import default_run_id
 from grpo_core.redis.server import LocalRedis
 from grpo_core.redis.url import local_redis_directory
 from grpo_core.settings.machine import MADE_HERE
+from grpo_core.temporary import temporary_directory
 from grpo_core.tree.sections import TRAINER
 from grpo_runs.notices import notifier_of
 from grpo_runs.notify import Notification
@@ -64,7 +63,7 @@ def start_together(settings: LaunchOptions, screen: Screen) -> int:
     signal n."""
     with (
         StopRequest() as stop_request,
-        tempfile.TemporaryDirectory(prefix="grpo-") as temporary,
+        temporary_directory() as temporary,
         HealthProbe() as probe,
         contextlib.ExitStack() as resources,
         Stack(settings.log_dir, stop_request, grace_s=settings.stop_grace_s) as stack,
@@ -73,7 +72,7 @@ def start_together(settings: LaunchOptions, screen: Screen) -> int:
             model = settings.model
             if model in MADE_HERE:
                 model = make_model(stack, screen, model, settings.model_deadline_s)
-            places = Places.of_pair(settings, model, weights_socket_path(Path(temporary)))
+            places = Places.of_pair(settings, model, weights_socket_path(temporary))
             make_weights_directory(settings, places)
             if settings.may_start_redis:
                 resources.enter_context(LocalRedis(local_redis_directory()))

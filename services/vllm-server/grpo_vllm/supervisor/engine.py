@@ -40,10 +40,12 @@ class ForkServer:
     Args:
         module: the module that the fork server imports; see `grpo_vllm.forkserver`
         options: the command line of the engines
+        sockets: directory for those of vLLM's processes, which leave them if they are killed
     """
 
-    def __init__(self, module: str, options: Sequence[str]) -> None:
+    def __init__(self, module: str, options: Sequence[str], sockets: Path) -> None:
         self._arguments = [module, *options]
+        self._environment = {"VLLM_RPC_BASE_PATH": str(sockets)} | os.environ
         self._process: asyncio.subprocess.Process | None = None
         self._socket: socket.socket | None = None
 
@@ -96,6 +98,7 @@ class ForkServer:
                 *(sys.executable, "-m", "grpo_vllm.forkserver"),
                 *(str(theirs.fileno()), *self._arguments),
                 stdin=asyncio.subprocess.DEVNULL,
+                env=self._environment,
                 pass_fds=[theirs.fileno()],
                 preexec_fn=killed_with_parent,
             )

@@ -9,7 +9,6 @@ import os
 import shutil
 import socket
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,15 +88,18 @@ class Sockets(ClosesOnExit):
     private_path: Path
 
     @classmethod
-    def open(cls, settings: ServerSettings) -> Self:
-        """Raises `OSError` with the address that is in use."""
+    def open(cls, settings: ServerSettings, directory: Path) -> Self:
+        """Raises `OSError` with the address that is in use.
+
+        Args: directory: for the socket to the engine
+        """
         assert settings.health_port is not None, "the settings compute a default"
         public = _listening(settings.host, settings.port)
         control = None
         if settings.control_port is not None:
             control = _listening(settings.control_host, settings.control_port)
         health = _listening(settings.control_host, settings.health_port)
-        path = Path(tempfile.mkdtemp(prefix="grpo-engine-")) / "private.sock"
+        path = directory / "private.sock"
         private = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         private.bind(str(path))
         private.listen(BACKLOG)
@@ -107,8 +109,6 @@ class Sockets(ClosesOnExit):
         for each in (self.public, self.control, self.health, self.private):
             if each is not None:
                 each.close()
-        self.private_path.unlink(missing_ok=True)
-        self.private_path.parent.rmdir()
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from grpo_core.http_connections import raise_open_files
 from grpo_core.process import adopt_orphans, children
 from grpo_core.security import SameSiteOnly
+from grpo_core.temporary import temporary_directory
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.servers import ServerState, ServerStatus
@@ -62,7 +63,7 @@ def supervise(
             settings.loads_from.mkdir(parents=True, exist_ok=True)
     adopt_orphans()
     raise_open_files()  # a descriptor per parked connection
-    with Sockets.open(settings) as sockets:
+    with temporary_directory() as private, Sockets.open(settings, private) as sockets:
         return asyncio.run(_run(settings, arguments, sockets, engine_module))
 
 
@@ -71,7 +72,7 @@ async def _run(
 ) -> int:
     async with contextlib.AsyncExitStack() as stack:
         store = ServedStore()
-        host = ForkServer(engine_module, arguments)
+        host = ForkServer(engine_module, arguments, sockets.private_path.parent)
         if (url := settings.redis) is not None:
             store = await stack.enter_async_context(
                 RedisServedStore(url, settings.run_id, settings.redis_required)
