@@ -10,7 +10,6 @@ call a calculator; see `tool_use`.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from grpo_core.weights.model_files import save_pretrained
 from grpo_tiny_model.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -52,15 +52,15 @@ def ensure_directory(target: Path, make: Callable[[Path], None]) -> Path:
     if (target / "config.json").exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        make(staging)
-        staging.rename(target)
-    except OSError:
-        if not (target / "config.json").exists():
-            raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
+        staging = Path(temporary, target.name)
+        staging.mkdir()  # which others can read, too
+        try:
+            make(staging)
+            staging.rename(target)
+        except OSError:
+            if not (target / "config.json").exists():
+                raise
     return target
 
 
@@ -80,7 +80,7 @@ def make_tiny_model(directory: Path, recipe: Recipe) -> None:
     model = build_model(len(tokenizer), recipe)
     teach = tool_use.teach_tool_use if recipe.tools else teach_sums
     accuracy = teach(model, tokenizer, recipe)
-    model.save_pretrained(directory)
+    save_pretrained(model, directory)
     tokenizer.save_pretrained(directory)
     log.info("model.created", directory=str(directory), accuracy=round(accuracy, 3))
 

@@ -16,6 +16,7 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.settings.machine import GGUF_PACKAGE, missing_packages
+from grpo_core.weights.model_files import save_pretrained
 from grpo_tiny_model.model import default_cache_directory, ensure_directory
 
 log = structlog.get_logger()
@@ -55,7 +56,7 @@ def _convert(staging: Path) -> None:
     config = LlamaConfig(**facts | {"rms_norm_eps": EPSILON, "dtype": "bfloat16"})
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.load_state_dict(read.state_dict())
-    model.save_pretrained(staging)
+    save_pretrained(model, staging)
     tokenizer.save_pretrained(staging)
     log.info("model.created", directory=str(staging), parameters=model.num_parameters())
 

@@ -1,4 +1,5 @@
-"""Compares a model's files with its configuration, and loads its tokenizer from its own file.
+"""Compares a model's files with its configuration, loads its tokenizer from its own file, and saves
+it.
 
 transformers and vLLM fill tensors that they do not find with random numbers, and go on. This
 package imports no transformers, so functions take it, or its classes, as an argument.
@@ -7,6 +8,7 @@ package imports no transformers, so functions take it, or its classes, as an arg
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from grpo_core.weights.directory_checks import HEAD, UnusableWeights
@@ -67,6 +69,15 @@ def load_tokenizer(name: str, transformers: Any, **options: Any) -> Any:
     )
     loader = transformers.AutoTokenizer if file is None else transformers.PreTrainedTokenizerFast
     return loader.from_pretrained(name, **options)
+
+
+def save_pretrained(model: Any, directory: Path, **options: Any) -> None:
+    """The method of this name. safetensors lets only the owner read its files: they get the mode of
+    the others."""
+    model.save_pretrained(str(directory), **options)
+    mode = next(directory.glob("*config.json")).stat().st_mode
+    for file in directory.glob("*.safetensors"):
+        file.chmod(mode)
 
 
 def _unties(model: Any) -> bool:

@@ -19,7 +19,7 @@ from grpo_core import cpu
 from grpo_core.tree.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_core.tree.weights import LoraOptions
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG
-from grpo_core.weights.model_files import load_tokenizer, require_whole_model
+from grpo_core.weights.model_files import load_tokenizer, require_whole_model, save_pretrained
 from grpo_core.weights.ref import WeightKind
 from grpo_trainer.atomic_files import remove_directory, whole_directory
 from grpo_trainer.errors import (
@@ -239,7 +239,7 @@ def write_model(policy: CausalLM, model_name: str, directory: Path) -> None:
     # without do_sample, so the model's file is copied as it is.
     policy.generation_config = GenerationConfig.from_model_config(policy.config)
     try:
-        policy.save_pretrained(directory, state_dict=tensors)
+        save_pretrained(policy, directory, state_dict=tensors)
     finally:
         policy.generation_config = own
     if (file := _generation_config_file(model_name)) is not None:
@@ -270,7 +270,7 @@ def write_adapter(policy: CausalLM, directory: Path) -> None:
     """Write the adapter's weights in float32, and its configuration, in PEFT's format."""
     # The default "auto" would ask the model hub whether the vocabulary has grown. It never grows
     # here.
-    policy.save_pretrained(str(directory), save_embedding_layers=False)
+    save_pretrained(policy, directory, save_embedding_layers=False)
     # peft writes this set in another order in each process, but equal adapters need equal digests.
     file = directory / ADAPTER_CONFIG
     config = json.loads(file.read_text())

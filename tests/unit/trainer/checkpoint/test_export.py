@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from grpo_core.tree.weights import LoraOptions
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.weight_sync.shared_memory import build_policy
 from tests.unit.trainer.served_memory import served
@@ -90,3 +91,15 @@ def test_views_into_one_memory_are_saved_as_ordinary_tensors_once_each(tmp_path:
     memory = sum(parameter.nbytes for parameter in policy.parameters())
     assert (saved / "model.safetensors").stat().st_size < 1.1 * memory + 10_000
     assert AutoTokenizer.from_pretrained(saved).chat_template is not None
+
+
+@pytest.mark.parametrize("lora", [None, LoraOptions(2, 4, 0.0, ("q_proj",), None)])
+def test_every_file_of_an_export_has_the_mode_that_the_umask_gives(
+    lora: LoraOptions | None, tmp_path: Path
+) -> None:
+    source, saved = model_directory(tmp_path / "source"), tmp_path / "saved"
+    weights = TrainedWeights(str(source), lora)
+    policy = weights.load(torch.float32)
+    weights.write(policy, saved, with_tokenizer=True)
+    (saved / "made-by-the-test").touch()
+    assert len({path.stat().st_mode for path in saved.iterdir()}) == 1
