@@ -282,9 +282,12 @@ class StateStore:
             size_bytes = (directory / TENSORS).stat().st_size
             files = {TENSORS: FileFacts(size_bytes=size_bytes, sha256=digest)}
             _write_record(record.model_copy(update={"files": files}), directory)
-        for _, path in sorted(self._numbered().items())[:-KEPT]:
-            remove_directory(path)
+        self.keep_newest(KEPT)
         return target
+
+    def keep_newest(self, number: int) -> None:
+        for _, path in sorted(self._numbered().items())[:-number]:
+            remove_directory(path)
 
     def newest(self) -> SavedState | None:
         """The newest checkpoint, if any. Raises `DamagedState` if its record cannot be read."""
