@@ -21,6 +21,7 @@ ONE_SERVER, ONE_OF_SERVERS = "vllm-server", "server-"
 """Name of the process of a single server, and how those of several begin."""
 _LOCK = ".lock"
 _RUN_ID = "run-id"
+_STATES = "trainer_state"
 _CHECKPOINT = re.compile(r"(\d{6,})_step_(\d+)")
 """Name of a checkpoint's directory: its number, which counts up, and its step."""
 
@@ -44,6 +45,7 @@ class RunDirectory:
         self.report = path / "report.html"
         self.evaluations = path / "eval.jsonl"
         self.curricula = path / "curriculum"
+        self.untrained = path / "untrained"
         self.services = path / "services.json"
         self.processes = path / "processes.jsonl"
 
@@ -87,10 +89,18 @@ class RunDirectory:
 
     def newest_checkpoint_step(self) -> int | None:
         """Steps that the newest checkpoint of the trainer includes; None if there is none."""
-        paths = (self.checkpoints / "trainer_state").glob("*_step_*")
+        paths = (self.checkpoints / _STATES).glob("*_step_*")
         found = [match for path in paths if (match := _CHECKPOINT.fullmatch(path.name))]
         newest = max(found, key=lambda match: int(match[1]), default=None)
         return None if newest is None else int(newest[2])
+
+    def disk_use(self) -> str:
+        """The size of all files, and of those that only a resumed run and replays read."""
+        states = self.checkpoints / _STATES
+        return (
+            f"{_megabytes(self.path)} MB; {_megabytes(states)} MB of it, in {states.parent.name}/"
+            f"{_STATES}, only for --resume and grpo-replay"
+        )
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
@@ -115,6 +125,11 @@ class RunDirectory:
                 return False
         except RunDirectoryUnusable:
             return True
+
+
+def _megabytes(directory: Path) -> str:
+    sizes = (path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    return f"{sum(sizes) / 1e6:,.0f}"
 
 
 def server_names(number: int) -> list[str]:

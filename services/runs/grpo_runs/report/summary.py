@@ -228,6 +228,7 @@ def closing_lines(run: RunDirectory, mode: Mode, more: str, has_report: bool) ->
             "model": str(run.checkpoints / mode.final_directory),
             "metrics": str(run.metrics),
             "logs": str(run.logs),
+            "disk": run.disk_use(),
             "go on": more,
         }
     )
