@@ -2,7 +2,8 @@
 
 They have the module names of the services, and their directory is first in PYTHONPATH. Each writes
 its process id to a file in STAND_IN_PIDS. If STAND_IN_TRAINER_LINGERS is set, the trainer does not
-end after its last step. It kills the server in STAND_IN_KILLED before its first step.
+end after its last step. It kills the server in STAND_IN_KILLED before its first step. If
+STAND_IN_WARNS is set, it logs a warning twice.
 """
 
 from __future__ import annotations
@@ -136,6 +137,9 @@ from stand_in_common import *
 note_pid("trainer")
 print(*sys.argv[1:], flush=True)
 api, steps = option("--run-api-url"), int(option("--steps"))
+if "STAND_IN_WARNS" in os.environ:
+    for at in ("2026-01-01T10:00:00", "2026-01-01T10:00:01"):
+        print(at, "[warning  ] loss.sign    hint=minus service=trainer", flush=True)
 post(api + "/trainer")
 while json.loads(fetch(api + "/environments")) == []:
     time.sleep(0.05)

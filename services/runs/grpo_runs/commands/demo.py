@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -62,6 +62,7 @@ from grpo_runs.services import (
 from grpo_runs.settings.run import LaunchOptions
 from grpo_runs.views import Places
 from grpo_runs.watch.beside import page_beside
+from grpo_runs.watch.news import ServiceNews
 
 FOLLOW_POLL_S = 0.2
 REDIS_DEADLINE_S = 5.0
@@ -147,10 +148,16 @@ def _train(
         records = trim_records(run.metrics, run.newest_checkpoint_step() or 0)
     screen.lines(opening_lines(settings, run, len(records)))
     evaluations.read_new()  # those of the run that is resumed
+    news = ServiceNews(screen, run.logs, run)
+
+    def watch(pids: Mapping[str, int]) -> None:
+        processes.watch(pids)
+        news.watch(pids)
+
     with (
         temporary_directory() as temporary,
         HealthProbe(plain(settings.run_api_token)) as probe,
-        Stack(run.logs, stop_request, processes.watch) as stack,
+        Stack(run.logs, stop_request, watch) as stack,
     ):
         factory = ServiceFactory(settings, run, probe)
         try:
@@ -161,20 +168,22 @@ def _train(
             if settings.evaluates_every and not records:
                 screen.line("evaluating the policy before the first step (--eval-every 0: never)")
             started = time.monotonic()
-            records += follow_training(
-                stack,
-                run,
-                settings.sizes,
-                settings.weight_mode,
-                screen,
-                len(records),
-                evaluations,
-                names,
-                partial(_keep_settings, settings, run),
-            )
+            with screen.waiting(news.waited_for):
+                records += follow_training(
+                    stack,
+                    run,
+                    settings.sizes,
+                    settings.weight_mode,
+                    screen,
+                    len(records),
+                    evaluations,
+                    names,
+                    partial(_keep_settings, settings, run),
+                )
             seconds = time.monotonic() - started
             if settings.evaluates_every:
-                wait_for_evaluations(stack, names, settings.sizes, screen)
+                with screen.activity("evaluating the trained policy", news.waited_for):
+                    wait_for_evaluations(stack, names, settings.sizes)
                 show_evaluations(evaluations, screen)
             with VersionLog(places.redis_url, places.run_id, REDIS_DEADLINE_S) as versions:
                 return Trained(records, seconds, versions.servers_for_report(), stack.lost())
@@ -320,14 +329,11 @@ def show_evaluations(evaluations: EvaluationsFile, screen: Screen) -> bool:
     return bool(new)
 
 
-def wait_for_evaluations(
-    stack: Stack, environments: Sequence[str], sizes: RunSizes, screen: Screen
-) -> None:
+def wait_for_evaluations(stack: Stack, environments: Sequence[str], sizes: RunSizes) -> None:
     """Wait until the environments have evaluated the policy of the last step and ended. They may
     take as long as a step; a run whose last evaluation takes longer ends without it."""
     started = time.monotonic()
-    with screen.activity("evaluating the trained policy"):
-        while any(stack.process(name).exit_code is None for name in environments):
-            if time.monotonic() - started > sizes.step_deadline_s:
-                return
-            stack.sleep(FOLLOW_POLL_S)
+    while any(stack.process(name).exit_code is None for name in environments):
+        if time.monotonic() - started > sizes.step_deadline_s:
+            return
+        stack.sleep(FOLLOW_POLL_S)

@@ -23,10 +23,12 @@ from grpo_runs.process.ports import free_port
 from grpo_runs.process.stack import MIB, Service, Stack, StopRequest, StopRequested, start_on_screen
 from grpo_runs.report.steps import GrowingFile
 from grpo_runs.report.summary import counted
+from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
 from grpo_runs.services import MODULES, NO_COMPILER, child_environment, make_model, module, words_of
 from grpo_runs.settings.evaluate import EvalOptions
 from grpo_runs.views import HOST, MAX_NUM_SEQS, url
+from grpo_runs.watch.news import ServiceNews
 
 ADAPTER_DEADLINE_S = 300.0
 BASELINE = "baseline"
@@ -96,7 +98,8 @@ def _evaluated(
     """The results of models that one server serves, one after the other."""
     token = plain(settings.vllm_api_key)
     port = free_port()
-    with HealthProbe(token) as probe, Stack(settings.logs, stop_request) as stack:
+    news = ServiceNews(screen, settings.logs, RunDirectory(settings.output))
+    with HealthProbe(token) as probe, Stack(settings.logs, stop_request, news.watch) as stack:
         server = inference_server(settings, probe, port, served, adapter_flags(models))
         start_on_screen(stack, [server], screen)
         results: Results = {model: {} for model in models}

@@ -23,6 +23,7 @@ from grpo_runs.process.stack import (
     start_on_screen,
 )
 from grpo_runs.report.steps import GrowingFile
+from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import EXIT_FAILED, Screen
 from grpo_runs.services import (
     make_model,
@@ -33,6 +34,7 @@ from grpo_runs.services import (
 )
 from grpo_runs.settings.run import LaunchOptions
 from grpo_runs.views import Places
+from grpo_runs.watch.news import ServiceNews
 
 SIGNALLED = 128
 """Exit statuses above it: a signal ended the trainer."""
@@ -61,12 +63,13 @@ def start_together(settings: LaunchOptions, screen: Screen) -> int:
     """Starts server and trainer, for a run without --task. Returns the trainer's exit status, or
     128 + n if signal n ended it. If the trainer was not started: 1 after a failure, 128 + n after
     signal n."""
+    news = ServiceNews(screen, settings.log_dir, RunDirectory(settings.save_path), shown=TRAINER)
     with (
         StopRequest() as stop_request,
         temporary_directory() as temporary,
         HealthProbe() as probe,
         contextlib.ExitStack() as resources,
-        Stack(settings.log_dir, stop_request, grace_s=settings.stop_grace_s) as stack,
+        Stack(settings.log_dir, stop_request, news.watch, settings.stop_grace_s) as stack,
     ):
         try:
             model = settings.model
@@ -90,7 +93,8 @@ def start_together(settings: LaunchOptions, screen: Screen) -> int:
             lost.show()
 
         try:
-            code = stack.join([trainer_of(settings, places)], show_log)[TRAINER]
+            with screen.waiting(news.waited_for):
+                code = stack.join([trainer_of(settings, places)], show_log)[TRAINER]
         except StopRequested:
             code = _pass_on(stop_request, stack.process(TRAINER), settings.stop_grace_s)
             show_log()

@@ -15,8 +15,9 @@ from grpo_core.settings.sources import read_file
 from grpo_runs.report.curricula import pool_curves
 from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.report.steps import metric_curves
-from grpo_runs.report.summary import RunFacts, counted, read_record, tenth_of
+from grpo_runs.report.summary import RunFacts, counted, read_record, tenth_of, warnings_text
 from grpo_runs.run_directory import RunDirectory, options_in
+from grpo_runs.watch.logs import warnings_in
 
 
 class NothingToReport(GrpoError):
@@ -53,7 +54,7 @@ def write_report(run: RunDirectory, output: Path | None = None) -> Path:
         () if rollouts is None else read_steps(rollouts),
         curves | evaluations.curves | pool_curves(run.curricula),
         texts,
-        facts_of(run, config, curves, evaluations),
+        facts_of(run, config, curves, evaluations) | _warnings(run),
         intervals=evaluations.intervals,
         special=texts.special if texts else (),
     )
@@ -99,6 +100,11 @@ def facts_of(
         "Engine": _crashes(run),
     }
     return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def _warnings(run: RunDirectory) -> dict[str, str]:
+    found = warnings_in(run.logs)
+    return {"Warnings": warnings_text(found)} if found else {}
 
 
 def _crashes(run: RunDirectory) -> str | None:

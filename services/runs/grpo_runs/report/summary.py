@@ -110,6 +110,8 @@ class RunFacts(BaseModel):
     """How the others ended, by name."""
     peak_bytes: dict[str, int]
     """Highest memory of each service, its child processes included."""
+    warnings: dict[str, int] = {}
+    """How often each service warned of what."""
 
     @property
     def crashes(self) -> int:
@@ -188,6 +190,10 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
+def warnings_text(warnings: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({counted(count, 'time')})" for name, count in warnings.items())
+
+
 def read_record(kind: type[Model], path: Path) -> Model:
     """Raises `ProtocolViolation` if the file is missing or has other content."""
     try:
@@ -215,6 +221,7 @@ def summary_lines(facts: RunFacts, lifts: Sequence[str] = ()) -> list[str]:
             f"train {summary.compute_s:.2f}, publish {summary.sync_s:.2f} (mean)",
             "weights": facts.publication,
             **({"servers": facts.serving} if facts.serving else {}),
+            **({"warnings": warnings_text(facts.warnings)} if facts.warnings else {}),
         }
     )
 

@@ -194,7 +194,7 @@ class LiveRun:
             "tokens_per_s": record.get("throughput/tokens_per_s"),
             "eta_s": eta,
             "eta_text": None if eta is None else f"about {duration(eta)} left",
-            "warnings": [one.shown() for one in self._logs.warnings]
+            "warnings": [one.shown() for one in self._logs.warnings.values()]
             + self._own_warnings(now)
             + _error_of(runner),
             "alerts": api["alerts"],
@@ -283,7 +283,7 @@ class LiveRun:
             found.append(f"run-api does not answer since {since}; the queue is not known")
         self._noticed = {text: self._noticed.get(text, now) for text in found}
         return [
-            {"time": since, "service": "grpo-watch", "level": "warning", "event": "", "text": text}
+            Warned(since, "grpo-watch", "warning", "", text).shown()
             for text, since in self._noticed.items()
         ]
 

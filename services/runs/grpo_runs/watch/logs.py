@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ from typing import Any
 from grpo_core.rollouts.record import printable
 from grpo_runs.watch.followed_file import FollowedFile
 
-KEPT = 50
-"""The newest warnings and errors."""
-FIRST_READ_BYTES = 2**20
-"""Of a log that is longer when it is first read, the end."""
 LONGEST_TEXT = 1000  # characters
 COUNTED = "groups.counted"
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) \[(\w+) *\] (\S+)\s*(.*)")
 """As `grpo_core.logs` writes an event: time in UTC, level, name, fields."""
+_SERVICE = re.compile(r" ?\bservice=\S+")
+_SUBJECT = re.compile(r"\b(?:check|metric)=(\S+)")
+"""Of events that tell of several things. Each is counted for itself."""
 _LEVELS = {"warning": "warning", "error": "error", "critical": "error", "exception": "error"}
 _IN_PROGRESS = re.compile(r"groups_in_progress=(\d+)")
 _EVALUATED = re.compile(r"evaluated=(\d+)/(\d+)")
@@ -28,13 +26,19 @@ _EVALUATED = re.compile(r"evaluated=(\d+)/(\d+)")
 
 @dataclass(frozen=True)
 class Warned:
-    """A warning or an error of a service. Args: time: Unix time in seconds"""
+    """The newest warning or error of a service with one name.
+
+    Args:
+        time: Unix time in seconds
+        count: how many there were
+    """
 
     time: float
     service: str
     level: str
     event: str
     text: str
+    count: int = 1
 
     def shown(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,7 +65,8 @@ class ServiceLogs:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._files: dict[Path, FollowedFile] = {}
-        self.warnings: deque[Warned] = deque(maxlen=KEPT)
+        self.warnings: dict[str, Warned] = {}
+        """By service and event: `trainer loss.sign`."""
         self.sampling: dict[str, Sampling] = {}
         """By name of the environment."""
 
@@ -69,10 +74,13 @@ class ServiceLogs:
         """Never raises: a log that cannot be read has no lines."""
         found: list[Warned] = []
         for path in sorted(self._directory.glob("*.log")):
-            file = self._files.setdefault(path, FollowedFile(path, FIRST_READ_BYTES))
+            file = self._files.setdefault(path, FollowedFile(path))
             lines = (line.decode(errors="replace").rstrip("\n") for line in file.read())
             found += self._of(path.stem, lines)
-        self.warnings.extend(sorted(found, key=lambda one: one.time))
+        for one in sorted(found, key=lambda one: one.time):
+            name = f"{one.service} {one.event}"
+            before = self.warnings[name].count if name in self.warnings else 0
+            self.warnings[name] = replace(one, count=before + 1)
 
     def _of(self, service: str, lines: Iterable[str]) -> Iterator[Warned]:
         for line in lines:
@@ -86,4 +94,13 @@ class ServiceLogs:
                 evaluation = f"{done[1]} of {done[2]} items" if done else ""
                 self.sampling[service] = Sampling(time, int(count[1]), evaluation)
             if level is not None:
-                yield Warned(time, service, level, event, printable(text)[:LONGEST_TEXT])
+                event += "".join(f" {subject}" for subject in _SUBJECT.findall(text)[:1])
+                text = printable(_SERVICE.sub("", text).strip())[:LONGEST_TEXT]
+                yield Warned(time, service, level, event, text)
+
+
+def warnings_in(directory: Path) -> dict[str, int]:
+    """How often each service warned of what: `{"trainer loss.sign": 1}`."""
+    logs = ServiceLogs(directory)
+    logs.read_new()
+    return {name: one.count for name, one in logs.warnings.items()}

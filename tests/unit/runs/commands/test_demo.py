@@ -110,7 +110,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """25 steps on two tasks."""
     flags = ("--task", "arithmetic,gsm8k", "--data", "data", "--seq-len", "2000", "--steps", "25")
     flags += ("--on-end", "tee end.json")
-    with started(tmp_path_factory.mktemp("demo"), *flags, "--seed", "4") as demo:
+    flags += ("--seed", "4")
+    with started(tmp_path_factory.mktemp("demo"), *flags, STAND_IN_WARNS="1") as demo:
         return Finished(demo, *demo.finish())
 
 
@@ -141,9 +142,18 @@ def test_crashes_of_the_engine_are_shown_and_three_warn(finished: Finished) -> N
         "0 dropped requests"
     ) in finished.out.splitlines()
     expected = f"the engine crashed 3 times; read the lines before engine.crashed in {log}"
-    assert finished.err == f"warning: {expected}\n"
+    assert finished.err.splitlines()[-1] == f"warning: {expected}"
     content = data_of(finished.run.report)["content"]
     assert ["Engine", "crashed 3 times; see logs/vllm-server.log"] in content["facts"]
+
+
+def test_a_warning_of_a_service_is_shown_once_and_counted_at_the_end(finished: Finished) -> None:
+    warned = [line for line in finished.err.splitlines() if "loss.sign" in line]
+    assert warned == ["warning: trainer loss.sign: hint=minus"]
+    assert "warnings: trainer loss.sign (2 times)" in finished.out.splitlines()
+    assert read_record(RunFacts, finished.run.summary).warnings == {"trainer loss.sign": 2}
+    content = data_of(finished.run.report)["content"]
+    assert ["Warnings", "trainer loss.sign (2 times)"] in content["facts"]
 
 
 def test_the_end_is_told(finished: Finished) -> None:

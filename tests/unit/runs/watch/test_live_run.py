@@ -204,6 +204,17 @@ def test_warnings_and_errors_of_all_services(run: RunDirectory, live: LiveRun) -
     assert warnings[1]["time"] - warnings[0]["time"] == 1
 
 
+def test_warnings_of_one_name_are_counted(run: RunDirectory, live: LiveRun) -> None:
+    for second, text in enumerate(("check=stale a=1", "check=sign a=2", "check=stale a=3")):
+        at = f"2026-01-01T10:00:0{second}"
+        log(run, "trainer", f"{at} [warning  ] check.failed    {text} service=trainer")
+    told = [(one["event"], one["text"], one["count"]) for one in live.state()["warnings"]]
+    assert told == [
+        ("check.failed stale", "check=stale a=3", 2),
+        ("check.failed sign", "check=sign a=2", 1),
+    ]
+
+
 def test_run_api_that_does_not_answer_is_told_once(run: RunDirectory, live: LiveRun) -> None:
     processes = ProcessRecords(run)
     with run_api() as (url, _):  # it has /metrics alone
