@@ -28,6 +28,7 @@ from grpo_env.inference.waiting import wait_for_step
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine, all_or_none
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
+from grpo_env.rollout.untrained import KEPT_GROUPS, UntrainedRollouts
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Task
 from grpo_env.tasks.data_files import DataUnusable
@@ -103,13 +104,13 @@ async def evaluate(
     evaluation: Evaluation,
     training: SamplingPlan,
     model: str | None = None,
-    seen: Callable[[SampledGroup], None] = lambda _group: None,
+    seen: Callable[[Item, SampledGroup], None] = lambda _item, _group: None,
 ) -> EvalResult:
     """Sample and grade all items of one task.
 
     An item whose answers cannot be sampled or graded is left out and counted.
 
-    Args: seen: is called with what each item gave
+    Args: seen: is called with each item and what it gave
 
     Raises:
         NothingEvaluated: no item could be evaluated.
@@ -130,7 +131,7 @@ async def evaluate(
                 if not found:  # the server is gone: do not wait for it once for each item
                     raise
                 sampled = SampledGroup(lost=GroupLost(FailureReason.UNAVAILABLE, str(error)))
-            seen(sampled)
+            seen(item, sampled)
         if len(sampled.grades) == plan.group_size:
             found.append(_graded(item, sampled))
             versions.extend(sampled.policy_versions)
@@ -241,7 +242,7 @@ class _Answers:
         self._started = self._told = time.monotonic()
         self.records: list[RolloutRecord] = []
 
-    def add(self, sampled: SampledGroup) -> None:
+    def add(self, _: Item, sampled: SampledGroup) -> None:
         if sampled.group is not None:
             self.records += records_of_group(1, self._done, sampled.group.without_padding())
         self._done += 1
@@ -262,6 +263,7 @@ class TrainingEvaluation:
 
     Args:
         report: called with the step and the metrics of each evaluation
+        untrained: keeps some of the answers
     """
 
     def __init__(
@@ -271,17 +273,21 @@ class TrainingEvaluation:
         engine: RolloutEngine,
         pool: InferencePool,
         report: Callable[[int, Mapping[str, Any]], None],
+        untrained: UntrainedRollouts,
     ) -> None:
         self._settings = settings
         self._engine = engine
         self._pool = pool
         self._report = report
+        self._untrained = untrained
         self._evaluation = Evaluation.of(settings)
         self._items = [*self._chosen(tasks)] if settings.eval_every else []
+        self._kept_items = {item.key for _, items in self._items for item in items[:KEPT_GROUPS]}
         self._done_up_to = self._evaluated_step = -1
         self._running: asyncio.Task[None] | None = None
         self._samples = False
         self._seen_items = 0
+        self._kept: list[SampledGroup] = []
 
     @property
     def is_running(self) -> bool:
@@ -345,8 +351,9 @@ class TrainingEvaluation:
             engine = await _of_one_version(self._engine, self._pool, self._settings, step)
             self._samples, self._seen_items = True, 0
             for task, items in self._items:
+                self._kept = []
                 result = await evaluate(
-                    engine, task, items, self._evaluation, plan, seen=self._count_item
+                    engine, task, items, self._evaluation, plan, seen=self._see_item
                 )
                 self._record(result)
         except GrpoError as error:
@@ -354,11 +361,14 @@ class TrainingEvaluation:
         finally:
             self._samples = False
 
-    def _count_item(self, _: SampledGroup) -> None:
+    def _see_item(self, item: Item, sampled: SampledGroup) -> None:
         self._seen_items += 1
+        if item.key in self._kept_items:
+            self._kept.append(sampled)
 
     def _record(self, result: EvalResult) -> None:
         self._evaluated_step = -1 if result.step is None else result.step
+        self._untrained.evaluated(result.step or 0, self._kept)
         log.info(
             "evaluation.finished",
             task=result.task,

@@ -16,6 +16,7 @@ from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.metrics_port import serving_metrics
+from grpo_core.rollouts.untrained import GroupsFile
 from grpo_core.security import plain
 from grpo_core.wire.run_api import EnvironmentRegistration, EnvironmentStatus, TrainerInfo
 from grpo_env.assembly import TaskSet, engine_on, open_pool, open_teacher, sampling_plan
@@ -26,7 +27,7 @@ from grpo_env.prometheus import EnvironmentMetrics
 from grpo_env.registration import Log, Membership, join_run, wandb_log
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine
-from grpo_env.rollout.groups import SamplingPlan
+from grpo_env.rollout.groups import FailureReason, SamplingPlan
 from grpo_env.rollout.producer import GroupProducer
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks.curriculum_files import files_of
@@ -133,8 +134,14 @@ class Worker:
         self._curriculum = files_of(settings.curriculum_dir, stream)
         self._producer = GroupProducer(settings, stream, engine, api)
         self._step, self._steps = 0, 1  # training steps that are done, and of the run
+        self._queued = 0  # groups, of all environments
         self._evaluation = TrainingEvaluation(
-            settings, tasks.tasks, engine, pool, lambda step, found: self._log_to_wandb(step, found)
+            settings,
+            tasks.tasks,
+            engine,
+            pool,
+            lambda step, found: self._log_to_wandb(step, found),
+            self._producer.untrained,
         )
         self._log_to_wandb: Log = lambda _step, _fields: None
         self._membership: Membership | None = None
@@ -151,6 +158,7 @@ class Worker:
     async def run(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
             # Closed last: W&B may need seconds to finish its run.
+            self._save_groups()  # in the place of those of a run that is resumed
             try:
                 membership = await self._join()
                 await asyncio.to_thread(
@@ -164,6 +172,7 @@ class Worker:
                 await self._leave()
                 self._pool.log_requests()
                 self._save_curriculum()
+                self._save_groups()
 
     async def _feed_trainer(self, membership: Membership) -> None:
         while True:
@@ -173,7 +182,10 @@ class Worker:
                 continue
             self._pool.follow(status.servers)
             total_steps = membership.total_steps(self._settings.steps, status.num_steps)
+            if status.current_step != self._step:
+                self._producer.counts.of_batch.clear()
             self._step, self._steps = status.current_step, total_steps
+            self._queued = status.queue_size
             # Enough groups in the queue do not complete a run: the trainer may still refuse some.
             if status.current_step >= total_steps:
                 if self._waits_for_the_next_run():
@@ -192,6 +204,7 @@ class Worker:
             if fields := self._producer.counts.report_if_due():
                 fields = fields | self._pools()
                 self._save_curriculum()
+                self._save_groups()
                 self._log_to_wandb(status.current_step, fields)
                 now = {"groups_in_progress": len(self._in_flight), **self._evaluation.report_fields}
                 log.info("groups.counted", **now, **fields)
@@ -206,6 +219,20 @@ class Worker:
     def _save_curriculum(self) -> None:
         if self._curriculum is not None:
             self._curriculum.save(self._step)
+
+    def _save_groups(self) -> None:
+        counts = self._producer.counts
+        self._producer.untrained.save(
+            GroupsFile(
+                queued=self._queued,
+                batch=max(0, -(-self._trainer.batch_size // self._in_sequences.group_size)),
+                submitted=counts.of_batch["submitted"],
+                dropped=counts.of_batch["dropped"],
+                all_submitted=counts.groups_sent,
+                all_dropped=counts.failures[FailureReason.EQUAL_SCORES],
+                recently_dropped=1 - counts.kept_share,
+            )
+        )
 
     def _waits_for_the_next_run(self) -> bool:
         """True if the run was complete before this environment joined, because another trainer may

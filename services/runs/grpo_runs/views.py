@@ -313,6 +313,8 @@ def environment_values(settings: LaunchOptions, places: Places, task: str) -> di
         }
     if port := values.get("metrics_port"):  # that of the trainer
         values["metrics_port"] = port + 1 + settings.task.index(task)
+    if run is not None:
+        values["untrained_dir"] = run.untrained / name_of_task(task)
     if run is not None and settings.evaluates_every:
         values["eval_output"] = run.evaluations
     if run is not None and values.get("curriculum", UNIFORM) != UNIFORM:

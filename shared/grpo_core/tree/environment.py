@@ -142,6 +142,7 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
                 "wandb_name",
                 "weight",
                 "min_batch_allocation",
+                "untrained_dir",
             ),
             "Deadlines": (
                 "start_deadline_s",
@@ -278,6 +279,12 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
         None,
         description="Directory that keeps what --curriculum has measured, so that a restarted "
         "environment goes on from it. Each environment needs a directory of its own",
+    )
+    untrained_dir: Path | None = Field(
+        None,
+        description="Directory that keeps counts of groups, and some rollouts of groups that were "
+        "dropped for their equal scores and of evaluations. Each environment needs a directory of "
+        "its own",
     )
     reward_weights: Annotated[
         Weights, Shown(default="by task; 1 for each part", metavar="PART=WEIGHT,...")
@@ -587,8 +594,9 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
         for name, path in files.items():
             if path and (problem := not_writable(path.parent)):
                 yield Mistake(name, problem)
-        if self.curriculum_dir and (problem := not_writable(self.curriculum_dir)):
-            yield Mistake("curriculum_dir", problem)
+        for name in ("curriculum_dir", "untrained_dir"):
+            if (path := getattr(self, name)) and (problem := not_writable(path)):
+                yield Mistake(name, problem)
         if self.action == "serve":
             yield from self.port_mistakes()
         yield from self.teacher_prompt_mistakes()

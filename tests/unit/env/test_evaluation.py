@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.evaluation.results import read_summaries
+from grpo_core.rollouts.files import read_step, steps_in
 from grpo_env.actions import NothingProcessed, process
 from grpo_env.assembly import TaskSet
 from grpo_env.evaluation import evaluate_once
@@ -101,6 +102,7 @@ async def test_a_run_is_evaluated_before_its_first_and_after_its_last_step(tmp_p
         api.routes(),
         routes,
         *("--eval-every=2", f"--eval-output={output}", "--eval-samples=1"),
+        f"--untrained-dir={tmp_path}",
         task=TwoSevens(),
     )
     steps = [summary.step for summary in read_summaries(output)]
@@ -108,6 +110,8 @@ async def test_a_run_is_evaluated_before_its_first_and_after_its_last_step(tmp_p
     assert steps[-1] == 4
     assert steps == sorted(set(steps))
     assert len(api.groups) >= 8
+    assert steps_in(tmp_path / "evaluation") == steps, "answers to both items can be read"
+    assert [one.score for one in read_step(tmp_path / "evaluation", 0)] == [1.0, 1.0]
 
 
 async def test_an_evaluation_that_fails_is_logged_and_ends_no_run(tmp_path: Path) -> None:

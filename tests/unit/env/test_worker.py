@@ -16,10 +16,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.errors import ServiceUnavailable, WandbUnavailable
+from grpo_core.rollouts.files import read_step, steps_in
+from grpo_core.rollouts.untrained import Example, GroupsFile
 from grpo_env.evaluation import TrainingEvaluation
 from grpo_env.inference.server import NoGenerateRoute
 from grpo_env.pacing import MAX_REFUSED_IN_A_ROW, EveryGroupRefused, NoTrainer
 from grpo_env.rollout.producer import NoPromptFits
+from grpo_env.rollout.untrained import KEPT_GROUPS
 from grpo_env.tasks import Message, Row, Split
 from grpo_env.tasks.curriculum_files import CurriculumState
 from grpo_env.worker import GroupLargerThanBatch
@@ -162,6 +165,33 @@ async def test_the_reward_sample_counts_the_groups_that_were_dropped_or_refused(
         {"sum": 8.0, "count": 10, "parts": {"accuracy": 8.0}, "groups": 5, "equal_groups": 3},
         {"sum": 1.0, "count": 2, "parts": {"accuracy": 1.0}, "groups": 1, "equal_groups": 0},
     ]
+
+
+async def test_dropped_groups_are_counted_and_some_are_kept_to_be_read(tmp_path: Path) -> None:
+    """Ten groups are dropped before the first is kept, and two after it."""
+    api = RunApi(num_steps=1)
+    texts = iter([["7", "7"]] * 10 + [["8", "7"]] + [["8", "8"]] * 2)
+
+    def generate(_body: dict[str, Any]) -> Answer:
+        return 200, generate_answer(next(texts, ["7", "8"]))
+
+    (tmp_path / "dropped").mkdir()
+    (tmp_path / "dropped/step-000009.jsonl.gz").touch()  # the run was resumed before this step
+    words = (f"--untrained-dir={tmp_path}", "--env.max-concurrent-groups=1")
+    await feed(api.routes(), inference_routes(generate), *words)
+
+    found = GroupsFile.model_validate_json((tmp_path / "groups.json").read_text())
+    assert (found.batch, found.all_submitted, found.all_dropped) == (2, len(api.groups), 12)
+    assert found.recently_dropped == pytest.approx(12 / (13 + len(api.groups)))
+    assert found.examples == [Example(score=1.0, text="7")] * 3
+    assert steps_in(tmp_path / "dropped") == [1]
+    kept = [*read_step(tmp_path / "dropped", 1)]
+    assert [(one.group, one.index, one.score) for one in kept[:3]] == [
+        (0, 0, 1),
+        (0, 1, 1),
+        (1, 0, 1),
+    ]
+    assert len(kept) == 2 * KEPT_GROUPS
 
 
 async def test_a_group_that_no_batch_can_hold_is_refused_at_the_start() -> None:

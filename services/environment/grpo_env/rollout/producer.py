@@ -19,6 +19,7 @@ from grpo_env.pacing import FailureBudget, FlatRewards, RefusalLimit, RewardFail
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grade
 from grpo_env.rollout.groups import FAILED, FailureReason, GroupLost, SampledGroup, SamplingPlan
+from grpo_env.rollout.untrained import UntrainedRollouts
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks.items import Draw, Item, ItemStream
 
@@ -75,12 +76,14 @@ class RewardTotals:
 class GroupCounts:
     """Counts groups over the whole run, and means and rates since the last report.
 
-    `reported`: the fields of the newest report.
+    `reported`: the fields of the newest report. `of_batch`: groups "submitted", and "dropped" for
+    equal scores, since the trainer took its newest batch.
     """
 
     def __init__(self) -> None:
         self.groups_sent = 0
         self.reported: dict[str, Any] = {}
+        self.of_batch: Counter[str] = Counter()
         self.failures: Counter[FailureReason] = Counter()
         self._recent: deque[bool] = deque(maxlen=_RECENT_GROUPS)  # whether each was kept
         self._reported_at = time.monotonic()
@@ -101,6 +104,7 @@ class GroupCounts:
             self.failures[sampled.lost.reason] += 1
             has_equal_scores = sampled.lost.reason is FailureReason.EQUAL_SCORES
         self._recent.append(not has_equal_scores)
+        self.of_batch["dropped"] += has_equal_scores
         self._window.update(tokens=tokens, equal_groups=has_equal_scores)
         if sampled.grades:
             self._window.update(graded_groups=1, graded_tokens=tokens)
@@ -166,6 +170,7 @@ class GroupProducer:
         self._teacher_refusals = RefusalLimit("the teacher")
         self._env_id, self._run_uuid = -1, ""
         self.counts = GroupCounts()
+        self.untrained = UntrainedRollouts(settings.untrained_dir)
 
     @property
     def delay_s(self) -> float:
@@ -244,6 +249,8 @@ class GroupProducer:
         else:
             self._items.used(draw)
         self._lose(sampled)
+        if lost.reason is FailureReason.EQUAL_SCORES:
+            self.untrained.dropped(step + 1, sampled)
         if lost.reason is FailureReason.REFUSED:
             self._generation_refusals.refused(lost.detail)
         else:
@@ -299,6 +306,7 @@ class GroupProducer:
             self._submissions.succeeded()
             self._submission_refusals.accepted()
             self.counts.groups_sent += 1
+            self.counts.of_batch["submitted"] += 1
 
     def _lose(self, sampled: SampledGroup) -> None:
         self.counts.record(sampled)

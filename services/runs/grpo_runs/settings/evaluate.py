@@ -347,7 +347,7 @@ _OF_TRAINING = frozenset(
         *("group_size", "temperature", "max_batches_offpolicy", "max_concurrent_groups", "seed"),
         *("drop_equal_scores", "start_completion_tokens", "log_level", "use_wandb", "wandb_name"),
         *("weight", "min_batch_allocation", "start_deadline_s", "vllm_api_key"),
-        *("curriculum", "curriculum_dir"),
+        *("curriculum", "curriculum_dir", "untrained_dir"),
         *("teacher_url", "teacher_model", "teacher_api_key", "teacher_system_prompt"),
     }
 )

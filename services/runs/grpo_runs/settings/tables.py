@@ -9,7 +9,7 @@ from grpo_core.tree.trainer_command import CommandLine
 SETS_ITSELF = (
     *("redis_url", "run_id", "run_api_url", "save_path", "metrics_file", "rollouts_dir"),
     *("host", "port", "health_port", "control_host", "control_port", "log_dir"),
-    *("wandb_name", "eval_output", "curriculum_dir"),
+    *("wandb_name", "eval_output", "curriculum_dir", "untrained_dir"),
 )
 """Options of a run whose services are all started here: each run has its own."""
 OF_PAIR = frozenset({"log_dir", "stop_grace_s"})
