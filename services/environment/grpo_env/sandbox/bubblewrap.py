@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,6 @@ from grpo_env.sandbox.namespace import Namespace
 from grpo_env.sandbox.syscalls import seccomp_filter
 from grpo_env.sandbox.users import give, is_root, new_user
 
-_BWRAP = "/usr/bin/bwrap"
 _HOME = "/tmp"
 _SOCKET = "/run/service.sock"
 _RELAY = "/run/relay.py"
@@ -88,10 +88,7 @@ class Bubblewrap:
                 in_memory=_IN_MEMORY,
                 inherited=[filter_fd, *namespace.inherited],
             )
-            try:
-                ended = await run_child(command)
-            except FileNotFoundError as error:
-                raise SandboxUnusable(_NOT_INSTALLED) from error
+            ended = await run_child(command)
             if ended.status == _BWRAP_FAILED and not namespace.has_run:
                 raise SandboxUnusable(f"bwrap cannot start a program: {ended.errors.strip()}")
             return ended
@@ -114,9 +111,16 @@ def _filter() -> Iterator[int]:
 
 
 def _bwrap(user: int | None, filter_fd: int) -> list[str]:
-    """Without a user namespace for root, who mounts what the program's user cannot reach."""
+    """Without a user namespace for root, who mounts what the program's user cannot reach.
+
+    Raises:
+        SandboxUnusable: `bwrap` is not on PATH.
+    """
+    program = shutil.which("bwrap")
+    if program is None:
+        raise SandboxUnusable(_NOT_INSTALLED)
     # If memory gets scarce, the kernel ends this program before any other.
-    own = ["/usr/bin/choom", "-n", "1000", "--", _BWRAP, "--die-with-parent", "--new-session"]
+    own = ["/usr/bin/choom", "-n", "1000", "--", program, "--die-with-parent", "--new-session"]
     spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     rights = ["--seccomp", str(filter_fd), "--cap-drop", "ALL"]
     if user is None:
@@ -187,7 +191,7 @@ def _system() -> tuple[str, ...]:
 
 
 _NOT_INSTALLED = (
-    "bwrap is not installed: `apt-get install bubblewrap`; or choose `--sandbox docker`, or "
+    "bwrap is not on PATH: `apt-get install bubblewrap`; or choose `--sandbox docker`, or "
     "`--sandbox none`, which runs code of the model on this machine without protection"
 )
 _NO_NAMESPACES = (
@@ -201,8 +205,6 @@ _NO_NAMESPACES = (
 
 def usable_bubblewrap() -> Bubblewrap:
     """Raises `SandboxUnusable` if `bwrap` cannot run a program here."""
-    if not Path(_BWRAP).exists():
-        raise SandboxUnusable(_NOT_INSTALLED)
     problem = _problem(has_proc=True)
     if not problem:
         return Bubblewrap()

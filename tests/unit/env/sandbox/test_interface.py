@@ -24,6 +24,7 @@ from grpo_env.sandbox import (
     run_shell,
     sandbox_of,
 )
+from grpo_env.sandbox.bubblewrap import usable_bubblewrap
 
 Python = Callable[..., Ended]
 
@@ -130,6 +131,18 @@ def test_a_sandbox_that_does_not_start_is_told_from_a_program_that_fails(
     running = bubblewrap.run(["true"], readable=[Path("/")], service=service)
     with pytest.raises(SandboxUnusable, match=r"bwrap: Can't create file at /run/service\.sock"):
         asyncio.run(running)
+
+
+def test_bwrap_is_found_on_path_or_named_as_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxUnusable, match="apt-get install bubblewrap"):
+        usable_bubblewrap()
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho that of PATH >&2\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    with pytest.raises(SandboxUnusable, match="cannot make namespaces here: that of PATH"):
+        usable_bubblewrap()
 
 
 def test_all_processes_inside_have_the_limits(python: Python, service: Path) -> None:
