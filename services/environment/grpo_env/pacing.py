@@ -194,8 +194,12 @@ class RewardsFail(GrpoError):
     """Too many groups could not be graded, so the reward is probably wrong."""
 
 
+class RolloutsFail(GrpoError):
+    """Too many rollouts ended with an error, so the agent or its environment is probably wrong."""
+
+
 class RewardFailures:
-    """Counts groups whose rewards failed, among the recent ones.
+    """Counts groups whose rewards or rollouts failed, among the recent ones.
 
     Args: share: largest share that is allowed, in [0, 1]
     """
@@ -207,19 +211,23 @@ class RewardFailures:
     def graded(self) -> None:
         self._recent.append(False)
 
-    def failed(self, problem: str) -> None:
+    def failed(self, problem: str, of_rollout: bool = False) -> None:
         """Record a group that could not be graded.
 
+        Args: of_rollout: it failed before its reward was asked
+
         Raises:
-            RewardsFail: the share among the recent groups is too large.
+            RewardsFail, RolloutsFail: the share among the recent groups is too large; named by the
+                last one.
         """
         self._recent.append(True)
         failed, groups = sum(self._recent), len(self._recent)
         if groups >= _LEAST_GROUPS and failed > self._share * groups:
-            raise RewardsFail(
-                f"the reward failed for {failed} of the last {groups} groups, more than the share "
+            what, error = ("a rollout", RolloutsFail) if of_rollout else ("the reward", RewardsFail)
+            raise error(
+                f"{what} failed for {failed} of the last {groups} groups, more than the share "
                 f"of {self._share:g} that --max-failed-rewards allows; the last problem was: "
-                f"{problem}; try the reward with `env-server check`"
+                f"{problem}; try {what} with `env-server check`"
             )
 
 

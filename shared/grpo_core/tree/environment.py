@@ -307,8 +307,8 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
         0.5,
         ge=0.0,
         le=1.0,
-        description="Largest share (0 to 1) of recent groups whose reward may fail. Above it, the "
-        "environment stops with the error RewardsFail",
+        description="Largest share (0 to 1) of recent groups whose reward or rollout may fail. "
+        "Above it, the environment stops with the error RewardsFail or RolloutsFail",
     )
     mask_too_long_completions: bool = Field(
         False,

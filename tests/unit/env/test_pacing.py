@@ -22,6 +22,7 @@ from grpo_env.pacing import (
     RefusalLimit,
     RewardFailures,
     RewardsFail,
+    RolloutsFail,
     StallDetector,
     groups_to_start,
 )
@@ -170,5 +171,5 @@ def test_a_share_of_failed_groups_ends_the_run_by_name_but_few_groups_prove_noth
     few = RewardFailures(share=0.0)
     for _ in range(7):
         few.failed("boom")
-    with pytest.raises(RewardsFail):
-        few.failed("boom")
+    with pytest.raises(RolloutsFail, match=r"a rollout failed for 8 of.*agent; try a rollout"):
+        few.failed("agent", of_rollout=True)

@@ -210,7 +210,7 @@ class RolloutEngine:
             raise GroupLost(FailureReason.FAILED_ROLLOUT, str(error)) from error
         except Exception as error:
             problem = self._grader.failed(task, error).problem
-            raise GroupLost(FailureReason.QUARANTINED_REWARD, problem) from error
+            raise GroupLost(FailureReason.FAILED_ROLLOUT, problem) from error
 
 
 async def all_or_none(rollouts: Iterable[Awaitable[T]]) -> list[T]:

@@ -216,7 +216,7 @@ class GroupProducer:
 
         Raises:
             EveryGroupRefused: a server refused every recent group.
-            RewardsFail: too many groups could not be graded.
+            RewardsFail, RolloutsFail: too many groups could not be graded.
             ServiceUnavailable: a server failed for longer than its deadline.
             ProtocolViolation, MisalignedCompletion: a server's answer is not valid.
             CurriculumUnusable: the rule of the curriculum fails.
@@ -260,7 +260,7 @@ class GroupProducer:
             self._teacher_refusals.refused(lost.detail)
 
     def _note_grades(self, item: Item, sampled: SampledGroup, step: int) -> None:
-        """Raises `RewardsFail`."""
+        """Raises `RewardsFail`, `RolloutsFail`."""
         scores = [grade.score for grade in sampled.grades]
         self._rewards.add(sampled.grades)
         if self._flat_rewards is not None:
@@ -270,7 +270,8 @@ class GroupProducer:
         else:
             self._items.lost(item)
         if sampled.lost is not None and sampled.lost.reason in FAILED:
-            self._reward_failures.failed(sampled.lost.detail)
+            of_rollout = sampled.lost.reason is FailureReason.FAILED_ROLLOUT
+            self._reward_failures.failed(sampled.lost.detail, of_rollout)
         elif scores:
             self._reward_failures.graded()
 

@@ -16,13 +16,14 @@ import pytest
 from grpo_core.tree.environment_values import AGENT
 from grpo_env.bridges.agent_program import program_words, readable_places, run_program
 from grpo_env.loading import TaskUnusable, find_task
+from grpo_env.pacing import RolloutsFail
 from grpo_env.rollout.chat_template import ChatTemplate, TokenizerUnusable, load_template
 from grpo_env.rollout.groups import FailureReason
 from grpo_env.rollout.producer import GroupProducer
 from grpo_env.sandbox.choice import VARIABLE
 from grpo_env.settings import load_env_settings
 from grpo_env.tasks import Task, TaskOptions
-from grpo_env.tasks.items import Item, ItemStream
+from grpo_env.tasks.items import Item, ItemStream, training_items
 from tests.support.wait import wait_for_async
 from tests.unit.env.rollout.rig import PLAN, engine_on, lost, prompts, sample, submitted
 from tests.unit.env.rollout.test_conversation import SAID, scripted
@@ -199,6 +200,22 @@ async def test_an_agent_that_fails_loses_its_group_by_name(
     assert found.reason is FailureReason.FAILED_ROLLOUT
     with pytest.raises(AssertionError, match=problem):
         raise AssertionError(found.detail)
+
+
+async def test_agents_that_fail_end_the_environment_and_the_reward_is_not_blamed(
+    agent: Any, template: ChatTemplate
+) -> None:
+    task = agent("def agent(row, client): {}['x']")
+    items = ItemStream([(training_items(task), 1.0)], seed=0)
+    settings = load_env_settings(["arithmetic", "serve", "--model=m"])
+    async with engine_on(scripted("7"), template=template) as (engine, _):
+        api: Any = None
+        producer = GroupProducer(settings, items, engine, api)
+        for _ in range(7):
+            await producer.produce(PLAN, step=0)
+        with pytest.raises(RolloutsFail, match="KeyError"):
+            await producer.produce(PLAN, step=0)
+    task.close()
 
 
 STRICT = "{% if messages[-1].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"

@@ -135,10 +135,10 @@ async def test_a_full_context_ends_the_conversation_with_what_was_said(sample: A
     submitted(outcome)
 
 
-async def test_a_step_that_fails_quarantines_the_group(sample: Any) -> None:
+async def test_a_step_that_fails_is_a_failed_rollout(sample: Any) -> None:
     outcome, _ = await sample(scripted("3"), Talk(lambda _state, _message: {}["x"]), PLAN)
     found = lost(outcome)
-    assert (found.reason, found.detail) == (FailureReason.QUARANTINED_REWARD, "KeyError: 'x'")
+    assert (found.reason, found.detail) == (FailureReason.FAILED_ROLLOUT, "KeyError: 'x'")
 
 
 def starting_again(state: State, _message: Answer) -> list[Message] | None:
