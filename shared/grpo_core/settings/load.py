@@ -20,6 +20,7 @@ from grpo_core.protocol import VERSION
 from grpo_core.settings.command import Command, CommandSettings, Mistake
 from grpo_core.settings.messages import (
     IS_REQUIRED,
+    OF_ANOTHER,
     help_text,
     name_of,
     problems_by_field,
@@ -172,21 +173,26 @@ def _checked(
     try:
         settings = settings_type.model_validate(values)
     except ValidationError as error:
-        mistakes += problems_by_field(error, options, with_missing=not problems)
+        mistakes += problems_by_field(error, options)
         invalid = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
         valid = {name: value for name, value in values.items() if name not in invalid}
         try:  # what the others get wrong is told too
             settings = settings_type.model_validate(valid)
         except ValidationError:
-            told = _lines(mistakes, command, options, held)
+            told = _lines(_not_following(mistakes, problems), command, options, held)
             raise OptionsInvalid(_by_line([*problems, *told])) from None
     mistakes += settings.mistakes()
     if at_start:
         mistakes += settings.start_mistakes()
-    lines = [*dict.fromkeys(_lines(mistakes, command, options, held))]
+    told = _not_following(mistakes, problems)
+    lines = [*dict.fromkeys(_lines(told, command, options, held))]
     if problems or lines:
         raise OptionsInvalid(_by_line([*problems, *lines]))
     return settings
+
+
+def _not_following(mistakes: Sequence[Mistake], problems: Sequence[str]) -> list[Mistake]:
+    return [one for one in mistakes if not (problems and one.message.startswith(OF_ANOTHER))]
 
 
 def _by_line(told: Sequence[str]) -> list[str]:

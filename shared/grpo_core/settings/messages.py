@@ -224,15 +224,12 @@ def _split_secrets(value: Any) -> tuple[Any, list[str]]:
 
 _OWN = "value_error"
 IS_REQUIRED = "is required"
+OF_ANOTHER = (IS_REQUIRED, "needs --", "has no effect without --")
+"""Mistakes about an option that is absent, which a misspelt option seems to be."""
 
 
-def problems_by_field(
-    error: ValidationError, options: Mapping[str, Option], *, with_missing: bool = True
-) -> Iterator[Mistake]:
-    """Args:
-    options: by name; those of a section have dotted names
-    with_missing: also those that are missing, which a misspelt option seems to be
-    """
+def problems_by_field(error: ValidationError, options: Mapping[str, Option]) -> Iterator[Mistake]:
+    """Args: options: by name; those of a section have dotted names"""
     for problem in error.errors():
         place = [*map(str, problem["loc"])]
         names = [".".join(place[:end]) for end in range(len(place), 0, -1)]
@@ -244,8 +241,7 @@ def problems_by_field(
             continue
         option = options[name]
         if problem["type"] == "missing":
-            if with_missing:
-                yield Mistake(name, f"{IS_REQUIRED}. {_first_sentence(option)}")
+            yield Mistake(name, f"{IS_REQUIRED}. {_first_sentence(option)}")
         elif problem["type"] == _OWN:
             yield Mistake(name, f"{message}{_got(option, problem['input'])}")
         else:

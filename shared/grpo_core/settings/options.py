@@ -191,6 +191,23 @@ TYPO_RATIO = 0.8
 TYPO_LENGTH = 1
 """How alike a misspelt name and an option of ours are. A name that is passed on must be nearer."""
 
+OF_TRL = {
+    "beta": "kl-coef",
+    "dataset-name": "data",
+    "epsilon": "clip-eps",
+    "epsilon-high": "clip-eps-high",
+    "learning-rate": "lr",
+    "loss-type": "loss",
+    "max-completion-length": "max-completion-tokens",
+    "max-steps": "steps",
+    "model-name-or-path": "model",
+    "num-generations": "group-size",
+    "per-device-train-batch-size": "batch-size",
+    "reward-funcs": "task",
+    "save-steps": "checkpoint-interval",
+}
+"""Names of TRL's options, and of ours with the same meaning."""
+
 
 class Names:
     """All names under which the options of a command are known, with dashes."""
@@ -218,11 +235,12 @@ class Names:
         """Tells what is wrong with a name that was not found, and what to write."""
         if reason := self._command.refused.get(name):
             return reason
-        section, dot, plain = name.rpartition(".")
-        if section and (elsewhere := self._found.get(plain)):
+        section, dot, typed = name.rpartition(".")
+        plain = OF_TRL.get(typed, typed)
+        if elsewhere := self._found.get(plain):
             titles = (t for t, names in self._command.groups.items() if elsewhere.field in names)
             field = elsewhere.field.replace("_", "-")
-            right = f"{next(titles)}.{field}" if self._command.sections else plain
+            right = f"{next(titles)}.{field}" if section and self._command.sections else plain
             return f"no such option; did you mean --{right}?"
         begin = section + dot
         names = [*self._found, *self._negated, *COMMON]
@@ -232,7 +250,10 @@ class Names:
             if known.startswith(begin) and "." not in known.removeprefix(begin)
         ]
         close = difflib.get_close_matches(plain, beside, n=2, cutoff=NEAR_RATIO)
-        near = [f"--{begin}{found}" for found in close]
+        near = [f"--{begin}{found}" for found in close] or [
+            f"--{found}"  # of a section whose name is misspelt
+            for found in difflib.get_close_matches(name, self._found, n=1, cutoff=TYPO_RATIO)
+        ]
         return f"no such option; did you mean {' or '.join(near)}?" if near else "no such option"
 
     def is_misspelt(self, name: str) -> bool:

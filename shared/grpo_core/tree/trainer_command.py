@@ -163,9 +163,6 @@ COMMAND = Command(
         "debug-loading": flag_for("log_level", "DEBUG"),
     },
     without_effect=frozenset({"log-dir", "fused-step", "head-kernel"}),  # of grpo-run and 0.1.0
-    refused={
-        "learning-rate": "no such option; write --lr",
-    },
 )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from grpo_core.settings import OptionsInvalid, load_settings, parsed
+from grpo_core.settings.options import OF_TRL, options_of
 from grpo_runs.__main__ import main
 from grpo_runs.commands import demo
 from grpo_runs.models import longest_sequence
@@ -361,6 +362,28 @@ def test_every_mistake_of_a_file_is_named_with_its_line_at_once(tmp_path: Path) 
         f"17: trainer.mode: {file}:15: weights.mode is the same option; omit one of them",
     ]
     assert [line[: len(begin)] for line, begin in zip(told, begins, strict=True)] == begins
+
+
+def test_names_of_trl_and_of_misspelt_sections_have_a_hint_and_cause_no_second_mistake(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: tiny\ntasks: {name: arithmetic}\nnum_generations: 8\n"
+        "optim: {learning_rate: 1e-5}\nbeta: 0.1\nkl-in: loss\nrun: {report: true}\n"
+    )
+    with pytest.raises(OptionsInvalid) as invalid:
+        parsed(RunSettings, ["--config", str(file)], {})
+    assert [line.removeprefix(f"{file}:") for line in invalid.value.lines] == [
+        "2: tasks.name: no such option; did you mean task.name?",
+        "3: num_generations: no such option; did you mean group-size?",
+        "4: optim.learning_rate: no such option; did you mean optim.lr?",
+        "5: beta: no such option; did you mean kl-coef?",
+    ]
+
+
+def test_every_name_of_trl_with_a_hint_names_an_option() -> None:
+    assert {*OF_TRL.values()} <= {option.name for option in options_of(RunSettings).values()}
 
 
 def test_a_key_that_stands_twice_is_named(tmp_path: Path) -> None:

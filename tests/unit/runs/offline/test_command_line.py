@@ -169,7 +169,7 @@ def test_all_mistakes_are_named_at_once_under_the_keys_that_the_user_gives(tmp_p
         "did you mean vllm_server?",
         "train.lr: expected a number, greater than 0; got '-1'",
         "train.no_such: no such key; conf/offline_grpo.yaml lists all keys",
-        "grpo.learning_rate: no such option; write train.lr",
+        "grpo.learning_rate: no such option; did you mean train.lr?",
         "grpo.training_steps: train.iterations decides this option; set that key",
         "grpo.clip_eps: expected a number, greater than 0 and less than 1; got '3'",
         "env_server.teacher_api_key: files of the run show every key, and this one is a secret; "
