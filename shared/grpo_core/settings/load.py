@@ -184,8 +184,8 @@ def _checked(
     mistakes += settings.mistakes()
     if at_start:
         mistakes += settings.start_mistakes()
-    told = _not_following(mistakes, problems)
-    lines = [*dict.fromkeys(_lines(told, command, options, held))]
+    own = _not_following(mistakes, problems)
+    lines = [*dict.fromkeys(_lines(own, command, options, held))]
     if problems or lines:
         raise OptionsInvalid(_by_line([*problems, *lines]))
     return settings
