@@ -59,8 +59,10 @@ CHECKED = $(PACKAGES) src scripts/compat containers examples scripts/gpu tests b
 # The variable keeps the theme from advertising another builder.
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
-# Beside the tiny model: a fresh clone is checked in 2 s instead of 40.
-export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/grpo/mypy
+# Models that the project makes, and environments, containers and caches of its tests.
+CACHE = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/grpo
+# A fresh clone is checked in 2 s instead of 40.
+export MYPY_CACHE_DIR ?= $(CACHE)/mypy
 
 # What `make test-gpu` runs, and the interpreter that has vLLM and a CUDA build of torch (docs/how-to/gpu.md).
 PART ?= proof modes swaps memory precision
@@ -312,6 +314,15 @@ dist: $(VENV)/.installed-dev ## Build wheels and source distributions of all pac
 include containers/containers.mk
 include helm/helm.mk
 
+# Everything that installing, testing and building leave here. Not runs/, which holds results.
+LEFT = $(wildcard $(VENV) .venv-vllm-* site dist .hypothesis .*_cache)
+LEFT_BY_ALL = $(LEFT) $(wildcard $(CACHE))
+
 .PHONY: clean
-clean: ## Remove .venv, caches and runs
-	rm -rf $(VENV) .venv-vllm-* runs site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+clean: ## Remove .venv and the caches of this directory
+	rm -rf $(LEFT)
+
+.PHONY: clean-all
+clean-all: ## List .venv and all caches with their sizes; REMOVE=1 removes them
+	@$(if $(strip $(LEFT_BY_ALL)),du -shc $(LEFT_BY_ALL),echo "nothing to remove")
+	@$(if $(REMOVE),rm -rf $(LEFT_BY_ALL),echo "To remove all of it: make clean-all REMOVE=1. Your results are in runs/: remove them by hand.")
