@@ -16,7 +16,7 @@ from grpo_core.listening import family_and_host
 
 _CONNECT_S = 0.5
 _PATH_STARTS = (".", "/", "~")
-DATA_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+DATA_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
 _ADAPTER_CONFIG = "adapter_config.json"
 _MAX_HEAD_BYTES = 100_000_000
 """The limit of the safetensors format."""

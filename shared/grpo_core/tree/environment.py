@@ -27,6 +27,7 @@ from grpo_core.tree.environment_values import (
     AGENT_OPTIONS,
     ALIASES,
     MIXTURE,
+    PYTHON,
     REFUSED,
     UNIFORM,
     WITHOUT_EFFECT,
@@ -56,8 +57,11 @@ def _no_program(command: str, is_here: bool) -> str | None:
         words = shlex.split(command)
     except ValueError as error:
         return f"cannot split the value into words as a shell does ({error}); check its quotes"
-    if not words or (is_here and shutil.which(words[0]) is None):
+    if not words or (is_here and words[0] not in PYTHON and shutil.which(words[0]) is None):
         return f"there is no program {''.join(words[:1])!r}"
+    script = next((word for word in words[1:] if not word.startswith("-")), "")
+    if is_here and script.endswith((".py", ".sh")) and not Path(script).exists():
+        return f"no such file: {script}"
     return None
 
 
@@ -240,8 +244,8 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
     data: Annotated[str | None, Shown(default="by task; gsm8k: openai/gsm8k from the hub")] = Field(
         None,
         min_length=1,
-        description="Data set: a file (JSON lines, CSV or Parquet), a directory that contains "
-        "train.jsonl, or an id on the Hugging Face hub",
+        description="Data set: a file (JSON lines, CSV, Parquet or Arrow), a directory that "
+        "contains train.jsonl, or an id on the Hugging Face hub",
     )
     data_config: Annotated[str | None, Shown(default="by task; gsm8k: main")] = Field(
         None, description="Name of the data set's configuration on the Hugging Face hub"

@@ -50,12 +50,18 @@ def is_file_name(data: str) -> bool:
     return data.removesuffix(_GZIP).endswith(DATA_FILES)
 
 
+def is_saved(path: Path) -> bool:
+    """Whether `Dataset.save_to_disk` wrote this directory, which has rows of one split then."""
+    return (path / "state.json").is_file()
+
+
 def read_records(data: str, config: str | None, split: str) -> tuple[Iterator[Record], str]:
     """The records of a split, in the order of the source, and the source's name for messages.
 
     Args:
-        data: a file of JSON lines, JSON, CSV or Parquet, also compressed with gzip; a directory
-            with `<split>.jsonl`; a directory with a Hugging Face data set, or the id of one
+        data: a file of JSON lines, JSON, CSV, Parquet or Arrow, also compressed with gzip; a
+            directory with `<split>.jsonl`; a directory with a Hugging Face data set, also as
+            `save_to_disk` writes it, or the id of one
         config: the configuration of a Hugging Face data set
         split: a name, also with a slice such as `train[:1000]` or `train[10%:20%]`. The rows of a
             file are its split `train`
@@ -67,10 +73,13 @@ def read_records(data: str, config: str | None, split: str) -> tuple[Iterator[Re
     """
     path = Path(data).expanduser()
     name, cut = _sliced(split)
+    if name != "train" and (path.is_file() or is_saved(path)):
+        raise NoSuchSplit(f"{path} has the split train only; got {split}")
     if path.is_file():
-        if name != "train":
-            raise NoSuchSplit(f"{path} is a file, which has the split train only; got {split}")
         return cut(_file_records(path)), str(path)
+    if is_saved(path):
+        rows = _load(str(path), "arrow", data_files=str(path / "*.arrow"), split=split)
+        return _numbered(f"{path} row", rows), str(path)
     if (lines := path / f"{name}.jsonl").is_file():
         return cut(_file_records(lines)), str(lines)
     if not path.is_dir() and (is_file_name(data) or not _HUB_ID.fullmatch(data)):
@@ -107,8 +116,8 @@ def _of_share(end: str | None, rows: int) -> int | None:
 
 def _file_records(path: Path) -> Iterator[Record]:
     name = path.name.removesuffix(_GZIP)
-    if name.endswith(".parquet"):
-        rows = _load(str(path), "parquet", data_files=str(path), split="train")
+    if name.endswith((".parquet", ".arrow")):
+        rows = _load(str(path), path.suffix[1:], data_files=str(path), split="train")
         return _numbered(f"{path} row", rows)
     text = _text(path)
     if name.endswith(".csv"):

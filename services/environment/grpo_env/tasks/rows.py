@@ -21,6 +21,7 @@ from grpo_env.tasks.data_files import (
     NoSuchSplit,
     Record,
     is_file_name,
+    is_saved,
     read_records,
 )
 from grpo_env.tasks.task import (
@@ -157,11 +158,11 @@ def rows_of(
         )
     data, name = options.data, split
     if split == "test" and options.eval_data is not None:
-        data, name = options.eval_data, "train" if _is_file(options.eval_data) else "test"
-    elif split == "test" and (_is_file(data) or _holds_training_rows_only(Path(data).expanduser())):
+        data, name = options.eval_data, "train" if _has_one_split(options.eval_data) else "test"
+    elif split == "test" and (_has_one_split(data) or _has_training_rows_only(data)):
         return None
-    records, source = read_records(data, options.data_config, name)
     try:
+        records, source = read_records(data, options.data_config, name)
         return checked_rows(records, source, options.columns, convert)
     except NoSuchSplit:
         if split == "test" and options.eval_data is None:
@@ -169,12 +170,14 @@ def rows_of(
         raise
 
 
-def _holds_training_rows_only(path: Path) -> bool:
+def _has_training_rows_only(data: str) -> bool:
+    path = Path(data).expanduser()
     return (path / "train.jsonl").is_file() and not (path / "test.jsonl").is_file()
 
 
-def _is_file(data: str) -> bool:
-    return Path(data).expanduser().is_file() or is_file_name(data)
+def _has_one_split(data: str) -> bool:
+    path = Path(data).expanduser()
+    return path.is_file() or is_saved(path) or is_file_name(data)
 
 
 def checked_rows(

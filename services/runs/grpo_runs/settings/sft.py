@@ -47,8 +47,8 @@ class SftSettings(CommandSettings):
     output: Path = Field(description="Directory for the result, new or empty, such as runs/sft")
     data: str = Field(
         min_length=1,
-        description="Rows to train on: a file (JSON lines, CSV or Parquet), a directory with "
-        "train.jsonl, or an id on the Hugging Face hub",
+        description="Rows to train on: a file (JSON lines, CSV, Parquet or Arrow), a directory "
+        "with train.jsonl, or an id on the Hugging Face hub",
     )
     data_config: Annotated[str | None, Shown(default="none")] = Field(
         None, description="Name of the data set's configuration on the Hugging Face hub"

@@ -90,7 +90,9 @@ def as_text(row: dict[str, Any]) -> dict[str, str]:
     return {column: json.dumps(value) for column, value in row.items()}
 
 
-@pytest.mark.parametrize("form", ["lines", "parquet", "arrow", "hub", "text", "csv"])
+@pytest.mark.parametrize(
+    "form", ["lines", "parquet", "arrow", "saved", "shard", "hub", "text", "csv"]
+)
 def test_the_same_rows_are_equal_in_every_format(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +112,9 @@ def test_the_same_rows_are_equal_in_every_format(
     elif form == "arrow":
         datasets.Dataset.from_list(CALLS).save_to_disk(tmp_path / "saved")
         (tmp_path / "saved" / "data-00000-of-00001.arrow").rename(directory / "train.arrow")
+    elif form in ("saved", "shard"):
+        datasets.Dataset.from_list(CALLS).save_to_disk(directory)
+        source = directory if form == "saved" else directory / "data-00000-of-00001.arrow"
     elif form == "csv":
         with (source := directory / "rows.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, CALLS[0])
@@ -120,6 +125,7 @@ def test_the_same_rows_are_equal_in_every_format(
         rows = [as_text(row) for row in CALLS] if form == "text" else CALLS
         write(directory / ("train-1.json" if form == "hub" else "rows.jsonl"), *rows)
     assert rows_of(TaskOptions(data=str(source)), "train") == CALLS
+    assert rows_of(TaskOptions(data=str(source)), "test") is None
 
 
 @pytest.mark.parametrize("text", ["[1]: the sum?", "[1, 2]", '[{"role": "a"}]', "[{role", "[]"])
