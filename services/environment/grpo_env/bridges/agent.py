@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from grpo_core.temporary import temporary_directory
 from grpo_env.bridges.agent_program import Agent, AgentEnd, Client
 from grpo_env.bridges.chat import Chat, Limits
 from grpo_env.bridges.endpoint import ChatEndpoint
@@ -139,8 +139,8 @@ class AgentTask(Task):
             self._server.result()
 
     async def _serve(self) -> None:
-        with TemporaryDirectory(prefix="grpo-agent-") as directory:
-            self._socket = Path(directory) / "endpoint.sock"
+        with temporary_directory() as directory:
+            self._socket = directory / "endpoint.sock"
             async with self._endpoint:
                 await self._endpoint.listen_at(self._socket)
                 self._serving.set()

@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from grpo_core.process import ManagedProcess, describe_exit
 from grpo_core.service_url import ServiceUrl
 from grpo_core.settings.command import holds_secret
 from grpo_core.sockets import proxy_for
+from grpo_core.temporary import temporary_directory
 from grpo_env.bridges.errors import EnvironmentLost, EnvironmentUnusable
 from grpo_env.tasks import RolloutFailed
 
@@ -133,13 +133,14 @@ class LocalServer:
     """
 
     def __init__(self, app: str, directory: Path, python: str) -> None:
-        self._logs = tempfile.TemporaryDirectory(prefix="grpo-openenv-")
+        self._stack = ExitStack()
+        logs = self._stack.enter_context(temporary_directory())
         command = [python, "-m", "uvicorn", app, "--host", "127.0.0.1", "--port", "0"]
         hidden = [f"--unset={name}" for name in os.environ if holds_secret(name)]
         self.process = ManagedProcess(
             f"the environment's server ({app})",
             ["env", *hidden, f"--chdir={directory}", *command],
-            Path(self._logs.name) / "server.log",
+            logs / "server.log",
             {"PYTHONUNBUFFERED": "1"},
         )
         try:
@@ -156,7 +157,7 @@ class LocalServer:
 
     def close(self) -> None:
         self.process.stop(grace_s=5.0)
-        self._logs.cleanup()
+        self._stack.close()
 
 
 class Server:

@@ -7,13 +7,13 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from asyncio import CancelledError, create_task
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from grpo_core.process import killed_with_parent
+from grpo_core.temporary import temporary_directory
 from grpo_env.sandbox import relay
 from grpo_env.sandbox.child import Command, run_child
 from grpo_env.sandbox.interface import Ended, Limits, program_environment
@@ -38,11 +38,11 @@ class OnHost:
     ) -> Ended:
         """See `Sandbox.run`. A process that leaves the program's session remains;
         if this process is killed, only the program itself ends with it."""
-        with tempfile.TemporaryDirectory(prefix="sandbox-") as empty:
+        with temporary_directory() as empty:
             async with _served(service) as url:
                 path = os.environ.get("PATH", os.defpath)
-                variables = program_environment(path, empty, environment, url)
-                cwd = directory or Path(empty)
+                variables = program_environment(path, str(empty), environment, url)
+                cwd = directory or empty
                 return await run_child(
                     Command(
                         argv,
