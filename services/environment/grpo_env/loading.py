@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import inspect
 import json
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
@@ -20,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_core.errors import GrpoError
+from grpo_core.own_code import problem_of_file, where
 from grpo_core.tree.environment_values import (
     AGENT,
     BRIDGES,
@@ -58,7 +57,7 @@ def problem_of(task: str) -> str | None:
     """Why there cannot be such a task; None if there may be one."""
     source, colon, attribute = task.partition(":")
     if source.endswith(".py"):
-        return _problem_of_file(Path(source).expanduser(), attribute or DEFAULT_FUNCTION)
+        return problem_of_file(Path(source).expanduser(), attribute or DEFAULT_FUNCTION)
     if colon or task in (*BUILT_IN, AGENT, MIXTURE):
         return None
     installed = [point.name for point in entry_points(group=ENTRY_POINTS)]
@@ -70,14 +69,14 @@ def problem_of_rule(curriculum: str) -> str | None:
     source, _, attribute = curriculum.partition(":")
     if not source.endswith(".py"):
         return None
-    return _problem_of_file(Path(source).expanduser(), attribute or DEFAULT_RULE)
+    return problem_of_file(Path(source).expanduser(), attribute or DEFAULT_RULE)
 
 
 def problem_of_agent(name: str) -> str | None:
     """Why there cannot be such a function; None if there may be one."""
     source, _, attribute = name.partition(":")
     if source.endswith(".py"):
-        return _problem_of_file(Path(source).expanduser(), attribute or AGENT_FUNCTION)
+        return problem_of_file(Path(source).expanduser(), attribute or AGENT_FUNCTION)
     return None if attribute else f"no function {name!r}; expected a file such as my.py:agent"
 
 
@@ -87,31 +86,6 @@ def _no_such_task(name: str, installed: Iterable[str]) -> str:
         f"no task {name!r}; expected one of {known}, a file such as my.py:reward, a module such as "
         f"package.module:MyTask, or an environment: {', '.join(map('{}:…'.format, BRIDGES))}"
     )
-
-
-def _problem_of_file(path: Path, attribute: str) -> str | None:
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        return f"cannot read {path}: {error.strerror}"
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        return f"{path}{f' line {line}' if line else ''}: {getattr(error, 'msg', error)}"
-    names = [*_defined(tree)]
-    if attribute in names or "*" in names:
-        return None
-    return f"{path} has no {attribute!r}; it defines {', '.join(names) or 'nothing'}"
-
-
-def _defined(tree: ast.Module) -> list[str]:
-    """Names that the module may define; `*` if that cannot be told."""
-    found: list[str] = []
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.append(node.name)
-        elif not isinstance(node, ast.Expr | ast.Import):
-            found.append("*")  # an assignment, an import of names or a condition
-    return found
 
 
 class TaskUnusable(GrpoError):
@@ -289,7 +263,7 @@ def _load_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise TaskUnusable(f"{path} cannot be loaded: {_where(error)}") from error
+        raise TaskUnusable(f"{path} cannot be loaded: {where(error)}") from error
     return module
 
 
@@ -298,7 +272,7 @@ def _load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise TaskUnusable(f"the module {name} cannot be imported: {_where(error)}") from error
+        raise TaskUnusable(f"the module {name} cannot be imported: {where(error)}") from error
 
 
 def _installed(name: str) -> Make:
@@ -308,21 +282,8 @@ def _installed(name: str) -> Make:
     try:
         loaded = found[name].load()
     except Exception as error:
-        raise TaskUnusable(f"the task {name} cannot be loaded: {_where(error)}") from error
+        raise TaskUnusable(f"the task {name} cannot be loaded: {where(error)}") from error
     return _task_of(loaded, name, name, f"entry point {name}")
-
-
-def _where(error: Exception) -> str:
-    """`my.py line 3: SyntaxError: invalid syntax`."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename} line {error.lineno}: {type(error).__name__}: {error.msg}"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<frozen")  # the machinery of imports
-    ]
-    place = f"{frames[-1].filename} line {frames[-1].lineno}: " if frames else ""
-    return f"{place}{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
@@ -345,7 +306,7 @@ class TaskSpec:
         except ValueError as error:
             raise TaskUnusable(str(error)) from error
         except Exception as error:
-            raise TaskUnusable(f"task {self.source}: cannot be created: {_where(error)}") from error
+            raise TaskUnusable(f"task {self.source}: cannot be created: {where(error)}") from error
         if self.held_out is not None:
             task.held_out = self.held_out
         if self.name is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpo_core.own_code import where
 from grpo_trainer.errors import FunctionUnusable
 
 
@@ -39,13 +40,13 @@ def own_function(path: str) -> Callable[..., Any]:
         FunctionUnusable: the file or the function cannot be loaded.
     """
     place, _, name = path.rpartition(":")
-    file = Path(place)
+    file = Path(place).resolve()
     if not file.is_file():
         raise FunctionUnusable(f"{path}: no such file, from {Path.cwd()}")
     try:
-        own = getattr(_loaded(file.resolve()), name, None)
+        own = getattr(_loaded(file), name, None)
     except Exception as error:
-        raise FunctionUnusable(f"{path}: {type(error).__name__}: {error}") from error
+        raise FunctionUnusable(f"{path}: {where(error, file)}") from error
     if not callable(own):
         raise FunctionUnusable(f"{path}: the file has no function {name}")
 
@@ -54,7 +55,7 @@ def own_function(path: str) -> Callable[..., Any]:
             return own(*arguments)
         except Exception as error:
             raise FunctionUnusable(
-                f"{path} raised {type(error).__name__}: {error}. Correct the function, then resume"
+                f"{path} failed: {where(error, file)}. Correct the function, then resume"
             ) from error
 
     return named

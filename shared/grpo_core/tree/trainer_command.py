@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field
 
+from grpo_core.own_code import problem_of_file
 from grpo_core.settings import (
     Alias,
     Command,
@@ -264,6 +265,10 @@ class CommandLine(
         for name in ("model", "reference_model"):
             model = getattr(self, name)
             if model and (problem := missing_model(model)):
+                yield Mistake(name, problem)
+        for name in ("loss", "advantage"):
+            file, is_own, function = (getattr(self, name) or "").rpartition(":")
+            if is_own and (problem := problem_of_file(Path(file), function)):
                 yield Mistake(name, problem)
         if self.memory_plan:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,15 @@ from structlog.testing import capture_logs
 
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
+from grpo_runs.__main__ import run as grpo_run
+from grpo_trainer.__main__ import main as grpo
 from grpo_trainer.advantages import group_advantages
 from grpo_trainer.checks.self_test import require_own_functions
 from grpo_trainer.data.groups import usable_group
 from grpo_trainer.errors import FunctionUnusable
 from grpo_trainer.losses import policy_loss
 from grpo_trainer.telemetry.provenance import code_of
+from tests.unit.conftest import Mistake
 from tests.unit.trainer.groups import LIMITS, good
 
 OWN = """
@@ -60,9 +64,10 @@ def test_they_take_the_place_of_the_named_ones(own: str) -> None:
         ("loss", LOSS + "(tokens.logp / 0).sum()", "the loss is -inf"),
         ("loss", LOSS + "0 * tokens.logp.sum()", "is missing, 0, NaN"),
         ("loss", LOSS + "tokens.logp.sum()", "whose weight is 0 have a gradient"),
-        ("loss", LOSS + "tokens.nothing", "raised AttributeError"),
+        ("loss", LOSS + "tokens.nothing", r"own failed: \S+/my\.py line 2: AttributeError"),
+        ("loss", LOSS + "__import__('json').loads('')", r"my\.py line 2: JSONDecodeError"),
         ("loss", "def other(tokens, objective): pass", "no function own"),
-        ("loss", "import nothing_of_that_name", "ModuleNotFoundError"),
+        ("loss", "\nimport nothing_of_that_name", r"my\.py line 2: ModuleNotFoundError"),
         ("advantage", ADVANTAGE + "groups[:1]", "as many advantages as the group has"),
         ("advantage", ADVANTAGE + "[scores / 0 for scores in groups]", "is NaN or infinite"),
     ],
@@ -75,6 +80,19 @@ def test_what_is_wrong_with_them_is_named(
     with pytest.raises(FunctionUnusable, match=problem) as caught:
         require_own_functions(objective)
     assert str(caught.value).startswith(f"--{option} ")
+
+
+@pytest.mark.parametrize("command", [grpo_run, grpo])
+def test_they_are_checked_before_anything_starts(
+    command: Callable[[], None], mistake: Mistake, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").touch()
+    (tmp_path / "my.py").write_text("def mine(tokens, objective):\n    return (tokens\n")
+    told = mistake(command, f"--model {tmp_path} --loss {tmp_path}/my.py:mine --dry-run")
+    assert told.endswith(f": --loss: {tmp_path}/my.py line 2: '(' was never closed\n")
+    (tmp_path / "my.py").write_text("def mine(groups):\n    return groups\n")
+    told = mistake(command, f"--model {tmp_path} --advantage {tmp_path}/my.py:other --dry-run")
+    assert told.endswith(f": --advantage: {tmp_path}/my.py has no 'other'; it defines mine\n")
 
 
 STATEFUL = """

@@ -1,0 +1,47 @@
+"""Python files that the user names: what they define, and where their code fails."""
+
+from __future__ import annotations
+
+import ast
+import traceback
+from pathlib import Path
+
+
+def problem_of_file(path: Path, attribute: str) -> str | None:
+    """Why the file cannot define this name; None if it may. Does not run the file."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        return f"cannot read {path}: {error.strerror}"
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        return f"{path}{f' line {line}' if line else ''}: {getattr(error, 'msg', error)}"
+    names = [*_defined(tree)]
+    if attribute in names or "*" in names:
+        return None
+    return f"{path} has no {attribute!r}; it defines {', '.join(names) or 'nothing'}"
+
+
+def _defined(tree: ast.Module) -> list[str]:
+    """Names that the module may define; `*` if that cannot be told."""
+    found: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.append(node.name)
+        elif not isinstance(node, ast.Expr | ast.Import):
+            found.append("*")  # an assignment, an import of names or a condition
+    return found
+
+
+def where(error: Exception, file: Path | None = None) -> str:
+    """`my.py line 3: SyntaxError: invalid syntax`. Args: file: of which a line is preferred"""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename} line {error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen")  # the machinery of imports
+    ]
+    frames = [frame for frame in frames if frame.filename == str(file)] or frames
+    place = f"{frames[-1].filename} line {frames[-1].lineno}: " if frames else ""
+    return f"{place}{type(error).__name__}: {error}"
