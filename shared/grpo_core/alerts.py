@@ -7,8 +7,8 @@ are generated from this table.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -26,6 +26,8 @@ class Measures:
 
     since_step_s: float | None = None
     """Seconds since the last optimizer step, or since the trainer began its first."""
+    dropped_share: float | None = None
+    """Of the newest groups, the share that was dropped because all scores are equal."""
     staleness_mean: float | None = None
     """`staleness/mean` of the newest step, in steps."""
     oldest_queued_group_s: float | None = None
@@ -54,6 +56,8 @@ class Measures:
     """Size of Redis' append-only file, divided by the disk space that it may take."""
     disk_free_bytes: float | None = None
     """Free where the trainer writes its checkpoints."""
+    details: Mapping[str, str] = field(default_factory=dict)
+    """By measure: what is the case, in words."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,12 @@ RUN = "run"
 """The label that every scrape configuration of this project gives to a run's metrics."""
 TEN_MINUTES_S = 600.0
 _STEP_ENDED = "grpo_trainer_last_step_timestamp_seconds"
+MOST_DROPPED = 0.9
+"""Of the groups: above it, batches take ten times as long."""
+DROPPED_ADVICE = (
+    "equal scores teach nothing: try the reward with `env-server check`, and read the dropped "
+    "rollouts. If the scores are right, the prompts are too easy or too hard for the model"
+)
 REDIS_DISK_SHARE = 0.75
 """Above this share, the file that replaces the append-only file may not fit beside it."""
 
@@ -178,6 +188,16 @@ ALERTS: tuple[Alert, ...] = (
         _largest("run_api_oldest_lease_age_seconds"),
         7200,
         unit="s",
+    ),
+    Alert(
+        "groups-dropped",
+        "Nine of ten groups are dropped because all their scores are equal.",
+        DROPPED_ADVICE,
+        Severity.WARNING,
+        "dropped_share",
+        _until_the_end(_largest("grpo_environment_dropped_share")),
+        MOST_DROPPED,
+        hold_s=15,
     ),
     Alert(
         "staleness-high",
@@ -321,6 +341,12 @@ class FiringAlert:
     alert: Alert
     since: float
     value: float
+    detail: str = ""
+
+    @property
+    def text(self) -> str:
+        """What is the case: with its numbers, if they are known."""
+        return self.detail or self.alert.meaning
 
 
 class _Increase:
@@ -368,4 +394,6 @@ class AlertWatch:
             self._began.pop(alert.name, None)
             return None
         since = self._began.setdefault(alert.name, now)
-        return FiringAlert(alert, since, value) if now - since >= alert.hold_s else None
+        if now - since < alert.hold_s:
+            return None
+        return FiringAlert(alert, since, value, measures.details.get(alert.measure, ""))

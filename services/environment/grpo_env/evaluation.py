@@ -18,6 +18,7 @@ import structlog
 from grpo_core.errors import GrpoError, ServiceUnavailable
 from grpo_core.evaluation.results import EvalItem, EvalResult, save
 from grpo_core.evaluation.tables import table_lines
+from grpo_core.rollouts.files import EVALUATION
 from grpo_core.rollouts.page import write_page
 from grpo_core.rollouts.record import RolloutRecord, records_of_group
 from grpo_core.security import plain
@@ -349,13 +350,13 @@ class TrainingEvaluation:
     async def _run(self, step: int, plan: SamplingPlan) -> None:
         try:
             engine = await _of_one_version(self._engine, self._pool, self._settings, step)
-            self._samples, self._seen_items = True, 0
+            self._samples, self._seen_items, self._kept = True, 0, []
             for task, items in self._items:
-                self._kept = []
                 result = await evaluate(
                     engine, task, items, self._evaluation, plan, seen=self._see_item
                 )
                 self._record(result)
+            self._untrained.save(EVALUATION, max(0, self._evaluated_step), self._kept)
         except GrpoError as error:
             log.warning("evaluation.failed", step=step, error=f"{type(error).__name__}: {error}")
         finally:
@@ -368,7 +369,6 @@ class TrainingEvaluation:
 
     def _record(self, result: EvalResult) -> None:
         self._evaluated_step = -1 if result.step is None else result.step
-        self._untrained.evaluated(result.step or 0, self._kept)
         log.info(
             "evaluation.finished",
             task=result.task,

@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import structlog
 
 from grpo_core.errors import GrpoError, ServiceUnavailable
 from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
@@ -228,35 +226,4 @@ class RewardFailures:
                 f"{what} failed for {failed} of the last {groups} groups, more than the share "
                 f"of {self._share:g} that --max-failed-rewards allows; the last problem was: "
                 f"{problem}; try {what} with `env-server check`"
-            )
-
-
-log = structlog.get_logger()
-
-FIRST_GROUPS = 16
-
-
-class FlatRewards:
-    """Looks at the first groups, also at those that are dropped for their equal scores."""
-
-    def __init__(self) -> None:
-        self._groups = self._answers = 0
-        self._scores: set[float] = set()
-
-    def graded(self, scores: Iterable[float]) -> None:
-        """Record the scores of one group."""
-        found = [*scores]
-        if self._groups >= FIRST_GROUPS or not found:
-            return
-        self._groups += 1
-        self._answers += len(found)
-        self._scores.update(found)
-        if self._groups == FIRST_GROUPS and len(self._scores) == 1 < self._answers:
-            log.warning(
-                "rewards.all_equal",
-                groups=self._groups,
-                answers=self._answers,
-                score=next(iter(self._scores)),
-                hint="nothing can be learnt from equal scores: try the reward with `env-server "
-                "check`. If the scores are right, the prompts are too easy or too hard",
             )

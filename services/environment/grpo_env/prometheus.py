@@ -17,9 +17,10 @@ OF_REPORT = {
     "mean_reward": "Mean reward of all graded completions.",
     "mean_completion_tokens": "Mean number of tokens of the graded completions.",
     "equal_scores_share": "Share (0 to 1) of graded groups whose scores are all equal.",
+    "dropped_share": "Share (0 to 1) of the newest groups that were dropped for equal scores.",
     "tokens_per_s": "Sampled tokens per second.",
 }
-"""Fields of the newest event `groups.counted`, each over the five seconds before it."""
+"""Fields of the newest event `groups.counted`, most of them over the five seconds before it."""
 
 
 class EnvironmentMetrics(Collector):

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import structlog
 
+from grpo_core.alerts import DROPPED_ADVICE, MOST_DROPPED
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.metrics_port import serving_metrics
-from grpo_core.rollouts.untrained import GroupsFile
 from grpo_core.security import plain
 from grpo_core.wire.run_api import EnvironmentRegistration, EnvironmentStatus, TrainerInfo
 from grpo_env.assembly import TaskSet, engine_on, open_pool, open_teacher, sampling_plan
@@ -134,7 +134,7 @@ class Worker:
         self._curriculum = files_of(settings.curriculum_dir, stream)
         self._producer = GroupProducer(settings, stream, engine, api)
         self._step, self._steps = 0, 1  # training steps that are done, and of the run
-        self._queued = 0  # groups, of all environments
+        self._warned_of = 1  # dropped groups
         self._evaluation = TrainingEvaluation(
             settings,
             tasks.tasks,
@@ -158,7 +158,6 @@ class Worker:
     async def run(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
             # Closed last: W&B may need seconds to finish its run.
-            self._save_groups()  # in the place of those of a run that is resumed
             try:
                 membership = await self._join()
                 await asyncio.to_thread(
@@ -172,7 +171,6 @@ class Worker:
                 await self._leave()
                 self._pool.log_requests()
                 self._save_curriculum()
-                self._save_groups()
 
     async def _feed_trainer(self, membership: Membership) -> None:
         while True:
@@ -183,9 +181,9 @@ class Worker:
             self._pool.follow(status.servers)
             total_steps = membership.total_steps(self._settings.steps, status.num_steps)
             if status.current_step != self._step:
-                self._producer.counts.of_batch.clear()
+                self._producer.counts.begin_batch()
             self._step, self._steps = status.current_step, total_steps
-            self._queued = status.queue_size
+            self._producer.counts.queued = status.queue_size
             # Enough groups in the queue do not complete a run: the trainer may still refuse some.
             if status.current_step >= total_steps:
                 if self._waits_for_the_next_run():
@@ -197,17 +195,12 @@ class Worker:
                     await self._evaluation.finish(total_steps, self._sampling())
                 hint = {} if groups_sent else {"hint": _WAS_COMPLETE}
                 log.info("run.completed", step=status.current_step, groups_sent=groups_sent, **hint)
-                self._log_to_wandb(status.current_step, self._producer.counts.report())
+                self._tell_counts(status.current_step, self._producer.counts.report())
                 return
             self._evaluation.start_if_due(status.current_step, self._sampling())
             await self._work_until_next_poll(status, total_steps)
             if fields := self._producer.counts.report_if_due():
-                fields = fields | self._pools()
-                self._save_curriculum()
-                self._save_groups()
-                self._log_to_wandb(status.current_step, fields)
-                now = {"groups_in_progress": len(self._in_flight), **self._evaluation.report_fields}
-                log.info("groups.counted", **now, **fields)
+                self._tell_counts(status.current_step, fields)
                 # A restarted trainer may use another batch size.
                 await self._retry(self._ask_trainer_info)
 
@@ -220,19 +213,21 @@ class Worker:
         if self._curriculum is not None:
             self._curriculum.save(self._step)
 
-    def _save_groups(self) -> None:
-        counts = self._producer.counts
-        self._producer.untrained.save(
-            GroupsFile(
-                queued=self._queued,
-                batch=max(0, -(-self._trainer.batch_size // self._in_sequences.group_size)),
-                submitted=counts.of_batch["submitted"],
-                dropped=counts.of_batch["dropped"],
-                all_submitted=counts.groups_sent,
-                all_dropped=counts.failures[FailureReason.EQUAL_SCORES],
-                recently_dropped=1 - counts.kept_share,
-            )
-        )
+    def _tell_counts(self, step: int, fields: dict[str, Any]) -> None:
+        """Log what was counted, and a warning each time that twice as many groups were dropped."""
+        counts, untrained = self._producer.counts, self._producer.untrained
+        fields = fields | self._pools()
+        self._save_curriculum()
+        untrained.save_dropped()
+        self._log_to_wandb(step, fields)
+        now = {"groups_in_progress": len(self._in_flight), **self._evaluation.report_fields}
+        for_batch, dropped = counts.for_batch, counts.failures[FailureReason.EQUAL_SCORES]
+        if is_most := fields["dropped_share"] >= MOST_DROPPED:
+            for_batch += f": {untrained.examples}"
+        log.info("groups.counted", for_batch=for_batch, **now, **fields)
+        if is_most and dropped >= 2 * self._warned_of:
+            self._warned_of = dropped
+            log.warning("rewards.all_equal", for_batch=for_batch, hint=DROPPED_ADVICE)
 
     def _waits_for_the_next_run(self) -> bool:
         """True if the run was complete before this environment joined, because another trainer may
@@ -268,6 +263,7 @@ class Worker:
 
     async def _ask_trainer_info(self) -> None:
         self._trainer = await self._api.info()
+        self._producer.counts.batch = -(-self._trainer.batch_size // self._in_sequences.group_size)
         if 0 < self._trainer.batch_size < self._in_sequences.group_size:
             raise GroupLargerThanBatch(
                 f"a group of {self._in_sequences.group_size} sequences is larger than the "

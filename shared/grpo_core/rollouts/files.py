@@ -17,6 +17,9 @@ from grpo_core.rollouts.record import RolloutRecord
 
 ROLLOUTS = "rollouts"
 """Name of the directory, below a run's directory or --save-path."""
+DROPPED, EVALUATION = "dropped", "evaluation"
+"""Directories of rollouts that are not trained on: of groups with equal scores, and of evaluations.
+"""
 TOKENIZER = "tokenizer.json"
 """The policy's tokenizer in the format of Hugging Face's library tokenizers."""
 COMPRESS_LEVEL = 1

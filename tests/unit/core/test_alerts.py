@@ -6,6 +6,8 @@ import pytest
 
 from grpo_core.alerts import ALERTS, AlertWatch, FiringAlert, Measures
 
+MEASURES = {field.name for field in fields(Measures)} - {"details"}
+
 
 def fired(watch: AlertWatch, now: float, **measures: float | bool | None) -> dict[str, FiringAlert]:
     return {found.alert.name: found for found in watch.look(Measures(**measures), now)}
@@ -32,6 +34,14 @@ def test_a_row_without_a_hold_fires_at_once() -> None:
     found = fired(AlertWatch(), 50.0, since_step_s=900.5, redis_disk_share=0.8)
     assert list(found) == ["no-training-step", "redis-disk"]
     assert (found["no-training-step"].since, found["no-training-step"].value) == (50.0, 900.5)
+
+
+def test_an_alert_tells_its_numbers_if_they_are_known() -> None:
+    watch, known = AlertWatch(), Measures(dropped_share=0.98, details={"dropped_share": "4 of 8"})
+    assert not watch.look(known, 0.0)
+    for measures, text in ((known, "4 of 8"), (Measures(dropped_share=1.0), "Nine of ten groups")):
+        [found] = watch.look(measures, 15.0)
+        assert found.text.startswith(text)
 
 
 def test_a_condition_must_hold_and_its_beginning_is_kept() -> None:
@@ -79,7 +89,7 @@ def test_a_total_may_be_unknown_for_a_while() -> None:
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
 def test_every_row_looks_at_a_measure(alert) -> None:
-    assert alert.measure in {field.name for field in fields(Measures)}
+    assert alert.measure in MEASURES
     beyond = alert.threshold + (1 if alert.above else -1)
     watch = AlertWatch([alert])
     for now, value in ((0.0, 0.0 if alert.over_s else beyond), (1.0, beyond), (301.0, beyond)):
@@ -89,4 +99,4 @@ def test_every_row_looks_at_a_measure(alert) -> None:
 
 def test_names_and_measures_are_each_used_once() -> None:
     assert len({alert.name for alert in ALERTS}) == len(ALERTS)
-    assert {alert.measure for alert in ALERTS} == {field.name for field in fields(Measures)}
+    assert {alert.measure for alert in ALERTS} == MEASURES

@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from structlog.testing import capture_logs
 
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
 from grpo_env.pacing import (
-    FIRST_GROUPS,
     EveryGroupRefused,
     FailureBudget,
-    FlatRewards,
     Load,
     NoTrainer,
     RefusalLimit,
@@ -143,22 +140,6 @@ def test_a_stall_is_allowed_until_the_deadline() -> None:
 def test_a_trainer_that_names_no_number_of_steps_leaves_the_run_open() -> None:
     member = Membership(env_id=0, wandb_name="n", starting_step=0, num_steps=-1)
     assert (member.total_steps(own=-1), member.total_steps(own=5)) == (ENDLESS, 5)
-
-
-def warnings(*groups: list[float]) -> list[float]:
-    flat = FlatRewards()
-    with capture_logs() as logs:
-        for scores in groups:
-            flat.graded(scores)
-    return [entry["score"] for entry in logs if entry["event"] == "rewards.all_equal"]
-
-
-def test_the_same_score_in_all_first_groups_is_named_once() -> None:
-    flat = [[0.5, 0.5]] * FIRST_GROUPS
-    assert warnings(*flat[1:]) == []
-    assert warnings(*flat, [0.5, 0.5], [1.0, 0.0]) == [0.5]
-    assert warnings(*flat[1:], [], [0.5, 1.0], *flat) == []
-    assert warnings(*[[float(i % 2)] * 2 for i in range(FIRST_GROUPS)]) == []
 
 
 def test_a_share_of_failed_groups_ends_the_run_by_name_but_few_groups_prove_nothing() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +18,10 @@ from structlog.testing import capture_logs
 
 from grpo_core.errors import ServiceUnavailable, WandbUnavailable
 from grpo_core.rollouts.files import read_step, steps_in
-from grpo_core.rollouts.untrained import Example, GroupsFile
 from grpo_env.evaluation import TrainingEvaluation
 from grpo_env.inference.server import NoGenerateRoute
 from grpo_env.pacing import MAX_REFUSED_IN_A_ROW, EveryGroupRefused, NoTrainer
+from grpo_env.rollout import producer
 from grpo_env.rollout.producer import NoPromptFits
 from grpo_env.rollout.untrained import KEPT_GROUPS
 from grpo_env.tasks import Message, Row, Split
@@ -178,20 +179,42 @@ async def test_dropped_groups_are_counted_and_some_are_kept_to_be_read(tmp_path:
     (tmp_path / "dropped").mkdir()
     (tmp_path / "dropped/step-000009.jsonl.gz").touch()  # the run was resumed before this step
     words = (f"--untrained-dir={tmp_path}", "--env.max-concurrent-groups=1")
-    await feed(api.routes(), inference_routes(generate), *words)
+    with capture_logs() as logs:
+        await feed(api.routes(), inference_routes(generate), *words)
 
-    found = GroupsFile.model_validate_json((tmp_path / "groups.json").read_text())
-    assert (found.batch, found.all_submitted, found.all_dropped) == (2, len(api.groups), 12)
-    assert found.recently_dropped == pytest.approx(12 / (13 + len(api.groups)))
-    assert found.examples == [Example(score=1.0, text="7")] * 3
+    told = [line for line in logs if line["event"] == "groups.counted"][-1]
+    assert told["failures"]["equal_scores"] == 12
+    assert told["dropped_share"] == pytest.approx(12 / (13 + len(api.groups)), abs=1e-4)
     assert steps_in(tmp_path / "dropped") == [1]
-    kept = [*read_step(tmp_path / "dropped", 1)]
-    assert [(one.group, one.index, one.score) for one in kept[:3]] == [
-        (0, 0, 1),
-        (0, 1, 1),
-        (1, 0, 1),
-    ]
+    kept = [(one.group, one.index, one.score) for one in read_step(tmp_path / "dropped", 1)]
+    assert kept[:3] == [(0, 0, 1), (0, 1, 1), (1, 0, 1)]
     assert len(kept) == 2 * KEPT_GROUPS
+
+
+async def test_an_environment_that_drops_nearly_all_groups_warns_with_their_completions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(producer, "_REPORT_EVERY_S", 0.0)
+    texts = itertools.chain([["7", "8"]], itertools.repeat(["7", "7"]))
+    with capture_logs() as logs:
+        work = asyncio.create_task(run(RunApi(), lambda _body: (200, generate_answer(next(texts)))))
+        await wait_for_async(lambda: len(warned(logs)) >= 3)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+    dropped = []
+    for told in warned(logs):
+        counts, _, examples = told.partition(": ")
+        assert examples == 'score 1: "7"; score 1: "7"; score 1: "7"'
+        found = re.fullmatch(
+            r"[01] of 2 groups for this batch; (\d+) dropped, all scores equal \(\d+ %\)", counts
+        )
+        assert found is not None, counts
+        dropped.append(int(found[1]))
+    assert all(after >= 2 * before for before, after in itertools.pairwise(dropped))
+
+
+def warned(logs: Sequence[Any]) -> list[str]:
+    return [line["for_batch"] for line in logs if line["event"] == "rewards.all_equal"]
 
 
 async def test_a_group_that_no_batch_can_hold_is_refused_at_the_start() -> None:

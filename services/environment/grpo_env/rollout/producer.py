@@ -15,7 +15,7 @@ from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire.run_api import QUEUE_FULL
 from grpo_core.wire.scored_group import RewardSample, RolloutFacts, ScoredGroup
 from grpo_env.inference.teacher import TeacherUnavailable
-from grpo_env.pacing import FailureBudget, FlatRewards, RefusalLimit, RewardFailures
+from grpo_env.pacing import FailureBudget, RefusalLimit, RewardFailures
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grade
 from grpo_env.rollout.groups import FAILED, FailureReason, GroupLost, SampledGroup, SamplingPlan
@@ -76,14 +76,15 @@ class RewardTotals:
 class GroupCounts:
     """Counts groups over the whole run, and means and rates since the last report.
 
-    `reported`: the fields of the newest report. `of_batch`: groups "submitted", and "dropped" for
-    equal scores, since the trainer took its newest batch.
+    `reported`: the fields of the newest report. `queued`, `batch`: groups in the queue, and those
+    that the trainer takes at once.
     """
 
     def __init__(self) -> None:
         self.groups_sent = 0
         self.reported: dict[str, Any] = {}
-        self.of_batch: Counter[str] = Counter()
+        self.queued = self.batch = 0
+        self._for_batch: Counter[str] = Counter()
         self.failures: Counter[FailureReason] = Counter()
         self._recent: deque[bool] = deque(maxlen=_RECENT_GROUPS)  # whether each was kept
         self._reported_at = time.monotonic()
@@ -104,10 +105,27 @@ class GroupCounts:
             self.failures[sampled.lost.reason] += 1
             has_equal_scores = sampled.lost.reason is FailureReason.EQUAL_SCORES
         self._recent.append(not has_equal_scores)
-        self.of_batch["dropped"] += has_equal_scores
+        self._for_batch["dropped"] += has_equal_scores
         self._window.update(tokens=tokens, equal_groups=has_equal_scores)
         if sampled.grades:
             self._window.update(graded_groups=1, graded_tokens=tokens)
+
+    def sent(self) -> None:
+        self.groups_sent += 1
+        self._for_batch["sent"] += 1
+
+    def begin_batch(self) -> None:
+        self._for_batch.clear()
+
+    @property
+    def for_batch(self) -> str:
+        """`4 of 8 groups for this batch; 204 dropped, all scores equal (98 %)`"""
+        dropped = self._for_batch["dropped"]
+        share = dropped / max(1, dropped + self._for_batch["sent"])
+        return (
+            f"{min(self.queued, self.batch)} of {self.batch} groups for this batch; {dropped} "
+            f"dropped, all scores equal ({100 * share:.0f} %)"
+        )
 
     def report_if_due(self) -> dict[str, Any] | None:
         """The fields of the next report; None if it is not due yet."""
@@ -128,6 +146,7 @@ class GroupCounts:
             },
             "mean_completion_tokens": _ratio(window["graded_tokens"], rewards.count),
             "equal_scores_share": _ratio(window["equal_groups"], window["graded_groups"]),
+            "dropped_share": round(1 - self.kept_share, 4),
             "tokens_per_s": round(window["tokens"] / elapsed_s, 1) if elapsed_s else None,
         }
         return self.reported
@@ -162,8 +181,6 @@ class GroupProducer:
         self._submissions = FailureBudget("run-api", settings.run_api_deadline_s)
         self._reward_failures = RewardFailures(settings.max_failed_rewards)
         self._teacher = FailureBudget("teacher", settings.request_deadline_s)
-        # With a teacher, equal scores teach too.
-        self._flat_rewards = None if settings.teacher_url else FlatRewards()
         self._rewards = RewardTotals()
         self._generation_refusals = RefusalLimit("the inference server")
         self._submission_refusals = RefusalLimit("run-api")
@@ -250,7 +267,7 @@ class GroupProducer:
             self._items.used(draw)
         self._lose(sampled)
         if lost.reason is FailureReason.EQUAL_SCORES:
-            self.untrained.dropped(step + 1, sampled)
+            self.untrained.drop(step + 1, sampled)
         if lost.reason is FailureReason.REFUSED:
             self._generation_refusals.refused(lost.detail)
         else:
@@ -263,8 +280,6 @@ class GroupProducer:
         """Raises `RewardsFail`, `RolloutsFail`."""
         scores = [grade.score for grade in sampled.grades]
         self._rewards.add(sampled.grades)
-        if self._flat_rewards is not None:
-            self._flat_rewards.graded(scores)
         if sampled.group is not None:  # graded, and maybe dropped
             self._items.graded(item, scores, step)
         else:
@@ -306,8 +321,7 @@ class GroupProducer:
             self._items.used(draw)
             self._submissions.succeeded()
             self._submission_refusals.accepted()
-            self.counts.groups_sent += 1
-            self.counts.of_batch["submitted"] += 1
+            self.counts.sent()
 
     def _lose(self, sampled: SampledGroup) -> None:
         self.counts.record(sampled)

@@ -1,17 +1,14 @@
-"""Keeps what people want to see of groups that are not trained on: counts, and some rollouts."""
+"""Keeps some rollouts that are not trained on, so that people can read them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
 
-from grpo_core.rollouts.files import remove_later_steps, write_step
-from grpo_core.rollouts.record import RolloutRecord, records_of_group
-from grpo_core.rollouts.untrained import COUNTS_FILE, DROPPED, EVALUATION, Example, GroupsFile
+from grpo_core.rollouts.files import DROPPED, remove_later_steps, write_step
+from grpo_core.rollouts.record import records_of_group
 from grpo_env.rollout.groups import SampledGroup
 
 log = structlog.get_logger()
@@ -20,80 +17,45 @@ KEPT_GROUPS = 8
 """Of the groups that are dropped in a step, and of the items of a task that are evaluated."""
 KEPT_STEPS = 10
 _EXAMPLES = 3
-_LONGEST_EXAMPLE = 300  # characters
-
-
-@dataclass
-class _Sample:
-    """Rollouts of one step."""
-
-    step: int = -1
-    groups: int = 0
-    records: list[RolloutRecord] = field(default_factory=list)
-    is_new: bool = False
-
-    def add(self, step: int, sampled: SampledGroup) -> None:
-        if sampled.group is None:
-            return
-        if step != self.step:
-            self.step, self.groups, self.records = step, 0, []
-        self.records += records_of_group(step, self.groups, sampled.group.without_padding())
-        self.groups += 1
-        self.is_new = True
+_LONGEST_EXAMPLE = 60  # characters
 
 
 class UntrainedRollouts:
-    """The directory of `--untrained-dir`. Each environment needs its own. None: nothing is kept."""
+    """The directory of `--untrained-dir`. Each environment needs its own. None: writes nothing."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self._dropped, self._evaluated = _Sample(), _Sample()
-        self._examples: list[Example] = []
+        self._step = self._written = 0
+        self._dropped: list[SampledGroup] = []
 
-    def dropped(self, step: int, sampled: SampledGroup) -> None:
-        """Args: step: the training step that the group was sampled for"""
+    @property
+    def examples(self) -> str:
+        """`score 0: "I do not know"; score 0: "7 apples"`"""
+        shown = ((one.grades[0].score, " ".join(one.answers[0].split())) for one in self._dropped)
+        return "; ".join(
+            f'score {score:g}: "{text[:_LONGEST_EXAMPLE]}"' for score, text in [*shown][:_EXAMPLES]
+        )
+
+    def drop(self, step: int, sampled: SampledGroup) -> None:
+        """Note a group whose scores are all equal. Args: step: that it was sampled for"""
+        if step > self._step:
+            self._step, self._written, self._dropped = step, 0, []
+        if len(self._dropped) < KEPT_GROUPS:
+            self._dropped.append(sampled)
+
+    def save_dropped(self) -> None:
+        if len(self._dropped) > self._written:
+            self.save(DROPPED, self._step, self._dropped)
+            self._written = len(self._dropped)
+
+    def save(self, name: str, step: int, groups: Sequence[SampledGroup]) -> None:
+        """Write the groups of a step. The run goes on if that fails."""
         if self._directory is None:
             return
-        if step > self._dropped.step:
-            self._examples = []
-        elif step < self._dropped.step or self._dropped.groups == KEPT_GROUPS:
-            return
-        self._dropped.add(step, sampled)
-        if len(self._examples) < _EXAMPLES:
-            text = sampled.answers[0][:_LONGEST_EXAMPLE]
-            self._examples.append(Example(score=sampled.grades[0].score, text=text))
-
-    def evaluated(self, step: int, groups: Iterable[SampledGroup]) -> None:
-        """Args: step: training steps that the weights include"""
-        for sampled in groups:
-            self._evaluated.add(step, sampled)
-        self._write(EVALUATION, self._evaluated)
-
-    def save(self, counts: GroupsFile) -> None:
-        """Replace `groups.json`, and write the rollouts of dropped groups that are new."""
-        if self._directory is None:
-            return
-        counts = counts.model_copy(update={"examples": self._examples})
-        part = self._directory / f".{COUNTS_FILE}.part"
-        with _logged():
-            self._directory.mkdir(parents=True, exist_ok=True)
-            part.write_text(counts.model_dump_json())
-            part.replace(self._directory / COUNTS_FILE)
-        self._write(DROPPED, self._dropped)
-
-    def _write(self, name: str, sample: _Sample) -> None:
-        if self._directory is None or not sample.is_new:
-            return
-        with _logged():
-            remove_later_steps(self._directory / name, sample.step)  # of a run that was resumed
-            write_step(self._directory / name, sample.step, sample.records, KEPT_STEPS)
-            sample.is_new = False
-
-
-@contextmanager
-def _logged() -> Iterator[None]:
-    """The run goes on without these files."""
-    try:
-        yield
-    except OSError as error:
-        log.warning("untrained_rollouts.not_written", error=str(error))
+        found = [one.group.without_padding() for one in groups if one.group is not None]
+        records = (r for at, group in enumerate(found) for r in records_of_group(step, at, group))
+        try:
+            remove_later_steps(self._directory / name, step)  # of a run that was resumed
+            write_step(self._directory / name, step, records, KEPT_STEPS)
+        except OSError as error:
+            log.warning("untrained_rollouts.not_written", error=str(error))
