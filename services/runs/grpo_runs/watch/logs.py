@@ -66,7 +66,7 @@ class ServiceLogs:
         self._directory = directory
         self._files: dict[Path, FollowedFile] = {}
         self.warnings: dict[str, Warned] = {}
-        """By service and event: `trainer loss.sign`."""
+        """By service and event, and for some also by subject: `trainer check.failed stale`."""
         self.sampling: dict[str, Sampling] = {}
         """By name of the environment."""
 
@@ -78,7 +78,7 @@ class ServiceLogs:
             lines = (line.decode(errors="replace").rstrip("\n") for line in file.read())
             found += self._of(path.stem, lines)
         for one in sorted(found, key=lambda one: one.time):
-            name = f"{one.service} {one.event}"
+            name = " ".join([one.service, one.event, *_SUBJECT.findall(one.text)[:1]])
             before = self.warnings[name].count if name in self.warnings else 0
             self.warnings[name] = replace(one, count=before + 1)
 
@@ -94,7 +94,6 @@ class ServiceLogs:
                 evaluation = f"{done[1]} of {done[2]} items" if done else ""
                 self.sampling[service] = Sampling(time, int(count[1]), evaluation)
             if level is not None:
-                event += "".join(f" {subject}" for subject in _SUBJECT.findall(text)[:1])
                 text = printable(_SERVICE.sub("", text).strip())[:LONGEST_TEXT]
                 yield Warned(time, service, level, event, text)
 
