@@ -96,16 +96,20 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         f"{ENVIRONMENT} --seq-len 64 --max-completion-tokens 64": "exceed --seq-len 64",
         f"{ENVIRONMENT} --command true": "--command: only the task agent has this option",
         f"{ENVIRONMENT} --agent-calls 3": "--agent-calls: only the task agent has this option",
-        "agent check --answers {tmp}/value.yaml --reward gsm8k --command true": (
+        "agent check --sandbox none --answers {tmp}/value.yaml --reward gsm8k --command true": (
             "--answers: the reward rates what the agent did"
         ),
-        "agent serve --model m --reward agent --command true": "--reward: expected a reward, for",
+        "agent serve --sandbox none --model m --reward agent --command true": (
+            "--reward: expected a reward, for"
+        ),
         "agent serve --model m --reward gsm8k": "needs an agent: either --command",
-        "agent serve --model m --command true": "the task agent needs --reward",
-        "agent serve --model m --reward gsm8k --command gone.sh": (
+        "agent serve --sandbox none --model m --command true": "the task agent needs --reward",
+        "agent serve --sandbox none --model m --reward gsm8k --command gone.sh": (
             "--command: there is no program 'gone.sh'"
         ),
-        "agent serve --model m --reward chess --command true": "--reward: no task 'chess'",
+        "agent serve --sandbox none --model m --reward chess --command true": (
+            "--reward: no task 'chess'"
+        ),
         "agent serve --model m --reward gsm8k --agent {tmp}/my.py": "--agent: cannot read {tmp}/my",
     },
     vllm_api_server: {
@@ -119,7 +123,7 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         "--run-dir {tmp}/run --trainer.max-stalenes 4": (
             "--trainer.max-stalenes: no such option; did you mean --trainer.max-staleness?"
         ),
-        "--task agent --command true --reward arithmetic --agent-sequences 3": (
+        "--task agent --sandbox none --command true --reward arithmetic --agent-sequences 3": (
             "--agent-sequences: a group of --group-size 8 has 24 sequences, which do not divide"
         ),
         "--stesp 3": "--stesp: no such option; did you mean --steps?",
@@ -224,6 +228,15 @@ def test_a_wrong_variable_is_named(
     assert told in mistake(grpo, "--model m --mode none --redis-url redis://h")
 
 
+@pytest.mark.parametrize("task", ["arithmetic", "agent --command python --reward arithmetic"])
+def test_a_sandbox_that_does_not_work_is_a_mistake_before_anything_starts(
+    task: str, mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    told = mistake(demo, f"--task {task} --sandbox docker:gone --dry-run")
+    assert told.startswith("grpo-demo: docker is not installed")
+
+
 WITH_SMOLLM2 = {
     "grpo-demo": (demo, "--model smollm2"),
     "grpo-compare": (compare, "--modes none --model smollm2"),
@@ -250,15 +263,6 @@ NEEDS_GGUF = "smollm2 needs gguf, not installed here; run `pip install --no-deps
 
 @pytest.mark.usefixtures("no_gguf")
 @pytest.mark.parametrize("name", WITH_SMOLLM2)
-@pytest.mark.parametrize("task", ["arithmetic", "agent --command python --reward arithmetic"])
-def test_a_sandbox_that_does_not_work_is_a_mistake_before_anything_starts(
-    task: str, mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    told = mistake(demo, f"--task {task} --sandbox docker:gone --dry-run")
-    assert told.startswith("grpo-demo: docker is not installed")
-
-
 def test_smollm2_without_its_packages_is_a_mistake_before_anything_starts(
     name: str, mistake: Mistake
 ) -> None:

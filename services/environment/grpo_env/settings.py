@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from grpo_core.settings import Mistake, load_settings
 from grpo_core.tree.environment import ACTIONS, EnvironmentOptions
+from grpo_core.tree.environment_values import AGENT
 
 
 class EnvServerSettings(EnvironmentOptions):
@@ -14,6 +15,8 @@ class EnvServerSettings(EnvironmentOptions):
     def start_mistakes(self) -> Iterator[Mistake]:
         # The tasks; a mistyped option needs none of them.
         from grpo_env.loading import problem_of, problem_of_agent, problem_of_rule
+        from grpo_env.sandbox import SandboxUnusable, sandbox_of
+        from grpo_env.sandbox.choice import AUTO
 
         for task in [part.task for part in self.mixture] or [self.task]:
             if problem := problem_of(task):
@@ -24,6 +27,12 @@ class EnvServerSettings(EnvironmentOptions):
             yield Mistake("reward", problem)
         if self.agent and (problem := problem_of_agent(self.agent)):
             yield Mistake("agent", problem)
+        needs_sandbox = self.task == AGENT and self.agent_command is not None
+        if needs_sandbox or self.sandbox != AUTO:  # other tasks may run no code
+            try:
+                sandbox_of(self.sandbox)
+            except SandboxUnusable as error:
+                yield Mistake(None, str(error))
         yield from super().start_mistakes()
 
     @property

@@ -92,6 +92,8 @@ AGENT_OPTIONS: Mapping[str, str] = {
     "agent_sequences": "sequences",
 }
 """Options of the task `agent` → its arguments."""
+PYTHON = ("python", "python3")
+"""As programs of an agent's command: the Python of `env-server`."""
 BRIDGES = ("verifiers", "openenv", "textarena", "harbor")
 """Libraries whose environments are tasks: `verifiers:ENVIRONMENT`."""
 

@@ -38,9 +38,17 @@ def test_a_list_of_servers_is_one_policy_on_each_of_them(tmp_path: Path) -> None
     assert (settings.model, settings.inference_url) == ("m", ("http://a:9001", "http://b:9001"))
 
 
-def test_the_program_of_a_container_is_not_looked_up_on_this_machine() -> None:
+def test_the_program_of_a_container_is_not_looked_up_on_this_machine(refused: Refused) -> None:
     agent = ["agent", "serve", "--model", "m", "--reward", "gsm8k", "--command", "gone.sh"]
-    assert load_env_settings([*agent, "--sandbox", "docker:node"]).agent_command == "gone.sh"
+    told = refused(load_env_settings, [*agent, "--sandbox", "docker:no-such-image"])
+    assert "docker" in told
+    assert "gone.sh" not in told
+
+
+def test_a_script_of_a_command_that_is_not_there_is_named(refused: Refused) -> None:
+    agent = ["agent", "serve", "--sandbox", "none", "--model", "m", "--reward", "gsm8k"]
+    words = [*agent, "--command", "python -u gone.py"]
+    assert "--command: no such file: gone.py" in refused(load_env_settings, words)
 
 
 BROKEN_FILES = {

@@ -25,6 +25,7 @@ from pebble import ThreadPool
 
 from grpo_core.process import killed_with_parent
 from grpo_core.settings.command import holds_secret
+from grpo_core.tree.environment_values import PYTHON
 from grpo_env.bridges.chat import MODEL
 from grpo_env.sandbox import SERVICE_URL, Ended, Limits, chosen_sandbox
 from grpo_env.sandbox.bubblewrap import SYSTEM
@@ -98,8 +99,8 @@ class AgentProgram:
 
     def __init__(self, command: str) -> None:
         self._command = command
-        self._words = shlex.split(command)
         self._sandbox = chosen_sandbox()
+        self._words = command_words(command, self._sandbox.kind)
 
     def load(self) -> None:
         """See `Agent`. The sandbox of the constructor is all that it needs."""
@@ -133,6 +134,14 @@ class AgentProgram:
             service=client.socket,
             limits=_limits(deadline_s),
         )
+
+
+def command_words(command: str, kind: str) -> list[str]:
+    """`python` is this one: that of PATH may be a script of pyenv, whose files a sandbox hides. A
+    container has its own."""
+    words = shlex.split(command)
+    is_own = words[0] in PYTHON and not kind.startswith("docker")
+    return [sys.executable, *words[1:]] if is_own else words
 
 
 def program_words(words: Sequence[str], kind: str) -> list[str]:

@@ -571,7 +571,7 @@ class LaunchOptions(ServerHere):
         self, service: str, values: Mapping[str, Any], at_start: bool, task: str | None = None
     ) -> Iterator[Mistake]:
         view = VIEWS[service]
-        has_code = task not in BY_TASK or ":" in values.get("curriculum", "")
+        has_code = task not in BY_TASK or "sandbox" in values or ":" in values.get("curriculum", "")
         if at_start and task is not None and has_code:
             from grpo_env.settings import EnvServerSettings as view
         for field, message in mistakes_of(view, values, at_start):

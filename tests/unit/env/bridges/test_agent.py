@@ -128,6 +128,27 @@ async def test_by_default_a_program_reaches_nothing_but_its_files_and_the_policy
     assert submitted(outcome).scores == [1.0]
 
 
+@pytest.mark.usefixtures("bubblewrap")
+@pytest.mark.parametrize("kind", ["bubblewrap", "none"])
+async def test_python_is_that_of_the_environment_and_no_shim_on_path(
+    agent: Any,
+    template: ChatTemplate,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    monkeypatch.setenv(VARIABLE, kind)
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 7\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    command = f"python {tmp_path}/program/program.py"
+    reward = f'def reward(answer, row): return float(answer.state["output"] == "{sys.prefix}\\n")'
+    task = agent(PROGRAM + "ask(('user', 'q')); print(sys.prefix)", reward, command=command)
+    outcome, _ = await sample(scripted("7"), task, PLAN, template=template)
+    task.close()
+    assert submitted(outcome).scores == [1.0]
+
+
 @pytest.mark.parametrize("program", ["/bin/sh", "sh", "/agent"])
 def test_a_sandbox_shows_the_files_of_a_command_and_never_the_whole_host(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
