@@ -43,6 +43,7 @@ PARTS: Mapping[str, Callable[..., str]] = {
     "code-map": code_map.tree,
     "errors": errors.table,
     "goals": home.table,
+    "introduction": home.introduction,
     "offline-keys": offline_keys.keys,
     "options": options.command,
     "recipe-keys": recipes.keys,

@@ -1,4 +1,4 @@
-"""The table of README's section "I want to …", for the first page."""
+"""The introduction of README and its table "I want to …", for the first page."""
 
 from __future__ import annotations
 
@@ -11,4 +11,17 @@ def table() -> str:
     """Raises `ValueError`: README has no such section."""
     section = (ROOT / "README.md").read_text().split(_SECTION)[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
-    return "\n".join(rows).replace("](docs/", "](")
+    return _for_the_site("\n".join(rows))
+
+
+def introduction() -> str:
+    """All above README's first section."""
+    return _for_the_site(
+        (ROOT / "README.md").read_text().split("\n## ")[0].split("\n", 1)[1].strip()
+    )
+
+
+def _for_the_site(text: str) -> str:
+    """Links out of the documentation lead to the page that includes the file."""
+    page = "](contributing/benchmarks.md"
+    return text.replace("](docs/", "](").replace("](benchmarks/RESULTS.md", page)

@@ -255,3 +255,13 @@ def test_a_bias_that_the_kernel_keeps_in_float32_is_rounded_as_in_a_new_engine(
     layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
     internals.staged_update.round_biases(layer)
     assert torch.equal(layer.bias.data, loaded.bfloat16().float())
+
+
+def test_readme_names_the_sizes_of_heads_that_vllm_computes_on_a_cpu(internals: ModuleType) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert internals
+    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    claimed = readme.split("heads of size ")[1].split(", and")[0]
+    sizes = [int(word) for word in claimed.replace(" or", ",").split(", ")]
+    assert sizes == CPUAttentionBackend.get_supported_head_sizes()
