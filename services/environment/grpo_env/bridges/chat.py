@@ -82,7 +82,7 @@ class Chat:
     on_failure: is called at the first one and all others.
     last: the newest answer of the policy; None before the first one.
     is_cut_off: a call was refused because of a limit, and none was answered that began later.
-    stored: conversations that the client continues by the id of a response.
+    stored: conversations that the client continues by the id of an answer, in the form of its API.
     """
 
     def __init__(self, dialogue: Dialogue, limits: Limits = Limits()) -> None:
@@ -100,7 +100,7 @@ class Chat:
         self.failed: Exception | None = None
         self.on_failure: Callable[[], object] = lambda: None
         self.last: Answer | None = None
-        self.stored: dict[str, list[ChatMessage]] = {}
+        self.stored: dict[str, Any] = {}
 
     @property
     def is_cut_off(self) -> bool:

@@ -17,7 +17,7 @@ _REFUSED = ("container", "mcp_servers")
 """Options that let the provider run something."""
 READ = (
     *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences"),
-    *("stream", "metadata", *_REFUSED),
+    *("stream", "thread", "metadata", *_REFUSED),
 )
 """As `completions_api.READ`."""
 _LEFT_OUT = ("thinking", "redacted_thinking")
@@ -32,12 +32,32 @@ async def reply(chat: Chat, body: Mapping[str, Any]) -> dict[str, Any]:
     if refused := [name for name in _REFUSED if body.get(name)]:
         raise RequestUnusable(f"{', '.join(refused)}: not supported for a rollout; omit it")
     with reading():
+        body = _continued(chat, body)
         messages = [message for given in body["messages"] for message in _messages(given)]
         tools = _tools(body)
     if system := body.get("system"):
         messages.insert(0, {"role": "system", "content": system})
     sampling = {"max_tokens": body.get("max_tokens"), "stop": body.get("stop_sequences")}
     answer = await chat.complete(messages, tools, sampling)
+    message = _message(answer)
+    whole = {"system": body.get("system"), "tools": body.get("tools")}
+    chat.stored[message["id"]] = {**whole, "messages": [*body["messages"], message]}
+    return message
+
+
+def _continued(chat: Chat, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The whole request: one that continues a thread has only new messages, and neither the system
+    text nor the tools."""
+    known = (body.get("thread") or {}).get("previous_message_id")
+    if known is None:
+        return body
+    if known not in chat.stored:
+        raise RequestUnusable(f"previous_message_id {known!r}: no message of this rollout")
+    earlier = chat.stored[known]
+    return {**body, **earlier, "messages": [*earlier["messages"], *body["messages"]]}
+
+
+def _message(answer: ChatAnswer) -> dict[str, Any]:
     return {
         "id": f"msg_{uuid4().hex}",
         "type": "message",

@@ -48,7 +48,8 @@ def _earlier(chat: Chat, body: Mapping[str, Any]) -> Sequence[ChatMessage]:
         return ()
     if known not in chat.stored:
         raise RequestUnusable(f"previous_response_id {known!r}: no response of this rollout")
-    return chat.stored[known]
+    earlier: Sequence[ChatMessage] = chat.stored[known]
+    return earlier
 
 
 def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[ChatMessage]:

@@ -9,7 +9,7 @@ from typing import Any
 import anthropic
 import httpx2
 import pytest
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, beta_async_tool
 from structlog.testing import capture_logs
 
 from grpo_env.bridges.agent_program import Client
@@ -104,6 +104,30 @@ async def test_a_stream_holds_the_same_answer(
     assert kinds[:3] == ["message_start", *block]
     assert kinds[-2:] == ["message_delta", "message_stop"]
     assert "input_json" in kinds
+
+
+async def test_a_thread_continues_with_its_messages_and_tools(
+    endpoint: ChatEndpoint, client: AsyncAnthropic
+) -> None:
+    @beta_async_tool
+    async def add(a: int, b: int) -> str:
+        """Add."""
+        return str(a + b)
+
+    dialogue, _ = opened(endpoint, CALL, "5")
+    how: Any = {**HOW, "system": "Be brief.", "messages": [QUESTION], "tools": [add]}
+    message = await client.beta.messages.tool_runner(**how).until_done()
+    assert message.content[0].text == "5"  # type: ignore[union-attr]
+    assert dialogue.requests[1] == [
+        {"role": "system", "content": "Be brief."},
+        QUESTION,
+        {"role": "assistant", "content": CALL},
+        {"role": "tool", "content": "5"},
+    ]
+    assert dialogue.options[0]["tools"] == dialogue.options[1]["tools"] != []
+    lost = {"thread": {"type": "continue", "previous_message_id": "msg_1"}}
+    with pytest.raises(anthropic.BadRequestError, match="'msg_1': no message of this rollout"):
+        await client.messages.create(messages=[QUESTION], **HOW, extra_body=lost)  # type: ignore[list-item]
 
 
 async def test_an_answer_without_tools_may_be_cut_off_or_empty(
