@@ -19,6 +19,8 @@ RUNS = Path("runs")
 LATEST = "latest"
 ONE_SERVER, ONE_OF_SERVERS = "vllm-server", "server-"
 """Name of the process of a single server, and how those of several begin."""
+MODEL_JOB = "model"
+"""Name of the process that makes a model, which is no service."""
 _LOCK = ".lock"
 _RUN_ID = "run-id"
 _STATES = "trainer_state"

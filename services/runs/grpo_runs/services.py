@@ -37,7 +37,7 @@ from grpo_runs.defaults import name_of_task
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.stack import Service, Stack, start_on_screen
-from grpo_runs.run_directory import RUNS, RunDirectory
+from grpo_runs.run_directory import MODEL_JOB, RUNS, RunDirectory
 from grpo_runs.screen import Screen
 from grpo_runs.settings.run import LaunchOptions
 from grpo_runs.views import (
@@ -235,7 +235,7 @@ def model_job(model: str, path_file: Path, threads: int, deadline_s: float) -> S
     flags = [f"--{SMOLLM2}"] if model == SMOLLM2 else []
     named = f"{SMOLLM2}, which takes 25 s," if flags else "the tiny model"
     return Service(
-        name="model",
+        name=MODEL_JOB,
         role=f"makes {named} or finds it in the cache",
         command=module("grpo_tiny_model", *flags, "--path-file", path_file),
         healthy=lambda: False,  # it is done when it has ended

@@ -68,18 +68,30 @@ def token_texts(rollouts: Path | None) -> TokenTexts | None:
 
 def config_of(run: RunDirectory) -> Mapping[str, Any]:
     """The options of the run by field; empty if they are not known."""
-    if not run.config.is_file():
+    kinds = {run.config: options_in, run.path / "keys.yaml": _offline, run.path / "sft.json": dict}
+    path = next((path for path in kinds if path.is_file()), None)
+    if path is None:
         return {}
     try:
-        found, _ = read_file(run.config)
+        found, _ = read_file(path)
     except ValueError as error:
         raise ProtocolViolation(str(error)) from None
-    return options_in(found)
+    return kinds[path](found)
+
+
+def _offline(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a run without services."""
+    model, task = keys["model"]["train_id"], keys["data"]["task"]
+    return {"model": model, "task": [task], "seed": keys["seed"]}
 
 
 def title_of(config: Mapping[str, Any]) -> str:
-    tasks = config.get("task")
-    return f"GRPO on {' and '.join(map(str, tasks))}" if isinstance(tasks, list) else "GRPO run"
+    """`GRPO on gsm8k: SmolLM2-135M-Instruct`"""
+    model, tasks = _model(config), config.get("task")
+    name = f": {Path(model).name}" if model else ""
+    if isinstance(tasks, list):
+        return f"GRPO on {' and '.join(map(str, tasks))}{name}"
+    return f"SFT on {config['data']}{name}" if "loss_after" in config else "Training run"
 
 
 def facts_of(
@@ -92,14 +104,20 @@ def facts_of(
     found = {
         "Run": run.run_id,
         "Mode": config.get("mode"),
-        "Model": "tiny model" if config.get("model", "") in (None, "tiny") else config.get("model"),
+        "Model": _model(config),
         "Seed": config.get("seed", 0) if config else None,
         "Steps": max((step for step, _ in curves.get(REWARD, ())), default=None),
         "Reward": _change(rewards) if rewards else None,
         **{name[0].upper() + name[1:]: value for name, value in evaluations.facts.items()},
         "Engine": _crashes(run),
     }
-    return {name: str(value) for name, value in found.items() if value is not None}
+    return {name: str(value) for name, value in found.items() if value not in (None, "")}
+
+
+def _model(config: Mapping[str, Any]) -> str:
+    """Empty if it is not known."""
+    model = config.get("model", "")
+    return "tiny model" if model in (None, "tiny") else str(model)
 
 
 def _warnings(run: RunDirectory) -> dict[str, str]:

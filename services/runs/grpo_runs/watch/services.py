@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import psutil
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
-from grpo_runs.run_directory import ONE_OF_SERVERS, ONE_SERVER, RunDirectory
+from grpo_runs.run_directory import MODEL_JOB, ONE_OF_SERVERS, ONE_SERVER, RunDirectory
 from grpo_runs.watch.logs import Sampling
 
 STAGES = {
@@ -210,13 +210,13 @@ class ServiceFacts:
 
     def _names(self) -> list[str]:
         if self.pids or self.is_running or self.trainer is None:
-            return [*self.pids]
+            return [name for name in self.pids if name != MODEL_JOB or self._runs(name)]
         return ["trainer"]  # of a --save-path, whose other services are elsewhere
 
     def _service(self, name: str) -> Service:
         if name in self.left_over:
             return Service(name, "still running", detail=f"process {self.pids[name]}")
-        if self.pids and not (self.is_running and runs(self.pids[name])):
+        if self.pids and not self._runs(name):
             return Service(name, "ended")
         if name == "trainer":
             return self._of_trainer()
@@ -227,6 +227,9 @@ class ServiceFacts:
         if name.startswith(ENVIRONMENT):
             return self._of_environment(name)
         return Service(name, "running")
+
+    def _runs(self, name: str) -> bool:
+        return self.is_running and runs(self.pids[name])
 
     def _of_trainer(self) -> Service:
         if self.trainer is None or self._is_of_earlier_trainer(self.trainer):

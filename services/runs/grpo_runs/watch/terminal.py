@@ -205,6 +205,7 @@ def _warnings(warnings: Sequence[Mapping[str, Any]], lines: int) -> RenderableTy
         text.append("none", "not italic")
     for one in sorted(warnings, key=lambda found: -float(found["time"]))[:lines]:
         at = time.strftime("%H:%M:%S", time.localtime(one["time"]))
-        line = f"{at} {one['level']} {one['service']} {one['event']} {one['text']}\n"
+        times = f", {one['count']} times," if one["count"] > 1 else ""
+        line = f"{at} {one['level']} {one['service']} {one['event']}{times} {one['text']}\n"
         text.append(printable(line.rstrip()) + "\n", LEVELS.get(one["level"], ""))
     return text

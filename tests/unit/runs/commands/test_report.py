@@ -34,17 +34,33 @@ def test_the_page_is_written_into_the_run_or_to_a_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("file", "content", "title"),
     [
-        "task: [sums, tools]\nmode: lora_only\n",
-        "task: {name: [sums, tools], held-out: 0.2}\nweights: {mode: lora_only}\n",
+        ("config.yaml", "task: [sums, tools]\nmode: lora_only\n", "GRPO on sums and tools"),
+        (
+            "config.yaml",
+            "task: {name: [sums], held-out: 0.2}\nmodel: {name: org/small}\n",
+            "GRPO on sums: small",
+        ),
+        (
+            "keys.yaml",
+            "model: {train_id: /models/small}\ndata: {task: sums}\nseed: 1\n",
+            "GRPO on sums: small",
+        ),
+        (
+            "sft.json",
+            '{"model": "small", "data": "answers.jsonl", "loss_after": 0.1}',
+            "SFT on answers.jsonl: small",
+        ),
     ],
 )
-def test_the_page_names_the_tasks_of_the_run(tmp_path: Path, config: str) -> None:
+def test_the_page_is_titled_by_what_was_trained(
+    tmp_path: Path, file: str, content: str, title: str
+) -> None:
     (tmp_path / "metrics.jsonl").write_text(metrics_line(1))
-    (tmp_path / "config.yaml").write_text(config)
+    (tmp_path / file).write_text(content)
     assert reported(tmp_path)[0] == 0
-    assert "<title>GRPO on sums and tools" in (tmp_path / "report.html").read_text()
+    assert f"<title>{title}</title>" in (tmp_path / "report.html").read_text()
 
 
 def test_open_shows_the_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

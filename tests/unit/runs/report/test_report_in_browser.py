@@ -110,13 +110,17 @@ def facts(page: Page) -> dict[str, str]:
 
 @ON_BOTH
 def test_facts_and_curves(page: Page) -> None:
-    assert page.title() == "GRPO on sums and tools"
+    assert page.title() == "GRPO on sums and tools: tiny model"
     assert facts(page) == {
         **{"Run": "first run", "Mode": "lora_only", "Model": "tiny model", "Seed": "3"},
         **{"Steps": "40", "Reward": "0.250 (first 4 steps) → 3.850 (last 4 steps)"},
         "Pass@1 on sums": "0.25 (0.12 to 0.38) → 0.75 (0.62 to 0.88)",
     }
     curves = page.locator("figure")
+    curves.first.locator(".name").evaluate("name => name.textContent = 'Mean reward '.repeat(9)")
+    heights = curves.evaluate_all("all => all.map((one) => one.getBoundingClientRect().height)")
+    assert len({round(height) for height in heights}) == 1
+    curves.first.locator(".name").evaluate("name => name.textContent = 'Mean reward'")
     assert page.locator("figcaption .name").all_inner_texts() == [
         "Mean reward",
         "Evaluation: pass@1 on sums",

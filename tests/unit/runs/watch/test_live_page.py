@@ -10,9 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
 
 from grpo_core.rollouts.record import RolloutRecord, printable
+from grpo_runs.process.records import ProcessRecords
 from tests.support.conversations import group
 from tests.unit.runs.watch.written_runs import HOUR_S, WrittenRun, served
 
@@ -131,6 +132,8 @@ def test_what_a_run_does_is_told_in_words(browser: Browser, tmp_path: Path) -> N
         expect(panel.locator("summary")).to_have_text("Services, times, data, 1 error, 2 warnings")
         run.log("trainer", "error", "BatchBroken", "one more", second=3)
         expect(page.locator("#announcer")).to_have_text("mine: Error: one more")
+        expect(warnings.nth(1)).to_contain_text("trainer BatchBroken, 2 times one more")
+        expect(panel.locator("summary")).to_contain_text("2 errors, 2 warnings")
         page.close()
 
 
@@ -222,6 +225,36 @@ def test_the_page_connects_again(browser: Browser, runs: Runs) -> None:
 
 
 @pytest.mark.full
+def test_the_services_of_a_finished_run_are_folded(browser: Browser, tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "mine", {})
+    records = ProcessRecords(run.run)
+    records.watch({"redis": 1, "model": 1, "trainer": 1})
+    with records.of_the_end():
+        pass
+    page = browser.new_page()
+    with served([run]) as url:
+        page.goto(url)
+        page.get_by_text("all 2 have ended").click()
+        rows = page.get_by_role("table", name="Services of mine").get_by_role("row")
+        expect(rows).to_contain_text(["Service", "redisended", "trainerended"])
+        page.close()
+
+
+@pytest.mark.full
+def test_a_step_that_loads_says_so(page: Page) -> None:
+    show_rollouts(page)
+    held: list[Route] = []
+    page.route("**/steps/2", lambda route: held.append(route))
+    page.keyboard.press("p")
+    details = page.locator("#details[aria-busy=true]")
+    shown = details.evaluate("element => getComputedStyle(element, '::before').content")
+    assert shown == '"Loading …"'
+    held[0].continue_()
+    expect(page.locator("#place")).to_have_text("Step 2, group 0")
+    expect(details).to_have_count(0)
+
+
+@pytest.mark.full
 def test_only_what_is_looked_at_is_loaded(page: Page) -> None:
     page.set_viewport_size({"width": 1280, "height": 300})
     loaded: list[str] = []
@@ -287,7 +320,7 @@ def test_texts_are_readable(page: Page, scheme: str, runs: Runs) -> None:
     page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     runs["a"].start("trainer", run_api_url="http://127.0.0.1:9")
     for level in ("error", "warning"):
-        runs["a"].log("trainer", level, "event", "text")
+        runs["a"].log("trainer", level, f"{level}.event", "text")
     show_rollouts(page)
     expect(page.locator(".warnings .error")).to_be_visible()
     assert page.evaluate(f"{CHECKS}; hardToRead()") == []

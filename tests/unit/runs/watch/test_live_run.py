@@ -106,7 +106,7 @@ def test_a_resumed_run_that_starts(run: RunDirectory, live: LiveRun) -> None:
 @pytest.mark.parametrize("state", ["completed", "failed", "stopped"])
 def test_how_a_run_ended(run: RunDirectory, live: LiveRun, state: str) -> None:
     processes = ProcessRecords(run)
-    processes.watch({"trainer": 1})
+    processes.watch({"model": 1, "trainer": 1})  # the first one is no service
     errors = {"failed": RuntimeError("no disk"), "stopped": StopRequested(signal.SIGTERM)}
     try:
         with processes.of_the_end():

@@ -83,7 +83,10 @@ class RunPanel {
         since ? timer(since) : null,
         detail ? make("small", { textContent: detail, dir: "auto" }) : null),
       make("td", { className: "number", textContent: memory ? bytes(memory) : "–" })));
-    this.services.replaceChildren(table(`Services of ${this.name}`, ["Service", "Stage", "#Memory"], rows));
+    const content = table(`Services of ${this.name}`, ["Service", "Stage", "#Memory"], rows);
+    const isOver = services.length && services.every(({ stage }) => stage === "ended");
+    this.services.replaceChildren(isOver
+      ? make("details", {}, make("summary", { textContent: `all ${services.length} have ended` }), content) : content);
     this.tick();
   }
 
@@ -128,22 +131,21 @@ class RunPanel {
       make("div", {}, make("dt", { textContent: name }), make("dd", { textContent: value }))));
   }
 
-  /** Args: levels: of all warnings */
-  _showSummary(levels) {
-    const errors = levels.filter((level) => level === "error").length;
-    const counts = [[errors, "error"], [levels.length - errors, "warning"]]
+  _showSummary(warnings) {
+    const number = (wanted) => warnings.reduce((sum, { level, count }) => sum + (level === wanted ? count : 0), 0);
+    const counts = [[number("error"), "error"], [number("warning"), "warning"]]
       .filter(([number]) => number).map(([number, word]) => counted(number, word));
     this.summary.textContent = ["Services, times, data", ...counts].join(", ");
   }
 
   _showWarnings() {
     const all = [...(this.state.warnings ?? [])].sort((left, right) => right.time - left.time);
-    this._showSummary(all.map(({ level }) => level));
+    this._showSummary(all);
     const some = this._all ? all : all.slice(0, FIRST_WARNINGS);
-    const items = some.map(({ time, service, level, event, text }) => make("li", { className: level },
+    const items = some.map(({ time, service, level, event, text, count }) => make("li", { className: level },
       mark(LEVELS_OF_WARNINGS[level] ?? "•"),
       make("strong", { textContent: `${sentence(level)} ` }),
-      make("small", { textContent: `${clock(time)} ${service}${event ? ` ${event}` : ""} ` }),
+      make("small", { textContent: `${clock(time)} ${service}${event ? ` ${event}` : ""}${count > 1 ? `, ${count} times` : ""} ` }),
       make("span", { textContent: text, dir: "auto" })));
     const left = all.length - some.length;
     const onclick = () => {
