@@ -107,8 +107,7 @@ def whole_directory(target: Path) -> Iterator[Path]:
         _remove(staging)
         raise CheckpointNotSaved(
             f"{target} could not be written: {error}; free disk space or choose another "
-            "--save-path; if you then start the trainer again, it resumes from its newest "
-            "checkpoint"
+            "--save-path, then start the trainer again"
         ) from error
 
 

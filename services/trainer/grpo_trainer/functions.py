@@ -55,7 +55,7 @@ def own_function(path: str) -> Callable[..., Any]:
             return own(*arguments)
         except Exception as error:
             raise FunctionUnusable(
-                f"{path} failed: {where(error, file)}. Correct the function, then resume"
+                f"{path} failed: {where(error, file)}. Correct the function, then start again"
             ) from error
 
     return named

@@ -131,6 +131,8 @@ def _after_a_failure(run: RunDirectory) -> list[str]:
     if saved is not None:
         repeated = f" (repeats {counted(taken - saved, 'step')})" if taken > saved else ""
         lines.append(f"to continue this run: {command_typed()} --resume {run.path}{repeated}")
+    else:
+        lines.append("this run has no checkpoint yet, so it cannot be continued: start it anew")
     return lines
 
 

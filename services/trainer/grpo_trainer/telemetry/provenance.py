@@ -222,7 +222,7 @@ class ProvenanceLog:
         except OSError as error:
             raise CheckpointNotSaved(
                 f"{self._path} could not be written: {error}; free disk space, then start the "
-                "trainer again to resume from its newest checkpoint"
+                "trainer again"
             ) from error
 
 

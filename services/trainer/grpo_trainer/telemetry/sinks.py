@@ -281,7 +281,7 @@ def append_record(path: Path, record: Record) -> None:
     except OSError as error:
         raise MetricsNotWritten(
             f"--metrics-file {path}: {error}; free disk space, or choose another file, then start "
-            "the trainer again to resume from its newest checkpoint"
+            "the trainer again"
         ) from error
 
 

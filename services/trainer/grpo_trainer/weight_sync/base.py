@@ -197,7 +197,7 @@ def _noted(request: str, crashes: int, seen: int, most: int) -> int:
             f"trainer waited for {request}, so this request probably crashes it. Read the lines "
             "before engine.crashed in the server's log (logs/vllm-server.log of a local run; "
             "vllm_server.log in --save-path if grpo started the server). Fix the cause, then start "
-            "the trainer again to resume from its newest checkpoint"
+            "the trainer again"
         )
     if crashes > seen:
         log.warning(

@@ -76,8 +76,8 @@ class Publisher:
                 raise NotPublished(
                     f"policy version {tuple(announced.version)} is not served after "
                     f"{self.deadline_s:g} s ({described(servers.values())}). Read the server's "
-                    "log; if the server only needs more time, raise --publish-deadline-s. Start "
-                    "the trainer again to resume from its newest checkpoint"
+                    "log; if the server only needs more time, raise --publish-deadline-s. Then "
+                    "start the trainer again"
                 )
             watch.sleep(POLL_S)
             watch.confirm()

@@ -227,9 +227,10 @@ def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(tmp_path: Path
         demo.process.send_signal(signal.SIGTERM)
         status, _, err = demo.finish()
         assert status == 143
-        first, second = err.splitlines()
+        first, second, third = err.splitlines()
         assert first == "stopped by SIGTERM; every process of this run has ended"
         assert second == "logs of all services: run/logs"
+        assert third.startswith("this run has no checkpoint yet")
         assert demo.all_ended()
         assert is_alive(bystander.pid)
         told = json.loads((tmp_path / "end.json").read_text())
