@@ -12,6 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import structlog
+
+from grpo_core.alerts import DROPPED_ADVICE
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.assembly import open_tasks, open_template, sampling_plan
@@ -40,6 +43,7 @@ from grpo_runs.offline.sampling import (
 from grpo_runs.offline.screen import OfflineScreen
 from grpo_runs.offline.servers import Sampling, choose
 from grpo_runs.offline.translate import environment_settings, trainer_command
+from grpo_runs.report.summary import warnings_text
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.policy import CausalLM, limits_of
 from grpo_trainer.ranks.group import Ranks, process_group, settings_of_rank
@@ -47,6 +51,7 @@ from grpo_trainer.stop import Stop
 from grpo_trainer.train import Lead, open_run, train, training_steps
 
 T = TypeVar("T")
+log = structlog.get_logger()
 
 
 def run_offline(keys: OfflineKeys, directory: Path, screen: OfflineScreen) -> RunResult:
@@ -65,7 +70,11 @@ def run_offline(keys: OfflineKeys, directory: Path, screen: OfflineScreen) -> Ru
     with open_tasks(environment) as tasks:
         engines = Engines(keys, sampling, environment, tasks, open_template(environment, tasks))
         _introduce(keys, sampling, files, screen)
-        with process_group(line) as ranks, asyncio.Runner() as runner:
+        with (
+            screen.waiting(lambda: screen.doing),
+            process_group(line) as ranks,
+            asyncio.Runner() as runner,
+        ):
             settings = settings_of_rank(line.settings(), line)
             OfflineRun(keys, settings, engines, files, screen, runner).run(ranks)
     return _finish(files, screen)
@@ -107,6 +116,8 @@ def _finish(files: RunFiles, screen: OfflineScreen) -> RunResult:
     draw(files)
     report = write_report(files)
     screen.lines(lift_lines(files))
+    if screen.warned:
+        screen.line(f"warnings: {warnings_text(screen.warned)}")
     screen.line(f"model:  {files.model}")
     screen.line(f"curves: {files.plot}")
     screen.line(f"report: {report}")
@@ -179,6 +190,7 @@ class OfflineRun:
         problems, total = keys.data.problems_per_iteration, keys.train.iterations
         begun_at = version.position.step // keys.steps_per_iteration
         if begun_at == 0:
+            self.screen.doing = "evaluating the model before the first iteration"
             end.evaluate(BEFORE)
         else:
             self.screen.line(f"continues after {begun_at} of {total} iterations")
@@ -193,16 +205,21 @@ class OfflineRun:
                 items = [stream.next() for _ in range(problems)]
                 groups = self.files.read_groups(iteration)
                 if groups is None:
+                    self.screen.doing = f"sampling {problems} groups"
                     lead.sync.recover_server()
                     spare = ItemStream(to_train, keys.seed + 1 + iteration)
                     groups = self._sampled(sampler, items, spare, learner.policy, version)
                     self.files.write_groups(iteration, groups)
                 batches = self._batches(learner, lead, groups)
+                self.screen.doing = "training"
                 queue.put(batches)
                 for _ in batches:
                     position = next(training)
                 version.trained(position)
+                self.screen.doing = "evaluating the model"
                 record, results = end.close(iteration, groups)
+                if record["equal_scores_fraction"] == 1:
+                    log.warning("rewards.all_equal", iteration=iteration, hint=DROPPED_ADVICE)
                 self.screen.iteration(record, total, time.monotonic() - started, results)
                 advance()
 

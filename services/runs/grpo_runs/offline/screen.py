@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from structlog.types import EventDict
 
 from grpo_core.cpu import prepare_cpu
 from grpo_core.evaluation.results import EvalResult
@@ -33,6 +35,16 @@ class OfflineScreen(Screen):
     def __init__(self, out: Console | None = None, err: Console | None = None) -> None:
         super().__init__(out, err)
         self._lines = 0
+        self.doing = "loading the model"
+        """What a long silence is for."""
+        self.warned = Counter[str]()
+        """Number of warnings and errors, by event."""
+
+    def count(self, _: object, method: str, event: EventDict) -> EventDict:
+        """A processor of structlog. The terminal shows the logs of this process."""
+        if method not in ("debug", "info"):
+            self.warned[event["event"]] += 1
+        return event
 
     def iteration(
         self, record: Mapping[str, Any], total: int, seconds: float, results: Sequence[EvalResult]
@@ -54,9 +66,10 @@ def open_screen(keys: OfflineKeys, names: Mapping[str, str] | None = None) -> Of
 
     Args: names: of a recipe's keys, by those of Hydra
     """
-    configure_logging("offline", keys.logging.level, [renamed(names or {})])
+    screen = OfflineScreen()
+    configure_logging("offline", keys.logging.level, [renamed(names or {}), screen.count])
     prepare_cpu()
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    return OfflineScreen()
+    return screen

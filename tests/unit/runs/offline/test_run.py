@@ -5,20 +5,22 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from structlog.types import Processor
 
 from grpo_env.evaluation import evaluate
 from grpo_env.inference.server import NoGenerateRoute
-from grpo_runs.offline import iteration_end
+from grpo_runs.offline import iteration_end, screen
 from grpo_runs.offline.data import InProcessQueue, optimizer_batches
 from grpo_runs.offline.errors import RolloutsFail, StaleServer
 from grpo_runs.offline.keys import OfflineKeys
@@ -242,6 +244,31 @@ def test_a_recipe_is_trained_with_its_template_which_the_model_keeps(
         assert (tmp_path / "run" / tokenizer / "chat_template.jinja").read_text() == template
     [record] = train_records(RunFiles(tmp_path / "run"))
     assert record["optimizer_steps"] == 1
+
+
+@pytest.mark.usefixtures("unchanged_process")
+def test_warnings_are_counted_at_the_end(
+    model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def configure(_service: str, _level: str, processors: Sequence[Processor]) -> None:
+        structlog.configure(processors=[*processors, *before])
+
+    before = structlog.get_config()["processors"]
+    monkeypatch.setattr(screen, "configure_logging", configure)
+    rows = ["--dataset_name", "tests/unit/runs/offline/rows.jsonl", "--max_prompt_length", "32"]
+    reward = ["--reward_funcs", "tests/unit/runs/offline/rewards.py:equal"]
+    sizes = ["--max_steps", "2", "--max_completion_length", "4"]
+    where = ["--use_cpu", "--model_name_or_path", model, "--output_dir", str(tmp_path / "run")]
+
+    try:
+        main("grpo", [*rows, *reward, *sizes, *where])
+    finally:
+        structlog.configure(processors=before)
+
+    assert "warnings: rewards.all_equal (2 times)\n" in capsys.readouterr().out
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_reason(
