@@ -1,4 +1,4 @@
-"""What a run's alerts look at, read while the run goes on: from run-api and the metrics file."""
+"""What a run's alerts look at while it goes on: from run-api, the metrics file and the logs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from grpo_core.security import authorization
 from grpo_runs.report.steps import numbers_of
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.followed_file import FollowedFile
+from grpo_runs.watch.logs import ServiceLogs
 from grpo_runs.watch.services import ProcessesFile, is_stage_of, read_file, stage_of
 
 READ_TIMEOUT_S = 5.0
@@ -48,6 +49,7 @@ class MeasuresReader:
         self._url = f"{run_api_url}/metrics"
         self._headers = authorization(token)
         self._clock = clock
+        self._logs = ServiceLogs(run.logs)
         self._records = FollowedFile(run.metrics)
         self._seen = {hash(line) for line in self._records.read()}
         self._totals: Counter[str] = Counter()
@@ -70,6 +72,10 @@ class MeasuresReader:
             self._last_step_at = self._clock()
         if self._is_under_way and self._last_step_at is not None:
             found["since_step_s"] = self._clock() - self._last_step_at
+        self._logs.read_new()
+        if self._is_under_way and (worst := self._logs.most_dropping()):
+            found["dropped_share"] = worst.numbers["dropped_share"]
+            found["details"] = {"dropped_share": worst.for_batch}
         found["staleness_mean"] = self._newest.get("staleness/mean")
         found["disk_free_bytes"] = shutil.disk_usage(self._run.path).free
         found |= {field: self._totals[field] for field in (*_TOTALS, "engine_crashes")}

@@ -111,7 +111,7 @@ class RunNotices:
 
     def _tell_alert(self, firing: FiringAlert) -> None:
         alert = firing.alert
-        text = f"run {self._run.run_id}: {alert.meaning} Advice: {alert.advice}"
+        text = f"run {self._run.run_id}: {firing.text} Advice: {alert.advice}"
         self._notifier.send(self._told("alert", alert.severity.value, text, alert.name))
 
 

@@ -84,6 +84,12 @@ class RunDirectory:
         places = (self.path / ROLLOUTS, self.checkpoints / ROLLOUTS, self.path)
         return next((at for at in places if at.is_dir() and steps_in(at)), None)
 
+    @property
+    def untrained_rollouts(self) -> dict[str, Path]:
+        """Directories of other rollouts: `{"dropped of gsm8k": Path("untrained/gsm8k/dropped")}`"""
+        found = sorted(self.untrained.glob("*/*"))
+        return {f"{at.name} of {at.parent.name}": at for at in found if steps_in(at)}
+
     def write_config(self, text: str) -> None:
         temporary = self.config.with_suffix(".part")
         temporary.write_text(text)

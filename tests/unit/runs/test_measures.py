@@ -17,6 +17,7 @@ from grpo_runs.measures import MeasuresReader
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.records import ProcessRecords
 from grpo_runs.run_directory import RunDirectory
+from grpo_runs.watch.logs import groups_in
 
 STATS = RunStats._make([0] * len(RunStats._fields))
 RUNNING = {"step": 3, "num_steps": 10, "environments_alive": 2}
@@ -153,3 +154,17 @@ def test_measures_of_the_metrics_file(tmp_path: Path) -> None:
     run.metrics.write_text("".join(kept) + again)  # by a trainer that resumed after step 2
     found = reader.read()
     assert (found.since_step_s, found.failed_checks, reader.step) == (0, 6, 3)
+
+
+def test_the_share_of_dropped_groups_is_that_of_the_newest_report(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.logs.mkdir()
+    for task, share, left in (("easy", 0.98, 4), ("hard", 0.5, 8)):
+        event = "2026-01-01T10:00:00 [info     ] groups.counted  groups_in_progress=1"
+        (run.logs / f"environment-{task}.log").write_text(
+            f"{event} dropped_share=0.1\n{event} dropped_share={share} groups_sent=3 "
+            f"failures={{'equal_scores': 9, 'refused': 2}} for_batch='{left} of 8'\n"
+        )
+    found = MeasuresReader(run, "http://127.0.0.1:9").read()
+    assert (found.dropped_share, found.details) == (0.98, {"dropped_share": "4 of 8"})
+    assert groups_in(run.logs) == {"groups_sent": 6, "equal_scores": 18}

@@ -19,7 +19,7 @@ from grpo_runs.report.summary import (
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
 from grpo_runs.settings.run import LaunchOptions
-from grpo_runs.watch.logs import warnings_in
+from grpo_runs.watch.logs import groups_in, warnings_in
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ def facts_of(
         servers=tuple(one for one in trained.servers if one.name not in trained.ended),
         ended_servers=trained.ended,
         peak_bytes=peak,
+        groups=groups_in(run.logs),
         warnings=warnings_in(run.logs),
     )
 

@@ -19,6 +19,7 @@ from grpo_runs.process.stack import MIB
 from grpo_runs.report.steps import MetricsFile, StepRecord
 from grpo_runs.run_directory import ONE_OF_SERVERS, ONE_SERVER, RunDirectory
 from grpo_runs.screen import Screen
+from grpo_runs.watch.logs import DROPPED, SENT
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -110,6 +111,8 @@ class RunFacts(BaseModel):
     """How the others ended, by name."""
     peak_bytes: dict[str, int]
     """Highest memory of each service, its child processes included."""
+    groups: dict[str, int] = {}
+    """Groups that environments sent, and that they dropped for equal scores, since their start."""
     warnings: dict[str, int] = {}
     """How often each service warned of what."""
 
@@ -190,6 +193,12 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
+def groups_text(groups: Mapping[str, int]) -> str:
+    sent, dropped = groups[SENT], groups[DROPPED]
+    share = dropped / (sent + dropped)
+    return f"{sent} submitted; {dropped} dropped, all scores equal ({100 * share:.0f} %)"
+
+
 def warnings_text(warnings: Mapping[str, int]) -> str:
     return ", ".join(f"{name} ({counted(count, 'time')})" for name, count in warnings.items())
 
@@ -221,6 +230,7 @@ def summary_lines(facts: RunFacts, lifts: Sequence[str] = ()) -> list[str]:
             f"train {summary.compute_s:.2f}, publish {summary.sync_s:.2f} (mean)",
             "weights": facts.publication,
             **({"servers": facts.serving} if facts.serving else {}),
+            **({"groups": groups_text(facts.groups)} if facts.groups.get(DROPPED) else {}),
             **({"warnings": warnings_text(facts.warnings)} if facts.warnings else {}),
         }
     )

@@ -4,8 +4,8 @@ GET /                                  the page
 GET /api/runs                          the runs: id, name, title, state, step, steps
 GET /api/runs/{id}                     title, facts, special token ids, settings
 GET /api/runs/{id}/curves?x=&points=   curves by step, time or tokens, thinned to `points`
-GET /api/runs/{id}/steps               the steps that have rollouts
-GET /api/runs/{id}/steps/{step}        the rollouts of a step
+GET /api/runs/{id}/steps?kind=         the steps that have rollouts; of a kind: not trained on
+GET /api/runs/{id}/steps/{step}?kind=  the rollouts of a step
 GET /api/runs/{id}/steps/{step}/origin?group=&index=   which weights sampled a completion
 GET /api/differences?run=&run=         settings that differ
 GET /api/events?run=&run=              server-sent events: state, points, and evaluations, after
@@ -30,7 +30,7 @@ from starlette.middleware.gzip import GZipMiddleware
 
 from grpo_core.errors import BrokenProvenance, BrokenRollouts, GrpoError
 from grpo_core.provenance.chain import chain_of
-from grpo_core.rollouts.files import read_step
+from grpo_core.rollouts.files import ROLLOUTS, read_step
 from grpo_core.rollouts.page import encode
 from grpo_core.rollouts.page.encode import REWARD, GroupEncoder
 from grpo_core.rollouts.page.live import live_document
@@ -96,12 +96,12 @@ def watch_app(
         return {"curves": curves_of(named(id), x, points)}
 
     @app.get("/api/runs/{id}/steps")
-    def steps(id: str) -> dict[str, list[int]]:
-        return {"steps": named(id).steps_with_rollouts()}
+    def steps(id: str, kind: str = "") -> dict[str, list[int]]:
+        return {"steps": named(id).steps_with_rollouts(kind)}
 
     @app.get("/api/runs/{id}/steps/{step}")
-    def rollouts(id: str, step: int) -> dict[str, Any]:
-        return _rollouts(named(id), step)
+    def rollouts(id: str, step: int, kind: str = "") -> dict[str, Any]:
+        return _rollouts(named(id), step, kind)
 
     @app.get("/api/runs/{id}/steps/{step}/origin")
     def origin(id: str, step: int, group: int, index: int) -> dict[str, list[str]]:
@@ -215,9 +215,9 @@ def curves_of(live: LiveRun, axis: Axis, most: int) -> list[dict[str, Any]]:
     ]
 
 
-def _rollouts(live: LiveRun, step: int) -> dict[str, Any]:
-    directory = live.run.rollouts
-    if directory is None or step not in live.steps_with_rollouts():
+def _rollouts(live: LiveRun, step: int, kind: str) -> dict[str, Any]:
+    directory = live.rollouts(kind)
+    if directory is None or step not in live.steps_with_rollouts(kind):
         raise HTTPException(404, f"step {step} has no rollouts; --keep-rollouts keeps the newest")
     texts = _texts(live)
     encoder = GroupEncoder(texts, texts.special if texts else ())
@@ -264,7 +264,7 @@ def _completion(directory: Path, step: int, group: int, index: int) -> RolloutRe
 
 def _texts(live: LiveRun) -> TokenTexts | None:
     try:
-        return token_texts(live.run.rollouts)
+        return token_texts(live.run.rollouts or live.run.path / ROLLOUTS)
     except (OSError, GrpoError):
         return None
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -162,10 +163,14 @@ class LiveRun:
         except (OSError, GrpoError):
             return {}
 
-    def steps_with_rollouts(self) -> list[int]:
+    def rollouts(self, kind: str) -> Path | None:
+        """The directory of those that were trained on, or of a kind of others."""
+        return self.run.untrained_rollouts.get(kind) if kind else self.run.rollouts
+
+    def steps_with_rollouts(self, kind: str = "") -> list[int]:
         """In order; empty while there are none."""
         try:
-            directory = self.run.rollouts
+            directory = self.rollouts(kind)
             return [] if directory is None else steps_in(directory)
         except (OSError, GrpoError):
             return []
@@ -199,8 +204,15 @@ class LiveRun:
             + _error_of(runner),
             "alerts": api["alerts"],
             "newest_rollouts": max(self.steps_with_rollouts(), default=None),
+            "untrained": self._untrained(),
             "last_evaluation": self._evaluated[1],
         }
+
+    def _untrained(self) -> dict[str, float]:
+        """When rollouts that are not trained on were written, by kind."""
+        with suppress(OSError, GrpoError):
+            return {kind: at.stat().st_mtime for kind, at in self.run.untrained_rollouts.items()}
+        return {}
 
     def _word(self, runner: Runner | None, step: int, steps: int | None) -> str:
         if runner is not None:
@@ -266,7 +278,7 @@ class LiveRun:
         return [
             {
                 "name": one.alert.name,
-                "text": one.alert.meaning,
+                "text": one.text,
                 "advice": one.alert.advice,
                 "since": one.since,
             }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from grpo_runs.watch.followed_file import FollowedFile
 
 LONGEST_TEXT = 1000  # characters
 COUNTED = "groups.counted"
+SENT, DROPPED = "groups_sent", "equal_scores"
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) \[(\w+) *\] (\S+)\s*(.*)")
 """As `grpo_core.logs` writes an event: time in UTC, level, name, fields."""
 _SERVICE = re.compile(r" ?\bservice=\S+")
@@ -22,6 +25,8 @@ _SUBJECT = re.compile(r"\b(?:check|metric)=(\S+)")
 _LEVELS = {"warning": "warning", "error": "error", "critical": "error", "exception": "error"}
 _IN_PROGRESS = re.compile(r"groups_in_progress=(\d+)")
 _EVALUATED = re.compile(r"evaluated=(\d+)/(\d+)")
+_FOR_BATCH = re.compile(r"""for_batch=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
+_NUMBERS = re.compile(r"\b(dropped_share|groups_sent|equal_scores)'?[=:] ?([\d.]+)")
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,15 @@ class Sampling:
         time: Unix time in seconds
         groups: number of groups in progress
         evaluation: how far its evaluation is; "" without one
+        for_batch: groups of the next batch, and those dropped for it
+        numbers: by field of the event, or reason for which groups were dropped
     """
 
     time: float
     groups: int
     evaluation: str = ""
+    for_batch: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 class ServiceLogs:
@@ -69,6 +78,11 @@ class ServiceLogs:
         """By service and event, and for some also by subject: `trainer check.failed stale`."""
         self.sampling: dict[str, Sampling] = {}
         """By name of the environment."""
+
+    def most_dropping(self) -> Sampling | None:
+        """Of the environment that drops the largest share of its groups."""
+        reports = (one for one in self.sampling.values() if "dropped_share" in one.numbers)
+        return max(reports, key=lambda one: one.numbers["dropped_share"], default=None)
 
     def read_new(self) -> None:
         """Never raises: a log that cannot be read has no lines."""
@@ -92,7 +106,11 @@ class ServiceLogs:
             if event == COUNTED and (count := _IN_PROGRESS.search(text)):
                 done = _EVALUATED.search(text)
                 evaluation = f"{done[1]} of {done[2]} items" if done else ""
-                self.sampling[service] = Sampling(time, int(count[1]), evaluation)
+                told = _FOR_BATCH.search(text)
+                for_batch = printable(ast.literal_eval(told[1])) if told else ""
+                numbers = {name: float(value) for name, value in _NUMBERS.findall(text)}
+                groups = int(count[1])
+                self.sampling[service] = Sampling(time, groups, evaluation, for_batch, numbers)
             if level is not None:
                 text = printable(_SERVICE.sub("", text).strip())[:LONGEST_TEXT]
                 yield Warned(time, service, level, event, text)
@@ -103,3 +121,13 @@ def warnings_in(directory: Path) -> dict[str, int]:
     logs = ServiceLogs(directory)
     logs.read_new()
     return {name: one.count for name, one in logs.warnings.items()}
+
+
+def groups_in(directory: Path) -> Counter[str]:
+    """Groups of all environments together: `groups_sent`, and `equal_scores`, those dropped."""
+    logs = ServiceLogs(directory)
+    logs.read_new()
+    found = Counter[str]()
+    for one in logs.sampling.values():
+        found.update({name: int(one.numbers.get(name, 0)) for name in (SENT, DROPPED)})
+    return found

@@ -262,8 +262,10 @@ class ServiceFacts:
             return Service(name, "evaluating", detail=report.evaluation)
         count = report.groups
         groups = "1 group" if count == 1 else f"{count} groups"
+        progress = [f"{groups} in progress"] if count else []
+        for_batch = report.for_batch.partition(": ")[0]
         return Service(
             name,
             "sampling" if count else "waiting",
-            detail=f"{groups} in progress" if count else "",
+            detail="; ".join([*progress, *filter(None, [for_batch])]),
         )

@@ -156,6 +156,11 @@ def test_a_warning_of_a_service_is_shown_once_and_counted_at_the_end(finished: F
     assert ["Warnings", "trainer loss.sign (2 times)"] in content["facts"]
 
 
+def test_the_summary_counts_dropped_groups(finished: Finished) -> None:
+    line = "groups:   4 submitted; 204 dropped, all scores equal (98 %)"
+    assert line in finished.out.splitlines()
+
+
 def test_the_end_is_told(finished: Finished) -> None:
     told = json.loads((finished.demo.folder / "end.json").read_text())
     name = finished.run.path.name

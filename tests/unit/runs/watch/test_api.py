@@ -74,6 +74,20 @@ def test_a_run_and_its_curves(run: RunDirectory) -> None:
     assert (unknown.status_code, "no run 'other'" in unknown.json()["detail"]) == (404, True)
 
 
+def test_rollouts_that_are_not_trained_on_are_there_before_the_first_step(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "mine")
+    write_step(run.untrained / "sums" / "dropped", 1, [record(step=1)])
+    client = client_of(run)
+    state = LiveRun("mine", run).state()
+    assert (state["newest_rollouts"], [*state["untrained"]]) == (None, ["dropped of sums"])
+    assert client.get("/api/runs/mine/steps").json() == {"steps": []}
+    kind = {"kind": "dropped of sums"}
+    assert client.get("/api/runs/mine/steps", params=kind).json() == {"steps": [1]}
+    found = client.get("/api/runs/mine/steps/1", params=kind).json()
+    assert len(found["groups"]) == 1
+    assert client.get("/api/runs/mine/steps/1", params={"kind": "../.."}).status_code == 404
+
+
 def test_the_pools_of_a_curriculum_are_curves_unless_their_file_is_broken(
     run: RunDirectory,
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
 
+from grpo_core.rollouts.files import write_step
 from grpo_core.rollouts.record import RolloutRecord, printable
 from grpo_runs.process.records import ProcessRecords
 from tests.support.conversations import group
@@ -383,7 +384,15 @@ def test_a_run_that_has_no_step_yet(browser: Browser, tmp_path: Path) -> None:
         expect(page.locator("#no-rollouts")).to_be_visible()
         run.start("trainer")
         expect(page.locator(".word")).to_have_text("Starting, no step yet")
-        run.step(1, 0.5, rollouts(1))
-        expect(value_of(page, "Mean reward")).to_have_text("0.5")
+        write_step(run.run.untrained / "sums/dropped", 1, rollouts(1)[:2])
+        write_step(run.run.untrained / "sums/evaluation", 0, rollouts(0))
         show_rollouts(page, "Step 1, group 0")
+        expect(page.locator("#count")).to_have_text("1 of 1")
+        write_step(run.run.untrained / "sums/dropped", 1, rollouts(1))
+        expect(page.locator("#count")).to_have_text("1 of 2")
+        run.step(1, 0.5, rollouts(1)[2:])
+        expect(value_of(page, "Mean reward")).to_have_text("0.5")
+        show_rollouts(page, "Step 1, group 1")
+        page.locator("#rollouts-kind").select_option("evaluation of sums")
+        show_rollouts(page, "Step 0, group 0")
         page.close()

@@ -61,6 +61,9 @@ def stages(live: LiveRun) -> dict[str, str]:
     return {one["name"]: one["stage"] for one in live.state()["services"]}
 
 
+QUOTED = ': score 0: "I don\'t know"'
+
+
 def test_services_and_their_stages(run: RunDirectory, live: LiveRun) -> None:
     processes = ProcessRecords(run)
     own = processes._content["runner"]["pid"]  # a process that runs
@@ -84,6 +87,11 @@ def test_services_and_their_stages(run: RunDirectory, live: LiveRun) -> None:
     assert environment["stage"] == "sampling"
     assert environment["detail"] == "3 groups in progress"
     assert environment["memory_bytes"] > 0
+    few = "4 of 8 groups for this batch; 204 dropped, all scores equal (98 %)"
+    told = f"for_batch={few + QUOTED!r} groups_in_progress=3"
+    log(run, "environment", f"{IN_THE_FUTURE} [info     ] groups.counted  {told}")
+    environment = live.state()["services"][3]
+    assert environment["detail"] == f"3 groups in progress; {few}"
     counted = "groups.counted  groups_in_progress=0 evaluated=12/64"
     log(run, "environment", f"{IN_THE_FUTURE} [info     ] {counted}")
     environment = live.state()["services"][3]

@@ -96,7 +96,7 @@ class LivePage {
   _hear(state) {
     if (this.unheard.delete(state.run) && !this.unheard.size) this._catchUp();
     this.panels.get(state.run)?.show(state);
-    if (state.run === this.rollouts.run) this.rollouts.hear(state.newest_rollouts);
+    if (state.run === this.rollouts.run) this.rollouts.hear(state.newest_rollouts, state.untrained);
     const run = this.runs.find(({ id }) => id === state.run);
     if (run && (run.state !== state.state || run.step !== state.step)) {
       Object.assign(run, { state: state.state, step: state.step, steps: state.steps });

@@ -1,11 +1,15 @@
 /* The rollouts of one step, which is the newest one until one chooses another. */
 
 const CACHED_STEPS = 4;
+const TRAINED = "";
 const EVERY_STEP = { first: -Infinity, last: Infinity };
 
 class LiveRollouts {
   constructor() {
     this.run = null;
+    this.kind = TRAINED;
+    this._isChosen = false; // whether one has chosen the kind
+    this._untrained = {}; // when they were written, by kind
     this.steps = [];
     this.step = null; // the one that is shown, or is being loaded
     this.follows = true;
@@ -20,7 +24,7 @@ class LiveRollouts {
   /** Args: special: ids of special tokens */
   async setRun(run, special) {
     if (run !== this.run) {
-      Object.assign(this, { run, special });
+      Object.assign(this, { run, special, kind: TRAINED, _isChosen: false, _untrained: {} });
       this.steps = [];
       this.step = null;
       this.setFollows(true);
@@ -30,22 +34,54 @@ class LiveRollouts {
 
   /** Ask for the steps of the run again. */
   async load() {
-    const run = this.run;
+    const { run, kind } = this;
     if (run === null) return;
-    const { steps } = await ask(`${pathOf(run)}/steps`);
-    if (run !== this.run) return;
+    const { steps } = await ask(`${pathOf(run)}/steps?kind=${encodeURIComponent(kind)}`);
+    if (run !== this.run || kind !== this.kind) return;
     if ((steps.at(-1) ?? 0) < (this.steps.at(-1) ?? 0)) this._cache.clear(); // the run repeats steps
     this.steps = steps;
     await this._refresh();
   }
 
-  /** Args: newest: the newest step of the run that has rollouts; null if there is none */
-  async hear(newest) {
+  /** Args:
+   *   newest: the newest step of the run that has rollouts; null if there is none
+   *   untrained: when rollouts that are not trained on were written, by kind
+   */
+  async hear(newest, untrained) {
+    const kinds = [...(newest === null ? [] : [TRAINED]), ...Object.keys(untrained)];
+    const stays = kinds.includes(this.kind) && (this._isChosen || !this.follows);
+    const kind = stays ? this.kind : kinds[0] ?? TRAINED;
+    const isNew = untrained[kind] !== this._untrained[kind];
+    this._untrained = untrained;
+    this._showKinds(kinds, kind);
+    if (kind !== this.kind) return this._setKind(kind);
+    if (kind !== TRAINED) {
+      if (!isNew) return;
+      if (this.follows) this._wanted = null;
+      this._cache.clear();
+      return this.load();
+    }
     const last = this.steps.at(-1) ?? null;
     if (newest === last || newest === null) return;
     if (last === null || newest !== last + 1) return this.load();
     this.steps.push(newest);
     return this._refresh();
+  }
+
+  _showKinds(kinds, kind) {
+    byId("rollouts-kind-field").hidden = kinds.length < 2;
+    const select = byId("rollouts-kind");
+    if ([...select.options].map(({ value }) => value).join() !== kinds.join()) {
+      select.replaceChildren(...kinds.map((value) => make("option", { value, textContent: value || "trained on" })));
+    }
+    select.value = kind;
+  }
+
+  _setKind(kind) {
+    Object.assign(this, { kind, steps: [], step: null, _wanted: null });
+    this._cache.clear();
+    this.setFollows(true);
+    return this.load();
   }
 
   /** Show the nearest step that has rollouts, and stay there. */
@@ -68,7 +104,7 @@ class LiveRollouts {
     byId("no-rollouts").hidden = this.step !== null;
     if (this.step === null) return;
     this._showStep();
-    const wanted = `${this.run}/${this.step}`;
+    const wanted = `${this.run}/${this.kind}/${this.step}`;
     if (!this._isSeen || document.hidden || wanted === this._wanted) return;
     this._wanted = wanted;
     await this._load();
@@ -113,6 +149,7 @@ class LiveRollouts {
   }
 
   async _ask(path) {
+    if (this.kind !== TRAINED) return asRun(await ask(`${path}?kind=${encodeURIComponent(this.kind)}`), this.special);
     const origin = async (group, index) => (await ask(`${path}/origin?group=${group}&index=${index}`)).lines;
     return Object.assign(asRun(await ask(path), this.special), { origin });
   }
@@ -144,6 +181,10 @@ class LiveRollouts {
     });
     byId("step").addEventListener("input", delayed(() => this._pickAt(Number(byId("step").value))));
     byId("step-number").addEventListener("change", () => this.pick(Number(byId("step-number").value)));
+    byId("rollouts-kind").addEventListener("change", () => {
+      this._isChosen = true;
+      this._setKind(byId("rollouts-kind").value);
+    });
     byId("follow").addEventListener("change", () => this.follow(byId("follow").checked));
     this._observer = new IntersectionObserver((entries) => {
       this._isSeen = entries.at(-1).isIntersecting;
