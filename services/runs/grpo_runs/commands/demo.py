@@ -277,7 +277,6 @@ def follow_training(
     trainer = stack.process("trainer")
     last_step_at = time.monotonic()
     lost = LostServices(stack, screen)
-    screen.lines(legend_lines(), style="dim")
     while True:
         lost.show()
         finished = trainer.exit_code == 0  # read before the file, which is then complete
@@ -286,8 +285,10 @@ def follow_training(
         for record in metrics.read_new():
             if record.step <= done:
                 continue
+            if not records:
+                screen.lines(legend_lines(record), style="dim")
             if len(records) % HEADER_EVERY_STEPS == 0:
-                screen.lines(header_lines(), style="bold")
+                screen.lines(header_lines(record), style="bold")
             screen.line(step_line(record))
             if not records:
                 at_first_step()

@@ -35,6 +35,9 @@ class StepRecord(BaseModel):
     clipped_fraction: float | None = Field(None, alias="grpo/clipped_fraction")
     alignment_abs_mean: float | None = Field(None, alias="alignment/diff_abs_mean")
     staleness_mean: float | None = Field(None, alias="staleness/mean")
+    reverse_kl: float | None = Field(None, alias="distill/reverse_kl")
+    scored_fraction: float | None = Field(None, alias="distill/scored_fraction")
+    """None without a teacher."""
     generation_s: float | None = Field(None, alias="rollout/generation_time")
     tokens_per_s: float = Field(alias="throughput/tokens_per_s")
     fetch_s: float = Field(alias="train/data_fetch_time")
@@ -245,21 +248,33 @@ STEP_COLUMNS: Sequence[Column[StepRecord]] = (
 )
 
 
-def legend_lines() -> list[str]:
+REVERSE_KL = Column[StepRecord](
+    *("reverse_kl", 10, lambda r: optional(r.reverse_kl, ".4f"), "nats"),
+    "mean divergence of the policy from the teacher, over the tokens that it scored",
+)
+
+
+def columns_of(record: StepRecord) -> Sequence[Column[StepRecord]]:
+    return STEP_COLUMNS if record.scored_fraction is None else (*STEP_COLUMNS, REVERSE_KL)
+
+
+def legend_lines(record: StepRecord) -> list[str]:
     """The meaning of each column."""
-    width = max(len(column.title) for column in STEP_COLUMNS)
-    meanings = (f"{_INDENT}{column.title:<{width}}  {column.meaning}" for column in STEP_COLUMNS)
+    columns = columns_of(record)
+    width = max(len(column.title) for column in columns)
+    meanings = (f"{_INDENT}{column.title:<{width}}  {column.meaning}" for column in columns)
     return [f"training; the columns are ({NOT_MEASURED}: not measured):", *meanings]
 
 
-def header_lines() -> list[str]:
+def header_lines(record: StepRecord) -> list[str]:
     """Titles, and their units below."""
-    units = _GAP.join(column.unit.rjust(column.width) for column in STEP_COLUMNS)
-    return [titles(STEP_COLUMNS), units]
+    columns = columns_of(record)
+    units = _GAP.join(column.unit.rjust(column.width) for column in columns)
+    return [titles(columns), units]
 
 
 def step_line(record: StepRecord) -> str:
-    return cells(STEP_COLUMNS, record)
+    return cells(columns_of(record), record)
 
 
 FIRST_STEPS = 10

@@ -58,7 +58,7 @@ def test_records_after_the_checkpoint_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_line_shows_each_value_under_its_title() -> None:
-    titles, _ = header_lines()
+    titles, _ = header_lines(record(3))
     shown = dict(zip(titles.split(), step_line(record(3)).split(), strict=True))
     assert shown == {
         "step": "3/40",
@@ -74,6 +74,9 @@ def test_a_line_shows_each_value_under_its_title() -> None:
         "train": "0.60",
         "publish": "0.05",
     }
+    distils = record(3, **{"distill/reverse_kl": 0.25, "distill/scored_fraction": 1.0})
+    titles, _ = header_lines(distils)
+    assert (titles.split()[-1], step_line(distils).split()[-1]) == ("reverse_kl", "0.2500")
     unmeasured = ("alignment/diff_abs_mean", "staleness/mean", "rollout/generation_time")
     assert step_line(record(1, **dict.fromkeys(unmeasured))).split().count("-") == 3
 
