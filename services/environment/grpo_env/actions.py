@@ -243,15 +243,18 @@ def table(checked: Sequence[Checked]) -> list[str]:
 
 
 def _entry(entry: Checked) -> list[str]:
-    answer = _short(entry.answer, _WIDTH - 18)
-    # A long answer is shown whole too, so that its grade can be checked.
-    lines = [] if answer == repr(entry.answer) else entry.answer.splitlines()
-    whole = [f"                | {line}" for line in lines]
+    answer = repr(entry.answer)
+    whole = []
+    if len(answer) > _WIDTH - 18:  # below the grade, to be compared with it
+        whole = [f"                | {line}" for line in entry.answer.splitlines()]
+        answer = ""
     if isinstance(entry.grade, Ungraded):
-        return [f"   not graded   {answer}", f"                {entry.grade.problem}", *whole]
-    parts = "  ".join(f"{name} {value:g}" for name, value in entry.grade.parts.items())
-    details = f"{parts}  ({entry.grade.reason})" if entry.grade.reason else parts
-    return [f"  score {entry.grade.score:6.3f}  {answer}", f"                {details}", *whole]
+        head, details = "   not graded ", entry.grade.problem
+    else:
+        head = f"  score {entry.grade.score:6.3f}"
+        details = "  ".join(f"{name} {value:g}" for name, value in entry.grade.parts.items())
+        details += f"  ({entry.grade.reason})" if entry.grade.reason else ""
+    return [f"{head}  {answer}".rstrip(), f"                {details}", *whole]
 
 
 def _short(text: str, width: int) -> str:

@@ -422,8 +422,8 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
     eval_output: Annotated[Path | None, Shown(default="none; evaluate: eval.jsonl")] = Field(
         None, description="File that gets one JSON line for each evaluation"
     )
-    output: Annotated[Path, Shown(default="rollouts.jsonl")] = Field(
-        Path("rollouts.jsonl"),
+    output: Annotated[Path, Shown(default="runs/rollouts.jsonl")] = Field(
+        Path("runs/rollouts.jsonl"),
         description="File of the action process, with one group per line. A page for a browser is "
         "written beside it",
     )

@@ -185,6 +185,15 @@ def test_check_grades_answers_of_a_file(
     assert "KeyError: 'solution'" in shown
 
 
+def test_check_shows_a_long_answer_once(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "answers.txt").write_text(f"{' '.join(['word'] * 20)} end\n")
+    run_check("mine.py:reward", "--data", "rows.jsonl", "--answers", "answers.txt", "--held-out=0")
+    shown = capsys.readouterr().out
+    assert (shown.count("word"), shown.count("word end")) == (20, 1)
+
+
 MESSAGES = [{"role": "user", "content": "3+4="}, {"role": "assistant", "content": "7"}]
 
 
