@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_core.provenance.chain import Provenance
 from grpo_core.provenance.records import newest
+from grpo_core.tree.objective import ObjectiveOptions
 from grpo_trainer.learner import Learner
 from grpo_trainer.replay.objective import compared_steps, table
 from grpo_trainer.replay.run import RecordedRun
@@ -82,8 +83,18 @@ def _compare(
         if not _passes(run, row.step, differences, say):
             return False
         rows.append(row)
-    chosen = ", ".join(f"{name} {value}" for name, value in sorted(options.items()))
-    say(f"values of the run → with {chosen}, at the weights of the run:")
+    say(f"values of the run → with {_named(options)}, at the weights of the run:")
+    kept = {
+        name: value
+        for name, field in ObjectiveOptions.model_fields.items()
+        if name not in options and (value := getattr(learner.settings, name)) != field.default
+    }
+    if kept:
+        say(f"with the run's {_named(kept)} on both sides, unless you pass others")
     for line in table(rows):
         say(line)
     return True
+
+
+def _named(options: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in sorted(options.items()))

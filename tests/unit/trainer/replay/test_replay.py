@@ -138,6 +138,20 @@ def test_another_objective_shows_what_each_step_would_have_been(run: Path) -> No
     assert "+1.0000" not in table[0]
 
 
+def test_the_own_loss_of_a_run_is_named_beside_another_objective(
+    model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "my.py").write_text(
+        "def own(tokens, objective):\n"
+        "    return -(tokens.weight * tokens.ratio * tokens.advantages).sum()\n"
+    )
+    run = train(model, tmp_path / "saved", loss=f"{tmp_path}/my.py:own")
+    passes, said = replay(run, step=1, objective="dapo")
+    assert passes
+    assert f"with the run's loss {tmp_path}/my.py:own on both sides" in said
+    assert "on both sides" not in replay(run, step=1, loss="clip")[1]
+
+
 def test_an_objective_that_excludes_itself_is_refused(run: Path) -> None:
     with pytest.raises(OptionsInvalid, match="--clip-eps-high: has no effect on --loss reinforce"):
         replay(run, loss="reinforce", clip_eps_high=0.3)
