@@ -72,7 +72,7 @@ def report_run(
         title = f"GRPO on {' and '.join(settings.task)}, seed {settings.seed}"
         draw_reward_curve(trained.records, title, run.reward_plot)
     run.summary.write_text(facts.model_dump_json(indent=2) + "\n")
-    if settings.report:  # the page shows facts of the summary
+    if settings.report:
         with screen.activity("writing the page with the rollouts"):
             from grpo_runs.report.page import write_report
 
@@ -82,7 +82,6 @@ def report_run(
     screen.lines(summary_lines(facts, lifts), "bold")
     more = f"{command} --resume {run.path} --steps {2 * settings.sizes.steps}"
     screen.lines(closing_lines(run, settings.weight_mode, more, settings.report))
-    few = [few_items_warning(task, items) for task, _, items in evaluations.lifts()]
-    for warning in (facts.crash_warning(run), *few):
-        if warning is not None:
+    for task, _, items in evaluations.lifts():
+        if warning := few_items_warning(task, items):
             screen.warning(warning)

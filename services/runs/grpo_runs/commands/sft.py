@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -96,9 +97,9 @@ def _train(
             "chat template does not show, so only the rest of them is learned; use a template that "
             "reads it, or write it into the content"
         )
-    show = _Progress(screen)
+    show = partial(_show, screen)
     try:
-        with screen.waiting(lambda: show.newest):
+        with screen.waiting(lambda: f"training; each step is in {run.metrics}"):
             result = train_and_save(settings, model, usable, run.metrics, run.path / MODEL, show)
     except KeyboardInterrupt:
         raise StopRequested(signal.SIGINT) from None
@@ -122,17 +123,9 @@ def _show_one_gpu(device: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu(int(number or 0))
 
 
-class _Progress:
-    """Shows a line for each tenth of the steps. `newest`: what a long silence is for"""
-
-    def __init__(self, screen: Screen) -> None:
-        self.newest = "loading the model, and measuring its loss"
-        self._screen = screen
-
-    def __call__(self, step: int, steps: int, loss: float) -> None:
-        self.newest = f"step {step} of {steps}: loss {loss:.3f}"
-        if step * LINES_OF_PROGRESS // steps > (step - 1) * LINES_OF_PROGRESS // steps:
-            self._screen.line(self.newest)
+def _show(screen: Screen, step: int, steps: int, loss: float) -> None:
+    if step * LINES_OF_PROGRESS // steps > (step - 1) * LINES_OF_PROGRESS // steps:
+        screen.line(f"step {step} of {steps}: loss {loss:.3f}")
 
 
 def summary_line(result: SftResult) -> str:

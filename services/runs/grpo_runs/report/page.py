@@ -15,7 +15,7 @@ from grpo_core.settings.sources import read_file
 from grpo_runs.report.curricula import pool_curves
 from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.report.steps import metric_curves
-from grpo_runs.report.summary import RunFacts, counted, read_record, tenth_of, warnings_text
+from grpo_runs.report.summary import tenth_of, warnings_text
 from grpo_runs.run_directory import RunDirectory, options_in
 from grpo_runs.watch.logs import warnings_in
 
@@ -30,8 +30,7 @@ def write_report(run: RunDirectory, output: Path | None = None) -> Path:
 
     Raises:
         NothingToReport: the run has neither metrics nor rollouts.
-        ProtocolViolation: a line of the metrics is no JSON object, the configuration no YAML, or
-            the summary incomplete.
+        ProtocolViolation: a line of the metrics is no JSON object, or the configuration no YAML.
         ResultsUnusable: a line of the evaluations breaks its contract.
         BrokenRollouts: a file of rollouts, or their tokenizer, cannot be read.
         OSError: the page could not be written.
@@ -47,6 +46,7 @@ def write_report(run: RunDirectory, output: Path | None = None) -> Path:
     }
     config = config_of(run)
     texts = token_texts(rollouts)
+    told = warnings_text(warnings_in(run.logs))
     path = output or run.report
     write_page(
         path,
@@ -54,7 +54,7 @@ def write_report(run: RunDirectory, output: Path | None = None) -> Path:
         () if rollouts is None else read_steps(rollouts),
         curves | evaluations.curves | pool_curves(run.curricula),
         texts,
-        facts_of(run, config, curves, evaluations) | _warnings(run),
+        facts_of(run, config, curves, evaluations) | ({"Warnings": told} if told else {}),
         intervals=evaluations.intervals,
         special=texts.special if texts else (),
     )
@@ -68,7 +68,8 @@ def token_texts(rollouts: Path | None) -> TokenTexts | None:
 
 def config_of(run: RunDirectory) -> Mapping[str, Any]:
     """The options of the run by field; empty if they are not known."""
-    kinds = {run.config: options_in, run.path / "keys.yaml": _offline, run.path / "sft.json": dict}
+    offline, sft = run.path / "keys.yaml", run.path / "sft.json"
+    kinds = {run.config: options_in, offline: _of_keys, sft: dict}
     path = next((path for path in kinds if path.is_file()), None)
     if path is None:
         return {}
@@ -79,10 +80,8 @@ def config_of(run: RunDirectory) -> Mapping[str, Any]:
     return kinds[path](found)
 
 
-def _offline(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a run without services."""
-    model, task = keys["model"]["train_id"], keys["data"]["task"]
-    return {"model": model, "task": [task], "seed": keys["seed"]}
+def _of_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {**keys, "model": keys["model"]["train_id"], "task": [keys["data"]["task"]]}
 
 
 def title_of(config: Mapping[str, Any]) -> str:
@@ -109,7 +108,6 @@ def facts_of(
         "Steps": max((step for step, _ in curves.get(REWARD, ())), default=None),
         "Reward": _change(rewards) if rewards else None,
         **{name[0].upper() + name[1:]: value for name, value in evaluations.facts.items()},
-        "Engine": _crashes(run),
     }
     return {name: str(value) for name, value in found.items() if value not in (None, "")}
 
@@ -118,20 +116,6 @@ def _model(config: Mapping[str, Any]) -> str:
     """Empty if it is not known."""
     model = config.get("model", "")
     return "tiny model" if model in (None, "tiny") else str(model)
-
-
-def _warnings(run: RunDirectory) -> dict[str, str]:
-    found = warnings_in(run.logs)
-    return {"Warnings": warnings_text(found)} if found else {}
-
-
-def _crashes(run: RunDirectory) -> str | None:
-    """None if the engine did not crash, or if the run has no summary yet."""
-    facts = read_record(RunFacts, run.summary) if run.summary.is_file() else None
-    if facts is None or not facts.crashes:
-        return None
-    log = facts.crash_log(run).relative_to(run.path)
-    return f"crashed {counted(facts.crashes, 'time')}; see {log}"
 
 
 def _change(rewards: Sequence[float]) -> str:

@@ -23,8 +23,6 @@ from grpo_runs.watch.logs import DROPPED, SENT
 
 Model = TypeVar("Model", bound=BaseModel)
 
-CRASHES_WITHOUT_WARNING = 2
-
 
 @dataclass(frozen=True)
 class Summary:
@@ -170,21 +168,6 @@ class RunFacts(BaseModel):
                 *left,
                 *ended,
             ]
-        )
-
-    def crash_log(self, run: RunDirectory) -> Path:
-        """The log of the server whose engine crashed most often."""
-        names = [s.name for s in sorted(self.servers, key=lambda server: -server.crashes)]
-        known = [name for name in names if name.startswith(ONE_OF_SERVERS)]
-        return run.logs / f"{known[0] if known else ONE_SERVER}.log"
-
-    def crash_warning(self, run: RunDirectory) -> str | None:
-        """The line to show if the engines crashed often."""
-        if self.crashes <= CRASHES_WITHOUT_WARNING:
-            return None
-        return (
-            f"the engine crashed {counted(self.crashes, 'time')}; "
-            f"read the lines before engine.crashed in {self.crash_log(run)}"
         )
 
 

@@ -176,7 +176,7 @@ def _about(live: LiveRun) -> dict[str, Any]:
     settings, texts = _settings(live), _texts(live)
     rewards = [(row.step, row.values[REWARD]) for row in live.log.rows if REWARD in row.values]
     facts: Mapping[str, str] = {}
-    with suppress(GrpoError):  # a summary that is incomplete
+    with suppress(GrpoError):  # the name of the run cannot be read
         facts = facts_of(live.run, settings, {REWARD: rewards}, live.evaluations())
     return {
         "id": live.id,

@@ -9,7 +9,6 @@ from pathlib import Path
 from grpo_core.tree.sections import TRAINER
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
-from grpo_runs.watch.live_run import duration
 from grpo_runs.watch.logs import ServiceLogs
 from grpo_runs.watch.services import ENVIRONMENT, ServiceFacts, stage_of
 
@@ -24,9 +23,7 @@ class ServiceNews:
     """
 
     def __init__(self, screen: Screen, logs: Path, run: RunDirectory, shown: str = "") -> None:
-        self._screen = screen
-        self._run = run
-        self._shown = shown
+        self._screen, self._run, self._shown = screen, run, shown
         self._logs = ServiceLogs(logs)
         self._logs.read_new()
         self._logs.warnings.clear()  # those of the run before a resume
@@ -35,18 +32,14 @@ class ServiceNews:
         self._began = time.time()
 
     def watch(self, pids: Mapping[str, int]) -> None:
-        """Show the first warning of each name. Call it often.
-
-        Args: pids: process ids by service
-        """
-        self._pids = dict(pids)
+        """Show the first warning of each name. Call it often. Args: pids: by service"""
+        self._pids = pids
         self._logs.read_new()
-        new = {name: w for name, w in self._logs.warnings.items() if name not in self._told}
-        self._told |= new.keys()
-        for name, one in new.items():
-            is_an_end = "." not in one.event  # the error that ended a service, which is told then
-            if not is_an_end and one.service != self._shown:
+        for name, one in self._logs.warnings.items():
+            # An error without a dot in its name ends its service, and is shown then.
+            if name not in self._told and one.service != self._shown and "." in one.event:
                 self._screen.warning(f"{name}: {one.text}")
+            self._told.add(name)
 
     def waited_for(self) -> str:
         """What the trainer and the environments do now."""
@@ -58,9 +51,5 @@ class ServiceNews:
             environments=dict(self._logs.sampling),
         )
         names = (TRAINER, ENVIRONMENT)
-        return "; ".join(_told(**one) for one in facts.shown() if one["name"].startswith(names))
-
-
-def _told(name: str, stage: str, since: float | None, detail: str, **_: object) -> str:
-    for_s = f" for {duration(time.time() - since)}" if since else ""
-    return f"{name}: {stage}{for_s}" + (f" ({detail})" if detail else "")
+        told = [one for one in facts.shown() if one["name"].startswith(names)]
+        return "; ".join(f"{one['name']} {one['stage']} {one['detail']}".strip() for one in told)

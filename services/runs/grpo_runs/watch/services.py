@@ -210,13 +210,13 @@ class ServiceFacts:
 
     def _names(self) -> list[str]:
         if self.pids or self.is_running or self.trainer is None:
-            return [name for name in self.pids if name != MODEL_JOB or self._runs(name)]
+            return [name for name in self.pids if name != MODEL_JOB]
         return ["trainer"]  # of a --save-path, whose other services are elsewhere
 
     def _service(self, name: str) -> Service:
         if name in self.left_over:
             return Service(name, "still running", detail=f"process {self.pids[name]}")
-        if self.pids and not self._runs(name):
+        if self.pids and not (self.is_running and runs(self.pids[name])):
             return Service(name, "ended")
         if name == "trainer":
             return self._of_trainer()
@@ -227,9 +227,6 @@ class ServiceFacts:
         if name.startswith(ENVIRONMENT):
             return self._of_environment(name)
         return Service(name, "running")
-
-    def _runs(self, name: str) -> bool:
-        return self.is_running and runs(self.pids[name])
 
     def _of_trainer(self) -> Service:
         if self.trainer is None or self._is_of_earlier_trainer(self.trainer):

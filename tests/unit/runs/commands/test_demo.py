@@ -135,21 +135,15 @@ def test_every_step_is_shown_and_summed_up(finished: Finished) -> None:
     assert (finished.run.path / "reward.png").stat().st_size > 5_000
 
 
-def test_crashes_of_the_engine_are_shown_and_three_warn(finished: Finished) -> None:
-    log = Path("runs") / finished.run.path.name / "logs" / "vllm-server.log"
+def test_crashes_of_the_engine_are_counted(finished: Finished) -> None:
     assert (
         "weights:  25 publications, 5 engine restarts, 3 of them not planned (the engine crashed), "
         "0 dropped requests"
     ) in finished.out.splitlines()
-    expected = f"the engine crashed 3 times; read the lines before engine.crashed in {log}"
-    assert finished.err.splitlines()[-1] == f"warning: {expected}"
-    content = data_of(finished.run.report)["content"]
-    assert ["Engine", "crashed 3 times; see logs/vllm-server.log"] in content["facts"]
 
 
 def test_a_warning_of_a_service_is_shown_once_and_counted_at_the_end(finished: Finished) -> None:
-    warned = [line for line in finished.err.splitlines() if "loss.sign" in line]
-    assert warned == ["warning: trainer loss.sign: hint=minus"]
+    assert finished.err == "warning: trainer loss.sign: hint=minus\n"
     assert "warnings: trainer loss.sign (2 times)" in finished.out.splitlines()
     assert read_record(RunFacts, finished.run.summary).warnings == {"trainer loss.sign": 2}
     content = data_of(finished.run.report)["content"]

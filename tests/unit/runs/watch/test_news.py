@@ -38,12 +38,11 @@ def test_what_trainer_and_environments_do_is_told(tmp_path: Path) -> None:
     news = ServiceNews(Shown(), run.logs, run)
     pids = dict.fromkeys(("run-api", "trainer", "environment-sums"), os.getpid())
     news.watch(pids)
-    assert news.waited_for() == "trainer: starting; environment-sums: starting"
+    assert news.waited_for() == "trainer starting; environment-sums starting"
     stage = {"stage": "data_fetch", "since": time.time() - 600, "pid": os.getpid()}
     (run.checkpoints / "stage.json").write_text(json.dumps(stage))
     counted = "groups.counted  groups_in_progress=2"
     log(run, "environment-sums", f"{IN_THE_FUTURE} [info     ] {counted}")
     news.watch(pids)
-    assert news.waited_for() == (
-        "trainer: waiting for data for 10 min; environment-sums: sampling (2 groups in progress)"
-    )
+    told = "trainer waiting for data; environment-sums sampling 2 groups in progress"
+    assert news.waited_for() == told
