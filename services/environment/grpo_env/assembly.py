@@ -85,7 +85,6 @@ def open_tasks(settings: EnvServerSettings) -> Iterator[TaskSet]:
     Raises:
         TaskUnusable: a task does not exist, or its code fails.
         DataUnusable, DatasetsMissing, GraderUnusable: what a task needs is missing.
-        SandboxUnusable: the sandbox that `--sandbox` names does not work here.
     """
     use_sandbox(settings.sandbox)
     parts = _parts(settings)

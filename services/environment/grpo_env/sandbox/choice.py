@@ -37,15 +37,9 @@ def sandbox_of(kind: str) -> Sandbox:
 
 
 def use_sandbox(kind: str) -> None:
-    """Choose the sandbox of this process and of those that it starts. Most tasks need none, so
-    `auto` is first tried when code runs.
-
-    Raises:
-        SandboxUnusable: another kind does not work here.
-    """
+    """Choose the sandbox of this process and of those that it starts. It is first tried when code
+    runs."""
     os.environ[VARIABLE] = kind
-    if kind != AUTO:
-        sandbox_of(kind)
 
 
 def chosen_sandbox() -> Sandbox:
