@@ -12,9 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import structlog
-
-from grpo_core.alerts import DROPPED_ADVICE
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.assembly import open_tasks, open_template, sampling_plan
@@ -51,7 +48,6 @@ from grpo_trainer.stop import Stop
 from grpo_trainer.train import Lead, open_run, train, training_steps
 
 T = TypeVar("T")
-log = structlog.get_logger()
 
 
 def run_offline(keys: OfflineKeys, directory: Path, screen: OfflineScreen) -> RunResult:
@@ -218,8 +214,6 @@ class OfflineRun:
                 version.trained(position)
                 self.screen.doing = "evaluating the model"
                 record, results = end.close(iteration, groups)
-                if record["equal_scores_fraction"] == 1:
-                    log.warning("rewards.all_equal", iteration=iteration, hint=DROPPED_ADVICE)
                 self.screen.iteration(record, total, time.monotonic() - started, results)
                 advance()
 

@@ -35,15 +35,12 @@ class OfflineScreen(Screen):
     def __init__(self, out: Console | None = None, err: Console | None = None) -> None:
         super().__init__(out, err)
         self._lines = 0
-        self.doing = "loading the model"
-        """What a long silence is for."""
+        self.doing = "loading the model"  # for which a long silence is
         self.warned = Counter[str]()
-        """Number of warnings and errors, by event."""
 
     def count(self, _: object, method: str, event: EventDict) -> EventDict:
-        """A processor of structlog. The terminal shows the logs of this process."""
-        if method not in ("debug", "info"):
-            self.warned[event["event"]] += 1
+        """A processor of structlog: counts warnings and errors by event."""
+        self.warned.update([event["event"]] if method not in ("debug", "info") else [])
         return event
 
     def iteration(
