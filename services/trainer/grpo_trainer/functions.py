@@ -14,12 +14,14 @@ from typing import Any
 from grpo_core.own_code import where
 from grpo_trainer.errors import FunctionUnusable
 
+_PREFIX = "grpo_own_"
+
 
 @functools.cache
 def _loaded(file: Path) -> ModuleType:
     """One module for each file, so that its functions share state. Args: file: resolved"""
     sys.path.insert(0, str(file.parent))  # so that it finds the modules beside it
-    name = "grpo_own_" + "_".join(file.with_suffix("").parts[1:])
+    name = _PREFIX + "_".join(file.with_suffix("").parts[1:])
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -67,17 +69,27 @@ def files_of(path: str) -> Iterator[Path]:
     Args: path: FILE.py:FUNCTION. Raises as `own_function`."""
     own_function(path)
     file = Path(path.rpartition(":")[0])
-    directory = file.resolve().parent
     yield file
+    for _, beside in _modules_beside(file.resolve()):
+        yield file.parent / beside
+
+
+def _modules_beside(file: Path) -> Iterator[tuple[str, str]]:
+    """Names of the modules that were imported from the file's directory, and their files in it."""
     for name, module in [*sys.modules.items()]:
         place = "/".join(name.split("."))
         for beside in (f"{place}.py", f"{place}/__init__.py"):
-            if getattr(module, "__file__", None) == str(directory / beside):
-                yield file.parent / beside
+            if getattr(module, "__file__", None) == str(file.parent / beside):
+                yield name, beside
 
 
 def forget_own_functions() -> None:
-    """Files are loaded anew, without the state of an earlier run of this process."""
+    """Files and the modules beside them are loaded anew, without the state of an earlier run of
+    this process."""
+    for own, module in [*sys.modules.items()]:
+        if own.startswith(_PREFIX) and module.__file__:
+            for name, _ in _modules_beside(Path(module.__file__)):
+                del sys.modules[name]
     _loaded.cache_clear()
     own_function.cache_clear()
 
