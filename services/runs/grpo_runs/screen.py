@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -73,9 +72,7 @@ class Screen:
     @contextmanager
     def activity(self, text: str, waited_for: Callable[[], str] | None = None) -> Iterator[None]:
         """Show what is being done. A terminal also shows a spinner and the seconds.
-
-        Args: waited_for: as of `waiting`; by default the text
-        """
+        `waited_for`: as of `waiting`; by default the text"""
         with self.waiting(waited_for or (lambda: text)):
             if not self._out.is_terminal:
                 self.line(text)
@@ -88,10 +85,8 @@ class Screen:
 
     @contextmanager
     def waiting(self, waited_for: Callable[[], str]) -> Iterator[None]:
-        """While the context is open, a line breaks each long silence.
-
-        Args: waited_for: in a few words; it is called in another thread
-        """
+        """While the context is open, a line breaks each long silence. `waited_for` is called in
+        another thread."""
         ended = threading.Event()
         arguments = (waited_for, ended.wait)
         thread = threading.Thread(target=self.break_silence, args=arguments, daemon=True)
@@ -102,23 +97,17 @@ class Screen:
             ended.set()
             thread.join()
 
-    def break_silence(
-        self,
-        waited_for: Callable[[], str],
-        wait: Callable[[float], bool],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def break_silence(self, waited_for: Callable[[], str], wait: Callable[[float], bool]) -> None:
         """After `SILENT_S` without a line, and then each time after twice as long, tell what is
         waited for, until `wait` returns True."""
-        shown, began, due_s = self._shown, clock(), SILENT_S
+        shown, silent_s, due_s = self._shown, 0.0, SILENT_S
         while not wait(LOOK_EVERY_S):
-            silent_s = clock() - began
+            silent_s += LOOK_EVERY_S
             if self._shown != shown:
-                shown, began, due_s = self._shown, clock(), SILENT_S
+                shown, silent_s, due_s = self._shown, 0.0, SILENT_S
             elif silent_s >= due_s:
                 due_s *= 2
-                text = f"  still waiting after {silent_s:.0f} s: {waited_for()}"
-                _write(self._out, text, "dim")
+                _write(self._out, f"  still waiting after {silent_s:g} s: {waited_for()}", "dim")
 
     @contextmanager
     def bar(self, text: str, done: int, total: int) -> Iterator[Callable[[], None]]:

@@ -21,7 +21,7 @@ def silence_of(screen: Screen, seconds: int, at: Callable[[int], object]) -> Non
         at(passed)
         return passed > seconds
 
-    screen.break_silence(lambda: f"batch {passed}", wait, lambda: float(passed))
+    screen.break_silence(lambda: f"batch {passed}", wait)
 
 
 def test_silence_is_broken_at_growing_intervals() -> None:
