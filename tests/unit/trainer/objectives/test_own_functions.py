@@ -124,6 +124,16 @@ def test_each_run_of_a_process_loads_them_and_the_modules_beside_them_anew(tmp_p
     require_own_functions(objective)
 
 
+def test_provenance_names_the_modules_that_they_import(tmp_path: Path) -> None:
+    for name in ("my.py", "own_helper.py", "own_package/part.py", "unused.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("def own(groups): ...\n")
+    (tmp_path / "my.py").write_text("import math, own_helper, own_package.part\n" + ADVANTAGE + "1")
+    own = code_of(settings(advantage=f"{tmp_path}/my.py:own")).own
+    names = [str(Path(path).relative_to(tmp_path)) for path in own]
+    assert names == ["my.py", "own_helper.py", "own_package/part.py"]
+
+
 def test_a_loss_of_the_wrong_sign_is_warned_of(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text(
         LOSS + "(tokens.weight * tokens.ratio * tokens.advantages).sum()\n"
