@@ -26,7 +26,7 @@ model = OpenAIModel(
 )
 # A tiny model has no room for the library's own prompts.
 prompts = EMPTY_PROMPT_TEMPLATES | {"system_prompt": "Call a tool."}
-agent = ToolCallingAgent([calculator], model, prompt_templates=prompts, max_steps=2)
+agent = ToolCallingAgent([calculator], model, prompt_templates=prompts, max_steps=1)
 row = json.load(sys.stdin)
 with redirect_stdout(sys.stderr):  # its log
     answer = agent.run(row["prompt"])

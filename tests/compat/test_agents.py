@@ -55,6 +55,7 @@ async def rollout(library: str, program: str, directory: Path, *texts: str) -> S
         ("langgraph", "langgraph_agent.py", CALL, "75!", 1),
         ("smolagents", "smolagents_agent.py", CALL, FINAL, 2),  # it writes the call in other words
         ("mini-swe-agent", "mini_swe_agent.py", COMMAND, "done", 1),
+        ("anthropic", "anthropic_agent.py", CALL, "75!", 1),
     ],
 )
 async def test_its_calls_are_recorded_as_they_were_sampled(
