@@ -41,6 +41,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
 def pytest_configure() -> None:
     """Asked to end, the tests end as after Ctrl-C: fixtures end what they have started."""
     signal.signal(signal.SIGTERM, _interrupt)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the hub for its model
     for part in ("connect", "read", "write", "pool"):
         setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, part, HTTP_DEADLINE_S)
     httpx._transports.default.create_ssl_context = _ssl_context

@@ -242,6 +242,7 @@ WITH_SMOLLM2 = {
     "grpo-compare": (compare, "--modes none --model smollm2"),
     "grpo-eval": (evaluate, "--model smollm2 --task arithmetic"),
     "grpo-run": (grpo_run, "--model smollm2"),
+    "env-server": (env_server, "check arithmetic --model smollm2"),
 }
 
 

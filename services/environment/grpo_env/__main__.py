@@ -6,14 +6,17 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 
-from grpo_core.errors import GrpoError
+from grpo_core.errors import GrpoError, ModelNotFound
 from grpo_core.logs import configure_logging
+from grpo_core.settings.machine import MADE_HERE, SMOLLM2
 from grpo_core.sockets import no_proxy
 from grpo_core.tree.environment import PROG
 from grpo_env.settings import EnvServerSettings, load_env_settings
@@ -38,10 +41,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number in _STOP_SIGNALS:
         signal.signal(number, _exit_at_once)
     try:
-        _run(settings)
+        _run(_with_made_model(settings))
     except GrpoError as error:
         sys.stderr.write(f"{PROG}: {type(error).__name__}: {error}\n")
         raise SystemExit(EXIT_FAILURE) from None
+
+
+def _with_made_model(settings: EnvServerSettings) -> EnvServerSettings:
+    """With the directory of a model that this project makes in place of its name."""
+    if settings.model not in MADE_HERE:
+        return settings
+    flags = [f"--{SMOLLM2}"] if settings.model == SMOLLM2 else []
+    with tempfile.NamedTemporaryFile("r") as file:
+        command = [sys.executable, "-m", "grpo_tiny_model", *flags, "--path-file", file.name]
+        if subprocess.run(command).returncode:
+            raise ModelNotFound(f"--model {settings.model} was not made; the lines above say why")
+        return settings.model_copy(update={"model": file.read()})
 
 
 def _run(settings: EnvServerSettings) -> None:

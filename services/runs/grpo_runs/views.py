@@ -13,6 +13,7 @@ from grpo_core.redis.keys import default_run_id
 from grpo_core.redis.url import WITHOUT_REDIS
 from grpo_core.rollouts.files import ROLLOUTS
 from grpo_core.security import plain
+from grpo_core.settings.machine import MADE_HERE, TO_BE_MADE
 from grpo_core.tree.environment_values import AGENT, AGENT_OPTIONS, UNIFORM
 from grpo_core.tree.sections import ENVIRONMENT, RUN_API, SERVER, TRAINER
 from grpo_core.weights import bridge_config
@@ -105,7 +106,7 @@ class Places:
     @classmethod
     def not_yet_known(cls, settings: LaunchOptions) -> Places:
         """For checks before the model is made and before the ports are chosen."""
-        model = settings.model if "/" in settings.model else "model"
+        model = TO_BE_MADE if settings.model in MADE_HERE else settings.model
         socket = Path("weights.sock")
         if not settings.starts_all:
             return cls.of_pair(settings, model, socket)
@@ -263,7 +264,9 @@ def vllm_words(settings: LaunchOptions, model: str) -> list[str]:
     if not settings.starts_all:
         dtype = [] if settings.dtype == "auto" else ["--dtype", settings.dtype]
         length = settings.max_model_len or default_max_model_len(model)
-        share = ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
+        has_share = settings.on_gpu or "gpu_memory_utilization" in settings.model_fields_set
+        utilization = str(settings.gpu_memory_utilization)
+        share = ["--gpu-memory-utilization", utilization] if has_share else []
         return [*dtype, *share, "--max-model-len", str(length)]
     sizes = settings.sizes
     words = ["--dtype", settings.weights_dtype, "--max-model-len", str(sizes.max_model_len)]

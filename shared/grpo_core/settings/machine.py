@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import os
 import socket
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 from pydantic_core import from_json
 
 from grpo_core.listening import family_and_host
 
-_CONNECT_S = 0.5
+_CONNECT_S, _HUB_S = 0.5, 10.0
 _PATH_STARTS = (".", "/", "~")
 DATA_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
+_OF_MODELS = ("config.json", "tokenizer_config.json")
 _ADAPTER_CONFIG = "adapter_config.json"
 _MAX_HEAD_BYTES = 100_000_000
 """The limit of the safetensors format."""
@@ -56,11 +61,56 @@ def missing_data(data: str) -> str | None:
     return missing_directory(data)
 
 
+@functools.cache
+def missing_on_hub(model: str) -> str | None:
+    """The problem of an id that is neither in the hub's cache nor on the hub. Asks the hub once, as
+    its own library would only fail after half a minute of retries."""
+    from huggingface_hub import constants, get_token, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if model in MADE_HERE:
+        return (
+            f"{model} is made by grpo-run, grpo-eval and env-server; run `python -m grpo_tiny_model"
+            f"{f' --{SMOLLM2}' if model == SMOLLM2 else ''}` and name the directory that it prints"
+        )
+    near = difflib.get_close_matches(model, MADE_HERE, n=1)
+    hint = f"did you mean {near[0]}? Otherwise " if near else ""
+    hub = constants.ENDPOINT
+    asked = Request(f"{hub}/api/models/{model}")  # noqa: S310  (the user's own hub)
+    if token := get_token():
+        asked.add_header("Authorization", f"Bearer {token}")
+    try:
+        is_known = any(isinstance(try_to_load_from_cache(model, name), str) for name in _OF_MODELS)
+        if not is_known and model != TO_BE_MADE and not constants.HF_HUB_OFFLINE:
+            urlopen(asked, timeout=_HUB_S).close()  # noqa: S310
+    except HFValidationError:
+        return f"no such directory: {model}; {hint}name a directory or an id on the hub"
+    except HTTPError as error:
+        if error.code in (401, 404):
+            return (
+                f"{hub} has no model {model}; {hint}check the name, name a directory, or set "
+                "HF_TOKEN for a private model"
+            )
+    except OSError as error:
+        return (
+            f"no directory {model}, and {hub} does not answer: {getattr(error, 'reason', error)}; "
+            f"{hint}name a directory, or check the network"
+        )
+    return None
+
+
+def missing_tokenizer(model: str) -> str | None:
+    """The same for a tokenizer, whose directory may have no model."""
+    if Path(model).expanduser().is_dir() or model in MADE_HERE:
+        return missing_packages() if model == SMOLLM2 else None
+    return missing_directory(model) or missing_on_hub(model)
+
+
 def missing_model(model: str) -> str | None:
     """The same for a model, which is a directory with config.json."""
     path = Path(model).expanduser()
     if not path.is_dir():
-        return missing_directory(model)
+        return missing_directory(model) or missing_on_hub(model)
     if (path / "config.json").is_file():
         return _incomplete_weights(path)
     if (path / _ADAPTER_CONFIG).is_file():
@@ -163,6 +213,8 @@ def missing_packages() -> str | None:
 
 
 MADE_HERE = (TINY, SMOLLM2)
+TO_BE_MADE = "model"
+"""Stands for a model in checks before it is made."""
 
 
 def unusable_model(model: str) -> str | None:

@@ -20,7 +20,7 @@ from grpo_core.settings import (
     Shown,
 )
 from grpo_core.settings.command import URL_VARIABLES
-from grpo_core.settings.machine import missing_data, missing_directory, not_writable
+from grpo_core.settings.machine import missing_data, missing_tokenizer, not_writable
 from grpo_core.tree.common import ClientOptions, MetricsOptions
 from grpo_core.tree.environment_values import (
     AGENT,
@@ -489,8 +489,8 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
     model: Annotated[str | None, Shown(default="--tokenizer")] = Field(
         None,
         min_length=1,
-        description="Model that the inference server serves: a directory or an id on the "
-        "Hugging Face hub",
+        description="Model that the inference server serves: a directory, an id on the "
+        "Hugging Face hub, smollm2 or tiny",
     )
     server_type: Literal["vllm"] = Field(
         "vllm",
@@ -586,7 +586,7 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
 
     def start_mistakes(self) -> Iterator[Mistake]:
         checks = {
-            "tokenizer" if self.tokenizer else "model": missing_directory,
+            "tokenizer" if self.tokenizer else "model": missing_tokenizer,
             "data": missing_data,
             "eval_data": missing_data,
         }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from grpo_core.settings.machine import missing_model
+from grpo_core.settings.machine import missing_model, missing_on_hub, missing_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -49,3 +52,49 @@ def test_files_that_are_not_loaded_may_be_anything(name: str, tmp_path: Path) ->
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1")
     assert missing_model(str(tmp_path)) is None
+
+
+class _Hub(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/api/models/owner/known" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HTTPServer]:
+    missing_on_hub.cache_clear()
+    server = HTTPServer(("127.0.0.1", 0), _Hub)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    missing_on_hub.cache_clear()
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("check", [missing_model, missing_tokenizer])
+def test_a_name_that_the_hub_does_not_have_is_named_before_anything_starts(
+    check: Callable[[str], str | None],
+) -> None:
+    assert check("owner/known") is None
+    assert "has no model owner/knwon; check the name" in (check("owner/knwon") or "")
+    assert "has no model smolm2; did you mean smollm2? Otherwise" in (check("smolm2") or "")
+    assert "no such directory: a b; name a directory" in (check("a b") or "")
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(hub: HTTPServer) -> None:
+    hub.socket.close()
+    told = missing_model("owner/known") or ""
+    assert "no directory owner/known, and http://127.0.0.1:" in told
+    assert "does not answer: " in told
+
+
+def test_a_command_that_makes_no_model_tells_how_it_is_made() -> None:
+    assert "run `python -m grpo_tiny_model --smollm2` and name" in (missing_model("smollm2") or "")

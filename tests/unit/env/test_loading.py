@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from grpo_env import loading
+from grpo_env.__main__ import _with_made_model
 from grpo_env.actions import RewardWrong, check
 from grpo_env.assembly import open_tasks
 from grpo_env.loading import TaskSpec, TaskUnusable, find_task, problem_of, short_name
@@ -192,6 +193,11 @@ def test_check_shows_a_long_answer_once(
     run_check("mine.py:reward", "--data", "rows.jsonl", "--answers", "answers.txt", "--held-out=0")
     shown = capsys.readouterr().out
     assert (shown.count("word"), shown.count("word end")) == (20, 1)
+
+
+def test_a_model_that_is_made_here_is_made_for_an_action() -> None:
+    settings = load_env_settings(["check", "arithmetic", "--model", "tiny"])
+    assert Path(_with_made_model(settings).model or "", "config.json").is_file()
 
 
 MESSAGES = [{"role": "user", "content": "3+4="}, {"role": "assistant", "content": "7"}]

@@ -95,7 +95,7 @@ def test_server_and_trainer_start_with_what_the_mode_needs_and_both_end(together
         "--steps 4",
     ):
         assert flags in trained
-    assert "--dtype float32 --gpu-memory-utilization 0.45 --max-model-len 4096" in served
+    assert "--dtype float32 --max-model-len 4096" in served
     assert "--dtype float32" in trained
     assert trained.splitlines()[0] in together.shown.out
 
