@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,41 @@ def test_float32_is_the_default_where_bfloat16_is_slow(
     arguments = args.parse_engine_arguments(["--model", "m", "--dtype", asked])
     args.adapt_to_cpu(arguments)
     assert arguments.dtype == found
+
+
+@pytest.mark.parametrize("length", ["50", "256"])
+def test_the_cache_of_a_cpu_holds_the_longest_sequence_and_no_share_of_the_memory(
+    args: ModuleType, length: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from grpo_vllm.engine.vllm_compat import launch
+
+    monkeypatch.setattr(launch, "LEAST_KV_CACHE", 0)
+    words = ["--model", str(model_directory(tmp_path)), "--max-model-len", length]
+
+    def sized(*more: str) -> Any:
+        arguments = args.parse_engine_arguments([*words, *more])
+        args.adapt_to_cpu(arguments)
+        config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+        launch.size_kv_cache(config)
+        return config
+
+    config = sized()
+    model, block_size = config.model_config, config.cache_config.block_size
+    layer = FullAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=model.get_num_kv_heads(config.parallel_config),
+        head_size=model.get_head_size(),
+        dtype=model.dtype,
+    )
+    needed = layer.max_memory_usage_bytes(config) * model.get_num_layers(config.parallel_config)
+    more = layer.page_size_bytes * model.get_num_layers(config.parallel_config)
+    assert config.cache_config.kv_cache_memory_bytes == needed + more
+    assert sized("--kv-cache-memory-bytes", "5000").cache_config.kv_cache_memory_bytes == 5000
+    shared = sized("--gpu-memory-utilization", "0.4").cache_config
+    assert shared.kv_cache_memory_bytes is None
 
 
 async def test_a_model_with_random_weights_is_not_served(args: ModuleType, tmp_path: Path) -> None:

@@ -338,7 +338,7 @@ def _server(plan: MemoryPlan) -> str:
         f"{_gib(plan.server_bytes)} GiB by --gpu-memory-utilization "
         f"{plan.settings.gpu_memory_utilization:g}; it needs {least} or more"
         if plan.machine.is_gpu
-        else f"{least}, if --kv-cache-memory-bytes limits it"  # otherwise vLLM takes 92 %
+        else f"{least} or more"
     )
     parts = {
         "weights": plan.weights_bytes,

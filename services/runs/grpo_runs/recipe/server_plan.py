@@ -35,7 +35,6 @@ from grpo_runs.recipe.translation import (
 )
 
 _MAX_LEN, _MEMORY, _MEMORY_SHARED = 2048, 0.90, 0.45
-_KV_CACHE_ON_CPU = 512 * 2**20
 _RESIDENT_ADAPTERS = 4
 
 
@@ -121,7 +120,7 @@ def _sizes(
     length = environment.get("VLLM_MAX_LEN") or recipe["vllm_max_model_length"] or _MAX_LEN
     words = ["--max-model-len", str(length)]
     if not on_gpu:
-        return [*words, "--enforce-eager", "--kv-cache-memory-bytes", str(_KV_CACHE_ON_CPU)]
+        return [*words, "--enforce-eager"]
     memory = environment.get("VLLM_MEM_UTIL") or recipe.given.get("vllm_gpu_memory_utilization")
     memory = memory or (_MEMORY_SHARED if shares_gpu else _MEMORY)
     return [*words, "--gpu-memory-utilization", str(memory)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import shutil
 import sys
@@ -44,6 +45,7 @@ _FAILED = "Engine core initialization failed"
 """What vLLM raises, whatever the cause, which the process of the engine has written."""
 READ_FORMATS = ("auto", LOAD_FORMAT)
 """Values of --load-format that read the model's own files."""
+LEAST_KV_CACHE = 256 * 2**20
 SM100_MAJOR = 10
 """Major compute capability of B200 and B300."""
 
@@ -166,6 +168,7 @@ async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
         warn_of_stock_adapters()
     if current_platform.is_cpu():
         refuse_head_size(config.model_config)
+        size_kv_cache(config)
         os.environ.update([FORK])  # create_engine_config set "spawn"
     try:
         engine = AsyncLLM.from_vllm_config(
@@ -321,6 +324,21 @@ def refuse_head_size(model_config: Any) -> None:
             f"vllm-api-server: the model's attention heads have size {size}, and vLLM's CPU build "
             f"computes only {', '.join(map(str, sizes))}; choose another model, or use a GPU"
         )
+
+
+def size_kv_cache(config: Any) -> None:
+    """Give the KV cache of a CPU room for the longest sequence, unless the user has chosen its size
+    or the share of the memory: vLLM would take 92 % of the host's, or not start if less is free."""
+    cache, model, parallel = config.cache_config, config.model_config, config.parallel_config
+    has_share = cache.gpu_memory_utilization != type(cache).gpu_memory_utilization
+    if has_share or cache.kv_cache_memory_bytes is not None:
+        return
+    width = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel)
+    width *= 2 * model.get_head_size() * model.dtype.itemsize
+    blocks = math.ceil(model.max_model_len / cache.block_size) + 1  # one stays empty
+    size = max(blocks * cache.block_size * width, LEAST_KV_CACHE)
+    cache.kv_cache_memory_bytes = size
+    log.info("kv_cache.chosen", megabytes=size // 10**6, option="--kv-cache-memory-bytes")
 
 
 def _command_line() -> tuple[Any, Callable[[], None]]:
