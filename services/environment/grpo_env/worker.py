@@ -27,7 +27,7 @@ from grpo_env.prometheus import EnvironmentMetrics
 from grpo_env.registration import Log, Membership, join_run, wandb_log
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine
-from grpo_env.rollout.groups import FailureReason, SamplingPlan
+from grpo_env.rollout.groups import SamplingPlan
 from grpo_env.rollout.producer import GroupProducer
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks.curriculum_files import files_of
@@ -221,12 +221,12 @@ class Worker:
         untrained.save_dropped()
         self._log_to_wandb(step, fields)
         now = {"groups_in_progress": len(self._in_flight), **self._evaluation.report_fields}
-        for_batch, dropped = counts.for_batch, counts.failures[FailureReason.EQUAL_SCORES]
+        for_batch = counts.for_batch
         if is_most := fields["dropped_share"] >= MOST_DROPPED:
             for_batch += f": {untrained.examples}"
         log.info("groups.counted", for_batch=for_batch, **now, **fields)
-        if is_most and dropped >= 2 * self._warned_of:
-            self._warned_of = dropped
+        if is_most and counts.dropped >= 2 * self._warned_of:
+            self._warned_of = counts.dropped
             log.warning("rewards.all_equal", for_batch=for_batch, hint=DROPPED_ADVICE)
 
     def _waits_for_the_next_run(self) -> bool:

@@ -84,7 +84,7 @@ class GroupCounts:
         self.groups_sent = 0
         self.reported: dict[str, Any] = {}
         self.queued = self.batch = 0
-        self._for_batch: Counter[str] = Counter()
+        self._before = 0, 0  # groups sent and dropped, before this batch
         self.failures: Counter[FailureReason] = Counter()
         self._recent: deque[bool] = deque(maxlen=_RECENT_GROUPS)  # whether each was kept
         self._reported_at = time.monotonic()
@@ -105,23 +105,22 @@ class GroupCounts:
             self.failures[sampled.lost.reason] += 1
             has_equal_scores = sampled.lost.reason is FailureReason.EQUAL_SCORES
         self._recent.append(not has_equal_scores)
-        self._for_batch["dropped"] += has_equal_scores
         self._window.update(tokens=tokens, equal_groups=has_equal_scores)
         if sampled.grades:
             self._window.update(graded_groups=1, graded_tokens=tokens)
 
-    def sent(self) -> None:
-        self.groups_sent += 1
-        self._for_batch["sent"] += 1
+    @property
+    def dropped(self) -> int:
+        return self.failures[FailureReason.EQUAL_SCORES]
 
     def begin_batch(self) -> None:
-        self._for_batch.clear()
+        self._before = self.groups_sent, self.dropped
 
     @property
     def for_batch(self) -> str:
         """`4 of 8 groups for this batch; 204 dropped, all scores equal (98 %)`"""
-        dropped = self._for_batch["dropped"]
-        share = dropped / max(1, dropped + self._for_batch["sent"])
+        sent, dropped = self.groups_sent - self._before[0], self.dropped - self._before[1]
+        share = dropped / max(1, dropped + sent)
         return (
             f"{min(self.queued, self.batch)} of {self.batch} groups for this batch; {dropped} "
             f"dropped, all scores equal ({100 * share:.0f} %)"
@@ -321,7 +320,7 @@ class GroupProducer:
             self._items.used(draw)
             self._submissions.succeeded()
             self._submission_refusals.accepted()
-            self.counts.sent()
+            self.counts.groups_sent += 1
 
     def _lose(self, sampled: SampledGroup) -> None:
         self.counts.record(sampled)

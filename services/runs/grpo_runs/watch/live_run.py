@@ -204,15 +204,11 @@ class LiveRun:
             + _error_of(runner),
             "alerts": api["alerts"],
             "newest_rollouts": max(self.steps_with_rollouts(), default=None),
-            "untrained": self._untrained(),
+            "untrained": {
+                kind: at.stat().st_mtime for kind, at in self.run.untrained_rollouts.items()
+            },
             "last_evaluation": self._evaluated[1],
         }
-
-    def _untrained(self) -> dict[str, float]:
-        """When rollouts that are not trained on were written, by kind."""
-        with suppress(OSError, GrpoError):
-            return {kind: at.stat().st_mtime for kind, at in self.run.untrained_rollouts.items()}
-        return {}
 
     def _word(self, runner: Runner | None, step: int, steps: int | None) -> str:
         if runner is not None:
