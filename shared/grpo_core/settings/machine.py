@@ -84,7 +84,7 @@ def missing_on_hub(model: str) -> str | None:
         if not is_known and model != TO_BE_MADE and not constants.HF_HUB_OFFLINE:
             urlopen(asked, timeout=_HUB_S).close()  # noqa: S310
     except HFValidationError:
-        return f"no such directory: {model}; {hint}name a directory or an id on the hub"
+        return None  # such as owner/name:Q4_K_M, which vLLM takes apart
     except HTTPError as error:
         if error.code in (401, 404):
             return (
