@@ -74,6 +74,7 @@ MESSAGES = {
     "max_tokens": 7,
     "stop_sequences": ["."],
     "stream": True,
+    "thread": {"type": "continue", "previous_message_id": None},
 }
 BODIES = {"chat/completions": CHAT, "responses": RESPONSES, "messages": MESSAGES}
 HEADERS: list[Mapping[str, str]] = [
