@@ -128,11 +128,11 @@ def command_typed() -> str:
 def _after_a_failure(run: RunDirectory) -> list[str]:
     lines = [f"logs of all services: {run.logs}"]
     saved, taken = run.newest_checkpoint_step(), len(GrowingFile(run.metrics).new_lines())
-    if saved is not None:
+    if saved:
         repeated = f" (repeats {counted(taken - saved, 'step')})" if taken > saved else ""
         lines.append(f"to continue this run: {command_typed()} --resume {run.path}{repeated}")
     else:
-        lines.append("this run has no checkpoint yet, so it cannot be continued: start it anew")
+        lines.append("this run has no checkpoint of a step yet: start it anew")
     return lines
 
 
@@ -184,7 +184,7 @@ def _train(
                 )
             seconds = time.monotonic() - started
             if settings.evaluates_every:
-                with screen.activity("evaluating the trained policy", news.waited_for):
+                with screen.activity("evaluating the trained policy"):
                     wait_for_evaluations(stack, names, settings.sizes)
                 show_evaluations(evaluations, screen)
             with VersionLog(places.redis_url, places.run_id, REDIS_DEADLINE_S) as versions:

@@ -223,13 +223,15 @@ def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(tmp_path: Path
         started(tmp_path, *flags, STAND_IN_TRAINER_LINGERS="1") as demo,
     ):
         demo.wait_for_steps()
+        before_a_step = tmp_path / "run/checkpoints/trainer_state/000001_step_0"
+        before_a_step.mkdir(parents=True)
         demo.process.send_signal(signal.SIGTERM)
         status, _, err = demo.finish()
         assert status == 143
         first, second, third = err.splitlines()
         assert first == "stopped by SIGTERM; every process of this run has ended"
         assert second == "logs of all services: run/logs"
-        assert third.startswith("this run has no checkpoint yet")
+        assert third.startswith("this run has no checkpoint of a step yet")
         assert demo.all_ended()
         assert is_alive(bystander.pid)
         told = json.loads((tmp_path / "end.json").read_text())
