@@ -55,7 +55,7 @@ def _with_made_model(settings: EnvServerSettings) -> EnvServerSettings:
     with tempfile.NamedTemporaryFile("r") as file:
         command = [sys.executable, "-m", "grpo_tiny_model", *flags, "--path-file", file.name]
         if subprocess.run(command).returncode:
-            raise ModelNotFound(f"--model {settings.model} was not made; the lines above say why")
+            raise ModelNotFound(f"--model {settings.model}: not made; see the lines above")
         return settings.model_copy(update={"model": file.read()})
 
 

@@ -10,7 +10,6 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -63,39 +62,30 @@ def missing_data(data: str) -> str | None:
 
 @functools.cache
 def missing_on_hub(model: str) -> str | None:
-    """The problem of an id that is neither in the hub's cache nor on the hub. Asks the hub once, as
-    its own library would only fail after half a minute of retries."""
+    """The problem of an id that is neither in the hub's cache nor on the hub. Asks once: the hub's
+    own library would fail after half a minute of retries."""
     from huggingface_hub import constants, get_token, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     if model in MADE_HERE:
-        return (
-            f"{model} is made by grpo-run, grpo-eval and env-server; run `python -m grpo_tiny_model"
-            f"{f' --{SMOLLM2}' if model == SMOLLM2 else ''}` and name the directory that it prints"
-        )
-    near = difflib.get_close_matches(model, MADE_HERE, n=1)
-    hint = f"did you mean {near[0]}? Otherwise " if near else ""
-    hub = constants.ENDPOINT
-    asked = Request(f"{hub}/api/models/{model}")  # noqa: S310  (the user's own hub)
-    if token := get_token():
-        asked.add_header("Authorization", f"Bearer {token}")
+        flag = f" --{SMOLLM2}" if model == SMOLLM2 else ""
+        return f"run `python -m grpo_tiny_model{flag}`, and name the directory that it prints"
+    headers = {"Authorization": f"Bearer {token}"} if (token := get_token()) else {}
+    asked = Request(f"{constants.ENDPOINT}/api/models/{model}", headers=headers)  # noqa: S310
     try:
         is_known = any(isinstance(try_to_load_from_cache(model, name), str) for name in _OF_MODELS)
         if not is_known and model != TO_BE_MADE and not constants.HF_HUB_OFFLINE:
             urlopen(asked, timeout=_HUB_S).close()  # noqa: S310
     except HFValidationError:
         return None  # such as owner/name:Q4_K_M, which vLLM takes apart
-    except HTTPError as error:
-        if error.code in (401, 404):
-            return (
-                f"{hub} has no model {model}; {hint}check the name, name a directory, or set "
-                "HF_TOKEN for a private model"
-            )
     except OSError as error:
-        return (
-            f"no directory {model}, and {hub} does not answer: {getattr(error, 'reason', error)}; "
-            f"{hint}name a directory, or check the network"
-        )
+        if getattr(error, "code", 404) in (401, 404):  # others may pass
+            near = difflib.get_close_matches(model, MADE_HERE, n=1)
+            hint = f"Did you mean {near[0]}? " if near else ""
+            return (
+                f"no directory {model}, and at {constants.ENDPOINT}: {error}. {hint}Check the name "
+                "and the network, or set HF_TOKEN for a private model"
+            )
     return None
 
 

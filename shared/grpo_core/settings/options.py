@@ -193,18 +193,13 @@ TYPO_LENGTH = 1
 
 OF_TRL = {
     "beta": "kl-coef",
-    "dataset-name": "data",
     "epsilon": "clip-eps",
-    "epsilon-high": "clip-eps-high",
     "learning-rate": "lr",
-    "loss-type": "loss",
     "max-completion-length": "max-completion-tokens",
     "max-steps": "steps",
-    "model-name-or-path": "model",
     "num-generations": "group-size",
     "per-device-train-batch-size": "batch-size",
     "reward-funcs": "task",
-    "save-steps": "checkpoint-interval",
 }
 """Names of TRL's options, and of ours with the same meaning."""
 

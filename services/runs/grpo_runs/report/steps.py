@@ -36,8 +36,6 @@ class StepRecord(BaseModel):
     alignment_abs_mean: float | None = Field(None, alias="alignment/diff_abs_mean")
     staleness_mean: float | None = Field(None, alias="staleness/mean")
     reverse_kl: float | None = Field(None, alias="distill/reverse_kl")
-    scored_fraction: float | None = Field(None, alias="distill/scored_fraction")
-    """None without a teacher."""
     generation_s: float | None = Field(None, alias="rollout/generation_time")
     tokens_per_s: float = Field(alias="throughput/tokens_per_s")
     fetch_s: float = Field(alias="train/data_fetch_time")
@@ -255,7 +253,7 @@ REVERSE_KL = Column[StepRecord](
 
 
 def columns_of(record: StepRecord) -> Sequence[Column[StepRecord]]:
-    return STEP_COLUMNS if record.scored_fraction is None else (*STEP_COLUMNS, REVERSE_KL)
+    return STEP_COLUMNS if record.reverse_kl is None else (*STEP_COLUMNS, REVERSE_KL)
 
 
 def legend_lines(record: StepRecord) -> list[str]:

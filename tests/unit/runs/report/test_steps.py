@@ -74,7 +74,7 @@ def test_a_line_shows_each_value_under_its_title() -> None:
         "train": "0.60",
         "publish": "0.05",
     }
-    distils = record(3, **{"distill/reverse_kl": 0.25, "distill/scored_fraction": 1.0})
+    distils = record(3, **{"distill/reverse_kl": 0.25})
     titles, _ = header_lines(distils)
     assert (titles.split()[-1], step_line(distils).split()[-1]) == ("reverse_kl", "0.2500")
     unmeasured = ("alignment/diff_abs_mean", "staleness/mean", "rollout/generation_time")
