@@ -40,6 +40,9 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
+_ROUNDS = 3
+"""Of a check: as long as no server answers, each is asked again, four times as patiently."""
+
 
 @dataclass(eq=False, kw_only=True)
 class DirectorySync(Server):
@@ -264,21 +267,25 @@ class FileSync(DirectorySync):
         """Check one of the servers, each in its turn, and those that joined since."""
         assert self._publication is not None, "something was published"
         serving = self._publication.serving
-        silent: dict[str, ServerLeft] = {}
+        silent: set[str] = set()
+        rounds = 1
         while True:
             turn = self._turn if self._turn in serving else self._next(serving)
             names = {turn, *self.watch.unchecked(serving)}
-            servers = {self._label(name): self._probe(name) for name in sorted(names)}
+            servers = {self._label(name): self._probe(name, rounds) for name in sorted(names)}
             try:
                 alignment = self._check.require(self.version, label, servers)
             except ServerLeft as gone:
-                silent[gone.name] = gone
+                silent.add(gone.name)
                 serving = {n: one for n, one in serving.items() if n not in silent}
                 if not serving:
                     found = self._published().serving
                     serving = {n: one for n, one in found.items() if n not in silent}
                 if not serving:
-                    raise gone.cause from None
+                    if rounds == _ROUNDS:
+                        raise gone.cause from None
+                    serving, rounds = found, rounds + 1
+                    silent.clear()
                 continue
             for name in names:
                 self.watch.checked(name)
@@ -292,28 +299,33 @@ class FileSync(DirectorySync):
 
     def _at_one(self, ask: Callable[[Server], T]) -> T:
         """The answer of the server whose turn it is, or of another one if it leaves or is late."""
-        silent: set[str] = set()
+        silent: dict[str, ServerLeft] = {}
+        rounds = 1
         while True:
             serving = self.watch.await_serving()
             newest = max(one.version for one in serving.values())
             names = [name for name, one in serving.items() if one.version == newest]
             others = [name for name in names if name not in silent]
+            if not others:
+                if rounds == _ROUNDS:
+                    raise silent[names[0]].cause
+                others, rounds = names, rounds + 1
+                silent.clear()
             if self._turn not in others:
-                self._turn = self._next(others or names)
+                self._turn = self._next(others)
             try:
-                return ask(self._probe(self._turn))
+                return ask(self._probe(self._turn, rounds))
             except ServerLeft as gone:
-                if gone.name in silent and gone.name in names:
-                    raise gone.cause from None
-                silent.add(gone.name)
+                silent[gone.name] = gone
 
     def _next(self, names: Iterable[str]) -> str:
         """The name after the last one whose turn it was."""
         ordered = sorted(names)
         return next((name for name in ordered if name > self._turn), ordered[0])
 
-    def _probe(self, name: str) -> ServerProbe:
-        return ServerProbe(name, self._client(name), self.watch, self.publisher.wait_s)
+    def _probe(self, name: str, rounds: int) -> ServerProbe:
+        patience_s = self.publisher.wait_s * 4 ** (rounds - 1)
+        return ServerProbe(name, self._client(name), self.watch, patience_s)
 
     def _client(self, name: str) -> BridgeClient:
         """--inference-url may be the only address under which its server is reachable from here."""

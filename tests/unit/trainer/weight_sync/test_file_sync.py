@@ -444,6 +444,24 @@ def test_a_slow_server_does_not_hold_up_a_step_for_longer_than_publish_wait_s(
         answered.set()
 
 
+def test_servers_that_are_all_slow_are_asked_again_with_more_patience(bench: NewBench) -> None:
+    rig = bench("none", "a", "b")
+    answered = threading.Event()
+    with rig.trainer(nodes=2) as sync:
+        optimizer = begun(sync)
+        sync.publisher.wait_s = 0.1
+        for server in rig.servers.values():
+            server.faults = iter([lambda: bool(answered.wait())])
+        assert take_steps(sync, optimizer, range(1)) == [True]
+        assert sync.watch.unanswered == 2
+        for server in rig.servers.values():
+            server.faults = itertools.repeat(lambda: bool(answered.wait()))
+        with pytest.raises(ServiceUnavailable, match="left while the trainer waited"):
+            take_steps(sync, optimizer, range(1, 2))
+        assert sync.watch.unanswered == 2 + 6
+        answered.set()
+
+
 def test_servers_can_fetch_the_newest_version_before_they_serve(bench: NewBench) -> None:
     rig = bench("none", "a")
     directory = rig.root / "1-5"
