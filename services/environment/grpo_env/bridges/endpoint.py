@@ -95,7 +95,7 @@ class ChatEndpoint:
         return handle
 
     def _chat(self, headers: Mapping[str, str]) -> Chat | None:
-        """Clients of Anthropic's API send the key alone, in a header of their own."""
+        """Many clients of Anthropic's API send the key alone, in a header of their own."""
         keys = (headers.get(self._header, ""), f"Bearer {headers.get('x-api-key')}")
         return next((self.sessions[key] for key in keys if key in self.sessions), None)
 

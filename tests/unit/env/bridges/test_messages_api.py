@@ -142,6 +142,15 @@ async def test_an_answer_without_tools_may_be_cut_off_or_empty(
         assert await stream.get_final_text() == ""
 
 
+async def test_the_key_may_be_in_the_header_of_older_clients(
+    endpoint: ChatEndpoint, client: AsyncAnthropic
+) -> None:
+    opened(endpoint, "5")
+    key: Any = {"Authorization": anthropic.omit, "x-api-key": "key"}
+    message = await client.messages.create(messages=[QUESTION], **HOW, extra_headers=key)  # type: ignore[list-item]
+    assert message.content[0].text == "5"  # type: ignore[union-attr]
+
+
 async def test_refusals_have_the_form_that_the_client_reads(
     endpoint: ChatEndpoint, client: AsyncAnthropic
 ) -> None:
